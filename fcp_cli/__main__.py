@@ -1,0 +1,3 @@
+from fcp_cli.app import main
+
+main()

@@ -1,0 +1,1 @@
+"""One file per verb. Importing this package registers them all; none imports anything heavy at its top."""

@@ -1,0 +1,70 @@
+"""Where words go: results for people and progress to stderr, one JSON document to stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+
+@dataclass(slots=True)
+class Verbosity:
+    """Set once by the root command: -q gives -1, -v gives 1."""
+
+    level: int = 0
+
+
+verbosity = Verbosity()
+
+
+def human() -> Console:
+    """The console for people: stderr, so that stdout stays free for `--json` and `-o -`."""
+    from rich.console import Console
+
+    return Console(stderr=True, quiet=verbosity.level < 0, highlight=False)
+
+
+def note(message: str) -> None:
+    """One line about what was assumed or chosen; silent under -q."""
+    human().print(message, markup=False, soft_wrap=True)
+
+
+def print_json(document: Mapping[str, Any]) -> None:
+    """Print the one document of `--json` on stdout."""
+    sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+def progress(*, transient: bool = True) -> Progress:
+    """A progress bar on stderr that shows only on a terminal and never under -q."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = human()
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=transient,
+        disable=verbosity.level < 0 or not console.is_terminal,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origins:
+    """Where each setting of a command came from, for the line that says what was assumed."""
+
+    assumed: dict[str, str] = field(default_factory=dict)
+
+    def assume(self, name: str, value: object, reason: str) -> None:
+        self.assumed[name] = f"{value} ({reason})"
+
+    def report(self) -> None:
+        for name, text in self.assumed.items():
+            note(f"assumed {name} = {text}")

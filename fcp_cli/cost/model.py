@@ -1,0 +1,81 @@
+"""Predicted seconds of a pack on a group (DESIGN: cost profile; Eq. 8-10 of the FCP paper with the degree written out).
+
+attention = sum_k alpha1 (1 + eta_k) length_k^2 / d
+linear    = sum_k alpha2 length_k / d + vision_k / d
+ring      = 0 if d = 1 else alpha3 * tokens * (d - 1) / d / bandwidth + ring_hop_seconds * (d - 1)
+T         = microbatch_seconds + linear + max(attention, ring)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fcp_cli.cost.profile import CostProfile
+from fcp_cli.manifest.table import FloatArray, IntArray, LengthTable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """Seconds that sequences (or packs) would take on one rank, before any division by the degree.
+
+    Attributes:
+        attention_seconds: [n] alpha1 (1 + eta) length^2.
+        linear_seconds: [n] alpha2 length plus the vision encoder's terms.
+        tokens: [n] int64.
+    """
+
+    attention_seconds: FloatArray
+    linear_seconds: FloatArray
+    tokens: IntArray
+
+    @property
+    def total_seconds(self) -> FloatArray:
+        return self.attention_seconds + self.linear_seconds
+
+
+def sequence_work(table: LengthTable, profile: CostProfile) -> Work:
+    """Work of every sequence of a table."""
+    c = profile.coefficients
+    length = table.length_tokens.astype(np.float64)
+    attention = c.attention_seconds_per_token2 * length * length
+    if table.eta is not None:
+        attention = attention * (1.0 + table.eta)
+    linear = c.linear_seconds_per_token * length
+    if table.vision_patches is not None:
+        linear = linear + c.vision_seconds_per_patch * table.vision_patches
+    if table.vision_patch_pairs is not None:
+        linear = linear + c.vision_seconds_per_patch2 * table.vision_patch_pairs
+    return Work(attention_seconds=attention, linear_seconds=linear, tokens=table.length_tokens)
+
+
+def group_seconds(
+    profile: CostProfile,
+    *,
+    attention_seconds: npt.ArrayLike,
+    linear_seconds: npt.ArrayLike,
+    tokens: npt.ArrayLike,
+    degree: npt.ArrayLike,
+    crosses_nodes: npt.ArrayLike,
+) -> FloatArray:
+    """Predicted seconds of packs on groups; all arguments broadcast.
+
+    Args:
+        profile: coefficients and bandwidths.
+        attention_seconds: attention work of the pack on one rank.
+        linear_seconds: linear and vision work of the pack on one rank.
+        tokens: tokens of the pack.
+        degree: ranks of the group, >= 1.
+        crosses_nodes: whether the group's ranks lie on more than one node.
+    """
+    c = profile.coefficients
+    d = np.asarray(degree, dtype=np.float64)
+    bandwidth = np.where(crosses_nodes, profile.bandwidth.inter_node, profile.bandwidth.intra_node)
+    hops = d - 1.0
+    ring = c.ring_bytes_per_token * np.asarray(tokens) * hops / d / bandwidth + c.ring_hop_seconds * hops
+    attention = np.asarray(attention_seconds) / d
+    return np.asarray(
+        c.microbatch_seconds + np.asarray(linear_seconds) / d + np.maximum(attention, ring), dtype=np.float64
+    )

@@ -1,0 +1,167 @@
+"""Cost profiles (contract `fcp-cost-profile/1`): the coefficients of the cost model, as YAML."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fcp_cli.errors import ProfileError
+
+FORMAT = "fcp-cost-profile/1"
+ORIGINS = ("measured", "fitted", "analytic", "assumed")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Coefficients:
+    """Symbols of the papers (Eq. 8-9): alpha1, alpha2, alpha3, beta1, beta2."""
+
+    attention_seconds_per_token2: float  # alpha1
+    linear_seconds_per_token: float  # alpha2
+    ring_bytes_per_token: float  # alpha3: K/V forward, K/V and dK/dV backward, all layers
+    microbatch_seconds: float  # beta1
+    ring_hop_seconds: float = 0.0  # beta2, per hop
+    vision_seconds_per_patch: float = 0.0
+    vision_seconds_per_patch2: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bandwidth:
+    """Point-to-point bytes per second inside a ring."""
+
+    intra_node: float
+    inter_node: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Gives the token budget of a rank where all three are known; 0 means unknown."""
+
+    bytes_per_token: float = 0.0
+    model_state_bytes: float = 0.0
+    capacity_bytes: float = 0.0
+
+    def tokens_per_rank(self) -> int | None:
+        """Most tokens a rank may hold in one micro-batch, or None where the figures are unknown."""
+        if not self.bytes_per_token or not self.capacity_bytes:
+            return None
+        return math.floor((self.capacity_bytes - self.model_state_bytes) / self.bytes_per_token)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostProfile:
+    """One model on one cluster. `text` is the YAML it was read from, kept whole for the plan's metadata."""
+
+    model: str
+    cluster: str
+    origin: str
+    coefficients: Coefficients
+    bandwidth: Bandwidth
+    memory: Memory = field(default_factory=Memory)
+    measurement: Mapping[str, Any] = field(default_factory=dict)
+    text: str = field(default="", compare=False)
+
+
+def load_cost_profile(path: Path) -> CostProfile:
+    """Read a cost profile.
+
+    Raises:
+        ProfileError: the file cannot be read or breaks the contract; the message names the offending key by its path.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ProfileError(f"there is no cost profile {path}; make one with 'fcp profile -o {path}'") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"cannot read the cost profile {path}: {error}") from error
+    return parse_cost_profile(text, name=str(path))
+
+
+def parse_cost_profile(text: str, *, name: str) -> CostProfile:
+    """Parse the YAML of a cost profile; `name` stands for the file in error messages."""
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ProfileError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        found = document.get("format") if isinstance(document, dict) else type(document).__name__
+        raise ProfileError(f"{name} is not a cost profile: expected 'format: {FORMAT}', found {found!r}")
+    known = {
+        "format",
+        "model",
+        "cluster",
+        "origin",
+        "coefficients",
+        "bandwidth_bytes_per_second",
+        "memory",
+        "measurement",
+    }
+    _reject_unknown(document, known, where=name, prefix="")
+    if document.get("origin") not in ORIGINS:
+        raise ProfileError(f"{name}: origin is {document.get('origin')!r}; it must be one of {', '.join(ORIGINS)}")
+    return CostProfile(
+        model=str(document.get("model", "unknown")),
+        cluster=str(document.get("cluster", "unknown")),
+        origin=document["origin"],
+        coefficients=_read_numbers(Coefficients, document, "coefficients", name),
+        bandwidth=_read_numbers(Bandwidth, document, "bandwidth_bytes_per_second", name, positive=True),
+        memory=_read_numbers(Memory, document, "memory", name) if document.get("memory") else Memory(),
+        measurement=document.get("measurement") or {},
+        text=text,
+    )
+
+
+def dump_cost_profile(profile: CostProfile) -> str:
+    """The YAML of a profile, as `parse_cost_profile` reads it."""
+    document: dict[str, Any] = {
+        "format": FORMAT,
+        "model": profile.model,
+        "cluster": profile.cluster,
+        "origin": profile.origin,
+        "coefficients": {f.name: getattr(profile.coefficients, f.name) for f in fields(Coefficients)},
+        "bandwidth_bytes_per_second": {f.name: getattr(profile.bandwidth, f.name) for f in fields(Bandwidth)},
+        "memory": {f.name: getattr(profile.memory, f.name) for f in fields(Memory)},
+    }
+    if profile.measurement:
+        document["measurement"] = dict(profile.measurement)
+    return yaml.safe_dump(document, sort_keys=False)
+
+
+def _reject_unknown(mapping: Mapping[str, Any], known: set[str], *, where: str, prefix: str) -> None:
+    for key in mapping:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {prefix}{near[0]}?" if near else f"; known: {', '.join(sorted(known))}"
+            raise ProfileError(f"{where}: unknown key {prefix}{key}{hint}")
+
+
+def _read_numbers(kind: Any, document: Mapping[str, Any], block: str, name: str, *, positive: bool = False) -> Any:
+    """Read a block of non-negative numbers into the dataclass `kind`."""
+    values = document.get(block)
+    if not isinstance(values, dict):
+        raise ProfileError(f"{name}: the block {block} is missing; 'fcp profile show' lists a whole profile")
+    _reject_unknown(values, {f.name for f in fields(kind)}, where=name, prefix=f"{block}.")
+    numbers: dict[str, float] = {}
+    for f in fields(kind):
+        if f.name not in values:
+            if f.default is not None and isinstance(f.default, float):
+                continue
+            raise ProfileError(f"{name}: {block}.{f.name} is missing")
+        numbers[f.name] = _number(values[f.name], where=f"{name}: {block}.{f.name}", positive=positive)
+    return kind(**numbers)
+
+
+def _number(value: Any, *, where: str, positive: bool) -> float:
+    # YAML 1.1 reads 6.451e-9 as a number but 50e9 (no sign, no dot) as a string: accept both.
+    try:
+        number = float(value) if not isinstance(value, bool) else math.nan
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number) or number < 0 or (positive and number == 0):
+        raise ProfileError(f"{where} is {value!r}; it must be a {'positive' if positive else 'non-negative'} number")
+    return number

@@ -1,0 +1,44 @@
+"""Every error that fcp raises on purpose.
+
+FcpError                     exit status 1: the input, the plan or the run is at fault
+├── ManifestError            a length manifest, or the data it is built from
+├── ProfileError             a cost profile, a model or a cluster description
+├── PlanError                a plan file: damaged, foreign, or against its own rules
+│   └── OverlongError        sequences that no group of ranks can hold
+├── RunError                 a training job that cannot follow its plan
+└── UsageError               exit status 2: the command line is at fault
+
+Each carries one line: what was wrong, the value, where, and the command or flag that mends it.
+"""
+
+
+class FcpError(Exception):
+    """The input is at fault; the message is for the user and no traceback is shown."""
+
+    exit_status = 1
+
+
+class ManifestError(FcpError):
+    """A length manifest, or the data it is built from, cannot be used."""
+
+
+class ProfileError(FcpError):
+    """A cost profile, a model or a cluster description cannot be used."""
+
+
+class PlanError(FcpError):
+    """A plan file is damaged, foreign, or breaks its own rules."""
+
+
+class OverlongError(PlanError):
+    """Sequences that no group of ranks can hold."""
+
+
+class RunError(FcpError):
+    """A training job cannot follow its plan."""
+
+
+class UsageError(FcpError):
+    """The command line is at fault."""
+
+    exit_status = 2

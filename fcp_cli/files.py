@@ -1,0 +1,45 @@
+"""Files that exist whole or not at all, and the data files that travel with the package."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fcp_cli.errors import FcpError
+
+
+@contextmanager
+def replaced_atomically(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; rename it over `path` if the block succeeds, remove it otherwise.
+
+    A block left by Ctrl-C or a full disk leaves nothing behind, and whatever stood at `path` before is untouched.
+
+    Raises:
+        FcpError: the file cannot be written (no such folder, no permission, disk full).
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield temporary
+        temporary.replace(path)
+    except OSError as error:
+        raise FcpError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write a small text file whole or not at all."""
+    with replaced_atomically(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def shipped(kind: str) -> Path:
+    """The folder of shipped data: `profiles` or `launchers`.
+
+    In a wheel it lies inside the package; in a checkout at the top level, where people look for it.
+    """
+    packaged = Path(__file__).parent / "_data" / kind
+    return packaged if packaged.is_dir() else Path(__file__).parent.parent / kind

@@ -1,0 +1,1 @@
+"""Length manifests (`fcp-manifest/1`): build, read, validate."""

@@ -1,0 +1,56 @@
+"""What the planner needs of a manifest: lengths and work factors as flat arrays (contract `fcp-manifest/1`)."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray: TypeAlias = npt.NDArray[np.float64]
+IntArray: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LengthTable:
+    """The sequences of a manifest, one entry per row, in row order.
+
+    Attributes:
+        name: file name, for messages and plan metadata.
+        length_tokens: [rows] int64, > 0.
+        eta: [rows] mask factor of the papers (0 causal, 1 full), or None where all are 0.
+        vision_patches: [rows] patches the vision encoder runs, or None.
+        vision_patch_pairs: [rows] sum over frames or tiles of patches squared, or None.
+    """
+
+    name: str
+    length_tokens: IntArray
+    eta: FloatArray | None = None
+    vision_patches: IntArray | None = None
+    vision_patch_pairs: IntArray | None = None
+
+    def __len__(self) -> int:
+        return len(self.length_tokens)
+
+    def take(self, rows: IntArray) -> LengthTable:
+        """The given rows, in the given order."""
+        return LengthTable(
+            name=self.name,
+            length_tokens=self.length_tokens[rows],
+            eta=None if self.eta is None else self.eta[rows],
+            vision_patches=None if self.vision_patches is None else self.vision_patches[rows],
+            vision_patch_pairs=None if self.vision_patch_pairs is None else self.vision_patch_pairs[rows],
+        )
+
+    def content_hash(self) -> str:
+        """SHA-256 over the columns that planning reads; independent of file layout and writer."""
+        digest = hashlib.sha256(b"fcp-manifest/1")
+        for column in (self.length_tokens, self.eta, self.vision_patches, self.vision_patch_pairs):
+            digest.update(
+                b"absent"
+                if column is None
+                else np.ascontiguousarray(column).astype(column.dtype.newbyteorder("<")).tobytes()
+            )
+        return digest.hexdigest()

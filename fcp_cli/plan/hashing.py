@@ -1,0 +1,55 @@
+"""The plan hash: equal content gives an equal hash, whatever wrote the file and however it was split into row groups.
+
+One running SHA-256 per column over little-endian values (a list column has two: list lengths and values), then one
+over the column digests and the canonical metadata. Streaming, so a plan of any size is hashed in constant memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from fcp_cli.plan.metadata import PlanMetadata
+
+_SCALARS = {
+    "step": "<i8",
+    "order": "<i4",
+    "wave": "<i4",
+    "start_seconds": "<f8",
+    "seconds": "<f8",
+    "step_seconds": "<f8",
+    "step_bound_seconds": "<f8",
+}
+_LISTS = {"ranks": "<i4", "sequences": "<i8", "lengths": "<i4"}
+
+
+class PlanHasher:
+    """Feed it the rows in order, in pieces of any size; ask for the hash once."""
+
+    def __init__(self) -> None:
+        names = [*_SCALARS, *(f"{name}.{part}" for name in _LISTS for part in ("length", "values"))]
+        self._digests: dict[str, Any] = {name: hashlib.sha256() for name in names}
+
+    def update(self, rows: pa.RecordBatch | pa.Table) -> None:
+        """Add rows that follow those already given."""
+        for batch in rows.to_batches() if isinstance(rows, pa.Table) else (rows,):
+            for name, dtype in _SCALARS.items():
+                self._feed(name, batch.column(name).to_numpy(zero_copy_only=False), dtype)
+            for name, dtype in _LISTS.items():
+                column = batch.column(name)
+                self._feed(f"{name}.length", np.diff(column.offsets.to_numpy()), "<i4")
+                self._feed(f"{name}.values", column.flatten().to_numpy(zero_copy_only=False), dtype)
+
+    def _feed(self, name: str, values: Any, dtype: str) -> None:
+        self._digests[name].update(np.ascontiguousarray(values, dtype=dtype).tobytes())
+
+    def hexdigest(self, metadata: PlanMetadata) -> str:
+        """The plan hash, 64 hexadecimal digits."""
+        total = hashlib.sha256(metadata.hashed_json())
+        for name, digest in self._digests.items():
+            total.update(name.encode())
+            total.update(digest.digest())
+        return total.hexdigest()

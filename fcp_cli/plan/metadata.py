@@ -1,0 +1,106 @@
+"""What a plan says about itself: the JSON under the Parquet schema's key `fcp`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal
+
+from fcp_cli.errors import PlanError
+
+FORMAT = "fcp-plan/1"
+METADATA_KEY = b"fcp"
+
+Sync = Literal["iteration", "microbatch"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ManifestReference:
+    """The manifest a plan was made from: its sequences are row numbers into it."""
+
+    name: str
+    rows: int
+    content_hash: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OverlongReport:
+    """What was done with sequences longer than `max_length`; `sequences` of them were met."""
+
+    policy: Literal["error", "drop", "truncate"] = "error"
+    max_length: int | None = None
+    sequences: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanMetadata:
+    """Everything needed to follow, check and reproduce a plan.
+
+    Attributes:
+        tokens_per_rank: the token budget, after head-room.
+        last_batch: what a last, partial batch did: `keep` plans it, `drop` leaves its sequences out.
+        epochs: how often every sequence appears.
+        solver_options: whatever the solver was given beside the common settings.
+        cost_profile: the whole text of the YAML.
+        plan_hash: content hash over rows and metadata; see `hashing`.
+        created: ISO time, outside the hash.
+    """
+
+    fcp_version: str
+    num_ranks: int
+    ranks_per_node: int
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    sync: Sync
+    global_batch_size: int
+    tokens_per_rank: int
+    seed: int
+    shuffle: bool
+    epochs: int = 1
+    last_batch: Literal["keep", "drop"] = "keep"
+    overlong: OverlongReport = field(default_factory=OverlongReport)
+    solver: str
+    solver_options: Mapping[str, Any] = field(default_factory=dict)
+    manifest: ManifestReference
+    cost_profile: str
+    steps: int = 0
+    distinct_groups: int = 0
+    plan_hash: str = ""
+    created: str = ""
+
+    def hashed_json(self) -> bytes:
+        """The part of the metadata that the plan hash covers, in one canonical form."""
+        document = {"format": FORMAT, **asdict(self)}
+        del document["plan_hash"], document["created"]
+        return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, **asdict(self)})
+
+    def with_totals(self, *, steps: int, distinct_groups: int) -> PlanMetadata:
+        return replace(self, steps=steps, distinct_groups=distinct_groups)
+
+
+def parse_metadata(raw: Mapping[bytes, bytes] | None, *, name: str) -> PlanMetadata:
+    """Read the metadata of a Parquet schema.
+
+    Raises:
+        PlanError: the file is not a plan, of another format version, or its metadata is damaged.
+    """
+    if not raw or METADATA_KEY not in raw:
+        raise PlanError(f"{name} is a Parquet file but not a plan; make one with 'fcp plan MANIFEST -o {name}'")
+    try:
+        document = json.loads(raw[METADATA_KEY])
+        found = document.pop("format", None)
+    except (ValueError, AttributeError) as error:
+        raise PlanError(f"{name}: the plan's metadata is damaged: {error}") from error
+    if found != FORMAT:
+        raise PlanError(f"{name} has format {found!r}; this fcp reads {FORMAT!r}")
+    known = {f.name for f in fields(PlanMetadata)}
+    try:
+        document["manifest"] = ManifestReference(**document["manifest"])
+        document["overlong"] = OverlongReport(**document.get("overlong", {}))
+        return PlanMetadata(**{key: value for key, value in document.items() if key in known})
+    except (KeyError, TypeError) as error:
+        raise PlanError(f"{name}: the plan's metadata is damaged: {error}") from error

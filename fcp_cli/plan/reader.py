@@ -1,0 +1,90 @@
+"""Reads a plan by steps, without holding it whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fcp_cli.errors import PlanError
+from fcp_cli.plan.hashing import PlanHasher
+from fcp_cli.plan.metadata import PlanMetadata, parse_metadata
+from fcp_cli.plan.schema import SCHEMA, steps_from_arrow
+from fcp_cli.plan.step import StepPlan
+
+
+class PlanReader:
+    """An open plan file: `metadata`, and steps in order from any step on.
+
+    Raises:
+        PlanError: the file is missing, damaged, foreign, or has columns of another type.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = pq.ParquetFile(path)
+        except FileNotFoundError as error:
+            raise PlanError(f"there is no plan {path}; make one with 'fcp plan MANIFEST -o {path}'") from error
+        except (pa.ArrowException, OSError) as error:
+            raise PlanError(
+                f"{path} cannot be read as Parquet: it is damaged or not a plan ({_first_line(error)})"
+            ) from error
+        self.metadata: PlanMetadata = parse_metadata(self._key_values(), name=str(path))
+        self._check_columns()
+
+    def _key_values(self) -> dict[bytes, bytes]:
+        return dict(self._file.metadata.metadata or {})
+
+    def _check_columns(self) -> None:
+        found = self._file.schema_arrow
+        for field in SCHEMA:
+            index = found.get_field_index(field.name)
+            if index < 0:
+                raise PlanError(f"{self.path}: the column {field.name} is missing")
+            if not _same_type(found.field(index).type, field.type):
+                raise PlanError(f"{self.path}: the column {field.name} is {found.field(index).type}, not {field.type}")
+
+    def steps(self, first: int = 0) -> Iterator[StepPlan]:
+        """The steps from `first` on; row groups that end before it are not read."""
+        held: pa.Table | None = None
+        for table in self._tables(first):
+            table = table if held is None else pa.concat_tables([held, table])
+            # The last step of a row group may go on in the next (foreign writers split anywhere): hold it back.
+            steps = table.column("step").to_numpy()
+            last_start = int((steps != steps[-1]).sum())
+            held = table.slice(last_start)
+            yield from (step for step in steps_from_arrow(table.slice(0, last_start)) if step.step >= first)
+        if held is not None:
+            yield from (step for step in steps_from_arrow(held) if step.step >= first)
+
+    def _tables(self, first: int) -> Iterator[pa.Table]:
+        try:
+            for group in range(self._file.num_row_groups):
+                meta: Any = self._file.metadata.row_group(group)
+                statistics = meta.column(0).statistics
+                skippable = statistics is not None and statistics.has_min_max and statistics.max < first
+                if meta.num_rows and not skippable:
+                    yield self._file.read_row_group(group, columns=SCHEMA.names)
+        except (pa.ArrowException, OSError) as error:
+            raise PlanError(f"{self.path} is damaged: {_first_line(error)}") from error
+
+    def content_hash(self) -> str:
+        """The hash of what the file holds now; equals `metadata.plan_hash` unless somebody edited it."""
+        hasher = PlanHasher()
+        for table in self._tables(first=0):
+            hasher.update(table)
+        return hasher.hexdigest(self.metadata)
+
+
+def _same_type(found: pa.DataType, wanted: pa.DataType) -> bool:
+    if pa.types.is_list(wanted):
+        return bool(pa.types.is_list(found) and found.value_type == wanted.value_type)
+    return bool(found == wanted)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,114 @@
+"""One planned step as flat arrays: what solvers make, the file stores, and the runtime follows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatch:
+    """One row of a plan: a pack of sequences on a group of ranks. An idle row has no sequences and takes no time.
+
+    Attributes:
+        step, order: optimizer step, and position in the step's one global order.
+        wave: wave number under `sync: microbatch`, -1 under `iteration`.
+        ranks: ascending global ranks; their number is the degree.
+        sequences: manifest row numbers.
+        lengths: tokens of each sequence.
+        start_seconds, seconds: predicted, from the start of the step.
+    """
+
+    step: int
+    order: int
+    wave: int
+    ranks: tuple[int, ...]
+    sequences: tuple[int, ...]
+    lengths: tuple[int, ...]
+    start_seconds: float
+    seconds: float
+
+    @property
+    def degree(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.sequences
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """All micro-batches of one step, in the step's global order.
+
+    Micro-batch i runs `sequences[sequence_offsets[i]:sequence_offsets[i + 1]]` on
+    `ranks[rank_offsets[i]:rank_offsets[i + 1]]`. Flat arrays keep 16,384 ranks and 65,536 sequences cheap.
+    """
+
+    step: int
+    wave: Int32Array  # [micro_batches]
+    rank_offsets: Int64Array  # [micro_batches + 1]
+    ranks: Int32Array
+    sequence_offsets: Int64Array  # [micro_batches + 1]
+    sequences: Int64Array
+    lengths: Int32Array
+    start_seconds: FloatArray  # [micro_batches]
+    seconds: FloatArray  # [micro_batches]
+    makespan_seconds: float
+    bound_seconds: float
+
+    def __len__(self) -> int:
+        return len(self.wave)
+
+    @cached_property
+    def degrees(self) -> Int64Array:
+        """[micro_batches] ranks per group."""
+        return np.diff(self.rank_offsets)
+
+    @cached_property
+    def tokens(self) -> Int64Array:
+        """[micro_batches] tokens per pack; 0 for an idle row."""
+        running = np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
+        return np.asarray(running[self.sequence_offsets[1:]] - running[self.sequence_offsets[:-1]], dtype=np.int64)
+
+    @property
+    def gap(self) -> float:
+        """makespan / lower bound - 1."""
+        return self.makespan_seconds / self.bound_seconds - 1.0
+
+    def busy_seconds(self, num_ranks: int) -> FloatArray:
+        """[num_ranks] predicted seconds in which each rank computes."""
+        busy = np.zeros(num_ranks)
+        np.add.at(busy, self.ranks, np.repeat(self.seconds, self.degrees))
+        return busy
+
+    def idle_fraction(self, num_ranks: int) -> float:
+        """Share of rank-seconds of the step in which ranks wait."""
+        return 1.0 - float(self.busy_seconds(num_ranks).sum()) / (num_ranks * self.makespan_seconds)
+
+    def micro_batches(self) -> Iterator[MicroBatch]:
+        """The rows one by one; for display and the runtime, not for inner loops."""
+        for i in range(len(self)):
+            members = slice(self.sequence_offsets[i], self.sequence_offsets[i + 1])
+            yield MicroBatch(
+                step=self.step,
+                order=i,
+                wave=int(self.wave[i]),
+                ranks=tuple(self.ranks[self.rank_offsets[i] : self.rank_offsets[i + 1]].tolist()),
+                sequences=tuple(self.sequences[members].tolist()),
+                lengths=tuple(self.lengths[members].tolist()),
+                start_seconds=float(self.start_seconds[i]),
+                seconds=float(self.seconds[i]),
+            )

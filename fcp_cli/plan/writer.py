@@ -1,0 +1,90 @@
+"""Writes a plan step by step in constant memory; the file exists whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fcp_cli.files import replaced_atomically
+from fcp_cli.plan.hashing import PlanHasher
+from fcp_cli.plan.metadata import METADATA_KEY, PlanMetadata
+from fcp_cli.plan.schema import SCHEMA, steps_to_arrow
+from fcp_cli.plan.step import StepPlan
+
+# Row groups hold whole steps, so that a reader can start at any step without reading what lies before it.
+_ROWS_PER_ROW_GROUP = 32_768
+
+
+class PlanWriter:
+    """Append steps in order; `metadata` is final (totals, hash) after the block of `plan_writer`."""
+
+    def __init__(self, parquet: pq.ParquetWriter, metadata: PlanMetadata) -> None:
+        self.metadata = metadata
+        self._parquet = parquet
+        self._hasher = PlanHasher()
+        self._pending: list[StepPlan] = []
+        self._pending_rows = 0
+        self._steps = 0
+        self._groups: set[bytes] = set()
+
+    def append(self, step: StepPlan) -> None:
+        """Add the next step."""
+        if step.step != self._steps:
+            raise ValueError(f"step {step.step} appended where step {self._steps} is due")
+        self._steps += 1
+        self._pending.append(step)
+        self._pending_rows += len(step)
+        self._groups.update(_ring_groups(step))
+        if self._pending_rows >= _ROWS_PER_ROW_GROUP:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        table = steps_to_arrow(self._pending).combine_chunks()
+        self._hasher.update(table)
+        self._parquet.write_table(table, row_group_size=max(len(table), 1))
+        self._pending, self._pending_rows = [], 0
+
+    def finish(self) -> None:
+        """Write what is pending, then the totals and the hash into the file's footer."""
+        self._flush()
+        metadata = self.metadata.with_totals(steps=self._steps, distinct_groups=len(self._groups))
+        self.metadata = replace(
+            metadata,
+            plan_hash=self._hasher.hexdigest(metadata),
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        )
+        self._parquet.add_key_value_metadata({METADATA_KEY: self.metadata.to_json().encode()})
+
+
+def _ring_groups(step: StepPlan) -> Iterator[bytes]:
+    """The rank sets of degree > 1: those that a back end with one communicator per ring must create."""
+    for i in np.flatnonzero(step.degrees > 1):
+        yield step.ranks[step.rank_offsets[i] : step.rank_offsets[i + 1]].tobytes()
+
+
+@contextmanager
+def plan_writer(path: Path, metadata: PlanMetadata) -> Iterator[PlanWriter]:
+    """Write a plan to `path`; left by an exception, the block leaves nothing behind.
+
+    Raises:
+        FcpError: the file cannot be written.
+    """
+    # Without Arrow's own copy of the schema, readers take the footer's key-value metadata for the schema's: that is
+    # how totals and hash, known only at the end, become schema metadata of a streamed file.
+    with (
+        replaced_atomically(path) as temporary,
+        pa.OSFile(str(temporary), "wb") as sink,
+        pq.ParquetWriter(sink, SCHEMA, compression="zstd", store_schema=False) as parquet,
+    ):
+        writer = PlanWriter(parquet, metadata)
+        yield writer
+        writer.finish()

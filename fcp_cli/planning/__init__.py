@@ -1,0 +1,1 @@
+"""Global batches to micro-batches: solvers, allocation, placement, bounds; `published/` has one file per peer."""

@@ -1,0 +1,67 @@
+"""What a solver is given and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from fcp_cli.cost.model import Work
+from fcp_cli.cost.profile import CostProfile
+from fcp_cli.manifest.table import IntArray
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.step import Int32Array, Int64Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """The same for every step of a plan. `tokens_per_rank` is the token budget E of the papers."""
+
+    num_ranks: int
+    ranks_per_node: int
+    tokens_per_rank: int
+    sync: Sync
+    profile: CostProfile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """One global batch.
+
+    Attributes:
+        step: optimizer step.
+        rows: [n] manifest rows.
+        lengths: [n] tokens, after truncation.
+        work: per sequence.
+        seed: differs per step, derived from the plan's seed; the only source of randomness.
+    """
+
+    step: int
+    rows: IntArray
+    lengths: Int32Array
+    work: Work
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """A solver's answer: groups and packs in one global order; times follow from the cost model.
+
+    Micro-batch i runs the batch's sequences `members[member_offsets[i]:member_offsets[i + 1]]` (positions in the
+    batch, not manifest rows) on `ranks[rank_offsets[i]:rank_offsets[i + 1]]` (ascending). Idle rows are left out.
+    """
+
+    wave: Int32Array
+    rank_offsets: Int64Array
+    ranks: Int32Array
+    member_offsets: Int64Array
+    members: Int64Array
+
+
+class Solver(Protocol):
+    """Plans one step at a time; the same batch always gives the same answer."""
+
+    name: str
+
+    def assign(self, batch: Batch) -> Assignment:
+        """Group the batch's sequences into micro-batches on ranks, within the token budget."""
+        ...

@@ -1,0 +1,1 @@
+"""One file per published strategy, written from its description."""
