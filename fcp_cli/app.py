@@ -12,17 +12,33 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from fcp_cli import __version__
+from fcp_cli.config import read_config
 from fcp_cli.console import human, verbosity
-from fcp_cli.errors import FcpError, UsageError
+from fcp_cli.errors import FcpError, Interrupted
+
+
+class InterruptibleGroup(TyperGroup):
+    """Gives Ctrl-C its own exit status; click alone would make it 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Interrupted("interrupted; nothing was left half-written") from None
+
 
 app = typer.Typer(
     name="fcp",
+    cls=InterruptibleGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"auto_envvar_prefix": "FCP", "help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Plan and launch Flexible Context Parallelism: ring-attention groups of any degree, decided before training.",
+    epilog="Every option can also be set by FCP_<COMMAND>_<OPTION> in the environment, or in fcp.yaml. "
+    "Exit status: 0 done, 1 the input or the plan is at fault, 2 wrong usage.",
 )
 
 
@@ -32,27 +48,12 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read the config {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if config is None:
-        return {}
-    if not isinstance(config, dict):
-        raise UsageError(f"{path} must map commands to their options, for example 'plan: {{ranks: 64}}'")
-    return config
-
-
 @app.callback()
 def root(
     context: typer.Context,
     config: Annotated[
-        Path | None, typer.Option(help="YAML with options per command; ./fcp.yaml is read when it exists.")
+        Path | None,
+        typer.Option(envvar="FCP_CONFIG", help="YAML with options per command; ./fcp.yaml is read when it exists."),
     ] = None,
     no_config: Annotated[bool, typer.Option("--no-config", help="Do not read ./fcp.yaml.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
@@ -62,13 +63,12 @@ def root(
     ] = False,
 ) -> None:
     verbosity.level = -1 if quiet else verbose
+    # Set here and not on the app: an FCP_VERSION that somebody exported must not act as our --version.
+    context.auto_envvar_prefix = "FCP"
     if config is None and not no_config and Path("fcp.yaml").is_file():
         config = Path("fcp.yaml")
     if config is not None:
-        context.default_map = {
-            command: {name.replace("-", "_"): value for name, value in (options or {}).items()}
-            for command, options in _read_config(config).items()
-        }
+        context.default_map = read_config(config, context.command)
 
 
 def main() -> None:
@@ -80,9 +80,6 @@ def main() -> None:
     except FcpError as error:
         human_error(str(error))
         sys.exit(error.exit_status)
-    except KeyboardInterrupt:
-        human_error("interrupted; nothing was left half-written")
-        sys.exit(130)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of a pipe is gone: nobody is left to tell
         sys.exit(141)

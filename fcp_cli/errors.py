@@ -6,7 +6,8 @@ FcpError                     exit status 1: the input, the plan or the run is at
 ├── PlanError                a plan file: damaged, foreign, or against its own rules
 │   └── OverlongError        sequences that no group of ranks can hold
 ├── RunError                 a training job that cannot follow its plan
-└── UsageError               exit status 2: the command line is at fault
+├── UsageError               exit status 2: the command line is at fault
+└── Interrupted              exit status 130: Ctrl-C
 
 Each carries one line: what was wrong, the value, where, and the command or flag that mends it.
 """
@@ -42,3 +43,9 @@ class UsageError(FcpError):
     """The command line is at fault."""
 
     exit_status = 2
+
+
+class Interrupted(FcpError):
+    """The user pressed Ctrl-C; the message says what was kept and how to go on."""
+
+    exit_status = 130

@@ -1,0 +1,47 @@
+"""A file exists whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from fcp_cli.errors import FcpError
+from fcp_cli.files import replaced_atomically, shipped, write_text_atomically
+
+
+def test_a_finished_block_leaves_only_the_target(tmp_path: Path) -> None:
+    write_text_atomically(tmp_path / "plan.txt", "whole")
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.txt"]
+    assert (tmp_path / "plan.txt").read_text() == "whole"
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupted_block_keeps_what_stood_there_before(tmp_path: Path, interruption: type[BaseException]) -> None:
+    target = tmp_path / "plan.txt"
+    target.write_text("before")
+    with pytest.raises(interruption), replaced_atomically(target) as temporary:
+        temporary.write_text("half")
+        raise interruption
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.txt"]
+    assert target.read_text() == "before"
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    with (
+        pytest.raises(FcpError, match=r"cannot write .*plan.txt: No space left on device"),
+        replaced_atomically(tmp_path / "plan.txt") as temporary,
+    ):
+        temporary.write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_folder_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(FcpError, match=r"cannot write .*plan.txt: No such file or directory"):
+        write_text_atomically(tmp_path / "absent" / "plan.txt", "text")
+
+
+def test_shipped_data_is_found_from_a_checkout() -> None:
+    assert (shipped("profiles") / "models").is_dir()
