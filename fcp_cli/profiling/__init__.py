@@ -1,0 +1,1 @@
+"""Where coefficients come from: model and cluster figures, analysis, measurement on this machine, real runs."""
