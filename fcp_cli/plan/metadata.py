@@ -41,6 +41,7 @@ class PlanMetadata:
         tokens_per_rank: the token budget, after head-room.
         last_batch: what a last, partial batch did: `keep` plans it, `drop` leaves its sequences out.
         epochs: how often every sequence appears.
+        step_limit: only that many first steps were planned; None: all.
         solver_options: whatever the solver was given beside the common settings.
         cost_profile: the whole text of the YAML.
         plan_hash: content hash over rows and metadata; see `hashing`.
@@ -59,6 +60,7 @@ class PlanMetadata:
     shuffle: bool
     epochs: int = 1
     last_batch: Literal["keep", "drop"] = "keep"
+    step_limit: int | None = None
     overlong: OverlongReport = field(default_factory=OverlongReport)
     solver: str
     solver_options: Mapping[str, Any] = field(default_factory=dict)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from fcp_cli.cost.model import Work
 from fcp_cli.cost.profile import CostProfile
@@ -58,9 +59,15 @@ class Assignment:
 
 
 class Solver(Protocol):
-    """Plans one step at a time; the same batch always gives the same answer."""
+    """Plans one step at a time; the same batch always gives the same answer.
+
+    Attributes:
+        name: as in the registry of solvers.
+        options: what else determines its answers, for the plan's metadata: JSON values.
+    """
 
     name: str
+    options: Mapping[str, Any]
 
     def assign(self, batch: Batch) -> Assignment:
         """Group the batch's sequences into micro-batches on ranks, within the token budget."""

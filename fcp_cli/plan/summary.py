@@ -1,0 +1,103 @@
+"""What a plan amounts to, added up step by step: for the report after planning and for `fcp inspect`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fcp_cli.plan.step import StepPlan
+
+
+@dataclass(slots=True)
+class DegreeTotals:
+    """Totals over the micro-batches of one degree."""
+
+    micro_batches: int = 0
+    tokens: int = 0
+    rank_seconds: float = 0.0
+
+
+@dataclass(kw_only=True, slots=True)
+class PlanSummary:
+    """Totals over the steps given to `add`; idle rows count as idle time, not as micro-batches."""
+
+    num_ranks: int
+    steps: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    makespan_seconds: float = 0.0
+    bound_seconds: float = 0.0
+    busy_rank_seconds: float = 0.0
+    slowest_step: int = 0
+    slowest_step_seconds: float = 0.0
+    degrees: dict[int, DegreeTotals] = field(default_factory=dict)
+
+    def add(self, step: StepPlan) -> None:
+        """Count one more step."""
+        self.steps += 1
+        self.sequences += len(step.sequences)
+        self.tokens += int(step.lengths.sum(dtype=np.int64))
+        self.makespan_seconds += step.makespan_seconds
+        self.bound_seconds += step.bound_seconds
+        self.busy_rank_seconds += float((step.seconds * step.degrees).sum())
+        if step.makespan_seconds > self.slowest_step_seconds:
+            self.slowest_step, self.slowest_step_seconds = step.step, step.makespan_seconds
+        self._add_degrees(step)
+
+    def _add_degrees(self, step: StepPlan) -> None:
+        working = np.diff(step.sequence_offsets) > 0
+        degrees = step.degrees[working]
+        tokens = np.bincount(degrees, weights=step.tokens[working])
+        seconds = np.bincount(degrees, weights=step.seconds[working])
+        for degree, count in enumerate(np.bincount(degrees).tolist()):
+            if count:
+                totals = self.degrees.setdefault(degree, DegreeTotals())
+                totals.micro_batches += count
+                totals.tokens += int(tokens[degree])
+                totals.rank_seconds += degree * float(seconds[degree])
+
+    @property
+    def mean_step_seconds(self) -> float:
+        return self.makespan_seconds / max(self.steps, 1)
+
+    @property
+    def gap(self) -> float:
+        """Sum of makespans / sum of lower bounds - 1."""
+        return self.makespan_seconds / self.bound_seconds - 1.0 if self.bound_seconds else 0.0
+
+    @property
+    def idle_fraction(self) -> float:
+        """Share of all rank-seconds in which ranks wait."""
+        total = self.num_ranks * self.makespan_seconds
+        return 1.0 - self.busy_rank_seconds / total if total else 0.0
+
+    @property
+    def micro_batches(self) -> int:
+        return sum(totals.micro_batches for totals in self.degrees.values())
+
+    def to_json(self) -> Mapping[str, Any]:
+        """JSON values, for `--json`."""
+        return {
+            "steps": self.steps,
+            "sequences": self.sequences,
+            "tokens": self.tokens,
+            "micro_batches": self.micro_batches,
+            "total_seconds": self.makespan_seconds,
+            "mean_step_seconds": self.mean_step_seconds,
+            "slowest_step": self.slowest_step,
+            "slowest_step_seconds": self.slowest_step_seconds,
+            "mean_bound_seconds": self.bound_seconds / max(self.steps, 1),
+            "gap": self.gap,
+            "idle_fraction": self.idle_fraction,
+            "degrees": {
+                str(degree): {
+                    "micro_batches": totals.micro_batches,
+                    "tokens": totals.tokens,
+                    "rank_seconds": totals.rank_seconds,
+                }
+                for degree, totals in sorted(self.degrees.items())
+            },
+        }

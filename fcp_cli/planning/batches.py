@@ -1,0 +1,162 @@
+"""The global batches of a manifest: which sequences each optimizer step trains, before any planning.
+
+Every epoch is one permutation of the rows (or their own order without shuffling), cut into global batches; a batch
+never crosses an epoch. The permutation of epoch e comes from PCG64 seeded with (seed, e), so that any step can be made
+on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from fcp_cli.cost.model import sequence_work
+from fcp_cli.errors import ManifestError, OverlongError
+from fcp_cli.manifest.table import IntArray, LengthTable
+from fcp_cli.plan.metadata import OverlongReport
+from fcp_cli.planning.problem import Batch, Problem
+
+LastBatch = Literal["keep", "drop"]
+OverlongPolicy = Literal["error", "drop", "truncate"]
+_ROWS_NAMED = 5  # overlong rows that the error message names
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchSettings:
+    """How a manifest is cut into global batches.
+
+    Attributes:
+        global_batch_size: sequences per optimizer step.
+        seed: of the shuffling and of every step's solver.
+        shuffle: permute the rows anew in every epoch.
+        epochs: how often every sequence appears.
+        last_batch: `keep` plans an epoch's last, partial batch; `drop` leaves its sequences out.
+        max_length: sequences with more tokens are overlong; None: what all ranks together can hold.
+        overlong: refuse overlong sequences, leave them out, or cut them to the limit.
+        step_limit: plan only that many first steps; None: all.
+    """
+
+    global_batch_size: int
+    seed: int = 0
+    shuffle: bool = True
+    epochs: int = 1
+    last_batch: LastBatch = "keep"
+    max_length: int | None = None
+    overlong: OverlongPolicy = "error"
+    step_limit: int | None = None
+
+
+class GlobalBatches:
+    """The global batches of one plan; `batch(step)` makes any of them, iteration makes all in order.
+
+    Attributes:
+        problem, settings: as given.
+        table: the manifest, lengths already truncated under `overlong: truncate`.
+        overlong: what was done about overlong sequences.
+        rows: [n] manifest rows that take part.
+
+    Raises:
+        OverlongError: under `overlong: error`, a sequence is longer than the limit.
+        ManifestError: no sequence, or under `last_batch: drop` no whole batch, is left.
+    """
+
+    def __init__(self, table: LengthTable, problem: Problem, settings: BatchSettings) -> None:
+        self.problem = problem
+        self.settings = settings
+        self.table, self.rows, self.overlong = _apply_length_limit(table, problem, settings)
+        self._epoch: tuple[int, IntArray] | None = None
+        if not self.steps_per_epoch:
+            raise ManifestError(_nothing_left(self))
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of one whole epoch, before any step limit."""
+        return steps_per_epoch(len(self.rows), self.settings.global_batch_size, self.settings.last_batch)
+
+    def __len__(self) -> int:
+        steps = self.steps_per_epoch * self.settings.epochs
+        return steps if self.settings.step_limit is None else min(steps, self.settings.step_limit)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (self.batch(step) for step in range(len(self)))
+
+    def batch(self, step: int) -> Batch:
+        """The global batch of one step."""
+        epoch, index = divmod(step, self.steps_per_epoch)
+        size = self.settings.global_batch_size
+        rows = self._epoch_rows(epoch)[index * size : (index + 1) * size]
+        sequences = self.table.take(rows)
+        return Batch(
+            step=step,
+            rows=rows,
+            lengths=sequences.length_tokens.astype(np.int32),
+            work=sequence_work(sequences, self.problem.profile),
+            seed=_step_seed(self.settings.seed, step),
+        )
+
+    def _epoch_rows(self, epoch: int) -> IntArray:
+        if not self.settings.shuffle:
+            return self.rows
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = (epoch, _generator(self.settings.seed, epoch).permutation(self.rows))
+        return self._epoch[1]
+
+
+def steps_per_epoch(sequences: int, global_batch_size: int, last_batch: LastBatch) -> int:
+    """Optimizer steps that one epoch of so many sequences takes."""
+    whole, rest = divmod(sequences, global_batch_size)
+    return whole + (1 if rest and last_batch == "keep" else 0)
+
+
+def _generator(seed: int, epoch: int) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
+
+
+def _step_seed(seed: int, step: int) -> int:
+    return int(np.random.SeedSequence([seed, step], spawn_key=(1,)).generate_state(1)[0])
+
+
+def _apply_length_limit(
+    table: LengthTable, problem: Problem, settings: BatchSettings
+) -> tuple[LengthTable, IntArray, OverlongReport]:
+    capacity = problem.num_ranks * problem.tokens_per_rank
+    limit = min(settings.max_length or capacity, capacity)
+    overlong = np.flatnonzero(table.length_tokens > limit)
+    if len(overlong) and settings.overlong == "error":
+        raise OverlongError(_overlong_message(table, overlong, problem, limit))
+    report = OverlongReport(
+        policy=settings.overlong,
+        max_length=settings.max_length if settings.overlong == "error" else limit,
+        sequences=len(overlong),
+    )
+    rows = np.arange(len(table), dtype=np.int64)
+    if settings.overlong == "drop":
+        rows = np.delete(rows, overlong)
+    elif len(overlong):
+        table = replace(table, length_tokens=np.minimum(table.length_tokens, limit))
+    return table, rows, report
+
+
+def _overlong_message(table: LengthTable, overlong: IntArray, problem: Problem, limit: int) -> str:
+    named = ", ".join(f"row {row} ({table.length_tokens[row]} tokens)" for row in overlong[:_ROWS_NAMED].tolist())
+    others = f" and {len(overlong) - _ROWS_NAMED} more" if len(overlong) > _ROWS_NAMED else ""
+    capacity = problem.num_ranks * problem.tokens_per_rank
+    fits = f"{problem.num_ranks} ranks of {problem.tokens_per_rank} tokens hold at most {capacity}"
+    limited = f" and --max-length allows {limit}" if limit < capacity else ""
+    return (
+        f"{table.name}: {named}{others} cannot be planned: {fits}{limited}; "
+        f"choose --overlong drop|truncate, optionally with --max-length N (at most {capacity})"
+    )
+
+
+def _nothing_left(batches: GlobalBatches) -> str:
+    table, settings = batches.table, batches.settings
+    if not len(batches.rows):
+        return f"{table.name}: all {len(table)} sequences are longer than {batches.overlong.max_length} tokens"
+    return (
+        f"{table.name}: {len(batches.rows)} sequences do not fill one global batch of {settings.global_batch_size}; "
+        "lower --global-batch-size or use --last-batch keep"
+    )

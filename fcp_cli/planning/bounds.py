@@ -1,0 +1,57 @@
+"""Seconds that no schedule of a step can beat under the same cost profile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fcp_cli.cost.model import Work, group_seconds
+from fcp_cli.manifest.table import FloatArray, IntArray
+from fcp_cli.planning.problem import Problem
+
+_CHUNK = 32  # sequences whose degrees are tried at once
+
+
+def lower_bound_seconds(work: Work, problem: Problem) -> float:
+    """The larger of the area bound and the longest-sequence bound."""
+    return max(area_bound_seconds(work, problem), longest_sequence_bound_seconds(work, problem))
+
+
+def area_bound_seconds(work: Work, problem: Problem) -> float:
+    """All work shared evenly by all ranks.
+
+    A micro-batch of degree d holds at most d * budget tokens and costs its ranks d * microbatch_seconds beside the
+    work, so the ranks together pay for at least tokens / budget micro-batches; and every rank that works pays for one.
+    """
+    n = problem.num_ranks
+    micro_batches = max(1.0, float(work.tokens.sum()) / (n * problem.tokens_per_rank))
+    return float(work.total_seconds.sum()) / n + problem.profile.coefficients.microbatch_seconds * micro_batches
+
+
+def longest_sequence_bound_seconds(work: Work, problem: Problem) -> float:
+    """max over sequences of min over feasible degrees of the sequence's time alone on a group, placed at best."""
+    min_degree = np.maximum(1, -(-work.tokens // problem.tokens_per_rank))
+    at_min_degree = _alone_seconds(work, slice(None), min_degree, problem)
+    best = 0.0
+    order = np.argsort(-at_min_degree, kind="stable")
+    degrees = np.arange(1, problem.num_ranks + 1)
+    for first in range(0, len(order), _CHUNK):
+        chunk = order[first : first + _CHUNK]
+        if at_min_degree[chunk[0]] <= best:
+            break  # no later sequence takes longer than this one's time at its smallest degree
+        seconds = _alone_seconds(work, (chunk, None), degrees, problem)
+        feasible = degrees >= min_degree[chunk, None]
+        best = max(best, float(np.where(feasible, seconds, np.inf).min(axis=1).max()))
+    return best
+
+
+def _alone_seconds(work: Work, index: Any, degree: IntArray, problem: Problem) -> FloatArray:
+    return group_seconds(
+        problem.profile,
+        attention_seconds=work.attention_seconds[index],
+        linear_seconds=work.linear_seconds[index],
+        tokens=work.tokens[index],
+        degree=degree,
+        crosses_nodes=degree > problem.ranks_per_node,
+    )

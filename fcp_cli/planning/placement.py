@@ -1,0 +1,103 @@
+"""Degrees to rank sets for one wave: inside a node where a group fits in one, on whole nodes where it does not.
+
+First-fit decreasing over nodes. Within a node ranks are handed out from the left, so that powers of two come to lie
+aligned and the same rank sets come back in many waves, which bounds the number of distinct groups.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fcp_cli.plan.step import Int32Array, Int64Array
+
+
+def place_groups(
+    degrees: Int64Array | list[int], *, num_ranks: int, ranks_per_node: int
+) -> tuple[Int64Array, Int32Array]:
+    """Give every group its own ranks.
+
+    Args:
+        degrees: [groups] ranks that each group needs; together at most `num_ranks`.
+        num_ranks, ranks_per_node: ranks r with equal r // ranks_per_node share a node; the last node may be smaller.
+
+    Returns:
+        rank_offsets [groups + 1] and ranks: group i has `ranks[rank_offsets[i]:rank_offsets[i + 1]]`, ascending.
+    """
+    wanted = np.asarray(degrees, dtype=np.int64)
+    assert wanted.sum() <= num_ranks, "groups of one wave need more ranks than there are"
+    nodes = _Nodes(num_ranks, ranks_per_node)
+    placed: dict[int, list[int]] = {}
+    by_degree = np.argsort(-wanted, kind="stable").tolist()
+    large = [i for i in by_degree if wanted[i] > ranks_per_node]
+    small = [i for i in by_degree if wanted[i] <= ranks_per_node]
+    homeless: list[int] = []
+    for i in large:
+        _place_or_keep(i, nodes.take_whole_nodes(int(wanted[i])), placed, homeless)
+    node, last_degree = 0, 0
+    for i in small:
+        degree = int(wanted[i])
+        # Nodes that had no room for this degree have none for the next group of it: go on where the last one went.
+        node = nodes.first_with(degree, node if degree == last_degree else 0)
+        last_degree = degree
+        _place_or_keep(i, nodes.take(node, degree), placed, homeless)
+    for i in homeless:
+        placed[i] = nodes.take_anywhere(int(wanted[i]))
+    rank_offsets = np.concatenate(([0], np.cumsum(wanted)))
+    ranks = [rank for i in range(len(wanted)) for rank in placed[i]]
+    return rank_offsets, np.array(ranks, dtype=np.int32)
+
+
+def _place_or_keep(i: int, ranks: list[int], placed: dict[int, list[int]], homeless: list[int]) -> None:
+    if ranks:
+        placed[i] = ranks
+    else:
+        homeless.append(i)
+
+
+class _Nodes:
+    """Free ranks per node: always the right end of the node's ranks."""
+
+    def __init__(self, num_ranks: int, ranks_per_node: int) -> None:
+        first = range(0, num_ranks, ranks_per_node)
+        self._next = list(first)
+        self._stop = [min(rank + ranks_per_node, num_ranks) for rank in first]
+        self._ranks_per_node = ranks_per_node
+        self._untouched = 0  # nodes from here on are wholly free
+
+    def free(self, node: int) -> int:
+        return self._stop[node] - self._next[node]
+
+    def first_with(self, degree: int, start: int) -> int:
+        """The first node from `start` on with room for `degree` ranks, or the number of nodes."""
+        for node in range(start, len(self._next)):
+            if self.free(node) >= degree:
+                return node
+        return len(self._next)
+
+    def take(self, node: int, degree: int) -> list[int]:
+        """The next `degree` ranks of a node; none where there is no such node."""
+        if node == len(self._next):
+            return []
+        first = self._next[node]
+        self._next[node] = first + degree
+        return list(range(first, first + degree))
+
+    def take_whole_nodes(self, degree: int) -> list[int]:
+        """Contiguous ranks from the start of a wholly free node on; none where the free nodes do not suffice."""
+        first_node, nodes = self._untouched, -(-degree // self._ranks_per_node)
+        if first_node + nodes > len(self._next) or self._stop[first_node + nodes - 1] < self._next[first_node] + degree:
+            return []
+        self._untouched += nodes
+        ranks: list[int] = []
+        for node in range(first_node, first_node + nodes):
+            ranks += self.take(node, min(self.free(node), degree - len(ranks)))
+        return ranks
+
+    def take_anywhere(self, degree: int) -> list[int]:
+        """Any free ranks, on few nodes: for groups that no node can hold any more, or that cross nodes anyway."""
+        ranks: list[int] = []
+        for node in sorted(range(len(self._next)), key=lambda node: (-self.free(node), node)):
+            ranks += self.take(node, min(self.free(node), degree - len(ranks)))
+            if len(ranks) == degree:
+                break
+        return sorted(ranks)

@@ -1,0 +1,38 @@
+"""The solvers by name. Each is imported only when it is asked for, so that none slows down another's start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import TypeAlias, cast
+
+from fcp_cli.errors import UsageError
+from fcp_cli.planning.batches import GlobalBatches
+from fcp_cli.planning.problem import Solver
+
+# Makes a solver for one plan. It may look at the plan's batches to tune itself once, as `static` does.
+SolverFactory: TypeAlias = Callable[[GlobalBatches], Solver]
+
+# name -> "module:factory"
+_FACTORIES = {
+    "fcp-paper": "fcp_cli.planning.published.fcp_paper:make_solver",
+    "static": "fcp_cli.planning.published.static:make_solver",
+}
+DEFAULT = "fcp-paper"
+
+
+def solver_names() -> list[str]:
+    """All known solvers, the default first."""
+    return [DEFAULT, *(name for name in _FACTORIES if name != DEFAULT)]
+
+
+def make_solver(name: str, batches: GlobalBatches) -> Solver:
+    """The named solver, ready for these batches.
+
+    Raises:
+        UsageError: no such solver.
+    """
+    if name not in _FACTORIES:
+        raise UsageError(f"there is no solver {name!r}; choose --solver {'|'.join(solver_names())}")
+    module, factory = _FACTORIES[name].split(":")
+    return cast(SolverFactory, getattr(import_module(module), factory))(batches)

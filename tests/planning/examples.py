@@ -1,0 +1,53 @@
+"""Problems and length tables that the planning tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fcp_cli.cost.profile import CostProfile, parse_cost_profile
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.planning.problem import Problem
+
+PROFILE = """\
+format: fcp-cost-profile/1
+model: qwen3-8b
+cluster: example-8x8
+origin: assumed
+coefficients:
+  attention_seconds_per_token2: 6.451e-9
+  linear_seconds_per_token: 2.838e-4
+  ring_bytes_per_token: 442368
+  microbatch_seconds: 0.1
+  ring_hop_seconds: 0.001
+bandwidth_bytes_per_second: {intra_node: 50.0e+9, inter_node: 12.0e+9}
+"""
+
+
+def example_profile() -> CostProfile:
+    return parse_cost_profile(PROFILE, name="example")
+
+
+def example_problem(
+    sync: Sync = "iteration", *, num_ranks: int = 16, ranks_per_node: int = 4, tokens_per_rank: int = 16384
+) -> Problem:
+    return Problem(
+        num_ranks=num_ranks,
+        ranks_per_node=ranks_per_node,
+        tokens_per_rank=tokens_per_rank,
+        sync=sync,
+        profile=example_profile(),
+    )
+
+
+def table_of(lengths: Sequence[int]) -> LengthTable:
+    return LengthTable(name="lengths.parquet", length_tokens=np.array(lengths, dtype=np.int64))
+
+
+def long_tail(sequences: int = 200) -> LengthTable:
+    """Short sequences and a few of up to 100k tokens."""
+    generator = np.random.default_rng(0)
+    short = generator.lognormal(7.0, 1.2, sequences).astype(np.int64)
+    return table_of([*np.clip(short, 1, 16_000).tolist(), 30_000, 55_555, 100_000])

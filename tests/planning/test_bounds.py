@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fcp_cli.cost.model import Work, group_seconds
+from fcp_cli.planning.bounds import area_bound_seconds, longest_sequence_bound_seconds
+from fcp_cli.planning.problem import Problem
+from tests.planning.examples import example_problem
+
+
+def longest_by_hand(work: Work, problem: Problem) -> float:
+    longest = 0.0
+    for attention, linear, tokens in zip(work.attention_seconds, work.linear_seconds, work.tokens, strict=True):
+        feasible = [d for d in range(1, problem.num_ranks + 1) if tokens <= problem.tokens_per_rank * d]
+        seconds = [
+            group_seconds(
+                problem.profile,
+                attention_seconds=attention,
+                linear_seconds=linear,
+                tokens=tokens,
+                degree=d,
+                crosses_nodes=d > problem.ranks_per_node,
+            ).item()
+            for d in feasible
+        ]
+        longest = max(longest, min(seconds))
+    return longest
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(st.integers(1, 16 * 16384), min_size=1, max_size=80),
+    eta=st.floats(0, 1),
+    vision_seconds=st.floats(0, 20),
+)
+def test_the_longest_sequence_bound_is_exact(lengths: list[int], eta: float, vision_seconds: float) -> None:
+    problem = example_problem()
+    tokens = np.array(lengths, dtype=np.int64)
+    factor = np.where(np.arange(len(tokens)) % 2, 1 + eta, 1.0)
+    work = Work(
+        attention_seconds=6.451e-9 * factor * tokens.astype(float) ** 2,
+        linear_seconds=2.838e-4 * tokens + vision_seconds * (np.arange(len(tokens)) % 3 == 0),
+        tokens=tokens,
+    )
+    assert longest_sequence_bound_seconds(work, problem) == pytest.approx(longest_by_hand(work, problem), rel=1e-12)
+
+
+def test_the_area_bound_charges_one_micro_batch_per_budget_of_tokens() -> None:
+    problem = example_problem(num_ranks=2, tokens_per_rank=100)
+    work = Work(
+        attention_seconds=np.array([1.0, 2.0]), linear_seconds=np.array([3.0, 4.0]), tokens=np.array([250, 250])
+    )
+    assert area_bound_seconds(work, problem) == pytest.approx(10.0 / 2 + 0.1 * 2.5)
+
+
+def test_the_area_bound_charges_every_rank_one_micro_batch() -> None:
+    problem = example_problem(num_ranks=2, tokens_per_rank=100)
+    work = Work(attention_seconds=np.array([1.0]), linear_seconds=np.array([3.0]), tokens=np.array([20]))
+    assert area_bound_seconds(work, problem) == pytest.approx(4.0 / 2 + 0.1)

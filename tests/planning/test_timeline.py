@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from itertools import chain
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fcp_cli.planning.timeline import list_schedule, wave_start_times
+
+
+def offsets(groups: list[list[int]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.concatenate(([0], np.cumsum([len(group) for group in groups]))).astype(np.int64)
+
+
+def test_a_micro_batch_starts_when_the_last_of_its_ranks_is_free() -> None:
+    groups = [[0], [1], [0, 1], [2], [1]]
+    starts = list_schedule(
+        offsets(groups),
+        np.array(list(chain.from_iterable(groups)), dtype=np.int32),
+        np.array([3.0, 5.0, 2.0, 1.0, 4.0]),
+        num_ranks=3,
+    )
+    assert starts.tolist() == [0.0, 0.0, 5.0, 0.0, 7.0]
+
+
+def test_a_wave_starts_when_the_slowest_of_the_wave_before_has_ended() -> None:
+    wave = np.array([0, 0, 1, 2, 2], dtype=np.int32)
+    starts = wave_start_times(wave, np.array([1.0, 3.0, 2.0, 4.0, 1.0]))
+    assert starts.tolist() == [0.0, 0.0, 3.0, 5.0, 5.0]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.sets(st.integers(0, 6), min_size=1), st.floats(0, 10)),
+        min_size=1,
+        max_size=25,
+    )
+)
+def test_no_rank_runs_two_micro_batches_at_once_and_none_waits_without_reason(
+    micro_batches: list[tuple[set[int], float]],
+) -> None:
+    groups = [sorted(group) for group, _ in micro_batches]
+    seconds = np.array([duration for _, duration in micro_batches])
+    starts = list_schedule(
+        offsets(groups), np.array(list(chain.from_iterable(groups)), dtype=np.int32), seconds, num_ranks=7
+    )
+    ends = starts + seconds
+    for i, group in enumerate(groups):
+        earlier_ends = [ends[j] for j in range(i) if set(groups[j]) & set(group)]
+        assert starts[i] == max(earlier_ends, default=0.0)
