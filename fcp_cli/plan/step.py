@@ -98,17 +98,20 @@ class StepPlan:
         """Share of rank-seconds of the step in which ranks wait."""
         return 1.0 - float(self.busy_seconds(num_ranks).sum()) / (num_ranks * self.makespan_seconds)
 
+    def micro_batch(self, i: int) -> MicroBatch:
+        """Row i on its own."""
+        members = slice(self.sequence_offsets[i], self.sequence_offsets[i + 1])
+        return MicroBatch(
+            step=self.step,
+            order=i,
+            wave=int(self.wave[i]),
+            ranks=tuple(self.ranks[self.rank_offsets[i] : self.rank_offsets[i + 1]].tolist()),
+            sequences=tuple(self.sequences[members].tolist()),
+            lengths=tuple(self.lengths[members].tolist()),
+            start_seconds=float(self.start_seconds[i]),
+            seconds=float(self.seconds[i]),
+        )
+
     def micro_batches(self) -> Iterator[MicroBatch]:
         """The rows one by one; for display and the runtime, not for inner loops."""
-        for i in range(len(self)):
-            members = slice(self.sequence_offsets[i], self.sequence_offsets[i + 1])
-            yield MicroBatch(
-                step=self.step,
-                order=i,
-                wave=int(self.wave[i]),
-                ranks=tuple(self.ranks[self.rank_offsets[i] : self.rank_offsets[i + 1]].tolist()),
-                sequences=tuple(self.sequences[members].tolist()),
-                lengths=tuple(self.lengths[members].tolist()),
-                start_seconds=float(self.start_seconds[i]),
-                seconds=float(self.seconds[i]),
-            )
+        return (self.micro_batch(i) for i in range(len(self)))

@@ -1,0 +1,103 @@
+"""Follows a plan file as one rank sees it: per step, the micro-batches that this rank takes part in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fcp_cli.errors import RunError
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.step import MicroBatch, StepPlan
+from fcp_cli.runtime.prefetch import Prefetched
+
+_STEPS_AHEAD = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStep:
+    """One step as one rank runs it.
+
+    Attributes:
+        step: optimizer step.
+        rows: this rank's micro-batches, in the step's global order; at least one, which may be an idle row.
+        makespan_seconds, bound_seconds: prediction and lower bound for the whole step.
+        tokens: of the global batch.
+        loss_tokens: of the global batch, where the last token of each sequence has no next token to predict.
+        sequences: of the global batch.
+    """
+
+    step: int
+    rows: tuple[MicroBatch, ...]
+    makespan_seconds: float
+    bound_seconds: float
+    tokens: int
+    loss_tokens: int
+    sequences: int
+
+
+class PlanCursor:
+    """Iterate it to get this rank's steps from `first_step` on, read ahead by a few steps in a background thread.
+
+    Memory does not grow with the plan: one row group of the file and a few steps are held.
+
+    Args:
+        path: a plan file.
+        rank: global rank.
+        first_step: optimizer step to begin with, for a resumed run.
+        ahead: steps read ahead; 0 reads in the calling thread.
+
+    Raises:
+        PlanError: the file is missing or damaged; also while iterating.
+        RunError: `first_step` lies beyond the plan; while iterating, a step is missing or has no row for this rank.
+    """
+
+    def __init__(self, path: Path, rank: int, *, first_step: int = 0, ahead: int = _STEPS_AHEAD) -> None:
+        self._reader = PlanReader(path)
+        self.path = path
+        self.rank = rank
+        if not 0 <= first_step <= self.metadata.steps:
+            raise RunError(
+                f"step {first_step} is not in {path}, which ends after {self.metadata.steps} steps; "
+                "plan more with 'fcp plan --epochs'"
+            )
+        self._steps = Prefetched(self._read(first_step), depth=ahead, name="fcp-plan-cursor")
+
+    @property
+    def metadata(self) -> PlanMetadata:
+        return self._reader.metadata
+
+    def __iter__(self) -> Iterator[RankStep]:
+        return iter(self._steps)
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._steps.close()
+
+    def _read(self, first_step: int) -> Iterator[RankStep]:
+        expected = first_step
+        for plan in self._reader.steps(first_step):
+            if plan.step != expected:
+                raise RunError(f"{self.path}: step {expected} is missing; see 'fcp check {self.path}'")
+            yield self._rank_step(plan)
+            expected += 1
+
+    def _rank_step(self, plan: StepPlan) -> RankStep:
+        rows = np.searchsorted(plan.rank_offsets, np.flatnonzero(plan.ranks == self.rank), side="right") - 1
+        if not len(rows):
+            raise RunError(
+                f"{self.path}: step {plan.step} has no micro-batch for rank {self.rank}; see 'fcp check {self.path}'"
+            )
+        tokens = int(plan.lengths.sum(dtype=np.int64))
+        return RankStep(
+            step=plan.step,
+            rows=tuple(plan.micro_batch(int(i)) for i in rows),
+            makespan_seconds=plan.makespan_seconds,
+            bound_seconds=plan.bound_seconds,
+            tokens=tokens,
+            loss_tokens=tokens - len(plan.lengths),
+            sequences=len(plan.lengths),
+        )

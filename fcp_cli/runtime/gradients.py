@@ -1,0 +1,206 @@
+"""Sums gradients over all ranks once per step, whatever holds the parameters: nothing, DDP or FSDP2.
+
+DDP and FSDP2 average over ranks where the training objective asks for a sum, so each tells a factor that the loss is
+multiplied with. Neither may reduce before a rank's last micro-batch of the step: ranks have different numbers of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fcp_cli.errors import RunError
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.runtime.world import World
+
+_BUCKET_BYTES = 32 << 20
+
+
+class GradientSync(Protocol):
+    """How one kind of model gets its gradients summed."""
+
+    loss_factor: float
+    """What the loss is multiplied with so that reduced gradients are sums over ranks."""
+
+    def before_micro_batch(self, *, is_last: bool) -> None:
+        """Called before the forward of each of the step's micro-batches."""
+        ...
+
+    def reduce(self) -> None:
+        """Called after the backward of the step's last micro-batch; then gradients are sums over all ranks."""
+        ...
+
+    def restore(self) -> None:
+        """Called when the step is over, finished or given up: leave the model as it was found."""
+        ...
+
+
+def gradient_sync(model: nn.Module | None, world: World, sync: Sync) -> GradientSync:
+    """The right one for a model.
+
+    Raises:
+        RunError: the model is wrapped by something that cannot follow this plan.
+    """
+    if model is None:
+        return NoSync()
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
+    if isinstance(model, DistributedDataParallel):
+        return DdpSync(model, world)
+    if any(_is_fsdp(module) for module in model.modules()):
+        return FsdpSync(model, world, sync)
+    if type(model).__name__ == "FullyShardedDataParallel":
+        raise RunError(
+            "FullyShardedDataParallel (FSDP1) cannot follow a plan; shard the model with fully_shard (FSDP2)"
+        )
+    return PlainSync(model, world)
+
+
+class NoSync:
+    """The session was given no model: the script sums the gradients over all ranks itself."""
+
+    loss_factor = 1.0
+
+    def before_micro_batch(self, *, is_last: bool) -> None:
+        pass
+
+    def reduce(self) -> None:
+        pass
+
+    def restore(self) -> None:
+        pass
+
+
+class DdpSync:
+    """DistributedDataParallel: the effect of its `no_sync` on all but the last micro-batch."""
+
+    def __init__(self, model: DistributedDataParallel, world: World) -> None:
+        self.loss_factor = float(world.size)
+        self._model = model
+
+    def before_micro_batch(self, *, is_last: bool) -> None:
+        self._model.require_backward_grad_sync = is_last
+
+    def reduce(self) -> None:
+        pass  # done by the last backward
+
+    def restore(self) -> None:
+        self._model.require_backward_grad_sync = True
+
+
+class FsdpSync:
+    """FSDP2 (`fully_shard`): every rank must run the same number of micro-batches, so the plan must be in waves."""
+
+    def __init__(self, model: nn.Module, world: World, sync: Sync) -> None:
+        if sync != "microbatch":
+            raise RunError(
+                f"the model is sharded with FSDP2, whose ranks must run equally many micro-batches, but the plan has "
+                f"sync {sync}; plan with 'fcp plan --sync microbatch'"
+            )
+        if not _is_fsdp(model):
+            raise RunError("only parts of the model are sharded with FSDP2; call fully_shard on the whole model too")
+        _check_covers(model, world)
+        self.loss_factor = float(world.size)
+        self._model = model
+
+    def before_micro_batch(self, *, is_last: bool) -> None:
+        self._set(is_last)
+
+    def reduce(self) -> None:
+        pass  # done by the last backward
+
+    def restore(self) -> None:
+        self._set(True)
+
+    def _set(self, reduces: bool) -> None:
+        self._model.set_requires_gradient_sync(reduces)  # type: ignore[operator]
+        self._model.set_is_last_backward(reduces)  # type: ignore[operator]
+
+
+class PlainSync:
+    """A model that nothing wraps: starts from rank 0's weights, and its gradients are summed in flat buckets.
+
+    A parameter that got a gradient on some ranks only counts as zero on the others; one that got none anywhere keeps
+    none, so that optimizers skip it as they do in one process.
+    """
+
+    loss_factor = 1.0
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self._world = world
+        self._model = model
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                world.broadcast(tensor.data)
+
+    def before_micro_batch(self, *, is_last: bool) -> None:
+        pass
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        for bucket in _buckets(self._model):
+            self._reduce(bucket)
+
+    def restore(self) -> None:
+        pass
+
+    def _reduce(self, parameters: list[nn.Parameter]) -> None:
+        """All-reduce one bucket: the gradients, then one flag each that says whether any rank has it."""
+        present = [parameter.grad is not None for parameter in parameters]
+        pieces = [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters]
+        flags = torch.tensor(present, dtype=pieces[0].dtype).to(pieces[0].device, non_blocking=True)
+        flat = torch.cat([*pieces, flags])
+        self._world.all_reduce_sum(flat)
+        *sums, counts = torch.split_with_sizes(flat, [*(p.numel() for p in parameters), len(parameters)])
+        # Reading a flag waits for the device, so only a rank that misses a gradient does.
+        anywhere = present if all(present) else (counts > 0).tolist()
+        for parameter, total, wanted in zip(parameters, sums, anywhere, strict=True):
+            if parameter.grad is not None:
+                parameter.grad.copy_(total.view_as(parameter))
+            elif wanted:
+                parameter.grad = total.view_as(parameter).clone()
+
+
+def _buckets(model: nn.Module) -> Iterator[list[nn.Parameter]]:
+    """Parameters in order, cut where dtype or device changes or a bucket is full; the same on all ranks."""
+    bucket: list[nn.Parameter] = []
+    held_bytes = 0
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        kind = (parameter.dtype, parameter.device)
+        if bucket and (held_bytes >= _BUCKET_BYTES or kind != (bucket[0].dtype, bucket[0].device)):
+            yield bucket
+            bucket, held_bytes = [], 0
+        bucket.append(parameter)
+        held_bytes += parameter.numel() * parameter.element_size()
+    if bucket:
+        yield bucket
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
+def _check_covers(model: nn.Module, world: World) -> None:
+    """Parameters sharded over fewer ranks than the plan has would have their gradients summed over those only."""
+    for name, parameter in model.named_parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        covered = mesh.size() if mesh is not None else 1
+        if covered != world.size:
+            raise RunError(
+                f"the parameter {name} is sharded by FSDP2 over {covered} of {world.size} ranks; "
+                "give fully_shard a mesh of all ranks"
+            )
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    """A parameter's gradient as one whole tensor, also where FSDP2 keeps shards; every rank must call it."""
+    gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+    whole = getattr(gradient, "full_tensor", None)
+    return whole() if whole is not None else gradient

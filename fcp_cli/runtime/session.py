@@ -1,0 +1,327 @@
+"""Drives a training loop by a plan: which micro-batches a rank runs, on which ring, and when gradients are reduced.
+
+session = fcp_cli.runtime.start("plan.parquet", fetch)
+for step in session.steps(model):
+    for micro_batch in step:
+        logits = model(micro_batch.input_ids, micro_batch.position_ids)
+        micro_batch.loss(logits).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fcp_cli.errors import RunError
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.step import MicroBatch
+from fcp_cli.runtime.agreement import agree_on_plan
+from fcp_cli.runtime.cursor import PlanCursor
+from fcp_cli.runtime.gradients import GradientSync, gradient_sync
+from fcp_cli.runtime.loader import Fetch, LoadedStep, Shard, fetches_labels, load_steps
+from fcp_cli.runtime.loss import token_loss_sum
+from fcp_cli.runtime.prefetch import Prefetched
+from fcp_cli.runtime.ring import Ring, current_ring
+from fcp_cli.runtime.timing import Clock, MicroBatchTiming, clock_for
+from fcp_cli.runtime.transport import ProcessTransport, Transport
+from fcp_cli.runtime.world import ProcessWorld, World, join_process_group, local_device
+
+_STEPS_AHEAD = 2
+
+
+def start(plan: str | Path | None = None, fetch: Fetch | None = None, *, device: torch.device | None = None) -> Session:
+    """Join the job and make sure that all ranks follow the same plan. Every rank calls it, once.
+
+    Args:
+        plan: plan file; by default what `fcp launch` put into FCP_PLAN.
+        fetch: from a manifest row to its tokens, or to (tokens, labels); see `loader.Fetch`.
+        device: where tensors go; by default the local rank's accelerator, else the CPU.
+
+    Raises:
+        PlanError: the plan is missing, damaged or was edited.
+        RunError: ranks have different plans, or the plan is for another number of ranks; on all ranks.
+    """
+    path = _plan_path(plan)
+    device = device or local_device()
+    owns_process_group = join_process_group(device)
+    world = ProcessWorld()
+    metadata = agree_on_plan(world, path, device)
+    return Session(
+        plan=path,
+        metadata=metadata,
+        fetch=fetch,
+        world=world,
+        transport=ProcessTransport.create(device),
+        device=device,
+        owns_process_group=owns_process_group,
+    )
+
+
+def steps(
+    plan: str | Path | None = None, fetch: Fetch | None = None, model: nn.Module | None = None, first_step: int = 0
+) -> Iterator[Step]:
+    """`start(plan, fetch).steps(model, first_step=first_step)`, for a loop that needs nothing else."""
+    return start(plan, fetch).steps(model, first_step=first_step)
+
+
+def _plan_path(plan: str | Path | None) -> Path:
+    given = plan or os.environ.get("FCP_PLAN")
+    if not given:
+        raise RunError(
+            "no plan was given; pass plan=..., set FCP_PLAN, or start the script with 'fcp launch --plan PLAN'"
+        )
+    return Path(given)
+
+
+class Session:
+    """One rank's part in a job that follows a plan. Made by `start`; use it as a context manager or call `close`.
+
+    Attributes:
+        plan, metadata: the plan file and what it says about itself.
+        world: all ranks of the job.
+        device: where micro-batches are put.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: Path,
+        metadata: PlanMetadata,
+        fetch: Fetch | None,
+        world: World,
+        transport: Transport,
+        device: torch.device,
+        owns_process_group: bool = False,
+        steps_ahead: int = _STEPS_AHEAD,
+    ) -> None:
+        self.plan = plan
+        self.metadata = metadata
+        self.world = world
+        self.device = device
+        self.clock: Clock = clock_for(device)
+        self.transport = transport
+        self._fetch = fetch
+        self._owns_process_group = owns_process_group
+        self._steps_ahead = steps_ahead
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    def steps(self, model: nn.Module | None = None, *, first_step: int = 0) -> Iterator[Step]:
+        """The plan's steps from `first_step` on, each to be iterated to its end before the next. Every rank calls it.
+
+        Args:
+            model: whose gradients are summed over ranks: as it is (it starts from rank 0's weights), in
+                DistributedDataParallel, or sharded with `fully_shard`. Without one, the script sums them itself.
+            first_step: optimizer step to begin with, for a resumed run.
+
+        Raises:
+            RunError: no `fetch`, a model that cannot follow the plan, a step beyond it; while iterating, a loop that
+                leaves out micro-batches or does not run `attention`, data that does not match the plan.
+        """
+        if self._fetch is None:
+            raise RunError("no data: pass fetch=..., a function from manifest row to tokens")
+        sync = gradient_sync(model, self.world, self.metadata.sync)
+        cursor = PlanCursor(self.plan, self.rank, first_step=first_step, ahead=self._steps_ahead)
+        labelled = fetches_labels(self.plan, first_step, self._fetch)
+        pin = self.device.type == "cuda"
+        loaded = Prefetched(
+            load_steps(cursor, self._fetch, rank=self.rank, pin=pin, labelled=labelled),
+            depth=self._steps_ahead,
+            name="fcp-loader",
+        )
+        return self._follow(cursor, loaded, sync, labelled)
+
+    def _follow(
+        self, cursor: PlanCursor, loaded: Prefetched[LoadedStep], sync: GradientSync, labelled: bool
+    ) -> Iterator[Step]:
+        try:
+            for item in loaded:
+                tokens = self._sum_over_ranks(item.labelled_tokens) if labelled else item.plan.loss_tokens
+                step = Step(self, sync, item, tokens)
+                yield step
+                step.require_finished()
+        finally:
+            cursor.close()
+            loaded.close()
+
+    def _sum_over_ranks(self, count: int) -> Tensor:
+        """0-d int64 on the device: the host does not wait for it."""
+        total = torch.tensor(count, device=self.device)
+        self.world.all_reduce_sum(total)
+        return total
+
+    def close(self) -> None:
+        """Leave the job: destroys the process group if `start` made it."""
+        if self._owns_process_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class LocalMicroBatch:
+    """One rank's part of one micro-batch.
+
+    Attributes:
+        row: the micro-batch in the plan.
+        input_ids, position_ids, labels: [1, tokens] int64 on the session's device; at least one token.
+        ring: what `attention` runs on; current while the loop body runs, to be passed on where that may be too late.
+        is_last: whether it is this rank's last of the step.
+    """
+
+    __slots__ = ("_divisor", "_factor", "input_ids", "is_last", "labels", "loss_sum", "position_ids", "ring", "row")
+
+    def __init__(
+        self, shard: Shard, ring: Ring, device: torch.device, *, is_last: bool, factor: float, divisor: int | Tensor
+    ) -> None:
+        self.row: MicroBatch = shard.row
+        self.ring = ring
+        self.is_last = is_last
+        self.input_ids = shard.input_ids.to(device, non_blocking=True)
+        self.position_ids = shard.position_ids.to(device, non_blocking=True)
+        self.labels = shard.labels.to(device, non_blocking=True)
+        self.loss_sum: Tensor | None = None
+        self._factor = factor
+        self._divisor = divisor
+
+    def loss(self, logits: Tensor) -> Tensor:
+        """This rank's share of the step's loss, to call backward on.
+
+        It is the sum of its token losses / tokens of the global batch, times what undoes the averaging of DDP and
+        FSDP2.
+
+        Args:
+            logits: [1, tokens, vocabulary] for `input_ids`.
+        """
+        return self.normalised(token_loss_sum(logits, self.labels))
+
+    def normalised(self, loss_sum: Tensor) -> Tensor:
+        """The same from a sum of token losses (0-d) that the script computed itself, with a fused kernel perhaps."""
+        self.loss_sum = loss_sum.detach()
+        return loss_sum * self._factor / self._divisor
+
+
+class Step:
+    """One optimizer step of one rank: iterate it, to the end, for the micro-batches.
+
+    While a micro-batch is out, its ring is current for `attention`, and gradients are reduced only by the last one.
+    After the last, gradients are sums over all ranks and the optimizer may step.
+
+    Attributes:
+        index: optimizer step, from 0.
+        predicted_seconds, bound_seconds: the plan's makespan and lower bound.
+    """
+
+    def __init__(self, session: Session, sync: GradientSync, loaded: LoadedStep, tokens: int | Tensor) -> None:
+        self.index = loaded.plan.step
+        self.predicted_seconds = loaded.plan.makespan_seconds
+        self.bound_seconds = loaded.plan.bound_seconds
+        self._session = session
+        self._sync = sync
+        self._shards = loaded.shards
+        self._tokens = tokens
+        self._divisor = tokens.clamp(min=1) if isinstance(tokens, Tensor) else max(tokens, 1)
+        self._micro_batches: list[LocalMicroBatch] = []
+        self._marks: list[tuple[Any, Any]] = []
+        self._finished = False
+
+    def __len__(self) -> int:
+        """Micro-batches of this rank."""
+        return len(self._shards)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the global batch that carry a loss. With labels from `fetch`, reading it waits for the device."""
+        return int(self._tokens)
+
+    @property
+    def timings(self) -> tuple[MicroBatchTiming, ...]:
+        """When this rank's micro-batches ran; on a device, reading it waits for the last one."""
+        if not self._marks:
+            return ()
+        clock, first = self._session.clock, self._marks[0][0]
+        return tuple(
+            MicroBatchTiming(
+                order=shard.row.order, start_seconds=clock.seconds(first, begin), seconds=clock.seconds(begin, end)
+            )
+            for shard, (begin, end) in zip(self._shards, self._marks, strict=False)
+        )
+
+    def __iter__(self) -> Iterator[LocalMicroBatch]:
+        if self._micro_batches:
+            raise RunError(f"step {self.index} was iterated twice; each of its micro-batches runs once")
+        try:
+            for position, shard in enumerate(self._shards):
+                is_last = position == len(self._shards) - 1
+                begin = self._session.clock.mark()
+                self._sync.before_micro_batch(is_last=is_last)
+                micro_batch = self._enter(shard, is_last=is_last)
+                yield micro_batch
+                self._marks.append((begin, self._session.clock.mark()))
+            self._require_attention()
+            self._sync.reduce()
+            self._finished = True
+        finally:
+            current_ring.set(None)
+            self._sync.restore()
+
+    def _enter(self, shard: Shard, *, is_last: bool) -> LocalMicroBatch:
+        session = self._session
+        ring = Ring(layout=shard.layout, index=shard.member, ranks=shard.row.ranks, transport=session.transport)
+        current_ring.set(ring)
+        micro_batch = LocalMicroBatch(
+            shard, ring, session.device, is_last=is_last, factor=self._sync.loss_factor, divisor=self._divisor
+        )
+        self._micro_batches.append(micro_batch)
+        return micro_batch
+
+    def _require_attention(self) -> None:
+        """A model that kept its own attention would let sequences of a pack, or shards of one, go their own ways."""
+        for micro_batch in self._micro_batches:
+            row = micro_batch.row
+            shares = row.degree > 1 or len(row.sequences) > 1
+            if shares and not micro_batch.ring.attention_calls:
+                raise RunError(
+                    f"step {self.index}, micro-batch {row.order} (degree {row.degree}, {len(row.sequences)} sequences): the "
+                    "model's forward never called fcp_cli.runtime.attention with its ring; call it in place of the "
+                    "model's own attention, or use fcp_cli.runtime.integrations.transformers.prepare(model)"
+                )
+
+    def require_finished(self) -> None:
+        """Raise RunError unless every micro-batch was run."""
+        if not self._finished:
+            raise RunError(
+                f"step {self.index}: {len(self._marks)} of {len(self)} micro-batches were run; "
+                "iterate each step to its end"
+            )
+
+    def reduced_loss(self) -> float:
+        """The step's loss as one process would report it: token losses of all ranks / tokens of the global batch.
+
+        Every rank calls it, after the last micro-batch.
+
+        Raises:
+            RunError: the loop did not use `LocalMicroBatch.loss` or `.normalised`.
+        """
+        sums = [micro_batch.loss_sum for micro_batch in self._micro_batches if micro_batch.loss_sum is not None]
+        if not sums:
+            raise RunError(f"step {self.index} has no loss; compute it with micro_batch.loss(logits)")
+        total = torch.stack(sums).sum()
+        self._session.world.all_reduce_sum(total)
+        return float(total) / int(self._divisor)

@@ -1,0 +1,61 @@
+"""When each micro-batch ran, without making the host wait for the device."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatchTiming:
+    """One micro-batch of one rank as it ran, counted from the rank's start of the step.
+
+    Under DDP and FSDP2 the last micro-batch of a step includes the reduction of the gradients.
+    """
+
+    order: int
+    start_seconds: float
+    seconds: float
+
+
+class Clock(Protocol):
+    def mark(self) -> Any:
+        """A point in time on the device; costs the host microseconds."""
+        ...
+
+    def seconds(self, earlier: Any, later: Any) -> float:
+        """Between two marks; waits until the device has passed both."""
+        ...
+
+
+class HostClock:
+    """For the CPU, where work is done when the call returns."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, earlier: float, later: float) -> float:
+        return later - earlier
+
+
+class DeviceClock:
+    """For an accelerator: events on its current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+
+    def mark(self) -> Any:
+        event = self._module.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, earlier: Any, later: Any) -> float:
+        later.synchronize()
+        return float(earlier.elapsed_time(later)) / 1e3
+
+
+def clock_for(device: torch.device) -> Clock:
+    return HostClock() if device.type == "cpu" else DeviceClock(device)
