@@ -1,0 +1,61 @@
+"""Attention on a CPU: PyTorch's flash kernel, one call per sequence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fcp_cli.runtime.layout import Segments
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+class CpuKernel:
+    """fp64, fp32, bf16 and fp16. An empty q or k would kill the process (SIGFPE); `Segments` has none."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+        assert all(segments.q_lengths), "an empty query segment"
+        assert all(segments.k_lengths), "an empty key segment"
+        pieces = zip(
+            _split(q, segments.q_lengths), _split(k, segments.k_lengths), _split(v, segments.k_lengths), strict=True
+        )
+        results = [_forward(q_i, k_i, v_i, 0.0, segments.causal, scale=scale) for q_i, k_i, v_i in pieces]
+        return _join([out for out, _ in results]), _join([lse for _, lse in results])
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        segments: Segments,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows, keys = segments.q_lengths, segments.k_lengths
+        pieces = zip(
+            _split(grad_out, rows),
+            _split(q, rows),
+            _split(k, keys),
+            _split(v, keys),
+            _split(out, rows),
+            _split(lse, rows),
+            strict=True,
+        )
+        results = [_backward(*piece, 0.0, segments.causal, scale=scale) for piece in pieces]
+        dq, dk, dv = zip(*results, strict=True)
+        return _join(dq), _join(dk), _join(dv)
+
+
+def _split(packed: Tensor, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """[tokens, heads, ...] -> one view [1, heads, length, ...] per segment."""
+    batched = packed.transpose(0, 1).unsqueeze(0)
+    return (batched,) if len(lengths) == 1 else torch.split_with_sizes(batched, lengths, dim=2)
+
+
+def _join(pieces: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+    """One [1, heads, length, ...] per segment -> [tokens, heads, ...]: the kernel's own memory order."""
+    unbatched = [piece[0].transpose(0, 1) for piece in pieces]
+    return unbatched[0] if len(unbatched) == 1 else torch.cat(unbatched)

@@ -1,0 +1,117 @@
+"""Attention on CUDA: the variable-length flash kernel that ships with PyTorch.
+
+`torch.nn.attention.varlen` wraps the same two operators, but its private custom operators exist only from torch 2.10
+and have changed their arguments since; the operators underneath are the same from torch 2.7 on, take a row's final
+out and lse in backward, and are what `torch.nn.attention.activate_flash_attention_impl("FA3")` replaces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fcp_cli.errors import RunError
+from fcp_cli.runtime.layout import Segments
+
+_forward = torch.ops.aten._flash_attention_forward.default
+_backward = torch.ops.aten._flash_attention_backward.default
+
+
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    """Cumulative lengths on the device ([segments + 1] int32), longest segments on the host."""
+
+    q: Tensor
+    k: Tensor
+    longest_q: int
+    longest_k: int
+
+
+class CudaFlashKernel:
+    """bf16 and fp16, head_dim a multiple of 8 up to 256. No device synchronisation."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+        check_head_dim(q)
+        bounds = _bounds(segments, q.device)
+        out, lse, *_ = _forward(
+            q, k, v, bounds.q, bounds.k, bounds.longest_q, bounds.longest_k, 0.0, segments.causal, False, scale=scale
+        )
+        return out, tokens_first(lse, q)
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        segments: Segments,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        bounds = _bounds(segments, q.device)
+        # No dropout, so the random state is never read; it only has to exist.
+        random_state = segments.remember(
+            ("random_state", q.device), lambda: torch.zeros(2, dtype=torch.uint64, device=q.device)
+        )
+        unused = segments.remember(("unused", q.device), lambda: torch.empty(0, device=q.device))
+        dq, dk, dv = _backward(
+            grad_out.contiguous(),
+            q,
+            k,
+            v,
+            out.contiguous(),
+            lse.t().contiguous(),
+            bounds.q,
+            bounds.k,
+            bounds.longest_q,
+            bounds.longest_k,
+            0.0,
+            segments.causal,
+            random_state,
+            unused,
+            scale=scale,
+        )
+        return dq, dk, dv
+
+
+def check_head_dim(q: Tensor) -> None:
+    """Raises: RunError for a head_dim the flash kernel does not take."""
+    head_dim = q.shape[-1]
+    if head_dim % 8 or head_dim > 256:
+        raise RunError(f"head_dim {head_dim} does not fit the CUDA flash kernel: it takes multiples of 8 up to 256")
+
+
+def tokens_first(lse: Tensor, q: Tensor) -> Tensor:
+    """[heads, tokens] as the kernel gives it -> [tokens, heads].
+
+    Raises: RunError for another shape (releases before 2.7 padded it per sequence), rather than wrong gradients later.
+    """
+    tokens, heads = q.shape[:2]
+    if lse.shape != (heads, tokens):
+        raise RunError(
+            f"the flash kernel of torch {torch.__version__} gives log-sum-exp of shape {tuple(lse.shape)}, "
+            f"expected {(heads, tokens)}: use torch >= 2.7"
+        )
+    return lse.t()
+
+
+def _bounds(segments: Segments, device: torch.device) -> _Bounds:
+    return segments.remember(("bounds", device), lambda: _make_bounds(segments, device))
+
+
+def _make_bounds(segments: Segments, device: torch.device) -> _Bounds:
+    return _Bounds(
+        q=_cumulative(segments.q_lengths, device),
+        k=_cumulative(segments.k_lengths, device),
+        longest_q=max(segments.q_lengths),
+        longest_k=max(segments.k_lengths),
+    )
+
+
+def _cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    torch.cumsum(torch.tensor(lengths), 0, dtype=torch.int32, out=bounds[1:])
+    return bounds.to(device)

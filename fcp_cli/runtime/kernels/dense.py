@@ -1,0 +1,93 @@
+"""Attention as plain matrix products: for types that no fused kernel of a device takes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fcp_cli.runtime.kernels.base import lse_dtype
+from fcp_cli.runtime.layout import Segments
+
+
+class DenseKernel:
+    """Any device and floating type, one sequence at a time. Memory grows with the square of the longest sequence.
+
+    Meant for verification (fp32 and fp64 on an accelerator). Train in bf16, where the fused kernels work.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+        results = []
+        for q_i, k_i, v_i in zip(
+            torch.split_with_sizes(q, segments.q_lengths),
+            torch.split_with_sizes(k, segments.k_lengths),
+            torch.split_with_sizes(v, segments.k_lengths),
+            strict=True,
+        ):
+            scores = _scores(q_i, k_i, segments.causal, scale)
+            lse = scores.logsumexp(-1)
+            out = (scores - lse.unsqueeze(-1)).exp_() @ _expand(v_i, q_i).to(scores.dtype)
+            results.append((out.transpose(0, 1).to(q.dtype), lse.transpose(0, 1)))
+        outs, lses = zip(*results, strict=True)
+        return torch.cat(outs), torch.cat(lses)
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        segments: Segments,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows, keys = segments.q_lengths, segments.k_lengths
+        delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+        results = [
+            _segment_backward(*piece, causal=segments.causal, scale=scale)
+            for piece in zip(
+                torch.split_with_sizes(grad_out, rows),
+                torch.split_with_sizes(q, rows),
+                torch.split_with_sizes(k, keys),
+                torch.split_with_sizes(v, keys),
+                torch.split_with_sizes(lse, rows),
+                torch.split_with_sizes(delta, rows),
+                strict=True,
+            )
+        ]
+        dq, dk, dv = zip(*results, strict=True)
+        return torch.cat(dq), torch.cat(dk), torch.cat(dv)
+
+
+def _segment_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    weights = (_scores(q, k, causal, scale) - lse.t().unsqueeze(-1)).exp_()  # [heads, rows, keys]
+    grad = grad_out.transpose(0, 1).to(weights.dtype)
+    dv = weights.transpose(1, 2) @ grad
+    grad_weights = grad @ _expand(v, q).to(weights.dtype).transpose(1, 2)
+    grad_scores = weights * (grad_weights - delta.t().unsqueeze(-1)) * scale
+    dq = grad_scores @ _expand(k, q).to(weights.dtype)
+    dk = grad_scores.transpose(1, 2) @ q.transpose(0, 1).to(weights.dtype)
+    return dq.transpose(0, 1).to(q.dtype), _reduce(dk, k), _reduce(dv, v)
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    """[heads, rows, keys] in the precision of lse."""
+    dtype = lse_dtype(q.dtype)
+    scores = (q.transpose(0, 1).to(dtype) @ _expand(k, q).transpose(1, 2).to(dtype)) * scale
+    if causal:
+        future = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu_(1)
+        scores.masked_fill_(future, float("-inf"))
+    return scores
+
+
+def _expand(kv: Tensor, q: Tensor) -> Tensor:
+    """[keys, kv_heads, head_dim] -> [heads, keys, head_dim]: each kv head serves a run of query heads."""
+    return kv.transpose(0, 1).repeat_interleave(q.shape[1] // kv.shape[1], dim=0)
+
+
+def _reduce(grad: Tensor, like: Tensor) -> Tensor:
+    """[heads, keys, head_dim] -> [keys, kv_heads, head_dim]: sum over the query heads that shared a kv head."""
+    keys, kv_heads, head_dim = like.shape
+    return grad.view(kv_heads, -1, keys, head_dim).sum(1).transpose(0, 1).to(like.dtype)

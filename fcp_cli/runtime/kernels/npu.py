@@ -1,0 +1,156 @@
+"""Attention on Ascend NPUs: `torch_npu.npu_fusion_attention` and its gradient, packed layout TND.
+
+The operator answers the maximum and the sum of each row's exponentials instead of their log-sum-exp; lse = max +
+log(sum), and a backward that is given (max, sum) := (lse, 1) computes the same weights, exp(score - max) / sum =
+exp(score - lse).
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fcp_cli.errors import RunError
+from fcp_cli.runtime.layout import Segments
+
+_STATS_LANES = 8  # the operator repeats each row's statistic 8 times
+_MASK_SIDE = 2048  # the compressed causal mask has this size, whatever the lengths are
+_NO_MASK, _CAUSAL_BOTTOM_RIGHT = 0, 3  # sparse_mode
+
+
+class NpuKernel:
+    """bf16 and fp16. No device synchronisation after the first call, which finds the order of the row statistics.
+
+    Args:
+        operators: has `npu_fusion_attention` and `npu_fusion_attention_grad`; torch_npu by default.
+    """
+
+    def __init__(self, operators: Any = None) -> None:
+        self._operators = importlib.import_module("torch_npu") if operators is None else operators
+        self._head_major: bool | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+        out, largest, total = self._fusion_attention(q, k, v, segments, scale)
+        lse = largest[..., 0] + total[..., 0].log()
+        if not self._stats_are_head_major(q):
+            return out, lse
+        order = _stats_order(segments, q)
+        return out, lse.reshape(-1).index_select(0, order).view(lse.shape)
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        segments: Segments,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        stats = lse
+        if self._stats_are_head_major(q):
+            stats = torch.empty_like(lse, memory_format=torch.contiguous_format)
+            stats.view(-1).index_copy_(0, _stats_order(segments, q), lse.reshape(-1))
+        largest = stats.unsqueeze(-1).expand(*stats.shape, _STATS_LANES).contiguous()
+        dq, dk, dv, *_ = self._operators.npu_fusion_attention_grad(
+            q.contiguous(),
+            k.contiguous(),
+            v.contiguous(),
+            grad_out.contiguous(),
+            q.shape[1],
+            "TND",
+            softmax_max=largest,
+            softmax_sum=torch.ones_like(largest),
+            attention_in=out.contiguous(),
+            scale_value=scale,
+            **_mask_and_lengths(segments, q.device),
+        )
+        return dq, dk, dv
+
+    def _fusion_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Output [tokens, heads, head_dim]; row maxima and sums, shaped [tokens, heads, 8]."""
+        out, largest, total, *_ = self._operators.npu_fusion_attention(
+            q.contiguous(),
+            k.contiguous(),
+            v.contiguous(),
+            q.shape[1],
+            "TND",
+            scale=scale,
+            **_mask_and_lengths(segments, q.device),
+        )
+        expected = (*q.shape[:2], _STATS_LANES)
+        if largest.shape != expected or total.shape != expected:
+            raise RunError(
+                f"npu_fusion_attention gives row statistics of shape {tuple(largest.shape)}, expected {expected}: "
+                "use a torch_npu release whose TND layout has (tokens, heads, 8)"
+            )
+        return out, largest, total
+
+    def _stats_are_head_major(self, like: Tensor) -> bool:
+        """Whether the statistics of a segment lie in memory as [heads, rows, 8], against their shape.
+
+        Releases differ, and a wrong guess would give wrong gradients in silence, so the operator is asked once:
+        scores that name their own row and head.
+        """
+        if self._head_major is None:
+            self._head_major = self._probe(like)
+        return self._head_major
+
+    def _probe(self, like: Tensor) -> bool:
+        heads, lengths = 2, (2, 3)
+        tokens = sum(lengths)
+        names = torch.arange(tokens * heads, dtype=torch.float32).view(tokens, heads)
+        q = torch.zeros(tokens, heads, like.shape[-1], dtype=like.dtype, device=like.device)
+        q[..., 0] = names.to(q)
+        k = torch.zeros_like(q)
+        k[..., 0] = 1.0
+        _, largest, _ = self._fusion_attention(q, k, k, Segments(lengths, lengths, causal=False), 1.0)
+        answer = largest[..., 0].float().cpu()
+        if torch.equal(answer, names):
+            return False
+        if torch.equal(
+            torch.cat([part.reshape(heads, -1).t() for part in torch.split_with_sizes(answer, lengths)]), names
+        ):
+            return True
+        raise RunError(
+            "npu_fusion_attention orders its row statistics in a way this version of fcp does not know: "
+            "use the torch_npu release that matches your torch"
+        )
+
+
+def _stats_order(segments: Segments, q: Tensor) -> Tensor:
+    """[tokens * heads] Where the statistic of (token, head) lies in memory that is [heads, rows] per segment."""
+    heads = q.shape[1]
+    return segments.remember(("stats_order", heads, q.device), lambda: _make_stats_order(segments, heads).to(q.device))
+
+
+def _make_stats_order(segments: Segments, heads: int) -> Tensor:
+    sizes = [length * heads for length in segments.q_lengths]
+    memory = torch.split_with_sizes(torch.arange(sum(sizes)), sizes)
+    return torch.cat([part.view(heads, -1).t().reshape(-1) for part in memory])
+
+
+def _mask_and_lengths(segments: Segments, device: torch.device) -> dict[str, Any]:
+    return segments.remember(("npu", device), lambda: _make_mask_and_lengths(segments, device))
+
+
+def _make_mask_and_lengths(segments: Segments, device: torch.device) -> dict[str, Any]:
+    """Keyword arguments; lengths are cumulative host integers without the leading 0."""
+    return {
+        "atten_mask": _causal_mask(device) if segments.causal else None,
+        "sparse_mode": _CAUSAL_BOTTOM_RIGHT if segments.causal else _NO_MASK,
+        "actual_seq_qlen": torch.tensor(segments.q_lengths).cumsum(0).tolist(),
+        "actual_seq_kvlen": torch.tensor(segments.k_lengths).cumsum(0).tolist(),
+    }
+
+
+@lru_cache(maxsize=8)
+def _causal_mask(device: torch.device) -> Tensor:
+    return torch.ones(_MASK_SIDE, _MASK_SIDE, dtype=torch.bool, device=device).triu_(1)

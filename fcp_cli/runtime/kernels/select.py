@@ -1,0 +1,37 @@
+"""Which kernel serves which device and type."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from fcp_cli.errors import RunError
+from fcp_cli.runtime.kernels.base import AttentionKernel
+from fcp_cli.runtime.kernels.cpu import CpuKernel
+from fcp_cli.runtime.kernels.cuda import CudaFlashKernel
+from fcp_cli.runtime.kernels.dense import DenseKernel
+from fcp_cli.runtime.kernels.npu import NpuKernel
+
+_HALF = (torch.bfloat16, torch.float16)
+_FLOATING = (*_HALF, torch.float32, torch.float64)
+
+
+@lru_cache(maxsize=32)
+def select_kernel(device_type: str, dtype: torch.dtype) -> AttentionKernel:
+    """The kernel for tensors of `dtype` on a device of `device_type`: "cpu", "cuda" or "npu".
+
+    fp32 and fp64 on an accelerator run as plain matrix products (see `DenseKernel`).
+
+    Raises:
+        RunError: no kernel for this device or type.
+    """
+    if dtype not in _FLOATING:
+        raise RunError(f"attention takes bf16, fp16, fp32 or fp64 tensors, not {dtype}")
+    if device_type == "cpu":
+        return CpuKernel()
+    if device_type == "cuda":
+        return CudaFlashKernel() if dtype in _HALF else DenseKernel()
+    if device_type == "npu":
+        return NpuKernel() if dtype in _HALF else DenseKernel()
+    raise RunError(f"no attention kernel for device {device_type!r}: tensors must be on cpu, cuda or npu")

@@ -1,0 +1,199 @@
+"""Which tokens of a pack each member of a ring holds: exact, uneven zig-zag chunks.
+
+A sequence of L tokens on a ring of degree d is cut into 2d chunks; chunk j has ``L // 2d + (j < L % 2d)`` tokens, so
+no token is padded and none is lost, whatever L is. Member r owns chunk r (its *front*) and chunk 2d-1-r (its *back*)
+of every sequence, which gives every member the same share of a causal triangle. A member's local buffer is the
+concatenation over the sequences of [front, back].
+
+Every shape of the ring follows from (lengths, degree) alone, so ranks never tell each other sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+Value = TypeVar("Value")
+
+# A layout holds a few bytes per token of the rank that asks; a step rarely has more than a few dozen micro-batches.
+CACHED_LAYOUTS = 128
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segments:
+    """The sequences of one packed attention call, as host integers. No segment is empty on either side.
+
+    Attributes:
+        q_lengths, k_lengths: tokens of each segment's queries and of its keys.
+        causal: query i sees keys 0..i of its segment (then both lengths are equal); else every query sees every key.
+        memo: what a kernel derives from the lengths once per device (cumulative lengths, masks); dies with the layout.
+    """
+
+    q_lengths: tuple[int, ...]
+    k_lengths: tuple[int, ...]
+    causal: bool
+    memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    def remember(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """`make()`, called once per key."""
+        if key not in self.memo:
+            self.memo[key] = make()
+        value: Value = self.memo[key]
+        return value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Rows of a member's local buffer: a slice where they are contiguous, else their positions.
+
+    Attributes:
+        span: the rows as (start, stop), or None if they are not contiguous.
+        positions: [n] int64, set where `span` is None.
+        memo: the positions as a tensor, once per device.
+    """
+
+    span: tuple[int, int] | None
+    positions: IntArray | None = None
+    memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hop:
+    """What one member computes while it holds one member's keys and values.
+
+    Attributes:
+        q_rows: its own rows that take part.
+        k_rows: the rows of the source's buffer that take part.
+        segments: the packed attention call over those rows.
+    """
+
+    q_rows: Rows
+    k_rows: Rows
+    segments: Segments
+
+
+class ShardLayout:
+    """Exact uneven zig-zag layout of one pack on a ring. Immutable; get it from `shard_layout`, which caches.
+
+    Args:
+        lengths: tokens of each sequence of the pack, each >= 1; may be empty (an idle rank).
+        degree: members of the ring, >= 1.
+    """
+
+    __slots__ = ("_backs", "_fronts", "_hops", "_tokens", "degree", "lengths")
+
+    def __init__(self, lengths: tuple[int, ...], degree: int) -> None:
+        assert degree >= 1, degree
+        assert all(length >= 1 for length in lengths), lengths
+        self.lengths = lengths
+        self.degree = degree
+        chunk, extra = np.divmod(np.asarray(lengths, dtype=np.int64), 2 * degree)
+        sizes = chunk[:, None] + (np.arange(2 * degree) < extra[:, None])  # [sequences, 2d]
+        self._fronts = sizes[:, :degree].T  # [degree, sequences]
+        self._backs = sizes[:, : degree - 1 : -1].T
+        self._tokens: list[int] = (self._fronts + self._backs).sum(axis=1).tolist()
+        self._hops: dict[tuple[int, int], Hop | None] = {}
+
+    def __repr__(self) -> str:
+        return f"ShardLayout(lengths={self.lengths}, degree={self.degree})"
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of the whole pack."""
+        return sum(self._tokens)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the member that holds most; what a receive buffer must fit."""
+        return max(self._tokens)
+
+    def tokens(self, index: int) -> int:
+        """Tokens that member `index` holds."""
+        return self._tokens[index]
+
+    def fronts(self, index: int) -> IntArray:
+        """[sequences] Tokens of member `index`'s front chunk of each sequence; may be 0."""
+        fronts: IntArray = self._fronts[index]
+        return fronts
+
+    def backs(self, index: int) -> IntArray:
+        """[sequences] Tokens of member `index`'s back chunk of each sequence; may be 0."""
+        backs: IntArray = self._backs[index]
+        return backs
+
+    def position_ids(self, index: int) -> IntArray:
+        """[tokens(index)] Position of each local token within its own sequence."""
+        positions = np.arange(self._tokens[index], dtype=np.int64)
+        starts, sizes = self._runs(index)
+        return positions + np.repeat(starts - _offsets(sizes), sizes)
+
+    def index(self, index: int) -> IntArray:
+        """[tokens(index)] Position of each local token in the concatenated pack; ``pack[index]`` is the shard."""
+        owned = self._fronts[index] + self._backs[index]
+        bases = _offsets(np.asarray(self.lengths, dtype=np.int64))
+        return self.position_ids(index) + np.repeat(bases, owned)
+
+    def hop(self, member: int, source: int) -> Hop | None:
+        """What `member` computes with the keys and values of `source`; None where no query meets a key.
+
+        Chunks are ordered in time: those of an earlier source's front come before all of the member's tokens, those
+        of a later source come between the member's front and its back. Only the member's own chunks need a causal
+        mask.
+        """
+        key = (member, source)
+        if key not in self._hops:
+            self._hops[key] = self._make_hop(member, source)
+        return self._hops[key]
+
+    def _runs(self, index: int) -> tuple[IntArray, IntArray]:
+        """Start within the sequence, and size, of [front_0, back_0, front_1, back_1, ...]."""
+        lengths = np.asarray(self.lengths, dtype=np.int64)
+        sizes = np.stack((self._fronts[index], self._backs[index]), axis=1).ravel()
+        chunks = np.array((index, 2 * self.degree - 1 - index))
+        chunk, extra = np.divmod(lengths, 2 * self.degree)
+        starts = chunks * chunk[:, None] + np.minimum(chunks, extra[:, None])
+        return starts.ravel(), sizes
+
+    def _make_hop(self, member: int, source: int) -> Hop | None:
+        fronts, owned = self._fronts, self._fronts + self._backs
+        if source == member:
+            q_sizes = k_sizes = owned[member]
+        elif source < member:
+            q_sizes, k_sizes = owned[member], fronts[source]
+        else:
+            q_sizes, k_sizes = self._backs[member], owned[source]
+        live = (q_sizes > 0) & (k_sizes > 0)
+        if not live.any():
+            return None
+        # The back of a sequence starts after its front in the local buffer.
+        q_starts = _offsets(owned[member]) + (fronts[member] if source > member else 0)
+        return Hop(
+            q_rows=_rows(q_starts[live], q_sizes[live]),
+            k_rows=_rows(_offsets(owned[source])[live], k_sizes[live]),
+            segments=Segments(tuple(q_sizes[live].tolist()), tuple(k_sizes[live].tolist()), source == member),
+        )
+
+
+@lru_cache(maxsize=CACHED_LAYOUTS)
+def shard_layout(lengths: tuple[int, ...], degree: int) -> ShardLayout:
+    """The layout of a pack on a ring of `degree` members; cached, so that micro-batches of equal shape share it."""
+    return ShardLayout(lengths, degree)
+
+
+def _offsets(sizes: IntArray) -> IntArray:
+    """Exclusive prefix sum."""
+    return np.cumsum(sizes) - sizes
+
+
+def _rows(starts: IntArray, sizes: IntArray) -> Rows:
+    total = int(sizes.sum())
+    first = int(starts[0])
+    if total == int(starts[-1] + sizes[-1]) - first:
+        return Rows((first, first + total))
+    return Rows(None, np.arange(total, dtype=np.int64) + np.repeat(starts - _offsets(sizes), sizes))

@@ -1,0 +1,47 @@
+"""Reading and updating some rows of a packed tensor: views where the rows are contiguous, cached indices elsewhere."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fcp_cli.runtime.layout import Rows
+
+
+def take(tensor: Tensor, rows: Rows, dim: int = 0) -> Tensor:
+    """The rows of `tensor` along `dim`; a view where they are contiguous."""
+    if rows.span is not None:
+        return tensor.narrow(dim, rows.span[0], rows.span[1] - rows.span[0])
+    return tensor.index_select(dim, _positions(rows, tensor.device))
+
+
+def add(total: Tensor, rows: Rows, share: Tensor) -> None:
+    """``total[rows] += share``."""
+    if rows.span is not None:
+        total[rows.span[0] : rows.span[1]].add_(share)
+    else:
+        total.index_add_(0, _positions(rows, total.device), share.to(total.dtype))
+
+
+def merge(out: Tensor, lse: Tensor, rows: Rows, part: Tensor, part_lse: Tensor) -> None:
+    """Fold attention over further keys into `out` and `lse` at `rows`, in place.
+
+    The further keys weigh w = exp(part_lse - logaddexp(lse, part_lse)) = sigmoid(part_lse - lse), so
+    out := (1 - w) out + w part, and lse := logaddexp(lse, part_lse).
+    """
+    merged_out, merged_lse = take(out, rows), take(lse, rows)
+    weight = torch.sigmoid(part_lse - merged_lse).unsqueeze(-1)
+    merged_out.lerp_(part.to(out.dtype), weight)
+    torch.logaddexp(merged_lse, part_lse, out=merged_lse)
+    if rows.span is None:
+        positions = _positions(rows, out.device)
+        out.index_copy_(0, positions, merged_out)
+        lse.index_copy_(0, positions, merged_lse)
+
+
+def _positions(rows: Rows, device: torch.device) -> Tensor:
+    """The rows as an index tensor on `device`, moved there once."""
+    if device not in rows.memo:
+        rows.memo[device] = torch.as_tensor(rows.positions, device=device)
+    positions: Tensor = rows.memo[device]
+    return positions
