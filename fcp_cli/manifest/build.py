@@ -1,0 +1,122 @@
+"""Writing a manifest from a source: streamed, so that memory does not grow with the rows, and whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from fcp_cli.errors import ManifestError
+from fcp_cli.files import replaced_atomically
+from fcp_cli.manifest.checks import LONGEST_TOKENS
+from fcp_cli.manifest.header import MANIFEST_FORMAT, METADATA_KEY
+from fcp_cli.manifest.sources.base import RowBatch, Source
+
+_GROUP_ROWS: Final = 1 << 17
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuiltManifest:
+    """What was written.
+
+    Attributes:
+        path: the manifest.
+        rows: sequences in it.
+        skipped: sequences that were left out, by reason (`empty`: no tokens).
+    """
+
+    path: Path
+    rows: int
+    skipped: dict[str, int]
+
+
+def build_manifest(source: Source, path: Path, *, advance: Callable[[int], None] = lambda done: None) -> BuiltManifest:
+    """Count the sequences of `source` and write them to `path`.
+
+    Args:
+        source: what to count.
+        path: the manifest; it is replaced only once the new one is whole.
+        advance: called with the units of the source (see `Source.units`) that were done since the last call.
+
+    Raises:
+        ManifestError: the source cannot be read, holds no sequence, or one that is too long for a plan.
+        FcpError: the manifest cannot be written.
+    """
+    skipped: Counter[str] = Counter()
+    largest_token = -1
+    with replaced_atomically(path) as temporary, _Writer(temporary) as writer:
+        for batch in source.batches():
+            rows = _kept(batch)
+            skipped.update(batch.skipped)
+            skipped["empty"] += batch.rows.num_rows - rows.num_rows
+            largest_token = max(largest_token, batch.largest_token)
+            writer.add(rows)
+            advance(batch.done)
+        skipped = +skipped
+        description = source.describe()
+        if writer.rows == 0:
+            raise ManifestError(f"{description['path']} holds no sequence with tokens{_reasons(skipped)}")
+        if largest_token >= 0:
+            description["vocab_size"] = largest_token + 1
+        writer.finish({"format": MANIFEST_FORMAT, "source": description, "skipped": dict(skipped)})
+    return BuiltManifest(path=path, rows=writer.rows, skipped=dict(skipped))
+
+
+def _kept(batch: RowBatch) -> Any:
+    lengths = batch.rows.column("length")
+    longest = pc.max(lengths).as_py() or 0
+    if longest > LONGEST_TOKENS:
+        row = pc.index(lengths, longest).as_py()
+        raise ManifestError(
+            f"{batch.rows.column('id')[row]} has {longest} tokens; a plan holds at most {LONGEST_TOKENS}"
+        )
+    return batch.rows.filter(pc.not_equal(lengths, 0))
+
+
+def _reasons(skipped: Counter[str]) -> str:
+    return "".join(f"; {count} skipped as {reason}" for reason, count in sorted(skipped.items()))
+
+
+class _Writer:
+    """Collects rows into row groups of even size; the schema is that of the first rows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: Any = None
+        self._pending: list[Any] = []
+        self.rows = 0
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def add(self, rows: Any) -> None:
+        self._pending.append(rows)
+        self.rows += rows.num_rows
+        if sum(pending.num_rows for pending in self._pending) >= _GROUP_ROWS:
+            self._flush()
+
+    def finish(self, header: dict[str, Any]) -> None:
+        self._flush()
+        self._file.add_key_value_metadata({METADATA_KEY.decode(): json.dumps(header)})
+
+    def _flush(self) -> None:
+        table = pa.Table.from_batches(self._pending)
+        self._pending = []
+        if self._file is None:
+            # The Arrow schema is not stored beside the Parquet one, or its metadata would hide the header.
+            self._file = pq.ParquetWriter(self._path, table.schema, compression="zstd", store_schema=False)
+        self._file.write_table(table)

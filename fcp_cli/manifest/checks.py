@@ -1,0 +1,64 @@
+"""The rules that every manifest row obeys, whatever it was read from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from fcp_cli.errors import ManifestError
+from fcp_cli.manifest.table import FloatArray, IntArray, LengthTable
+
+NULL: Final = int(np.iinfo(np.int64).min)  # stands for a null length until the check has named its row
+LONGEST_TOKENS: Final = 2**31 - 1  # a plan holds lengths as int32
+FACTORS: Final = ("eta", "vision_patches", "vision_patch_pairs")
+
+
+def empty_factors(rows: int) -> dict[str, FloatArray | IntArray]:
+    """One array of zeros per optional column."""
+    factors: dict[str, FloatArray | IntArray] = {name: np.zeros(rows, np.int64) for name in FACTORS}
+    factors["eta"] = np.zeros(rows, np.float64)
+    return factors
+
+
+def checked_table(
+    name: str, length_column: str, lengths: IntArray, factors: Mapping[str, FloatArray | IntArray]
+) -> LengthTable:
+    """The table, once every value is one that a sequence can have; a factor that is 0 throughout is left out.
+
+    Raises:
+        ManifestError: it names the first bad row, its value, and how many there are.
+    """
+    bad = np.flatnonzero((lengths <= 0) | (lengths > LONGEST_TOKENS))
+    if len(bad):
+        raise ManifestError(_bad_length(name, length_column, lengths, bad))
+    for column, values in factors.items():
+        _check_factor(name, column, values)
+    kept: dict[str, Any] = {column: values if values.any() else None for column, values in factors.items()}
+    return LengthTable(name=name, length_tokens=lengths, **kept)
+
+
+def _check_factor(name: str, column: str, values: FloatArray | IntArray) -> None:
+    broken = np.flatnonzero(~((values >= 0) & np.isfinite(values)))
+    if len(broken):
+        row = int(broken[0])
+        raise ManifestError(
+            f"{name}: row {row} of column {column!r} is {values[row]}; it must be a finite number >= 0 "
+            f"({_rows(len(broken))} in all)"
+        )
+
+
+def _bad_length(name: str, length_column: str, lengths: IntArray, bad: IntArray) -> str:
+    row, value = int(bad[0]), int(lengths[bad[0]])
+    shown = "null" if value == NULL else str(value)
+    allowed = "lengths must be > 0 tokens" if value <= 0 else f"lengths must be at most {LONGEST_TOKENS} tokens"
+    every = "every row is such" if len(bad) == len(lengths) else f"{_rows(len(bad))} in all"
+    return (
+        f"{name}: row {row} of column {length_column!r} is {shown}; {allowed} ({every}); "
+        "drop such rows or name another column with --length-column"
+    )
+
+
+def _rows(count: int) -> str:
+    return f"{count} such row" + ("" if count == 1 else "s")

@@ -1,0 +1,102 @@
+"""What a manifest says about itself: the JSON under the schema metadata key `fcp`, and the files it may consist of."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fcp_cli.errors import ManifestError
+
+METADATA_KEY: Final = b"fcp"
+MANIFEST_FORMAT: Final = "fcp-manifest/1"
+
+
+@contextmanager
+def readable(path: Path, *, kind: str = "Parquet") -> Iterator[None]:
+    """Turn every way in which a data file can be unreadable into one line.
+
+    Raises:
+        ManifestError: the block met a damaged, truncated or unreadable file.
+    """
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).split("\n", 1)[0]
+        raise ManifestError(
+            f"{path} cannot be read as {kind} (truncated, damaged or another format): {reason}"
+        ) from error
+
+
+def manifest_files(path: Path) -> list[Path]:
+    """The file itself, or the `.parquet` files of a folder in name order.
+
+    Raises:
+        ManifestError: there is no such file, or the folder holds no Parquet file.
+    """
+    if path.is_dir():
+        files = sorted(path.glob("*.parquet"))
+        if not files:
+            raise ManifestError(f"{path} is a folder without .parquet files; `fcp manifest build {path}` reads text")
+        return files
+    if not path.exists():
+        raise ManifestError(f"{path} does not exist; `fcp manifest build SOURCE -o {path}` makes a manifest")
+    return [path]
+
+
+def read_footer(file: Path) -> Any:
+    """The Parquet footer of one file of a manifest.
+
+    Raises:
+        ManifestError: the file is no Parquet, is a plan, or has a manifest format that this version cannot read.
+    """
+    with readable(file):
+        footer = pq.read_metadata(file)
+    format_name = str(read_header(footer).get("format", MANIFEST_FORMAT))
+    if format_name.startswith("fcp-plan/"):
+        raise ManifestError(f"{file} is a plan, not a length manifest; `fcp inspect {file}` shows it")
+    if format_name != MANIFEST_FORMAT:
+        raise ManifestError(f"{file} has the format {format_name!r}; this version of fcp reads {MANIFEST_FORMAT!r}")
+    return footer
+
+
+def read_header(footer: Any) -> dict[str, Any]:
+    """What `fcp` wrote into a footer; empty for a file that something else wrote."""
+    text = (footer.metadata or {}).get(METADATA_KEY)
+    try:
+        header = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    return header if isinstance(header, dict) else {}
+
+
+def manifest_source(path: str | Path) -> dict[str, Any] | None:
+    """Where the sequences of a built manifest came from; None for a foreign manifest or a folder.
+
+    Raises:
+        ManifestError: the file is missing, damaged or no manifest.
+    """
+    path = Path(path)
+    files = manifest_files(path)
+    source = None if path.is_dir() else read_header(read_footer(files[0])).get("source")
+    return source if isinstance(source, dict) else None
+
+
+def build_command(source: Mapping[str, Any], manifest: Path) -> str:
+    """The `fcp manifest build` line that makes `manifest` again from a recorded source."""
+    words = ["fcp", "manifest", "build", str(source["path"]), "--kind", str(source["kind"])]
+    for pattern in source.get("include", []):
+        words += ["--include", pattern]
+    for pattern in source.get("exclude", []):
+        words += ["--exclude", pattern]
+    if source.get("column"):
+        words += ["--column", str(source["column"])]
+    if source.get("tokenizer") not in (None, "bytes"):
+        words += ["--tokenizer", str(source["tokenizer"])]
+    return shlex.join([*words, "-o", str(manifest)])

@@ -1,0 +1,74 @@
+"""What every kind of source offers to the builder and to training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from fcp_cli.manifest.table import IntArray
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowBatch:
+    """Manifest rows of a part of a source.
+
+    Attributes:
+        rows: Arrow record batch with `id`, `length` and the columns that find the tokens again.
+        done: units of the source that this batch covers, for the progress bar.
+        largest_token: largest token id seen in a source that holds token ids.
+        skipped: sequences left out before they were counted, by reason.
+    """
+
+    rows: Any
+    done: int
+    largest_token: int = -1
+    skipped: Mapping[str, int] = field(default_factory=dict)
+
+
+class Source(Protocol):
+    """Sequences to be counted, in an order that is the same on every run."""
+
+    @property
+    def units(self) -> int | None:
+        """How much `done` will add up to; None where only the end tells."""
+
+    def describe(self) -> dict[str, Any]:
+        """The JSON `source` of the manifest: `kind`, absolute `path`, and what reading the tokens again needs."""
+
+    def batches(self) -> Iterator[RowBatch]:
+        """Count the sequences, some at a time.
+
+        Raises:
+            ManifestError: a part of the source cannot be read; the message names it.
+        """
+
+
+class SourceTokens(Protocol):
+    """Random access to the tokens of the sequences of a source, by manifest row. Any number of threads may call."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id."""
+
+    def __call__(self, row: int) -> IntArray:
+        """[tokens] int64, as the source holds them now."""
+
+    def place(self, row: int) -> str:
+        """Where the sequence lies, for messages."""
+
+
+def grouped(items: Iterable[tuple[Item, int]], *, most_items: int, most_bytes: int) -> Iterator[list[Item]]:
+    """Lists of consecutive items, bounded in number and in bytes; each item comes with its size in bytes."""
+    group: list[Item] = []
+    group_bytes = 0
+    for item, item_bytes in items:
+        group.append(item)
+        group_bytes += item_bytes
+        if len(group) >= most_items or group_bytes >= most_bytes:
+            yield group
+            group, group_bytes = [], 0
+    if group:
+        yield group

@@ -1,0 +1,172 @@
+"""Parquet and Arrow data sets: one column of token ids, texts or lengths, in one file or in shards."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from fcp_cli.errors import ManifestError
+from fcp_cli.manifest.checks import FACTORS
+from fcp_cli.manifest.read import is_list
+from fcp_cli.manifest.sources.base import RowBatch
+from fcp_cli.manifest.sources.shards import Shard
+from fcp_cli.manifest.table import IntArray
+from fcp_cli.manifest.tokenizer import Tokenizer
+
+_USUAL_COLUMNS: Final = ("input_ids", "tokens", "text", "content", "length", "num_tokens")
+_BATCH_ROWS: Final = 1 << 10
+_LENGTH_BATCH_ROWS: Final = 1 << 17
+_CACHE_BYTES: Final = 256 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Columnar:
+    """One column of a data set in shards; `eta` and vision columns beside it go along into the manifest.
+
+    Attributes:
+        path: the file, or the folder that holds the shards.
+        shards: opened files in the order of their rows.
+        column: token ids (a list column), texts (string or binary) or lengths (integers).
+        content: which of them it is: `tokens`, `text` or `lengths`.
+    """
+
+    path: Path
+    shards: tuple[Shard, ...]
+    column: str
+    content: str
+    tokenizer: Tokenizer
+
+    @property
+    def units(self) -> int | None:
+        return int(sum(shard.group_rows.sum() for shard in self.shards))
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "kind": "arrow" if self.shards[0].is_arrow else "parquet",
+            "path": str(self.path),
+            "files": [shard.path.name for shard in self.shards],
+            "column": self.column,
+            "content": self.content,
+            "tokenizer": self.tokenizer.name if self.content == "text" else None,
+        }
+
+    def batches(self) -> Iterator[RowBatch]:
+        start = 0
+        batch_rows = _LENGTH_BATCH_ROWS if self.content == "lengths" else _BATCH_ROWS
+        for shard in self.shards:
+            factors = [name for name in FACTORS if name in shard.schema.names and name != self.column]
+            for batch in shard.batches([self.column, *factors], batch_rows):
+                lengths, largest = self._count(shard, batch.column(self.column))
+                ids = np.arange(start, start + len(lengths))
+                rows = {"id": ids, "length": lengths} | {name: batch.column(name) for name in factors}
+                yield RowBatch(rows=pa.record_batch(rows), done=len(lengths), largest_token=largest)
+                start += len(lengths)
+
+    def _count(self, shard: Shard, column: Any) -> tuple[Any, int]:
+        if self.content == "lengths":
+            return pc.fill_null(column.cast(pa.int64()), 0), -1
+        if self.content == "text":
+            return self.tokenizer.count(column), self.tokenizer.vocab_size - 1
+        tokens = column.flatten()
+        if tokens.null_count:
+            raise ManifestError(
+                f"{shard.path}: column {self.column!r} holds {tokens.null_count} null tokens; mend the data"
+            )
+        largest = pc.max(tokens).as_py()
+        return pc.fill_null(pc.list_value_length(column), 0).cast(pa.int64()), -1 if largest is None else int(largest)
+
+
+class ColumnarTokens:
+    """Random access by row of the data set, through a small cache of row groups.
+
+    Groups that were read stay decoded until they exceed 256 MiB together. Shuffled rows of a Parquet file with huge
+    row groups therefore read slowly; Arrow files are mapped and do not.
+    """
+
+    def __init__(self, source: Columnar, rows: IntArray, vocab_size: int | None) -> None:
+        self._source = source
+        self._rows = rows
+        self._vocab_size = vocab_size
+        groups = [(shard, group, int(n)) for shard in source.shards for group, n in enumerate(shard.group_rows)]
+        self._groups = [(shard, group) for shard, group, _ in groups]
+        self._group_ends = np.cumsum([n for _, _, n in groups], dtype=np.int64)
+        self._cache: OrderedDict[int, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def vocab_size(self) -> int:
+        """Exact; where the manifest does not record it, the first use reads the whole column once."""
+        if self._vocab_size is None:
+            self._vocab_size = 1 + max((batch.largest_token for batch in self._source.batches()), default=-1)
+        return self._vocab_size
+
+    def __call__(self, row: int) -> IntArray:
+        source_row = int(self._rows[row])
+        index = int(np.searchsorted(self._group_ends, source_row, side="right"))
+        if index == len(self._groups):
+            raise ManifestError(f"{self._source.path} has no row {source_row} any more; build the manifest again")
+        column = self._column(index)
+        value = column[source_row - int(self._group_ends[index]) + len(column)]
+        if self._source.content == "text":
+            text = value.as_py() or b""
+            return self._source.tokenizer.encode(text)
+        tokens = value.values
+        return np.empty(0, np.int64) if tokens is None else tokens.to_numpy(zero_copy_only=False).astype(np.int64)
+
+    def place(self, row: int) -> str:
+        return f"{self._source.path} (row {self._rows[row]}, column {self._source.column})"
+
+    def _column(self, index: int) -> Any:
+        with self._lock:
+            if index not in self._cache:
+                shard, group = self._groups[index]
+                column = shard.read_group(group, self._source.column)
+                self._cache[index] = column.cast(pa.large_binary()) if self._source.content == "text" else column
+                self._evict()
+            self._cache.move_to_end(index)
+            return self._cache[index]
+
+    def _evict(self) -> None:
+        while len(self._cache) > 1 and sum(column.nbytes for column in self._cache.values()) > _CACHE_BYTES:
+            self._cache.popitem(last=False)
+
+
+def columnar(path: Path, shards: Sequence[Shard], column: str | None, tokenizer: Tokenizer) -> Columnar:
+    """The source, with its column found by name or by what such columns are usually called.
+
+    Raises:
+        ManifestError: no such column, or one that holds neither tokens, texts nor lengths, or shards that differ.
+    """
+    schema = shards[0].schema
+    usual = next((name for name in _USUAL_COLUMNS if name in schema.names and _content(schema.field(name).type)), None)
+    column = column or usual
+    if column is None or column not in schema.names:
+        missing = f"no column {column!r}" if column else "no column of a usual name"
+        raise ManifestError(f"{path} has {missing}; its columns are {', '.join(schema.names)}; name one with --column")
+    content = _content(schema.field(column).type)
+    if content is None:
+        raise ManifestError(
+            f"{path}: column {column!r} is {schema.field(column).type}; it must hold lists of integer tokens, texts or "
+            "integer lengths; name another with --column"
+        )
+    for shard in shards:
+        if column not in shard.schema.names or _content(shard.schema.field(column).type) != content:
+            raise ManifestError(f"{shard.path} has no column {column!r} of {content} like {shards[0].path.name} has")
+    return Columnar(path=path, shards=tuple(shards), column=column, content=content, tokenizer=tokenizer)
+
+
+def _content(kind: Any) -> str | None:
+    if pa.types.is_integer(kind):
+        return "lengths"
+    if is_list(kind):
+        return "tokens" if pa.types.is_integer(kind.value_type) else None
+    texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    return "text" if any(matches(kind) for matches in texts) else None

@@ -1,0 +1,99 @@
+"""From a path that the user typed to the source that it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from fcp_cli.errors import ManifestError
+from fcp_cli.manifest.sources.base import Source
+from fcp_cli.manifest.sources.columnar import columnar
+from fcp_cli.manifest.sources.jsonl import JsonLines
+from fcp_cli.manifest.sources.megatron import MegatronIndex
+from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, PARQUET_SUFFIXES, open_shard
+from fcp_cli.manifest.sources.text import TextTree
+from fcp_cli.manifest.tokenizer import open_tokenizer
+
+_SUFFIXES: Final = {
+    "jsonl": (".jsonl", ".ndjson", ".json"),
+    "parquet": PARQUET_SUFFIXES,
+    "arrow": ARROW_SUFFIXES,
+    "megatron": (".idx",),
+}
+KINDS: Final = ("text", *_SUFFIXES)
+_SHARDED: Final = ("parquet", "arrow", "jsonl")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceOptions:
+    """How to read a source; each setting concerns the kinds that have such a thing.
+
+    Attributes:
+        tokenizer: `bytes`, or the path of a `tokenizer.json`.
+        column: field or column with the tokens, texts or lengths; None takes what is usual.
+        include: globs of the files of a text tree.
+        exclude: globs of files and folders of a text tree to leave out.
+    """
+
+    tokenizer: str = "bytes"
+    column: str | None = None
+    include: tuple[str, ...] = ("*",)
+    exclude: tuple[str, ...] = ()
+
+
+def detect_kind(path: Path) -> str:
+    """The kind of a source by its suffix; a folder is what it holds, else a text tree.
+
+    Raises:
+        ManifestError: there is nothing at the path, or a file with a suffix that tells nothing.
+    """
+    if path.with_name(f"{path.name}.idx").is_file():
+        return "megatron"  # Megatron-LM users type the prefix
+    if path.is_dir():
+        return next((kind for kind in _SHARDED if _shard_paths(path, kind)), "text")
+    if not path.exists():
+        raise ManifestError(f"there is no source {path}")
+    for kind, suffixes in _SUFFIXES.items():
+        if path.suffix in suffixes:
+            return kind
+    if path.suffix == ".bin" and path.with_suffix(".idx").is_file():
+        return "megatron"
+    raise ManifestError(f"cannot tell what {path} is by its name; say it with --kind {'|'.join(KINDS)}")
+
+
+def open_source(path: Path, kind: str, options: SourceOptions, *, output: Path | None = None) -> Source:
+    """Open a source to count its sequences.
+
+    Args:
+        path: the source.
+        kind: one of `KINDS`.
+        options: how to read it.
+        output: the manifest to be written, which a text tree leaves out.
+
+    Raises:
+        ManifestError: the source, its column or its tokenizer is missing or of another kind.
+    """
+    path = path.absolute()
+    if kind == "megatron":
+        return MegatronIndex.open(path if path.suffix == ".idx" else _index_path(path))
+    tokenizer = open_tokenizer(options.tokenizer)
+    if kind == "text":
+        if not path.is_dir():
+            raise ManifestError(f"{path} is not a folder; --kind text takes a folder of text files")
+        return TextTree(root=path, include=options.include, exclude=options.exclude, tokenizer=tokenizer, output=output)
+    files = _shard_paths(path, kind) if path.is_dir() else [path]
+    if not files:
+        raise ManifestError(f"{path} holds no {' or '.join(_SUFFIXES[kind])} file")
+    if kind == "jsonl":
+        return JsonLines(path=path, files=tuple(files), column=options.column or "text", tokenizer=tokenizer)
+    return columnar(path, [open_shard(file) for file in files], options.column, tokenizer)
+
+
+def _shard_paths(folder: Path, kind: str) -> list[Path]:
+    suffixes = [suffix for suffix in _SUFFIXES[kind] if suffix != ".json"]  # folders hold .json files of every purpose
+    return sorted(file for file in folder.iterdir() if file.suffix in suffixes and not file.name.startswith("."))
+
+
+def _index_path(path: Path) -> Path:
+    return path.with_suffix(".idx") if path.suffix == ".bin" else path.with_name(f"{path.name}.idx")

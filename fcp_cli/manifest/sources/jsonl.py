@@ -1,0 +1,152 @@
+"""JSON lines: one record is one sequence, its text or its token ids under one field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+
+from fcp_cli.errors import ManifestError
+from fcp_cli.manifest.sources.base import RowBatch, grouped
+from fcp_cli.manifest.table import IntArray
+from fcp_cli.manifest.tokenizer import Tokenizer, utf8
+
+_BATCH_LINES: Final = 16_384
+_BATCH_BYTES: Final = 32 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JsonLines:
+    """Records of one or several `.jsonl` files.
+
+    Attributes:
+        path: the file, or the folder that holds `files`.
+        files: the files, absolute, in the order of their rows.
+        column: the field with a text (tokenized) or with a list of token ids (taken as it is).
+    """
+
+    path: Path
+    files: tuple[Path, ...]
+    column: str
+    tokenizer: Tokenizer
+
+    @property
+    def units(self) -> int | None:
+        return sum(_size(file) for file in self.files)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "kind": "jsonl",
+            "path": str(self.path),
+            "files": [file.name for file in self.files],
+            "column": self.column,
+            "tokenizer": self.tokenizer.name,
+        }
+
+    def batches(self) -> Iterator[RowBatch]:
+        start = 0
+        for shard, file in enumerate(self.files):
+            for lines in grouped(_lines(file), most_items=_BATCH_LINES, most_bytes=_BATCH_BYTES):
+                yield self._count(file, shard, start, lines)
+                start += len(lines)
+
+    def _count(self, file: Path, shard: int, start: int, lines: list[tuple[int, int, bytes]]) -> RowBatch:
+        values = [token_value(line, self.column, f"{file}:{number}") for number, _, line in lines]
+        is_text = np.array([isinstance(value, bytes) for value in values])
+        lengths = np.zeros(len(values), np.int64)
+        lengths[~is_text] = [len(value) for value in values if not isinstance(value, bytes)]
+        lengths[is_text] = self.tokenizer.count(
+            pa.array([value for value in values if isinstance(value, bytes)], pa.large_binary())
+        )
+        ids = [int(value.max()) for value in values if not isinstance(value, bytes) and len(value)]
+        rows = pa.record_batch(
+            {
+                "id": pa.array(range(start, start + len(lines)), pa.int64()),
+                "length": pa.array(lengths),
+                "shard": pa.array([shard] * len(lines), pa.int32()),
+                "byte_offset": pa.array([offset for _, offset, _ in lines], pa.int64()),
+            }
+        )
+        largest = max(ids, default=-1) if is_text.all() else max([*ids, -1])
+        if is_text.any():
+            largest = max(largest, self.tokenizer.vocab_size - 1)
+        return RowBatch(rows=rows, done=sum(len(line) for _, _, line in lines), largest_token=largest)
+
+
+class JsonLinesTokens:
+    """Reads one line again by its byte offset."""
+
+    def __init__(self, source: JsonLines, shards: IntArray, byte_offsets: IntArray, vocab_size: int) -> None:
+        self._source = source
+        self._shards = shards
+        self._byte_offsets = byte_offsets
+        self.vocab_size = vocab_size
+
+    def __call__(self, row: int) -> IntArray:
+        file = self._source.files[self._shards[row]]
+        try:
+            with file.open("rb") as stream:
+                stream.seek(int(self._byte_offsets[row]))
+                line = stream.readline()
+        except OSError as error:
+            raise ManifestError(f"cannot read {file}: {error.strerror or error}") from error
+        value = token_value(line, self._source.column, self.place(row))
+        return self._source.tokenizer.encode(value) if isinstance(value, bytes) else value
+
+    def place(self, row: int) -> str:
+        return f"{self._source.files[self._shards[row]]} at byte {self._byte_offsets[row]}"
+
+
+def token_value(line: bytes, column: str, place: str) -> bytes | IntArray:
+    """The text of a record as UTF-8 bytes, or its token ids; a null is an empty text.
+
+    Raises:
+        ManifestError: the line is not a JSON object, or the field is missing or holds something else.
+    """
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ManifestError(f"{place} is not JSON: {line.strip()[:60]!r}") from error
+    if not isinstance(record, dict):
+        raise ManifestError(f"{place} is not a JSON object but a {type(record).__name__}")
+    if column not in record:
+        raise ManifestError(
+            f"{place} has no field {column!r}; its fields are {', '.join(record)}; name one with --column"
+        )
+    value = record[column]
+    if value is None or isinstance(value, str):
+        return utf8(value or "")
+    tokens = np.asarray(value) if isinstance(value, list) else np.empty((0, 0))
+    if isinstance(value, list) and not value:
+        return np.empty(0, np.int64)
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ManifestError(
+            f"{place}: field {column!r} holds neither a text nor a flat list of token ids but {str(value)[:40]!r}; "
+            "name another with --column"
+        )
+    return tokens.astype(np.int64)
+
+
+def _lines(file: Path) -> Iterator[tuple[tuple[int, int, bytes], int]]:
+    """Line number, byte offset and content of every line that is not blank, with its size."""
+    offset = 0
+    try:
+        with file.open("rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    yield (number, offset, line), len(line)
+                offset += len(line)
+    except OSError as error:
+        raise ManifestError(f"cannot read {file}: {error.strerror or error}") from error
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError as error:
+        raise ManifestError(f"cannot read {file}: {error.strerror or error}") from error

@@ -1,0 +1,113 @@
+"""Parquet and Arrow files as lists of groups of rows that can be read one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fcp_cli.errors import ManifestError
+from fcp_cli.manifest.header import readable
+from fcp_cli.manifest.table import IntArray
+
+PARQUET_SUFFIXES: Final = (".parquet", ".pq")
+ARROW_SUFFIXES: Final = (".arrow", ".feather", ".ipc")
+
+
+class Shard(Protocol):
+    """One file of a data set."""
+
+    path: Path
+    schema: Any
+    is_arrow: bool
+
+    @property
+    def group_rows(self) -> IntArray:
+        """[groups] rows of each group."""
+
+    def read_group(self, group: int, column: str) -> Any:
+        """One column of one group as an Arrow array."""
+
+    def batches(self, columns: list[str], rows: int) -> Iterator[Any]:
+        """Record batches of these columns from the start, at most `rows` rows each."""
+
+
+class ParquetShard:
+    """A Parquet file; its groups are its row groups.
+
+    Raises:
+        ManifestError: the file is missing, damaged or no Parquet.
+    """
+
+    is_arrow = False
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with readable(path):
+            self._footer = pq.read_metadata(path)
+        self.schema = self._footer.schema.to_arrow_schema()
+
+    @cached_property
+    def group_rows(self) -> IntArray:
+        return np.array([self._footer.row_group(i).num_rows for i in range(self._footer.num_row_groups)], np.int64)
+
+    def read_group(self, group: int, column: str) -> Any:
+        with readable(self.path), pq.ParquetFile(self.path, metadata=self._footer) as file:
+            return file.read_row_group(group, columns=[column]).column(column).combine_chunks()
+
+    def batches(self, columns: list[str], rows: int) -> Iterator[Any]:
+        with readable(self.path), pq.ParquetFile(self.path, metadata=self._footer) as file:
+            yield from file.iter_batches(batch_size=rows, columns=columns)
+
+
+class ArrowShard:
+    """An Arrow IPC file, or an IPC stream as the `datasets` library writes; its groups are its record batches.
+
+    Both are memory-mapped: nothing is copied unless the file is compressed.
+
+    Raises:
+        ManifestError: the file is missing, damaged or no Arrow data.
+    """
+
+    is_arrow = True
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with readable(path, kind="Arrow"):
+            mapped = pa.memory_map(str(path))
+            try:
+                file = pa.ipc.open_file(mapped)
+                self.schema, self._count, self._batch = file.schema, file.num_record_batches, file.get_batch
+            except pa.ArrowInvalid:
+                mapped.seek(0)
+                batches = list(pa.ipc.open_stream(mapped))
+                if not batches:
+                    raise ManifestError(f"{path} has no rows") from None
+                self.schema, self._count, self._batch = batches[0].schema, len(batches), batches.__getitem__
+
+    @cached_property
+    def group_rows(self) -> IntArray:
+        return np.array([self._read(group).num_rows for group in range(self._count)], np.int64)
+
+    def read_group(self, group: int, column: str) -> Any:
+        return self._read(group).column(column)
+
+    def batches(self, columns: list[str], rows: int) -> Iterator[Any]:
+        for group in range(self._count):
+            batch = self._read(group).select(columns)
+            for start in range(0, batch.num_rows, rows):
+                yield batch.slice(start, rows)
+
+    def _read(self, group: int) -> Any:
+        with readable(self.path, kind="Arrow"):
+            return self._batch(group)
+
+
+def open_shard(path: Path) -> Shard:
+    """Open a file by its suffix."""
+    return ArrowShard(path) if path.suffix in ARROW_SUFFIXES else ParquetShard(path)

@@ -1,0 +1,134 @@
+"""A folder of text files: one file is one sequence, in the order of names within each folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+
+from fcp_cli.errors import ManifestError
+from fcp_cli.manifest.sources.base import RowBatch, grouped
+from fcp_cli.manifest.table import IntArray
+from fcp_cli.manifest.tokenizer import ByteTokenizer, Tokenizer
+
+_SNIFF_BYTES: Final = 8192  # a NUL byte this early marks a binary file, as for git and grep
+_BATCH_FILES: Final = 1024
+_BATCH_BYTES: Final = 32 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextTree:
+    """Text files under `root`; hidden names, binary files and links to folders are left out.
+
+    Attributes:
+        include: globs; a file is taken if one matches its name, or its path below `root` where the glob has a slash.
+        exclude: globs of files and folders to leave out, matched in the same way.
+        output: the manifest being written, which is no part of the data set; absolute like `root`.
+    """
+
+    root: Path
+    include: tuple[str, ...] = ("*",)
+    exclude: tuple[str, ...] = ()
+    tokenizer: Tokenizer
+    output: Path | None = None
+
+    @property
+    def units(self) -> int | None:
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "kind": "text",
+            "path": str(self.root),
+            "tokenizer": self.tokenizer.name,
+            "include": list(self.include),
+            "exclude": list(self.exclude),
+            "vocab_size": self.tokenizer.vocab_size,
+        }
+
+    def batches(self) -> Iterator[RowBatch]:
+        for names in grouped(self._files(self.root, ""), most_items=_BATCH_FILES, most_bytes=_BATCH_BYTES):
+            yield self._count(names)
+
+    def _count(self, names: list[str]) -> RowBatch:
+        if isinstance(self.tokenizer, ByteTokenizer):
+            sizes = [(name, _text_bytes(self.root / name)) for name in names]
+            kept = [(name, size) for name, size in sizes if size >= 0]
+            lengths = pa.array([size for _, size in kept], pa.int64())
+        else:
+            texts = [(name, _read(self.root / name)) for name in names]
+            kept = [(name, len(text)) for name, text in texts if not _is_binary(text)]
+            contents = pa.array([text for _, text in texts if not _is_binary(text)], pa.large_binary())
+            lengths = pa.array(self.tokenizer.count(contents))
+        ids = pa.array([name for name, _ in kept], pa.string())
+        rows = pa.record_batch({"id": ids, "length": lengths})
+        return RowBatch(rows=rows, done=len(names), skipped={"binary": len(names) - len(kept)})
+
+    def _files(self, folder: Path, prefix: str) -> Iterator[tuple[str, int]]:
+        """Names below `root` and sizes in bytes."""
+        with _naming(folder):
+            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        for entry in entries:
+            name, path = prefix + entry.name, folder / entry.name
+            if entry.name.startswith(".") or path == self.output or _matches(name, self.exclude):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                yield from self._files(path, f"{name}/")
+            elif entry.is_file() and _matches(name, self.include):
+                with _naming(path):
+                    name.encode("utf-8")
+                    yield name, entry.stat().st_size
+
+
+class TextTokens:
+    """Reads the files of a text manifest again; `ids` are their paths below `root`."""
+
+    def __init__(self, root: Path, ids: Any, tokenizer: Tokenizer) -> None:
+        self._root = root
+        self._ids = ids
+        self._tokenizer = tokenizer
+        self.vocab_size = tokenizer.vocab_size
+
+    def __call__(self, row: int) -> IntArray:
+        return self._tokenizer.encode(_read(self._root / self._ids[int(row)].as_py()))
+
+    def place(self, row: int) -> str:
+        return str(self._root / self._ids[int(row)].as_py())
+
+
+def _matches(name: str, globs: tuple[str, ...]) -> bool:
+    base = name.rsplit("/", 1)[-1]
+    return any(fnmatch(name if "/" in glob else base, glob) for glob in globs)
+
+
+def _text_bytes(path: Path) -> int:
+    """Size of a text file, read only as far as it takes to know that it is one; -1 for a binary file."""
+    with _naming(path), path.open("rb") as file:
+        return -1 if _is_binary(file.read(_SNIFF_BYTES)) else os.fstat(file.fileno()).st_size
+
+
+def _is_binary(text: bytes) -> bool:
+    return b"\0" in text[:_SNIFF_BYTES]
+
+
+def _read(path: Path) -> bytes:
+    with _naming(path):
+        return path.read_bytes()
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ManifestError(f"cannot read {path}: {error.strerror or error}") from error
+    except UnicodeEncodeError as error:
+        raise ManifestError(
+            f"{str(path)!a} has a name that is not UTF-8; rename it or leave it out with --exclude"
+        ) from error

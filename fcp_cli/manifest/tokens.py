@@ -1,0 +1,139 @@
+"""The tokens behind a manifest row, for training: read again from the source, or made up from a seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from fcp_cli.errors import ManifestError
+from fcp_cli.manifest.header import build_command, manifest_files, manifest_source, readable
+from fcp_cli.manifest.read import read_manifest
+from fcp_cli.manifest.sources.base import SourceTokens
+from fcp_cli.manifest.sources.columnar import ColumnarTokens, columnar
+from fcp_cli.manifest.sources.jsonl import JsonLines, JsonLinesTokens
+from fcp_cli.manifest.sources.megatron import MegatronIndex, MegatronTokens
+from fcp_cli.manifest.sources.shards import open_shard
+from fcp_cli.manifest.sources.text import TextTokens
+from fcp_cli.manifest.table import IntArray
+from fcp_cli.manifest.tokenizer import open_tokenizer
+
+
+class TokenReader(Protocol):
+    """Tokens by manifest row. Any number of threads may call it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id."""
+
+    def __call__(self, row: int) -> IntArray:
+        """[length] int64 tokens of one sequence."""
+
+
+class SyntheticTokens:
+    """Random tokens of the right lengths, for a manifest without a source; a row is the same on every rank and run."""
+
+    def __init__(self, lengths: IntArray, vocab_size: int, seed: int) -> None:
+        self._lengths = lengths
+        self._seed = seed
+        self.vocab_size = vocab_size
+
+    def __call__(self, row: int) -> IntArray:
+        generator = np.random.default_rng([self._seed, int(row)])
+        return generator.integers(0, self.vocab_size, int(self._lengths[row]), np.int64)
+
+
+class CheckedTokens:
+    """Tokens of a source that is still what the manifest was built from: every sequence must have its length."""
+
+    def __init__(self, tokens: SourceTokens, lengths: IntArray, remedy: str) -> None:
+        self._tokens = tokens
+        self._lengths = lengths
+        self._remedy = remedy
+
+    @property
+    def vocab_size(self) -> int:
+        return self._tokens.vocab_size
+
+    def __call__(self, row: int) -> IntArray:
+        tokens = self._tokens(row)
+        if len(tokens) != self._lengths[row]:
+            raise ManifestError(
+                f"{self._tokens.place(row)} changed: it has {len(tokens)} tokens, but row {row} of the manifest says "
+                f"{self._lengths[row]}; {self._remedy}"
+            )
+        return tokens
+
+
+def open_tokens(
+    manifest_path: str | Path, *, source: str | Path | None = None, length_column: str = "length"
+) -> TokenReader:
+    """Open the data that a manifest was built from.
+
+    Args:
+        manifest_path: the manifest. A Parquet data set that was planned as it is (its `length_column` holds lists)
+            is its own source.
+        source: where the data lies now, if it moved since the manifest was built.
+        length_column: the column that was planned, as for `read_manifest`.
+
+    Raises:
+        ManifestError: the manifest has no source with tokens (use `SyntheticTokens`), or the source is gone. Calling
+            the reader raises it where a sequence changed.
+    """
+    path = Path(manifest_path)
+    recorded = manifest_source(path)
+    lengths = read_manifest(path, length_column=length_column).length_tokens
+    if recorded is None:
+        own = _own_tokens(path, length_column)
+        return CheckedTokens(own, lengths, "plan it again")
+    if source is not None:
+        recorded = recorded | {"path": str(Path(source).absolute())}
+    remedy = f"build and plan again: {build_command(recorded, path)}"
+    return CheckedTokens(_source_tokens(path, recorded, remedy), lengths, remedy)
+
+
+def _own_tokens(path: Path, length_column: str) -> SourceTokens:
+    data = columnar(path, [open_shard(file) for file in manifest_files(path)], length_column, open_tokenizer("bytes"))
+    if data.content != "tokens":
+        raise ManifestError(
+            f"{path} does not say where its tokens are: it was not made by `fcp manifest build`, and column "
+            f"{length_column!r} holds lengths only; train on synthetic tokens or build a manifest from the data"
+        )
+    return ColumnarTokens(data, np.arange(data.units or 0), None)
+
+
+def _source_tokens(path: Path, source: dict[str, Any], remedy: str) -> SourceTokens:
+    root = Path(source["path"])
+    if not root.exists():
+        raise ManifestError(f"{path} was built from {root}, which is gone; {remedy}")
+    vocab_size = source.get("vocab_size", 0)
+    if source["kind"] == "text":
+        return TextTokens(root, _column(path, "id"), open_tokenizer(source["tokenizer"]))
+    if source["kind"] == "jsonl":
+        data = JsonLines(path=root, files=_files(root, source), column=source["column"], tokenizer=_tokenizer(source))
+        shards, byte_offsets = _column(path, "shard").to_numpy(), _column(path, "byte_offset").to_numpy()
+        return JsonLinesTokens(data, shards, byte_offsets, vocab_size)
+    if source["kind"] == "megatron":
+        return MegatronTokens(MegatronIndex.open(root), _column(path, "id").to_numpy())
+    if source["kind"] in ("parquet", "arrow") and source["content"] != "lengths":
+        opened = [open_shard(file) for file in _files(root, source)]
+        columns = columnar(root, opened, source["column"], _tokenizer(source))
+        return ColumnarTokens(columns, _column(path, "id").to_numpy(), vocab_size)
+    raise ManifestError(
+        f"{path} was built from the lengths in {root}, which holds no tokens; train on synthetic tokens"
+    )
+
+
+def _files(root: Path, source: dict[str, Any]) -> tuple[Path, ...]:
+    return tuple(root / name for name in source["files"]) if root.is_dir() else (root,)
+
+
+def _tokenizer(source: dict[str, Any]) -> Any:
+    return open_tokenizer(source.get("tokenizer") or "bytes")
+
+
+def _column(path: Path, name: str) -> Any:
+    with readable(path):
+        return pq.read_table(path, columns=[name]).column(name).combine_chunks()
