@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fcp_cli.errors import RunError
@@ -197,10 +197,3 @@ def _check_covers(model: nn.Module, world: World) -> None:
                 f"the parameter {name} is sharded by FSDP2 over {covered} of {world.size} ranks; "
                 "give fully_shard a mesh of all ranks"
             )
-
-
-def gradient_of(parameter: Tensor) -> Tensor:
-    """A parameter's gradient as one whole tensor, also where FSDP2 keeps shards; every rank must call it."""
-    gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-    whole = getattr(gradient, "full_tensor", None)
-    return whole() if whole is not None else gradient

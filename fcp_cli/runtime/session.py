@@ -12,7 +12,7 @@ for step in session.steps(model):
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -68,7 +68,7 @@ def start(plan: str | Path | None = None, fetch: Fetch | None = None, *, device:
 
 def steps(
     plan: str | Path | None = None, fetch: Fetch | None = None, model: nn.Module | None = None, first_step: int = 0
-) -> Iterator[Step]:
+) -> Generator[Step, None, None]:
     """`start(plan, fetch).steps(model, first_step=first_step)`, for a loop that needs nothing else."""
     return start(plan, fetch).steps(model, first_step=first_step)
 
@@ -117,7 +117,7 @@ class Session:
     def rank(self) -> int:
         return self.world.rank
 
-    def steps(self, model: nn.Module | None = None, *, first_step: int = 0) -> Iterator[Step]:
+    def steps(self, model: nn.Module | None = None, *, first_step: int = 0) -> Generator[Step, None, None]:
         """The plan's steps from `first_step` on, each to be iterated to its end before the next. Every rank calls it.
 
         Args:
@@ -144,7 +144,7 @@ class Session:
 
     def _follow(
         self, cursor: PlanCursor, loaded: Prefetched[LoadedStep], sync: GradientSync, labelled: bool
-    ) -> Iterator[Step]:
+    ) -> Generator[Step, None, None]:
         try:
             for item in loaded:
                 tokens = self._sum_over_ranks(item.labelled_tokens) if labelled else item.plan.loss_tokens
@@ -298,8 +298,8 @@ class Step:
             shares = row.degree > 1 or len(row.sequences) > 1
             if shares and not micro_batch.ring.attention_calls:
                 raise RunError(
-                    f"step {self.index}, micro-batch {row.order} (degree {row.degree}, {len(row.sequences)} sequences): the "
-                    "model's forward never called fcp_cli.runtime.attention with its ring; call it in place of the "
+                    f"step {self.index}, micro-batch {row.order}, degree {row.degree}, {len(row.sequences)} sequences: "
+                    "the model's forward never called fcp_cli.runtime.attention with its ring; call it in place of the "
                     "model's own attention, or use fcp_cli.runtime.integrations.transformers.prepare(model)"
                 )
 

@@ -1,0 +1,112 @@
+"""A small language model with everything that a plan can break: grouped-query attention, positions, several layers.
+
+D = model width, H = query heads, G = key/value heads, T = tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from fcp_cli.runtime.ring import Ring, attention
+
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Ring | None], Tensor]
+"""Causal attention over q [1, H, T, head_dim], k and v [1, G, T, head_dim], on a ring or on its own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TinyConfig:
+    """Sizes of the model; `recompute` runs each layer's forward again in backward."""
+
+    vocab_size: int = 61
+    width: int = 32
+    heads: int = 4
+    kv_heads: int = 2
+    layers: int = 2
+    recompute: bool = False
+
+
+def ring_attend(q: Tensor, k: Tensor, v: Tensor, ring: Ring | None) -> Tensor:
+    return attention(q, k, v, ring=ring)
+
+
+def plain_attend(q: Tensor, k: Tensor, v: Tensor, ring: Ring | None) -> Tensor:
+    """PyTorch's own attention over one whole sequence."""
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+class TinyLanguageModel(nn.Module):
+    """Embedding, `layers` pre-norm blocks, untied output. Equal seeds give equal weights."""
+
+    def __init__(
+        self, config: TinyConfig, attend: Attend, *, seed: int = 0, dtype: torch.dtype = torch.float64
+    ) -> None:
+        super().__init__()
+        self.recompute = config.recompute
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.blocks = nn.ModuleList(_Block(config, attend) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width)
+        self.output = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.to(dtype)
+        self._initialise(torch.Generator().manual_seed(seed))
+
+    @torch.no_grad()
+    def _initialise(self, generator: torch.Generator) -> None:
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.2)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, ring: Ring | None = None) -> Tensor:
+        """Logits [1, T, vocabulary] of input_ids, position_ids [1, T]."""
+        hidden = self.embedding(input_ids)
+        for block in self.blocks:
+            if self.recompute:
+                hidden = checkpoint(block, hidden, position_ids, ring, use_reentrant=False)
+            else:
+                hidden = block(hidden, position_ids, ring)
+        logits: Tensor = self.output(self.norm(hidden))
+        return logits
+
+
+class _Block(nn.Module):
+    def __init__(self, config: TinyConfig, attend: Attend) -> None:
+        super().__init__()
+        self.head_dim = config.width // config.heads
+        self.attend = attend
+        self.attention_norm = nn.RMSNorm(config.width)
+        self.query = nn.Linear(config.width, config.width, bias=False)
+        self.key = nn.Linear(config.width, config.kv_heads * self.head_dim, bias=False)
+        self.value = nn.Linear(config.width, config.kv_heads * self.head_dim, bias=False)
+        self.attention_output = nn.Linear(config.width, config.width, bias=False)
+        self.feed_forward = nn.Sequential(
+            nn.RMSNorm(config.width),
+            nn.Linear(config.width, 2 * config.width, bias=False),
+            nn.SiLU(),
+            nn.Linear(2 * config.width, config.width, bias=False),
+        )
+
+    def forward(self, hidden: Tensor, position_ids: Tensor, ring: Ring | None) -> Tensor:
+        normed = self.attention_norm(hidden)
+        q, k, v = (self._split_heads(project(normed)) for project in (self.query, self.key, self.value))
+        attended = self.attend(_rotate(q, position_ids), _rotate(k, position_ids), v, ring)
+        hidden = hidden + self.attention_output(attended.transpose(1, 2).flatten(2))
+        out: Tensor = hidden + self.feed_forward(hidden)
+        return out
+
+    def _split_heads(self, projected: Tensor) -> Tensor:
+        return projected.view(*projected.shape[:-1], -1, self.head_dim).transpose(1, 2)
+
+
+def _rotate(x: Tensor, position_ids: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al., RoFormer) of x [1, heads, T, head_dim]."""
+    half = x.shape[-1] // 2
+    frequency = 10_000.0 ** (-torch.arange(half, dtype=x.dtype, device=x.device) / half)
+    angle = position_ids[:, None, :, None] * frequency
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), dim=-1)

@@ -1,0 +1,143 @@
+"""What the ranks compute under a plan, and what one process computes for the same sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.step import StepPlan
+from fcp_cli.runtime.loader import Fetch
+from fcp_cli.runtime.loss import next_token_labels, token_loss_sum
+from fcp_cli.runtime.order import Operation
+from fcp_cli.runtime.session import Session
+from fcp_cli.runtime.transport import RecordingTransport, ThreadTransport
+from fcp_cli.runtime.world import World
+from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, plain_attend, ring_attend
+from fcp_cli.verification.threads import Meeting, ThreadWorld, run_ranks
+
+_RECEIVE_TIMEOUT_SECONDS = 120.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replayed:
+    """One rank's, or one process's, account of some steps.
+
+    Attributes:
+        losses: [steps] loss of each step, as one process reports it.
+        gradients: [steps, parameters] flat gradient of each step, summed over ranks.
+        operations: what the rank issued, in order; none for one process.
+    """
+
+    losses: npt.NDArray[np.float64]
+    gradients: npt.NDArray[np.float64]
+    operations: tuple[Operation, ...] = ()
+
+
+class RecordingWorld:
+    """Passes collectives on and writes them down beside the ring's operations."""
+
+    def __init__(self, inner: World, record: RecordingTransport) -> None:
+        self._inner = inner
+        self._record = record
+
+    @property
+    def rank(self) -> int:
+        return self._inner.rank
+
+    @property
+    def size(self) -> int:
+        return self._inner.size
+
+    def all_reduce_sum(self, tensor: Tensor) -> None:
+        self._record.record_collective("all_reduce", tensor)
+        self._inner.all_reduce_sum(tensor)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        self._record.record_collective("broadcast", tensor)
+        self._inner.broadcast(tensor)
+
+
+def synthetic_tokens(vocab_size: int, longest_tokens: int, seed: int = 0) -> Fetch:
+    """Random tokens per manifest row, the same on every rank; each as long as the longest sequence, to be cut."""
+
+    def fetch(row: int) -> npt.NDArray[np.int64]:
+        return np.random.default_rng((seed, row)).integers(vocab_size, size=longest_tokens)
+
+    return fetch
+
+
+def replay_rank(session: Session, config: TinyConfig, num_steps: int, *, seed: int = 0) -> Replayed:
+    """One rank's part of the plan's first `num_steps` steps. Collective; the session's ring and world are recorded."""
+    record = RecordingTransport(session.transport)
+    session.transport = record
+    session.world = RecordingWorld(session.world, record)
+    model = TinyLanguageModel(config, ring_attend, seed=seed)
+    losses, gradients = [], []
+    with closing(session.steps(model)) as steps:
+        for step in islice(steps, num_steps):
+            for micro_batch in step:
+                logits = model(micro_batch.input_ids, micro_batch.position_ids, micro_batch.ring)
+                torch.autograd.backward(micro_batch.loss(logits))
+            losses.append(step.reduced_loss())
+            gradients.append(take_gradient(model))
+    return Replayed(losses=np.array(losses), gradients=np.stack(gradients), operations=tuple(record.operations))
+
+
+def replay_threads(
+    plan: Path, fetch: Fetch, config: TinyConfig, num_steps: int, *, num_ranks: int, seed: int = 0
+) -> list[Replayed]:
+    """All ranks of the plan as threads of this process, through the same session as real ones."""
+    metadata = PlanReader(plan).metadata
+
+    def run(meeting: Meeting, rank: int) -> Replayed:
+        session = Session(
+            plan=plan,
+            metadata=metadata,
+            fetch=fetch,
+            world=ThreadWorld(meeting, rank),
+            transport=ThreadTransport(meeting.mailbox, rank, _RECEIVE_TIMEOUT_SECONDS),
+            device=torch.device("cpu"),
+            steps_ahead=0,  # as many threads as ranks are enough
+        )
+        return replay_rank(session, config, num_steps, seed=seed)
+
+    return run_ranks(num_ranks, run)
+
+
+def replay_alone(steps: Sequence[StepPlan], fetch: Fetch, config: TinyConfig, *, seed: int = 0) -> Replayed:
+    """The same steps in one process that knows nothing of the plan: sequence by sequence, with PyTorch's attention."""
+    model = TinyLanguageModel(config, plain_attend, seed=seed)
+    losses, gradients = [], []
+    for step in steps:
+        tokens = max(int(step.lengths.sum()) - len(step.lengths), 1)
+        total = 0.0
+        for input_ids in _sequences(step, fetch):
+            logits = model(input_ids[None], torch.arange(len(input_ids))[None])
+            loss = token_loss_sum(logits, next_token_labels(input_ids)[None]) / tokens
+            torch.autograd.backward(loss)
+            total += float(loss.detach())
+        losses.append(total)
+        gradients.append(take_gradient(model))
+    return Replayed(losses=np.array(losses), gradients=np.stack(gradients))
+
+
+def _sequences(step: StepPlan, fetch: Fetch) -> Iterator[Tensor]:
+    for row, length in zip(step.sequences.tolist(), step.lengths.tolist(), strict=True):
+        yield torch.as_tensor(fetch(row))[:length]
+
+
+def take_gradient(model: nn.Module) -> npt.NDArray[np.float64]:
+    """[parameters] the model's gradient as one flat array; clears it."""
+    pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    flat: npt.NDArray[np.float64] = torch.cat([piece.flatten() for piece in pieces]).double().numpy()
+    return flat

@@ -1,0 +1,97 @@
+"""Plans for the runtime's tests: written by hand as rows, or drawn at random under either sync."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from fcp_cli.plan.metadata import ManifestReference, PlanMetadata, Sync
+from fcp_cli.plan.step import StepPlan
+from fcp_cli.plan.writer import plan_writer
+
+
+class Row(NamedTuple):
+    """One micro-batch; no lengths make an idle row."""
+
+    ranks: Sequence[int]
+    lengths: Sequence[int] = ()
+    wave: int = -1
+
+
+def write_plan(path: Path, steps: Sequence[Sequence[Row]], *, num_ranks: int, sync: Sync = "iteration") -> Path:
+    """Write a plan whose sequences are numbered in order of appearance."""
+    sequences = 0
+    with plan_writer(path, _metadata(num_ranks, sync)) as writer:
+        for number, rows in enumerate(steps):
+            writer.append(make_step(rows, step=number, first_sequence=sequences))
+            sequences += sum(len(row.lengths) for row in rows)
+    return path
+
+
+def _metadata(num_ranks: int, sync: Sync) -> PlanMetadata:
+    return PlanMetadata(
+        fcp_version="test",
+        num_ranks=num_ranks,
+        ranks_per_node=num_ranks,
+        sync=sync,
+        global_batch_size=8,
+        tokens_per_rank=1 << 20,
+        seed=0,
+        shuffle=False,
+        solver="by hand",
+        manifest=ManifestReference(name="lengths.parquet", rows=1 << 20, content_hash="0" * 64),
+        cost_profile="",
+    )
+
+
+def make_step(rows: Sequence[Row], *, step: int, first_sequence: int) -> StepPlan:
+    lengths = [length for row in rows for length in row.lengths]
+    seconds = np.array([float(sum(row.lengths)) / len(row.ranks) for row in rows])
+    return StepPlan(
+        step=step,
+        wave=np.array([row.wave for row in rows], dtype=np.int32),
+        rank_offsets=np.cumsum([0, *(len(row.ranks) for row in rows)], dtype=np.int64),
+        ranks=np.array([rank for row in rows for rank in row.ranks], dtype=np.int32),
+        sequence_offsets=np.cumsum([0, *(len(row.lengths) for row in rows)], dtype=np.int64),
+        sequences=np.arange(first_sequence, first_sequence + len(lengths), dtype=np.int64),
+        lengths=np.array(lengths, dtype=np.int32),
+        start_seconds=np.zeros(len(rows)),
+        seconds=seconds,
+        makespan_seconds=float(seconds.sum()),
+        bound_seconds=float(seconds.max()),
+    )
+
+
+def random_steps(num_ranks: int, num_steps: int, *, sync: Sync, seed: int, longest_tokens: int = 40) -> list[list[Row]]:
+    """Steps with rings over any ranks, of any degree, packs of any lengths from 1 token on, and idle ranks."""
+    draw = random.Random(seed)
+    make = _iteration_step if sync == "iteration" else _wave_step
+    return [make(draw, num_ranks, longest_tokens) for _ in range(num_steps)]
+
+
+def _iteration_step(draw: random.Random, num_ranks: int, longest_tokens: int) -> list[Row]:
+    rows = []
+    for _ in range(draw.randint(2, 5)):
+        ranks = sorted(draw.sample(range(num_ranks), draw.randint(1, num_ranks)))
+        rows.append(Row(ranks, _lengths(draw, longest_tokens)))
+    busy = {rank for row in rows for rank in row.ranks}
+    return rows + [Row([rank]) for rank in range(num_ranks) if rank not in busy]
+
+
+def _wave_step(draw: random.Random, num_ranks: int, longest_tokens: int) -> list[Row]:
+    rows: list[Row] = []
+    for wave in range(draw.randint(1, 3)):
+        ranks = draw.sample(range(num_ranks), num_ranks)
+        while ranks:
+            group = sorted(ranks.pop() for _ in range(draw.randint(1, len(ranks))))
+            idle = len(group) == 1 and rows and draw.random() < 0.3
+            rows.append(Row(group, () if idle else _lengths(draw, longest_tokens), wave))
+    return rows
+
+
+def _lengths(draw: random.Random, longest_tokens: int) -> list[int]:
+    return [draw.choice((1, 2, 3, draw.randint(1, longest_tokens))) for _ in range(draw.randint(1, 4))]
