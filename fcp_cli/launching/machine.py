@@ -1,0 +1,102 @@
+"""What this machine has to run ranks on."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+
+from fcp_cli.errors import RunError
+
+# Beyond this many processes per core, ranks on a CPU mostly wait for each other.
+_RANKS_PER_CORE = 2
+_LEAST_CPU_RANKS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """Devices of one kind.
+
+    Attributes:
+        device: `cpu`, `cuda` or `npu`.
+        num_devices: accelerators, or 0 on a CPU.
+        num_cores: cores that this process may use.
+        memory_bytes: of the host; 0 where it is not known.
+    """
+
+    device: str
+    num_devices: int
+    num_cores: int
+    memory_bytes: int = 0
+
+    @property
+    def most_ranks(self) -> int:
+        """Ranks that can run here at once: one per accelerator, or a sensible number on a CPU."""
+        if self.device != "cpu":
+            return self.num_devices
+        return max(_LEAST_CPU_RANKS, _RANKS_PER_CORE * self.num_cores)
+
+    def describe(self) -> str:
+        if self.device == "cpu":
+            return f"no accelerator, {self.num_cores} CPU cores (gloo)"
+        return f"{self.num_devices} {self.device} devices"
+
+    def threads_per_rank(self, ranks: int) -> int:
+        return max(1, self.num_cores // ranks)
+
+
+def require_torch() -> None:
+    """Say how to install torch where it is missing, or why it does not import.
+
+    Raises:
+        RunError: torch is missing or broken.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise RunError("torch is not installed here, and training needs it; run: pip install 'fcp-cli[hf]'")
+
+
+def find_machine(device: str = "auto") -> Machine:
+    """Look at this machine; `device` narrows the choice.
+
+    Raises:
+        RunError: torch is missing or does not import, or there is no device of that kind.
+    """
+    require_torch()
+    counts = _accelerators()
+    found = next((kind for kind, count in counts.items() if count), "cpu") if device == "auto" else device
+    if found != "cpu" and not counts.get(found):
+        raise RunError(f"there is no {found} device here; 'fcp env' lists what there is")
+    return Machine(
+        device=found,
+        num_devices=counts.get(found, 0),
+        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_bytes=_memory_bytes(),
+    )
+
+
+def _accelerators() -> dict[str, int]:
+    """Devices per kind; torch registers an `npu` module only where torch_npu is installed."""
+    try:
+        import torch
+    except (ImportError, OSError, RuntimeError) as error:
+        # torch_npu without its drivers breaks `import torch` itself.
+        raise RunError(
+            f"torch does not import here ({_first_line(error)}); if torch_npu is to blame, source CANN's "
+            "set_env.sh, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to train on the CPU"
+        ) from error
+    return {
+        kind: getattr(torch, kind).device_count()
+        for kind in ("cuda", "npu")
+        if hasattr(torch, kind) and getattr(torch, kind).is_available()
+    }
+
+
+def _memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return 0
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

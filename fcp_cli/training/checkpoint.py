@@ -1,0 +1,270 @@
+"""Checkpoints: a folder per saved step that exists whole or not at all, and resuming from one exactly.
+
+    checkpoints/step-00000500/
+        checkpoint.json      format, step, plan hash, ranks, sharding
+        state.pt             weights and optimizer (replicated: written by rank 0)
+        state-00003.pt       this rank's shard of both (sharded: written by every rank)
+        rng-00003.pt         this rank's random generators
+
+`step` counts finished steps. The learning rate is a function of the step and the data order is the plan, so neither is
+saved. Everything is read with `weights_only`: a checkpoint can hold tensors and numbers, never code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fcp_cli.errors import RunError
+
+FORMAT = "fcp-checkpoint/1"
+_PREFIX = "step-"
+
+Sharding = Literal["replicated", "sharded"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointHeader:
+    """What must agree before anything is loaded, and what a person wants to know about a checkpoint."""
+
+    step: int
+    plan_hash: str
+    num_ranks: int
+    sharding: Sharding
+    model: str
+    torch: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainState:
+    """The live objects that a checkpoint captures. `model` is the one whose parameters the optimizer holds."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+
+
+def save_checkpoint(
+    folder: Path,
+    header: CheckpointHeader,
+    state: TrainState,
+    *,
+    rank: int,
+    barrier: Callable[[], None],
+    keep: int,
+) -> Path:
+    """Write a checkpoint; called by all ranks, who share `folder`. The oldest beyond `keep` are removed afterwards.
+
+    Killed at any moment, it leaves the checkpoints before it as they were.
+
+    Raises:
+        RunError: this rank cannot write (disk full, no permission).
+    """
+    final = folder / f"{_PREFIX}{header.step:08d}"
+    partial = folder / f".{final.name}.partial"
+    try:
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        barrier()
+        _write_tensors(partial / f"rng-{rank:05d}.pt", _random_states(state.device))
+        if header.sharding == "sharded":
+            _write_tensors(partial / f"state-{rank:05d}.pt", _captured(state))
+        elif rank == 0:
+            _write_tensors(partial / "state.pt", _captured(state))
+        barrier()
+        if rank == 0:
+            _publish(partial, final, header)
+            _prune(folder, keep)
+        barrier()
+    except OSError as error:
+        raise RunError(
+            f"cannot write the checkpoint {final}: {error.strerror or error}; older ones are kept"
+        ) from error
+    return final
+
+
+def _publish(partial: Path, final: Path, header: CheckpointHeader) -> None:
+    text = json.dumps({"format": FORMAT, **asdict(header)}, indent=2)
+    with (partial / "checkpoint.json").open("w", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    shutil.rmtree(final, ignore_errors=True)  # the same step, saved by the run that this one was resumed from
+    partial.rename(final)
+
+
+def _prune(folder: Path, keep: int) -> None:
+    for old in checkpoints(folder)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The whole checkpoints of a run, oldest first."""
+    return sorted(path.parent for path in folder.glob(f"{_PREFIX}*/checkpoint.json"))
+
+
+def read_header(checkpoint: Path) -> CheckpointHeader:
+    """Read what a checkpoint says about itself.
+
+    Raises:
+        RunError: it is damaged or of another format.
+    """
+    path = checkpoint / "checkpoint.json"
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        found = document.pop("format", None)
+        if found != FORMAT:
+            raise RunError(f"{path} has format {found!r}; this fcp reads {FORMAT!r}")
+        return CheckpointHeader(**document)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise RunError(f"{path} is damaged ({error}); remove {checkpoint} to resume from the one before") from error
+
+
+def check_header(header: CheckpointHeader, wanted: CheckpointHeader, *, checkpoint: Path) -> None:
+    """Refuse to resume under another plan, number of ranks, model or sharding.
+
+    Raises:
+        RunError: names what differs.
+    """
+    if header.plan_hash != wanted.plan_hash:
+        raise RunError(
+            f"{checkpoint} was made under the plan {header.plan_hash[:12]}, but this one is {wanted.plan_hash[:12]}; "
+            "resume with that plan, or start a new run without --resume"
+        )
+    for name in ("num_ranks", "model", "sharding"):
+        then, now = getattr(header, name), getattr(wanted, name)
+        if then != now:
+            raise RunError(
+                f"{checkpoint} was made with {name.replace('_', ' ')} {then}, but this run has {now}; "
+                "start a new run without --resume"
+            )
+
+
+def load_checkpoint(checkpoint: Path, state: TrainState, *, sharding: Sharding, rank: int) -> None:
+    """Put a checkpoint back into the live objects; bit for bit what was saved.
+
+    Raises:
+        RunError: a file is missing or damaged, or its tensors are not this model's.
+    """
+    name = f"state-{rank:05d}.pt" if sharding == "sharded" else "state.pt"
+    saved = _read_tensors(checkpoint / name)
+    try:
+        _restore_model(state.model, saved["model"])
+        _restore_optimizer(state.optimizer, saved["optimizer"])
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise RunError(f"{checkpoint / name} does not fit this model: {_first_line(error)}") from error
+    _restore_random_states(_read_tensors(checkpoint / f"rng-{rank:05d}.pt"), state.device)
+
+
+def _captured(state: TrainState) -> dict[str, Any]:
+    return {
+        "model": {name: _local(tensor).detach() for name, tensor in _named_tensors(state.model)},
+        "optimizer": _map_tensors(state.optimizer.state_dict(), _local),
+    }
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and saved buffers, a tied one once."""
+    parameters = dict(model.named_parameters())
+    yield from parameters.items()
+    saved = model.state_dict(keep_vars=True).keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor; shares its memory."""
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
+
+
+def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: _map_tensors(item, function) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_map_tensors(item, function) for item in value]
+    return value
+
+
+def _restore_model(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    live = dict(_named_tensors(model))
+    if live.keys() != saved.keys():
+        raise ValueError(f"the names {sorted(live.keys() ^ saved.keys())[:3]} are in one of them only")
+    with torch.no_grad():
+        for name, tensor in live.items():
+            if _local(tensor).shape != saved[name].shape:
+                raise ValueError(f"{name} is {tuple(saved[name].shape)}, not {tuple(_local(tensor).shape)}")
+            _local(tensor).copy_(saved[name])
+
+
+def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Load a state dict of local tensors; those of sharded parameters become shards again."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, entries in saved["state"].items():
+        like = parameters[index]
+        if isinstance(like, DTensor):
+            shape = _local(like).shape
+            saved["state"][index] = {
+                key: _sharded_like(value, like) if isinstance(value, Tensor) and value.shape == shape else value
+                for key, value in entries.items()
+            }
+    optimizer.load_state_dict(saved)
+
+
+def _sharded_like(local: Tensor, like: DTensor) -> DTensor:
+    local = local.to(_local(like).device)
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _random_states(device: torch.device) -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device.type] = getattr(torch, device.type).get_rng_state(device)
+    return states
+
+
+def _restore_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states["cpu"])
+    if device.type in states and device.type != "cpu":
+        getattr(torch, device.type).set_rng_state(states[device.type], device)
+
+
+def _write_tensors(path: Path, value: Any) -> None:
+    with path.open("wb") as file:
+        torch.save(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read_tensors(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds for a damaged file; all mean the same here
+        raise RunError(
+            f"{path} cannot be read ({_first_line(error)}); remove {path.parent} to resume from the one before"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a kill during a save left behind; called by one rank at the start of a run."""
+    for leftover in folder.glob(f".{_PREFIX}*.partial"):
+        with suppress(OSError):
+            shutil.rmtree(leftover)

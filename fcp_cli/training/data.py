@@ -1,0 +1,55 @@
+"""Where the tokens of a run come from. Imports no torch, so that `fcp launch` can look before it starts anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from fcp_cli.errors import ManifestError, RunError
+from fcp_cli.manifest.header import manifest_source
+from fcp_cli.manifest.tokens import SyntheticTokens, TokenReader, open_tokens
+from fcp_cli.plan.reader import PlanReader
+
+
+def open_data(plan: Path, manifest: Path | None, *, vocab_size: int, seed: int) -> TokenReader:
+    """The tokens of a manifest's source, or random ones of the plan's lengths where `manifest` is None.
+
+    Raises:
+        ManifestError: the manifest has no source with tokens, or the source is gone.
+        RunError: the tokens do not fit the model's vocabulary.
+    """
+    if manifest is None:
+        return SyntheticTokens(planned_lengths(plan), vocab_size, seed)
+    tokens = open_tokens(manifest)
+    if tokens.vocab_size > vocab_size:
+        raise RunError(
+            f"the tokens of {manifest} go up to {tokens.vocab_size - 1}, but the model's vocabulary has {vocab_size} "
+            "entries; choose the tokenizer's own model, or build the manifest with another --tokenizer"
+        )
+    return tokens
+
+
+def planned_lengths(plan: Path) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """[manifest rows] tokens of each sequence as planned; 0 for one that the plan leaves out."""
+    reader = PlanReader(plan)
+    lengths = np.zeros(reader.metadata.manifest.rows, dtype=np.int64)
+    for step in reader.steps():
+        lengths[step.sequences] = step.lengths
+    return lengths
+
+
+def has_tokens(manifest: Path) -> bool:
+    """Whether training can read tokens through this manifest; false if it was made of lengths alone.
+
+    Raises:
+        ManifestError: it names a source, but that is gone or was changed.
+    """
+    try:
+        open_tokens(manifest)
+    except ManifestError:
+        source = manifest_source(manifest)
+        if source is None or source.get("content") == "lengths":
+            return False
+        raise
+    return True

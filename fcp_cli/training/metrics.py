@@ -1,0 +1,191 @@
+"""The metrics of a run: JSON Lines, one `run` record per start and one `step` record per step (`fcp-metrics/1`).
+
+A record is written whole and flushed, so that a reader that follows the file sees whole lines only; a run that is
+resumed at step k first drops the records of steps >= k, so that no step appears twice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from fcp_cli.errors import RunError
+from fcp_cli.files import write_text_atomically
+
+FORMAT = "fcp-metrics/1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatchTiming:
+    """One micro-batch on one rank: what the plan said, and what the clock said (from the start of the step)."""
+
+    order: int
+    degree: int
+    tokens: int
+    predicted_seconds: float
+    start_seconds: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMeasurement:
+    """Everything that is known about a step once all ranks have finished it.
+
+    Attributes:
+        loss: summed token loss / tokens of the global batch.
+        seconds: wall-clock time from the end of the step before to the end of this one.
+        predicted_seconds: the plan's makespan.
+        ranks: [num_ranks] the micro-batches that each rank ran, in order.
+        warm_up: the first step after a start: it also pays for compilation, caches and connections.
+    """
+
+    step: int
+    loss: float
+    tokens: int
+    grad_norm: float
+    learning_rate: float
+    seconds: float
+    predicted_seconds: float
+    ranks: Sequence[Sequence[MicroBatchTiming]]
+    warm_up: bool = False
+
+    def busy_seconds(self) -> list[float]:
+        """[num_ranks] seconds in which each rank ran micro-batches."""
+        return [sum(timing.seconds for timing in timings) for timings in self.ranks]
+
+    @property
+    def idle_fraction(self) -> float:
+        """Share of rank-seconds in which no micro-batch ran: waiting, gradient reduction and the optimizer."""
+        return max(0.0, 1.0 - sum(self.busy_seconds()) / (len(self.ranks) * self.seconds))
+
+    def record(self) -> dict[str, Any]:
+        """The `step` record."""
+        ranks = [
+            {
+                "rank": rank,
+                "busy_seconds": busy,
+                "idle_seconds": max(0.0, self.seconds - busy),
+                "micro_batches": [asdict(timing) for timing in timings],
+            }
+            for rank, (timings, busy) in enumerate(zip(self.ranks, self.busy_seconds(), strict=True))
+        ]
+        return {
+            "kind": "step",
+            "step": self.step,
+            "loss": _finite(self.loss),
+            "tokens": self.tokens,
+            "grad_norm": _finite(self.grad_norm),
+            "learning_rate": self.learning_rate,
+            "seconds": self.seconds,
+            "predicted_seconds": self.predicted_seconds,
+            "idle_fraction": self.idle_fraction,
+            "warm_up": self.warm_up,
+            "ranks": ranks,
+        }
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN: a loss that ran away is written as null."""
+    return value if math.isfinite(value) else None
+
+
+class MetricsWriter:
+    """Appends records to the file of a run; one whole, flushed line each."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: TextIO = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise RunError(f"cannot write the metrics {path}: {error.strerror}") from error
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def drop_steps_from(path: Path, first_step: int) -> None:
+    """Remove the records of steps >= `first_step`, and a last line cut short by a kill, before a resumed run appends.
+
+    A missing file is left missing.
+    """
+    if not path.is_file():
+        return
+    kept = [line for line, record in _records(path) if record.get("kind") != "step" or record["step"] < first_step]
+    write_text_atomically(path, "".join(f"{line}\n" for line in kept))
+
+
+def _records(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
+    """The lines of a metrics file with their meaning; a last line that was cut short is skipped."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            yield line, json.loads(line)
+        except ValueError as error:
+            if number == len(lines):
+                return
+            raise RunError(f"{path} line {number} is not JSON: the metrics are damaged ({error})") from error
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All records of a metrics file, in order.
+
+    Raises:
+        RunError: the file is missing, damaged, or not metrics of a run.
+    """
+    try:
+        records = [record for _, record in _records(path)]
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(f"cannot read the metrics {path}: {error}") from error
+    if not records or not isinstance(records[0], dict) or records[0].get("format") != FORMAT:
+        raise RunError(f'{path} is not the metrics of a run: expected a first line with "format": "{FORMAT}"')
+    return records
+
+
+class MetricsTail:
+    """Follows a metrics file from outside: each `poll` returns the whole records that are new since the last.
+
+    Records that stood in the file before `since` (ISO time) are passed over: a resumed run keeps those of the first.
+    """
+
+    def __init__(self, path: Path, *, since: str) -> None:
+        self._path = path
+        self._since = since
+        self._inode = -1
+        self._offset = 0
+        self._live = False
+
+    def poll(self) -> list[dict[str, Any]]:
+        try:
+            with self._path.open("rb") as file:
+                self._follow(file.fileno())
+                file.seek(self._offset)
+                whole, _, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return []
+        if not whole:
+            return []
+        self._offset += len(whole) + 1
+        return [record for record in map(json.loads, whole.splitlines()) if self._is_live(record)]
+
+    def _follow(self, descriptor: int) -> None:
+        """Start again at the top when the file was replaced, as `drop_steps_from` does."""
+        inode = os.fstat(descriptor).st_ino
+        if inode != self._inode:
+            self._inode, self._offset, self._live = inode, 0, False
+
+    def _is_live(self, record: dict[str, Any]) -> bool:
+        if record["kind"] == "run":
+            self._live = record["started"] >= self._since
+        return self._live

@@ -1,0 +1,112 @@
+"""Shows a run while it trains: one live line on a terminal, one plain line every few steps through a pipe.
+
+It is fed with metrics records, so the trainer and whoever watches it from outside show the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live
+
+_STEPS_FOR_PACE = 20
+
+
+def progress_line(record: Mapping[str, Any], *, steps: int, seconds_left: float | None) -> str:
+    """One step in at most 80 columns for runs below 10 million steps."""
+    seconds = record["seconds"]
+    loss = record["loss"]
+    parts = [
+        f"step {record['step'] + 1}/{steps}",
+        f"loss {'nan' if loss is None else format(loss, '.4f')}",
+        f"{short_count(record['tokens'] / seconds)} tok/s",
+        f"{short_seconds(seconds)} (plan {short_seconds(record['predicted_seconds'])})",
+        f"idle {record['idle_fraction']:.0%}",
+    ]
+    if seconds_left is not None:
+        parts.append(f"{clock(seconds_left)} left")
+    return "  ".join(parts)
+
+
+def short_count(number: float) -> str:
+    """1234567 -> 1.23M."""
+    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= factor:
+            return f"{number / factor:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def short_seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 1000 else clock(seconds)
+
+
+def clock(seconds: float) -> str:
+    """3725 -> 1:02:05."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class TrainingProgress:
+    """Feed it every record; close it at the end, however the end comes.
+
+    Args:
+        console: where to print.
+        every: steps between two plain lines; the first and the last step are always printed.
+    """
+
+    def __init__(self, console: Console, *, every: int = 10) -> None:
+        self._console = console
+        self._every = every
+        self._steps = 0
+        self._first_step: int | None = None
+        self._pace: deque[float] = deque(maxlen=_STEPS_FOR_PACE)
+        self._live: Live | None = None
+
+    def feed(self, record: Mapping[str, Any]) -> None:
+        if record["kind"] == "run":
+            self._steps = record.get("steps", 0)
+            self._first_step = None
+        elif record["kind"] == "step":
+            self._show(record)
+
+    def _show(self, record: Mapping[str, Any]) -> None:
+        if not record.get("warm_up"):
+            self._pace.append(record["seconds"])
+        line = progress_line(record, steps=self._steps, seconds_left=self._seconds_left(record["step"]))
+        if self._console.is_terminal:
+            self._update_live(line)
+        elif self._is_due(record["step"]):
+            self._console.print(line, markup=False, soft_wrap=True)
+        if self._first_step is None:
+            self._first_step = record["step"]
+
+    def _is_due(self, step: int) -> bool:
+        return self._first_step is None or (step + 1) % self._every == 0 or step + 1 == self._steps
+
+    def _seconds_left(self, step: int) -> float | None:
+        if not self._pace:
+            return None
+        return (self._steps - step - 1) * sum(self._pace) / len(self._pace)
+
+    def _update_live(self, line: str) -> None:
+        from rich.live import Live
+        from rich.text import Text
+
+        text = Text(line, no_wrap=True, overflow="ellipsis")
+        if self._live is None:
+            self._live = Live(text, console=self._console, auto_refresh=False)
+            self._live.start()
+        self._live.update(text, refresh=True)
+
+    def close(self) -> None:
+        """Leave the last line standing and give the terminal back."""
+        if self._live is not None:
+            with suppress(OSError):
+                self._live.stop()
+            self._live = None

@@ -1,0 +1,253 @@
+"""The bundled training loop: a plan in, metrics and checkpoints out.
+
+Under `sync: iteration` every rank holds the whole model and the session sums the gradients once a step, after the
+rank's last micro-batch; not DistributedDataParallel, whose reduction runs inside the last backward: it would count as
+that micro-batch's time, and its buckets are laid out anew after the first step, which would change the last bits of a
+resumed run. Under `sync: microbatch` the model is sharded with FSDP2.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, nullcontext
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fcp_cli.console import note
+from fcp_cli.errors import RunError
+from fcp_cli.launching.spec import RunPaths
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.step import StepPlan
+from fcp_cli.runtime import Session, Step, start
+from fcp_cli.training.checkpoint import (
+    CheckpointHeader,
+    TrainState,
+    check_header,
+    checkpoints,
+    load_checkpoint,
+    read_header,
+    remove_leftovers,
+    save_checkpoint,
+)
+from fcp_cli.training.data import open_data
+from fcp_cli.training.exchange import exchange
+from fcp_cli.training.interrupt import StopRequest
+from fcp_cli.training.metrics import StepMeasurement
+from fcp_cli.training.models import build_model, model_vocab_size, shard_model
+from fcp_cli.training.optimizer import clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
+from fcp_cli.training.progress import short_count
+from fcp_cli.training.report import Report, run_record
+from fcp_cli.training.settings import TrainSettings
+
+
+def train(settings: TrainSettings, stop: StopRequest) -> bool:
+    """Train on this rank until the steps are done; every rank calls it.
+
+    Returns:
+        Whether the run came to its end; False if it was asked to stop, after saving a checkpoint.
+
+    Raises:
+        FcpError: the plan, the data, the model, the run directory or a checkpoint is at fault.
+    """
+    _require_free(settings)
+    vocab_size = model_vocab_size(settings.model)
+    fetch = open_data(settings.plan, settings.manifest, vocab_size=vocab_size, seed=settings.seed)
+    with start(settings.plan, fetch, device=_device(settings.device)) as session:
+        trainer = Trainer(settings, session)
+        with closing(trainer):
+            return trainer.run(stop)
+
+
+def _require_free(settings: TrainSettings) -> None:
+    """Before any rank writes: a new run must not mix with one that is there."""
+    paths = RunPaths(run_dir=settings.run_dir)
+    if not settings.resume and (paths.metrics.exists() or checkpoints(paths.checkpoints)):
+        raise RunError(
+            f"{settings.run_dir} already holds a run; continue it with --resume, or choose another --run-dir"
+        )
+
+
+def _device(kind: str) -> torch.device | None:
+    if kind == "auto":
+        return None
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
+
+
+class Trainer:
+    """One rank's model and optimizer, and on rank 0 what is written and shown."""
+
+    def __init__(self, settings: TrainSettings, session: Session) -> None:
+        self.settings = settings
+        self.session = session
+        self.paths = RunPaths(run_dir=settings.run_dir)
+        self.last_step = min(settings.steps or session.metadata.steps, session.metadata.steps)
+        self.is_sharded = session.metadata.sync == "microbatch"
+        self.dtype = _dtype(settings.dtype, session.device)
+        built = build_model(settings.model, seed=settings.seed, device=session.device, recompute=settings.recompute)
+        self.model = built.model
+        if self.is_sharded:
+            shard_model(self.model, device=session.device, dtype=self.dtype)
+        self.optimizer = make_optimizer(self.model, settings)
+        self.first_step = self._resume() if settings.resume else 0
+        self._report = self._open_report(built.parameters) if session.rank == 0 else None
+        _require_shared(self.paths, session)
+        self._tell(built.parameters, built.dropped)
+
+    def run(self, stop: StopRequest) -> bool:
+        """Train until the last step, or until a rank is asked to stop; a checkpoint is there either way."""
+        begin = time.perf_counter()
+        for step, plan in self._steps():
+            measured, stopping = self._train_step(step, plan, begin, stop)
+            if self._report is not None:
+                self._report.step(measured)
+            finished = step.index + 1
+            if stopping or self._checkpoint_is_due(finished):
+                self._save(finished)
+            if stopping and finished < self.last_step:
+                return False
+            begin = time.perf_counter()
+        return True
+
+    def _steps(self) -> Iterator[tuple[Step, StepPlan]]:
+        """This rank's steps, each with the whole plan of the step."""
+        plans = PlanReader(self.settings.plan).steps(self.first_step)
+        steps = self.session.steps(self.model, first_step=self.first_step)
+        with closing(steps):
+            yield from zip(islice(steps, self.last_step - self.first_step), plans, strict=False)
+
+    def _train_step(self, step: Step, plan: StepPlan, begin: float, stop: StopRequest) -> tuple[StepMeasurement, bool]:
+        """Forward, backward and update; returns what all ranks measured, and whether one was asked to stop."""
+        self.optimizer.zero_grad(set_to_none=True)
+        for micro_batch in step:
+            with self._precision():
+                logits = self.model(input_ids=micro_batch.input_ids, position_ids=micro_batch.position_ids).logits
+            micro_batch.loss(logits).backward()  # type: ignore[no-untyped-call]
+        grad_norm = clip_gradients(self.model, self.settings.max_grad_norm)
+        learning_rate = learning_rate_at(step.index, settings=self.settings, plan_steps=self.session.metadata.steps)
+        set_learning_rate(self.optimizer, learning_rate)
+        self.optimizer.step()
+        loss = step.reduced_loss()
+        timings = [(timing.order, timing.start_seconds, timing.seconds) for timing in step.timings]
+        stopping, ranks = exchange(plan, timings, stop=bool(stop))
+        measured = StepMeasurement(
+            step=step.index,
+            loss=loss,
+            tokens=int(plan.tokens.sum()),
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            seconds=time.perf_counter() - begin,
+            predicted_seconds=step.predicted_seconds,
+            ranks=ranks,
+            warm_up=step.index == self.first_step,
+        )
+        return measured, stopping
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        """Autocast for a whole model; FSDP2 casts by its own policy."""
+        if self.is_sharded or self.dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.session.device.type, dtype=self.dtype)
+
+    def _checkpoint_is_due(self, finished: int) -> bool:
+        every = self.settings.checkpoint_every
+        return finished == self.last_step or (every > 0 and finished % every == 0)
+
+    def _save(self, finished: int) -> None:
+        path = save_checkpoint(
+            self.paths.checkpoints,
+            self._header(finished),
+            self._state,
+            rank=self.session.rank,
+            barrier=dist.barrier,
+            keep=self.settings.keep_checkpoints,
+        )
+        if self.session.rank == 0 and finished < self.last_step and not self.settings.quiet:
+            note(f"saved {path}")
+
+    def _resume(self) -> int:
+        """Load the newest checkpoint, if there is one; returns the step to go on with."""
+        if self.session.rank == 0:
+            remove_leftovers(self.paths.checkpoints)
+        found = checkpoints(self.paths.checkpoints)
+        if not found:
+            return 0
+        header = read_header(found[-1])
+        check_header(header, self._header(header.step), checkpoint=found[-1])
+        if header.step >= self.last_step:
+            raise RunError(
+                f"{found[-1]} has finished {header.step} of {self.last_step} steps: nothing is left to resume; give a "
+                "larger --steps, or make a plan of more steps with 'fcp plan --epochs'"
+            )
+        load_checkpoint(found[-1], self._state, sharding=header.sharding, rank=self.session.rank)
+        return header.step
+
+    @property
+    def _state(self) -> TrainState:
+        return TrainState(model=self.model, optimizer=self.optimizer, device=self.session.device)
+
+    def _header(self, step: int) -> CheckpointHeader:
+        metadata = self.session.metadata
+        return CheckpointHeader(
+            step=step,
+            plan_hash=metadata.plan_hash,
+            num_ranks=metadata.num_ranks,
+            sharding="sharded" if self.is_sharded else "replicated",
+            model=self.settings.model,
+            torch=torch.__version__,
+        )
+
+    def _open_report(self, parameters: int) -> Report:
+        run = run_record(
+            self.settings,
+            self.session.metadata,
+            device=self.session.device,
+            first_step=self.first_step,
+            steps=self.last_step,
+            parameters=parameters,
+        )
+        return Report(self.settings, run)
+
+    def _tell(self, parameters: int, dropped: str) -> None:
+        if self.session.rank != 0:
+            return
+        metadata = self.session.metadata
+        kind = str(self.dtype).removeprefix("torch.")
+        note(
+            f"{self.settings.model}: {short_count(parameters)} parameters in {kind} on {metadata.num_ranks} ranks "
+            f"({self.session.device.type}), steps {self.first_step + 1} to {self.last_step} of {metadata.steps}"
+        )
+        if dropped:
+            note(f"{self.settings.model} is trained without {dropped}: the bundled trainer trains language models")
+
+    def close(self) -> None:
+        if self._report is not None:
+            self._report.close()
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else "bfloat16"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _require_shared(paths: RunPaths, session: Session) -> None:
+    """Every rank must see what rank 0 wrote, or checkpoints would be scattered over the nodes.
+
+    Raises:
+        RunError: on every rank, if one does not.
+    """
+    dist.barrier()
+    missing = torch.zeros(1, device=session.device)
+    missing += not paths.metrics.exists()
+    session.world.all_reduce_sum(missing)
+    if missing.item():
+        raise RunError(
+            f"{int(missing.item())} ranks do not see the run directory {paths.run_dir} of rank 0; choose a --run-dir "
+            "on a file system that all nodes share"
+        )
