@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fcp_cli.runtime.kernels.base import to_device
 from fcp_cli.runtime.layout import Rows
 
 
@@ -42,6 +43,6 @@ def merge(out: Tensor, lse: Tensor, rows: Rows, part: Tensor, part_lse: Tensor) 
 def _positions(rows: Rows, device: torch.device) -> Tensor:
     """The rows as an index tensor on `device`, moved there once."""
     if device not in rows.memo:
-        rows.memo[device] = torch.as_tensor(rows.positions, device=device)
+        rows.memo[device] = to_device(torch.as_tensor(rows.positions), device)
     positions: Tensor = rows.memo[device]
     return positions

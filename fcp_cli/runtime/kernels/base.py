@@ -48,3 +48,10 @@ class AttentionKernel(Protocol):
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     """Precision in which results are kept and merged: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """Copy a small index tensor to `device` without making the host wait for the device's queue."""
+    if device.type == "cuda":
+        return host.pin_memory().to(device, non_blocking=True)
+    return host.to(device)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fcp_cli.errors import RunError
+from fcp_cli.runtime.kernels.base import to_device
 from fcp_cli.runtime.layout import Segments
 
 _forward = torch.ops.aten._flash_attention_forward.default
@@ -114,4 +115,4 @@ def _make_bounds(segments: Segments, device: torch.device) -> _Bounds:
 def _cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     torch.cumsum(torch.tensor(lengths), 0, dtype=torch.int32, out=bounds[1:])
-    return bounds.to(device)
+    return to_device(bounds, device)

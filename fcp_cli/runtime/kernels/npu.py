@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fcp_cli.errors import RunError
+from fcp_cli.runtime.kernels.base import to_device
 from fcp_cli.runtime.layout import Segments
 
 _STATS_LANES = 8  # the operator repeats each row's statistic 8 times
@@ -128,7 +129,9 @@ class NpuKernel:
 def _stats_order(segments: Segments, q: Tensor) -> Tensor:
     """[tokens * heads] Where the statistic of (token, head) lies in memory that is [heads, rows] per segment."""
     heads = q.shape[1]
-    return segments.remember(("stats_order", heads, q.device), lambda: _make_stats_order(segments, heads).to(q.device))
+    return segments.remember(
+        ("stats_order", heads, q.device), lambda: to_device(_make_stats_order(segments, heads), q.device)
+    )
 
 
 def _make_stats_order(segments: Segments, heads: int) -> Tensor:

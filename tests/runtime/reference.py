@@ -1,0 +1,82 @@
+"""Packed causal attention on one device, written as plainly as possible, and packs that are hard to cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Lengths of 1, shorter than 2 * degree, prime, not divisible by anything, and one that dominates.
+PACKS: list[tuple[int, ...]] = [(1,), (1, 2, 3), (5, 7, 13, 37, 101), (64,), (100, 1, 4), (3, 3, 3, 3, 3, 3)]
+HEADS = [(4, 4), (8, 2), (3, 1)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Example:
+    """Inputs [tokens, heads, head_dim] of one pack, what comes out of them, and the gradients."""
+
+    lengths: tuple[int, ...]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad_out: Tensor
+    out: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+    @property
+    def scale(self) -> float:
+        return float(self.q.shape[-1] ** -0.5)
+
+    @property
+    def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.out, self.dq, self.dk, self.dv
+
+
+def make_example(
+    lengths: tuple[int, ...],
+    heads: tuple[int, int],
+    head_dim: int = 16,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+) -> Example:
+    """Random inputs that `dtype` holds exactly; results always in fp64."""
+    generator = torch.Generator().manual_seed(seed)
+    num_heads, kv_heads = heads
+    q, k, v, grad_out = (
+        torch.randn(sum(lengths), count, head_dim, generator=generator, dtype=torch.float64).to(dtype).double()
+        for count in (num_heads, kv_heads, kv_heads, num_heads)
+    )
+    q_leaf, k_leaf, v_leaf = (tensor.clone().requires_grad_() for tensor in (q, k, v))
+    out = packed_attention(q_leaf, k_leaf, v_leaf, lengths)
+    dq, dk, dv = torch.autograd.grad(out, (q_leaf, k_leaf, v_leaf), grad_out)
+    return Example(lengths=lengths, q=q, k=k, v=v, grad_out=grad_out, out=out.detach(), dq=dq, dk=dk, dv=dv)
+
+
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """[tokens, heads, head_dim]: causal within each sequence, by softmax over all scores."""
+    parts = zip(*(torch.split_with_sizes(tensor, lengths) for tensor in (q, k, v)), strict=True)
+    return torch.cat([_sequence_attention(*part) for part in parts])
+
+
+def _sequence_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    repeats = q.shape[1] // k.shape[1]
+    q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+    k, v = k.repeat_interleave(repeats, dim=0), v.repeat_interleave(repeats, dim=0)
+    scores = q @ k.transpose(1, 2) * q.shape[-1] ** -0.5
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    out: Tensor = scores.masked_fill(future, float("-inf")).softmax(-1) @ v
+    return out.transpose(0, 1)
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """L2 norm of the difference over that of the expected value."""
+    difference = (found.double() - expected.double()).norm()
+    return float(difference / expected.double().norm().clamp_min(1e-30))
+
+
+def absolute_error(found: Tensor, expected: Tensor) -> float:
+    """Largest difference; 0 for empty tensors."""
+    return float((found.double() - expected.double()).abs().max()) if expected.numel() else 0.0

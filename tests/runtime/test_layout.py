@@ -1,0 +1,118 @@
+"""Every token of a pack has exactly one place, and every member gets its fair share of the work."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fcp_cli.runtime.layout import CACHED_LAYOUTS, ShardLayout, shard_layout
+
+packs = st.lists(st.integers(min_value=1, max_value=200), min_size=1, max_size=8).map(tuple)
+degrees = st.integers(min_value=1, max_value=16)
+
+
+@given(lengths=packs, degree=degrees)
+@settings(deadline=None)
+def test_every_token_belongs_to_exactly_one_member(lengths: tuple[int, ...], degree: int) -> None:
+    layout = ShardLayout(lengths, degree)
+    owned = np.concatenate([layout.index(i) for i in range(degree)])
+    assert sorted(owned.tolist()) == list(range(sum(lengths)))
+    assert [len(layout.index(i)) for i in range(degree)] == [layout.tokens(i) for i in range(degree)]
+    assert layout.total_tokens == sum(lengths)
+    assert layout.most_tokens == max(layout.tokens(i) for i in range(degree))
+
+
+@given(lengths=packs, degree=degrees)
+@settings(deadline=None)
+def test_chunks_are_those_of_the_contract(lengths: tuple[int, ...], degree: int) -> None:
+    """Member r holds chunks r and 2d-1-r of each sequence, front before back, sequence after sequence."""
+    layout = ShardLayout(lengths, degree)
+    for member in range(degree):
+        expected: list[int] = []
+        for number, length in enumerate(lengths):
+            sizes = [length // (2 * degree) + (j < length % (2 * degree)) for j in range(2 * degree)]
+            base = sum(lengths[:number])
+            for chunk in (member, 2 * degree - 1 - member):
+                start = base + sum(sizes[:chunk])
+                expected.extend(range(start, start + sizes[chunk]))
+            assert layout.fronts(member)[number] == sizes[member]
+            assert layout.backs(member)[number] == sizes[2 * degree - 1 - member]
+        assert layout.index(member).tolist() == expected
+
+
+@given(lengths=packs, degree=degrees)
+@settings(deadline=None)
+def test_position_ids_restart_at_every_sequence(lengths: tuple[int, ...], degree: int) -> None:
+    layout = ShardLayout(lengths, degree)
+    within = np.concatenate([np.arange(length) for length in lengths])
+    for member in range(degree):
+        assert layout.position_ids(member).tolist() == within[layout.index(member)].tolist()
+
+
+@given(lengths=packs, degree=degrees)
+@settings(deadline=None)
+def test_the_hops_visit_every_pair_of_a_query_and_an_earlier_key_once(lengths: tuple[int, ...], degree: int) -> None:
+    layout = ShardLayout(lengths, degree)
+    seen = np.zeros((sum(lengths), sum(lengths)), dtype=np.int64)
+    for member in range(degree):
+        for source in range(degree):
+            for q_rows, k_rows, causal in _calls(layout, member, source):
+                pairs = np.ones((len(q_rows), len(k_rows)), dtype=np.int64)
+                seen[np.ix_(q_rows, k_rows)] += np.tril(pairs) if causal else pairs
+    sequence = np.repeat(np.arange(len(lengths)), lengths)
+    expected = np.tril(sequence[:, None] == sequence[None, :]).astype(np.int64)
+    assert np.array_equal(seen, expected)
+
+
+def _calls(layout: ShardLayout, member: int, source: int) -> list[tuple[np.ndarray, np.ndarray, bool]]:
+    """Per segment of one hop: positions of its queries and keys in the pack, and whether it is causal."""
+    hop = layout.hop(member, source)
+    if hop is None:
+        return []
+    queries = layout.index(member)[_positions(hop.q_rows.span, hop.q_rows.positions)]
+    keys = layout.index(source)[_positions(hop.k_rows.span, hop.k_rows.positions)]
+    segments = hop.segments
+    assert all(segments.q_lengths)
+    assert all(segments.k_lengths)
+    assert segments.causal == (member == source)
+    assert not segments.causal or segments.q_lengths == segments.k_lengths
+    assert (sum(segments.q_lengths), sum(segments.k_lengths)) == (len(queries), len(keys))
+    q_cuts, k_cuts = np.cumsum(segments.q_lengths)[:-1], np.cumsum(segments.k_lengths)[:-1]
+    parts = zip(np.split(queries, q_cuts), np.split(keys, k_cuts), strict=True)
+    return [(q, k, segments.causal) for q, k in parts]
+
+
+def _positions(span: tuple[int, int] | None, positions: np.ndarray | None) -> np.ndarray:
+    assert (span is None) != (positions is None)
+    if span is not None:
+        return np.arange(*span)
+    assert positions is not None
+    return positions
+
+
+@pytest.mark.parametrize("degree", [2, 3, 4, 8])
+def test_members_of_a_long_sequence_share_tokens_and_pairs_evenly(degree: int) -> None:
+    layout = ShardLayout((4099,), degree)
+    tokens = [layout.tokens(i) for i in range(degree)]
+    pairs = [int((layout.position_ids(i) + 1).sum()) for i in range(degree)]
+    assert max(tokens) - min(tokens) <= 1
+    assert max(pairs) / (sum(pairs) / degree) < 1.002
+
+
+def test_an_idle_rank_has_an_empty_layout() -> None:
+    layout = ShardLayout((), 1)
+    assert layout.tokens(0) == layout.most_tokens == 0
+    assert layout.index(0).size == layout.position_ids(0).size == 0
+    assert layout.hop(0, 0) is None
+
+
+def test_layouts_are_cached_and_the_cache_is_bounded() -> None:
+    shard_layout.cache_clear()
+    first = shard_layout((3, 4), 2)
+    assert shard_layout((3, 4), 2) is first
+    assert shard_layout((3, 4), 3) is not first
+    for length in range(1, 2 * CACHED_LAYOUTS):
+        shard_layout((length,), 2)
+    assert shard_layout.cache_info().currsize == CACHED_LAYOUTS

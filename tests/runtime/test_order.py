@@ -1,0 +1,139 @@
+"""The order checker passes what the ring does and catches every way it could go wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fcp_cli.errors import RunError
+from fcp_cli.runtime.order import Operation, check_order
+from tests.runtime.emulation import run_recorded
+from tests.runtime.reference import make_example
+
+pytestmark = pytest.mark.torch
+
+
+def send(peer: int, batch: int, size: int = 8) -> Operation:
+    return Operation(group="ring", verb="send", batch=batch, peer=peer, num_bytes=size, shape=(size,), content="kv")
+
+
+def receive(peer: int, batch: int, size: int = 8) -> Operation:
+    return Operation(group="ring", verb="recv", batch=batch, peer=peer, num_bytes=size, shape=(size,), content="kv")
+
+
+def collective(name: str, batch: int, group: str = "world") -> Operation:
+    return Operation(group=group, verb=name, batch=batch, num_bytes=4, shape=(1,), content="collective")
+
+
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=4).map(tuple),
+    degree=st.integers(2, 6),
+)
+@settings(deadline=None, max_examples=30)
+def test_what_a_ring_does_is_in_order(lengths: tuple[int, ...], degree: int) -> None:
+    _, operations = run_recorded(make_example(lengths, (2, 1), head_dim=8), tuple(range(degree)))
+    check_order(operations)
+
+
+def micro_batches(*groups: tuple[int, ...]) -> dict[int, list[Operation]]:
+    """What ranks record that run one pack on each group, one group after the other, and then sum their gradients."""
+    log: dict[int, list[Operation]] = {rank: [] for group in groups for rank in group}
+    for seed, group in enumerate(groups):
+        _, operations = run_recorded(make_example((7, 12), (2, 1), head_dim=8, seed=seed), group, torch.float32)
+        for rank, issued in operations.items():
+            append(log[rank], issued)
+    for issued in log.values():
+        append(issued, [collective("all_reduce", 0)])
+    return log
+
+
+def append(log: list[Operation], issued: list[Operation]) -> None:
+    base = log[-1].batch + 1 if log else 0
+    log.extend(replace(operation, batch=operation.batch + base) for operation in issued)
+
+
+def test_groups_that_change_with_every_micro_batch_are_in_order() -> None:
+    check_order(micro_batches((0, 3), (1, 2), (0, 1, 2), (3,), (0, 1, 2, 3), (0, 2), (1, 3)))
+
+
+def test_a_rank_that_runs_its_micro_batches_in_another_order_deadlocks() -> None:
+    """Ranks 0 and 1 share two packs; rank 1 runs them the other way round. Gloo would let it pass."""
+    log = micro_batches((0, 1, 2), (0, 1))
+    three = [operation for operation in log[1] if operation.peer in (0, 2) and operation.batch < 7]
+    two = [operation for operation in log[1] if operation not in three and not operation.is_collective]
+    wrong: list[Operation] = []
+    for part in (two, three, [collective("all_reduce", 0)]):
+        append(wrong, [replace(operation, batch=operation.batch - part[0].batch) for operation in part])
+    assert len(wrong) == len(log[1])
+    with pytest.raises(RunError, match=r"^rank \d|^deadlock: rank \d"):
+        check_order({**log, 1: wrong})
+
+
+def test_a_cycle_of_waits_is_a_deadlock_and_names_the_operation() -> None:
+    log = {0: [send(1, 0), receive(2, 1)], 1: [send(2, 0), receive(0, 1)], 2: [send(0, 0), receive(1, 1)]}
+    with pytest.raises(RunError, match=r"deadlock: rank 0 waits forever in batch 0: send to rank 1 on ring"):
+        check_order(log)
+
+
+def test_the_same_cycle_in_one_batch_per_rank_passes() -> None:
+    check_order({r: [send((r + 1) % 3, 0), receive((r - 1) % 3, 0)] for r in range(3)})
+
+
+def test_a_collective_between_two_halves_of_an_exchange_is_a_deadlock() -> None:
+    log = {
+        0: [send(1, 0), collective("all_reduce", 1)],
+        1: [collective("all_reduce", 0), receive(0, 1)],
+    }
+    with pytest.raises(RunError, match="deadlock: rank 0 waits forever in batch 0: send to rank 1"):
+        check_order(log)
+
+
+def test_a_send_without_its_receive_is_named() -> None:
+    with pytest.raises(RunError, match=r"rank 0: send to rank 1 on ring \(8 bytes kv\) is never received"):
+        check_order({0: [send(1, 0)], 1: []})
+
+
+def test_a_receive_without_its_send_is_named() -> None:
+    with pytest.raises(RunError, match=r"rank 1: recv from rank 0 .* is never sent"):
+        check_order({0: [], 1: [receive(0, 0)]})
+
+
+def test_unequal_bytes_are_named() -> None:
+    with pytest.raises(RunError, match=r"rank 0: send to rank 1 .*16 bytes kv\), its number 0 there.*sizes differ"):
+        check_order({0: [send(1, 0, size=16)], 1: [receive(0, 0)]})
+
+
+def test_two_sends_to_one_peer_in_a_batch_are_refused() -> None:
+    log = {0: [send(1, 0), send(1, 0)], 1: [receive(0, 0), receive(0, 1)]}
+    with pytest.raises(RunError, match="rank 0, batch 0: more than one send to rank 1"):
+        check_order(log)
+
+
+def test_a_message_to_oneself_is_refused() -> None:
+    with pytest.raises(RunError, match=r"rank 0, batch 0: send to rank 0 .* is to itself"):
+        check_order({0: [send(0, 0), receive(0, 0)]})
+
+
+def test_collectives_in_another_order_are_named() -> None:
+    log = {
+        0: [collective("all_reduce", 0), collective("all_gather", 1)],
+        1: [collective("all_gather", 0), collective("all_reduce", 1)],
+    }
+    with pytest.raises(RunError, match=r"rank 1: collective 0 is all_gather on world .*, but rank 0 issues all_reduce"):
+        check_order(log)
+
+
+def test_a_missing_collective_is_named() -> None:
+    with pytest.raises(RunError, match="rank 1 issues 0 collectives on world, but rank 0 issues 1"):
+        check_order({0: [collective("all_reduce", 0)], 1: []})
+
+
+def test_a_group_of_some_ranks_concerns_only_those() -> None:
+    log = {0: [collective("all_reduce", 0, "pair")], 1: [collective("all_reduce", 0, "pair")], 2: []}
+    check_order(log, {"pair": (0, 1)})
+    with pytest.raises(RunError, match="rank 2 issues 0 collectives on pair"):
+        check_order(log)

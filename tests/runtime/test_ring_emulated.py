@@ -1,0 +1,280 @@
+"""The ring's passes and its autograd function, all members in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fcp_cli.errors import RunError
+from fcp_cli.runtime.kernels import select_kernel
+from fcp_cli.runtime.layout import Segments, shard_layout
+from fcp_cli.runtime.ring import Ring, attention, current_ring, ring_forward
+from fcp_cli.runtime.transport import LockstepTransport, Mailbox, ThreadTransport, run_lockstep
+from tests.runtime.emulation import run_emulated, run_recorded, unshard
+from tests.runtime.reference import (
+    HEADS,
+    PACKS,
+    Example,
+    absolute_error,
+    make_example,
+    packed_attention,
+    relative_error,
+)
+
+pytestmark = pytest.mark.torch
+
+DEGREES = range(1, 9)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("lengths", PACKS)
+def test_any_degree_computes_plain_attention_in_fp64(lengths: tuple[int, ...], heads: tuple[int, int]) -> None:
+    example = make_example(lengths, heads)
+    for degree in DEGREES:
+        for found, expected in zip(run_emulated(example, degree, torch.float64), example.results, strict=True):
+            assert absolute_error(found, expected) <= 1e-12
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("lengths", [(64,), (5, 7, 13, 37, 101), (200, 1, 55)])
+def test_any_degree_computes_plain_attention_in_fp32(lengths: tuple[int, ...], heads: tuple[int, int]) -> None:
+    example = make_example(lengths, heads, dtype=torch.float32)
+    for degree in DEGREES:
+        for found, expected in zip(run_emulated(example, degree, torch.float32), example.results, strict=True):
+            assert relative_error(found, expected) <= 2e-6
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_in_bf16_a_ring_adds_less_error_than_one_device_has(heads: tuple[int, int]) -> None:
+    example = make_example((5, 7, 13, 37, 101), heads, dtype=torch.bfloat16)
+    single = [relative_error(*pair) for pair in zip(_one_device_bf16(example), example.results, strict=True)]
+    for degree in DEGREES:
+        ring = run_emulated(example, degree, torch.bfloat16)
+        for found, expected, own_error in zip(ring, example.results, single, strict=True):
+            assert relative_error(found, expected) <= 2 * own_error
+
+
+def _one_device_bf16(example: Example) -> tuple[Tensor, ...]:
+    kernel = select_kernel("cpu", torch.bfloat16)
+    segments = Segments(example.lengths, example.lengths, causal=True)
+    q, k, v, grad_out = (tensor.bfloat16() for tensor in (example.q, example.k, example.v, example.grad_out))
+    out, lse = kernel.forward(q, k, v, segments, example.scale)
+    return (out, *kernel.backward(grad_out, q, k, v, out, lse, segments, example.scale))
+
+
+def test_gradients_of_keys_travel_in_fp32_and_keys_in_their_own_type() -> None:
+    _, operations = run_recorded(make_example((64,), (4, 2), dtype=torch.bfloat16), (0, 1), torch.bfloat16)
+    sizes = {operation.content: operation.num_bytes for operation in operations[0]}
+    block = 2 * 32 * 2 * 16
+    assert sizes == {"kv": 2 * block, "dkv": 4 * block}
+
+
+def test_a_ring_makes_one_hop_less_for_keys_than_for_their_gradients() -> None:
+    _, operations = run_recorded(make_example((64,), (4, 2)), (3, 5, 9))
+    sent = [operation.content for operation in operations[5] if operation.verb == "send"]
+    assert sent.count("kv") == 2 + 2, "forward and backward"
+    assert sent.count("dkv") == 3
+    assert {operation.peer for operation in operations[5] if operation.verb == "send"} == {9}
+    assert {operation.peer for operation in operations[5] if operation.verb == "recv"} == {3}
+
+
+def test_empty_shards_send_nothing() -> None:
+    """One token on four members: only the first holds keys, so its block alone travels."""
+    _, operations = run_recorded(make_example((1,), (4, 2)), (0, 1, 2, 3))
+    assert all(operation.num_bytes > 0 for issued in operations.values() for operation in issued)
+    assert [operation.content for operation in operations[3] if operation.verb == "send"] == ["dkv"]
+
+
+def test_lock_step_reports_a_message_that_never_comes() -> None:
+    layout = shard_layout((8,), 2)
+    ring = Ring(layout, 0, (0, 1), LockstepTransport(Mailbox(), 0))
+    q = torch.randn(4, 2, 8)
+    with pytest.raises(RunError, match="rank 0 waits for kv from rank 1, which never comes"):
+        run_lockstep([ring_forward(ring, q, q, q, 1.0)])
+
+
+class Member:
+    """One rank of a pack that runs as a thread: its ring and its shard, in the shape that models use."""
+
+    def __init__(self, example: Example, ring: Ring, pad: int = 0) -> None:
+        index = torch.from_numpy(ring.layout.index(ring.index))
+        self.ring = ring
+        self.q, self.k, self.v = (
+            _shard(tensor, index, pad).requires_grad_() for tensor in (example.q, example.k, example.v)
+        )
+        self.grad_out = _shard(example.grad_out, index, pad)
+
+    def grads(self) -> list[Tensor]:
+        """[tokens, heads, head_dim] of q, k and v, without padding."""
+        grads = []
+        for leaf in (self.q, self.k, self.v):
+            assert leaf.grad is not None
+            assert not leaf.grad[:, :, self.ring.tokens :].any(), "padding gets no gradient"
+            grads.append(leaf.grad[0].transpose(0, 1)[: self.ring.tokens])
+        return grads
+
+
+def _shard(tensor: Tensor, index: Tensor, pad: int) -> Tensor:
+    local = torch.cat((tensor[index], torch.full((pad, *tensor.shape[1:]), 7.0, dtype=tensor.dtype)))
+    return local.transpose(0, 1).unsqueeze(0).contiguous()
+
+
+def run_members(example: Example, degree: int, step: Callable[[Member], None], pad: int = 0) -> list[Member]:
+    """Run `step(member)` on a thread per member."""
+    layout, mailbox, ranks = shard_layout(example.lengths, degree), Mailbox(), tuple(range(degree))
+    members = [
+        Member(example, Ring(layout, rank, ranks, ThreadTransport(mailbox, rank, timeout_seconds=20.0)), pad)
+        for rank in ranks
+    ]
+    with ThreadPoolExecutor(degree) as pool:
+        list(pool.map(step, members))
+    return members
+
+
+def check_gradients(example: Example, members: list[Member]) -> None:
+    layout = members[0].ring.layout
+    for parts, expected in zip(
+        zip(*(m.grads() for m in members), strict=True), (example.dq, example.dk, example.dv), strict=True
+    ):
+        assert absolute_error(unshard(layout, list(parts)), expected) <= 1e-12
+
+
+@contextmanager
+def made_current(ring: Ring) -> Iterator[None]:
+    token = current_ring.set(ring)
+    try:
+        yield
+    finally:
+        current_ring.reset(token)
+
+
+@pytest.mark.parametrize("pad", [0, 3])
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_attention_differentiates_through_the_current_ring(degree: int, pad: int) -> None:
+    example = make_example((5, 1, 30), (4, 2))
+
+    def step(member: Member) -> None:
+        with made_current(member.ring):
+            out = attention(member.q, member.k, member.v)
+        assert out.shape == member.q.shape
+        assert not out[:, :, member.ring.tokens :].any(), "padding gives zeros"
+        torch.autograd.backward(out, member.grad_out)
+
+    check_gradients(example, run_members(example, degree, step, pad))
+
+
+def test_a_rank_without_tokens_gives_zeros_and_gets_zero_gradients() -> None:
+    idle = Ring(shard_layout((), 1))
+    q, k = torch.randn(1, 4, 1, 8, requires_grad=True), torch.randn(1, 2, 1, 8, requires_grad=True)
+    out = attention(q, k, k, ring=idle)
+    torch.autograd.backward(out.sum())
+    assert q.grad is not None
+    assert k.grad is not None
+    assert not out.any()
+    assert not q.grad.any()
+    assert not k.grad.any()
+
+
+def test_a_gradient_without_memory_of_its_own_is_accepted() -> None:
+    """`sum()` hands back one expanded number, which kernels cannot read as it lies."""
+    example = make_example((9, 4), (4, 2))
+    q, k, v = (tensor.transpose(0, 1).unsqueeze(0).requires_grad_() for tensor in (example.q, example.k, example.v))
+    torch.autograd.backward(attention(q, k, v, ring=Ring(shard_layout((9, 4), 1))).sum())
+    plain = make_example((9, 4), (4, 2))
+    leaves = [tensor.requires_grad_() for tensor in (plain.q, plain.k, plain.v)]
+    torch.autograd.backward(packed_attention(leaves[0], leaves[1], leaves[2], (9, 4)).sum())
+    for found, expected in zip((q, k, v), leaves, strict=True):
+        assert found.grad is not None
+        assert expected.grad is not None
+        assert absolute_error(found.grad[0].transpose(0, 1), expected.grad) <= 1e-12
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("degree", [1, 3])
+def test_recomputation_with_an_explicit_ring_gives_the_same_gradients(degree: int, use_reentrant: bool) -> None:
+    example = make_example((5, 1, 30), (4, 2))
+
+    def step(member: Member) -> None:
+        def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention(q, k, v, ring=member.ring)
+
+        out = checkpoint(block, member.q, member.k, member.v, use_reentrant=use_reentrant)
+        torch.autograd.backward(out, member.grad_out)
+
+    check_gradients(example, run_members(example, degree, step))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputation_without_an_explicit_ring_is_refused(use_reentrant: bool) -> None:
+    q = torch.randn(1, 4, 8, 8, requires_grad=True)
+    ring = Ring(shard_layout((8,), 1))
+    with made_current(ring):
+        out = checkpoint(attention, q, q, q, use_reentrant=use_reentrant)
+        # Still current while backward runs, which is how it would go unnoticed.
+        with pytest.raises(
+            RunError, match=r"inside backward \(activation recomputation\).*pass ring=micro_batch\.ring"
+        ):
+            torch.autograd.backward(out.sum())
+
+
+def test_two_forwards_may_come_before_the_first_backward() -> None:
+    """Backward uses the ring that its forward saw, not the one that is current by then."""
+    first, second = make_example((5, 1, 30), (4, 2), seed=1), make_example((17,), (4, 2), seed=2)
+    layouts = [shard_layout(example.lengths, 2) for example in (first, second)]
+    mailbox = Mailbox()
+
+    def step(rank: int) -> list[Member]:
+        transport = ThreadTransport(mailbox, rank, timeout_seconds=20.0)
+        rings = [Ring(layout, rank, (0, 1), transport) for layout in layouts]
+        members = [Member(example, ring) for example, ring in zip((first, second), rings, strict=True)]
+        outs = []
+        for member in members:
+            with made_current(member.ring):
+                outs.append(attention(member.q, member.k, member.v))
+        for member, out in zip(members, outs, strict=True):
+            torch.autograd.backward(out, member.grad_out)
+        return members
+
+    with ThreadPoolExecutor(2) as pool:
+        per_rank = list(pool.map(step, (0, 1)))
+    for i, example in enumerate((first, second)):
+        check_gradients(example, [members[i] for members in per_rank])
+
+
+def test_outside_a_micro_batch_attention_says_what_is_missing() -> None:
+    q = torch.randn(1, 4, 8, 8)
+    with pytest.raises(RunError, match=r"outside a micro-batch: pass ring=micro_batch\.ring"):
+        attention(q, q, q)
+
+
+@pytest.mark.parametrize(
+    ("q_shape", "k_shape", "message"),
+    [
+        ((2, 4, 8, 8), (2, 4, 8, 8), r"\[1, heads, tokens, head_dim\], got \(2, 4, 8, 8\)"),
+        ((1, 4, 8, 8), (1, 3, 8, 8), r"k \(1, 3, 8, 8\).*do not fit q"),
+        ((1, 4, 5, 8), (1, 4, 5, 8), "holds 8 tokens of this micro-batch, but q has 5"),
+    ],
+)
+def test_shapes_that_do_not_fit_the_ring_are_named(
+    q_shape: tuple[int, ...], k_shape: tuple[int, ...], message: str
+) -> None:
+    ring = Ring(shard_layout((8,), 1))
+    with pytest.raises(RunError, match=message):
+        attention(torch.randn(q_shape), torch.randn(k_shape), torch.randn(k_shape), ring=ring)
+
+
+def test_mixed_types_are_refused_and_autocast_mends_them() -> None:
+    q, k = torch.randn(1, 4, 8, 8), torch.randn(1, 4, 8, 8, dtype=torch.bfloat16)
+    ring = Ring(shard_layout((8,), 1))
+    with pytest.raises(RunError, match="different types"):
+        attention(q, k, k, ring=ring)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention(q, k, k, ring=ring).dtype == torch.bfloat16
+        double = q.double()
+        assert attention(double, double, double, ring=ring).dtype == torch.float64
