@@ -152,7 +152,7 @@ def _print_summary(
 
 def _source_text(source: dict[str, Any] | None) -> str:
     if source is None:
-        return "not recorded (training uses synthetic tokens unless the file holds lists of them)"
+        return "not recorded: the file was not made by fcp manifest build"
     place = f"{source['kind']} {source['path']}"
     return f"{place}, tokens by {source['tokenizer']}" if source.get("tokenizer") else place
 
@@ -163,8 +163,8 @@ def _histogram(summary: ManifestSummary, *, ascii_only: bool) -> Any:
 
     chart = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
     chart.add_column("length", justify="right", no_wrap=True)
-    chart.add_column("% of sequences", no_wrap=True)
-    chart.add_column("% of tokens", no_wrap=True)
+    for title in ("% of sequences", "% of tokens"):
+        chart.add_column(title, no_wrap=True, min_width=7 + _BAR_CELLS)
     shares = [(span.sequences / summary.rows, span.tokens / summary.tokens) for span in summary.bins]
     largest = max(max(pair) for pair in shares)
     for span, pair in zip(summary.bins, shares, strict=True):

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from fcp_cli.errors import ManifestError
@@ -71,14 +71,13 @@ def build_manifest(source: Source, path: Path, *, advance: Callable[[int], None]
 
 
 def _kept(batch: RowBatch) -> Any:
-    lengths = batch.rows.column("length")
-    longest = pc.max(lengths).as_py() or 0
-    if longest > LONGEST_TOKENS:
-        row = pc.index(lengths, longest).as_py()
-        raise ManifestError(
-            f"{batch.rows.column('id')[row]} has {longest} tokens; a plan holds at most {LONGEST_TOKENS}"
-        )
-    return batch.rows.filter(pc.not_equal(lengths, 0))
+    lengths = batch.rows.column("length").to_numpy(zero_copy_only=False)
+    bad = np.flatnonzero((lengths < 0) | (lengths > LONGEST_TOKENS))
+    if len(bad):
+        row = int(bad[0])
+        name = batch.rows.column("id")[row].as_py()
+        raise ManifestError(f"sequence {name} has {lengths[row]} tokens; a plan holds 1 to {LONGEST_TOKENS}")
+    return batch.rows.filter(pa.array(lengths != 0))
 
 
 def _reasons(skipped: Counter[str]) -> str:

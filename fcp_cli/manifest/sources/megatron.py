@@ -110,7 +110,9 @@ class MegatronTokens:
             raise ManifestError(f"cannot read {self._bin}, which holds the tokens of {index.path}: {error}") from error
 
     def __call__(self, row: int) -> IntArray:
-        sequence = self._sequences[row]
+        sequence = int(self._sequences[row])
+        if sequence >= len(self._lengths):
+            raise ManifestError(f"{self._bin.with_suffix('.idx')} has no sequence {sequence} any more; build again")
         start = int(self._byte_offsets[sequence])
         stop = start + int(self._lengths[sequence]) * self._type.itemsize
         if not 0 <= start <= stop <= len(self._bytes):

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fcp_cli.errors import FcpError
+from fcp_cli.manifest import build as build_module
+from fcp_cli.manifest.build import build_manifest
+from fcp_cli.manifest.read import read_manifest
+from fcp_cli.manifest.sources.base import RowBatch
+from tests.manifest.datasets import build, write_jsonl, write_parquet, write_tree
+
+
+class Rows:
+    """A source of `batches` batches of four rows; after the last one it raises `error`."""
+
+    units = None
+
+    def __init__(self, batches: int, error: BaseException | None = None) -> None:
+        self.count = batches
+        self.error = error
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "test", "path": "/data"}
+
+    def batches(self) -> Iterator[RowBatch]:
+        for start in range(0, 4 * self.count, 4):
+            ids = np.arange(start, start + 4)
+            yield RowBatch(rows=pa.record_batch({"id": ids, "length": ids + 1}), done=4)
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_module, "_GROUP_ROWS", 10)
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_rows_are_written_in_row_groups_as_they_come(tmp_path: Path) -> None:
+    build_manifest(Rows(10), tmp_path / "m.parquet")
+    footer = pq.read_metadata(tmp_path / "m.parquet")
+    assert [footer.row_group(group).num_rows for group in range(footer.num_row_groups)] == [12, 12, 12, 4]
+    assert read_manifest(tmp_path / "m.parquet").length_tokens.tolist() == list(range(1, 41))
+
+
+@pytest.mark.usefixtures("small_groups")
+@pytest.mark.parametrize("batches", [0, 1, 7])
+def test_ctrl_c_leaves_nothing_and_what_stood_there_stays(tmp_path: Path, batches: int) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        build_manifest(Rows(batches, KeyboardInterrupt()), tmp_path / "m.parquet")
+    assert list(tmp_path.iterdir()) == []
+    build_manifest(Rows(1), tmp_path / "m.parquet")
+    before = (tmp_path / "m.parquet").read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        build_manifest(Rows(batches, KeyboardInterrupt()), tmp_path / "m.parquet")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [before]
+
+
+class FullDisk(pq.ParquetWriter):  # type: ignore[misc]  # pyarrow has no types
+    """Runs out of space at the second row group."""
+
+    groups = 0
+
+    def write_table(self, table: Any, row_group_size: int | None = None) -> None:
+        self.groups += 1
+        if self.groups == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().write_table(table, row_group_size)
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pq, "ParquetWriter", FullDisk)
+    with pytest.raises(FcpError) as caught:
+        build_manifest(Rows(10), tmp_path / "m.parquet")
+    assert str(caught.value) == f"cannot write {tmp_path}/m.parquet: No space left on device"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FcpError, match=f"cannot write {tmp_path}/no/m.parquet"):
+        build_manifest(Rows(1), tmp_path / "no" / "m.parquet")
+
+
+def test_two_builds_of_one_source_are_the_same_bytes(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "d.jsonl", [{"text": "x" * n} for n in range(50)])
+    contents = []
+    for name in ("one.parquet", "two.parquet"):
+        build(source, tmp_path / name)
+        contents.append((tmp_path / name).read_bytes())
+    assert contents[0] == contents[1]
+
+
+def test_progress_adds_up_to_the_units_of_the_source(tmp_path: Path) -> None:
+    from fcp_cli.manifest.sources.detect import SourceOptions, detect_kind, open_source
+
+    for source in (
+        write_jsonl(tmp_path / "d.jsonl", [{"text": "x" * n} for n in range(50)]),
+        write_parquet(tmp_path / "d.parquet", {"input_ids": [[1] * n for n in range(50)]}),
+        write_tree(tmp_path / "tree", {f"{n}": b"x" for n in range(5)}),
+    ):
+        opened = open_source(source, detect_kind(source), SourceOptions())
+        done: list[int] = []
+        build_manifest(opened, tmp_path / "m.parquet", advance=done.append)
+        assert sum(done) == (5 if opened.units is None else opened.units)

@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fcp_cli.errors import ManifestError
+from fcp_cli.manifest.read import read_lengths_jsonl, read_manifest, remarks
+from tests.manifest.datasets import write_parquet
+
+LENGTHS = st.lists(st.integers(1, 2**31 - 1), min_size=1, max_size=50)
+
+
+def fails(path: Path, message: str, **options: Any) -> None:
+    """Reading fails with one line that is `message` once the folder of the test is left out."""
+    with pytest.raises(ManifestError) as caught:
+        read_manifest(path, **options)
+    assert str(caught.value).replace(f"{path.parent}/", "") == message
+
+
+@pytest.mark.parametrize("kind", [pa.int8(), pa.int32(), pa.uint32(), pa.int64(), pa.uint64(), pa.float64()])
+def test_a_length_column_of_any_number_type_is_read_as_int64(tmp_path: Path, kind: Any) -> None:
+    path = write_parquet(tmp_path / "m.parquet", {"length": pa.array([3, 1, 100], kind)})
+    table = read_manifest(path)
+    assert table.length_tokens.dtype == np.int64
+    assert table.length_tokens.tolist() == [3, 1, 100]
+    assert table.name == "m.parquet"
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.large_list(pa.int64())])
+def test_a_list_column_is_measured_by_its_list_lengths(tmp_path: Path, kind: Any) -> None:
+    path = write_parquet(tmp_path / "m.parquet", {"input_ids": pa.array([[7], [1, 2, 3]], kind)})
+    assert read_manifest(path, length_column="input_ids").length_tokens.tolist() == [1, 3]
+
+
+def test_lists_of_one_fixed_size_are_measured_too(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "m.parquet", {"input_ids": pa.array([[1, 2], [3, 4]], pa.list_(pa.int32(), 2))})
+    assert read_manifest(path, length_column="input_ids").length_tokens.tolist() == [2, 2]
+
+
+@given(lengths=LENGTHS, group=st.integers(1, 7))
+def test_row_groups_do_not_change_what_is_read(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], group: int
+) -> None:
+    path = tmp_path_factory.mktemp("m") / "m.parquet"
+    write_parquet(path, {"length": lengths}, row_group_size=group)
+    assert read_manifest(path).length_tokens.tolist() == lengths
+
+
+def test_the_folder_of_a_sharded_data_set_is_read_in_name_order(tmp_path: Path) -> None:
+    for name, length in (("b", 2), ("a", 1), ("c", 3)):
+        write_parquet(tmp_path / f"{name}.parquet", {"length": [length]})
+    assert read_manifest(tmp_path).length_tokens.tolist() == [1, 2, 3]
+
+
+def test_the_file_layout_does_not_change_the_content_hash(tmp_path: Path) -> None:
+    one = write_parquet(tmp_path / "one.parquet", {"length": pa.array([5, 6, 7], pa.int64())})
+    other = write_parquet(tmp_path / "other.parquet", {"x": [1, 2, 3], "length": pa.array([5, 6, 7], pa.int32())})
+    assert read_manifest(one).content_hash() == read_manifest(other).content_hash()
+
+
+def test_work_factors_are_read_and_a_null_one_counts_as_zero(tmp_path: Path) -> None:
+    columns = {
+        "length": [10, 20],
+        "eta": pa.array([0.5, None], pa.float32()),
+        "vision_patches": pa.array([None, 256], pa.int32()),
+        "vision_patch_pairs": [0, 65536],
+    }
+    table = read_manifest(write_parquet(tmp_path / "m.parquet", columns))
+    assert table.eta is not None
+    assert table.vision_patches is not None
+    assert table.vision_patch_pairs is not None
+    assert table.eta.tolist() == [0.5, 0.0]
+    assert table.vision_patches.tolist() == [0, 256]
+    assert table.vision_patch_pairs.tolist() == [0, 65536]
+
+
+def test_a_factor_that_is_zero_throughout_is_left_out(tmp_path: Path) -> None:
+    columns = {"length": [10, 20], "eta": [0.0, 0.0], "vision_patches": pa.nulls(2)}
+    table = read_manifest(write_parquet(tmp_path / "m.parquet", columns))
+    assert table.eta is None
+    assert table.vision_patches is None
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([4, 0, 0], "row 1 of column 'length' is 0; lengths must be > 0 tokens (2 such rows in all)"),
+        ([4, 5, -3], "row 2 of column 'length' is -3; lengths must be > 0 tokens (1 such row in all)"),
+        ([None, 5], "row 0 of column 'length' is null; lengths must be > 0 tokens (1 such row in all)"),
+        ([0, 0], "row 0 of column 'length' is 0; lengths must be > 0 tokens (every row is such)"),
+        ([1, 2**31], "row 1 of column 'length' is 2147483648; lengths must be at most 2147483647 tokens (1 such row"),
+        ([1.0, None], "row 1 of column 'length' is null; lengths must be > 0 tokens"),
+    ],
+)
+def test_a_length_that_no_sequence_can_have_is_named_with_its_row(
+    tmp_path: Path, lengths: list[Any], message: str
+) -> None:
+    path = write_parquet(tmp_path / "m.parquet", {"length": lengths})
+    with pytest.raises(ManifestError, match=re.escape(f"m.parquet: {message}")):
+        read_manifest(path)
+
+
+def test_rows_are_counted_across_the_shards_of_a_folder(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", {"length": [1, 2, 3]})
+    write_parquet(tmp_path / "b.parquet", {"length": [4, -1]})
+    with pytest.raises(ManifestError, match="row 4 of column 'length' is -1"):
+        read_manifest(tmp_path)
+
+
+def test_half_a_token_is_an_error(tmp_path: Path) -> None:
+    fails(
+        write_parquet(tmp_path / "m.parquet", {"length": [1.0, 2.5]}),
+        "m.parquet: row 1 of column 'length' is 2.5; lengths must be whole numbers of tokens; "
+        "round them or name another column with --length-column",
+    )
+
+
+def test_a_text_column_is_no_length(tmp_path: Path) -> None:
+    fails(
+        write_parquet(tmp_path / "m.parquet", {"length": ["12"]}),
+        "m.parquet: column 'length' is string, not a length; name an integer or list column with --length-column, "
+        "or run `fcp manifest build` to count tokens",
+    )
+
+
+@pytest.mark.parametrize(
+    ("columns", "hint"),
+    [
+        ({"id": ["x"], "lengths": [3]}, "its columns are id, lengths; pass --length-column lengths"),
+        ({"num_tokens": [3]}, "its columns are num_tokens; pass --length-column num_tokens"),
+        ({"input_ids": [[3]], "label": [1]}, "its columns are input_ids, label; pass --length-column input_ids"),
+        ({"text": ["x"]}, "its columns are text; name one with --length-column, or run `fcp manifest build`"),
+    ],
+)
+def test_a_missing_column_is_answered_with_the_ones_there_are(
+    tmp_path: Path, columns: dict[str, Any], hint: str
+) -> None:
+    fails(write_parquet(tmp_path / "m.parquet", columns), f"m.parquet has no column 'length'; {hint}")
+
+
+def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
+    fails(
+        tmp_path / "no.parquet", "no.parquet does not exist; `fcp manifest build SOURCE -o no.parquet` makes a manifest"
+    )
+
+
+def test_a_manifest_without_rows_is_an_error(tmp_path: Path) -> None:
+    fails(
+        write_parquet(tmp_path / "m.parquet", {"length": pa.array([], pa.int64())}),
+        "m.parquet has no rows: a manifest needs one row per sequence; see `fcp manifest build`",
+    )
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.3, 0.9, 0.999])
+def test_a_truncated_file_is_one_line(tmp_path: Path, kept: float) -> None:
+    path = write_parquet(tmp_path / "m.parquet", {"length": list(range(1, 5000))})
+    content = path.read_bytes()
+    path.write_bytes(content[: int(kept * len(content))])
+    with pytest.raises(ManifestError, match="cannot be read as Parquet") as caught:
+        read_manifest(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_damage_inside_a_row_group_is_one_line(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "m.parquet", {"length": list(range(1, 5000))})
+    content = bytearray(path.read_bytes())
+    content[4:400] = b"\xff" * 396
+    path.write_bytes(content)
+    with pytest.raises(ManifestError, match="cannot be read as Parquet") as caught:
+        read_manifest(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_text_file_is_not_parquet(tmp_path: Path) -> None:
+    (tmp_path / "m.parquet").write_text("length\n3\n")
+    with pytest.raises(ManifestError, match=r"m\.parquet cannot be read as Parquet"):
+        read_manifest(tmp_path / "m.parquet")
+
+
+def test_a_plan_is_not_a_manifest(tmp_path: Path) -> None:
+    table = pa.table({"lengths": [[1]]}).replace_schema_metadata({"fcp": json.dumps({"format": "fcp-plan/1"})})
+    pq.write_table(table, tmp_path / "plan.parquet")
+    fails(
+        tmp_path / "plan.parquet", "plan.parquet is a plan, not a length manifest; `fcp inspect plan.parquet` shows it"
+    )
+
+
+def test_a_manifest_of_a_later_format_is_refused(tmp_path: Path) -> None:
+    table = pa.table({"length": [1]}).replace_schema_metadata({"fcp": json.dumps({"format": "fcp-manifest/9"})})
+    pq.write_table(table, tmp_path / "m.parquet")
+    fails(
+        tmp_path / "m.parquet",
+        "m.parquet has the format 'fcp-manifest/9'; this version of fcp reads 'fcp-manifest/1'",
+    )
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"eta": [0.0, -0.5]}, "row 1 of column 'eta' is -0.5; it must be a finite number >= 0 (1 such row in all)"),
+        ({"eta": [float("nan"), 0.0]}, "row 0 of column 'eta' is nan"),
+        ({"vision_patches": [-4, -4]}, "row 0 of column 'vision_patches' is -4; it must be a finite number >= 0 (2"),
+        ({"vision_patch_pairs": ["many", "few"]}, "column 'vision_patch_pairs' is string; it must be an integer"),
+        ({"eta": ["causal", "full"]}, "column 'eta' is string; it must be a number"),
+    ],
+)
+def test_a_bad_work_factor_is_named(tmp_path: Path, columns: dict[str, Any], message: str) -> None:
+    path = write_parquet(tmp_path / "m.parquet", {"length": [1, 2], **columns})
+    with pytest.raises(ManifestError, match=re.escape(message)):
+        read_manifest(path)
+
+
+def test_equal_lengths_are_a_remark_and_no_error(tmp_path: Path) -> None:
+    table = read_manifest(write_parquet(tmp_path / "m.parquet", {"length": [4096, 4096, 4096]}))
+    assert remarks(table) == ["m.parquet: all 3 sequences have 4096 tokens; were they packed or padded already?"]
+    assert remarks(read_manifest(write_parquet(tmp_path / "n.parquet", {"length": [1, 2]}))) == []
+
+
+@given(lengths=LENGTHS)
+def test_json_lines_of_numbers_and_of_objects_read_alike(lengths: list[int]) -> None:
+    numbers = read_lengths_jsonl(io.StringIO("\n".join(map(str, lengths))))
+    objects = read_lengths_jsonl(io.StringIO("".join(f'{{"id": 1, "length": {length}}}\n\n' for length in lengths)))
+    assert numbers.length_tokens.tolist() == objects.length_tokens.tolist() == lengths
+    assert numbers.content_hash() == objects.content_hash()
+
+
+def test_a_dash_reads_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO('{"input_ids": [1, 2, 3], "eta": 1, "vision_patches": 4}\n'))
+    table = read_manifest("-", length_column="input_ids")
+    assert table.name == "stdin"
+    assert table.length_tokens.tolist() == [3]
+    assert table.eta is not None
+    assert table.vision_patches is not None
+    assert (table.eta.tolist(), table.vision_patches.tolist()) == ([1.0], [4])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", 'standard input has no lines: write one length per line, for example {"length": 4096}'),
+        ("3\nhello\n", "line 2 of standard input is not JSON: 'hello'"),
+        ('{"tokens": 3}', "line 1 of standard input has no 'length'; its keys are tokens; name one with"),
+        ("2.5", "line 1 of standard input: length is 2.5, not a whole number of 64 bits"),
+        ("NaN", "line 1 of standard input: length is nan, not a whole number"),
+        ("true", "line 1 of standard input: length is True, not a whole number"),
+        ('"3"', "line 1 of standard input: length is '3', not a whole number"),
+        ("99999999999999999999", "not a whole number of 64 bits"),
+        ("5\n-1", "stdin: row 1 of column 'length' is -1; lengths must be > 0 tokens"),
+        ('{"length": 5, "eta": -1}', "stdin: row 0 of column 'eta' is -1.0; it must be a finite number >= 0"),
+        ('{"length": 5, "eta": "x"}', "line 1 of standard input: eta is 'x', not a number"),
+    ],
+)
+def test_a_bad_line_of_standard_input_is_named(text: str, message: str) -> None:
+    with pytest.raises(ManifestError, match=re.escape(message)):
+        read_lengths_jsonl(io.StringIO(text))
+
+
+def test_standard_input_that_is_not_text_is_one_line() -> None:
+    with pytest.raises(ManifestError, match="standard input is not UTF-8 text"):
+        read_lengths_jsonl(io.TextIOWrapper(io.BytesIO(b"\xff\xfe\x00"), encoding="utf-8"))

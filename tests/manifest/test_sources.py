@@ -1,0 +1,460 @@
+"""Every kind of source: what is built is read back, and the tokens behind it are the ones that went in."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fcp_cli.errors import ManifestError
+from fcp_cli.manifest.header import manifest_source
+from fcp_cli.manifest.read import read_manifest
+from fcp_cli.manifest.sources import columnar
+from fcp_cli.manifest.sources.detect import detect_kind
+from fcp_cli.manifest.sources.shards import ParquetShard
+from fcp_cli.manifest.tokens import SyntheticTokens, open_tokens
+from tests.manifest.datasets import (
+    build,
+    write_arrow,
+    write_jsonl,
+    write_megatron,
+    write_parquet,
+    write_tokenizer,
+    write_tree,
+)
+
+TOKEN_LISTS = st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=20), min_size=1, max_size=20).filter(any)
+TEXTS = st.lists(st.text(max_size=20), min_size=1, max_size=20).filter(any)
+
+
+def tokens_of(manifest: Path) -> list[list[int]]:
+    """Every sequence of a manifest through its token reader."""
+    reader = open_tokens(manifest)
+    rows = len(read_manifest(manifest))
+    sequences = [reader(row) for row in range(rows)]
+    assert all(sequence.dtype == np.int64 for sequence in sequences)
+    assert max(max(sequence) for sequence in sequences) < reader.vocab_size
+    return [sequence.tolist() for sequence in sequences]
+
+
+def utf8(texts: list[str]) -> list[list[int]]:
+    """Byte tokens of the texts that have any."""
+    return [list(text.encode("utf-8", "surrogatepass")) for text in texts if text]
+
+
+WRITERS: dict[str, Callable[[Path, list[list[int]]], Path]] = {
+    "jsonl": lambda root, rows: write_jsonl(root / "d.jsonl", [{"input_ids": row, "x": "y"} for row in rows]),
+    "parquet": lambda root, rows: write_parquet(
+        root / "d.parquet", {"input_ids": pa.array(rows, pa.list_(pa.int32()))}, row_group_size=3
+    ),
+    "arrow stream": lambda root, rows: write_arrow(
+        root / "d.arrow", {"input_ids": pa.array(rows, pa.large_list(pa.int64()))}, stream=True
+    ),
+    "arrow file": lambda root, rows: write_arrow(
+        root / "d.feather", {"input_ids": pa.array(rows, pa.list_(pa.int64()))}, stream=False
+    ),
+    "megatron": lambda root, rows: write_megatron(root / "d", [np.array(row, np.int32) for row in rows]),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(WRITERS))
+@given(rows=TOKEN_LISTS)
+def test_token_ids_come_back_as_they_went_in(
+    tmp_path_factory: pytest.TempPathFactory, kind: str, rows: list[list[int]]
+) -> None:
+    root = tmp_path_factory.mktemp("d")
+    column = "input_ids" if kind == "jsonl" else None
+    built = build(WRITERS[kind](root, rows), root / "m.parquet", column=column)
+    kept = [row for row in rows if row]
+    assert tokens_of(root / "m.parquet") == kept
+    assert built.rows == len(kept)
+    assert built.skipped == ({"empty": len(rows) - len(kept)} if len(kept) < len(rows) else {})
+    assert read_manifest(root / "m.parquet").length_tokens.tolist() == [len(row) for row in kept]
+
+
+@given(texts=TEXTS)
+def test_texts_of_json_lines_and_parquet_are_their_utf8_bytes(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str]
+) -> None:
+    root = tmp_path_factory.mktemp("d")
+    build(write_jsonl(root / "d.jsonl", [{"text": text} for text in texts]), root / "j.parquet")
+    build(write_parquet(root / "d.parquet", {"text": texts}, row_group_size=2), root / "p.parquet")
+    assert tokens_of(root / "j.parquet") == tokens_of(root / "p.parquet") == utf8(texts)
+
+
+def test_a_text_tree_is_read_in_name_order_without_hidden_empty_and_binary_files(tmp_path: Path) -> None:
+    files = {
+        "b/x.py": b"bx",
+        "a.py": "ä".encode(),
+        "b/.hidden/x.py": b"no",
+        ".git/x.py": b"no",
+        "c.py": b"",
+        "d.py": b"no\0text",
+        "b.py": b"b",
+    }
+    built = build(write_tree(tmp_path / "tree", files), tmp_path / "m.parquet")
+    assert built.skipped == {"binary": 1, "empty": 1}
+    assert pq.read_table(tmp_path / "m.parquet").column("id").to_pylist() == ["a.py", "b/x.py", "b.py"]
+    assert tokens_of(tmp_path / "m.parquet") == [list("ä".encode()), list(b"bx"), list(b"b")]
+
+
+def test_globs_choose_files_by_name_or_by_path(tmp_path: Path) -> None:
+    names = ["a.py", "a.txt", "test/a.py", "lib/test/a.py", "lib/a.py", "lib/b.md"]
+    tree = write_tree(tmp_path / "tree", dict.fromkeys(names, b"x"))
+
+    def ids(**globs: Any) -> list[str]:
+        build(tree, tmp_path / "m.parquet", **globs)
+        found: list[str] = pq.read_table(tmp_path / "m.parquet").column("id").to_pylist()
+        return found
+
+    assert ids(include=("*.py",)) == ["a.py", "lib/a.py", "lib/test/a.py", "test/a.py"]
+    assert ids(include=("*.py", "*.md"), exclude=("test",)) == ["a.py", "lib/a.py", "lib/b.md"]
+    assert ids(include=("lib/*",), exclude=("lib/test",)) == ["lib/a.py", "lib/b.md"]
+
+
+def test_a_text_tree_leaves_out_its_own_manifest(tmp_path: Path) -> None:
+    tree = write_tree(tmp_path / "tree", {"a.txt": b"abc"})
+    assert [build(tree, tree / "lengths.txt", kind="text").rows for _ in range(2)] == [1, 1]
+
+
+def test_links_to_files_are_followed_and_links_to_folders_are_not(tmp_path: Path) -> None:
+    tree = write_tree(tmp_path / "tree", {"a.txt": b"abc"})
+    (tree / "b.txt").symlink_to(tree / "a.txt")
+    (tree / "loop").symlink_to(tree)
+    (tree / "gone.txt").symlink_to(tree / "nothing")
+    assert build(tree, tmp_path / "m.parquet").rows == 2
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
+def test_a_tokenizer_file_counts_and_encodes_alike_in_every_source_of_text(tmp_path: Path, kind: str) -> None:
+    texts = ["a b c", "", "a x\ud800", "e d c b a"]
+    sources = {
+        "text": lambda: write_tree(
+            tmp_path / "t", {f"{i}.txt": text.encode("utf-8", "surrogatepass") for i, text in enumerate(texts)}
+        ),
+        "jsonl": lambda: write_jsonl(tmp_path / "d.jsonl", [{"text": text} for text in texts]),
+        "parquet": lambda: write_parquet(
+            tmp_path / "d.parquet", {"text": pa.array([text.encode("utf-8", "surrogatepass") for text in texts])}
+        ),
+    }
+    tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
+    built = build(sources[kind](), tmp_path / "m.parquet", tokenizer=str(tokenizer))
+    assert built.skipped == {"empty": 1}
+    assert tokens_of(tmp_path / "m.parquet")[0] == [9, 1, 2, 3]  # neither cut to 2 nor without its [CLS]
+    assert tokens_of(tmp_path / "m.parquet")[-1] == [9, 5, 4, 3, 2, 1]
+    assert open_tokens(tmp_path / "m.parquet").vocab_size == 10
+    source = manifest_source(tmp_path / "m.parquet")
+    assert source is not None
+    assert source["tokenizer"] == str(tokenizer)
+
+
+def test_a_folder_of_shards_is_one_data_set(tmp_path: Path) -> None:
+    for kind in ("jsonl", "parquet", "arrow"):
+        root = tmp_path / kind
+        root.mkdir()
+        for name, rows in (("b", [[3], [4, 4]]), ("a", [[1], [], [2, 2]])):
+            if kind == "jsonl":
+                write_jsonl(root / f"{name}.jsonl", [{"input_ids": row} for row in rows])
+            elif kind == "parquet":
+                write_parquet(root / f"{name}.parquet", {"input_ids": rows}, row_group_size=1)
+            else:
+                write_arrow(root / f"{name}.arrow", {"input_ids": rows}, stream=True)
+        assert detect_kind(root) == kind
+        build(root, tmp_path / "m.parquet", column="input_ids")
+        assert tokens_of(tmp_path / "m.parquet") == [[1], [2, 2], [3], [4, 4]]
+        assert pq.read_table(tmp_path / "m.parquet").column("id").to_pylist() == [0, 2, 3, 4]
+
+
+def test_a_column_of_lengths_goes_along_with_its_work_factors(tmp_path: Path) -> None:
+    source = write_parquet(tmp_path / "d.parquet", {"num_tokens": [3, 0, 5], "eta": [0.5, 0.0, 1.0], "note": ["x"] * 3})
+    build(source, tmp_path / "m.parquet")
+    table = read_manifest(tmp_path / "m.parquet")
+    assert table.length_tokens.tolist() == [3, 5]
+    assert table.eta is not None
+    assert table.eta.tolist() == [0.5, 1.0]
+    with pytest.raises(ManifestError, match="holds no tokens; train on synthetic tokens"):
+        open_tokens(tmp_path / "m.parquet")
+
+
+def test_megatron_lengths_need_the_index_alone_and_tokens_need_the_bin(tmp_path: Path) -> None:
+    sequences = [np.arange(count, dtype=np.uint16) + 60_000 for count in (3, 1, 7)]
+    build(write_megatron(tmp_path / "d", sequences, with_bin=False), tmp_path / "m.parquet")
+    assert read_manifest(tmp_path / "m.parquet").length_tokens.tolist() == [3, 1, 7]
+    with pytest.raises(ManifestError, match=r"cannot read .*d\.bin, which holds the tokens of .*d\.idx"):
+        open_tokens(tmp_path / "m.parquet")
+    write_megatron(tmp_path / "d", sequences)
+    assert tokens_of(tmp_path / "m.parquet") == [sequence.tolist() for sequence in sequences]
+    assert open_tokens(tmp_path / "m.parquet").vocab_size == 60_007
+
+
+@pytest.mark.parametrize("typed", ["d", "d.bin", "d.idx"])
+def test_megatron_data_is_known_by_its_prefix_or_either_file(tmp_path: Path, typed: str) -> None:
+    write_megatron(tmp_path / "d", [np.array([1, 2], np.int32)])
+    build(tmp_path / typed, tmp_path / "m.parquet")
+    assert tokens_of(tmp_path / "m.parquet") == [[1, 2]]
+
+
+def test_a_data_set_that_is_planned_as_it_is_is_its_own_source(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "d.parquet", {"input_ids": [[1, 2], [70]]}, row_group_size=1)
+    reader = open_tokens(path, length_column="input_ids")
+    assert [reader(1).tolist(), reader(0).tolist()] == [[70], [1, 2]]
+    assert reader.vocab_size == 71
+
+
+def test_a_foreign_manifest_of_lengths_says_that_it_has_no_tokens(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "d.parquet", {"length": [1, 2]})
+    with pytest.raises(ManifestError, match="does not say where its tokens are"):
+        open_tokens(path)
+
+
+def test_a_source_that_moved_is_found_where_the_caller_says(tmp_path: Path) -> None:
+    tree = write_tree(tmp_path / "tree", {"a.txt": b"abc"})
+    build(tree, tmp_path / "m.parquet")
+    tree.rename(tmp_path / "moved")
+    with pytest.raises(ManifestError, match=re.escape(f"was built from {tree}, which is gone")):
+        open_tokens(tmp_path / "m.parquet")
+    assert open_tokens(tmp_path / "m.parquet", source=tmp_path / "moved")(0).tolist() == list(b"abc")
+
+
+def test_a_sequence_that_changed_is_named_with_the_command_that_rebuilds(tmp_path: Path) -> None:
+    tree = write_tree(tmp_path / "tree", {"a b.py": b"abc"})
+    build(tree, tmp_path / "m.parquet", include=("*.py",))
+    (tree / "a b.py").write_bytes(b"abcd")
+    with pytest.raises(ManifestError) as caught:
+        open_tokens(tmp_path / "m.parquet")(0)
+    assert str(caught.value) == (
+        f"{tree}/a b.py changed: it has 4 tokens, but row 0 of the manifest says 3; build and plan again: "
+        f"fcp manifest build {tree} --kind text --include '*.py' -o {tmp_path}/m.parquet"
+    )
+
+
+@pytest.mark.parametrize("kind", sorted(WRITERS))
+def test_a_source_that_was_rewritten_is_an_error_in_every_kind(tmp_path: Path, kind: str) -> None:
+    column = "input_ids" if kind == "jsonl" else None
+    build(WRITERS[kind](tmp_path, [[1, 2], [3, 4, 5]]), tmp_path / "m.parquet", column=column)
+    WRITERS[kind](tmp_path, [[1, 2, 3]])
+    reader = open_tokens(tmp_path / "m.parquet")
+    for row in (0, 1):
+        with pytest.raises(ManifestError) as caught:
+            reader(row)
+        assert str(tmp_path / "d") in str(caught.value)
+
+
+def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
+    tree = write_tree(tmp_path / "tree", {"a.txt": b"abc"})
+    build(tree, tmp_path / "m.parquet")
+    reader = open_tokens(tmp_path / "m.parquet")
+    (tree / "a.txt").unlink()
+    with pytest.raises(ManifestError, match=r"cannot read .*a\.txt: No such file or directory"):
+        reader(0)
+
+
+@pytest.mark.parametrize("kind", sorted(WRITERS))
+def test_threads_may_read_at_once(tmp_path: Path, kind: str) -> None:
+    rows = [[row] * (1 + row % 7) for row in range(200)]
+    column = "input_ids" if kind == "jsonl" else None
+    build(WRITERS[kind](tmp_path, rows), tmp_path / "m.parquet", column=column)
+    reader = open_tokens(tmp_path / "m.parquet")
+    order = np.random.default_rng(0).permutation(np.repeat(np.arange(200), 3))
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(reader, order))
+    assert [tokens.tolist() for tokens in found] == [rows[row] for row in order]
+
+
+def test_a_reader_keeps_a_bounded_number_of_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columnar, "_CACHE_BYTES", 2000)
+    rows = [[row] * 100 for row in range(50)]
+    source = write_parquet(tmp_path / "d.parquet", {"input_ids": rows}, row_group_size=1)
+    build(source, tmp_path / "m.parquet")
+    reads: list[int] = []
+    original = ParquetShard.read_group
+
+    def counted(self: ParquetShard, group: int, column: str) -> Any:
+        reads.append(group)
+        return original(self, group, column)
+
+    monkeypatch.setattr(ParquetShard, "read_group", counted)
+    reader = open_tokens(tmp_path / "m.parquet")
+    assert [reader(row)[0] for row in (0, 1, 1, 0, *range(50), 0)] == [0, 1, 1, 0, *range(50), 0]
+    assert reads == [*range(50), 0]
+
+
+def damaged_index(content: bytes) -> Callable[[Path], Path]:
+    def write(root: Path) -> Path:
+        (root / "d.idx").write_bytes(content)
+        return root / "d.idx"
+
+    return write
+
+
+HEADER = b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little")
+
+
+@pytest.mark.parametrize(
+    ("write", "column", "message"),
+    [
+        (lambda r: r / "nothing", None, "there is no source nothing"),
+        (
+            lambda r: write_tree(r, {"d.xyz": b"x"}) / "d.xyz",
+            None,
+            "cannot tell what d.xyz is by its name; say it with",
+        ),
+        (lambda r: write_tree(r / "t", {"a": b""}), None, "t holds no sequence with tokens; 1 skipped as empty"),
+        (
+            lambda r: write_jsonl(r / "d.jsonl", [{"a": 1, "b": 2}]),
+            None,
+            "d.jsonl:1 has no field 'text'; its fields are a",
+        ),
+        (
+            lambda r: write_jsonl(r / "d.jsonl", [{"text": "x"}, {"text": 7}]),
+            None,
+            "d.jsonl:2: field 'text' holds neither",
+        ),
+        (
+            lambda r: write_jsonl(r / "d.jsonl", [{"text": [[1], [2]]}]),
+            None,
+            "d.jsonl:1: field 'text' holds neither a text",
+        ),
+        (
+            lambda r: write_jsonl(r / "d.jsonl", [{"text": [1, None]}]),
+            None,
+            "d.jsonl:1: field 'text' holds neither a text",
+        ),
+        (lambda r: write_jsonl(r / "d.jsonl", [[1]]), None, "d.jsonl:1 is not a JSON object but a list"),
+        (lambda r: write_tree(r, {"d.jsonl": b'{"text": "x"'}) / "d.jsonl", None, 'd.jsonl:1 is not JSON: b\'{"text"'),
+        (lambda r: write_tree(r, {"d.parquet": b"PAR1"}) / "d.parquet", None, "d.parquet cannot be read as Parquet"),
+        (lambda r: write_tree(r, {"d.arrow": b"nonsense"}) / "d.arrow", None, "d.arrow cannot be read as Arrow"),
+        (
+            lambda r: write_parquet(r / "d.parquet", {"a": [1], "b": [2]}),
+            None,
+            "d.parquet has no column of a usual name",
+        ),
+        (
+            lambda r: write_parquet(r / "d.parquet", {"a": [1]}),
+            "c",
+            "d.parquet has no column 'c'; its columns are a; name",
+        ),
+        (
+            lambda r: write_parquet(r / "d.parquet", {"a": [1.5]}),
+            "a",
+            "d.parquet: column 'a' is double; it must hold lists",
+        ),
+        (
+            lambda r: write_parquet(r / "d.parquet", {"a": [["x"]]}),
+            "a",
+            "d.parquet: column 'a' is list<element: string>",
+        ),
+        (
+            lambda r: write_parquet(r / "d.parquet", {"a": [[1, None]]}),
+            "a",
+            "d.parquet: column 'a' holds 1 null tokens",
+        ),
+        (
+            lambda r: write_parquet(r / "d.parquet", {"a": [3, -2]}),
+            "a",
+            "sequence 1 has -2 tokens; a plan holds 1 to 2147483647",
+        ),
+        (
+            lambda r: write_parquet(r / "d.parquet", {"a": [2**40]}),
+            "a",
+            "sequence 0 has 1099511627776 tokens; a plan holds 1 to",
+        ),
+        (damaged_index(b"something else"), None, "d.idx is not a Megatron index: it does not start with MMIDIDX"),
+        (damaged_index(HEADER), None, "d.idx is not a Megatron index"),
+        (damaged_index(HEADER + b"\x07" + bytes(16)), None, "d.idx has index version 1 and token type 7"),
+        (
+            damaged_index(HEADER + b"\x04" + b"\x09" + bytes(15)),
+            None,
+            "d.idx is truncated: 34 bytes, but 9 sequences need",
+        ),
+        (damaged_index(HEADER + b"\x04" + bytes(16)), None, "d.idx holds no sequence with tokens"),
+    ],
+)
+def test_a_bad_source_is_one_line_and_leaves_nothing(
+    tmp_path: Path, write: Callable[[Path], Path], column: str | None, message: str
+) -> None:
+    source = write(tmp_path)
+    before = set(tmp_path.iterdir())
+    with pytest.raises(ManifestError) as caught:
+        build(source, tmp_path / "m.parquet", column=column)
+    assert message in str(caught.value).replace(f"{tmp_path}/", "")
+    assert "\n" not in str(caught.value)
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_shards_that_differ_are_named(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", {"input_ids": [[1]]})
+    write_parquet(tmp_path / "b.parquet", {"text": ["x"]})
+    with pytest.raises(ManifestError, match=r"b\.parquet has no column 'input_ids' of tokens like a\.parquet has"):
+        build(tmp_path, tmp_path / "m.parquet")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "there is no tokenizer"), (b"{}", "is not a tokenizer.json"), (b"\xff", "is not a tokenizer.json")],
+)
+def test_a_bad_tokenizer_is_one_line(tmp_path: Path, content: bytes | None, message: str) -> None:
+    tree = write_tree(tmp_path / "tree", {"a.txt": b"abc"})
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ManifestError, match=message) as caught:
+        build(tree, tmp_path / "m.parquet", tokenizer=str(tmp_path / "tokenizer.json"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_name_that_is_not_text_is_named(tmp_path: Path) -> None:
+    tree = write_tree(tmp_path / "tree", {"a.txt": b"abc"})
+    with open(bytes(tree) + b"/\xff.txt", "wb") as file:  # noqa: PTH123  pathlib has no byte paths
+        file.write(b"x")
+    with pytest.raises(ManifestError, match="has a name that is not UTF-8; rename it or leave it out with --exclude"):
+        build(tree, tmp_path / "m.parquet")
+
+
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=10),
+    vocab_size=st.integers(1, 1000),
+    seed=st.integers(0, 2**63),
+)
+def test_synthetic_tokens_depend_on_row_and_seed_alone(lengths: list[int], vocab_size: int, seed: int) -> None:
+    table: npt.NDArray[np.int64] = np.array(lengths, np.int64)
+    one, other = SyntheticTokens(table, vocab_size, seed), SyntheticTokens(table, vocab_size, seed)
+    forwards = [one(row).tolist() for row in range(len(lengths))]
+    backwards = [other(row).tolist() for row in reversed(range(len(lengths)))]
+    assert forwards == backwards[::-1]
+    assert [len(tokens) for tokens in forwards] == lengths
+    assert all(0 <= token < vocab_size for tokens in forwards for token in tokens)
+
+
+def test_synthetic_tokens_differ_between_rows_and_seeds() -> None:
+    lengths = np.full(3, 64)
+    drawn = {tuple(SyntheticTokens(lengths, 256, seed)(row)) for seed in (0, 1) for row in range(3)}
+    assert len(drawn) == 6
+
+
+def test_the_header_names_format_source_and_what_was_left_out(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "d.jsonl", [{"text": "abc"}, {"text": None}])
+    build(source, tmp_path / "m.parquet")
+    metadata = pq.read_schema(tmp_path / "m.parquet").metadata
+    assert json.loads(metadata[b"fcp"]) == {
+        "format": "fcp-manifest/1",
+        "source": {
+            "kind": "jsonl",
+            "path": str(source),
+            "files": ["d.jsonl"],
+            "column": "text",
+            "tokenizer": "bytes",
+            "vocab_size": 256,
+        },
+        "skipped": {"empty": 1},
+    }
