@@ -25,7 +25,7 @@ def agree_on_plan(world: World, path: Path, device: torch.device) -> PlanMetadat
         PlanError: this rank's file is missing, damaged, or was edited.
         RunError: another rank's file is; ranks have different plans; or the plan is for another number of ranks.
     """
-    metadata, error = _read(path)
+    metadata, error = _try_to_read(path)
     unusable = _ranks_where(world, error is not None, device)
     if error is not None:
         raise error
@@ -36,14 +36,21 @@ def agree_on_plan(world: World, path: Path, device: torch.device) -> PlanMetadat
     return metadata
 
 
-def _read(path: Path) -> tuple[PlanMetadata | None, FcpError | None]:
+def read_proven(path: Path) -> PlanMetadata:
+    """The metadata of a plan whose content is what its hash says.
+
+    Raises:
+        PlanError: the file is missing, damaged, or was edited.
+    """
+    reader = PlanReader(path)
+    if reader.content_hash() != reader.metadata.plan_hash:
+        raise PlanError(f"{path} was edited: its content does not match its plan hash; make it again with 'fcp plan'")
+    return reader.metadata
+
+
+def _try_to_read(path: Path) -> tuple[PlanMetadata | None, FcpError | None]:
     try:
-        reader = PlanReader(path)
-        if reader.content_hash() != reader.metadata.plan_hash:
-            raise PlanError(
-                f"{path} was edited: its content does not match its plan hash; make it again with 'fcp plan'"
-            )
-        return reader.metadata, None
+        return read_proven(path), None
     except FcpError as error:
         return None, error
 

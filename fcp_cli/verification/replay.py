@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -66,61 +64,64 @@ class RecordingWorld:
         self._inner.broadcast(tensor)
 
 
-def synthetic_tokens(vocab_size: int, longest_tokens: int, seed: int = 0) -> Fetch:
-    """Random tokens per manifest row, the same on every rank; each as long as the longest sequence, to be cut."""
+def synthetic_tokens(plan: Path, vocab_size: int, seed: int = 0) -> Fetch:
+    """Random tokens per manifest row, the same on every rank; each as long as the plan's longest, to be cut."""
+    longest = max(int(step.lengths.max()) for step in PlanReader(plan).steps())
 
     def fetch(row: int) -> npt.NDArray[np.int64]:
-        return np.random.default_rng((seed, row)).integers(vocab_size, size=longest_tokens)
+        return np.random.default_rng((seed, row)).integers(vocab_size, size=longest)
 
     return fetch
 
 
-def replay_rank(session: Session, config: TinyConfig, num_steps: int, *, seed: int = 0) -> Replayed:
-    """One rank's part of the plan's first `num_steps` steps. Collective; the session's ring and world are recorded."""
+def replay_rank(session: Session, config: TinyConfig, *, seed: int = 0) -> Replayed:
+    """One rank's part of all steps of the session's plan. Collective; its ring and its world are recorded."""
     record = RecordingTransport(session.transport)
     session.transport = record
     session.world = RecordingWorld(session.world, record)
     model = TinyLanguageModel(config, ring_attend, seed=seed)
     losses, gradients = [], []
-    with closing(session.steps(model)) as steps:
-        for step in islice(steps, num_steps):
-            for micro_batch in step:
-                logits = model(micro_batch.input_ids, micro_batch.position_ids, micro_batch.ring)
-                torch.autograd.backward(micro_batch.loss(logits))
-            losses.append(step.reduced_loss())
-            gradients.append(take_gradient(model))
+    for step in session.steps(model):
+        for micro_batch in step:
+            logits = model(micro_batch.input_ids, micro_batch.position_ids, micro_batch.ring)
+            torch.autograd.backward(micro_batch.loss(logits))
+        losses.append(step.reduced_loss())
+        gradients.append(take_gradient(model))
     return Replayed(losses=np.array(losses), gradients=np.stack(gradients), operations=tuple(record.operations))
 
 
-def replay_threads(
-    plan: Path, fetch: Fetch, config: TinyConfig, num_steps: int, *, num_ranks: int, seed: int = 0
-) -> list[Replayed]:
+def thread_session(plan: Path, fetch: Fetch, meeting: Meeting, rank: int) -> Session:
+    """A session for one rank of `run_ranks`."""
+    return Session(
+        plan=plan,
+        metadata=PlanReader(plan).metadata,
+        fetch=fetch,
+        world=ThreadWorld(meeting, rank),
+        transport=ThreadTransport(meeting.mailbox, rank, _RECEIVE_TIMEOUT_SECONDS),
+        device=torch.device("cpu"),
+        steps_ahead=0,  # as many threads as ranks are enough
+    )
+
+
+def replay_threads(plan: Path, config: TinyConfig, *, seed: int = 0) -> list[Replayed]:
     """All ranks of the plan as threads of this process, through the same session as real ones."""
-    metadata = PlanReader(plan).metadata
+    fetch = synthetic_tokens(plan, config.vocab_size, seed)
 
     def run(meeting: Meeting, rank: int) -> Replayed:
-        session = Session(
-            plan=plan,
-            metadata=metadata,
-            fetch=fetch,
-            world=ThreadWorld(meeting, rank),
-            transport=ThreadTransport(meeting.mailbox, rank, _RECEIVE_TIMEOUT_SECONDS),
-            device=torch.device("cpu"),
-            steps_ahead=0,  # as many threads as ranks are enough
-        )
-        return replay_rank(session, config, num_steps, seed=seed)
+        return replay_rank(thread_session(plan, fetch, meeting, rank), config, seed=seed)
 
-    return run_ranks(num_ranks, run)
+    return run_ranks(PlanReader(plan).metadata.num_ranks, run)
 
 
-def replay_alone(steps: Sequence[StepPlan], fetch: Fetch, config: TinyConfig, *, seed: int = 0) -> Replayed:
-    """The same steps in one process that knows nothing of the plan: sequence by sequence, with PyTorch's attention."""
+def replay_alone(plan: Path, config: TinyConfig, *, seed: int = 0) -> Replayed:
+    """The same in one process that knows of no ranks: sequence by sequence, with PyTorch's own attention."""
+    fetch = synthetic_tokens(plan, config.vocab_size, seed)
     model = TinyLanguageModel(config, plain_attend, seed=seed)
     losses, gradients = [], []
-    for step in steps:
+    for step in PlanReader(plan).steps():
         tokens = max(int(step.lengths.sum()) - len(step.lengths), 1)
         total = 0.0
-        for input_ids in _sequences(step, fetch):
+        for input_ids in whole_sequences(step, fetch):
             logits = model(input_ids[None], torch.arange(len(input_ids))[None])
             loss = token_loss_sum(logits, next_token_labels(input_ids)[None]) / tokens
             torch.autograd.backward(loss)
@@ -130,7 +131,8 @@ def replay_alone(steps: Sequence[StepPlan], fetch: Fetch, config: TinyConfig, *,
     return Replayed(losses=np.array(losses), gradients=np.stack(gradients))
 
 
-def _sequences(step: StepPlan, fetch: Fetch) -> Iterator[Tensor]:
+def whole_sequences(step: StepPlan, fetch: Fetch) -> Iterator[Tensor]:
+    """[tokens] each sequence of a step, cut to the plan's length."""
     for row, length in zip(step.sequences.tolist(), step.lengths.tolist(), strict=True):
         yield torch.as_tensor(fetch(row))[:length]
 

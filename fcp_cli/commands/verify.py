@@ -1,0 +1,96 @@
+"""`fcp verify`: prove on this machine that a plan's gradients are those of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fcp_cli.app import app
+from fcp_cli.console import human, note, print_json
+
+if TYPE_CHECKING:
+    from fcp_cli.verification.verify import Verification
+
+
+@app.command()
+def verify(
+    plan: Annotated[Path, typer.Option(help="The plan to verify.")] = Path("plan.parquet"),
+    steps: Annotated[int, typer.Option(min=1, help="Steps to replay.")] = 3,
+    first_step: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
+    max_length: Annotated[
+        int, typer.Option(min=1, help="Scale all lengths down until the longest has this many tokens.")
+    ] = 256,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON document on stdout.")] = False,
+) -> None:
+    """Replay steps of a plan with a small fp64 model on CPU ranks, and compare loss and gradients with one process.
+
+    Exit status 0 if no difference exceeds 1e-12 and no operation is out of order, else 1. Run it before trusting a plan
+    or a new version of PyTorch. Up to 8 ranks are processes over gloo; more are threads of one process.
+    """
+    from fcp_cli.verification.verify import verify as verify_plan
+
+    verification = verify_plan(plan, num_steps=steps, first_step=first_step, max_length=max_length)
+    if json:
+        print_json(_document(verification))
+    else:
+        _show(verification)
+    if not verification.passed:
+        raise typer.Exit(1)
+
+
+def _document(verification: Verification) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from fcp_cli.verification.verify import TOLERANCE
+
+    document = asdict(verification)
+    document["plan"] = str(verification.plan)
+    return {"passed": verification.passed, "tolerance": TOLERANCE, **document}
+
+
+def _show(verification: Verification) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from fcp_cli.verification.verify import TOLERANCE
+
+    note(_how(verification))
+    table = Table(box=SIMPLE_HEAD)
+    for heading in (
+        "step",
+        "micro-\nbatches",
+        "largest\ndegree",
+        "tokens",
+        "loss",
+        "loss\ndiffers",
+        "gradient\ndiffers",
+    ):
+        table.add_column(heading, justify="right")
+    table.add_column()
+    for step in verification.steps:
+        table.add_row(
+            str(step.step),
+            str(step.micro_batches),
+            str(step.largest_degree),
+            f"{step.tokens:,}",
+            f"{step.loss:.4f}",
+            f"{step.loss_difference:.1e}",
+            f"{step.gradient_difference:.1e}",
+            "ok" if step.passed else "[bold red]differs[/]",
+        )
+    human().print(table)
+    if verification.order_fault is not None:
+        note(f"operations out of order: {verification.order_fault}")
+    verdict = "passed" if verification.passed else "FAILED"
+    note(f"{verdict}: differences up to {TOLERANCE:.0e} are allowed; no order of operations may deadlock")
+
+
+def _how(verification: Verification) -> str:
+    ranks = f"{verification.num_ranks} ranks as {verification.ranks_are}"
+    if verification.ranks_are == "threads":
+        ranks += " of one process (more than 8)"
+    if verification.scale < 1.0:
+        ranks += f"; lengths scaled by {verification.scale:.3g} to at most {verification.longest_tokens} tokens"
+    return f"{verification.plan}: {ranks}"

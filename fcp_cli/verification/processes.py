@@ -1,0 +1,75 @@
+"""A plan's ranks as real processes over gloo, started with torchrun.
+
+As a program (`python -m fcp_cli.verification.processes PLAN FOLDER`, under torchrun) it is one of the ranks: it writes
+what it computed into the folder, or the line that says why it could not.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from fcp_cli.errors import FcpError, RunError
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.runtime.session import start
+from fcp_cli.verification.model import TinyConfig
+from fcp_cli.verification.replay import Replayed, replay_rank, synthetic_tokens
+
+
+def replay_processes(plan: Path) -> list[Replayed]:
+    """Replay all steps of a plan on as many processes as it has ranks; one account per rank.
+
+    Raises:
+        RunError: a rank failed; its own line says why.
+    """
+    folder = plan.parent
+    num_ranks = PlanReader(plan).metadata.num_ranks
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    done = subprocess.run(
+        [*argv, "-m", "fcp_cli.verification.processes", str(plan), str(folder)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RunError(f"replaying the plan failed: {_reason(folder, done.stderr)}")
+    return [_load(_result(folder, rank)) for rank in range(num_ranks)]
+
+
+def _reason(folder: Path, stderr: str) -> str:
+    for path in sorted(folder.glob("rank-*.error")):
+        return path.read_text(encoding="utf-8")
+    return (stderr.strip().splitlines() or ["torchrun said nothing"])[-1]
+
+
+def _load(path: Path) -> Replayed:
+    found = pickle.loads(path.read_bytes())  # our own file, in our own temporary folder
+    assert isinstance(found, Replayed)
+    return found
+
+
+def _result(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.pickle"
+
+
+def run_rank(plan: Path, folder: Path) -> None:
+    """What each process does."""
+    config = TinyConfig()
+    torch.set_num_threads(1)
+    try:
+        with start(plan, synthetic_tokens(plan, config.vocab_size), device=torch.device("cpu")) as session:
+            replayed = replay_rank(session, config)
+            _result(folder, session.rank).write_bytes(pickle.dumps(replayed))
+    except FcpError as error:
+        (folder / f"rank-{os.environ['RANK']}.error").write_text(str(error), encoding="utf-8")
+        raise
+
+
+if __name__ == "__main__":
+    run_rank(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,161 @@
+"""Proves a plan on this machine: gradients of its own steps, run on as many ranks as it has, against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal
+
+import numpy as np
+import torch
+
+from fcp_cli.errors import RunError
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.step import StepPlan
+from fcp_cli.plan.writer import plan_writer
+from fcp_cli.runtime.agreement import read_proven
+from fcp_cli.runtime.order import check_order
+from fcp_cli.verification.model import TinyConfig
+from fcp_cli.verification.processes import replay_processes
+from fcp_cli.verification.replay import Replayed, replay_alone, replay_threads
+
+TOLERANCE = 1e-12
+"""Largest absolute difference of any gradient entry, or of the loss, in fp64."""
+
+MOST_PROCESSES = 8
+MOST_THREADS = 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepVerdict:
+    """One replayed step; differences are the largest over all ranks, absolute."""
+
+    step: int
+    micro_batches: int
+    largest_degree: int
+    tokens: int
+    loss: float
+    loss_difference: float
+    gradient_difference: float
+
+    @property
+    def passed(self) -> bool:
+        # Written so that a NaN fails.
+        return self.loss_difference <= TOLERANCE and self.gradient_difference <= TOLERANCE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verification:
+    """What was replayed, how, and how it went.
+
+    Attributes:
+        ranks_are: processes over gloo, or threads of one process.
+        scale: what lengths were multiplied with; 1 if they were short enough.
+        longest_tokens: longest sequence that was replayed.
+        order_fault: what would deadlock on another back end, or None.
+    """
+
+    plan: Path
+    num_ranks: int
+    ranks_are: Literal["processes", "threads"]
+    scale: float
+    longest_tokens: int
+    steps: tuple[StepVerdict, ...]
+    order_fault: str | None
+
+    @property
+    def passed(self) -> bool:
+        return self.order_fault is None and all(step.passed for step in self.steps)
+
+
+def verify(plan: Path, *, num_steps: int = 3, first_step: int = 0, max_length: int = 256) -> Verification:
+    """Replay steps of a plan with a small fp64 model and compare with one process.
+
+    Args:
+        plan: plan file.
+        num_steps: steps to replay, fewer if the plan ends.
+        first_step: the first of them.
+        max_length: if a sequence is longer, all are scaled down by one factor until none is; at least 1 token remains.
+
+    Raises:
+        PlanError: the plan is missing, damaged or was edited.
+        RunError: no such steps, more ranks than can be emulated, or a rank failed.
+    """
+    metadata = read_proven(plan)
+    if metadata.num_ranks > MOST_THREADS:
+        raise RunError(
+            f"{plan} has {metadata.num_ranks} ranks; up to {MOST_THREADS} can be emulated, "
+            "so verify a plan of the same data for fewer with 'fcp plan --ranks'"
+        )
+    steps = list(islice(PlanReader(plan).steps(first_step), num_steps))
+    if not steps:
+        raise RunError(f"{plan} has {metadata.steps} steps, none from step {first_step} on")
+    longest = max(int(step.lengths.max()) for step in steps)
+    scale = min(1.0, max_length / longest)
+    scaled = [_scaled(step, scale, number) for number, step in enumerate(steps)]
+    processes = metadata.num_ranks <= MOST_PROCESSES
+    with TemporaryDirectory(prefix="fcp-verify-") as folder, _one_thread_per_rank():
+        path = _write(Path(folder) / "plan.parquet", metadata, scaled)
+        ranks = replay_processes(path) if processes else replay_threads(path, TinyConfig())
+        alone = replay_alone(path, TinyConfig())
+    return Verification(
+        plan=plan,
+        num_ranks=metadata.num_ranks,
+        ranks_are="processes" if processes else "threads",
+        scale=scale,
+        longest_tokens=max(int(step.lengths.max()) for step in scaled),
+        steps=tuple(_verdicts(steps, scaled, ranks, alone)),
+        order_fault=_order_fault(ranks),
+    )
+
+
+def _scaled(step: StepPlan, scale: float, number: int) -> StepPlan:
+    lengths = np.maximum(np.floor(step.lengths * scale), 1).astype(np.int32) if scale < 1.0 else step.lengths
+    return replace(step, step=number, lengths=lengths)
+
+
+def _write(path: Path, metadata: PlanMetadata, steps: Sequence[StepPlan]) -> Path:
+    """The steps as a plan file of their own, so that all of the runtime takes part in replaying them."""
+    with plan_writer(path, replace(metadata, tensor_parallel=1, pipeline_parallel=1)) as writer:
+        for step in steps:
+            writer.append(step)
+    return path
+
+
+def _verdicts(
+    steps: Sequence[StepPlan], scaled: Sequence[StepPlan], ranks: Sequence[Replayed], alone: Replayed
+) -> Iterator[StepVerdict]:
+    for i, (step, small) in enumerate(zip(steps, scaled, strict=True)):
+        yield StepVerdict(
+            step=step.step,
+            micro_batches=len(step),
+            largest_degree=int(step.degrees.max()),
+            tokens=int(small.lengths.sum()),
+            loss=float(alone.losses[i]),
+            loss_difference=max(abs(float(rank.losses[i] - alone.losses[i])) for rank in ranks),
+            gradient_difference=max(float(np.abs(rank.gradients[i] - alone.gradients[i]).max()) for rank in ranks),
+        )
+
+
+def _order_fault(ranks: Sequence[Replayed]) -> str | None:
+    try:
+        check_order({rank: replayed.operations for rank, replayed in enumerate(ranks)})
+    except RunError as error:
+        return str(error)
+    return None
+
+
+@contextmanager
+def _one_thread_per_rank() -> Iterator[None]:
+    """Emulated ranks share this machine's cores already."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
