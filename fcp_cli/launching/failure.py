@@ -17,12 +17,14 @@ _LAST_LINES = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """Attributes:
-    rank: global rank, or None where torchrun itself failed.
-    status: exit status of the rank; negative: the signal that ended it.
-    message: the one line that fcp's own code ended with, else "".
-    last_lines: the end of its standard error.
-    log: the whole of it.
+    """Who failed, and how.
+
+    Attributes:
+        rank: global rank, or None where torchrun itself failed.
+        status: exit status of the rank; negative: the signal that ended it.
+        message: the one line that fcp's own code ended with, else "".
+        last_lines: the end of its standard error.
+        log: the whole of it.
     """
 
     rank: int | None
@@ -30,6 +32,11 @@ class Failure:
     message: str
     last_lines: tuple[str, ...]
     log: Path
+
+    @property
+    def is_local_rank_0(self) -> bool:
+        """Whether the log is the one that is copied to the terminal of node 0."""
+        return self.log.parent.name == "0"
 
     def summary(self) -> str:
         """One line: who failed, how, and where the rest can be read."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from fcp_cli.errors import RunError
 
@@ -76,6 +77,20 @@ def find_machine(device: str = "auto") -> Machine:
 
 def _accelerators() -> dict[str, int]:
     """Devices per kind; torch registers an `npu` module only where torch_npu is installed."""
+    torch = load_torch()
+    return {
+        kind: getattr(torch, kind).device_count()
+        for kind in ("cuda", "npu")
+        if hasattr(torch, kind) and getattr(torch, kind).is_available()
+    }
+
+
+def load_torch() -> Any:
+    """The torch module.
+
+    Raises:
+        RunError: torch does not import; the usual reason is named.
+    """
     try:
         import torch
     except (ImportError, OSError, RuntimeError) as error:
@@ -84,11 +99,7 @@ def _accelerators() -> dict[str, int]:
             f"torch does not import here ({_first_line(error)}); if torch_npu is to blame, source CANN's "
             "set_env.sh, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to train on the CPU"
         ) from error
-    return {
-        kind: getattr(torch, kind).device_count()
-        for kind in ("cuda", "npu")
-        if hasattr(torch, kind) and getattr(torch, kind).is_available()
-    }
+    return torch
 
 
 def _memory_bytes() -> int:

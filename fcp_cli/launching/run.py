@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, Protocol, TextIO
+from typing import IO, Literal, Protocol, TextIO
 
 from fcp_cli.errors import RunError
 from fcp_cli.launching import processes
@@ -75,6 +75,7 @@ def run_job(
     node_rank: int = 0,
     watch: Callable[[], None] = lambda: None,
     announce: Callable[[str], None] = lambda message: None,
+    stdout: Literal["stdout", "stderr"] = "stdout",
     runner: Runner | None = None,
 ) -> JobOutcome:
     """Run one node of a job to its end.
@@ -84,6 +85,7 @@ def run_job(
         node_rank: which node this machine is; the first shows what its rank 0 prints.
         watch: called about ten times a second while the job runs, and once after its end.
         announce: told what happens after Ctrl-C.
+        stdout: which of fcp's streams rank 0's standard output goes to.
         runner: starts the process.
 
     Raises:
@@ -91,7 +93,9 @@ def run_job(
     """
     assert spec.log_dir is not None
     spec.log_dir.mkdir(parents=True, exist_ok=True)
-    followers = [_Follower(spec.log_dir, "stdout"), _Follower(spec.log_dir, "stderr")] if node_rank == 0 else []
+    followers = []
+    if node_rank == 0:
+        followers = [_Follower(spec.log_dir, "stdout", stdout), _Follower(spec.log_dir, "stderr", "stderr")]
 
     def look() -> None:
         for follower in followers:
@@ -162,11 +166,12 @@ def _received_signals() -> Iterator[list[signal.Signals]]:
 
 
 class _Follower:
-    """Copies what local rank 0 prints to the stream of the same name, as it is printed."""
+    """Copies one stream of local rank 0 to one of fcp's own, as it is printed."""
 
-    def __init__(self, log_dir: Path, stream: str) -> None:
+    def __init__(self, log_dir: Path, stream: str, target: str) -> None:
         self._log_dir = log_dir
         self._stream = stream
+        self._target = target
         self._path: Path | None = None
         self._offset = 0
 
@@ -179,6 +184,6 @@ class _Follower:
             new = file.read()
         self._offset += len(new)
         if new:
-            target: TextIO = getattr(sys, self._stream)
+            target: TextIO = getattr(sys, self._target)
             target.write(new.decode("utf-8", errors="replace"))
             target.flush()

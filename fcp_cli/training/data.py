@@ -12,7 +12,9 @@ from fcp_cli.manifest.tokens import SyntheticTokens, TokenReader, open_tokens
 from fcp_cli.plan.reader import PlanReader
 
 
-def open_data(plan: Path, manifest: Path | None, *, vocab_size: int, seed: int) -> TokenReader:
+def open_data(
+    plan: Path, manifest: Path | None, *, vocab_size: int, seed: int, length_column: str = "length"
+) -> TokenReader:
     """The tokens of a manifest's source, or random ones of the plan's lengths where `manifest` is None.
 
     Raises:
@@ -21,7 +23,7 @@ def open_data(plan: Path, manifest: Path | None, *, vocab_size: int, seed: int) 
     """
     if manifest is None:
         return SyntheticTokens(planned_lengths(plan), vocab_size, seed)
-    tokens = open_tokens(manifest)
+    tokens = open_tokens(manifest, length_column=length_column)
     if tokens.vocab_size > vocab_size:
         raise RunError(
             f"the tokens of {manifest} go up to {tokens.vocab_size - 1}, but the model's vocabulary has {vocab_size} "
@@ -39,14 +41,14 @@ def planned_lengths(plan: Path) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return lengths
 
 
-def has_tokens(manifest: Path) -> bool:
+def has_tokens(manifest: Path, *, length_column: str = "length") -> bool:
     """Whether training can read tokens through this manifest; false if it was made of lengths alone.
 
     Raises:
         ManifestError: it names a source, but that is gone or was changed.
     """
     try:
-        open_tokens(manifest)
+        open_tokens(manifest, length_column=length_column)
     except ManifestError:
         source = manifest_source(manifest)
         if source is None or source.get("content") == "lengths":

@@ -24,6 +24,7 @@ class TrainSettings:
         model: name of a shipped model, a model YAML, or a Hugging Face config.json.
         run_dir: folder for metrics and checkpoints, shared by all nodes.
         manifest: the manifest of the plan, whose source holds the tokens; None trains on synthetic tokens.
+        length_column: the manifest's column that was planned.
         steps: stop after this many steps in all; None runs the whole plan.
         learning_rate: peak, reached after `warmup_steps`.
         decay_steps: steps over which the cosine falls to `min_learning_rate_ratio` of the peak; None means the plan's.
@@ -41,6 +42,7 @@ class TrainSettings:
     model: str
     run_dir: Path
     manifest: Path | None = None
+    length_column: str = "length"
     steps: int | None = None
     learning_rate: float = 3e-4
     warmup_steps: int = 10

@@ -56,7 +56,13 @@ def train(settings: TrainSettings, stop: StopRequest) -> bool:
     """
     _require_free(settings)
     vocab_size = model_vocab_size(settings.model)
-    fetch = open_data(settings.plan, settings.manifest, vocab_size=vocab_size, seed=settings.seed)
+    fetch = open_data(
+        settings.plan,
+        settings.manifest,
+        vocab_size=vocab_size,
+        seed=settings.seed,
+        length_column=settings.length_column,
+    )
     with start(settings.plan, fetch, device=_device(settings.device)) as session:
         trainer = Trainer(settings, session)
         with closing(trainer):

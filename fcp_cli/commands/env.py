@@ -1,0 +1,26 @@
+"""`fcp env`: what is installed here, as a block to paste into an issue."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from fcp_cli.app import app
+from fcp_cli.console import note, print_json
+
+
+@app.command()
+def env(
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
+) -> None:
+    """Show versions, devices and communication libraries, ready to be pasted into an issue."""
+    from fcp_cli.launching.environment import environment_report, report_lines
+
+    report = environment_report()
+    if json:
+        print_json(report)
+        return
+    note("Copy and paste this block into your issue:\n")
+    sys.stdout.write("".join(f"{line}\n" for line in report_lines(report)))

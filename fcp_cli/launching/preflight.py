@@ -1,0 +1,132 @@
+"""What is checked before anything is started: each check is one function and raises one line."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from fcp_cli.errors import FcpError, PlanError, RunError, UsageError
+from fcp_cli.launching.machine import Machine
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.reader import PlanReader
+
+# float32 weight, gradient and two AdamW moments
+_TRAINING_BYTES_PER_PARAMETER = 16
+# float32 weight and two AdamW moments
+_CHECKPOINT_BYTES_PER_PARAMETER = 12
+_LEAST_FREE_BYTES = 64 << 20
+_LOOPBACK = ("localhost", "127.0.0.1", "127.0.1.1", "::1")
+
+
+def check_plan(plan: Path) -> PlanMetadata:
+    """Read a plan's metadata and prove that nobody edited the file since it was made.
+
+    Raises:
+        PlanError: missing, damaged, foreign, of another format, or edited.
+    """
+    reader = PlanReader(plan)
+    if reader.content_hash() != reader.metadata.plan_hash:
+        raise PlanError(
+            f"{plan} was edited: its content does not match its plan hash; make it again with "
+            f"'fcp plan {reader.metadata.manifest.name} -o {plan}'"
+        )
+    return reader.metadata
+
+
+def check_trainer(metadata: PlanMetadata, plan: Path) -> None:
+    """What the bundled trainer needs.
+
+    Raises:
+        RunError: transformers is missing, or the plan's ranks are made of several devices.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise RunError(
+            "transformers is not installed here, and the bundled trainer needs it; run: pip install 'fcp-cli[hf]'"
+        )
+    if metadata.tensor_parallel * metadata.pipeline_parallel > 1:
+        raise RunError(
+            f"{plan} has {metadata.tensor_parallel} x {metadata.pipeline_parallel} (tensor x pipeline) devices per rank, "
+            "but the bundled trainer uses one; give your own script: fcp launch ... -- SCRIPT ARGS"
+        )
+
+
+def check_steps(plan: Path, metadata: PlanMetadata, steps: int | None) -> None:
+    """Raises:
+    RunError: more steps are asked for than the plan has.
+    """
+    if steps is not None and steps > metadata.steps:
+        raise RunError(
+            f"--steps is {steps}, but {plan} ends after {metadata.steps}; plan more with 'fcp plan --epochs', or leave "
+            "--steps out"
+        )
+
+
+def check_memory(model: str, parameters: int, machine: Machine, *, ranks_here: int, sharded_over: int) -> None:
+    """Whether weights, gradients and optimizer fit the host's memory when ranks run on the CPU.
+
+    Args:
+        model: for the message.
+        parameters: of the model.
+        machine: with `memory_bytes`.
+        ranks_here: ranks on this machine.
+        sharded_over: ranks that share one copy; 1 where each holds a whole one.
+
+    Raises:
+        RunError: they do not.
+    """
+    if machine.device != "cpu" or not machine.memory_bytes:
+        return
+    needed = parameters * _TRAINING_BYTES_PER_PARAMETER * ranks_here // sharded_over
+    if needed > machine.memory_bytes:
+        raise RunError(
+            f"{model} needs {needed / 1e9:.0f} GB for weights, gradients and optimizer on {ranks_here} ranks, but this "
+            f"machine has {machine.memory_bytes / 1e9:.0f} GB; try --model qwen3-tiny, or launch on accelerators"
+        )
+
+
+def check_run_dir(run_dir: Path, *, parameters: int, keep_checkpoints: int) -> None:
+    """Make the run directory and prove that it can be written and holds the checkpoints.
+
+    Raises:
+        FcpError: no permission, not a folder, or too little space.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=run_dir) as probe:
+            probe.write(b"fcp")
+        free = shutil.disk_usage(run_dir).free
+    except OSError as error:
+        raise FcpError(
+            f"cannot write the run directory {run_dir}: {error.strerror}; choose another --run-dir"
+        ) from error
+    # One more than are kept stands there while the oldest is not yet removed.
+    needed = _LEAST_FREE_BYTES + parameters * _CHECKPOINT_BYTES_PER_PARAMETER * (keep_checkpoints + 1)
+    if free < needed:
+        raise FcpError(
+            f"{run_dir} has {free / 1e9:.1f} GB free, but {keep_checkpoints + 1} checkpoints need "
+            f"{needed / 1e9:.1f} GB; choose another --run-dir or a smaller --keep-checkpoints"
+        )
+
+
+def check_nodes(num_nodes: int, node_rank: int | None, master_addr: str | None) -> None:
+    """Whether several nodes can find each other.
+
+    Raises:
+        UsageError: an address or the node's number is missing or cannot be right.
+    """
+    if num_nodes == 1:
+        return
+    if not master_addr:
+        raise UsageError(f"--nodes {num_nodes} needs --master-addr: the address of node 0, the same on every node")
+    if master_addr in _LOOPBACK:
+        raise UsageError(
+            f"--master-addr {master_addr} means another machine on each of {num_nodes} nodes; give node 0's address"
+        )
+    if node_rank is None:
+        raise UsageError(
+            f"--nodes {num_nodes} needs --node-rank, 0 to {num_nodes - 1}, on each node; --dry-run prints all commands"
+        )
+    if not 0 <= node_rank < num_nodes:
+        raise UsageError(f"--node-rank is {node_rank}; with --nodes {num_nodes} it must be 0 to {num_nodes - 1}")

@@ -1,0 +1,58 @@
+"""Where a run is kept: `runs/NAME-NNN`, and the record of its latest launch inside."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fcp_cli.errors import RunError
+from fcp_cli.files import write_text_atomically
+from fcp_cli.launching.spec import RunPaths
+
+FORMAT = "fcp-launch/1"
+RUNS = Path("runs")
+
+
+def next_run_dir(name: str, *, runs: Path = RUNS) -> Path:
+    """The first `runs/NAME-NNN` after all that exist; a new run never touches an old one."""
+    numbers = [int(path.name.removeprefix(f"{name}-")) for path in _runs_of(name, runs)]
+    return runs / f"{name}-{max(numbers, default=0) + 1:03d}"
+
+
+def latest_run_dir(name: str | None, *, runs: Path = RUNS) -> Path:
+    """The run to resume when none is named: the one launched last, of this name if one is given.
+
+    Raises:
+        RunError: there is none.
+    """
+    found = [path for path in runs.glob(f"{name or '*'}-[0-9]*") if RunPaths(run_dir=path).launch.is_file()]
+    if not found:
+        what = f"run of {name}" if name else "run"
+        raise RunError(f"there is no {what} in the folder {runs} to resume; name one with --run-dir")
+    return max(found, key=lambda path: RunPaths(run_dir=path).launch.stat().st_mtime_ns)
+
+
+def _runs_of(name: str, runs: Path) -> list[Path]:
+    return [path for path in runs.glob(f"{name}-*") if path.name.removeprefix(f"{name}-").isdigit()]
+
+
+def write_launch(run_dir: Path, document: dict[str, Any]) -> None:
+    """Remember how a run was launched, so that --resume need not be told again."""
+    write_text_atomically(RunPaths(run_dir=run_dir).launch, json.dumps(document, indent=2) + "\n")
+
+
+def read_launch(run_dir: Path) -> dict[str, Any]:
+    """How a run was launched last.
+
+    Raises:
+        RunError: there is no run in `run_dir`.
+    """
+    path = RunPaths(run_dir=run_dir).launch
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"{run_dir} is not a run that can be resumed: it has no readable {path.name}") from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise RunError(f"{path} is not a launch record of format {FORMAT!r}")
+    return document
