@@ -1,0 +1,196 @@
+"""One rank of a job that runs many micro-batches on ever changing rings; rank 0 prints what came out as JSON.
+
+Run by torchrun. Every rank knows the whole schedule and the whole of every pack, so it checks its own shard.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import random
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fcp_cli.errors import RunError
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.order import Operation, check_order
+from fcp_cli.runtime.ring import Ring, attention, current_ring
+from fcp_cli.runtime.transport import ProcessTransport, RecordingTransport, Transport
+from tests.runtime.reference import HEADS, PACKS, absolute_error, packed_attention
+
+MODES = ["plain", "reentrant", "non-reentrant"]
+RANDOM_STEPS = 12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One micro-batch: a pack on some ranks."""
+
+    ranks: tuple[int, ...]
+    lengths: tuple[int, ...]
+    heads: tuple[int, int]
+    dtype: torch.dtype
+    mode: str
+    seed: int
+
+
+def fixed_partitions(world_size: int) -> list[list[tuple[int, ...]]]:
+    """Degrees from 1 to the world size, and rank sets that are not contiguous."""
+    partitions: list[list[tuple[int, ...]]] = [
+        [(0, 3), (1, 2)],
+        [(0, 2, 3), (1,)],
+        [(0, 2), (1, 3)],
+        [(0,), (1,), (2,), (3,)],
+        [(0, 1, 2, 3)],
+        [(0, 1, 3), (0, 2), (1, 2, 3), (3,), (0, 3)],  # not disjoint: some ranks run three micro-batches, some two
+    ]
+    if world_size == 5:
+        partitions += [[(0, 1, 2, 3, 4)], [(0, 4), (1, 2, 3)], [(4,), (0, 1, 3, 4), (0, 1, 2, 3, 4)]]
+    return partitions
+
+
+def random_groups(generator: random.Random, world_size: int) -> list[tuple[int, ...]]:
+    """Some groups of any ranks; together they need not be a partition."""
+    sizes = [generator.randint(1, world_size) for _ in range(generator.randint(1, 4))]
+    return [tuple(sorted(generator.sample(range(world_size), size))) for size in sizes]
+
+
+def make_steps(world_size: int) -> list[list[Job]]:
+    generator = random.Random(world_size)
+    groups = fixed_partitions(world_size) + [random_groups(generator, world_size) for _ in range(RANDOM_STEPS)]
+    return [[make_job(generator, ranks) for ranks in step] for step in groups]
+
+
+def make_job(generator: random.Random, ranks: tuple[int, ...]) -> Job:
+    return Job(
+        ranks=ranks,
+        lengths=generator.choice([*PACKS, tuple(generator.randint(1, 40) for _ in range(generator.randint(1, 5)))]),
+        heads=generator.choice(HEADS),
+        dtype=generator.choice([torch.float64, torch.float64, torch.float32]),
+        mode=generator.choice(MODES),
+        seed=generator.randrange(2**31),
+    )
+
+
+class Attempt:
+    """One rank's share of a job: two attention layers, forward and backward, against the whole pack on one device."""
+
+    def __init__(self, job: Job, rank: int, transport: Transport) -> None:
+        generator = torch.Generator().manual_seed(job.seed)
+        num_heads, kv_heads = job.heads
+        self.job = job
+        self.whole = [
+            torch.randn(sum(job.lengths), count, 8, generator=generator, dtype=torch.float64).to(job.dtype).double()
+            for count in (num_heads, kv_heads, kv_heads, num_heads)
+        ]
+        member = job.ranks.index(rank)
+        self.ring = Ring(shard_layout(job.lengths, len(job.ranks)), member, job.ranks, transport)
+        self.index = torch.from_numpy(self.ring.layout.index(member))
+        q, k, v, self.grad_out = (self._shard(tensor) for tensor in self.whole)
+        self.leaves = [q.requires_grad_(), k.requires_grad_(), v.requires_grad_()]
+        self.out = q
+
+    def forward(self) -> None:
+        q, k, v = self.leaves
+        if self.job.mode in ("reentrant", "non-reentrant"):
+            self.out = checkpoint(self._explicit, q, k, v, use_reentrant=self.job.mode == "reentrant")
+            return
+        token = current_ring.set(self.ring)
+        self.out = attention(attention(q, k, v), k, v)
+        current_ring.reset(token)
+
+    def backward(self) -> float:
+        """Run it; returns how far this rank is from the truth, as a share of what is allowed."""
+        torch.autograd.backward(self.out, self.grad_out)
+        q, k, v = (tensor.clone().requires_grad_() for tensor in self.whole[:3])
+        out = packed_attention(packed_attention(q, k, v, self.job.lengths), k, v, self.job.lengths)
+        expected = (out.detach(), *torch.autograd.grad(out, (q, k, v), self.whole[3]))
+        found = (self.out, *(leaf.grad for leaf in self.leaves))
+        return max(self._error(*pair) for pair in zip(found, expected, strict=True))
+
+    def _explicit(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(attention(q, k, v, ring=self.ring), k, v, ring=self.ring)
+
+    def _shard(self, tensor: Tensor) -> Tensor:
+        return tensor[self.index].to(self.job.dtype).transpose(0, 1).unsqueeze(0).contiguous()
+
+    def _error(self, found: Tensor | None, expected: Tensor) -> float:
+        assert found is not None
+        local = found.detach()[0].transpose(0, 1)
+        if self.job.dtype == torch.float64:
+            return absolute_error(local, expected[self.index]) / 1e-12
+        # Relative to the whole tensor: a shard of a few tokens has no norm of its own to speak of.
+        share = (local.double() - expected[self.index]).norm() / expected.norm()
+        return float(share) / 2e-6
+
+
+def run_step(jobs: list[Job], rank: int, transport: Transport) -> float:
+    """Two forwards before the first backward, all through the step; every rank in the same order of jobs."""
+    errors = [0.0]
+    for i in range(0, len(jobs), 2):
+        attempts = [Attempt(job, rank, transport) for job in jobs[i : i + 2] if rank in job.ranks]
+        for attempt in attempts:
+            attempt.forward()
+        errors += [attempt.backward() for attempt in attempts]
+    return max(errors)
+
+
+def main() -> None:
+    faulthandler.dump_traceback_later(100, exit=True)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    transport = ProcessTransport.create(torch.device("cpu"))
+    transport._staged = "--staged" in sys.argv
+    recorder = RecordingTransport(transport)
+    communicators = count_communicators()
+
+    steps = make_steps(world_size)
+    worst = torch.zeros(1, dtype=torch.float64)
+    for jobs in steps:
+        error = torch.tensor([run_step(jobs, rank, recorder)], dtype=torch.float64)
+        recorder.record_collective("all_reduce", error)
+        dist.all_reduce(error, op=dist.ReduceOp.MAX)
+        worst = torch.maximum(worst, error)
+    created = count_communicators() - communicators
+
+    logs: list[Any] = [None] * world_size
+    dist.all_gather_object(logs, recorder.operations)
+    if rank == 0:
+        report = {"worst_share_of_tolerance": float(worst), "communicators_created": created, "num_ranks": world_size}
+        print(json.dumps(report | describe(steps) | describe_order(logs)), flush=True)
+    dist.destroy_process_group()
+
+
+def count_communicators() -> int:
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def describe(steps: list[list[Job]]) -> dict[str, Any]:
+    jobs = [job for step in steps for job in step]
+    return {
+        "degrees": sorted({len(job.ranks) for job in jobs}),
+        "modes": sorted({job.mode for job in jobs}),
+        "dtypes": sorted({str(job.dtype) for job in jobs}),
+        "groups": len({job.ranks for job in jobs}),
+    }
+
+
+def describe_order(logs: list[list[Operation]]) -> dict[str, Any]:
+    try:
+        check_order(dict(enumerate(logs)))
+        fault = ""
+    except RunError as error:
+        fault = str(error)
+    return {"messages": sum(map(len, logs)), "order_fault": fault}
+
+
+if __name__ == "__main__":
+    main()
