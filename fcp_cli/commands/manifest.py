@@ -16,6 +16,7 @@ from fcp_cli.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from fcp_cli.manifest.sources.detect import SourceOptions
     from fcp_cli.manifest.summary import ManifestSummary
     from fcp_cli.manifest.table import LengthTable
 
@@ -56,6 +57,10 @@ def build(
     exclude: Annotated[
         list[str] | None, typer.Option(metavar="GLOB", help="Files and folders to leave out; repeatable.")
     ] = None,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of Megatron data; without it the .bin, if there, is read for its largest token."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON document on stdout.")] = False,
 ) -> None:
     """Count the tokens of every sequence of SOURCE and write them as a manifest.
@@ -74,10 +79,14 @@ def build(
         kind = detect_kind(source)
         note(f"reading {source} as {kind}")
     options = SourceOptions(
-        tokenizer=tokenizer, column=column, include=tuple(include or ["*"]), exclude=tuple(exclude or [])
+        tokenizer=tokenizer,
+        column=column,
+        include=tuple(include or ["*"]),
+        exclude=tuple(exclude or []),
+        vocab_size=vocab_size,
     )
     opened = open_source(source, kind, options, output=output.absolute())
-    _note_unused(opened.describe(), tokenizer=tokenizer, column=column, globs=bool(include or exclude))
+    _note_unused(opened.describe(), options)
     with _advancing(opened.units, kind) as advance:
         built = build_manifest(opened, output, advance=advance)
     for reason, count in built.skipped.items():
@@ -98,15 +107,17 @@ def show(
     _report(path, length_column, json=json, extra={})
 
 
-def _note_unused(description: dict[str, Any], *, tokenizer: str, column: str | None, globs: bool) -> None:
+def _note_unused(description: dict[str, Any], options: SourceOptions) -> None:
     """An option that does not apply is said, never dropped in silence."""
     kind = description["kind"]
-    if tokenizer != "bytes" and description.get("tokenizer") is None:
+    if options.tokenizer != "bytes" and description.get("tokenizer") is None:
         note(f"--tokenizer is not used: {description['path']} holds {description.get('content', 'tokens')} already")
-    if column is not None and kind in ("text", "megatron"):
+    if options.column is not None and kind in ("text", "megatron"):
         note(f"--column is not used for {kind}")
-    if globs and kind != "text":
+    if (options.include != ("*",) or options.exclude) and kind != "text":
         note(f"--include and --exclude are not used for {kind}; they choose files of a folder of text")
+    if options.vocab_size is not None and kind != "megatron":
+        note(f"--vocab-size is not used for {kind}; it follows from the tokens")
 
 
 @contextmanager

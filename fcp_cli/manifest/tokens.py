@@ -116,7 +116,9 @@ def _source_tokens(path: Path, source: dict[str, Any], remedy: str) -> SourceTok
         shards, byte_offsets = _column(path, "shard").to_numpy(), _column(path, "byte_offset").to_numpy()
         return JsonLinesTokens(data, shards, byte_offsets, vocab_size)
     if source["kind"] == "megatron":
-        return MegatronTokens(MegatronIndex.open(root), _column(path, "id").to_numpy())
+        return MegatronTokens(
+            MegatronIndex.open(root, vocab_size=source.get("vocab_size")), _column(path, "id").to_numpy()
+        )
     if source["kind"] in ("parquet", "arrow") and source["content"] != "lengths":
         opened = [open_shard(file) for file in _files(root, source)]
         columns = columnar(root, opened, source["column"], _tokenizer(source))

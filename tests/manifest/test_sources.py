@@ -198,6 +198,22 @@ def test_megatron_lengths_need_the_index_alone_and_tokens_need_the_bin(tmp_path:
     assert open_tokens(tmp_path / "m.parquet").vocab_size == 60_007
 
 
+def test_the_megatron_vocabulary_is_read_once_or_taken_as_given(tmp_path: Path) -> None:
+    index = write_megatron(tmp_path / "d", [np.array([7, 11], np.uint16), np.array([300], np.uint16)])
+    for vocab_size, expected in ((None, 301), (512, 512)):
+        build(index, tmp_path / "m.parquet", vocab_size=vocab_size)
+        source = manifest_source(tmp_path / "m.parquet")
+        assert source is not None
+        assert source["vocab_size"] == open_tokens(tmp_path / "m.parquet").vocab_size == expected
+
+
+def test_a_truncated_megatron_bin_is_named_while_building(tmp_path: Path) -> None:
+    index = write_megatron(tmp_path / "d", [np.array([7, 11], np.int32), np.array([300], np.int32)])
+    index.with_suffix(".bin").write_bytes(bytes(8))
+    with pytest.raises(ManifestError, match=r"d\.bin is truncated: sequence 1 ends at token 3 of 2"):
+        build(index, tmp_path / "m.parquet")
+
+
 @pytest.mark.parametrize("typed", ["d", "d.bin", "d.idx"])
 def test_megatron_data_is_known_by_its_prefix_or_either_file(tmp_path: Path, typed: str) -> None:
     write_megatron(tmp_path / "d", [np.array([1, 2], np.int32)])

@@ -34,12 +34,14 @@ class SourceOptions:
         column: field or column with the tokens, texts or lengths; None takes what is usual.
         include: globs of the files of a text tree.
         exclude: globs of files and folders of a text tree to leave out.
+        vocab_size: of Megatron data, where known; saves reading its `.bin` for the largest token.
     """
 
     tokenizer: str = "bytes"
     column: str | None = None
     include: tuple[str, ...] = ("*",)
     exclude: tuple[str, ...] = ()
+    vocab_size: int | None = None
 
 
 def detect_kind(path: Path) -> str:
@@ -76,7 +78,8 @@ def open_source(path: Path, kind: str, options: SourceOptions, *, output: Path |
     """
     path = path.absolute()
     if kind == "megatron":
-        return MegatronIndex.open(path if path.suffix == ".idx" else _index_path(path))
+        index = path if path.suffix == ".idx" else _index_path(path)
+        return MegatronIndex.open(index, vocab_size=options.vocab_size)
     tokenizer = open_tokenizer(options.tokenizer)
     if kind == "text":
         if not path.is_dir():

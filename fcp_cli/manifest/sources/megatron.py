@@ -1,4 +1,4 @@
-"""Megatron-LM's indexed data set: lengths from the `.idx` alone, tokens from the `.bin` beside it.
+"""Megatron-LM's indexed data set: lengths from the `.idx`, tokens (and the largest of them) from the `.bin`, if there.
 
 Layout of `.idx` (Megatron-LM, `megatron/core/datasets/indexed_dataset.py`), little-endian:
 magic 9 bytes, version u64 = 1, token type u8, sequences u64, documents u64, then at byte 34
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -27,6 +27,7 @@ from fcp_cli.manifest.table import IntArray
 _HEADER: Final = struct.Struct("<9sQBQQ")
 _MAGIC: Final = b"MMIDIDX\x00\x00"
 _TOKEN_TYPES: Final = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_Tokens: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 _BATCH_ROWS: Final = 1 << 17
 _SCAN_TOKENS: Final = 1 << 24
 
@@ -39,14 +40,16 @@ class MegatronIndex:
         path: the `.idx` file, absolute.
         sequences: how many sequences it lists.
         token_type: numpy type of a token in the `.bin`.
+        vocab_size: one more than the largest token id, where the user knows it; else the `.bin` is read for it.
     """
 
     path: Path
     sequences: int
     token_type: str
+    vocab_size: int | None = None
 
     @classmethod
-    def open(cls, path: Path) -> MegatronIndex:
+    def open(cls, path: Path, *, vocab_size: int | None = None) -> MegatronIndex:
         """Read and check the header.
 
         Raises:
@@ -68,20 +71,65 @@ class MegatronIndex:
         expected = _HEADER.size + 12 * sequences + 8 * documents
         if size < expected:
             raise ManifestError(f"{path} is truncated: {size} bytes, but {sequences} sequences need {expected}")
-        return cls(path=path, sequences=sequences, token_type=_TOKEN_TYPES[code])
+        return cls(path=path, sequences=sequences, token_type=_TOKEN_TYPES[code], vocab_size=vocab_size)
 
     @property
     def units(self) -> int | None:
         return self.sequences
 
+    @property
+    def bin(self) -> Path:
+        """The file with the tokens."""
+        return self.path.with_suffix(".bin")
+
     def describe(self) -> dict[str, Any]:
         return {"kind": "megatron", "path": str(self.path)}
 
     def batches(self) -> Iterator[RowBatch]:
+        known = -1 if self.vocab_size is None else self.vocab_size - 1
+        tokens = self.tokens() if self.vocab_size is None and self.bin.exists() else None
         for start in range(0, self.sequences, _BATCH_ROWS):
             lengths = self.lengths()[start : start + _BATCH_ROWS].astype(np.int64)
             ids = np.arange(start, start + len(lengths))
-            yield RowBatch(rows=pa.record_batch({"id": ids, "length": lengths}), done=len(lengths))
+            largest = known if tokens is None else self._largest_token(tokens, ids, lengths)
+            yield RowBatch(
+                rows=pa.record_batch({"id": ids, "length": lengths}), done=len(lengths), largest_token=largest
+            )
+
+    def tokens(self) -> _Tokens:
+        """[tokens] of the whole `.bin`, mapped from the file.
+
+        Raises:
+            ManifestError: it is missing.
+        """
+        try:
+            size = self.bin.stat().st_size // np.dtype(self.token_type).itemsize
+            return np.memmap(self.bin, self.token_type, "r", shape=(size,)) if size else np.empty(0, self.token_type)
+        except OSError as error:
+            raise ManifestError(
+                f"cannot read {self.bin}, which holds the tokens of {self.path}: {error.strerror}"
+            ) from error
+
+    def span(self, tokens: _Tokens, sequence: int, byte_offset: int, length: int) -> _Tokens:
+        """The tokens of one sequence.
+
+        Raises:
+            ManifestError: the `.bin` ends before it.
+        """
+        start = byte_offset // tokens.itemsize
+        if not 0 <= start <= start + length <= len(tokens):
+            raise ManifestError(
+                f"{self.bin} is truncated: sequence {sequence} ends at token {start + length} of {len(tokens)}"
+            )
+        return tokens[start : start + length]
+
+    def _largest_token(self, tokens: _Tokens, ids: IntArray, lengths: IntArray) -> int:
+        """Reads the part of the `.bin` between these sequences, in constant memory."""
+        first_byte, last_byte = (int(self.byte_offsets()[sequence]) for sequence in (ids[0], ids[-1]))
+        self.span(tokens, int(ids[-1]), last_byte, int(lengths[-1]))
+        start, stop = first_byte // tokens.itemsize, last_byte // tokens.itemsize + int(lengths[-1])
+        chunks = (tokens[at : min(at + _SCAN_TOKENS, stop)] for at in range(start, stop, _SCAN_TOKENS))
+        return max((int(chunk.max()) for chunk in chunks), default=-1)
 
     def lengths(self) -> np.ndarray[Any, np.dtype[np.int32]]:
         """[sequences] tokens, mapped from the file."""
@@ -100,34 +148,24 @@ class MegatronTokens:
     """
 
     def __init__(self, index: MegatronIndex, sequences: IntArray) -> None:
-        self._bin = index.path.with_suffix(".bin")
+        self._index = index
         self._sequences = sequences
         self._lengths, self._byte_offsets = index.lengths(), index.byte_offsets()
-        self._type = np.dtype(index.token_type)
-        try:
-            self._bytes: np.ndarray[Any, np.dtype[np.uint8]] = np.memmap(self._bin, np.uint8, "r")
-        except (OSError, ValueError) as error:
-            raise ManifestError(f"cannot read {self._bin}, which holds the tokens of {index.path}: {error}") from error
+        self._tokens = index.tokens()
 
     def __call__(self, row: int) -> IntArray:
         sequence = int(self._sequences[row])
         if sequence >= len(self._lengths):
-            raise ManifestError(f"{self._bin.with_suffix('.idx')} has no sequence {sequence} any more; build again")
-        start = int(self._byte_offsets[sequence])
-        stop = start + int(self._lengths[sequence]) * self._type.itemsize
-        if not 0 <= start <= stop <= len(self._bytes):
-            raise ManifestError(
-                f"{self._bin} is truncated: sequence {sequence} ends at byte {stop} of {len(self._bytes)}"
-            )
-        return self._bytes[start:stop].view(self._type).astype(np.int64)
+            raise ManifestError(f"{self._index.path} has no sequence {sequence} any more; build the manifest again")
+        byte_offset, length = int(self._byte_offsets[sequence]), int(self._lengths[sequence])
+        return self._index.span(self._tokens, sequence, byte_offset, length).astype(np.int64)
 
     @cached_property
     def vocab_size(self) -> int:
-        """Exact; the first use reads the whole `.bin` once, in constant memory."""
-        usable = len(self._bytes) - len(self._bytes) % self._type.itemsize
-        tokens = self._bytes[:usable].view(self._type)
-        chunks = range(0, len(tokens), _SCAN_TOKENS)
-        return 1 + max((int(tokens[start : start + _SCAN_TOKENS].max()) for start in chunks), default=-1)
+        """Where the manifest was built without the `.bin`, the first use reads it whole, in constant memory."""
+        if self._index.vocab_size is not None:
+            return self._index.vocab_size
+        return 1 + max((batch.largest_token for batch in self._index.batches()), default=-1)
 
     def place(self, row: int) -> str:
-        return f"{self._bin} (sequence {self._sequences[row]})"
+        return f"{self._index.bin} (sequence {self._sequences[row]})"
