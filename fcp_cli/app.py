@@ -20,8 +20,14 @@ from fcp_cli.console import human, verbosity
 from fcp_cli.errors import FcpError, Interrupted
 
 
-class InterruptibleGroup(TyperGroup):
-    """Gives Ctrl-C its own exit status; click alone would make it 1."""
+class RootGroup(TyperGroup):
+    """Gives Ctrl-C its own exit status (click alone would make it 1), and keeps help short."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
+            _hide_environment(command)
+        return command
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -30,9 +36,17 @@ class InterruptibleGroup(TyperGroup):
             raise Interrupted("interrupted; nothing was left half-written") from None
 
 
+def _hide_environment(command: Any) -> None:
+    """The epilog names the variables once by their rule; a line per option would double the length of every help."""
+    for parameter in command.params:
+        parameter.show_envvar = False
+    for subcommand in getattr(command, "commands", {}).values():
+        _hide_environment(subcommand)
+
+
 app = typer.Typer(
     name="fcp",
-    cls=InterruptibleGroup,
+    cls=RootGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
