@@ -24,7 +24,7 @@ manifest_app = typer.Typer(no_args_is_help=True, help="Build or show a length ma
 app.add_typer(manifest_app, name="manifest")
 
 _BAR_CELLS = 22
-_KINDS = ("auto", "text", "jsonl", "parquet", "arrow", "megatron")
+_KINDS = ("auto", "text", "jsonl", "parquet", "arrow", "megatron", "media")
 
 
 @manifest_app.command()
@@ -57,6 +57,13 @@ def build(
     exclude: Annotated[
         list[str] | None, typer.Option(metavar="GLOB", help="Files and folders to leave out; repeatable.")
     ] = None,
+    processor: Annotated[
+        str | None,
+        typer.Option(
+            metavar="qwen3-vl|internvl|FOLDER",
+            help="Of media (a JSONL of image and video sizes): how pixels become tokens; FOLDER is a checkpoint's.",
+        ),
+    ] = None,
     vocab_size: Annotated[
         int | None,
         typer.Option(min=1, help="Of Megatron data; without it the .bin, if there, is read for its largest token."),
@@ -83,6 +90,7 @@ def build(
         column=column,
         include=tuple(include or ["*"]),
         exclude=tuple(exclude or []),
+        processor=processor,
         vocab_size=vocab_size,
     )
     opened = open_source(source, kind, options, output=output.absolute())
@@ -110,9 +118,13 @@ def show(
 def _note_unused(description: dict[str, Any], options: SourceOptions) -> None:
     """An option that does not apply is said, never dropped in silence."""
     kind = description["kind"]
+    if kind == "media" and description["tokenizer"] is None:
+        note("assumed tokens of time stamps by Qwen's pre-tokenizer rule; --tokenizer FILE counts them exactly")
+    if options.processor is not None and kind != "media":
+        note(f"--processor is not used for {kind}; --kind media reads sizes of images and videos")
     if options.tokenizer != "bytes" and description.get("tokenizer") is None:
         note(f"--tokenizer is not used: {description['path']} holds {description.get('content', 'tokens')} already")
-    if options.column is not None and kind in ("text", "megatron"):
+    if options.column is not None and kind in ("text", "megatron", "media"):
         note(f"--column is not used for {kind}")
     if (options.include != ("*",) or options.exclude) and kind != "text":
         note(f"--include and --exclude are not used for {kind}; they choose files of a folder of text")

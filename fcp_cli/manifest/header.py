@@ -97,6 +97,8 @@ def build_command(source: Mapping[str, Any], manifest: Path) -> str:
         words += ["--exclude", pattern]
     if source.get("column"):
         words += ["--column", str(source["column"])]
+    if source.get("processor"):
+        words += ["--processor", str(source["processor"]["name"])]
     if source.get("tokenizer") not in (None, "bytes"):
         words += ["--tokenizer", str(source["tokenizer"])]
     return shlex.join([*words, "-o", str(manifest)])

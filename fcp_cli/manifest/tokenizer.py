@@ -84,6 +84,10 @@ class FileTokenizer:
     def encode(self, text: bytes) -> IntArray:
         return np.asarray(self._tokenizer.encode(_text(text)).ids, np.int64)
 
+    def count_inside(self, text: str) -> int:
+        """Tokens of a piece inside a longer text: the post-processor's special tokens are left out."""
+        return len(self._tokenizer.encode(text, add_special_tokens=False))
+
 
 def open_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that a manifest or `--tokenizer` names.

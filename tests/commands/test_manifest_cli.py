@@ -124,6 +124,14 @@ def test_options_that_do_not_apply_are_said(fcp: Any, tmp_path: Path) -> None:
     )
 
 
+def test_media_sizes_are_counted_and_the_assumption_is_said(fcp: Any, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "d.jsonl", [{"text_tokens": 5, "images": [{"height": 448, "width": 448}]}])
+    outcome = fcp("manifest", "build", "d.jsonl", "--kind", "media", "--processor", "qwen3-vl", "--json")
+    assert json.loads(outcome.out)["tokens"] == 5 + 196
+    assert "assumed tokens of time stamps by Qwen's pre-tokenizer rule" in outcome.err
+    assert fcp("manifest", "build", "d.jsonl", "--kind", "media").status == 2
+
+
 def test_equal_lengths_get_a_remark(fcp: Any, tmp_path: Path) -> None:
     write_parquet(tmp_path / "m.parquet", {"length": [8, 8]})
     outcome = fcp("manifest", "show", "m.parquet")

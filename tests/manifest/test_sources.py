@@ -343,6 +343,11 @@ HEADER = b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little")
             "d.jsonl:1: field 'text' holds neither a text",
         ),
         (
+            lambda r: write_jsonl(r / "d.jsonl", [{"text": [[1], [2, 3]]}]),
+            None,
+            "d.jsonl:1: field 'text' holds neither a text",
+        ),
+        (
             lambda r: write_jsonl(r / "d.jsonl", [{"text": [1, None]}]),
             None,
             "d.jsonl:1: field 'text' holds neither a text",

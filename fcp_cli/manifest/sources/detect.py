@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from fcp_cli.errors import ManifestError
+from fcp_cli.errors import ManifestError, UsageError
 from fcp_cli.manifest.sources.base import Source
 from fcp_cli.manifest.sources.columnar import columnar
 from fcp_cli.manifest.sources.jsonl import JsonLines
+from fcp_cli.manifest.sources.media import MediaSizes
 from fcp_cli.manifest.sources.megatron import MegatronIndex
 from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, PARQUET_SUFFIXES, open_shard
 from fcp_cli.manifest.sources.text import TextTree
-from fcp_cli.manifest.tokenizer import open_tokenizer
+from fcp_cli.manifest.tokenizer import FileTokenizer, open_tokenizer
+from fcp_cli.manifest.vision import open_processor, words_of
 
 _SUFFIXES: Final = {
     "jsonl": (".jsonl", ".ndjson", ".json"),
@@ -21,7 +23,7 @@ _SUFFIXES: Final = {
     "arrow": ARROW_SUFFIXES,
     "megatron": (".idx",),
 }
-KINDS: Final = ("text", *_SUFFIXES)
+KINDS: Final = ("text", *_SUFFIXES, "media")
 _SHARDED: Final = ("parquet", "arrow", "jsonl")
 
 
@@ -34,6 +36,7 @@ class SourceOptions:
         column: field or column with the tokens, texts or lengths; None takes what is usual.
         include: globs of the files of a text tree.
         exclude: globs of files and folders of a text tree to leave out.
+        processor: of media, `qwen3-vl`, `internvl` or the folder of a checkpoint.
         vocab_size: of Megatron data, where known; saves reading its `.bin` for the largest token.
     """
 
@@ -41,6 +44,7 @@ class SourceOptions:
     column: str | None = None
     include: tuple[str, ...] = ("*",)
     exclude: tuple[str, ...] = ()
+    processor: str | None = None
     vocab_size: int | None = None
 
 
@@ -75,11 +79,14 @@ def open_source(path: Path, kind: str, options: SourceOptions, *, output: Path |
 
     Raises:
         ManifestError: the source, its column or its tokenizer is missing or of another kind.
+        UsageError: media without a processor.
     """
     path = path.absolute()
     if kind == "megatron":
         index = path if path.suffix == ".idx" else _index_path(path)
         return MegatronIndex.open(index, vocab_size=options.vocab_size)
+    if kind == "media":
+        return _media(path, options)
     tokenizer = open_tokenizer(options.tokenizer)
     if kind == "text":
         if not path.is_dir():
@@ -91,6 +98,16 @@ def open_source(path: Path, kind: str, options: SourceOptions, *, output: Path |
     if kind == "jsonl":
         return JsonLines(path=path, files=tuple(files), column=options.column or "text", tokenizer=tokenizer)
     return columnar(path, [open_shard(file) for file in files], options.column, tokenizer)
+
+
+def _media(path: Path, options: SourceOptions) -> MediaSizes:
+    if options.processor is None:
+        raise UsageError("--kind media needs --processor: qwen3-vl, internvl or the folder of a checkpoint")
+    processor = open_processor(options.processor)
+    if options.tokenizer == "bytes":
+        return MediaSizes(path=path, processor=processor, count_text=words_of, counted_by="rule")
+    tokenizer = FileTokenizer(Path(options.tokenizer))
+    return MediaSizes(path=path, processor=processor, count_text=tokenizer.count_inside, counted_by=tokenizer.name)
 
 
 def _shard_paths(folder: Path, kind: str) -> list[Path]:

@@ -37,7 +37,7 @@ class JsonLines:
 
     @property
     def units(self) -> int | None:
-        return sum(_size(file) for file in self.files)
+        return sum(size_of(file) for file in self.files)
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -51,7 +51,7 @@ class JsonLines:
     def batches(self) -> Iterator[RowBatch]:
         start = 0
         for shard, file in enumerate(self.files):
-            for lines in grouped(_lines(file), most_items=_BATCH_LINES, most_bytes=_BATCH_BYTES):
+            for lines in grouped(json_lines(file), most_items=_BATCH_LINES, most_bytes=_BATCH_BYTES):
                 yield self._count(file, shard, start, lines)
                 start += len(lines)
 
@@ -108,12 +108,7 @@ def token_value(line: bytes, column: str, place: str) -> bytes | IntArray:
     Raises:
         ManifestError: the line is not a JSON object, or the field is missing or holds something else.
     """
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ManifestError(f"{place} is not JSON: {line.strip()[:60]!r}") from error
-    if not isinstance(record, dict):
-        raise ManifestError(f"{place} is not a JSON object but a {type(record).__name__}")
+    record = json_record(line, place)
     if column not in record:
         raise ManifestError(
             f"{place} has no field {column!r}; its fields are {', '.join(record)}; name one with --column"
@@ -121,18 +116,41 @@ def token_value(line: bytes, column: str, place: str) -> bytes | IntArray:
     value = record[column]
     if value is None or isinstance(value, str):
         return utf8(value or "")
-    tokens = np.asarray(value) if isinstance(value, list) else np.empty((0, 0))
-    if isinstance(value, list) and not value:
-        return np.empty(0, np.int64)
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+    tokens = _token_ids(value)
+    if tokens is None:
         raise ManifestError(
             f"{place}: field {column!r} holds neither a text nor a flat list of token ids but {str(value)[:40]!r}; "
             "name another with --column"
         )
-    return tokens.astype(np.int64)
+    return tokens
 
 
-def _lines(file: Path) -> Iterator[tuple[tuple[int, int, bytes], int]]:
+def _token_ids(value: Any) -> IntArray | None:
+    if not isinstance(value, list):
+        return None
+    try:
+        tokens = np.asarray(value or np.empty(0, np.int64))
+    except ValueError:  # lists of several lengths inside
+        return None
+    return tokens.astype(np.int64) if tokens.ndim == 1 and tokens.dtype.kind in "iu" else None
+
+
+def json_record(line: bytes, place: str) -> dict[str, Any]:
+    """The JSON object of one line.
+
+    Raises:
+        ManifestError: it is none.
+    """
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ManifestError(f"{place} is not JSON: {line.strip()[:60]!r}") from error
+    if not isinstance(record, dict):
+        raise ManifestError(f"{place} is not a JSON object but a {type(record).__name__}")
+    return record
+
+
+def json_lines(file: Path) -> Iterator[tuple[tuple[int, int, bytes], int]]:
     """Line number, byte offset and content of every line that is not blank, with its size."""
     offset = 0
     try:
@@ -145,7 +163,12 @@ def _lines(file: Path) -> Iterator[tuple[tuple[int, int, bytes], int]]:
         raise ManifestError(f"cannot read {file}: {error.strerror or error}") from error
 
 
-def _size(file: Path) -> int:
+def size_of(file: Path) -> int:
+    """Bytes of a file.
+
+    Raises:
+        ManifestError: it cannot be read.
+    """
     try:
         return file.stat().st_size
     except OSError as error:

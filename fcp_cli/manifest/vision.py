@@ -1,0 +1,283 @@
+"""Visual tokens and encoder work of images and videos, in closed form, for the Qwen3-VL and InternVL processors.
+
+The formulas are those of transformers 5.23 (`qwen2_vl`, `qwen3_vl`, `got_ocr2` and `internvl` processors); the tests
+compare them with the library's own functions. The sizes are those of published checkpoints; `open_processor` reads
+them from the checkpoint's own files instead, which is safer.
+
+H, W = height and width in pixels after resizing; f = pixels along a token's side (patch_size * merge_size).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from fcp_cli.errors import ManifestError
+
+_MAX_ASPECT: Final = 200
+_DEFAULT_FPS: Final = 24.0  # what the Qwen3-VL processor takes for a video without a rate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Visual:
+    """What one image or video adds to a sequence.
+
+    Attributes:
+        tokens: that the placeholder in the text is replaced by, but for `texts`.
+        patches: that the vision encoder runs.
+        patch_pairs: sum of patches squared over the parts within which it attends (frame pairs, tiles).
+        texts: pieces of text put between the visual tokens, as time stamps.
+    """
+
+    tokens: int
+    patches: int
+    patch_pairs: int
+    texts: tuple[str, ...] = ()
+
+
+class VisionProcessor(Protocol):
+    """How a model family turns pixels into tokens."""
+
+    def describe(self) -> dict[str, Any]:
+        """Every setting, for the manifest."""
+
+    def image(self, height: int, width: int) -> Visual:
+        """One image of this size in pixels.
+
+        Raises:
+            ValueError: the processor would refuse it.
+        """
+
+    def video(self, frames: int, height: int, width: int, fps: float | None) -> Visual:
+        """One video of so many frames of this size in pixels, at `fps` frames per second.
+
+        Raises:
+            ValueError: the processor would refuse it.
+        """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QwenVision:
+    """Qwen3-VL: the whole picture at its own aspect ratio; a video as pairs of frames with time stamps."""
+
+    name: str = "qwen3-vl"
+    patch_size: int = 16
+    merge_size: int = 2
+    temporal_patch_size: int = 2
+    image_min_pixels: int = 65_536
+    image_max_pixels: int = 16_777_216
+    video_min_pixels: int = 4_096
+    video_max_pixels: int = 25_165_824
+    frames_per_second: float = 2.0
+    min_frames: int = 4
+    max_frames: int = 768
+
+    @property
+    def factor(self) -> int:
+        """Pixels along a token's side."""
+        return self.patch_size * self.merge_size
+
+    def describe(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def image(self, height: int, width: int) -> Visual:
+        _check_aspect(height, width)
+        return self._visual(1, *self._fit(1, 1, height, width, self.image_min_pixels, self.image_max_pixels))
+
+    def video(self, frames: int, height: int, width: int, fps: float | None) -> Visual:
+        rate = fps or _DEFAULT_FPS
+        sampled = min(max(int(frames / rate * self.frames_per_second), self.min_frames), self.max_frames, frames)
+        if sampled < self.temporal_patch_size:
+            raise ValueError(f"a video needs at least {self.temporal_patch_size} frames")
+        if height < self.factor or width < self.factor:
+            scale = max(self.factor / height, self.factor / width)
+            height, width = int(height * scale), int(width * scale)
+        _check_aspect(height, width)
+        rounded = round(sampled / self.temporal_patch_size) * self.temporal_patch_size
+        fitted = self._fit(sampled, rounded, height, width, self.video_min_pixels, self.video_max_pixels)
+        stamps = self._time_stamps(frames, sampled, rate)
+        return self._visual(len(stamps), *fitted, texts=tuple(f"<{seconds:.1f} seconds>" for seconds in stamps))
+
+    def _fit(
+        self, frames: int, rounded_frames: int, height: int, width: int, min_pixels: int, max_pixels: int
+    ) -> tuple[int, int]:
+        """H, W: multiples of f that keep the aspect ratio and put all frames together within the pixel limits."""
+        f = self.factor
+        fitted = round(height / f) * f, round(width / f) * f
+        pixels = rounded_frames * fitted[0] * fitted[1]
+        if pixels > max_pixels:
+            shrink = math.sqrt(frames * height * width / max_pixels)
+            return max(f, math.floor(height / shrink / f) * f), max(f, math.floor(width / shrink / f) * f)
+        if pixels < min_pixels:
+            grow = math.sqrt(min_pixels / (frames * height * width))
+            return math.ceil(height * grow / f) * f, math.ceil(width * grow / f) * f
+        return fitted
+
+    def _visual(self, parts: int, height: int, width: int, *, texts: tuple[str, ...] = ()) -> Visual:
+        patches = (height // self.patch_size) * (width // self.patch_size)
+        marks = 2 * len(texts)  # a start and an end mark around each part of a video
+        return Visual(
+            tokens=parts * patches // self.merge_size**2 + marks,
+            patches=parts * patches,
+            patch_pairs=parts * patches**2,
+            texts=texts,
+        )
+
+    def _time_stamps(self, frames: int, sampled: int, rate: float) -> list[float]:
+        """Seconds at the middle of each group of frames; the last frame fills up the last group."""
+        indices = np.linspace(0, frames - 1, sampled).round().astype(int)
+        size = self.temporal_patch_size
+        seconds = np.pad(indices, (0, -sampled % size), mode="edge") / rate
+        return [float(stamp) for stamp in (seconds[::size] + seconds[size - 1 :: size]) / 2]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InternVision:
+    """InternVL 2.5 and 3: square tiles in the grid that is closest in aspect ratio, and a thumbnail."""
+
+    name: str = "internvl"
+    tile_pixels: int = 448
+    patch_size: int = 14
+    tokens_per_tile: int = 256
+    min_tiles: int = 1
+    max_tiles: int = 12
+
+    def describe(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def image(self, height: int, width: int) -> Visual:
+        columns, rows = _best_grid(height, width, self.tile_pixels, self.min_tiles, self.max_tiles)
+        tiles = columns * rows
+        tiles += 1 if tiles > 1 else 0  # the thumbnail
+        return self._visual(tiles, marks=2)
+
+    def video(self, frames: int, height: int, width: int, fps: float | None) -> Visual:
+        texts = tuple(("" if i == 0 else "\n") + f"Frame{i + 1}: " for i in range(frames))
+        return self._visual(frames, marks=2 * frames, texts=texts)
+
+    def _visual(self, tiles: int, *, marks: int, texts: tuple[str, ...] = ()) -> Visual:
+        patches = (self.tile_pixels // self.patch_size) ** 2
+        return Visual(
+            tokens=tiles * self.tokens_per_tile + marks,
+            patches=tiles * patches,
+            patch_pairs=tiles * patches**2,
+            texts=texts,
+        )
+
+
+@lru_cache(maxsize=1 << 16)
+def _best_grid(height: int, width: int, tile: int, min_tiles: int, max_tiles: int) -> tuple[int, int]:
+    """(columns, rows) closest in aspect ratio; of equals the one with more tiles while the picture fills half of it."""
+    sides = range(1, max_tiles + 1)
+    grids = sorted(
+        ((c, r) for c in sides for r in sides if min_tiles <= c * r <= max_tiles), key=lambda grid: grid[0] * grid[1]
+    )
+    best, best_difference = (1, 1), math.inf
+    for columns, rows in grids:
+        difference = abs(width / height - columns / rows)
+        fills = height * width > 0.5 * tile * tile * columns * rows
+        if difference < best_difference or (difference == best_difference and fills):
+            best, best_difference = (columns, rows), difference
+    return best
+
+
+def _check_aspect(height: int, width: int) -> None:
+    if max(height, width) / min(height, width) > _MAX_ASPECT:
+        raise ValueError(f"{height} x {width} pixels are beyond the aspect ratio of {_MAX_ASPECT} that Qwen3-VL takes")
+
+
+def words_of(text: str) -> int:
+    """Tokens of a short text between visual tokens, as Qwen's vocabulary splits it: words, digits, marks, spaces.
+
+    This follows from the published pre-tokenizer rule and takes every word for one token; counting with the model's
+    own tokenizer is exact.
+    """
+    return len(re.findall(r" ?[A-Za-z]+|\d|[^\sA-Za-z\d]|\s", text))
+
+
+def open_processor(name: str) -> VisionProcessor:
+    """`qwen3-vl` or `internvl` with the sizes of published checkpoints, or a checkpoint folder with its own.
+
+    Raises:
+        ManifestError: neither, or a folder whose processor is of another family.
+    """
+    if name in ("qwen3-vl", "internvl"):
+        return QwenVision() if name == "qwen3-vl" else InternVision()
+    folder = Path(name)
+    if not folder.is_dir():
+        raise ManifestError(f"--processor {name} is neither qwen3-vl nor internvl nor the folder of a checkpoint")
+    images = _config(folder, "preprocessor_config.json", "image_processor")
+    kind = str(images.get("image_processor_type", ""))
+    if kind.startswith("Qwen2VLImageProcessor"):
+        return _qwen(folder, images, _config(folder, "video_preprocessor_config.json", "video_processor"))
+    if kind.startswith("GotOcr2ImageProcessor"):
+        return _intern(folder, images)
+    raise ManifestError(
+        f"{folder} has the image processor {kind or 'of no name'!r}; fcp knows Qwen3-VL's and InternVL's"
+    )
+
+
+def _qwen(folder: Path, images: dict[str, Any], videos: dict[str, Any]) -> QwenVision:
+    if videos.get("cap_pixels_per_frame"):
+        raise ManifestError(f"{folder} caps the pixels of each video frame, which fcp does not model yet")
+    kind = str(videos.get("video_processor_type", ""))
+    if not kind.startswith("Qwen3VL"):
+        raise ManifestError(
+            f"{folder} has the video processor {kind or 'of no name'!r}; fcp knows Qwen3VLVideoProcessor"
+        )
+    return QwenVision(
+        name=str(folder.resolve()),
+        patch_size=images["patch_size"],
+        merge_size=images["merge_size"],
+        temporal_patch_size=videos["temporal_patch_size"],
+        image_min_pixels=images["size"]["shortest_edge"],
+        image_max_pixels=images["size"]["longest_edge"],
+        video_min_pixels=videos["size"]["shortest_edge"],
+        video_max_pixels=videos["size"]["longest_edge"],
+        frames_per_second=videos.get("fps", 2),
+        min_frames=videos.get("min_frames", 4),
+        max_frames=videos.get("max_frames", 768),
+    )
+
+
+def _intern(folder: Path, images: dict[str, Any]) -> InternVision:
+    model = _config(folder, "processor_config.json")
+    return InternVision(
+        name=str(folder.resolve()),
+        tile_pixels=images["size"]["height"],
+        tokens_per_tile=model["image_seq_length"],
+        min_tiles=images["min_patches"],
+        max_tiles=images["max_patches"] if images["crop_to_patches"] else 1,
+    )
+
+
+class _Settings(dict[str, Any]):
+    """A JSON object whose missing keys are named with their file."""
+
+    def __init__(self, file: Path, values: dict[str, Any]) -> None:
+        super().__init__({key: _Settings(file, v) if isinstance(v, dict) else v for key, v in values.items()})
+        self._file = file
+
+    def __missing__(self, key: str) -> Any:
+        raise ManifestError(f"{self._file} has no {key!r}, which the number of visual tokens depends on")
+
+
+def _config(folder: Path, name: str, section: str | None = None) -> dict[str, Any]:
+    """A JSON file of a checkpoint, or its section of `processor_config.json`, where newer checkpoints have it."""
+    file = folder / name
+    if section is not None and not file.exists() and (folder / "processor_config.json").exists():
+        return _config(folder, "processor_config.json")[section]  # type: ignore[no-any-return]
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ManifestError(f"cannot read {file}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ManifestError(f"{file} is not JSON") from error
+    return _Settings(file, values if isinstance(values, dict) else {})

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from fcp_cli.errors import ManifestError, UsageError
+from fcp_cli.manifest.header import build_command, manifest_source
+from fcp_cli.manifest.read import read_manifest
+from fcp_cli.manifest.tokens import open_tokens
+from tests.manifest.datasets import build, write_jsonl, write_tokenizer
+
+IMAGE = {"height": 720, "width": 1280}
+VIDEO = {"frames": 60, "height": 720, "width": 1280, "fps": 30}
+RECORDS = [
+    {"id": "text", "text_tokens": 50},
+    {"id": "both", "text_tokens": 10, "images": [IMAGE, {"height": 224, "width": 224}], "videos": [VIDEO]},
+    {"text_tokens": 7, "images": [IMAGE]},
+    {"text_tokens": 0},
+]
+
+
+def test_sizes_become_lengths_and_encoder_work(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "media.jsonl", RECORDS)
+    built = build(source, tmp_path / "m.parquet", kind="media", processor="qwen3-vl")
+    assert built.skipped == {"empty": 1}
+    columns = pq.read_table(tmp_path / "m.parquet").to_pydict()
+    video_tokens = 2 * (880 + 2 + 6)  # four frames, two time stamps of six tokens: <0.3 seconds>, <1.6 seconds>
+    assert columns == {
+        "id": ["text", "both", "2"],
+        "length": [50, 10 + 880 + 64 + video_tokens, 887],
+        "text_tokens": [50, 10, 7],
+        "vision_patches": [0, 3520 + 256 + 2 * 3520, 3520],
+        "vision_patch_pairs": [0, 3520**2 + 256**2 + 2 * 3520**2, 3520**2],
+        "num_images": [0, 2, 1],
+        "num_videos": [0, 1, 0],
+    }
+    table = read_manifest(tmp_path / "m.parquet")
+    assert table.vision_patches is not None
+    assert table.vision_patches.tolist() == columns["vision_patches"]
+
+
+def test_a_tokenizer_counts_the_time_stamps(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "media.jsonl", [{"text_tokens": 1, "videos": [VIDEO]}])
+    tokenizer = write_tokenizer(tmp_path / "tokenizer.json")  # splits <0.3 seconds> into < 0 . 3 seconds >
+    build(source, tmp_path / "m.parquet", kind="media", processor="qwen3-vl", tokenizer=str(tokenizer))
+    assert read_manifest(tmp_path / "m.parquet").length_tokens.tolist() == [1 + 2 * (880 + 2 + 6)]
+    recorded = manifest_source(tmp_path / "m.parquet")
+    assert recorded is not None
+    assert recorded["tokenizer"] == str(tokenizer)
+
+
+def test_a_media_manifest_has_no_tokens_and_knows_how_it_was_built(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "media.jsonl", RECORDS)
+    build(source, tmp_path / "m.parquet", kind="media", processor="internvl")
+    recorded = manifest_source(tmp_path / "m.parquet")
+    assert recorded is not None
+    assert recorded["processor"]["tile_pixels"] == 448
+    assert build_command(recorded, Path("m.parquet")) == (
+        f"fcp manifest build {source} --kind media --processor internvl -o m.parquet"
+    )
+    with pytest.raises(ManifestError, match="holds no tokens; train on synthetic tokens"):
+        open_tokens(tmp_path / "m.parquet")
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"images": [IMAGE]}, "'text_tokens' is missing; it must be a whole number >= 0"),
+        ({"text_tokens": -1}, "'text_tokens' is -1; it must be a whole number >= 0"),
+        ({"text_tokens": 1, "images": [{"height": 0, "width": 4}]}, "'height' is 0; it must be a whole number >= 1"),
+        ({"text_tokens": 1, "images": [{"height": 4}]}, "'width' is missing; it must be a whole number >= 1"),
+        ({"text_tokens": 1, "images": [4]}, "'images' must be a list of objects with height and width"),
+        ({"text_tokens": 1, "videos": [IMAGE]}, "every object of 'videos' needs 'frames', and none of 'images' has it"),
+        ({"text_tokens": 1, "images": [VIDEO]}, "every object of 'videos' needs 'frames', and none of 'images' has it"),
+        ({"text_tokens": 1, "videos": [{**VIDEO, "fps": 0}]}, "'fps' is 0; it must be a number > 0"),
+        ({"text_tokens": 1, "images": [{"height": 1, "width": 900}]}, "beyond the aspect ratio of 200"),
+        (
+            {"text_tokens": 1, "videos": [{**VIDEO, "frames": 1}]},
+            "a video needs at least 2 frames; leave the record out",
+        ),
+    ],
+)
+def test_a_bad_record_is_named_with_its_line(tmp_path: Path, record: dict[str, Any], message: str) -> None:
+    source = write_jsonl(tmp_path / "media.jsonl", [RECORDS[0], record])
+    with pytest.raises(ManifestError, match=re.escape("media.jsonl:2: ") + ".*" + re.escape(message)):
+        build(source, tmp_path / "m.parquet", kind="media", processor="qwen3-vl")
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_media_without_a_processor_is_wrong_usage(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "media.jsonl", RECORDS)
+    with pytest.raises(UsageError, match="--kind media needs --processor: qwen3-vl, internvl or the folder"):
+        build(source, tmp_path / "m.parquet", kind="media")

@@ -1,0 +1,223 @@
+"""Visual tokens against transformers' own functions, against published examples, and from checkpoint folders."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import math
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from fcp_cli.errors import ManifestError
+from fcp_cli.manifest.vision import InternVision, QwenVision, open_processor, words_of
+
+SIDES = st.integers(1, 9000)
+QWEN, INTERN = QwenVision(), InternVision()
+
+
+@lru_cache
+def library_functions(module: str) -> dict[str, Any]:
+    """The plain functions and the methods of a transformers module, without importing it: that needs torchvision."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        pytest.skip("transformers is not installed")
+    tree = ast.parse((Path(spec.origin).parent / "models" / f"{module}.py").read_text(encoding="utf-8"))
+    wanted = {
+        "smart_resize",
+        "get_all_supported_aspect_ratios",
+        "get_optimal_tiled_canvas",
+        "sample_frames",
+        "_calculate_timestamps",
+    }
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in wanted]
+    for function in functions:
+        function.decorator_list = []
+        function.returns = None
+        for argument in [*function.args.args, *function.args.kwonlyargs]:
+            argument.annotation = None
+    if functions:
+        names: dict[str, Any] = {"math": math, "np": np}
+        exec(compile(ast.Module([*functions], []), module, "exec"), names)
+        return names
+    pytest.skip(f"transformers has no functions in {module} any more")
+
+
+@pytest.mark.hf
+@given(height=SIDES, width=SIDES)
+@settings(max_examples=500)
+def test_qwen_images_are_resized_as_by_transformers(height: int, width: int) -> None:
+    smart_resize: Callable[..., tuple[int, int]] = library_functions("qwen2_vl/image_processing_qwen2_vl")[
+        "smart_resize"
+    ]
+    assume(max(height, width) / min(height, width) <= 200)
+    resized = smart_resize(height, width, 32, 65_536, 16_777_216)
+    visual = QWEN.image(height, width)
+    assert visual.patches == resized[0] // 16 * (resized[1] // 16)
+    assert visual.tokens == visual.patches // 4
+    assert visual.patch_pairs == visual.patches**2
+
+
+class Metadata:
+    """What transformers knows of a video before it samples."""
+
+    def __init__(self, total_num_frames: int, fps: float) -> None:
+        self.total_num_frames, self.fps = total_num_frames, fps
+
+
+class Sampler:
+    """The settings that transformers' sampling reads from its processor."""
+
+    fps, min_frames, max_frames = 2, 4, 768
+
+
+@pytest.mark.hf
+@given(
+    frames=st.integers(2, 60_000), height=SIDES, width=SIDES, fps=st.sampled_from([1.0, 7.5, 23.976, 24.0, 30.0, 60.0])
+)
+@settings(max_examples=300)
+def test_qwen_videos_are_sampled_resized_and_stamped_as_by_transformers(
+    frames: int, height: int, width: int, fps: float
+) -> None:
+    videos = library_functions("qwen3_vl/video_processing_qwen3_vl")
+    stamps_of = library_functions("qwen3_vl/processing_qwen3_vl")["_calculate_timestamps"]
+    assume(max(height, width, 32) / min(height, width) <= 200)
+    indices = videos["sample_frames"](Sampler(), Metadata(frames, fps))
+    resized = videos["smart_resize"](len(indices), height, width, 2, 32, 4096, 25_165_824)
+    stamps = [f"<{stamp:.1f} seconds>" for stamp in stamps_of(None, indices, fps)]
+    visual = QWEN.video(frames, height, width, fps)
+    part = resized[0] // 16 * (resized[1] // 16)
+    assert list(visual.texts) == stamps
+    assert visual.patches == part * len(stamps)
+    assert visual.patch_pairs == part**2 * len(stamps)
+    assert visual.tokens == (part // 4 + 2) * len(stamps)
+
+
+@pytest.mark.hf
+@given(height=SIDES, width=SIDES)
+@settings(max_examples=500)
+def test_internvl_images_are_tiled_as_by_transformers(height: int, width: int) -> None:
+    best = library_functions("got_ocr2/image_processing_got_ocr2")["get_optimal_tiled_canvas"]
+    columns, rows = best((height, width), (448, 448), 1, 12)
+    tiles = columns * rows + (columns * rows > 1)
+    assert INTERN.image(height, width).tokens == 256 * tiles + 2
+    assert INTERN.image(height, width).patch_pairs == tiles * 1024**2
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "qwen", "intern"),
+    [
+        (224, 224, 64, 258),
+        (448, 448, 196, 258),
+        (720, 1280, 880, 2306),
+        (2160, 3840, 8160, 2306),
+        (3000, 4000, 11750, 3330),
+    ],
+)
+def test_tokens_of_usual_sizes(height: int, width: int, qwen: int, intern: int) -> None:
+    assert (QWEN.image(height, width).tokens, INTERN.image(height, width).tokens) == (qwen, intern)
+
+
+def test_an_internvl_video_is_one_tile_and_one_line_of_text_per_frame() -> None:
+    visual = INTERN.video(3, 720, 1280, None)
+    assert visual.tokens == 3 * 258
+    assert visual.texts == ("Frame1: ", "\nFrame2: ", "\nFrame3: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("<0.5 seconds>", 6), ("<123.4 seconds>", 8), ("Frame1: ", 4), ("\nFrame12: ", 6)]
+)
+def test_short_texts_are_split_into_words_digits_marks_and_spaces(text: str, tokens: int) -> None:
+    assert words_of(text) == tokens
+
+
+def test_pictures_that_qwen_refuses_are_refused() -> None:
+    with pytest.raises(ValueError, match="10 x 4000 pixels are beyond the aspect ratio of 200"):
+        QWEN.image(10, 4000)
+    with pytest.raises(ValueError, match="a video needs at least 2 frames"):
+        QWEN.video(1, 100, 100, 30)
+
+
+QWEN_IMAGES = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "patch_size": 16,
+    "merge_size": 2,
+    "size": {"shortest_edge": 65_536, "longest_edge": 1_048_576},
+}
+QWEN_VIDEOS = {
+    "video_processor_type": "Qwen3VLVideoProcessor",
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": 4096, "longest_edge": 786_432},
+    "fps": 1,
+}
+INTERN_IMAGES = {
+    "image_processor_type": "GotOcr2ImageProcessorFast",
+    "size": {"height": 448, "width": 448},
+    "min_patches": 1,
+    "max_patches": 6,
+    "crop_to_patches": True,
+}
+
+
+def checkpoint(root: Path, **files: Any) -> str:
+    for name, content in files.items():
+        (root / f"{name}.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(root)
+
+
+def test_a_checkpoint_says_its_own_sizes(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, preprocessor_config=QWEN_IMAGES, video_preprocessor_config=QWEN_VIDEOS)
+    processor = open_processor(folder)
+    assert processor.image(2160, 3840).tokens <= 1024
+    assert processor.video(768, 720, 1280, 1.0).tokens == 384 * (1 + 2)
+    assert processor.describe()["name"] == folder
+
+
+def test_a_newer_checkpoint_says_them_in_one_file(tmp_path: Path) -> None:
+    settings_of = {"image_processor": INTERN_IMAGES, "image_seq_length": 256}
+    processor = open_processor(checkpoint(tmp_path, processor_config=settings_of))
+    assert processor.image(3000, 4000).tokens <= 256 * 7 + 2
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "preprocessor_config.json: No such file or directory"),
+        ({"preprocessor_config": "{"}, "preprocessor_config.json is not JSON"),
+        ({"preprocessor_config": {"image_processor_type": "CLIP"}}, "has the image processor 'CLIP'; fcp knows"),
+        (
+            {"preprocessor_config": QWEN_IMAGES, "video_preprocessor_config": {"video_processor_type": "Qwen2VLVideo"}},
+            "has the video processor 'Qwen2VLVideo'; fcp knows Qwen3VLVideoProcessor",
+        ),
+        (
+            {
+                "preprocessor_config": QWEN_IMAGES,
+                "video_preprocessor_config": {**QWEN_VIDEOS, "cap_pixels_per_frame": True},
+            },
+            "caps the pixels of each video frame",
+        ),
+        (
+            {
+                "preprocessor_config": {**QWEN_IMAGES, "size": {"shortest_edge": 1}},
+                "video_preprocessor_config": QWEN_VIDEOS,
+            },
+            "preprocessor_config.json has no 'longest_edge', which the number of visual tokens depends on",
+        ),
+    ],
+)
+def test_a_checkpoint_of_another_family_is_refused(tmp_path: Path, files: dict[str, Any], message: str) -> None:
+    with pytest.raises(ManifestError, match=re.escape(message)):
+        open_processor(checkpoint(tmp_path, **files))
+
+
+def test_an_unknown_processor_is_named() -> None:
+    with pytest.raises(ManifestError, match="--processor llava is neither qwen3-vl nor internvl nor the folder"):
+        open_processor("llava")
