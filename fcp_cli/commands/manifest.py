@@ -24,20 +24,18 @@ manifest_app = typer.Typer(no_args_is_help=True, help="Build or show a length ma
 app.add_typer(manifest_app, name="manifest")
 
 _BAR_CELLS = 22
-_KINDS = ("auto", "text", "jsonl", "parquet", "arrow", "megatron", "media")
+_KINDS = ("text", "jsonl", "parquet", "arrow", "megatron", "media", "auto")
 
 
 @manifest_app.command()
 def build(
     source: Annotated[
         Path,
-        typer.Argument(
-            help="Folder of text files, JSONL, Parquet or Arrow files (or a folder of them), or Megatron .idx."
-        ),
+        typer.Argument(help="Folder of text files; JSONL, Parquet or Arrow file, or a folder of them; Megatron .idx."),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The manifest to write.")] = Path("lengths.parquet"),
     kind: Annotated[
-        str, typer.Option(metavar="|".join(_KINDS), help="What SOURCE is; auto goes by its name and content.")
+        str, typer.Option(metavar="KIND", help=f"What SOURCE is: {', '.join(_KINDS)} (by its name and content).")
     ] = "auto",
     tokenizer: Annotated[
         str, typer.Option(metavar="bytes|FILE", help="Tokens of a text: its UTF-8 bytes, or by a tokenizer.json.")
@@ -47,8 +45,8 @@ def build(
         typer.Option(
             "--column",
             "--text-field",
-            help="Field or column with texts, token ids or lengths. [default: text in JSONL; input_ids, text or "
-            "length in Parquet and Arrow]",
+            help="Field or column with texts, token ids or lengths; else text in JSONL, and input_ids, text or length "
+            "(the first there is) in Parquet and Arrow.",
         ),
     ] = None,
     include: Annotated[
@@ -60,8 +58,8 @@ def build(
     processor: Annotated[
         str | None,
         typer.Option(
-            metavar="qwen3-vl|internvl|FOLDER",
-            help="Of media (a JSONL of image and video sizes): how pixels become tokens; FOLDER is a checkpoint's.",
+            metavar="NAME|FOLDER",
+            help="Of media (a JSONL of image and video sizes): qwen3-vl, internvl or the folder of a checkpoint.",
         ),
     ] = None,
     vocab_size: Annotated[
@@ -80,7 +78,7 @@ def build(
 
     if kind not in _KINDS:
         raise UsageError(f"--kind {kind} is none of {', '.join(_KINDS)}")
-    if output.absolute() == source.absolute():
+    if output.exists() and source.exists() and output.samefile(source):
         raise UsageError(f"-o {output} would overwrite the source; name another file with -o")
     if kind == "auto":
         kind = detect_kind(source)

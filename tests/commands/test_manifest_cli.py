@@ -107,6 +107,12 @@ def test_build_prints_one_json_document_on_stdout(fcp: Any, tmp_path: Path) -> N
     assert document["source"]["kind"] == "jsonl"
 
 
+def test_the_current_folder_is_a_source(fcp: Any, tmp_path: Path) -> None:
+    write_tree(tmp_path, {"a.txt": b"abc", "b.txt": b"de"})
+    for _ in range(2):  # the second time, the first manifest lies there
+        assert json.loads(fcp("manifest", "build", ".", "--json").out)["tokens"] == 5
+
+
 def test_quiet_says_nothing(fcp: Any, tmp_path: Path) -> None:
     write_tree(tmp_path / "src", {"a.py": b"abc"})
     outcome = fcp("-q", "manifest", "build", "src")
@@ -148,7 +154,8 @@ def test_equal_lengths_get_a_remark(fcp: Any, tmp_path: Path) -> None:
         (("show", "text.parquet"), 1, "text.parquet cannot be read as Parquet"),
         (("build", "none"), 1, "there is no source none"),
         (("build", "foreign.parquet", "-o", "foreign.parquet"), 2, "-o foreign.parquet would overwrite the source"),
-        (("build", "foreign.parquet", "--kind", "csv"), 2, "--kind csv is none of auto, text, jsonl"),
+        (("build", "foreign.parquet", "--kind", "csv"), 2, "--kind csv is none of text, jsonl"),
+        (("build", "./", "-o", "new.parquet"), 2, "new.parquet would lie among the files of"),
         (("build", "foreign.parquet", "--tokenizer", "t.json"), 1, "there is no tokenizer t.json"),
         (("build", "bad.parquet", "-o", "no/m.parquet"), 1, "cannot write no/m.parquet"),
     ],

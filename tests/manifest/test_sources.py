@@ -415,10 +415,11 @@ def test_a_bad_source_is_one_line_and_leaves_nothing(
 
 
 def test_shards_that_differ_are_named(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "a.parquet", {"input_ids": [[1]]})
-    write_parquet(tmp_path / "b.parquet", {"text": ["x"]})
+    (tmp_path / "d").mkdir()
+    write_parquet(tmp_path / "d" / "a.parquet", {"input_ids": [[1]]})
+    write_parquet(tmp_path / "d" / "b.parquet", {"text": ["x"]})
     with pytest.raises(ManifestError, match=r"b\.parquet has no column 'input_ids' of tokens like a\.parquet has"):
-        build(tmp_path, tmp_path / "m.parquet")
+        build(tmp_path / "d", tmp_path / "m.parquet")
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def detect_kind(path: Path) -> str:
     Raises:
         ManifestError: there is nothing at the path, or a file with a suffix that tells nothing.
     """
-    if path.with_name(f"{path.name}.idx").is_file():
+    if Path(f"{path}.idx").is_file():
         return "megatron"  # Megatron-LM users type the prefix
     if path.is_dir():
         return next((kind for kind in _SHARDED if _shard_paths(path, kind)), "text")
@@ -75,11 +75,11 @@ def open_source(path: Path, kind: str, options: SourceOptions, *, output: Path |
         path: the source.
         kind: one of `KINDS`.
         options: how to read it.
-        output: the manifest to be written, which a text tree leaves out.
+        output: the manifest to be written, absolute; a text tree leaves it out, and it may not become a shard.
 
     Raises:
         ManifestError: the source, its column or its tokenizer is missing or of another kind.
-        UsageError: media without a processor.
+        UsageError: media without a processor, or an output among the shards of the source.
     """
     path = path.absolute()
     if kind == "megatron":
@@ -92,6 +92,8 @@ def open_source(path: Path, kind: str, options: SourceOptions, *, output: Path |
         if not path.is_dir():
             raise ManifestError(f"{path} is not a folder; --kind text takes a folder of text files")
         return TextTree(root=path, include=options.include, exclude=options.exclude, tokenizer=tokenizer, output=output)
+    if output is not None and output.parent == path:
+        raise UsageError(f"-o {output} would lie among the files of {path}; name another folder with -o")
     files = _shard_paths(path, kind) if path.is_dir() else [path]
     if not files:
         raise ManifestError(f"{path} holds no {' or '.join(_SUFFIXES[kind])} file")
@@ -116,4 +118,4 @@ def _shard_paths(folder: Path, kind: str) -> list[Path]:
 
 
 def _index_path(path: Path) -> Path:
-    return path.with_suffix(".idx") if path.suffix == ".bin" else path.with_name(f"{path.name}.idx")
+    return path.with_suffix(".idx") if path.suffix == ".bin" else Path(f"{path}.idx")
