@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import pyarrow.parquet as pq
+
 from fcp_cli.errors import ManifestError, UsageError
+from fcp_cli.manifest.header import read_header, readable
 from fcp_cli.manifest.sources.base import Source
 from fcp_cli.manifest.sources.columnar import columnar
 from fcp_cli.manifest.sources.jsonl import JsonLines
@@ -114,7 +118,15 @@ def _media(path: Path, options: SourceOptions) -> MediaSizes:
 
 def _shard_paths(folder: Path, kind: str) -> list[Path]:
     suffixes = [suffix for suffix in _SUFFIXES[kind] if suffix != ".json"]  # folders hold .json files of every purpose
-    return sorted(file for file in folder.iterdir() if file.suffix in suffixes and not file.name.startswith("."))
+    files = sorted(file for file in folder.iterdir() if file.suffix in suffixes and not file.name.startswith("."))
+    return [file for file in files if kind != "parquet" or not _made_by_fcp(file)]
+
+
+def _made_by_fcp(file: Path) -> bool:
+    """Manifests and plans beside the data are no part of it."""
+    with suppress(ManifestError), readable(file):
+        return bool(read_header(pq.read_metadata(file)))
+    return False  # what is wrong with it is said when it is opened
 
 
 def _index_path(path: Path) -> Path:
