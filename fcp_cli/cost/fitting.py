@@ -1,0 +1,249 @@
+"""Fits the coefficients of the cost model to measured micro-batches, on relative error and robust to outliers.
+
+With A = sum (1 + eta) length^2 / d, T = tokens / d and hops = d - 1 a sample reads
+
+    seconds = beta1 + alpha2 T + max(alpha1 A, r T hops + beta2 hops),    r = alpha3 / bandwidth (one r per tier)
+
+Bytes and bandwidth only ever appear as their quotient: alpha3 is counted from the model, r is fitted, and the
+bandwidth follows. A non-negative least-squares fit without the maximum starts a bounded, robust one with it. What the
+samples cannot tell (a ring that always hides behind attention) stays near its prior.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import least_squares, nnls
+
+from fcp_cli.cost.model import group_seconds
+from fcp_cli.cost.profile import Bandwidth, CostProfile
+from fcp_cli.errors import ProfileError
+from fcp_cli.manifest.table import FloatArray
+
+# Residuals beyond this relative error count linearly instead of squared: outliers, not the rule.
+OUTLIER_RELATIVE_ERROR = 0.05
+# Weight of "the ring is as its prior says" against one sample; enough to hold what no sample tells.
+PRIOR_WEIGHT = 0.02
+LEAST_SAMPLES = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One measured micro-batch.
+
+    Attributes:
+        lengths: tokens of each sequence of the pack.
+        degree: ranks of its group.
+        seconds: from the moment all ranks of the group were ready to the end of its backward.
+        crosses_nodes: whether the group spans nodes.
+    """
+
+    lengths: tuple[int, ...]
+    degree: int
+    seconds: float
+    crosses_nodes: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """A fitted profile with the relative error (predicted / measured - 1) of each sample it was fitted to."""
+
+    profile: CostProfile
+    relative_errors: FloatArray
+    kept: tuple[str, ...]  # coefficients that the samples could not tell and that stay as they were
+
+
+def fit_profile(samples: Sequence[Sample], prior: CostProfile) -> Fit:
+    """Fit alpha1, alpha2, beta1, beta2 and the bandwidths; everything else stays as in `prior`.
+
+    Args:
+        samples: measured micro-batches of one model on one cluster.
+        prior: gives bytes per token, and the ring's figures where no sample of degree > 1 tells them.
+
+    Raises:
+        ProfileError: too few samples, or too alike to tell the coefficients apart; the message says what is missing.
+    """
+    _require_enough(samples)
+    terms = _Terms.of(samples)
+    tiers = [name for name, used in (("intra_node", terms.intra), ("inter_node", terms.inter)) if used.any()]
+    start = _start(terms, tiers, prior)
+    best = min(
+        (_robust_fit(terms, tiers, start * scale) for scale in _ring_scales(len(tiers))), key=lambda found: found[1]
+    )[0]
+    profile = _with_parameters(prior, best, tiers)
+    errors = predicted_seconds(samples, profile) / terms.seconds - 1.0
+    kept = [f"bandwidth_bytes_per_second.{name}" for name in ("intra_node", "inter_node") if name not in tiers]
+    if not tiers:
+        kept.append("coefficients.ring_hop_seconds")
+    return Fit(profile=profile, relative_errors=errors, kept=tuple(kept))
+
+
+def predicted_seconds(samples: Sequence[Sample], profile: CostProfile) -> FloatArray:
+    """[samples] what the cost model says, causal masks assumed."""
+    c = profile.coefficients
+    squares = np.array([sum(length * length for length in s.lengths) for s in samples], dtype=np.float64)
+    tokens = np.array([sum(s.lengths) for s in samples], dtype=np.float64)
+    return group_seconds(
+        profile,
+        attention_seconds=c.attention_seconds_per_token2 * squares,
+        linear_seconds=c.linear_seconds_per_token * tokens,
+        tokens=tokens,
+        degree=[s.degree for s in samples],
+        crosses_nodes=[s.crosses_nodes for s in samples],
+    )
+
+
+def mean_absolute_percentage(relative_errors: npt.ArrayLike) -> float:
+    """Mean of |relative error|, in per cent."""
+    return float(np.mean(np.abs(np.asarray(relative_errors)))) * 100.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Terms:
+    """[samples] what each coefficient is multiplied with."""
+
+    attention: FloatArray
+    linear: FloatArray
+    ring: FloatArray
+    hops: FloatArray
+    intra: FloatArray  # 1 where the sample has a ring inside a node
+    inter: FloatArray
+    seconds: FloatArray
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> _Terms:
+        degree = np.array([s.degree for s in samples], dtype=np.float64)
+        tokens = np.array([sum(s.lengths) for s in samples], dtype=np.float64)
+        squares = np.array([sum(length * length for length in s.lengths) for s in samples], dtype=np.float64)
+        crosses = np.array([s.crosses_nodes for s in samples], dtype=np.float64)
+        return cls(
+            attention=squares / degree,
+            linear=tokens / degree,
+            ring=tokens * (degree - 1) / degree,
+            hops=degree - 1,
+            intra=(degree > 1) * (1 - crosses),
+            inter=(degree > 1) * crosses,
+            seconds=np.array([s.seconds for s in samples], dtype=np.float64),
+        )
+
+    def tier(self, name: str) -> FloatArray:
+        return self.intra if name == "intra_node" else self.inter
+
+    def seconds_of(self, parameters: FloatArray, tiers: Sequence[str]) -> FloatArray:
+        """Predicted seconds; parameters = [alpha1, alpha2, beta1, beta2?, r per tier]."""
+        attention = parameters[0] * self.attention
+        ring = np.zeros_like(attention)
+        if tiers:
+            ring += parameters[3] * self.hops
+        for position, name in enumerate(tiers):
+            ring += parameters[4 + position] * self.ring * self.tier(name)
+        return np.asarray(parameters[2] + parameters[1] * self.linear + np.maximum(attention, ring))
+
+
+def _require_enough(samples: Sequence[Sample]) -> None:
+    for sample in samples:
+        if not sample.lengths or not np.isfinite(sample.seconds) or sample.seconds <= 0:
+            raise ProfileError(
+                f"a sample of lengths {list(sample.lengths)} took {sample.seconds} s; it cannot be fitted"
+            )
+    if len(samples) < LEAST_SAMPLES:
+        raise ProfileError(f"{len(samples)} samples are too few: a fit needs at least {LEAST_SAMPLES}")
+    terms = _Terms.of(samples)
+    # Attention, linear work and the fixed cost grow with different powers of the length: three lengths tell them apart.
+    shares = {round(float(a / t), 6) for a, t in zip(terms.attention, terms.linear, strict=True)}
+    loads = {round(float(t), 6) for t in terms.linear}
+    if len(loads) < 2:
+        raise ProfileError(
+            f"all samples have {loads.pop():g} tokens per rank; microbatch_seconds and linear_seconds_per_token need "
+            "packs of at least two sizes"
+        )
+    if len(shares) < 2:
+        raise ProfileError(
+            f"all samples have sequences of {shares.pop():g} tokens; attention_seconds_per_token2 and "
+            "linear_seconds_per_token need at least two lengths"
+        )
+    columns = _columns(terms)
+    if np.linalg.matrix_rank(columns / np.linalg.norm(columns, axis=0), tol=1e-6) < 3:
+        raise ProfileError(
+            "the samples cannot tell attention, linear work and the fixed cost apart: measure packs of at least three "
+            "different lengths"
+        )
+
+
+def _columns(terms: _Terms) -> FloatArray:
+    """[samples, 3] relative columns of alpha1, alpha2, beta1."""
+    table = np.stack([terms.attention, terms.linear, np.ones_like(terms.linear)], axis=1)
+    return np.asarray(table / terms.seconds[:, None])
+
+
+def _start(terms: _Terms, tiers: Sequence[str], prior: CostProfile) -> FloatArray:
+    """NNLS for the computation, on the smallest degree's samples where they suffice; the prior for the ring."""
+    alone = terms.hops == 0
+    columns = _columns(terms)
+    chosen = columns[alone] if np.unique(terms.linear[alone]).size >= 3 else columns
+    norms = np.linalg.norm(chosen, axis=0)
+    norms[norms == 0] = 1.0
+    solution = nnls(chosen / norms, np.ones(len(chosen)))[0] / norms
+    c = prior.coefficients
+    # A coefficient that NNLS put to zero starts at a small share of the time, so that the robust fit can move it.
+    floor = 1e-3 * np.median(terms.seconds) / np.maximum([terms.attention.max(), terms.linear.max(), 1.0], 1e-30)
+    rates = [c.ring_bytes_per_token / getattr(prior.bandwidth, name) for name in tiers]
+    ring = [max(c.ring_hop_seconds, 1e-6), *(max(rate, 1e-15) for rate in rates)] if tiers else []
+    return np.concatenate([np.maximum(solution, floor), ring])
+
+
+def _ring_scales(tiers: int) -> list[FloatArray]:
+    """Starting points for the ring: a maximum has no slope on its hidden side, so start on both sides."""
+    compute = np.ones(3)
+    return [np.concatenate([compute, np.full(1 + tiers, s)]) for s in (1.0, 10.0, 100.0)] if tiers else [compute]
+
+
+def _robust_fit(terms: _Terms, tiers: Sequence[str], start: FloatArray) -> tuple[FloatArray, float]:
+    """Bounded least squares on relative error, outliers counted linearly; (parameters, cost)."""
+    ring = slice(3, None)
+
+    def residuals(scaled: FloatArray) -> FloatArray:
+        parameters = scaled * start
+        error = terms.seconds_of(parameters, tiers) / terms.seconds - 1.0
+        return np.concatenate([error, PRIOR_WEIGHT * (scaled[ring] - 1.0)])
+
+    lower = np.concatenate([np.zeros(3), np.full(len(start) - 3, 1e-3)])
+    found = least_squares(
+        residuals,
+        np.ones(len(start)),
+        bounds=(lower, np.inf),
+        loss="soft_l1",
+        f_scale=OUTLIER_RELATIVE_ERROR,
+        x_scale="jac",
+    )
+    parameters = np.asarray(found.x * start)
+    error = terms.seconds_of(parameters, tiers) / terms.seconds - 1.0
+    soft = 2.0 * (np.sqrt(1.0 + (error / OUTLIER_RELATIVE_ERROR) ** 2) - 1.0)
+    return parameters, float(soft.sum())
+
+
+def _with_parameters(prior: CostProfile, parameters: FloatArray, tiers: Sequence[str]) -> CostProfile:
+    alpha1, alpha2, beta1 = (float(value) for value in parameters[:3])
+    coefficients = replace(
+        prior.coefficients,
+        attention_seconds_per_token2=alpha1,
+        linear_seconds_per_token=alpha2,
+        microbatch_seconds=beta1,
+    )
+    if not tiers:
+        return replace(prior, coefficients=coefficients)
+    rates = {
+        name: prior.coefficients.ring_bytes_per_token / float(rate)
+        for name, rate in zip(tiers, parameters[4:], strict=True)
+    }
+    return replace(
+        prior,
+        coefficients=replace(coefficients, ring_hop_seconds=float(parameters[3])),
+        bandwidth=Bandwidth(
+            intra_node=rates.get("intra_node", prior.bandwidth.intra_node),
+            inter_node=rates.get("inter_node", prior.bandwidth.inter_node),
+        ),
+    )

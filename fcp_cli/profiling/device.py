@@ -1,0 +1,101 @@
+"""What the worker needs of a device besides tensors: time without the load of others, peak memory, a name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from fcp_cli.profiling.clusters import cpu_name, host_memory_bytes
+from fcp_cli.runtime.timing import Clock, clock_for
+
+
+class Stopwatch:
+    """Seconds of a piece of work on a device, without the time that this thread waited for a core to run on.
+
+    On an accelerator these are events on its stream. On a CPU the system tells how long the thread stood in the run
+    queue (Linux: schedstat); without it the wall clock has to do.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock: Clock = clock_for(device)
+        self._on_cpu = device.type == "cpu"
+
+    def measure(self, work: Callable[[], None]) -> tuple[float, float]:
+        """Run `work`; (seconds, seconds of them that this thread was kept from running)."""
+        waited = run_queue_seconds() if self._on_cpu else 0.0
+        begin = self._clock.mark()
+        work()
+        end = self._clock.mark()
+        seconds = self._clock.seconds(begin, end)
+        return seconds, (run_queue_seconds() - waited if self._on_cpu else 0.0)
+
+
+def run_queue_seconds() -> float:
+    """How long this thread has stood in the run queue since it began; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return cpu_name()
+    return str(torch.get_device_module(device).get_device_name(device))
+
+
+def device_memory_bytes(device: torch.device, *, ranks_on_host: int) -> float:
+    """Memory of the device; a CPU's is shared by the ranks on this host."""
+    if device.type == "cpu":
+        return host_memory_bytes() / ranks_on_host
+    return float(torch.get_device_module(device).get_device_properties(device).total_memory)
+
+
+def clocks(device: torch.device) -> str | None:
+    """The clocks an NVIDIA device runs at now and may reach, as its driver tells them; None elsewhere."""
+    if device.type != "cuda":
+        return None
+    with suppress(OSError, subprocess.SubprocessError):
+        query = "--query-gpu=clocks.sm,clocks.max.sm,clocks.mem,power.limit"
+        command = ["nvidia-smi", query, "--format=csv,noheader", f"--id={device.index or 0}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return f"SM now, SM most, memory, power limit: {done.stdout.strip()}"
+    return None
+
+
+class PeakMemory:
+    """Peak bytes of this process's device since `reset`.
+
+    On a CPU it is the peak resident size, which Linux lets a process reset. The C library keeps freed memory, so a
+    peak only tells something when it exceeds all former ones: read growing sizes, and read differences.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def reset(self) -> None:
+        if self._device.type == "cpu":
+            with suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        else:
+            torch.get_device_module(self._device).reset_peak_memory_stats(self._device)
+
+    def peak_bytes(self) -> float | None:
+        """None where the system does not tell."""
+        if self._device.type != "cpu":
+            return float(torch.get_device_module(self._device).max_memory_allocated(self._device))
+        with suppress(OSError):
+            for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+                if line.startswith("VmHWM:"):
+                    return float(line.split()[1]) * 1024
+        return None
+
+
+def ranks_on_this_host() -> int:
+    """Ranks that torchrun started on this host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

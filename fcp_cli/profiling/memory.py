@@ -1,0 +1,158 @@
+"""Memory of a rank, from figures alone: model state under ZeRO, TP and PP, and activations per token.
+
+Symbols: t = bytes of an activation, h = hidden size, q = heads x head_dim, k = key/value heads x head_dim, f = MLP width.
+The activations are those that autograd keeps for transformers' unfused layers with fused attention (RMS norms computed
+in fp32, gated MLP); a test counts them on real layers and finds the same bytes. Fused layers keep less.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from fcp_cli.cost.profile import Memory
+from fcp_cli.errors import UsageError
+from fcp_cli.profiling.models import ModelSpec
+
+Recompute = Literal["none", "full"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Precision:
+    """Bytes per parameter of weights, gradients and optimizer state, and bytes of one activation."""
+
+    name: str
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+
+
+# bf16: bf16 weights, fp32 gradients, fp32 master weights and two fp32 Adam moments. fp32: weights and two moments.
+PRECISIONS = {
+    "bf16": Precision(name="bf16", weight_bytes=2, gradient_bytes=4, optimizer_bytes=12, activation_bytes=2),
+    "fp32": Precision(name="fp32", weight_bytes=4, gradient_bytes=4, optimizer_bytes=8, activation_bytes=4),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parallelism:
+    """How a job is cut: `ranks` replicas of tensor_parallel x pipeline_parallel devices.
+
+    Attributes:
+        zero_stage: 0 keeps everything on every rank; 1 shards the optimizer over the ranks, 2 gradients too, 3 weights too.
+        recompute: `full` keeps only each layer's input and runs its forward again in the backward.
+    """
+
+    ranks: int
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    zero_stage: int = 1
+    recompute: Recompute = "none"
+
+
+def check_parallelism(spec: ModelSpec, parallelism: Parallelism) -> None:
+    """Reject a cut that the model does not allow.
+
+    Raises:
+        UsageError: tensor parallelism that does not divide the heads, more pipeline stages than layers.
+    """
+    tensor, pipeline = parallelism.tensor_parallel, parallelism.pipeline_parallel
+    for figure, value in (("num_heads", spec.num_heads), ("ffn_size", spec.ffn_size)):
+        if value % tensor:
+            raise UsageError(f"--tensor-parallel {tensor} does not divide {figure} {value} of {spec.name}")
+    if pipeline > spec.num_layers:
+        raise UsageError(f"--pipeline-parallel {pipeline} exceeds the {spec.num_layers} layers of {spec.name}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelState:
+    """Bytes on the fullest device of a rank."""
+
+    weight_bytes: float
+    gradient_bytes: float
+    optimizer_bytes: float
+    gathered_bytes: float  # ZeRO-3: weights and gradients of two layers while they run
+
+    @property
+    def total_bytes(self) -> float:
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.gathered_bytes
+
+
+def model_state(spec: ModelSpec, precision: Precision, parallelism: Parallelism) -> ModelState:
+    """Weights, gradients and optimizer state on the fullest device: the pipeline stage with an embedding table."""
+    parameters = device_parameters(spec, parallelism)
+    shards, stage = parallelism.ranks, parallelism.zero_stage
+    gathered = 0.0
+    if stage >= 3:
+        largest = max(spec.layer_parameters, spec.embedding_parameters) / parallelism.tensor_parallel
+        gathered = 2 * largest * precision.weight_bytes + largest * precision.gradient_bytes
+    return ModelState(
+        weight_bytes=parameters * precision.weight_bytes / (shards if stage >= 3 else 1),
+        gradient_bytes=parameters * precision.gradient_bytes / (shards if stage >= 2 else 1),
+        optimizer_bytes=parameters * precision.optimizer_bytes / (shards if stage >= 1 else 1),
+        gathered_bytes=gathered,
+    )
+
+
+def device_parameters(spec: ModelSpec, parallelism: Parallelism) -> float:
+    """Parameters on the fullest device of a rank; the vision tower counts with the first pipeline stage."""
+    stages = parallelism.pipeline_parallel
+    tables = 1 if spec.tied_embeddings or stages > 1 else 2
+    vision = spec.vision.parameters if spec.vision else 0
+    layers = math.ceil(spec.num_layers / stages) * spec.layer_parameters
+    return (layers + tables * spec.embedding_parameters + spec.hidden_size + vision) / parallelism.tensor_parallel
+
+
+def layer_activation_bytes(spec: ModelSpec, t: int) -> int:
+    """Bytes per token that autograd keeps for one layer.
+
+    A norm keeps its input in fp32, the normalised value, the scale and its output; attention keeps rotated queries and
+    keys, values, its output and the logarithm of the softmax sum; the MLP keeps four tensors of its width.
+    """
+    h, q, k = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    norms = 2 * ((4 + 2 * t) * h + 4)
+    head_norms = (4 + t) * (q + k) + 4 * (spec.num_heads + spec.num_kv_heads) if spec.qk_norm else 0
+    attention = t * (q + 2 * k) + t * q + 4 * spec.num_heads
+    return norms + head_norms + attention + 4 * t * spec.ffn_size
+
+
+def head_activation_bytes(spec: ModelSpec, t: int) -> int:
+    """Bytes per token at the top: final norm, logits, their fp32 log-softmax and the two gradients of it."""
+    return (4 + 2 * t) * spec.hidden_size + 4 + (t + 12) * spec.vocab_size
+
+
+def token_bytes(spec: ModelSpec, precision: Precision, parallelism: Parallelism) -> float:
+    """Most activation bytes per token of a rank's shard, on its fullest device.
+
+    Pipeline parallelism does not lower it: the first stage has a share 1/P of the layers and P micro-batches in flight.
+    """
+    t = precision.activation_bytes
+    layer = layer_activation_bytes(spec, t)
+    kept = spec.num_layers * layer
+    if parallelism.recompute == "full":
+        kept = spec.num_layers * t * spec.hidden_size + layer
+    head = head_activation_bytes(spec, t) if parallelism.pipeline_parallel == 1 else 0
+    return (kept + head + ring_buffer_bytes(spec, t)) / parallelism.tensor_parallel
+
+
+def ring_buffer_bytes(spec: ModelSpec, t: int) -> int:
+    """Bytes per token of the ring's buffers: keys and values sent and received, and their gradients likewise."""
+    return 4 * 2 * spec.num_kv_heads * spec.head_dim * t
+
+
+def estimate_memory(
+    spec: ModelSpec,
+    precision: Precision,
+    parallelism: Parallelism,
+    *,
+    device_bytes: float,
+    reserve_fraction: float = 0.08,
+) -> Memory:
+    """The memory block of a cost profile; `reserve_fraction` of the device is left to allocator, kernels and back ends."""
+    return Memory(
+        bytes_per_token=token_bytes(spec, precision, parallelism),
+        model_state_bytes=model_state(spec, precision, parallelism).total_bytes,
+        capacity_bytes=device_bytes * (1 - reserve_fraction),
+    )

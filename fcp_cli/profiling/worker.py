@@ -1,0 +1,265 @@
+"""Measures on the ranks of a job: `torchrun ... -m fcp_cli.profiling.worker REQUEST.json`, which `fcp profile` runs.
+
+Rank 0 decides what comes next and appends every observation to the samples file at once; the other ranks follow.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fcp_cli.profiling.device import (
+    PeakMemory,
+    Stopwatch,
+    clocks,
+    device_memory_bytes,
+    device_name,
+    ranks_on_this_host,
+)
+from fcp_cli.profiling.models import load_model
+from fcp_cli.profiling.request import Request, Schedule, Task, read_request
+from fcp_cli.profiling.samples import append_line, read_samples
+from fcp_cli.profiling.workload import SilentTransport, Workload, build_model, groups_of
+from fcp_cli.runtime.gradients import PlainSync
+from fcp_cli.runtime.transport import ProcessTransport, Transport
+from fcp_cli.runtime.world import ProcessWorld, join_process_group, local_device
+
+_TRANSFER_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
+_TRANSFER_REPEATS = 12
+_STEP_REPEATS = 5
+
+
+def main(argv: list[str]) -> None:
+    """Run one request; called by torchrun on every rank."""
+    started = time.monotonic()
+    request = read_request(Path(argv[0]))
+    device = torch.device("cpu") if request.device == "cpu" else local_device()
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # one core per rank, as the bundled trainer runs
+    owns = join_process_group(device)
+    try:
+        Measurement(request, device, started).run()
+    finally:
+        if owns:
+            dist.destroy_process_group()
+
+
+class Measurement:
+    """One rank's part in a measurement."""
+
+    def __init__(self, request: Request, device: torch.device, started: float) -> None:
+        self.request = request
+        self.device = device
+        self.world = ProcessWorld()
+        self.ranks_per_node = ranks_on_this_host()
+        self.deadline = started + request.budget_seconds
+        self.stopwatch = Stopwatch(device)
+        self.transport: Transport = SilentTransport() if request.emulate else ProcessTransport.create(device)
+        self.spec = load_model(request.model)
+        self.workload = Workload(
+            build_model(self.spec, max(request.layers), device), device, request.dtype, self.transport
+        )
+        self.schedule = Schedule(request.points, request.layers)
+
+    @property
+    def is_first(self) -> bool:
+        return self.world.rank == 0
+
+    def run(self) -> None:
+        self._resume()
+        self._write(kind="environment", **self._environment())
+        if self.world.size > 1 and not self.request.emulate:
+            self._transfers()
+        self._warm_up()
+        self._observations()
+        self._step()
+        if max(self.request.layers) == self.spec.num_layers:
+            self._memory()
+        self._write(kind="finished", at=_now())
+
+    def _write(self, **line: Any) -> None:
+        if self.is_first:
+            append_line(self.request.samples, line)
+
+    def _resume(self) -> None:
+        samples = read_samples(self.request.samples)
+        self.schedule.resume(
+            {
+                (layers, key): seconds
+                for layers in self.request.layers
+                for key, seconds in samples.seconds_by_point(layers).items()
+            }
+        )
+
+    def _environment(self) -> dict[str, Any]:
+        import transformers
+
+        return {
+            "at": _now(),
+            "device": self.device.type,
+            "device_name": device_name(self.device),
+            "ranks": self.world.size,
+            "ranks_per_node": self.ranks_per_node,
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "device_memory_bytes": device_memory_bytes(self.device, ranks_on_host=self.ranks_per_node),
+            "clocks": clocks(self.device),
+            "dtype": self.request.dtype,
+            "threads_per_rank": torch.get_num_threads() if self.device.type == "cpu" else None,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "system": platform.platform(terse=True),
+        }
+
+    def _transfers(self) -> None:
+        """Every rank sends to one neighbour and receives from another, as in a ring: within nodes, then across."""
+        tiers = {"intra_node": 1}
+        if self.world.size > self.ranks_per_node:
+            tiers["inter_node"] = self.ranks_per_node
+        for tier, shift in tiers.items():
+            for num_bytes in _TRANSFER_BYTES:
+                seconds = [self._transfer(shift, num_bytes) for _ in range(_TRANSFER_REPEATS)]
+                self._write(kind="transfer", tier=tier, bytes=num_bytes, seconds=seconds)
+
+    def _transfer(self, shift: int, num_bytes: int) -> float:
+        rank, size = self.world.rank, self.world.size
+        send = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        receive = torch.empty_like(send)
+
+        def work() -> None:
+            self.transport.start("kv", send, (rank + shift) % size, receive, (rank - shift) % size).wait()
+
+        dist.barrier()
+        return min(self._gather(*self.stopwatch.measure(work)))
+
+    def _gather(self, seconds: float, waited: float) -> list[float]:
+        """Each rank's seconds without what it was kept from running; 0 from a rank that took no part is left out."""
+        mine = torch.tensor([max(seconds - waited, 0.0)], dtype=torch.float64)
+        everyone = [torch.empty_like(mine) for _ in range(self.world.size)]
+        dist.all_gather(everyone, mine)
+        return [float(value) for value in everyone]
+
+    def _warm_up(self) -> None:
+        """The first call of every kernel and degree pays for what later ones do not."""
+        for degree in {point.degree for point in self.request.points}:
+            cheapest = next(point for point in self.request.points if point.degree == degree)
+            for _ in range(2):
+                self._observe(Task(point=cheapest, layers=max(self.request.layers)))
+
+    def _observations(self) -> None:
+        while (position := self._agree_on_next()) is not None:
+            task = self.schedule.tasks[position]
+            seconds = self._observe(task)
+            self.schedule.add(position, seconds)
+            self._write(kind="observation", point=task.point.key, layers=task.layers, seconds=seconds)
+
+    def _agree_on_next(self) -> int | None:
+        choice = torch.tensor([-1], dtype=torch.int64)
+        if self.is_first:
+            position = self.schedule.next(self.deadline - time.monotonic())
+            choice[0] = -1 if position is None else position
+        self.world.broadcast(choice)
+        return None if int(choice) < 0 else int(choice)
+
+    def _observe(self, task: Task) -> list[float]:
+        """Seconds of each group that ran the point: of the member that was disturbed least.
+
+        Members end together, so one that another had to wait for shows the work itself, and the others show waiting.
+        """
+        self.workload.set_layers(task.layers)
+        if self.request.emulate:
+            return [max(self._emulated_members(task))]
+        groups = groups_of(task.point, world=self.world.size, ranks_per_node=self.ranks_per_node)
+        mine = next((group for group in groups if self.world.rank in group), None)
+        work = (
+            None if mine is None else self.workload.micro_batch(task.point.lengths, mine, mine.index(self.world.rank))
+        )
+        dist.barrier()
+        everyone = self._gather(*(self.stopwatch.measure(work) if work else (0.0, 0.0)))
+        return [min(everyone[rank] for rank in group) for group in groups]
+
+    def _emulated_members(self, task: Task) -> Iterator[float]:
+        degree = task.point.degree
+        for index in {0, degree - 1}:
+            work = self.workload.micro_batch(task.point.lengths, range(degree), index)
+            seconds, waited = self.stopwatch.measure(work)
+            yield seconds - waited
+
+    def _step(self) -> None:
+        """What a step costs beside its micro-batches: gradients summed over ranks, clipped, and AdamW."""
+        model = self.workload.model
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+        sync = PlainSync(model, self.world)
+
+        def work() -> None:
+            sync.reduce()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+        seconds = []
+        for _ in range(_STEP_REPEATS):
+            dist.barrier()
+            seconds.append(min(self._gather(*self.stopwatch.measure(work))))
+        self._write(kind="step", layers=max(self.request.layers), seconds=seconds, state_bytes=_state_bytes(optimizer))
+
+    def _memory(self) -> None:
+        """Peak bytes of growing packs on one rank; the largest is the longest that was observed at degree 1."""
+        observed = [
+            task.point.lengths[0]
+            for task, seconds in zip(self.schedule.tasks, self.schedule.seconds, strict=True)
+            if seconds and task.point.degree == 1 and len(task.point.lengths) == 1
+        ]
+        self.workload.set_layers(max(self.request.layers))
+        longest = self._agree_on_longest(max(observed, default=512))
+        for tokens in (longest // 4, longest // 2, longest):
+            _release_freed_memory()
+            peak = PeakMemory(self.device)
+            peak.reset()
+            before = peak.peak_bytes()
+            self.workload.micro_batch((tokens,), (self.world.rank,), 0)()
+            after = peak.peak_bytes()
+            if before is not None and after is not None:
+                self._write(kind="memory", tokens=tokens, peak_bytes=after - before)
+
+    def _agree_on_longest(self, longest: int) -> int:
+        value = torch.tensor([longest], dtype=torch.int64)
+        self.world.broadcast(value)
+        return int(value)
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Weights, gradients and optimizer state, counted tensor by tensor."""
+    total = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient = 0 if parameter.grad is None else parameter.grad.nbytes
+            state = (value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor))
+            total += parameter.nbytes + gradient + sum(value.nbytes for value in state)
+    return total
+
+
+def _release_freed_memory() -> None:
+    """Give what was freed back to the system, so that the resident size tells what is in use."""
+    gc.collect()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,132 @@
+"""The work that is timed: forward and backward of a real model's layers on a pack, as the runtime runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fcp_cli.profiling.models import ModelSpec
+from fcp_cli.profiling.samples import Point
+from fcp_cli.runtime.integrations.transformers import prepare
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.loss import token_loss_sum
+from fcp_cli.runtime.ring import Ring, current_ring
+from fcp_cli.runtime.transport import Handle, Transport
+
+
+def build_model(spec: ModelSpec, layers: int, device: torch.device) -> nn.Module:
+    """The model's transformers class with random fp32 weights and `layers` layers, its attention the runtime's."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, figures = spec.text_config()
+    config = AutoConfig.for_model(model_type, **{**figures, "num_hidden_layers": layers})
+    config.use_cache = False
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    prepare(model)
+    trained: nn.Module = model.train()
+    return trained
+
+
+class SilentTransport:
+    """Peers that never delay: what a member receives is there at once, and is its own data.
+
+    With it one process runs exactly the kernels of one member of a ring of any degree, without any communication.
+    """
+
+    def start(self, kind: str, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> Handle:
+        if receive is not None:
+            receive.zero_() if send is None else _fill(receive, send)
+        return _Arrived()
+
+
+class _Arrived:
+    def wait(self) -> None:
+        pass
+
+
+def _fill(receive: Tensor, send: Tensor) -> None:
+    flat, source = receive.view(-1), send.view(-1)
+    common = min(flat.numel(), source.numel())
+    flat[:common].copy_(source[:common])
+    flat[common:].zero_()
+
+
+class Workload:
+    """Runs one member's part of a micro-batch.
+
+    Args:
+        model: as `build_model` makes it, perhaps wrapped.
+        device: where it lives.
+        dtype: `bfloat16` runs under autocast, as the bundled trainer does.
+        transport: carries the hops of rings of several members.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, dtype: str, transport: Transport) -> None:
+        self.model = model
+        self.device = device
+        self._autocast = _autocast(device, dtype)
+        self._transport = transport
+        self._vocabulary = int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
+        self._batch = lru_cache(maxsize=64)(self._make_batch)
+
+    def set_layers(self, layers: int) -> None:
+        """Run only the first so many layers."""
+        self.model.config.num_hidden_layers = layers  # type: ignore[union-attr]
+
+    def micro_batch(self, lengths: tuple[int, ...], ranks: Sequence[int], index: int) -> Callable[[], None]:
+        """The forward and backward of member `index`, to be called; gradients add up as in training."""
+        degree = len(ranks)
+        input_ids, position_ids, labels = self._batch(lengths, degree, index)
+        tokens = sum(lengths)
+
+        def run() -> None:
+            ring = Ring(
+                layout=shard_layout(lengths, degree), index=index, ranks=tuple(ranks), transport=self._transport
+            )
+            current_ring.set(ring)
+            with self._autocast():
+                logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+            loss: Any = token_loss_sum(logits, labels) / tokens
+            loss.backward()
+            current_ring.set(None)
+
+        return run
+
+    def _make_batch(self, lengths: tuple[int, ...], degree: int, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        layout = shard_layout(lengths, degree)
+        draw = torch.Generator().manual_seed(sum(lengths))
+        tokens = torch.randint(self._vocabulary, (1, layout.tokens(index)), generator=draw)
+        positions = torch.from_numpy(layout.position_ids(index))[None]
+        labels = torch.roll(tokens, -1, dims=1)
+        return tokens.to(self.device), positions.to(self.device), labels.to(self.device)
+
+
+def groups_of(point: Point, *, world: int, ranks_per_node: int) -> list[tuple[int, ...]]:
+    """The groups that run a point at the same time: as many as fit, so that no rank idles that a job would use.
+
+    Inside a node they are blocks of consecutive ranks; across nodes each takes its ranks from as many nodes as it can.
+    """
+    order = list(range(world))
+    if point.crosses_nodes:
+        order.sort(key=lambda rank: (rank % ranks_per_node, rank))
+        return [
+            tuple(sorted(order[start : start + point.degree]))
+            for start in range(0, world - point.degree + 1, point.degree)
+        ]
+    return [
+        tuple(range(start, start + point.degree))
+        for node in range(0, world, ranks_per_node)
+        for start in range(node, min(node + ranks_per_node, world) - point.degree + 1, point.degree)
+    ]
+
+
+def _autocast(device: torch.device, dtype: str) -> Callable[[], AbstractContextManager[Any]]:
+    if dtype == "float32":
+        return nullcontext
+    return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
