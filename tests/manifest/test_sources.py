@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fcp_cli.errors import ManifestError
@@ -69,6 +69,7 @@ WRITERS: dict[str, Callable[[Path, list[list[int]]], Path]] = {
 
 
 @pytest.mark.parametrize("kind", sorted(WRITERS))
+@settings(deadline=None, max_examples=50)
 @given(rows=TOKEN_LISTS)
 def test_token_ids_come_back_as_they_went_in(
     tmp_path_factory: pytest.TempPathFactory, kind: str, rows: list[list[int]]
@@ -83,6 +84,7 @@ def test_token_ids_come_back_as_they_went_in(
     assert read_manifest(root / "m.parquet").length_tokens.tolist() == [len(row) for row in kept]
 
 
+@settings(deadline=None, max_examples=50)
 @given(texts=TEXTS)
 def test_texts_of_json_lines_and_parquet_are_their_utf8_bytes(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str]
@@ -443,6 +445,7 @@ def test_a_file_name_that_is_not_text_is_named(tmp_path: Path) -> None:
         build(tree, tmp_path / "m.parquet")
 
 
+@settings(deadline=None, max_examples=50)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=10),
     vocab_size=st.integers(1, 1000),
