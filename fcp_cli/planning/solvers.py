@@ -15,10 +15,11 @@ SolverFactory: TypeAlias = Callable[[GlobalBatches], Solver]
 
 # name -> "module:factory"
 _FACTORIES = {
+    "fcp": "fcp_cli.planning.fcp.solver:make_solver",
     "fcp-paper": "fcp_cli.planning.published.fcp_paper:make_solver",
     "static": "fcp_cli.planning.published.static:make_solver",
 }
-DEFAULT = "fcp-paper"
+DEFAULT = "fcp"
 
 
 def solver_names() -> list[str]:

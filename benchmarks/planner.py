@@ -1,0 +1,139 @@
+"""Gap, time and price of the solver `fcp` on the benchmark families: `python benchmarks/planner.py families`.
+
+Seconds are predicted by the cost model; milliseconds are CPU time of one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from benchmarks.workloads import FAMILIES, MAX_LENGTH, example_profile, family_table, real_table
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.step import StepPlan
+from fcp_cli.planning.assemble import assemble
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.bounds import area_bound_seconds, longest_sequence_bound_seconds
+from fcp_cli.planning.problem import Batch, Problem
+from fcp_cli.planning.solvers import make_solver
+
+SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")
+
+
+def simple_bound(batch: Batch, problem: Problem) -> float:
+    """The bound of the design page, against which the published figures stand."""
+    return max(area_bound_seconds(batch.work, problem), longest_sequence_bound_seconds(batch.work, problem))
+
+
+def problem_of(sync: Sync, *, ranks: int, per_node: int, budget: int) -> Problem:
+    return Problem(
+        num_ranks=ranks, ranks_per_node=per_node, tokens_per_rank=budget, sync=sync, profile=example_profile()
+    )
+
+
+def plan(
+    table: LengthTable, problem: Problem, solver_name: str, *, batch_size: int, step_limit: int | None = None
+) -> list[tuple[StepPlan, float, float]]:
+    """(planned step, simple bound, milliseconds of CPU for solver and assembly) of every step."""
+    settings = BatchSettings(
+        global_batch_size=batch_size,
+        shuffle=len(table) > batch_size,
+        max_length=MAX_LENGTH,
+        overlong="drop",
+        step_limit=step_limit,
+    )
+    batches = GlobalBatches(table, problem, settings)
+    solver = make_solver(solver_name, batches)
+    solver.assign(batches.batch(0))  # compiled code is loaded now
+    rows = []
+    for batch in batches:
+        started = time.process_time()
+        step = assemble(solver.assign(batch), batch, problem)
+        rows.append((step, simple_bound(batch, problem), 1e3 * (time.process_time() - started)))
+        assert step.makespan_seconds >= step.bound_seconds * (1 - 1e-9), "the bound is beaten"
+    return rows
+
+
+def families(options: argparse.Namespace) -> None:
+    """Mean gap per family, budget and sync."""
+    print(f"{'sync':10} {'budget':>6} {'family':12} {'gap':>7} {'proven gap':>10} {'bound above':>11} {'ms':>6}")
+    for sync in SYNCS:
+        for budget in (16_384, 8_192):
+            totals = []
+            for family in (*FAMILIES, *(["linux"] if options.real else [])):
+                problem = problem_of(sync, ranks=options.ranks, per_node=8, budget=budget)
+                batch_size = options.ranks * 8
+                rows = []
+                if family == "linux":
+                    rows += plan(real_table(options.real), problem, options.solver, batch_size=batch_size)
+                else:
+                    for seed in range(options.seeds):
+                        table = family_table(family, sequences=batch_size, seed=seed)
+                        rows += plan(table, problem, options.solver, batch_size=batch_size)
+                gap = _mean_percent(rows, lambda step, bound: step.makespan_seconds / bound)
+                if family != "linux":
+                    totals.append(gap)
+                print(
+                    f"{sync:10} {budget:6} {family:12} {gap:6.2f}% "
+                    f"{_mean_percent(rows, lambda step, _: step.makespan_seconds / step.bound_seconds):9.2f}% "
+                    f"{_mean_percent(rows, lambda step, bound: step.bound_seconds / bound):10.2f}% "
+                    f"{statistics.median(ms for _, _, ms in rows):6.1f}",
+                    flush=True,
+                )
+            print(f"{sync:10} {budget:6} {'mean':12} {np.mean(totals):6.2f}%")
+
+
+def _mean_percent(rows: list[tuple[StepPlan, float, float]], ratio: Callable[[StepPlan, float], float]) -> float:
+    return 100.0 * (float(np.mean([ratio(step, bound) for step, bound, _ in rows])) - 1.0)
+
+
+def growth(options: argparse.Namespace) -> None:
+    """Time and gap over the number of ranks, eight (above 8,192: four) sequences per rank."""
+    print(f"{'ranks':>6} {'batch':>6} {'sync':10} {'family':12} {'gap':>7} {'proven gap':>10} {'ms':>9}")
+    ranks = 8
+    while ranks <= options.ranks:
+        batch_size = ranks * (8 if ranks <= 8192 else 4)
+        for sync in SYNCS:
+            for family in options.family or FAMILIES:
+                problem = problem_of(sync, ranks=ranks, per_node=8, budget=options.budget)
+                rows = plan(
+                    family_table(family, sequences=batch_size, seed=0), problem, options.solver, batch_size=batch_size
+                )
+                step, bound, ms = rows[0]
+                print(
+                    f"{ranks:6} {batch_size:6} {sync:10} {family:12} "
+                    f"{100 * (step.makespan_seconds / bound - 1):6.2f}% {100 * step.gap:9.2f}% {ms:9.1f}",
+                    flush=True,
+                )
+        ranks *= options.factor
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("families", help=families.__doc__)
+    command.add_argument("--seeds", type=int, default=3)
+    command.add_argument("--ranks", type=int, default=64)
+    command.add_argument("--real", type=Path, help="a Parquet manifest, planned as well")
+    command.set_defaults(run=families)
+    command = commands.add_parser("growth", help=growth.__doc__)
+    command.add_argument("--ranks", type=int, default=16_384)
+    command.add_argument("--factor", type=int, default=2)
+    command.add_argument("--budget", type=int, default=16_384)
+    command.add_argument("--family", action="append")
+    command.set_defaults(run=growth)
+    for command in commands.choices.values():
+        command.add_argument("--solver", default="fcp")
+    options = parser.parse_args()
+    cast(Callable[[argparse.Namespace], None], options.run)(options)
+
+
+if __name__ == "__main__":
+    main()

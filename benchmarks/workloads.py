@@ -1,0 +1,69 @@
+"""The length distributions that every planner benchmark uses: three web-like families, one adversarial, one real.
+
+Each family is a numpy `default_rng(seed)` draw, rounded up to 64 tokens and cut at 131,072.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from fcp_cli.cost.profile import CostProfile, parse_cost_profile
+from fcp_cli.manifest.table import IntArray, LengthTable
+
+MAX_LENGTH = 131_072
+FAMILIES = ("github", "commoncrawl", "wikipedia", "extreme")
+
+# family -> share of the Pareto tail, median and sigma of the lognormal body, smallest value and exponent of the tail
+_MIXTURES = {
+    "github": (0.15, 1200.0, 1.3, 4096.0, 0.90),
+    "commoncrawl": (0.08, 900.0, 1.0, 3072.0, 0.95),
+    "wikipedia": (0.03, 500.0, 1.1, 2048.0, 1.20),
+}
+
+EXAMPLE_PROFILE = """\
+format: fcp-cost-profile/1
+model: qwen3-8b
+cluster: example-8x8
+origin: assumed
+coefficients:
+  attention_seconds_per_token2: 6.451e-9
+  linear_seconds_per_token: 2.838e-4
+  ring_bytes_per_token: 442368
+  microbatch_seconds: 0.1
+  ring_hop_seconds: 0.0
+bandwidth_bytes_per_second: {intra_node: 50.0e+9, inter_node: 12.0e+9}
+"""
+
+
+def example_profile() -> CostProfile:
+    """Qwen3-8B on nodes of eight accelerators, assumed coefficients."""
+    return parse_cost_profile(EXAMPLE_PROFILE, name="the example profile")
+
+
+def lengths(family: str, *, sequences: int, seed: int) -> IntArray:
+    """[sequences] lengths in tokens of one family."""
+    generator = np.random.default_rng(seed)
+    if family == "extreme":
+        drawn = generator.integers(2048, 8193, sequences).astype(np.float64)
+        drawn[::512] = MAX_LENGTH
+    else:
+        tail_share, median, sigma, smallest, exponent = _MIXTURES[family]
+        in_tail = generator.random(sequences) < tail_share
+        tail = smallest * (1.0 - generator.random(sequences)) ** (-1.0 / exponent)
+        body = generator.lognormal(np.log(median), sigma, sequences)
+        drawn = np.where(in_tail, tail, body)
+    return np.minimum(np.ceil(drawn / 64.0) * 64.0, MAX_LENGTH).astype(np.int64)
+
+
+def family_table(family: str, *, sequences: int, seed: int) -> LengthTable:
+    """A manifest of one family."""
+    return LengthTable(name=f"{family}-{seed}", length_tokens=lengths(family, sequences=sequences, seed=seed))
+
+
+def real_table(path: Path) -> LengthTable:
+    """A Parquet manifest with a column `length`."""
+    from fcp_cli.manifest.read import read_manifest
+
+    return read_manifest(path)

@@ -1,0 +1,1 @@
+"""The solver `fcp`: whole steps by predicted cost, under either sync."""

@@ -1,0 +1,119 @@
+"""What both searches share, compiled: the cost of a pack, and a tree that finds the first bin with room.
+
+Compiled without fast-math and without threads: every machine computes the same bits, so every machine makes the same
+plan.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+
+from fcp_cli.plan.step import FloatArray, Int64Array
+
+NO_BIN = -1
+
+
+class Sequences(NamedTuple):
+    """A global batch, by falling work. All arrays are [sequences]; seconds are those of a single rank."""
+
+    attention: FloatArray
+    linear: FloatArray
+    work: FloatArray  # attention + linear
+    tokens: Int64Array
+
+
+class Machine(NamedTuple):
+    """The ranks and what a micro-batch costs on them.
+
+    Attributes:
+        num_ranks, per_node: ranks r with equal r // per_node share a node; the last node may be smaller.
+        budget: tokens that a rank may hold in one micro-batch.
+        beta: seconds of a micro-batch beside its work.
+        intra, inter: seconds in which the ring moves one token, inside a node and across nodes.
+        hop: seconds of a ring hop beside its bytes.
+    """
+
+    num_ranks: int
+    per_node: int
+    budget: int
+    beta: float
+    intra: float
+    inter: float
+    hop: float
+
+
+class Tree(NamedTuple):
+    """A heap-shaped tree of maxima over bins: free seconds, and free tokens. Leaf b is node len // 2 + b."""
+
+    seconds: FloatArray
+    tokens: Int64Array
+
+
+@njit(cache=True, nogil=True, inline="always")
+def pack_seconds(attention: float, linear: float, tokens: int, degree: int, crosses: bool, machine: Machine) -> float:
+    """Predicted seconds of a pack; the same formula as `cost.model.group_seconds`."""
+    if degree == 1:
+        return machine.beta + linear + attention
+    per_token = machine.inter if crosses else machine.intra
+    ring = per_token * tokens * (degree - 1) / degree + machine.hop * (degree - 1)
+    return machine.beta + linear / degree + max(attention / degree, ring)
+
+
+@njit(cache=True, nogil=True)
+def make_tree(bins: int) -> Any:
+    """A tree whose bins all have no room."""
+    size = 1
+    while size < bins:
+        size *= 2
+    return Tree(np.full(2 * size, -np.inf), np.full(2 * size, -1, dtype=np.int64))
+
+
+@njit(cache=True, nogil=True)
+def set_room(tree: Tree, leaf: int, seconds: float, tokens: int) -> None:
+    """Say what a bin has left."""
+    node = (len(tree.seconds) >> 1) + leaf
+    tree.seconds[node] = seconds
+    tree.tokens[node] = tokens
+    node >>= 1
+    while node >= 1:
+        left = 2 * node
+        most_seconds = max(tree.seconds[left], tree.seconds[left + 1])
+        most_tokens = max(tree.tokens[left], tree.tokens[left + 1])
+        if tree.seconds[node] == most_seconds and tree.tokens[node] == most_tokens:
+            break
+        tree.seconds[node] = most_seconds
+        tree.tokens[node] = most_tokens
+        node >>= 1
+
+
+@njit(cache=True, nogil=True)
+def first_with_room(tree: Tree, seconds: float, tokens: int, start: int) -> int:
+    """The first bin from `start` on that has both the seconds and the tokens, or NO_BIN."""
+    size = len(tree.seconds) >> 1
+    if start >= size or tree.seconds[1] < seconds or tree.tokens[1] < tokens:
+        return NO_BIN
+    node = size + start if start else 1
+    while True:
+        if tree.seconds[node] >= seconds and tree.tokens[node] >= tokens:
+            if node >= size:
+                return node - size
+            node = 2 * node
+            continue
+        while node & 1:
+            node >>= 1
+        if node == 0:
+            return NO_BIN
+        node += 1
+
+
+@njit(cache=True, nogil=True)
+def roomiest(tree: Tree) -> int:
+    """The first bin with the most seconds left."""
+    size = len(tree.seconds) >> 1
+    node = 1
+    while node < size:
+        node = 2 * node if tree.seconds[2 * node] >= tree.seconds[2 * node + 1] else 2 * node + 1
+    return node - size

@@ -1,0 +1,227 @@
+"""`sync: microbatch`: successive waves, each by the target that leaves the least behind for what it takes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+
+from fcp_cli.plan.step import FloatArray, Int64Array
+from fcp_cli.planning.fcp.core import Machine, Sequences, pack_seconds
+from fcp_cli.planning.fcp.wave import Wave, fill_wave, make_wave, outlook, wave_seconds
+
+
+@njit(cache=True, nogil=True)
+def _bound(work: float, tokens: int, machine: Machine) -> float:
+    """Least seconds for so much work and so many tokens: all ranks busy, waves as few as the budget allows."""
+    capacity = machine.num_ranks * machine.budget
+    return work / machine.num_ranks + machine.beta * ((tokens + capacity - 1) // capacity)
+
+
+@njit(cache=True, nogil=True)
+def _totals(alive: Int64Array, count: int, sequences: Sequences) -> Any:
+    work, tokens = 0.0, 0
+    for k in range(count):
+        work += sequences.work[alive[k]]
+        tokens += sequences.tokens[alive[k]]
+    return work, tokens
+
+
+@njit(cache=True, nogil=True)
+def _alone(i: int, degree: int, sequences: Sequences, machine: Machine) -> float:
+    return pack_seconds(
+        sequences.attention[i],
+        sequences.linear[i],
+        sequences.tokens[i],
+        degree,
+        degree > machine.per_node,
+        machine,
+    )
+
+
+@njit(cache=True, nogil=True)
+def _shortest(i: int, sequences: Sequences, machine: Machine) -> float:
+    """Seconds of sequence i alone on the degree that suits it best."""
+    best = np.inf
+    for degree in range((sequences.tokens[i] + machine.budget - 1) // machine.budget, machine.num_ranks + 1):
+        best = min(best, _alone(i, degree, sequences, machine))
+    return best
+
+
+@njit(cache=True, nogil=True)
+def _densest(alive: Int64Array, count: int, sequences: Sequences, machine: Machine) -> float:
+    """Seconds of a wave that holds its whole budget of the longest sequences, spread evenly."""
+    work, room = 0.0, machine.num_ranks * machine.budget
+    for k in range(count):
+        tokens = sequences.tokens[alive[k]]
+        work += min(1.0, room / tokens) * sequences.work[alive[k]]
+        room -= tokens
+        if room <= 0:
+            break
+    return machine.beta + work / machine.num_ranks
+
+
+@njit(cache=True, nogil=True)
+def candidates(alive: Int64Array, count: int, sequences: Sequences, machine: Machine, out: FloatArray) -> int:
+    """Targets worth a look for the next wave: those at which its longest sequence just ends, and a grid."""
+    longest = alive[0]
+    work, _tokens = _totals(alive, count, sequences)
+    lowest = _shortest(longest, sequences, machine)
+    highest = min(machine.beta + 1.02 * work / machine.num_ranks, 1.6 * _densest(alive, count, sequences, machine))
+    highest = max(lowest, highest)
+    n, previous = 0, np.inf
+    first = (sequences.tokens[longest] + machine.budget - 1) // machine.budget
+    for degree in range(first, machine.num_ranks + 1):
+        seconds = _alone(longest, degree, sequences, machine)
+        if seconds <= highest + 1e-12 and seconds < previous * 0.97 and n < len(out) // 2:
+            out[n] = seconds
+            n += 1
+            previous = seconds
+    steps = len(out) - n
+    for k in range(steps):
+        out[n] = lowest * (highest / lowest) ** ((k + 0.5) / steps)
+        n += 1
+    return n
+
+
+@njit(cache=True, nogil=True)
+def last_wave(
+    pair: bool,
+    limit: float,
+    tolerance: float,
+    alive: Int64Array,
+    count: int,
+    scratch: Int64Array,
+    later: Int64Array,
+    sequences: Sequences,
+    machine: Machine,
+    wave: Wave,
+) -> float:
+    """The smallest target found by which everything alive fits in one wave, or infinity if it is over the limit."""
+    work, tokens = _totals(alive, count, sequences)
+    low = max(_bound(work, tokens, machine), _shortest(alive[0], sequences, machine))
+    # Not every batch within the budget of all ranks can be packed into it: give up well above the bound.
+    limit = min(limit, 4.0 * low)
+    high, step = low, 0.0025
+    while fill_wave(high, pair, alive, count, scratch, later, sequences, machine, wave):
+        low = high
+        high *= 1.0 + step
+        step *= 2.0
+        if low > limit:
+            return np.inf
+    while high - low > tolerance:
+        middle = 0.5 * (low + high)
+        if fill_wave(middle, pair, alive, count, scratch, later, sequences, machine, wave):
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+@njit(cache=True, nogil=True)
+def search(tries: int, fills: int, sequences: Sequences, machine: Machine) -> Any:
+    """Greedy over waves; (seconds, targets of the waves)."""
+    n = len(sequences.work)
+    wave = make_wave(n, machine)
+    alive, count = np.arange(n), n
+    child, later, kept = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
+    options, values = np.zeros(tries), np.zeros(tries)
+    targets = np.zeros(n)
+    done = 0.0
+    best, best_waves, best_last, best_pairs = np.inf, 0, 0.0, True
+    total, _ = _totals(alive, count, sequences)
+    for w in range(n):
+        work, tokens = _totals(alive, count, sequences)
+        if done + _bound(work, tokens, machine) >= best:
+            break
+        if tokens <= machine.num_ranks * machine.budget:
+            for pairs in (True, False):
+                last = last_wave(
+                    pairs,
+                    best - done,
+                    5e-4 * total / machine.num_ranks,
+                    alive,
+                    count,
+                    child,
+                    later,
+                    sequences,
+                    machine,
+                    wave,
+                )
+                if done + last < best:
+                    best, best_waves, best_last, best_pairs = done + last, w, last, pairs
+        m = candidates(alive, count, sequences, machine, options)
+        for c in range(m):
+            work, tokens = outlook(options[c], alive, count, child, later, sequences, machine, wave)
+            values[c] = options[c] + _bound(work, tokens, machine)
+        by_value = np.argsort(values[:m], kind="mergesort")
+        chosen, chosen_value, kept_count = 0.0, np.inf, 0
+        for x in range(min(fills, m)):
+            target = options[by_value[x]]
+            if values[by_value[x]] >= chosen_value:
+                break
+            rest = fill_wave(target, True, alive, count, child, later, sequences, machine, wave)
+            if rest == count:
+                continue
+            seconds = wave_seconds(machine, wave)
+            work, tokens = _totals(child, rest, sequences)
+            value = seconds + _bound(work, tokens, machine)
+            if value < chosen_value:
+                chosen, chosen_value, kept_count = target, value, rest
+                kept[:rest] = child[:rest]
+        if chosen_value == np.inf:
+            break
+        targets[w] = chosen
+        done += chosen
+        count = kept_count
+        alive[:count] = kept[:count]
+        if count == 0:
+            if done < best:
+                best, best_waves, best_last, best_pairs = done, w, chosen, True
+            break
+    targets[best_waves] = best_last
+    return best, targets[: best_waves + 1], best_pairs
+
+
+class Waves(NamedTuple):
+    """A planned step: bins of all waves back to back, and the bin of every sequence."""
+
+    wave: Int64Array
+    degree: Int64Array
+    ranks: Int64Array
+    bin_of: Int64Array
+
+
+@njit(cache=True, nogil=True)
+def replay(targets: FloatArray, last_pairs: bool, sequences: Sequences, machine: Machine) -> Any:
+    """Fill the waves once more and write down who runs what."""
+    n, num_waves = len(sequences.work), len(targets)
+    wave = make_wave(n, machine)
+    alive, count = np.arange(n), n
+    child, later = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
+    most = machine.num_ranks * num_waves
+    out = Waves(
+        np.zeros(most, dtype=np.int64),
+        np.zeros(most, dtype=np.int64),
+        np.zeros(most, dtype=np.int64),
+        np.full(n, -1),
+    )
+    bins, ranks = 0, 0
+    for w in range(num_waves):
+        pairs = last_pairs if w == num_waves - 1 else True
+        wave.item_bin[:] = -1
+        rest = fill_wave(targets[w], pairs, alive, count, child, later, sequences, machine, wave)
+        for k in range(count):
+            if wave.item_bin[alive[k]] >= 0:
+                out.bin_of[alive[k]] = bins + wave.item_bin[alive[k]]
+        for b in range(wave.bins[0]):
+            out.wave[bins] = w
+            out.degree[bins] = wave.degree[b]
+            bins += 1
+            for k in range(wave.first[b], wave.first[b + 1]):
+                out.ranks[ranks] = wave.ranks[k]
+                ranks += 1
+        alive[:rest] = child[:rest]
+        count = rest
+    return out, bins, ranks, count

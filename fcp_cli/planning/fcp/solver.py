@@ -1,0 +1,157 @@
+"""The solver `fcp`: sorts a batch, runs the compiled search of the plan's sync, writes the answer as an Assignment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fcp_cli.plan.step import FloatArray, Int64Array
+from fcp_cli.planning.batches import GlobalBatches
+from fcp_cli.planning.bounds import area_bound_seconds, longest_sequence_bound_seconds
+from fcp_cli.planning.fcp import iteration, microbatch
+from fcp_cli.planning.fcp.core import Machine, Sequences
+from fcp_cli.planning.fcp.sand import CLOSED
+from fcp_cli.planning.problem import Assignment, Batch, Problem
+
+# Amounts of work, counted so that no result depends on how fast the machine is.
+_TARGETS_PER_WAVE = 24  # candidate targets looked at for each wave
+_FILLS_PER_WAVE = 16  # of which so many are filled
+_EXCHANGES = 300_000  # pairs of sequences compared in one round of balancing, per 512 sequences
+
+
+def make_solver(batches: GlobalBatches) -> FcpSolver:
+    """The solver for these batches."""
+    return FcpSolver(problem=batches.problem)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FcpSolver:
+    """Plans whole steps by predicted cost, under either sync."""
+
+    problem: Problem
+    name: str = "fcp"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def assign(self, batch: Batch) -> Assignment:
+        """See `problem.Solver`."""
+        machine = machine_of(self.problem)
+        order, sequences = by_falling_work(batch)
+        if self.problem.sync == "microbatch":
+            return _assign_waves(order, sequences, machine)
+        lower = max(
+            area_bound_seconds(batch.work, self.problem), longest_sequence_bound_seconds(batch.work, self.problem)
+        )
+        return _assign_timelines(lower, order, sequences, machine)
+
+
+def machine_of(problem: Problem) -> Machine:
+    """The problem as the compiled code wants it."""
+    c, bandwidth = problem.profile.coefficients, problem.profile.bandwidth
+    return Machine(
+        num_ranks=problem.num_ranks,
+        per_node=min(problem.ranks_per_node, problem.num_ranks),
+        budget=problem.tokens_per_rank,
+        beta=c.microbatch_seconds,
+        intra=c.ring_bytes_per_token / bandwidth.intra_node,
+        inter=c.ring_bytes_per_token / bandwidth.inter_node,
+        hop=c.ring_hop_seconds,
+    )
+
+
+def by_falling_work(batch: Batch) -> tuple[Int64Array, Sequences]:
+    """Positions in the batch by falling work (ties by position), and the sequences in that order."""
+    work = batch.work.total_seconds
+    order = np.argsort(-work, kind="stable")
+    return order, Sequences(
+        attention=batch.work.attention_seconds[order],
+        linear=batch.work.linear_seconds[order],
+        work=work[order],
+        tokens=batch.work.tokens[order],
+    )
+
+
+def _assign_waves(order: Int64Array, sequences: Sequences, machine: Machine) -> Assignment:
+    _seconds, targets, last_pairs = microbatch.search(_TARGETS_PER_WAVE, _FILLS_PER_WAVE, sequences, machine)
+    waves, bins, num_ranks, left = microbatch.replay(targets, last_pairs, sequences, machine)
+    assert left == 0, "the last wave does not take every sequence that is left"
+    return gather(
+        order=order,
+        group_of=waves.bin_of,
+        wave=waves.wave[:bins],
+        degree=waves.degree[:bins],
+        ranks=waves.ranks[:num_ranks],
+        key=np.zeros(bins),
+    )
+
+
+def _assign_timelines(lower: float, order: Int64Array, sequences: Sequences, machine: Machine) -> Assignment:
+    exchanges = _EXCHANGES * max(1, len(order) // 512)
+    rings, count, sand, gaps, timeline = iteration.schedule(lower, True, exchanges, sequences, machine)
+    slots = sand.slot_tokens.shape[1]
+    bins, slot = np.nonzero(sand.slot_tokens[: machine.num_ranks + gaps] != CLOSED)
+    group_of_slot = np.full((machine.num_ranks + gaps, slots), -1)
+    group_of_slot[bins, slot] = count + np.arange(len(bins))
+    in_slot = sand.bin_of >= 0
+    group_of = -2 - sand.bin_of  # riders
+    group_of[in_slot] = group_of_slot[sand.bin_of[in_slot], sand.slot_of[in_slot]]
+    group_of[rings.sequence[:count]] = np.arange(count)
+    bin_rank = np.concatenate((np.arange(machine.num_ranks), timeline.gap_rank[:gaps]))
+    bin_start = np.concatenate((timeline.free, timeline.gap_start[:gaps]))
+    return gather(
+        order=order,
+        group_of=group_of,
+        wave=np.full(count + len(bins), -1),
+        degree=np.concatenate((rings.degree[:count], np.ones(len(bins), dtype=np.int64))),
+        ranks=np.concatenate((rings.ranks[: rings.first[count]], bin_rank[bins])),
+        # By planned start; the packs of one bin follow each other, which their slot numbers say well enough.
+        key=np.concatenate((rings.start[:count], bin_start[bins])),
+    )
+
+
+def gather(
+    *,
+    order: Int64Array,
+    group_of: Int64Array,
+    wave: Int64Array,
+    degree: Int64Array,
+    ranks: Int64Array,
+    key: FloatArray,
+) -> Assignment:
+    """Groups and members as an Assignment, by (wave, key, longest sequence first); groups without members fall out.
+
+    Args:
+        order: [sequences] position in the batch of each sequence.
+        group_of: [sequences] its group.
+        wave, degree, key: [groups].
+        ranks: the groups' ranks back to back.
+    """
+    sizes = np.bincount(group_of, minlength=len(wave))
+    firsts = np.full(len(wave), len(order))
+    np.minimum.at(firsts, group_of, np.arange(len(order)))
+    by = np.lexsort((firsts, key, wave))
+    by = by[sizes[by] > 0]
+    place = np.full(len(wave), -1)
+    place[by] = np.arange(len(by))
+    members = np.argsort(place[group_of], kind="stable")
+    rank_group = np.repeat(np.arange(len(wave)), degree)
+    kept = place[rank_group] >= 0
+    by_rank = np.lexsort((ranks[kept], place[rank_group][kept]))
+    return Assignment(
+        wave=_renumbered(wave[by]).astype(np.int32),
+        rank_offsets=_offsets(degree[by]),
+        ranks=ranks[kept][by_rank].astype(np.int32),
+        member_offsets=_offsets(sizes[by]),
+        members=order[members],
+    )
+
+
+def _renumbered(wave: Int64Array) -> Int64Array:
+    """Waves counted from 0 without gaps; -1 stays."""
+    return np.cumsum(np.diff(wave, prepend=wave[:1]) > 0) if wave[0] >= 0 else wave
+
+
+def _offsets(sizes: Int64Array) -> Int64Array:
+    return np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
