@@ -39,12 +39,14 @@ class Sample:
         degree: ranks of its group.
         seconds: from the moment all ranks of the group were ready to the end of its backward.
         crosses_nodes: whether the group spans nodes.
+        silent: its peers were emulated, so that nothing was communicated.
     """
 
     lengths: tuple[int, ...]
     degree: int
     seconds: float
     crosses_nodes: bool = False
+    silent: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,16 +86,21 @@ def fit_profile(samples: Sequence[Sample], prior: CostProfile) -> Fit:
 def predicted_seconds(samples: Sequence[Sample], profile: CostProfile) -> FloatArray:
     """[samples] what the cost model says, causal masks assumed."""
     c = profile.coefficients
+    silent = np.array([s.silent for s in samples], dtype=bool)
     squares = np.array([sum(length * length for length in s.lengths) for s in samples], dtype=np.float64)
     tokens = np.array([sum(s.lengths) for s in samples], dtype=np.float64)
-    return group_seconds(
-        profile,
-        attention_seconds=c.attention_seconds_per_token2 * squares,
-        linear_seconds=c.linear_seconds_per_token * tokens,
-        tokens=tokens,
-        degree=[s.degree for s in samples],
-        crosses_nodes=[s.crosses_nodes for s in samples],
+    with_ring, without_ring = (
+        group_seconds(
+            replace(profile, coefficients=coefficients),
+            attention_seconds=c.attention_seconds_per_token2 * squares,
+            linear_seconds=c.linear_seconds_per_token * tokens,
+            tokens=tokens,
+            degree=[s.degree for s in samples],
+            crosses_nodes=[s.crosses_nodes for s in samples],
+        )
+        for coefficients in (c, replace(c, ring_bytes_per_token=0.0, ring_hop_seconds=0.0))
     )
+    return np.where(silent, without_ring, with_ring)
 
 
 def mean_absolute_percentage(relative_errors: npt.ArrayLike) -> float:
@@ -119,13 +126,14 @@ class _Terms:
         tokens = np.array([sum(s.lengths) for s in samples], dtype=np.float64)
         squares = np.array([sum(length * length for length in s.lengths) for s in samples], dtype=np.float64)
         crosses = np.array([s.crosses_nodes for s in samples], dtype=np.float64)
+        rings = (degree > 1) & ~np.array([s.silent for s in samples], dtype=bool)
         return cls(
             attention=squares / degree,
             linear=tokens / degree,
-            ring=tokens * (degree - 1) / degree,
-            hops=degree - 1,
-            intra=(degree > 1) * (1 - crosses),
-            inter=(degree > 1) * crosses,
+            ring=rings * tokens * (degree - 1) / degree,
+            hops=rings * (degree - 1),
+            intra=rings * (1 - crosses),
+            inter=rings * crosses,
             seconds=np.array([s.seconds for s in samples], dtype=np.float64),
         )
 

@@ -129,7 +129,34 @@ def dump_cost_profile(profile: CostProfile) -> str:
     }
     if profile.measurement:
         document["measurement"] = dict(profile.measurement)
-    return yaml.safe_dump(document, sort_keys=False)
+    return yaml.dump(_inlined(document), Dumper=_Dumper, sort_keys=False, width=120)
+
+
+class _Inline(dict[str, Any]):
+    """A mapping written on one line: the points of a measurement, which would fill pages otherwise."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes block style, but lists of plain values and the mappings of a list on one line each."""
+
+
+_Dumper.add_representer(
+    _Inline, lambda dumper, value: dumper.represent_mapping("tag:yaml.org,2002:map", value.items(), flow_style=True)
+)
+_Dumper.add_representer(
+    list,
+    lambda dumper, value: dumper.represent_sequence(
+        "tag:yaml.org,2002:seq", value, flow_style=all(isinstance(item, (int, float)) for item in value)
+    ),
+)
+
+
+def _inlined(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _inlined(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_Inline(item) if isinstance(item, Mapping) else item for item in value]
+    return value
 
 
 def _reject_unknown(mapping: Mapping[str, Any], known: set[str], *, where: str, prefix: str) -> None:

@@ -82,7 +82,7 @@ def analytic_profile(
     ring_bytes = ring_bytes_per_token(
         spec,
         kv_bytes=precision.activation_bytes,
-        gradient_bytes=precision.activation_bytes,
+        gradient_bytes=4,  # the runtime's rings sum dK and dV in fp32
         recompute=recompute,
     )
     return CostProfile(

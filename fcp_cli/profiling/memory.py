@@ -1,6 +1,8 @@
 """Memory of a rank, from figures alone: model state under ZeRO, TP and PP, and activations per token.
 
-Symbols: t = bytes of an activation, h = hidden size, q = heads x head_dim, k = key/value heads x head_dim, f = MLP width.
+Symbols: t = bytes of an activation, r = bytes on the residual stream, h = hidden size, q = heads x head_dim,
+k = key/value heads x head_dim, f = MLP width.
+
 The activations are those that autograd keeps for transformers' unfused layers with fused attention (RMS norms computed
 in fp32, gated MLP); a test counts them on real layers and finds the same bytes. Fused layers keep less.
 """
@@ -20,19 +22,31 @@ Recompute = Literal["none", "full"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
-    """Bytes per parameter of weights, gradients and optimizer state, and bytes of one activation."""
+    """Bytes per parameter of weights, gradients and optimizer state, and bytes of one activation.
+
+    `residual_bytes` are those of the residual stream, which autocast leaves in the type of the weights.
+    """
 
     name: str
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     activation_bytes: int
+    residual_bytes: int
 
 
-# bf16: bf16 weights, fp32 gradients, fp32 master weights and two fp32 Adam moments. fp32: weights and two moments.
+# bf16: bf16 weights, fp32 gradients, fp32 master weights and two fp32 Adam moments, as Megatron-LM trains.
+# amp: fp32 weights under bf16 autocast, as the bundled trainer does on accelerators. fp32: as it does on a CPU.
 PRECISIONS = {
-    "bf16": Precision(name="bf16", weight_bytes=2, gradient_bytes=4, optimizer_bytes=12, activation_bytes=2),
-    "fp32": Precision(name="fp32", weight_bytes=4, gradient_bytes=4, optimizer_bytes=8, activation_bytes=4),
+    "bf16": Precision(
+        name="bf16", weight_bytes=2, gradient_bytes=4, optimizer_bytes=12, activation_bytes=2, residual_bytes=2
+    ),
+    "amp": Precision(
+        name="amp", weight_bytes=4, gradient_bytes=4, optimizer_bytes=8, activation_bytes=2, residual_bytes=4
+    ),
+    "fp32": Precision(
+        name="fp32", weight_bytes=4, gradient_bytes=4, optimizer_bytes=8, activation_bytes=4, residual_bytes=4
+    ),
 }
 
 
@@ -41,7 +55,8 @@ class Parallelism:
     """How a job is cut: `ranks` replicas of tensor_parallel x pipeline_parallel devices.
 
     Attributes:
-        zero_stage: 0 keeps everything on every rank; 1 shards the optimizer over the ranks, 2 gradients too, 3 weights too.
+        zero_stage: 0 keeps everything on every rank; 1 shards the optimizer over the ranks, 2 also gradients, 3 also
+            weights.
         recompute: `full` keeps only each layer's input and runs its forward again in the backward.
     """
 
@@ -50,6 +65,15 @@ class Parallelism:
     pipeline_parallel: int = 1
     zero_stage: int = 1
     recompute: Recompute = "none"
+
+
+def choose_zero_stage(spec: ModelSpec, precision: Precision, *, ranks: int, device_bytes: float) -> int:
+    """The least ZeRO stage from 1 on whose model state leaves half of the device to activations; 3 if none does."""
+    for stage in (1, 2):
+        parallelism = Parallelism(ranks=ranks, zero_stage=stage)
+        if model_state(spec, precision, parallelism).total_bytes <= device_bytes / 2:
+            return stage
+    return 3
 
 
 def check_parallelism(spec: ModelSpec, parallelism: Parallelism) -> None:
@@ -105,22 +129,24 @@ def device_parameters(spec: ModelSpec, parallelism: Parallelism) -> float:
     return (layers + tables * spec.embedding_parameters + spec.hidden_size + vision) / parallelism.tensor_parallel
 
 
-def layer_activation_bytes(spec: ModelSpec, t: int) -> int:
+def layer_activation_bytes(spec: ModelSpec, precision: Precision) -> int:
     """Bytes per token that autograd keeps for one layer.
 
     A norm keeps its input in fp32, the normalised value, the scale and its output; attention keeps rotated queries and
     keys, values, its output and the logarithm of the softmax sum; the MLP keeps four tensors of its width.
     """
+    t, r = precision.activation_bytes, precision.residual_bytes
     h, q, k = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    norms = 2 * ((4 + 2 * t) * h + 4)
+    norms = 2 * ((4 + 2 * r) * h + 4 + (t * h if t != r else 0))  # autocast adds a copy for the matrices
     head_norms = (4 + t) * (q + k) + 4 * (spec.num_heads + spec.num_kv_heads) if spec.qk_norm else 0
     attention = t * (q + 2 * k) + t * q + 4 * spec.num_heads
     return norms + head_norms + attention + 4 * t * spec.ffn_size
 
 
-def head_activation_bytes(spec: ModelSpec, t: int) -> int:
+def head_activation_bytes(spec: ModelSpec, precision: Precision) -> int:
     """Bytes per token at the top: final norm, logits, their fp32 log-softmax and the two gradients of it."""
-    return (4 + 2 * t) * spec.hidden_size + 4 + (t + 12) * spec.vocab_size
+    t, r = precision.activation_bytes, precision.residual_bytes
+    return (4 + 2 * r) * spec.hidden_size + 4 + (t + 12) * spec.vocab_size
 
 
 def token_bytes(spec: ModelSpec, precision: Precision, parallelism: Parallelism) -> float:
@@ -128,18 +154,17 @@ def token_bytes(spec: ModelSpec, precision: Precision, parallelism: Parallelism)
 
     Pipeline parallelism does not lower it: the first stage has a share 1/P of the layers and P micro-batches in flight.
     """
-    t = precision.activation_bytes
-    layer = layer_activation_bytes(spec, t)
+    layer = layer_activation_bytes(spec, precision)
     kept = spec.num_layers * layer
     if parallelism.recompute == "full":
-        kept = spec.num_layers * t * spec.hidden_size + layer
-    head = head_activation_bytes(spec, t) if parallelism.pipeline_parallel == 1 else 0
-    return (kept + head + ring_buffer_bytes(spec, t)) / parallelism.tensor_parallel
+        kept = spec.num_layers * precision.residual_bytes * spec.hidden_size + layer
+    head = head_activation_bytes(spec, precision) if parallelism.pipeline_parallel == 1 else 0
+    return (kept + head + ring_buffer_bytes(spec, precision)) / parallelism.tensor_parallel
 
 
-def ring_buffer_bytes(spec: ModelSpec, t: int) -> int:
-    """Bytes per token of the ring's buffers: keys and values sent and received, and their gradients likewise."""
-    return 4 * 2 * spec.num_kv_heads * spec.head_dim * t
+def ring_buffer_bytes(spec: ModelSpec, precision: Precision) -> int:
+    """Bytes per token of the ring's buffers: two for keys and values, two for their fp32 gradients."""
+    return 2 * 2 * spec.num_kv_heads * spec.head_dim * (precision.activation_bytes + 4)
 
 
 def estimate_memory(
@@ -150,7 +175,7 @@ def estimate_memory(
     device_bytes: float,
     reserve_fraction: float = 0.08,
 ) -> Memory:
-    """The memory block of a cost profile; `reserve_fraction` of the device is left to allocator, kernels and back ends."""
+    """The memory block of a cost profile; `reserve_fraction` of the device is left to allocator and back ends."""
     return Memory(
         bytes_per_token=token_bytes(spec, precision, parallelism),
         model_state_bytes=model_state(spec, precision, parallelism).total_bytes,

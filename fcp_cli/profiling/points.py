@@ -37,7 +37,7 @@ def _work(point: Point) -> float:
 
 
 def _singles(max_length: int) -> list[tuple[int, ...]]:
-    lengths = []
+    lengths: list[tuple[int, ...]] = []
     length = LEAST_LENGTH
     while length < max_length:
         lengths.append((length,))
@@ -51,7 +51,7 @@ def _equal_packs(max_length: int) -> list[tuple[int, ...]]:
 
 
 def _between(max_length: int) -> list[tuple[int, ...]]:
-    lengths = []
+    lengths: list[tuple[int, ...]] = []
     length = 96
     while length < max_length:
         lengths.append((length + length % 7,))

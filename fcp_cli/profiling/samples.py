@@ -41,19 +41,20 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredPoint:
-    """All observations of a point: its seconds are their lower quartile, which load from elsewhere hardly moves."""
+    """All observations of a point: its seconds are their lowest decile, which load from elsewhere hardly moves."""
 
     point: Point
     seconds: float
-    spread: float  # (median - lower quartile) / lower quartile
+    spread: float  # (median - lowest decile) / lowest decile
     repeats: int
 
-    def sample(self) -> Sample:
+    def sample(self, *, silent: bool = False) -> Sample:
         return Sample(
             lengths=self.point.lengths,
             degree=self.point.degree,
             seconds=self.seconds,
             crosses_nodes=self.point.crosses_nodes,
+            silent=silent and self.point.degree > 1,
         )
 
 
@@ -128,20 +129,21 @@ def measured_points(
     return found
 
 
-def lower_quartile(seconds: Sequence[float]) -> float:
-    return float(np.quantile(np.asarray(seconds), 0.25))
+def undisturbed(seconds: Sequence[float]) -> float:
+    """The lowest decile of repeated observations: other load only ever adds."""
+    return float(np.quantile(np.asarray(seconds), 0.1))
 
 
 def spread(seconds: Sequence[float]) -> float:
-    """(median - lower quartile) / lower quartile: how far the observations lie apart."""
-    low, middle = np.quantile(np.asarray(seconds), [0.25, 0.5])
+    """(median - lowest decile) / lowest decile: how far the observations lie apart."""
+    low, middle = np.quantile(np.asarray(seconds), [0.1, 0.5])
     return float((middle - low) / low)
 
 
 def _summary(
     point: Point, seconds: Sequence[Sequence[float]], layers: Sequence[int], model_layers: int
 ) -> MeasuredPoint:
-    lows = [lower_quartile(values) for values in seconds]
+    lows = [undisturbed(values) for values in seconds]
     total = lows[0]
     if len(layers) == 2:
         total += (model_layers - layers[0]) * (lows[1] - lows[0]) / (layers[1] - layers[0])

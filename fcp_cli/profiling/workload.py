@@ -27,7 +27,7 @@ def build_model(spec: ModelSpec, layers: int, device: torch.device) -> nn.Module
     config = AutoConfig.for_model(model_type, **{**figures, "num_hidden_layers": layers})
     config.use_cache = False
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     prepare(model)
     trained: nn.Module = model.train()
     return trained

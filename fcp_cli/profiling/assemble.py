@@ -1,0 +1,196 @@
+"""From samples to a cost profile that says what was measured, on what, and how far off it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+from scipy.optimize import nnls
+
+from fcp_cli import __version__
+from fcp_cli.cost.fitting import fit_profile, mean_absolute_percentage, predicted_seconds
+from fcp_cli.cost.profile import Bandwidth, CostProfile, Memory, dump_cost_profile
+from fcp_cli.errors import ProfileError
+from fcp_cli.profiling.analytic import analytic_profile
+from fcp_cli.profiling.clusters import load_cluster
+from fcp_cli.profiling.measure import points_of
+from fcp_cli.profiling.memory import PRECISIONS, Parallelism
+from fcp_cli.profiling.models import ModelSpec, load_model
+from fcp_cli.profiling.samples import MeasuredPoint, SamplesFile, measured_points, undisturbed
+
+RESERVE_FRACTION = 0.08
+_DIGITS = 6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DegreeError:
+    """Mean absolute error of the prediction at one degree, in per cent; None where nothing was held out."""
+
+    degree: int
+    points: int
+    fitted_percent: float
+    held_out_points: int
+    held_out_percent: float | None
+
+
+def profile_from_samples(samples: SamplesFile) -> CostProfile:
+    """Fit a cost profile; its measurement block tells hardware, versions, points and errors.
+
+    Raises:
+        ProfileError: too few points were observed, or the samples do not say on what.
+    """
+    header = samples.header
+    spec = load_model(header["model"])
+    environments = samples.of_kind("environment")
+    if not environments:
+        raise ProfileError("the samples hold no measurement yet: the worker never began; run 'fcp profile' again")
+    measured = measured_points(samples, points_of(samples), layers=header["layers"], model_layers=spec.num_layers)
+    silent = bool(header["emulate"])
+    fitted = [point.sample(silent=silent) for point in measured if not point.point.held_out]
+    fit = fit_profile(fitted, _prior(samples, spec))
+    predicted = predicted_seconds([point.sample(silent=silent) for point in measured], fit.profile)
+    profile = replace(fit.profile, origin="measured", memory=_memory(samples, spec, environments[-1]))
+    measurement = {
+        **_circumstances(samples, environments[-1]),
+        **_errors(measured, predicted),
+        "assumed": [*fit.kept, *_assumed(samples, spec)],
+        "points": [_point_record(point, float(seconds)) for point, seconds in zip(measured, predicted, strict=True)],
+    }
+    profile = replace(profile, measurement=_rounded(measurement))
+    return replace(profile, text=dump_cost_profile(profile))
+
+
+def _prior(samples: SamplesFile, spec: ModelSpec) -> CostProfile:
+    """Figures for what the samples cannot tell: transfers between ranks where they were timed, else the cluster's."""
+    header = samples.header
+    precision = PRECISIONS["fp32" if header["dtype"] == "float32" else "amp"]
+    prior = analytic_profile(
+        spec,
+        load_cluster(header["cluster"]),
+        precision=precision,
+        parallelism=Parallelism(ranks=int(header["ranks"]), zero_stage=0),
+    )
+    tiers = {tier: _transfer_figures(samples, tier) for tier in ("intra_node", "inter_node")}
+    latency, bandwidth = tiers["intra_node"] or (0.0, 0.0)
+    if not bandwidth:
+        return prior
+    inter = tiers["inter_node"][1] if tiers["inter_node"] else prior.bandwidth.inter_node
+    # Keys and values travel forward and backward, their gradients backward: three batches a hop and layer.
+    coefficients = replace(prior.coefficients, ring_hop_seconds=3 * spec.num_layers * latency)
+    return replace(
+        prior, coefficients=coefficients, bandwidth=Bandwidth(intra_node=bandwidth, inter_node=inter), measurement={}
+    )
+
+
+def _transfer_figures(samples: SamplesFile, tier: str) -> tuple[float, float] | None:
+    """(seconds per message, bytes per second) by non-negative least squares on relative error."""
+    by_size: dict[int, list[float]] = {}
+    for line in samples.of_kind("transfer"):
+        if line["tier"] == tier:
+            by_size.setdefault(int(line["bytes"]), []).extend(line["seconds"])
+    if len(by_size) < 2:
+        return None
+    seconds = np.array([max(undisturbed(values), 1e-9) for values in by_size.values()])
+    columns = np.stack([np.ones(len(seconds)), np.array(list(by_size), dtype=np.float64)], axis=1) / seconds[:, None]
+    norms = np.linalg.norm(columns, axis=0)
+    latency, per_byte = nnls(columns / norms, np.ones(len(seconds)))[0] / norms
+    return float(latency), float(1.0 / max(per_byte, 1e-15))
+
+
+def _memory(samples: SamplesFile, spec: ModelSpec, environment: Mapping[str, Any]) -> Memory:
+    """Measured where the whole model ran; else from its figures."""
+    peaks = sorted((int(line["tokens"]), float(line["peak_bytes"])) for line in samples.of_kind("memory"))
+    steps = samples.of_kind("step")
+    estimate = _prior(samples, spec).memory
+    capacity = float(environment["device_memory_bytes"]) * (1 - RESERVE_FRACTION)
+    if len(peaks) < 2 or not steps or peaks[-1][1] <= peaks[0][1]:
+        return replace(estimate, capacity_bytes=capacity)
+    tokens, peak_bytes = np.array(peaks).T
+    slope = float(np.polyfit(tokens, peak_bytes, 1)[0])
+    return Memory(bytes_per_token=slope, model_state_bytes=float(steps[-1]["state_bytes"]), capacity_bytes=capacity)
+
+
+def _assumed(samples: SamplesFile, spec: ModelSpec) -> list[str]:
+    assumed = ["coefficients.ring_bytes_per_token: counted from the model's figures"]
+    if spec.vision is not None:
+        assumed.append("coefficients.vision_*: from the model's figures; only the language model was measured")
+    if len(samples.of_kind("memory")) < 2:
+        assumed.append("memory.bytes_per_token, memory.model_state_bytes: from the model's figures")
+    return assumed
+
+
+def _circumstances(samples: SamplesFile, environment: Mapping[str, Any]) -> dict[str, Any]:
+    header = samples.header
+    steps = samples.of_kind("step")
+    transfers = {
+        tier: {"seconds_per_message": figures[0], "bytes_per_second": figures[1]}
+        for tier in ("intra_node", "inter_node")
+        if (figures := _transfer_figures(samples, tier)) is not None
+    }
+    described = {key: value for key, value in environment.items() if key not in ("kind", "at") and value is not None}
+    return {
+        "date": environment["at"],
+        "fcp": __version__,
+        **described,
+        "layers_measured": list(header["layers"]),
+        "degrees": list(header["degrees"]),
+        "emulated": "degrees above 1: one rank, silent peers, no communication" if header["emulate"] else "none",
+        "transfers": transfers,
+        "step_seconds": undisturbed(steps[-1]["seconds"]) if steps else None,
+    }
+
+
+def _errors(measured: Sequence[MeasuredPoint], predicted: Any) -> dict[str, Any]:
+    degrees = errors_by_degree(measured, predicted)
+    relative = np.array(predicted) / np.array([point.seconds for point in measured]) - 1.0
+    held_out = np.array([point.point.held_out for point in measured])
+    return {
+        "fitted_error_percent": mean_absolute_percentage(relative[~held_out]),
+        "held_out_error_percent": mean_absolute_percentage(relative[held_out]) if held_out.any() else None,
+        "error_by_degree": [asdict(degree) for degree in degrees],
+    }
+
+
+def errors_by_degree(measured: Sequence[MeasuredPoint], predicted: Any) -> list[DegreeError]:
+    """Errors of fitted and of held-out points, per degree."""
+    found = []
+    for degree in sorted({point.point.degree for point in measured}):
+        errors: dict[bool, list[float]] = {False: [], True: []}
+        for point, seconds in zip(measured, predicted, strict=True):
+            if point.point.degree == degree:
+                errors[point.point.held_out].append(float(seconds) / point.seconds - 1.0)
+        found.append(
+            DegreeError(
+                degree=degree,
+                points=len(errors[False]),
+                fitted_percent=mean_absolute_percentage(errors[False]) if errors[False] else 0.0,
+                held_out_points=len(errors[True]),
+                held_out_percent=mean_absolute_percentage(errors[True]) if errors[True] else None,
+            )
+        )
+    return found
+
+
+def _point_record(point: MeasuredPoint, predicted: float) -> dict[str, Any]:
+    return {
+        "lengths": list(point.point.lengths),
+        "degree": point.point.degree,
+        "seconds": point.seconds,
+        "predicted_seconds": predicted,
+        "error_percent": 100.0 * (predicted / point.seconds - 1.0),
+        "held_out": point.point.held_out,
+        "repeats": point.repeats,
+    }
+
+
+def _rounded(value: Any) -> Any:
+    """Measured figures to six significant digits; what is unknown is left out."""
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS}g}")
+    if isinstance(value, Mapping):
+        return {key: _rounded(item) for key, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(item) for item in value]
+    return value

@@ -1,0 +1,116 @@
+"""What a cost profile means: coefficients in words, where one kind of work overtakes another, example times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import numpy as np
+
+from fcp_cli.cost.model import group_seconds
+from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile, Memory
+from fcp_cli.manifest.table import FloatArray
+
+Tier = Literal["intra_node", "inter_node"]
+
+MEANINGS = {
+    "attention_seconds_per_token2": "alpha1: causal attention, forward and backward, per pair of tokens",
+    "linear_seconds_per_token": "alpha2: matrices, norms and loss, per token",
+    "ring_bytes_per_token": "alpha3: K/V forward, K/V and dK/dV backward, all layers",
+    "microbatch_seconds": "beta1: fixed cost of one micro-batch",
+    "ring_hop_seconds": "beta2: fixed cost of one hop of a ring, all layers",
+    "vision_seconds_per_patch": "vision encoder, per patch",
+    "vision_seconds_per_patch2": "vision encoder's attention, per pair of patches of one image",
+    "intra_node": "bytes per second in a ring inside a node",
+    "inter_node": "bytes per second in a ring across nodes",
+    "bytes_per_token": "activations of one token on a rank",
+    "model_state_bytes": "weights, gradients and optimizer on a rank",
+    "capacity_bytes": "memory of a rank that may be used",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """One number of a profile, by its path in the file."""
+
+    path: str
+    value: float
+    meaning: str
+
+
+def figures_of(profile: CostProfile) -> list[Figure]:
+    """All numbers of a profile, in the order of the file."""
+    blocks = (
+        ("coefficients", Coefficients, profile.coefficients),
+        ("bandwidth_bytes_per_second", Bandwidth, profile.bandwidth),
+        ("memory", Memory, profile.memory),
+    )
+    return [
+        Figure(path=f"{block}.{f.name}", value=getattr(values, f.name), meaning=MEANINGS[f.name])
+        for block, kind, values in blocks
+        for f in fields(kind)
+    ]
+
+
+def break_even_tokens(profile: CostProfile) -> float | None:
+    """Length of a sequence whose attention takes as long as its linear work; None where there is no attention."""
+    c = profile.coefficients
+    if not c.attention_seconds_per_token2:
+        return None
+    return c.linear_seconds_per_token / c.attention_seconds_per_token2
+
+
+def hidden_ring_tokens(profile: CostProfile, *, degree: int, tier: Tier) -> float | None:
+    """Length from which a single sequence's attention hides its ring: alpha1 L^2 / d = ring seconds of L tokens."""
+    c = profile.coefficients
+    if degree < 2 or not c.attention_seconds_per_token2:
+        return None
+    per_token = c.ring_bytes_per_token * (degree - 1) / getattr(profile.bandwidth, tier)
+    fixed = c.ring_hop_seconds * (degree - 1) * degree
+    a = c.attention_seconds_per_token2
+    return (per_token + math.sqrt(per_token * per_token + 4 * a * fixed)) / (2 * a)
+
+
+def seconds_table(
+    profile: CostProfile, lengths: Sequence[int], degrees: Sequence[int], *, tier: Tier = "intra_node"
+) -> FloatArray:
+    """[lengths, degrees] predicted seconds of a single causal sequence."""
+    c = profile.coefficients
+    tokens = np.asarray(lengths, dtype=np.float64)[:, None]
+    return group_seconds(
+        profile,
+        attention_seconds=c.attention_seconds_per_token2 * tokens * tokens,
+        linear_seconds=c.linear_seconds_per_token * tokens,
+        tokens=tokens,
+        degree=np.asarray(degrees)[None, :],
+        crosses_nodes=tier == "inter_node",
+    )
+
+
+def example_lengths(profile: CostProfile) -> list[int]:
+    """Powers of two from 1024 (less where work is short) around the break-even length."""
+    middle = break_even_tokens(profile) or 16384.0
+    centre = round(math.log2(max(middle, 256.0)))
+    return [2**exponent for exponent in range(max(centre - 4, 6), centre + 4)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """One number in two profiles."""
+
+    path: str
+    first: float
+    second: float
+
+    @property
+    def ratio(self) -> float | None:
+        """second / first; None where the first is 0."""
+        return self.second / self.first if self.first else None
+
+
+def differences(first: CostProfile, second: CostProfile) -> list[Difference]:
+    """Every number of two profiles side by side."""
+    pairs = zip(figures_of(first), figures_of(second), strict=True)
+    return [Difference(path=a.path, first=a.value, second=b.value) for a, b in pairs]

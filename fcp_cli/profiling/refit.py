@@ -1,0 +1,162 @@
+"""Refits a cost profile from the metrics of real training runs: every micro-batch is a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fcp_cli.cost.fitting import Sample, fit_profile, mean_absolute_percentage, predicted_seconds
+from fcp_cli.cost.profile import CostProfile, dump_cost_profile, parse_cost_profile
+from fcp_cli.errors import ProfileError
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.step import StepPlan
+from fcp_cli.training.metrics import read_metrics
+
+# Every so many samples one is held out: the error on these is what the new profile can promise.
+HOLD_OUT_EVERY = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSamples:
+    """What a run measured, and the plan it followed."""
+
+    samples: tuple[Sample, ...]
+    steps: int
+    metadata: PlanMetadata
+    run: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refit:
+    """A refitted profile and its errors in per cent, before and after, on fitted and held-out micro-batches."""
+
+    profile: CostProfile
+    before: CostProfile
+    num_fitted: int
+    num_held_out: int
+    fitted_before_percent: float
+    fitted_after_percent: float
+    held_out_before_percent: float
+    held_out_after_percent: float
+    kept: tuple[str, ...]
+
+
+def samples_of_run(metrics: Path, *, plan: Path | None, skip_steps: int) -> RunSamples:
+    """Read a run's micro-batches; lengths come from the plan that it followed.
+
+    The ranks of a group end together, and the last to arrive waited for nobody: a micro-batch took what the shortest
+    of its ranks' times says.
+
+    Args:
+        metrics: the run's metrics.jsonl.
+        plan: where the plan lies now, if not where the run read it.
+        skip_steps: steps to leave out after every start, while kernels and caches warm up.
+
+    Raises:
+        RunError: the metrics cannot be read. PlanError: the plan cannot.
+        ProfileError: it is not the plan of the run, or no step is left.
+    """
+    records = read_metrics(metrics)
+    run = next(record for record in records if record.get("kind") == "run")
+    path = plan or Path(str(run.get("plan", "")))
+    reader = PlanReader(path)
+    if reader.metadata.plan_hash != run.get("plan_hash"):
+        raise ProfileError(
+            f"{path} is not the plan of {metrics}: its hash is {reader.metadata.plan_hash[:12]}, the run's is "
+            f"{str(run.get('plan_hash'))[:12]}; give the right one with --plan"
+        )
+    measured = dict(_steps_after_warm_up(records, skip_steps))
+    if not measured:
+        raise ProfileError(f"{metrics} has no steps beyond the first {skip_steps} of each start; lower --skip-steps")
+    samples: list[Sample] = []
+    for step in reader.steps(min(measured)):
+        if step.step in measured:
+            samples.extend(_samples_of_step(step, measured[step.step], reader.metadata.ranks_per_node))
+    return RunSamples(samples=tuple(samples), steps=len(measured), metadata=reader.metadata, run=run)
+
+
+def _steps_after_warm_up(
+    records: Sequence[Mapping[str, Any]], skip_steps: int
+) -> Iterable[tuple[int, Mapping[str, Any]]]:
+    since_start = 0
+    for record in records:
+        if record.get("kind") == "run":
+            since_start = 0
+        elif record.get("kind") == "step":
+            if since_start >= skip_steps:
+                yield int(record["step"]), record
+            since_start += 1
+
+
+def _samples_of_step(step: StepPlan, record: Mapping[str, Any], ranks_per_node: int) -> Iterable[Sample]:
+    shortest: dict[int, float] = {}
+    for rank in record["ranks"]:
+        for timing in rank["micro_batches"]:
+            order, seconds = int(timing["order"]), float(timing["seconds"])
+            shortest[order] = min(seconds, shortest.get(order, seconds))
+    for micro_batch in step.micro_batches():
+        seconds = shortest.get(micro_batch.order, 0.0)
+        if micro_batch.lengths and seconds > 0:
+            nodes = {rank // ranks_per_node for rank in micro_batch.ranks}
+            yield Sample(
+                lengths=micro_batch.lengths,
+                degree=micro_batch.degree,
+                seconds=seconds,
+                crosses_nodes=len(nodes) > 1,
+            )
+
+
+def refit(runs: Sequence[RunSamples], *, before: CostProfile | None = None) -> Refit:
+    """Fit one profile to the micro-batches of all runs; `before` is by default the profile of the first run's plan.
+
+    Raises:
+        ProfileError: too few or too alike micro-batches to tell the coefficients apart.
+    """
+    if before is None:
+        before = parse_cost_profile(runs[0].metadata.cost_profile, name="the plan's cost profile")
+    samples = [sample for run in runs for sample in run.samples]
+    fitted = [sample for i, sample in enumerate(samples) if i % HOLD_OUT_EVERY != HOLD_OUT_EVERY - 1]
+    held_out = samples[HOLD_OUT_EVERY - 1 :: HOLD_OUT_EVERY]
+    fit = fit_profile(fitted, before)
+    errors = {
+        name: (_error(part, before), _error(part, fit.profile)) for name, part in (("f", fitted), ("h", held_out))
+    }
+    measurement = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "method": "micro-batches of training runs",
+        "runs": [_run_record(run) for run in runs],
+        "micro_batches_fitted": len(fitted),
+        "micro_batches_held_out": len(held_out),
+        "held_out_error_before_percent": round(errors["h"][0], 3),
+        "held_out_error_percent": round(errors["h"][1], 3),
+        "kept": list(fit.kept),
+    }
+    profile = replace(fit.profile, origin="fitted", measurement=measurement)
+    return Refit(
+        profile=replace(profile, text=dump_cost_profile(profile)),
+        before=before,
+        num_fitted=len(fitted),
+        num_held_out=len(held_out),
+        fitted_before_percent=errors["f"][0],
+        fitted_after_percent=errors["f"][1],
+        held_out_before_percent=errors["h"][0],
+        held_out_after_percent=errors["h"][1],
+        kept=fit.kept,
+    )
+
+
+def _error(samples: Sequence[Sample], profile: CostProfile) -> float:
+    measured = np.array([sample.seconds for sample in samples])
+    return mean_absolute_percentage(predicted_seconds(samples, profile) / measured - 1.0)
+
+
+def _run_record(run: RunSamples) -> dict[str, Any]:
+    keys = ("model", "device", "device_name", "num_ranks", "sync", "torch", "started", "plan_hash")
+    record = {key: run.run[key] for key in keys if key in run.run}
+    return {**record, "steps": run.steps, "micro_batches": len(run.samples)}
