@@ -6,8 +6,8 @@
 (b) the work of all members of a ring of degree 2 to 4, summed, against the unsplit kernel;
 (c) host time to switch to the next micro-batch's group: its layout, its ring and the segments of every hop.
 
-The two sides of a comparison run in turn, A B A B ..., on one thread, and processor time is compared, so that other work
-on the machine does not count. A ratio is the median over the pairs.
+The two sides of a comparison run in turn, A B A B ..., on one thread, and processor time is compared, so that other
+work on the machine does not count. A ratio is the median over the pairs.
 """
 
 from __future__ import annotations

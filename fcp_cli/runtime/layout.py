@@ -98,7 +98,7 @@ class ShardLayout:
         self._fronts = sizes[:, :degree].T  # [degree, sequences]
         self._backs = sizes[:, : degree - 1 : -1].T
         self._tokens: list[int] = (self._fronts + self._backs).sum(axis=1).tolist()
-        self._hops: dict[tuple[int, int], Hop | None] = {}
+        self._hops: dict[tuple[int, int, bool], tuple[Hop, ...]] = {}
 
     def __repr__(self) -> str:
         return f"ShardLayout(lengths={self.lengths}, degree={self.degree})"
@@ -139,16 +139,22 @@ class ShardLayout:
         bases = _offsets(np.asarray(self.lengths, dtype=np.int64))
         return self.position_ids(index) + np.repeat(bases, owned)
 
-    def hop(self, member: int, source: int) -> Hop | None:
-        """What `member` computes with the keys and values of `source`; None where no query meets a key.
+    def hops(self, member: int, source: int, *, packed: bool = True) -> tuple[Hop, ...]:
+        """What `member` computes with the keys and values of `source`; nothing where no query meets a key.
 
         Chunks are ordered in time: those of an earlier source's front come before all of the member's tokens, those
         of a later source come between the member's front and its back. Only the member's own chunks need a causal
         mask.
+
+        Args:
+            member: place in the ring of the rank that computes.
+            source: place of the rank whose keys it holds.
+            packed: all sequences in one call, whose rows need not be contiguous; else one call per sequence, whose
+                rows are.
         """
-        key = (member, source)
+        key = (member, source, packed)
         if key not in self._hops:
-            self._hops[key] = self._make_hop(member, source)
+            self._hops[key] = self._make_hops(member, source, packed)
         return self._hops[key]
 
     def _runs(self, index: int) -> tuple[IntArray, IntArray]:
@@ -160,7 +166,7 @@ class ShardLayout:
         starts = chunks * chunk[:, None] + np.minimum(chunks, extra[:, None])
         return starts.ravel(), sizes
 
-    def _make_hop(self, member: int, source: int) -> Hop | None:
+    def _make_hops(self, member: int, source: int, packed: bool) -> tuple[Hop, ...]:
         fronts, owned = self._fronts, self._fronts + self._backs
         if source == member:
             q_sizes = k_sizes = owned[member]
@@ -168,16 +174,13 @@ class ShardLayout:
             q_sizes, k_sizes = owned[member], fronts[source]
         else:
             q_sizes, k_sizes = self._backs[member], owned[source]
-        live = (q_sizes > 0) & (k_sizes > 0)
-        if not live.any():
-            return None
         # The back of a sequence starts after its front in the local buffer.
         q_starts = _offsets(owned[member]) + (fronts[member] if source > member else 0)
-        return Hop(
-            q_rows=_rows(q_starts[live], q_sizes[live]),
-            k_rows=_rows(_offsets(owned[source])[live], k_sizes[live]),
-            segments=Segments(tuple(q_sizes[live].tolist()), tuple(k_sizes[live].tolist()), source == member),
-        )
+        k_starts = _offsets(owned[source])
+        live = np.flatnonzero((q_sizes > 0) & (k_sizes > 0))
+        calls = [live] if packed and live.size else live[:, None]
+        causal = source == member
+        return tuple(_make_hop(q_starts[i], q_sizes[i], k_starts[i], k_sizes[i], causal) for i in calls)
 
 
 @lru_cache(maxsize=CACHED_LAYOUTS)
@@ -189,6 +192,14 @@ def shard_layout(lengths: tuple[int, ...], degree: int) -> ShardLayout:
 def _offsets(sizes: IntArray) -> IntArray:
     """Exclusive prefix sum."""
     return np.cumsum(sizes) - sizes
+
+
+def _make_hop(q_starts: IntArray, q_sizes: IntArray, k_starts: IntArray, k_sizes: IntArray, causal: bool) -> Hop:
+    return Hop(
+        q_rows=_rows(q_starts, q_sizes),
+        k_rows=_rows(k_starts, k_sizes),
+        segments=Segments(tuple(q_sizes.tolist()), tuple(k_sizes.tolist()), causal),
+    )
 
 
 def _rows(starts: IntArray, sizes: IntArray) -> Rows:

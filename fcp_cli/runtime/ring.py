@@ -66,9 +66,9 @@ class Ring:
         """The member whose keys and values this member holds at `hop`: its own at hop 0, then its predecessors'."""
         return (self.index - hop) % self.degree
 
-    def work(self, hop: int) -> Hop | None:
-        """What this member computes at `hop`; None where no query of its meets a key."""
-        return self.layout.hop(self.index, self.source(hop))
+    def work(self, hop: int, *, packed: bool = True) -> tuple[Hop, ...]:
+        """What this member computes at `hop`; see `ShardLayout.hops`."""
+        return self.layout.hops(self.index, self.source(hop), packed=packed)
 
 
 current_ring: ContextVar[Ring | None] = ContextVar("current_ring", default=None)
@@ -157,8 +157,7 @@ def ring_forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, scale: float) -> W
     for hop in range(1, ring.degree):
         yield from _settle(arrival)
         arrival = blocks.pass_on("kv", hop) if hop + 1 < ring.degree else None
-        work = ring.work(hop)
-        if work is not None:
+        for work in ring.work(hop, packed=kernel.packed):
             keys, values = take(blocks.at(hop), work.k_rows, dim=1)
             part, part_lse = kernel.forward(take(q, work.q_rows), keys, values, work.segments, scale)
             merge(out, lse, work.q_rows, part, part_lse)
@@ -191,19 +190,18 @@ def ring_backward(
     for hop in range(1, ring.degree):
         yield from _settle(arrival)
         arrival = blocks.pass_on("kv", hop) if hop + 1 < ring.degree else None
-        work = ring.work(hop)
-        share = None
-        if work is not None:
+        works, shares = ring.work(hop, packed=kernel.packed), []
+        for work in works:
             keys, values = take(blocks.at(hop), work.k_rows, dim=1)
             do, qs, outs, lses = (take(tensor, work.q_rows) for tensor in (grad_out, q, out, lse))
-            share = kernel.backward(do, qs, keys, values, outs, lses, work.segments, scale)
+            shares.append(kernel.backward(do, qs, keys, values, outs, lses, work.segments, scale))
         # What the members before this one have summed for the same block.
         yield from _settle(grad_arrival)
-        if work is not None and share is not None:
-            for total, rows, part in zip(
-                (dq, *grads.at(hop)), (work.q_rows, work.k_rows, work.k_rows), share, strict=True
-            ):
-                add(total, rows, part)
+        block = grads.at(hop)
+        for work, (dq_share, dk_share, dv_share) in zip(works, shares, strict=True):
+            add(dq, work.q_rows, dq_share)
+            add(block[0], work.k_rows, dk_share)
+            add(block[1], work.k_rows, dv_share)
         grad_arrival = grads.pass_on("dkv", hop)
     yield from _settle(grad_arrival)
     dk, dv = grads.at(ring.degree)
@@ -261,9 +259,9 @@ def _forward_own(
 ) -> tuple[Tensor, Tensor]:
     """Attention to the member's own keys: the only causal call, and the only one that every row takes part in."""
     work = ring.work(0)
-    if work is None:
+    if not work:
         return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
-    return kernel.forward(q, k, v, work.segments, scale)
+    return kernel.forward(q, k, v, work[0].segments, scale)
 
 
 def _backward_own(
@@ -278,9 +276,9 @@ def _backward_own(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     work = ring.work(0)
-    if work is None:
+    if not work:
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    return kernel.backward(grad_out, q, k, v, out, lse, work.segments, scale)
+    return kernel.backward(grad_out, q, k, v, out, lse, work[0].segments, scale)
 
 
 def _pack(batched: Tensor, tokens: int) -> Tensor:

@@ -176,7 +176,7 @@ class _Delivery:
         if self.receive is None:
             return
         try:
-            message = self.mailbox.between(self.source, self.rank).get(timeout=self.timeout_seconds or 1e-9)
+            message = self.mailbox.between(self.source, self.rank).get(timeout=self.timeout_seconds)
         except queue.Empty:
             raise RunError(
                 f"rank {self.rank} waits for {self.kind} from rank {self.source}, which never comes"

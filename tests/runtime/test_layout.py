@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fcp_cli.runtime.layout import CACHED_LAYOUTS, ShardLayout, shard_layout
+from fcp_cli.runtime.layout import CACHED_LAYOUTS, Hop, ShardLayout, shard_layout
 
 packs = st.lists(st.integers(min_value=1, max_value=200), min_size=1, max_size=8).map(tuple)
 degrees = st.integers(min_value=1, max_value=16)
@@ -51,14 +51,16 @@ def test_position_ids_restart_at_every_sequence(lengths: tuple[int, ...], degree
         assert layout.position_ids(member).tolist() == within[layout.index(member)].tolist()
 
 
-@given(lengths=packs, degree=degrees)
+@given(lengths=packs, degree=degrees, packed=st.booleans())
 @settings(deadline=None)
-def test_the_hops_visit_every_pair_of_a_query_and_an_earlier_key_once(lengths: tuple[int, ...], degree: int) -> None:
+def test_the_hops_visit_every_pair_of_a_query_and_an_earlier_key_once(
+    lengths: tuple[int, ...], degree: int, packed: bool
+) -> None:
     layout = ShardLayout(lengths, degree)
     seen = np.zeros((sum(lengths), sum(lengths)), dtype=np.int64)
     for member in range(degree):
         for source in range(degree):
-            for q_rows, k_rows, causal in _calls(layout, member, source):
+            for q_rows, k_rows, causal in _calls(layout, member, source, packed):
                 pairs = np.ones((len(q_rows), len(k_rows)), dtype=np.int64)
                 seen[np.ix_(q_rows, k_rows)] += np.tril(pairs) if causal else pairs
     sequence = np.repeat(np.arange(len(lengths)), lengths)
@@ -66,14 +68,20 @@ def test_the_hops_visit_every_pair_of_a_query_and_an_earlier_key_once(lengths: t
     assert np.array_equal(seen, expected)
 
 
-def _calls(layout: ShardLayout, member: int, source: int) -> list[tuple[np.ndarray, np.ndarray, bool]]:
-    """Per segment of one hop: positions of its queries and keys in the pack, and whether it is causal."""
-    hop = layout.hop(member, source)
-    if hop is None:
-        return []
+def _calls(layout: ShardLayout, member: int, source: int, packed: bool) -> list[tuple[np.ndarray, np.ndarray, bool]]:
+    """Per segment: positions of its queries and keys in the pack, and whether it is causal."""
+    hops = layout.hops(member, source, packed=packed)
+    assert not packed or len(hops) <= 1
+    return [call for hop in hops for call in _hop_calls(layout, member, source, hop, packed)]
+
+
+def _hop_calls(
+    layout: ShardLayout, member: int, source: int, hop: Hop, packed: bool
+) -> list[tuple[np.ndarray, np.ndarray, bool]]:
     queries = layout.index(member)[_positions(hop.q_rows.span, hop.q_rows.positions)]
     keys = layout.index(source)[_positions(hop.k_rows.span, hop.k_rows.positions)]
     segments = hop.segments
+    assert packed or (hop.q_rows.span is not None and hop.k_rows.span is not None and len(segments.q_lengths) == 1)
     assert all(segments.q_lengths)
     assert all(segments.k_lengths)
     assert segments.causal == (member == source)
@@ -105,7 +113,7 @@ def test_an_idle_rank_has_an_empty_layout() -> None:
     layout = ShardLayout((), 1)
     assert layout.tokens(0) == layout.most_tokens == 0
     assert layout.index(0).size == layout.position_ids(0).size == 0
-    assert layout.hop(0, 0) is None
+    assert layout.hops(0, 0) == ()
 
 
 def test_layouts_are_cached_and_the_cache_is_bounded() -> None:

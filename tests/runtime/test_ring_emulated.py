@@ -12,11 +12,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fcp_cli.errors import RunError
+from fcp_cli.runtime import ring as ring_module
 from fcp_cli.runtime.kernels import select_kernel
+from fcp_cli.runtime.kernels.cpu import CpuKernel
+from fcp_cli.runtime.kernels.npu import NpuKernel
 from fcp_cli.runtime.layout import Segments, shard_layout
 from fcp_cli.runtime.ring import Ring, attention, current_ring, ring_forward
 from fcp_cli.runtime.transport import LockstepTransport, Mailbox, ThreadTransport, run_lockstep
 from tests.runtime.emulation import run_emulated, run_recorded, unshard
+from tests.runtime.fake_npu import FakeNpu
 from tests.runtime.reference import (
     HEADS,
     PACKS,
@@ -66,6 +70,37 @@ def _one_device_bf16(example: Example) -> tuple[Tensor, ...]:
     q, k, v, grad_out = (tensor.bfloat16() for tensor in (example.q, example.k, example.v, example.grad_out))
     out, lse = kernel.forward(q, k, v, segments, example.scale)
     return (out, *kernel.backward(grad_out, q, k, v, out, lse, segments, example.scale))
+
+
+class GatheringCpuKernel(CpuKernel):
+    """All sequences in one call, whose rows the ring then has to gather and scatter, as on a GPU."""
+
+    packed = True
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("lengths", PACKS)
+def test_gathered_rows_give_the_same_as_rows_in_place(
+    lengths: tuple[int, ...], heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring_module, "select_kernel", lambda device_type, dtype: GatheringCpuKernel())
+    example = make_example(lengths, heads)
+    for degree in DEGREES:
+        for found, expected in zip(run_emulated(example, degree, torch.float64), example.results, strict=True):
+            assert absolute_error(found, expected) <= 1e-12
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("head_major", [True, False], ids=["head-major", "token-major"])
+def test_a_ring_on_the_npu_operator_computes_plain_attention(
+    head_major: bool, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = NpuKernel(FakeNpu(head_major=head_major))
+    monkeypatch.setattr(ring_module, "select_kernel", lambda device_type, dtype: kernel)
+    example = make_example((5, 7, 13, 37, 101), heads, dtype=torch.float32)
+    for degree in DEGREES:
+        for found, expected in zip(run_emulated(example, degree, torch.float32), example.results, strict=True):
+            assert relative_error(found, expected) <= 2e-6
 
 
 def test_gradients_of_keys_travel_in_fp32_and_keys_in_their_own_type() -> None:

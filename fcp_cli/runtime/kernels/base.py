@@ -15,7 +15,12 @@ class AttentionKernel(Protocol):
 
     That is what lets a ring split a row's keys over several calls: with the final `out` and `lse`, each call's share of
     dq, dk and dv is exact, and the shares add up.
+
+    Attributes:
+        packed: whether one call for all sequences is cheaper than a call for each, and worth gathering their rows.
     """
+
+    packed: bool
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         """Attention of every segment.

@@ -14,6 +14,8 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 class CpuKernel:
     """fp64, fp32, bf16 and fp16. An empty q or k would kill the process (SIGFPE); `Segments` has none."""
 
+    packed = False
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         assert all(segments.q_lengths), "an empty query segment"
         assert all(segments.k_lengths), "an empty key segment"

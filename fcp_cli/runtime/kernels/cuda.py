@@ -33,6 +33,8 @@ class _Bounds:
 class CudaFlashKernel:
     """bf16 and fp16, head_dim a multiple of 8 up to 256. No device synchronisation."""
 
+    packed = True
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         check_head_dim(q)
         bounds = _bounds(segments, q.device)

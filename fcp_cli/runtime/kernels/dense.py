@@ -15,6 +15,8 @@ class DenseKernel:
     Meant for verification (fp32 and fp64 on an accelerator). Train in bf16, where the fused kernels work.
     """
 
+    packed = False
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         results = []
         for q_i, k_i, v_i in zip(

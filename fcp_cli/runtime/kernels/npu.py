@@ -30,6 +30,8 @@ class NpuKernel:
         operators: has `npu_fusion_attention` and `npu_fusion_attention_grad`; torch_npu by default.
     """
 
+    packed = True
+
     def __init__(self, operators: Any = None) -> None:
         self._operators = importlib.import_module("torch_npu") if operators is None else operators
         self._head_major: bool | None = None
