@@ -45,10 +45,11 @@ def check_trainer(metadata: PlanMetadata, plan: Path) -> None:
         raise RunError(
             "transformers is not installed here, and the bundled trainer needs it; run: pip install 'fcp-cli[hf]'"
         )
-    if metadata.tensor_parallel * metadata.pipeline_parallel > 1:
+    devices = metadata.tensor_parallel * metadata.pipeline_parallel
+    if devices > 1:
         raise RunError(
-            f"{plan} has {metadata.tensor_parallel} x {metadata.pipeline_parallel} (tensor x pipeline) devices per rank, "
-            "but the bundled trainer uses one; give your own script: fcp launch ... -- SCRIPT ARGS"
+            f"{plan} has {devices} devices per rank (tensor x pipeline parallel), but the bundled trainer uses one; "
+            "give your own script: fcp launch ... -- SCRIPT ARGS"
         )
 
 

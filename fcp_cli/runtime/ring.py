@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -30,9 +29,10 @@ Result = TypeVar("Result")
 Waits = Generator[Handle, None, Result]
 
 
-@dataclass(slots=True, eq=False)
 class Ring:
     """The group of one micro-batch, as one of its members sees it. Cheap to make: nothing is communicated.
+
+    Not a dataclass: FSDP2 copies those among a module's arguments, and the calls of a copy would not be counted here.
 
     Attributes:
         layout: which tokens each member holds.
@@ -42,16 +42,23 @@ class Ring:
         attention_calls: how often `attention` ran on it; the session stops a job whose model never calls it.
     """
 
-    layout: ShardLayout
-    index: int = 0
-    ranks: tuple[int, ...] = (0,)
-    transport: Transport | None = None
-    attention_calls: int = 0
+    __slots__ = ("attention_calls", "index", "layout", "ranks", "transport")
 
-    def __post_init__(self) -> None:
-        assert len(self.ranks) == self.layout.degree, (self.ranks, self.layout)
-        assert 0 <= self.index < len(self.ranks), self.index
-        assert len(self.ranks) == 1 or self.transport is not None, "a ring of several members needs a transport"
+    def __init__(
+        self,
+        layout: ShardLayout,
+        index: int = 0,
+        ranks: tuple[int, ...] = (0,),
+        transport: Transport | None = None,
+    ) -> None:
+        assert len(ranks) == layout.degree, (ranks, layout)
+        assert 0 <= index < len(ranks), index
+        assert len(ranks) == 1 or transport is not None, "a ring of several members needs a transport"
+        self.layout = layout
+        self.index = index
+        self.ranks = ranks
+        self.transport = transport
+        self.attention_calls = 0
 
     @property
     def degree(self) -> int:
