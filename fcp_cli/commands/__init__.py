@@ -3,4 +3,5 @@
 from fcp_cli.commands import env as env
 from fcp_cli.commands import launch as launch
 from fcp_cli.commands import manifest as manifest
+from fcp_cli.commands import profile as profile
 from fcp_cli.commands import verify as verify

@@ -46,7 +46,7 @@ def profile_from_samples(samples: SamplesFile) -> CostProfile:
     environments = samples.of_kind("environment")
     if not environments:
         raise ProfileError("the samples hold no measurement yet: the worker never began; run 'fcp profile' again")
-    measured = measured_points(samples, points_of(samples), layers=header["layers"], model_layers=spec.num_layers)
+    measured = measured_points(samples, points_of(header), layers=header["layers"], model_layers=spec.num_layers)
     silent = bool(header["emulate"])
     fitted = [point.sample(silent=silent) for point in measured if not point.point.held_out]
     fit = fit_profile(fitted, _prior(samples, spec))

@@ -67,7 +67,8 @@ def hidden_ring_tokens(profile: CostProfile, *, degree: int, tier: Tier) -> floa
     c = profile.coefficients
     if degree < 2 or not c.attention_seconds_per_token2:
         return None
-    per_token = c.ring_bytes_per_token * (degree - 1) / getattr(profile.bandwidth, tier)
+    bandwidth = profile.bandwidth.intra_node if tier == "intra_node" else profile.bandwidth.inter_node
+    per_token = c.ring_bytes_per_token * (degree - 1) / bandwidth
     fixed = c.ring_hop_seconds * (degree - 1) * degree
     a = c.attention_seconds_per_token2
     return (per_token + math.sqrt(per_token * per_token + 4 * a * fixed)) / (2 * a)

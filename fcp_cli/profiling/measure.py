@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from fcp_cli.launching.processes import kill_tree
 from fcp_cli.profiling.models import ModelSpec, load_model
 from fcp_cli.profiling.points import measurement_points
 from fcp_cli.profiling.request import Request
-from fcp_cli.profiling.samples import FORMAT, Point, SamplesFile, append_line, read_samples
+from fcp_cli.profiling.samples import FORMAT, Point, SamplesFile, read_samples
 
 _POLL_SECONDS = 0.2
 # After its budget a worker still measures the step and memory; beyond this it hangs.
@@ -36,7 +37,8 @@ class MeasureSettings:
     Attributes:
         model: name or path, as `load_model` takes it.
         cluster: name that the profile gives; its figures stand in for what cannot be measured here.
-        ranks: processes, one per device or core; 1 emulates degrees above 1.
+        ranks: processes on all nodes, one per device or core; 1 emulates degrees above 1.
+        nodes: machines; with several, rings across nodes are measured too.
         degrees: to measure.
         max_length: tokens of the longest sequence and pack.
         device: `cpu`, `cuda` or `npu`.
@@ -49,6 +51,7 @@ class MeasureSettings:
     model: str
     cluster: str
     ranks: int
+    nodes: int = 1
     degrees: tuple[int, ...]
     max_length: int
     device: str
@@ -61,9 +64,6 @@ class MeasureSettings:
     def emulate(self) -> bool:
         return self.ranks == 1
 
-    def points(self) -> tuple[Point, ...]:
-        return tuple(measurement_points(self.max_length, self.degrees))
-
     def header(self) -> dict[str, Any]:
         """The first line of the samples file: a run may only add to samples of the same header."""
         spec = asdict(load_model(self.model))
@@ -73,6 +73,7 @@ class MeasureSettings:
             "cluster": self.cluster,
             "figures": {key: value for key, value in spec.items() if key not in ("sources", "aliases")},
             "ranks": self.ranks,
+            "nodes": self.nodes,
             "emulate": self.emulate,
             "degrees": list(self.degrees),
             "max_length": self.max_length,
@@ -156,7 +157,7 @@ def worker_request(settings: MeasureSettings) -> Request:
     return Request(
         model=str(Path(settings.model).resolve()) if Path(settings.model).exists() else settings.model,
         layers=settings.layers,
-        points=settings.points(),
+        points=tuple(points_of(settings.header())),
         samples=settings.samples.resolve(),
         budget_seconds=settings.budget_seconds,
         device=settings.device,
@@ -169,6 +170,14 @@ def worker_argv(ranks: int, request: Path) -> list[str]:
     """torchrun on this machine, as a module of this interpreter."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return [*launcher, "-m", "fcp_cli.profiling.worker", str(request)]
+
+
+def cluster_command(settings: MeasureSettings, request: Path, *, master: str) -> str:
+    """What to run on every node of a cluster, with NODE_RANK set to 0, 1, ...; the request lies on shared storage."""
+    words = ["python", "-m", "torch.distributed.run"]
+    words += [f"--nnodes={settings.nodes}", f"--nproc-per-node={settings.ranks // settings.nodes}"]
+    tail = [f"--master-addr={master}", "--master-port=29500", "-m", "fcp_cli.profiling.worker", str(request.resolve())]
+    return f'{shlex.join(words)} --node-rank="$NODE_RANK" {shlex.join(tail)}'
 
 
 def _run(
@@ -204,11 +213,15 @@ def _reason(log: Path) -> str:
     return (errors or lines or ["it printed nothing"])[-1][:300]
 
 
-def points_of(samples: SamplesFile) -> list[Point]:
-    """The points of a measurement, from its header."""
-    return measurement_points(int(samples.header["max_length"]), [int(d) for d in samples.header["degrees"]])
-
-
-def mark_finished(path: Path) -> None:
-    """Close a samples file that will not be gone on with."""
-    append_line(path, {"kind": "finished"})
+def points_of(header: Mapping[str, Any]) -> list[Point]:
+    """The points of a measurement, from the first line of its samples: rings inside nodes, then across them."""
+    max_length, nodes = int(header["max_length"]), int(header["nodes"])
+    degrees = [int(degree) for degree in header["degrees"]]
+    if nodes == 1:
+        return measurement_points(max_length, degrees)
+    inside = [degree for degree in degrees if degree <= int(header["ranks"]) // nodes]
+    across = [degree for degree in degrees if degree > 1]
+    return [
+        *measurement_points(max_length, inside),
+        *measurement_points(max_length, across, crosses_nodes=True),
+    ]

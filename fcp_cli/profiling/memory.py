@@ -67,10 +67,20 @@ class Parallelism:
     recompute: Recompute = "none"
 
 
-def choose_zero_stage(spec: ModelSpec, precision: Precision, *, ranks: int, device_bytes: float) -> int:
+def choose_zero_stage(
+    spec: ModelSpec,
+    precision: Precision,
+    *,
+    ranks: int,
+    device_bytes: float,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+) -> int:
     """The least ZeRO stage from 1 on whose model state leaves half of the device to activations; 3 if none does."""
     for stage in (1, 2):
-        parallelism = Parallelism(ranks=ranks, zero_stage=stage)
+        parallelism = Parallelism(
+            ranks=ranks, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel, zero_stage=stage
+        )
         if model_state(spec, precision, parallelism).total_bytes <= device_bytes / 2:
             return stage
     return 3

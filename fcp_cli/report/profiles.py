@@ -1,0 +1,119 @@
+"""Cost profiles as tables in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fcp_cli.cost.profile import CostProfile
+from fcp_cli.profiling.explain import (
+    Difference,
+    break_even_tokens,
+    example_lengths,
+    figures_of,
+    hidden_ring_tokens,
+    seconds_table,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+def print_profile(console: Console, profile: CostProfile, *, lengths: Sequence[int], degrees: Sequence[int]) -> None:
+    """Explain a profile: every figure, where one kind of work overtakes another, example times, errors."""
+    console.print(f"{profile.model} on {profile.cluster}: {profile.origin}", style="bold")
+    console.print(_figures(profile))
+    for line in reading(profile, degrees):
+        console.print(line, markup=False, soft_wrap=True)
+    console.print(_times(profile, lengths or example_lengths(profile), degrees))
+    print_errors(console, profile)
+
+
+def reading(profile: CostProfile, degrees: Sequence[int]) -> list[str]:
+    """What the figures mean together, in sentences."""
+    lines = []
+    middle = break_even_tokens(profile)
+    if middle is not None:
+        lines.append(f"Break-even: attention takes as long as linear work at {middle:,.0f} tokens.")
+    largest = max(degrees)
+    hidden = hidden_ring_tokens(profile, degree=largest, tier="intra_node")
+    if hidden is not None:
+        lines.append(f"Attention hides a ring of degree {largest} inside a node from {hidden:,.0f} tokens on.")
+    across = hidden_ring_tokens(profile, degree=largest, tier="inter_node")
+    if across is not None:
+        lines.append(f"Across nodes it does so from {across:,.0f} tokens on.")
+    budget = profile.memory.tokens_per_rank()
+    if budget is None:
+        lines.append("Token budget: not known, the memory block is empty; fcp plan needs --tokens-per-rank.")
+    else:
+        lines.append(f"Token budget: {budget:,} tokens per rank and micro-batch.")
+    step = profile.measurement.get("step_seconds")
+    if step:
+        lines.append(f"Beside its micro-batches a step takes {float(step):.4g} s (gradient sum, clipping, AdamW).")
+    return lines
+
+
+def print_errors(console: Console, profile: CostProfile) -> None:
+    """The error table of a measured profile; nothing where nothing was measured."""
+    rows: Any = profile.measurement.get("error_by_degree")
+    if not rows:
+        return
+    table = _table("degree", "points", "error fitted", "held out", "error held out")
+    for row in rows:
+        held_out = row.get("held_out_percent")
+        table.add_row(
+            str(row["degree"]),
+            str(row["points"]),
+            f"{row['fitted_percent']:.2f} %",
+            str(row["held_out_points"]),
+            "-" if held_out is None else f"{held_out:.2f} %",
+        )
+    total = profile.measurement.get("held_out_error_percent")
+    if total is not None:
+        fitted = profile.measurement["fitted_error_percent"]
+        table.add_section()
+        table.add_row("all", "", f"{fitted:.2f} %", "", f"{total:.2f} %")
+    console.print(table)
+
+
+def print_differences(console: Console, first: CostProfile, second: CostProfile, rows: Sequence[Difference]) -> None:
+    """Two profiles side by side."""
+    table = _table("figure", f"{first.model} ({first.origin})", f"{second.model} ({second.origin})", "ratio")
+    for row in rows:
+        ratio = "same" if row.first == row.second else "-" if row.ratio is None else f"{row.ratio:.3f}"
+        table.add_row(row.path.removeprefix("coefficients."), f"{row.first:.4g}", f"{row.second:.4g}", ratio)
+    console.print(table)
+
+
+def print_table3(console: Console, profiles: Sequence[CostProfile]) -> None:
+    """Held-out error per model, in the layout of the FCP paper's Table 3."""
+    table = _table("model", "mean absolute error held out")
+    for profile in profiles:
+        error = profile.measurement.get("held_out_error_percent")
+        table.add_row(profile.model, "-" if error is None else f"{error:.2f} %")
+    console.print(table)
+
+
+def _figures(profile: CostProfile) -> Table:
+    table = _table("figure", "value", "meaning", left=(0, 2))
+    for figure in figures_of(profile):
+        table.add_row(figure.path.split(".")[-1], f"{figure.value:.4g}", figure.meaning)
+    return table
+
+
+def _times(profile: CostProfile, lengths: Sequence[int], degrees: Sequence[int]) -> Table:
+    table = _table("seconds at length", *(f"degree {degree}" for degree in degrees))
+    for length, seconds in zip(lengths, seconds_table(profile, lengths, degrees).tolist(), strict=True):
+        table.add_row(f"{length:,}", *(f"{value:.4g}" for value in seconds))
+    return table
+
+
+def _table(*columns: str, left: Sequence[int] = (0,)) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for position, column in enumerate(columns):
+        table.add_column(column, justify="left" if position in left else "right")
+    return table
