@@ -1,4 +1,7 @@
-"""Seconds that no schedule of a step can beat under the same cost profile."""
+"""Seconds that no schedule of a step can beat under the same cost profile.
+
+The simple bounds stand here, the tightened ones with their proofs in `certificate`.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,24 @@ import numpy as np
 
 from fcp_cli.cost.model import Work, group_seconds
 from fcp_cli.manifest.table import FloatArray, IntArray
+from fcp_cli.planning.certificate import area_bound, wave_bound
+from fcp_cli.planning.fcp.machine import by_falling_work, machine_of
 from fcp_cli.planning.problem import Problem
 
 _CHUNK = 32  # sequences whose degrees are tried at once
 
 
 def lower_bound_seconds(work: Work, problem: Problem) -> float:
+    """The best proven bound: simple, tightened, and under `microbatch` that of the waves of the longest sequences."""
+    simple = simple_bound_seconds(work, problem)
+    machine = machine_of(problem)
+    _order, sequences = by_falling_work(work)
+    waves = problem.sync == "microbatch"
+    bound = max(simple, area_bound(simple, waves, sequences, machine))
+    return float(max(bound, wave_bound(sequences, machine)) if waves else bound)
+
+
+def simple_bound_seconds(work: Work, problem: Problem) -> float:
     """The larger of the area bound and the longest-sequence bound."""
     return max(area_bound_seconds(work, problem), longest_sequence_bound_seconds(work, problem))
 

@@ -10,9 +10,10 @@ import numpy as np
 
 from fcp_cli.plan.step import FloatArray, Int64Array
 from fcp_cli.planning.batches import GlobalBatches
-from fcp_cli.planning.bounds import area_bound_seconds, longest_sequence_bound_seconds
+from fcp_cli.planning.bounds import simple_bound_seconds
 from fcp_cli.planning.fcp import iteration, microbatch
 from fcp_cli.planning.fcp.core import Machine, Sequences
+from fcp_cli.planning.fcp.machine import by_falling_work, machine_of
 from fcp_cli.planning.fcp.sand import CLOSED
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 
@@ -38,39 +39,11 @@ class FcpSolver:
     def assign(self, batch: Batch) -> Assignment:
         """See `problem.Solver`."""
         machine = machine_of(self.problem)
-        order, sequences = by_falling_work(batch)
+        order, sequences = by_falling_work(batch.work)
         if self.problem.sync == "microbatch":
             return _assign_waves(order, sequences, machine)
-        lower = max(
-            area_bound_seconds(batch.work, self.problem), longest_sequence_bound_seconds(batch.work, self.problem)
-        )
+        lower = simple_bound_seconds(batch.work, self.problem)
         return _assign_timelines(lower, order, sequences, machine)
-
-
-def machine_of(problem: Problem) -> Machine:
-    """The problem as the compiled code wants it."""
-    c, bandwidth = problem.profile.coefficients, problem.profile.bandwidth
-    return Machine(
-        num_ranks=problem.num_ranks,
-        per_node=min(problem.ranks_per_node, problem.num_ranks),
-        budget=problem.tokens_per_rank,
-        beta=c.microbatch_seconds,
-        intra=c.ring_bytes_per_token / bandwidth.intra_node,
-        inter=c.ring_bytes_per_token / bandwidth.inter_node,
-        hop=c.ring_hop_seconds,
-    )
-
-
-def by_falling_work(batch: Batch) -> tuple[Int64Array, Sequences]:
-    """Positions in the batch by falling work (ties by position), and the sequences in that order."""
-    work = batch.work.total_seconds
-    order = np.argsort(-work, kind="stable")
-    return order, Sequences(
-        attention=batch.work.attention_seconds[order],
-        linear=batch.work.linear_seconds[order],
-        work=work[order],
-        tokens=batch.work.tokens[order],
-    )
 
 
 def _assign_waves(order: Int64Array, sequences: Sequences, machine: Machine) -> Assignment:

@@ -1,0 +1,166 @@
+"""Bound <= optimum <= planner, with the optimum found by trying every schedule of a small step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fcp_cli.cost.model import Work
+from fcp_cli.cost.profile import parse_cost_profile
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.planning.assemble import assemble
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.bounds import lower_bound_seconds, simple_bound_seconds
+from fcp_cli.planning.fcp.solver import make_solver
+from fcp_cli.planning.problem import Problem
+
+_PROFILE = """\
+format: fcp-cost-profile/1
+model: m
+cluster: c
+origin: assumed
+coefficients:
+  attention_seconds_per_token2: 0.01
+  linear_seconds_per_token: {linear}
+  ring_bytes_per_token: 1.0
+  microbatch_seconds: {beta}
+  ring_hop_seconds: {hop}
+bandwidth_bytes_per_second: {{intra_node: {intra}, inter_node: {inter}}}
+"""
+
+
+@dataclass(frozen=True)
+class Exhaustive:
+    """Every schedule of a few sequences on a few ranks."""
+
+    work: Work
+    problem: Problem
+
+    @property
+    def everything(self) -> int:
+        return (1 << len(self.work.tokens)) - 1
+
+    @property
+    def all_ranks(self) -> int:
+        return (1 << self.problem.num_ranks) - 1
+
+    def seconds(self, pack: int, ranks: int) -> float:
+        """Predicted seconds of a pack (bits are sequences) on a group (bits are ranks); infinite over the budget."""
+        members = list(_bits(pack))
+        group = list(_bits(ranks))
+        degree, tokens = len(group), int(self.work.tokens[members].sum())
+        if tokens > degree * self.problem.tokens_per_rank:
+            return math.inf
+        c, bandwidth = self.problem.profile.coefficients, self.problem.profile.bandwidth
+        crosses = len({rank // self.problem.ranks_per_node for rank in group}) > 1
+        ring = 0.0
+        if degree > 1:
+            speed = bandwidth.inter_node if crosses else bandwidth.intra_node
+            ring = c.ring_bytes_per_token * tokens * (degree - 1) / degree / speed + c.ring_hop_seconds * (degree - 1)
+        attention = float(self.work.attention_seconds[members].sum()) / degree
+        linear = float(self.work.linear_seconds[members].sum()) / degree
+        return c.microbatch_seconds + linear + max(attention, ring)
+
+    def best_waves(self) -> float:
+        """The least sum of wave maxima."""
+
+        @cache
+        def wave(todo: int, ranks: int) -> float:
+            if not todo:
+                return 0.0
+            first = todo & -todo
+            return min(
+                (
+                    max(seconds(pack, group), wave(todo & ~pack, ranks & ~group))
+                    for pack in _subsets(todo)
+                    if pack & first
+                    for group in _subsets(ranks)
+                ),
+                default=math.inf,
+            )
+
+        @cache
+        def waves(todo: int) -> float:
+            return min((wave(part, self.all_ranks) + waves(todo & ~part) for part in _subsets(todo)), default=0.0)
+
+        seconds = cache(self.seconds)
+        return waves(self.everything)
+
+    def best_timelines(self, incumbent: float) -> float:
+        """The least latest end over all orders, packs and groups; `incumbent` is the makespan of a known schedule."""
+        seconds = cache(self.seconds)
+        best = incumbent
+
+        def extend(todo: int, free: tuple[float, ...]) -> None:
+            nonlocal best
+            if not todo:
+                best = min(best, max(free))
+                return
+            work = float(self.work.total_seconds[list(_bits(todo))].sum())
+            if (sum(free) + work) / len(free) >= best:
+                return
+            for pack in _subsets(todo):
+                for group in _subsets(self.all_ranks):
+                    ranks = list(_bits(group))
+                    end = max(free[rank] for rank in ranks) + seconds(pack, group)
+                    if end < best:
+                        extend(todo & ~pack, tuple(end if r in ranks else f for r, f in enumerate(free)))
+
+        extend(self.everything, (0.0,) * self.problem.num_ranks)
+        return best
+
+
+def _bits(mask: int) -> Iterator[int]:
+    return (i for i in range(mask.bit_length()) if mask >> i & 1)
+
+
+def _subsets(mask: int) -> Iterator[int]:
+    """All non-empty subsets."""
+    part = mask
+    while part:
+        yield part
+        part = (part - 1) & mask
+
+
+@pytest.mark.parametrize("sync", ["iteration", "microbatch"])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_no_schedule_beats_the_bound_and_the_planner_is_one_of_them(sync: Sync, data: st.DataObject) -> None:
+    text = _PROFILE.format(
+        linear=data.draw(st.sampled_from(["0.02", "0.1", "1.0"]), label="linear"),
+        beta=data.draw(st.sampled_from(["0.0", "0.3", "3.0"]), label="beta"),
+        hop=data.draw(st.sampled_from(["0.0", "0.2"]), label="hop"),
+        intra=data.draw(st.sampled_from(["10.0", "2.0"]), label="intra"),
+        inter=data.draw(st.sampled_from(["10.0", "1.0", "0.5"]), label="inter"),
+    )
+    num_ranks = data.draw(st.integers(2, 4 if sync == "microbatch" else 3), label="num_ranks")
+    problem = Problem(
+        num_ranks=num_ranks,
+        ranks_per_node=data.draw(st.integers(1, 4), label="ranks_per_node"),
+        tokens_per_rank=data.draw(st.sampled_from([8, 12, 20]), label="budget"),
+        sync=sync,
+        profile=parse_cost_profile(text, name="test"),
+    )
+    most = problem.tokens_per_rank * num_ranks
+    any_length = st.one_of(st.integers(1, problem.tokens_per_rank), st.integers(1, most))
+    max_size = 6 if sync == "microbatch" else (5 if num_ranks == 2 else 4)
+    lengths = data.draw(st.lists(any_length, min_size=2, max_size=max_size), label="lengths")
+    table = LengthTable(name="lengths", length_tokens=np.array(lengths, dtype=np.int64))
+    batches = GlobalBatches(table, problem, BatchSettings(global_batch_size=len(lengths), shuffle=False))
+    batch = batches.batch(0)
+    planned = assemble(make_solver(batches).assign(batch), batch, problem).makespan_seconds
+
+    schedules = Exhaustive(batch.work, problem)
+    optimum = schedules.best_waves() if sync == "microbatch" else schedules.best_timelines(planned)
+    bound = lower_bound_seconds(batch.work, problem)
+    assert simple_bound_seconds(batch.work, problem) <= bound * (1 + 1e-9)
+    assert bound <= optimum * (1 + 1e-9)
+    assert optimum <= planned * (1 + 1e-9)
