@@ -15,8 +15,12 @@ SolverFactory: TypeAlias = Callable[[GlobalBatches], Solver]
 
 # name -> "module:factory"
 _FACTORIES = {
+    "bytescale": "fcp_cli.planning.published.bytescale:make_solver",
     "fcp": "fcp_cli.planning.fcp.solver:make_solver",
     "fcp-paper": "fcp_cli.planning.published.fcp_paper:make_solver",
+    "flexsp": "fcp_cli.planning.published.flexsp:make_solver",
+    "karmarkar-karp": "fcp_cli.planning.published.karmarkar_karp:make_solver",
+    "megatron-dynamic-cp": "fcp_cli.planning.published.megatron_dynamic_cp:make_solver",
     "static": "fcp_cli.planning.published.static:make_solver",
 }
 DEFAULT = "fcp"

@@ -1,0 +1,112 @@
+"""`bytescale`: hybrid data parallelism with DP-Balance, from the description of ByteScale (SIGCOMM 2025).
+
+No training code of it is public; this is written from the paper's description and from accounts of it. Described: a
+sequence is cut into as many chunks as it needs ranks, any number of them; short sequences stay whole and are packed;
+sequences are handed out in descending order to the ranks with the least estimated time so far; ranks may run
+different numbers of micro-batches. Where a choice was left:
+
+- Times are those of the cost profile, a share of the fixed cost per micro-batch included.
+- A chunk holds the token budget or its half, quarter or eighth, whichever gives the quicker step (the paper's
+  selective offloading, which changes how much a rank holds, is not modelled).
+- The ranks of a long sequence are the least loaded ones of one node where it fits in a node.
+- Under `microbatch` each rank's micro-batches keep their order and are levelled into waves. PP-Balance is left out.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fcp_cli.cost.model import group_seconds
+from fcp_cli.planning.batches import GlobalBatches
+from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
+from fcp_cli.planning.published.drafts import Draft, assign, capacities, packs_of, quickest
+
+
+def make_solver(batches: GlobalBatches) -> Solver:
+    """The solver for these batches."""
+    return ByteScale(batches.problem)
+
+
+class ByteScale:
+    name = "bytescale"
+    options: Mapping[str, Any] = {}
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+
+    def assign(self, batch: Batch) -> Assignment:
+        """Balance one batch, with each capacity of a chunk, and take the quickest."""
+        return quickest(self._candidates(batch), batch, self._problem)
+
+    def _candidates(self, batch: Batch) -> Iterator[Assignment]:
+        longest = int(batch.lengths.max())
+        for capacity in capacities(self._problem.tokens_per_rank):
+            if -(-longest // capacity) <= self._problem.num_ranks:
+                yield assign(balance(batch, self._problem, capacity), self._problem.sync)
+
+
+def balance(batch: Batch, problem: Problem, capacity_tokens: int) -> list[Draft]:
+    """DP-Balance: long sequences on the least loaded ranks, then short ones one by one, packed per rank."""
+    lengths = batch.lengths.tolist()
+    order = sorted(range(len(lengths)), key=lambda member: -lengths[member])
+    long = [member for member in order if lengths[member] > capacity_tokens]
+    loads = [0.0] * problem.num_ranks
+    drafts = _place_long(long, batch, problem, capacity_tokens, loads)
+    short_of_rank = _place_short(order[len(long) :], batch, problem, loads)
+    packs = [
+        Draft([rank], pack)
+        for rank, members in enumerate(short_of_rank)
+        for pack in packs_of(members, batch, problem.tokens_per_rank)
+    ]
+    return drafts + packs
+
+
+def _place_long(
+    members: Sequence[int], batch: Batch, problem: Problem, capacity_tokens: int, loads: list[float]
+) -> list[Draft]:
+    drafts = []
+    for member in members:
+        degree = -(-int(batch.lengths[member]) // capacity_tokens)
+        ranks = _least_loaded(loads, degree, problem.ranks_per_node)
+        crosses_nodes = ranks[0] // problem.ranks_per_node != ranks[-1] // problem.ranks_per_node
+        seconds = group_seconds(
+            problem.profile,
+            attention_seconds=batch.work.attention_seconds[member],
+            linear_seconds=batch.work.linear_seconds[member],
+            tokens=batch.work.tokens[member],
+            degree=degree,
+            crosses_nodes=crosses_nodes,
+        )
+        end = max(loads[rank] for rank in ranks) + float(seconds)
+        for rank in ranks:
+            loads[rank] = end
+        drafts.append(Draft(ranks, [member]))
+    return drafts
+
+
+def _least_loaded(loads: Sequence[float], degree: int, ranks_per_node: int) -> list[int]:
+    """Ascending ranks: of the node where the group could start first, or of all nodes where it fits in none."""
+    size = ranks_per_node if degree <= ranks_per_node else len(loads)
+    best: list[int] = []
+    best_start = float("inf")
+    for first in range(0, len(loads), size):
+        ranks = sorted(range(first, min(first + size, len(loads))), key=loads.__getitem__)[:degree]
+        if len(ranks) == degree and loads[ranks[-1]] < best_start:
+            best, best_start = ranks, loads[ranks[-1]]
+    return sorted(best) if best else _least_loaded(loads, degree, len(loads))
+
+
+def _place_short(members: Sequence[int], batch: Batch, problem: Problem, loads: Sequence[float]) -> list[list[int]]:
+    """Per rank the short sequences that it runs, longest first."""
+    microbatch_seconds = problem.profile.coefficients.microbatch_seconds
+    seconds = batch.work.total_seconds + microbatch_seconds * batch.work.tokens / problem.tokens_per_rank
+    of_rank: list[list[int]] = [[] for _ in loads]
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    for member in members:
+        load, rank = heap[0]
+        heapq.heapreplace(heap, (load + float(seconds[member]), rank))
+        of_rank[rank].append(member)
+    return of_rank

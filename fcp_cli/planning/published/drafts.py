@@ -1,0 +1,77 @@
+"""What the published strategies share: micro-batches as plain lists, made into an `Assignment` at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.planning.assemble import makespan_seconds
+from fcp_cli.planning.packing import first_fit_decreasing
+from fcp_cli.planning.problem import Assignment, Batch, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """One micro-batch: positions in the batch, on ascending ranks."""
+
+    ranks: Sequence[int]
+    members: Sequence[int]
+
+
+def assign(drafts: Sequence[Draft], sync: Sync) -> Assignment:
+    """Micro-batches in the order given; under `microbatch`, in the first wave that their ranks are free for."""
+    return assign_waves(drafts, level_waves(drafts), sync)
+
+
+def assign_waves(drafts: Sequence[Draft], waves: Sequence[int], sync: Sync) -> Assignment:
+    """Micro-batches in the order given and, under `microbatch`, in these waves, numbered from 0 without gaps."""
+    if sync == "iteration":
+        waves = [-1] * len(drafts)
+    order = sorted(range(len(drafts)), key=waves.__getitem__)
+    drafts = [drafts[i] for i in order]
+    return Assignment(
+        wave=np.array(sorted(waves), dtype=np.int32),
+        rank_offsets=_offsets([len(draft.ranks) for draft in drafts]),
+        ranks=np.array([rank for draft in drafts for rank in draft.ranks], dtype=np.int32),
+        member_offsets=_offsets([len(draft.members) for draft in drafts]),
+        members=np.array([member for draft in drafts for member in draft.members], dtype=np.int64),
+    )
+
+
+def level_waves(drafts: Sequence[Draft]) -> list[int]:
+    """The wave of each micro-batch when each rank takes part once per wave and keeps its order."""
+    next_wave: dict[int, int] = {}
+    waves = []
+    for draft in drafts:
+        wave = max(next_wave.get(rank, 0) for rank in draft.ranks)
+        next_wave.update(dict.fromkeys(draft.ranks, wave + 1))
+        waves.append(wave)
+    return waves
+
+
+def quickest(candidates: Iterable[Assignment], batch: Batch, problem: Problem) -> Assignment:
+    """The candidate with the smallest makespan; the first of equals."""
+    return min(candidates, key=lambda assignment: makespan_seconds(assignment, batch, problem))
+
+
+def packs_of(members: Sequence[int], batch: Batch, capacity_tokens: int) -> list[list[int]]:
+    """First-fit-decreasing packs of some of a batch's sequences."""
+    if not members:
+        return []
+    pack_of = first_fit_decreasing(batch.work.tokens[members], capacity_tokens).tolist()
+    packs: list[list[int]] = [[] for _ in range(max(pack_of) + 1)]
+    for member, pack in zip(members, pack_of, strict=True):
+        packs[pack].append(member)
+    return packs
+
+
+def capacities(tokens_per_rank: int) -> list[int]:
+    """Tokens per rank from which a strategy may shard a sequence: the budget and its half, quarter and eighth."""
+    return [capacity for capacity in (tokens_per_rank >> shift for shift in range(4)) if capacity]
+
+
+def _offsets(sizes: Sequence[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    return np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))

@@ -1,0 +1,169 @@
+"""`flexsp`: flexible sequence parallelism by integer programming, from the description of FlexSP (ASPLOS 2025).
+
+Described: the batch is cut, in order of length, into M micro-batches of about equal tokens; M starts at the fewest
+that hold the tokens and a few more are tried; sequences of a micro-batch are put into 16 buckets; an integer program
+(`flexsp_milp`) opens groups of power-of-two degrees and fills them; the M with the smallest sum of makespans wins.
+Where a choice was left:
+
+- HiGHS through SciPy instead of SCIP, with the same 5 s per program. At the limit the answer depends on the machine's
+  speed: no other strategy here does.
+- Every micro-batch is solved with degrees from 2 on (as in the published code), from 4 on, and with up to 16 ranks
+  from 1 on; the quickest answer counts. With more ranks degree 1 only costs HiGHS the time to find good answers.
+- Time is priced by the cost profile, ring included (the original runs all-to-all).
+- Where the programs end without an answer, or a greedy one is quicker, the greedy one counts: best-fit-decreasing
+  packs at the smallest powers of two, then doubling the slowest while there are ranks.
+- Groups are placed like all others: within a node where they fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fcp_cli.cost.model import group_seconds
+from fcp_cli.errors import PlanError
+from fcp_cli.manifest.table import IntArray
+from fcp_cli.planning.batches import GlobalBatches
+from fcp_cli.planning.packing import best_fit_decreasing
+from fcp_cli.planning.placement import place_groups
+from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
+from fcp_cli.planning.published.drafts import Draft, assign_waves, quickest
+from fcp_cli.planning.published.flexsp_milp import Packs, bucket, solve
+
+_BUCKETS = 16
+_FEW_RANKS = 16
+MILP_SECONDS = 5.0
+TRIALS = 3  # numbers of micro-batches that are tried
+
+
+def make_solver(batches: GlobalBatches) -> Solver:
+    """The solver for these batches, with FlexSP's own time limit."""
+    return FlexSP(batches.problem)
+
+
+class FlexSP:
+    name = "flexsp"
+
+    def __init__(self, problem: Problem, *, milp_seconds: float = MILP_SECONDS, trials: int = TRIALS) -> None:
+        self._problem = problem
+        self._milp_seconds = milp_seconds
+        self._trials = trials
+        self._largest_degree = 1 << (problem.num_ranks.bit_length() - 1)
+        self._menus = menus(problem.num_ranks)
+        self.options: Mapping[str, Any] = {"milp_seconds": milp_seconds, "trials": trials, "buckets": _BUCKETS}
+
+    def assign(self, batch: Batch) -> Assignment:
+        """Solve one batch; takes up to `milp_seconds` per micro-batch and trial.
+
+        Raises:
+            PlanError: a sequence needs more ranks than the largest power of two there is.
+        """
+        longest, held = int(batch.lengths.max()), self._largest_degree * self._problem.tokens_per_rank
+        if longest > held:
+            raise PlanError(
+                f"flexsp cannot plan a sequence of {longest} tokens: its degrees are powers of two, and "
+                f"{self._largest_degree} ranks of {self._problem.tokens_per_rank} tokens hold {held}"
+            )
+        candidates: list[Assignment] = []
+        fewest = -(-int(batch.work.tokens.sum()) // (self._problem.num_ranks * self._problem.tokens_per_rank))
+        count = fewest
+        while count < fewest + self._trials or not candidates:
+            waves = [self._micro_batch(members, batch) for members in chunk_by_tokens(batch.work.tokens, count)]
+            if None not in waves:
+                candidates.append(self._place([wave for wave in waves if wave is not None]))
+            count += 1
+        return quickest(candidates, batch, self._problem)
+
+    def _micro_batch(self, members: IntArray, batch: Batch) -> Packs | None:
+        greedy = greedy_packs(members.tolist(), batch, self._problem)
+        if greedy is None:
+            return None  # what the greedy packs do not fit, the program hardly would: more micro-batches are tried
+        buckets = bucket(members, batch, max_buckets=_BUCKETS)
+        answers = [greedy]
+        for menu in self._menus:
+            solved = solve(buckets, self._problem, degrees=menu, seconds_limit=self._milp_seconds)
+            answers += [solved] if solved else []
+        return min(answers, key=lambda packs: max(pack_seconds(pack, batch, self._problem) for pack in packs))
+
+    def _place(self, waves: Sequence[Packs]) -> Assignment:
+        drafts, of_wave = [], []
+        for wave, packs in enumerate(waves):
+            offsets, ranks = place_groups(
+                [degree for degree, _ in packs],
+                num_ranks=self._problem.num_ranks,
+                ranks_per_node=self._problem.ranks_per_node,
+            )
+            groups = np.split(ranks, offsets[1:-1])
+            drafts += [Draft(group.tolist(), members) for group, (_, members) in zip(groups, packs, strict=True)]
+            of_wave += [wave] * len(packs)
+        return assign_waves(drafts, of_wave, self._problem.sync)
+
+
+def menus(num_ranks: int) -> list[list[int]]:
+    """The degrees of each program: powers of two from 4 on, from 2 on and, with few ranks, from 1 on."""
+    powers = [1 << shift for shift in range(num_ranks.bit_length())]
+    skips = (0, 1, 2) if num_ranks <= _FEW_RANKS else (1, 2)
+    return [powers[skip:] for skip in skips if powers[skip:]]
+
+
+def chunk_by_tokens(tokens: IntArray, count: int) -> list[IntArray]:
+    """Cut the sequences, longest first, into `count` runs (or one each) so that the largest has the fewest tokens."""
+    order = np.argsort(-tokens, kind="stable")
+    running = np.cumsum(tokens[order])
+
+    def cuts(limit: int) -> list[int]:
+        ends: list[int] = []
+        while not ends or ends[-1] < len(order):
+            before = int(running[ends[-1] - 1]) if ends else 0
+            ends.append(int(np.searchsorted(running, before + limit, side="right")))
+        return ends
+
+    low, high = int(tokens.max()), int(running[-1])
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(cuts(middle)) <= count else (middle + 1, high)
+    chunks = np.split(order, cuts(low)[:-1])
+    while len(chunks) < min(count, len(order)):
+        # Fewer runs than asked for hold the tokens; powers of two of ranks may need the others none the less.
+        fullest = max((i for i, chunk in enumerate(chunks) if len(chunk) > 1), key=lambda i: tokens[chunks[i]].sum())
+        chunks[fullest : fullest + 1] = np.array_split(chunks[fullest], 2)
+    return chunks
+
+
+def greedy_packs(members: Sequence[int], batch: Batch, problem: Problem) -> Packs | None:
+    """Packs of power-of-two degrees that fit, or None where the ranks do not suffice."""
+    pack_of, degrees = best_fit_decreasing(batch.work.tokens[members], problem.tokens_per_rank)
+    packs: Packs = [(1 << (degree - 1).bit_length(), []) for degree in degrees.tolist()]
+    for member, pack_number in zip(members, pack_of.tolist(), strict=True):
+        packs[pack_number][1].append(member)
+    free = problem.num_ranks - sum(degree for degree, _ in packs)
+    if free < 0:
+        return None
+    seconds = [pack_seconds(pack, batch, problem) for pack in packs]
+    while True:
+        slowest = max(range(len(packs)), key=seconds.__getitem__)
+        degree, pack = packs[slowest]
+        if degree > free:
+            return packs
+        doubled = pack_seconds((2 * degree, pack), batch, problem)
+        if doubled >= seconds[slowest]:
+            return packs
+        packs[slowest], seconds[slowest] = (2 * degree, pack), doubled
+        free -= degree
+
+
+def pack_seconds(pack: tuple[int, list[int]], batch: Batch, problem: Problem) -> float:
+    """Predicted seconds of members on a group of a degree, placed at best."""
+    degree, members = pack
+    return float(
+        group_seconds(
+            problem.profile,
+            attention_seconds=batch.work.attention_seconds[members].sum(),
+            linear_seconds=batch.work.linear_seconds[members].sum(),
+            tokens=batch.work.tokens[members].sum(),
+            degree=degree,
+            crosses_nodes=degree > problem.ranks_per_node,
+        )
+    )

@@ -1,0 +1,179 @@
+"""FlexSP's programme for one micro-batch (ASPLOS 2025): which groups there are, and what each takes of every bucket.
+
+Sequences lie in buckets and count as the longest of their bucket. Every power of two of ranks d gives N / d groups
+that may be opened; the integer program minimises the time of the slowest. Solved by HiGHS through SciPy. Added to the
+description: groups of one degree are opened in order, which only removes copies of the same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
+from fcp_cli.manifest.table import FloatArray, IntArray
+from fcp_cli.planning.problem import Batch, Problem
+
+Packs = list[tuple[int, list[int]]]  # degree and members of each group
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Buckets:
+    """Consecutive runs of sequences in ascending order of length; each counts as its longest.
+
+    Attributes:
+        members: positions in the batch, per bucket.
+        tokens, attention_seconds, linear_seconds: [buckets] the largest of each bucket.
+    """
+
+    members: Sequence[IntArray]
+    tokens: IntArray
+    attention_seconds: FloatArray
+    linear_seconds: FloatArray
+
+
+def bucket(members: IntArray, batch: Batch, *, max_buckets: int) -> Buckets:
+    """The buckets that add the fewest tokens by counting every sequence as its bucket's longest."""
+    ascending = members[np.argsort(batch.work.tokens[members], kind="stable")]
+    cuts = _bucket_cuts(batch.work.tokens[ascending], max_buckets)
+    parts = np.split(ascending, cuts)
+    return Buckets(
+        members=parts,
+        tokens=np.array([batch.work.tokens[part].max() for part in parts]),
+        attention_seconds=np.array([batch.work.attention_seconds[part].max() for part in parts]),
+        linear_seconds=np.array([batch.work.linear_seconds[part].max() for part in parts]),
+    )
+
+
+def _bucket_cuts(ascending: IntArray, max_buckets: int) -> list[int]:
+    """Dynamic programme over the distinct lengths: where each bucket but the first begins."""
+    values, first = np.unique(ascending, return_index=True)
+    end = np.append(first[1:], len(ascending))  # sequences up to and with each value
+    tokens = np.concatenate(([0], np.cumsum(ascending)))
+    if len(values) <= max_buckets:
+        return [int(i) for i in first[1:]]
+    # added[i, j]: tokens added by one bucket of the values i..j
+    added = (
+        values[None, :] * (end[None, :] - first[:, None]) - (tokens[end][None, :] - tokens[first][:, None])
+    ).astype(np.float64)
+    added[np.tril_indices(len(values), -1)] = np.inf
+    best, choices = added[0], []
+    for _ in range(max_buckets - 1):
+        extended = np.concatenate(([0.0], best[:-1]))[:, None] + added  # row i: the last bucket begins at value i
+        choices.append(extended.argmin(axis=0))
+        best = extended.min(axis=0)
+    cuts, last = [], len(values) - 1
+    for choice in reversed(choices):
+        start = int(choice[last])
+        if start == 0:
+            break
+        cuts.append(int(first[start]))
+        last = start - 1
+    return cuts[::-1]
+
+
+def solve(buckets: Buckets, problem: Problem, *, degrees: Sequence[int], seconds_limit: float) -> Packs | None:
+    """Groups for one micro-batch, or None where the time limit passed without any.
+
+    Args:
+        buckets: of the micro-batch.
+        problem: ranks, budget, cost profile.
+        degrees: that groups may have.
+        seconds_limit: for HiGHS; what it answers at the limit depends on the machine's speed.
+    """
+    program = _Program(buckets, problem, degrees)
+    result = milp(
+        c=program.objective,
+        constraints=program.constraints(),
+        bounds=program.bounds(),
+        integrality=program.integrality,
+        options={"time_limit": seconds_limit},
+    )
+    return None if result.x is None else program.packs(result.x)
+
+
+class _Program:
+    """Variables: counts[bucket, group] (row-major), opened[group], and the makespan."""
+
+    def __init__(self, buckets: Buckets, problem: Problem, degrees: Sequence[int]) -> None:
+        self.buckets, self.problem = buckets, problem
+        self.degree = np.concatenate([np.full(problem.num_ranks // degree, degree) for degree in degrees])
+        self.sizes = np.array([len(part) for part in buckets.members])
+        self.num_counts = len(self.sizes) * len(self.degree)
+        self.num_variables = self.num_counts + len(self.degree) + 1
+        self.objective = np.zeros(self.num_variables)
+        self.objective[-1] = 1.0
+        self.integrality = np.ones(self.num_variables)
+        self.integrality[-1] = 0
+
+    def bounds(self) -> Bounds:
+        fits = self.buckets.tokens[:, None] <= self.degree[None, :] * self.problem.tokens_per_rank
+        upper = np.concatenate([(fits * self.sizes[:, None]).ravel(), np.ones(len(self.degree)), [np.inf]])
+        return Bounds(np.zeros(self.num_variables), upper)
+
+    def constraints(self) -> list[LinearConstraint]:
+        return [self._every_sequence_once(), self._enough_ranks(), self._memory(), *self._times(), self._in_order()]
+
+    def _rows(self, counts: FloatArray, opened: FloatArray, makespan: float) -> csr_array:
+        """One row per group: counts[bucket, group], opened[group] and makespan are that row's coefficients."""
+        groups = np.arange(len(self.degree))
+        rows = np.concatenate([np.tile(groups, len(self.sizes)), groups, groups])
+        columns = np.concatenate(
+            [np.arange(self.num_counts), self.num_counts + groups, np.full(len(groups), self.num_variables - 1)]
+        )
+        values = np.concatenate([counts.ravel(), opened, np.full(len(groups), makespan)])
+        return csr_array((values, (rows, columns)), shape=(len(groups), self.num_variables))
+
+    def _every_sequence_once(self) -> LinearConstraint:
+        rows = np.repeat(np.arange(len(self.sizes)), len(self.degree))
+        shape = (len(self.sizes), self.num_variables)
+        matrix = csr_array((np.ones(self.num_counts), (rows, np.arange(self.num_counts))), shape=shape)
+        return LinearConstraint(matrix, self.sizes, self.sizes)
+
+    def _enough_ranks(self) -> LinearConstraint:
+        row = np.zeros((1, self.num_variables))
+        row[0, self.num_counts : -1] = self.degree
+        return LinearConstraint(row, -np.inf, self.problem.num_ranks)
+
+    def _memory(self) -> LinearConstraint:
+        tokens = np.repeat(self.buckets.tokens[:, None], len(self.degree), axis=1).astype(np.float64)
+        held = self._rows(tokens, -self.degree * float(self.problem.tokens_per_rank), 0.0)
+        return LinearConstraint(held, -np.inf, 0.0)
+
+    def _times(self) -> list[LinearConstraint]:
+        """The makespan is at least fixed + linear + attention, and at least fixed + linear + ring."""
+        c, bandwidth = self.problem.profile.coefficients, self.problem.profile.bandwidth
+        degree = self.degree[None, :].astype(np.float64)
+        linear = self.buckets.linear_seconds[:, None] / degree
+        attention = self.buckets.attention_seconds[:, None] / degree
+        speed = np.where(degree > self.problem.ranks_per_node, bandwidth.inter_node, bandwidth.intra_node)
+        ring = c.ring_bytes_per_token * self.buckets.tokens[:, None] * (degree - 1.0) / degree / speed
+        fixed = np.full(len(self.degree), c.microbatch_seconds)
+        hops = c.ring_hop_seconds * (self.degree - 1.0)
+        return [
+            LinearConstraint(self._rows(linear + attention, fixed, -1.0), -np.inf, 0.0),
+            LinearConstraint(self._rows(linear + ring, fixed + hops, -1.0), -np.inf, 0.0),
+        ]
+
+    def _in_order(self) -> LinearConstraint:
+        """opened[i] >= opened[i + 1] among groups of one degree."""
+        same = np.flatnonzero(np.diff(self.degree) == 0)
+        rows = np.arange(len(same))
+        columns = self.num_counts + same
+        values = np.concatenate([np.ones(len(same)), -np.ones(len(same))])
+        places = (np.tile(rows, 2), np.concatenate([columns, columns + 1]))
+        matrix = csr_array((values, places), shape=(len(same), self.num_variables))
+        return LinearConstraint(matrix, 0.0, np.inf)
+
+    def packs(self, x: FloatArray) -> Packs:
+        """Hand out the buckets' sequences, longest first, as the counts say."""
+        counts = np.rint(x[: self.num_counts]).astype(np.int64).reshape(len(self.sizes), len(self.degree))
+        members: list[list[int]] = [[] for _ in self.degree]
+        for bucket_members, taken in zip(reversed(self.buckets.members), counts[::-1], strict=True):
+            ends = np.cumsum(taken)
+            for group in np.flatnonzero(taken).tolist():
+                members[group] += bucket_members[ends[group] - taken[group] : ends[group]].tolist()
+        return [(int(degree), pack) for degree, pack in zip(self.degree, members, strict=True) if pack]

@@ -1,0 +1,131 @@
+"""`karmarkar-karp`: one degree for all, and number partitioning over the data-parallel ranks, as slime and verl do.
+
+slime packs sequences by tokens and then spreads the packs over the data-parallel ranks, equally many each; verl
+spreads the sequences and then each rank's sequences over its micro-batches. Both balance with the largest
+differencing method. Where a choice was left, the kinder one was made:
+
+- The weights are the seconds of the cost profile. The token budget always holds: slime and verl may exceed it when
+  they balance by work; here a rank takes more micro-batches instead.
+- The degree (any divisor of the ranks) and which of the two runs are fixed for the plan, by predicted time over a
+  sample of its steps.
+- A data-parallel rank runs its micro-batches in descending order of time, so that waves match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
+from typing import Any, Literal
+
+import numpy as np
+
+from fcp_cli.cost.model import group_seconds
+from fcp_cli.manifest.table import FloatArray
+from fcp_cli.planning.assemble import makespan_seconds
+from fcp_cli.planning.batches import GlobalBatches
+from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
+from fcp_cli.planning.published.drafts import Draft, assign, packs_of
+from fcp_cli.planning.published.number_partition import partition
+
+_SAMPLED_STEPS = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What a user of these trainers fixes for a run."""
+
+    degree: int
+    balance: Literal["packs", "sequences"]  # slime, verl
+
+
+def make_solver(batches: GlobalBatches) -> Solver:
+    """The solver with the setting that is quickest over a sample of the steps."""
+    problem = batches.problem
+    steps = np.unique(np.linspace(0, len(batches) - 1, _SAMPLED_STEPS, dtype=np.int64)).tolist()
+    sample = [batches.batch(step) for step in steps]
+    longest = int(batches.table.length_tokens[batches.rows].max())
+    solvers = (KarmarkarKarp(problem, setting) for setting in feasible_settings(longest, problem))
+    return min(solvers, key=lambda solver: solver.seconds(sample))
+
+
+def feasible_settings(longest_tokens: int, problem: Problem) -> list[Setting]:
+    """Every divisor of the ranks that holds the longest sequence (all ranks do), with either way of balancing."""
+    degrees = [
+        degree
+        for degree in range(1, problem.num_ranks + 1)
+        if problem.num_ranks % degree == 0 and degree * problem.tokens_per_rank >= longest_tokens
+    ]
+    return [Setting(degree=degree, balance=balance) for degree in degrees for balance in ("packs", "sequences")]
+
+
+class KarmarkarKarp:
+    name = "karmarkar-karp"
+
+    def __init__(self, problem: Problem, setting: Setting) -> None:
+        self._problem = problem
+        self._setting = setting
+        self._capacity_tokens = setting.degree * problem.tokens_per_rank
+        self.options: Mapping[str, Any] = asdict(setting)
+
+    def assign(self, batch: Batch) -> Assignment:
+        """Spread one batch over the data-parallel ranks."""
+        balance = self._balance_packs if self._setting.balance == "packs" else self._balance_sequences
+        packs_of_rank = [self._slowest_first(packs, batch) for packs in balance(batch)]
+        drafts = [
+            Draft(range(rank * self._setting.degree, (rank + 1) * self._setting.degree), pack)
+            for turn in zip_longest(*packs_of_rank)
+            for rank, pack in enumerate(turn)
+            if pack
+        ]
+        return assign(drafts, self._problem.sync)
+
+    def seconds(self, sample: Sequence[Batch]) -> float:
+        """Predicted time of the sampled steps."""
+        return sum(makespan_seconds(self.assign(batch), batch, self._problem) for batch in sample)
+
+    @property
+    def _data_parallel(self) -> int:
+        return self._problem.num_ranks // self._setting.degree
+
+    def _balance_packs(self, batch: Batch) -> list[list[list[int]]]:
+        """slime: packs first."""
+        packs = packs_of(range(len(batch.lengths)), batch, self._capacity_tokens)
+        weights = self._pack_seconds(packs, batch).tolist()
+        parts = partition(weights, self._data_parallel, equal_counts=True)
+        return [[packs[i] for i in part] for part in parts]
+
+    def _balance_sequences(self, batch: Batch) -> list[list[list[int]]]:
+        """verl: sequences first, then every rank's own into as many micro-batches as the fullest rank needs."""
+        parts = partition(batch.work.total_seconds.tolist(), self._data_parallel)
+        tokens = [int(batch.work.tokens[part].sum()) for part in parts]
+        count = max(-(-total // self._capacity_tokens) for total in tokens)
+        return [self._split(part, count, batch) for part in parts]
+
+    def _split(self, members: Sequence[int], count: int, batch: Batch) -> list[list[int]]:
+        """At least `count` micro-batches of about equal time, each within the token budget."""
+        weights = batch.work.total_seconds[members].tolist()
+        lengths = batch.work.tokens[members].tolist()
+        while True:
+            parts = [part for part in partition(weights, count) if part]
+            if all(sum(lengths[i] for i in part) <= self._capacity_tokens for part in parts):
+                return [[members[i] for i in part] for part in parts]
+            count += 1
+
+    def _slowest_first(self, packs: Sequence[list[int]], batch: Batch) -> list[list[int]]:
+        if not packs:
+            return []
+        return [packs[i] for i in np.argsort(-self._pack_seconds(packs, batch), kind="stable").tolist()]
+
+    def _pack_seconds(self, packs: Sequence[list[int]], batch: Batch) -> FloatArray:
+        members = np.concatenate(packs)
+        first = np.cumsum([0, *(len(pack) for pack in packs[:-1])])
+        return group_seconds(
+            self._problem.profile,
+            attention_seconds=np.add.reduceat(batch.work.attention_seconds[members], first),
+            linear_seconds=np.add.reduceat(batch.work.linear_seconds[members], first),
+            tokens=np.add.reduceat(batch.work.tokens[members], first),
+            degree=self._setting.degree,
+            # Where the degree does not divide a node, some groups lie across two: weigh packs as if all did.
+            crosses_nodes=self._problem.ranks_per_node % self._setting.degree != 0,
+        )

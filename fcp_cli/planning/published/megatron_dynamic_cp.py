@@ -1,0 +1,82 @@
+"""`megatron-dynamic-cp`: the hybrid (dynamic) context parallelism of Megatron-LM.
+
+The rounds are those of megatron-core's scheduler (`megatron_rounds`), which a test compares with the original. Where
+a choice was left, the kinder one was made, per step by predicted time:
+
+- `--max-seqlen-per-dp-cp-rank` is the token budget or its half, quarter or eighth, which shards long sequences more.
+- Each sequence runs alone, as in megatron-core 0.16, or the sequences of a group in a round are packed up to the token
+  budget, as on Megatron's development branch.
+- Rounds end with a barrier there. Under `iteration` there is none here; under `microbatch` a wave may hold one
+  micro-batch per rank, so that a round of several becomes several waves, which the original does not pay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from fcp_cli.errors import PlanError
+from fcp_cli.planning.batches import GlobalBatches
+from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
+from fcp_cli.planning.published.drafts import Draft, assign, capacities, packs_of, quickest
+from fcp_cli.planning.published.megatron_rounds import Group, balanced_rounds, degree_needed
+
+
+def make_solver(batches: GlobalBatches) -> Solver:
+    """The solver for these batches."""
+    return MegatronDynamicCP(batches.problem)
+
+
+class MegatronDynamicCP:
+    name = "megatron-dynamic-cp"
+    options: Mapping[str, Any] = {}
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+
+    def assign(self, batch: Batch) -> Assignment:
+        """Schedule one batch.
+
+        Raises:
+            PlanError: a sequence needs more ranks than there are, rounded up to a power of two.
+        """
+        return quickest(self._candidates(batch), batch, self._problem)
+
+    def _candidates(self, batch: Batch) -> Iterator[Assignment]:
+        problem, lengths = self._problem, batch.lengths.tolist()
+        _check_fits(max(lengths), problem)
+        for capacity in capacities(problem.tokens_per_rank):
+            if degree_needed(max(lengths), capacity) > problem.num_ranks:
+                return
+            rounds = balanced_rounds(lengths, max_tokens_per_rank=capacity, num_ranks=problem.num_ranks)
+            yield assign(list(_drafts(rounds, _alone)), problem.sync)
+            yield assign(list(_drafts(rounds, partial(_packed, batch, problem.tokens_per_rank))), problem.sync)
+
+
+def _check_fits(longest: int, problem: Problem) -> None:
+    degree = degree_needed(longest, problem.tokens_per_rank)
+    if degree > problem.num_ranks:
+        raise PlanError(
+            f"megatron-dynamic-cp cannot plan a sequence of {longest} tokens: its degrees are powers of two, "
+            f"{degree} ranks of {problem.tokens_per_rank} tokens are needed and there are {problem.num_ranks}"
+        )
+
+
+def _drafts(rounds: Sequence[Sequence[Group]], split: Callable[[Group], list[list[int]]]) -> Iterator[Draft]:
+    """Micro-batches round by round; `split` makes a group's sequences into packs."""
+    for groups in rounds:
+        first = 0
+        for group in groups:
+            ranks = range(first, first + group.degree)
+            first += group.degree
+            for pack in split(group):
+                yield Draft(ranks, pack)
+
+
+def _alone(group: Group) -> list[list[int]]:
+    return [[sequence] for sequence in group.sequences]
+
+
+def _packed(batch: Batch, tokens_per_rank: int, group: Group) -> list[list[int]]:
+    return packs_of(group.sequences, batch, tokens_per_rank * group.degree)

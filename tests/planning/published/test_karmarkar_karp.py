@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.published.karmarkar_karp import KarmarkarKarp, Setting, feasible_settings, make_solver
+from fcp_cli.planning.run import plan_step
+from tests.planning.examples import example_problem, long_tail
+
+
+def batches_of_long_tail() -> GlobalBatches:
+    return GlobalBatches(long_tail(400), example_problem(), BatchSettings(global_batch_size=403))
+
+
+def test_degrees_are_divisors_that_hold_the_longest_sequence() -> None:
+    problem = example_problem(num_ranks=12, ranks_per_node=4, tokens_per_rank=1000)
+    assert {setting.degree for setting in feasible_settings(3500, problem)} == {4, 6, 12}
+
+
+def test_the_setting_is_the_quickest_over_the_plan() -> None:
+    batches = batches_of_long_tail()
+    chosen = plan_step(batches.batch(0), batches.problem, make_solver(batches)).makespan_seconds
+    for setting in feasible_settings(100_000, batches.problem):
+        other = plan_step(batches.batch(0), batches.problem, KarmarkarKarp(batches.problem, setting))
+        assert chosen <= other.makespan_seconds
+
+
+@pytest.mark.parametrize("balance", ["packs", "sequences"])
+def test_every_group_has_the_one_degree(balance: str) -> None:
+    batches = batches_of_long_tail()
+    setting = Setting(degree=8, balance=balance)  # type: ignore[arg-type]
+    step = plan_step(batches.batch(0), batches.problem, KarmarkarKarp(batches.problem, setting))
+    assert set(step.degrees[step.tokens > 0].tolist()) == {8}
+
+
+def test_packs_are_spread_in_equal_numbers() -> None:
+    batches = batches_of_long_tail()
+    setting = Setting(degree=8, balance="packs")
+    step = plan_step(batches.batch(0), batches.problem, KarmarkarKarp(batches.problem, setting))
+    counts = np.bincount(step.ranks[step.rank_offsets[:-1]] // 8)
+    assert counts.max() - counts.min() <= 1

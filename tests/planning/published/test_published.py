@@ -1,0 +1,63 @@
+"""What must hold for every published strategy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fcp_cli.errors import PlanError
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.problem import Problem
+from fcp_cli.planning.published import bytescale, karmarkar_karp, megatron_dynamic_cp
+from fcp_cli.planning.published.flexsp import FlexSP
+from fcp_cli.planning.run import plan_step
+from fcp_cli.planning.solvers import SolverFactory
+from tests.planning.examples import example_problem, long_tail, table_of
+
+FACTORIES: dict[str, SolverFactory] = {
+    "bytescale": bytescale.make_solver,
+    "flexsp": lambda batches: FlexSP(batches.problem, milp_seconds=0.05, trials=1),
+    "karmarkar-karp": karmarkar_karp.make_solver,
+    "megatron-dynamic-cp": megatron_dynamic_cp.make_solver,
+}
+NAMES = list(FACTORIES)
+
+
+def one_batch(lengths: list[int], problem: Problem) -> GlobalBatches:
+    return GlobalBatches(table_of(lengths), problem, BatchSettings(global_batch_size=len(lengths), shuffle=False))
+
+
+@pytest.mark.parametrize("sync", ["iteration", "microbatch"])
+@pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=15)
+@given(st.lists(st.integers(1, 8 * 1000), min_size=1, max_size=25))
+def test_a_step_is_whole_within_budget_and_not_below_the_bound(name: str, sync: Sync, lengths: list[int]) -> None:
+    batches = one_batch(lengths, example_problem(sync, num_ranks=8, ranks_per_node=4, tokens_per_rank=1000))
+    # Assembling checks coverage, budget, ranks and waves.
+    step = plan_step(batches.batch(0), batches.problem, FACTORIES[name](batches))
+    assert step.makespan_seconds >= step.bound_seconds * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "flexsp"])
+def test_the_same_batch_gives_the_same_answer(name: str) -> None:
+    batches = GlobalBatches(long_tail(), example_problem(), BatchSettings(global_batch_size=203))
+    first, second = (FACTORIES[name](batches).assign(batches.batch(0)) for _ in range(2))
+    np.testing.assert_array_equal(first.ranks, second.ranks)
+    np.testing.assert_array_equal(first.members, second.members)
+
+
+@pytest.mark.parametrize("name", ["flexsp", "megatron-dynamic-cp"])
+def test_powers_of_two_cannot_hold_what_six_ranks_can(name: str) -> None:
+    batches = one_batch([5500, 10], example_problem(num_ranks=6, ranks_per_node=6, tokens_per_rank=1000))
+    with pytest.raises(PlanError, match=f"{name} cannot plan a sequence of 5500 tokens: its degrees are powers of two"):
+        FACTORIES[name](batches).assign(batches.batch(0))
+
+
+@pytest.mark.parametrize("name", ["bytescale", "karmarkar-karp"])
+def test_any_degree_holds_what_six_ranks_can(name: str) -> None:
+    batches = one_batch([5500, 10], example_problem(num_ranks=6, ranks_per_node=6, tokens_per_rank=1000))
+    step = plan_step(batches.batch(0), batches.problem, FACTORIES[name](batches))
+    assert max(step.degrees) == 6
