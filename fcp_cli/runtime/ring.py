@@ -164,9 +164,10 @@ def ring_forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, scale: float) -> W
     for hop in range(1, ring.degree):
         yield from _settle(arrival)
         arrival = blocks.pass_on("kv", hop) if hop + 1 < ring.degree else None
+        keys, values = blocks.at(hop)
         for work in ring.work(hop, packed=kernel.packed):
-            keys, values = take(blocks.at(hop), work.k_rows, dim=1)
-            part, part_lse = kernel.forward(take(q, work.q_rows), keys, values, work.segments, scale)
+            ks, vs = (take(tensor, work.k_rows) for tensor in (keys, values))
+            part, part_lse = kernel.forward(take(q, work.q_rows), ks, vs, work.segments, scale)
             merge(out, lse, work.q_rows, part, part_lse)
     return out.to(q.dtype), lse
 
@@ -198,17 +199,18 @@ def ring_backward(
         yield from _settle(arrival)
         arrival = blocks.pass_on("kv", hop) if hop + 1 < ring.degree else None
         works, shares = ring.work(hop, packed=kernel.packed), []
+        keys, values = blocks.at(hop)
         for work in works:
-            keys, values = take(blocks.at(hop), work.k_rows, dim=1)
-            do, qs, outs, lses = (take(tensor, work.q_rows) for tensor in (grad_out, q, out, lse))
-            shares.append(kernel.backward(do, qs, keys, values, outs, lses, work.segments, scale))
+            dos, qs, outs, lses = (take(tensor, work.q_rows) for tensor in (grad_out, q, out, lse))
+            ks, vs = (take(tensor, work.k_rows) for tensor in (keys, values))
+            shares.append(kernel.backward(dos, qs, ks, vs, outs, lses, work.segments, scale))
         # What the members before this one have summed for the same block.
         yield from _settle(grad_arrival)
-        block = grads.at(hop)
+        dk, dv = grads.at(hop)
         for work, (dq_share, dk_share, dv_share) in zip(works, shares, strict=True):
             add(dq, work.q_rows, dq_share)
-            add(block[0], work.k_rows, dk_share)
-            add(block[1], work.k_rows, dv_share)
+            add(dk, work.k_rows, dk_share)
+            add(dv, work.k_rows, dv_share)
         grad_arrival = grads.pass_on("dkv", hop)
     yield from _settle(grad_arrival)
     dk, dv = grads.at(ring.degree)

@@ -9,11 +9,11 @@ from fcp_cli.runtime.kernels.base import to_device
 from fcp_cli.runtime.layout import Rows
 
 
-def take(tensor: Tensor, rows: Rows, dim: int = 0) -> Tensor:
-    """The rows of `tensor` along `dim`; a view where they are contiguous."""
+def take(tensor: Tensor, rows: Rows) -> Tensor:
+    """The rows of `tensor`; a view where they are contiguous."""
     if rows.span is not None:
-        return tensor.narrow(dim, rows.span[0], rows.span[1] - rows.span[0])
-    return tensor.index_select(dim, _positions(rows, tensor.device))
+        return tensor[rows.span[0] : rows.span[1]]
+    return tensor.index_select(0, _positions(rows, tensor.device))
 
 
 def add(total: Tensor, rows: Rows, share: Tensor) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.kernels import AttentionKernel, lse_dtype, select_kernel
+from fcp_cli.runtime.kernels import AttentionKernel, cpu, lse_dtype, select_kernel
 from fcp_cli.runtime.kernels.cpu import CpuKernel
 from fcp_cli.runtime.kernels.cuda import CudaFlashKernel, tokens_first
 from fcp_cli.runtime.kernels.dense import DenseKernel
@@ -36,6 +36,14 @@ def test_causal_segments_match_plain_attention_in_fp64(
     for found, expected in zip((out, *grads), example.results, strict=True):
         assert found.shape == expected.shape
         assert absolute_error(found, expected) <= 1e-12
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_the_cpu_kernel_repeats_key_heads_for_releases_that_cannot_share_them(
+    heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "_SHARES_KV_HEADS", False)
+    test_causal_segments_match_plain_attention_in_fp64(CpuKernel(), (5, 7, 13), heads)
 
 
 @pytest.mark.parametrize("kernel", EXACT, ids=["cpu", "dense"])

@@ -10,6 +10,9 @@ from fcp_cli.runtime.layout import Segments
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
+# Before 2.9 the kernel took as many key heads as query heads for granted and read past the end of fewer.
+_SHARES_KV_HEADS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
+
 
 class CpuKernel:
     """fp64, fp32, bf16 and fp16. An empty q or k would kill the process (SIGFPE); `Segments` has none."""
@@ -19,6 +22,7 @@ class CpuKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         assert all(segments.q_lengths), "an empty query segment"
         assert all(segments.k_lengths), "an empty key segment"
+        k, v = _with_heads(k, q.shape[1]), _with_heads(v, q.shape[1])
         pieces = zip(
             _split(q, segments.q_lengths), _split(k, segments.k_lengths), _split(v, segments.k_lengths), strict=True
         )
@@ -36,7 +40,8 @@ class CpuKernel:
         segments: Segments,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows, keys = segments.q_lengths, segments.k_lengths
+        rows, keys, kv_heads = segments.q_lengths, segments.k_lengths, k.shape[1]
+        k, v = _with_heads(k, q.shape[1]), _with_heads(v, q.shape[1])
         pieces = zip(
             _split(grad_out, rows),
             _split(q, rows),
@@ -48,7 +53,7 @@ class CpuKernel:
         )
         results = [_backward(*piece, 0.0, segments.causal, scale=scale) for piece in pieces]
         dq, dk, dv = zip(*results, strict=True)
-        return _join(dq), _join(dk), _join(dv)
+        return _join(dq), _sum_heads(_join(dk), kv_heads), _sum_heads(_join(dv), kv_heads)
 
 
 def _split(packed: Tensor, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -61,3 +66,17 @@ def _join(pieces: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
     """One [1, heads, length, ...] per segment -> [tokens, heads, ...]: the kernel's own memory order."""
     unbatched = [piece[0].transpose(0, 1) for piece in pieces]
     return unbatched[0] if len(unbatched) == 1 else torch.cat(unbatched)
+
+
+def _with_heads(kv: Tensor, heads: int) -> Tensor:
+    """[tokens, kv_heads, head_dim] -> as many heads as the kernel needs: each kv head serves a run of query heads."""
+    if _SHARES_KV_HEADS or kv.shape[1] == heads:
+        return kv
+    return kv.repeat_interleave(heads // kv.shape[1], dim=1)
+
+
+def _sum_heads(grad: Tensor, kv_heads: int) -> Tensor:
+    """The gradient of `_with_heads`."""
+    if grad.shape[1] == kv_heads:
+        return grad
+    return grad.reshape(grad.shape[0], kv_heads, -1, grad.shape[2]).sum(2)
