@@ -62,11 +62,12 @@ def longest_sequence_bound_seconds(work: Work, problem: Problem) -> float:
 
 
 def _alone_seconds(work: Work, index: Any, degree: IntArray, problem: Problem) -> FloatArray:
+    bandwidth = problem.profile.bandwidth
     return group_seconds(
         problem.profile,
         attention_seconds=work.attention_seconds[index],
         linear_seconds=work.linear_seconds[index],
         tokens=work.tokens[index],
         degree=degree,
-        crosses_nodes=degree > problem.ranks_per_node,
+        crosses_nodes=(degree > problem.ranks_per_node) | (bandwidth.inter_node > bandwidth.intra_node),
     )

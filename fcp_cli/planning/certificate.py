@@ -2,7 +2,7 @@
 
 Notation: N ranks of budget E tokens; sequence s has attention seconds a, linear seconds l and t tokens on one rank,
 work w = a + l; a group of degree d moves c_d seconds of ring traffic per token and hop, c_d that of the network inside
-a node for d <= ranks per node, else that across nodes (at best). A pack takes at least as long as any of its sequences
+a node for d <= ranks per node (or across nodes, were that faster), else that across nodes. A pack takes at least as long as any of its sequences
 alone on the same group, since every term of the cost model grows with every sequence; T(s, d) is that time.
 """
 
@@ -21,14 +21,14 @@ _MARGIN = 1e-9  # relative; keeps rounding on the safe side
 
 @njit(cache=True, nogil=True, inline="always")
 def _alone(i: int, degree: int, sequences: Sequences, machine: Machine) -> float:
-    crosses = degree > machine.per_node
+    crosses = degree > machine.per_node or machine.inter < machine.intra
     return pack_seconds(sequences.attention[i], sequences.linear[i], sequences.tokens[i], degree, crosses, machine)
 
 
 @njit(cache=True, nogil=True)
 def _traffic(degree: int, machine: Machine) -> float:
     """Rank-seconds of ring traffic per token on a group of this degree."""
-    return (machine.inter if degree > machine.per_node else machine.intra) * (degree - 1)
+    return (machine.inter if degree > machine.per_node else min(machine.intra, machine.inter)) * (degree - 1)
 
 
 @njit(cache=True, nogil=True)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 from numba import njit
 
 from fcp_cli.plan.step import FloatArray, Int64Array
 from fcp_cli.planning.fcp.core import Machine, Sequences, pack_seconds
 from fcp_cli.planning.fcp.wave import Wave, fill_wave, make_wave, outlook, wave_seconds
+
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 
 @njit(cache=True, nogil=True)
@@ -121,13 +124,13 @@ def last_wave(
 
 @njit(cache=True, nogil=True)
 def search(tries: int, fills: int, sequences: Sequences, machine: Machine) -> Any:
-    """Greedy over waves; (seconds, targets of the waves)."""
+    """Greedy over waves; (seconds, target of each wave, whether its single ranks go in pairs)."""
     n = len(sequences.work)
     wave = make_wave(n, machine)
     alive, count = np.arange(n), n
     child, later, kept = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
     options, values = np.zeros(tries), np.zeros(tries)
-    targets = np.zeros(n)
+    targets, pairs = np.zeros(n), np.zeros(n, dtype=np.bool_)
     done = 0.0
     best, best_waves, best_last, best_pairs = np.inf, 0, 0.0, True
     total, _ = _totals(alive, count, sequences)
@@ -136,9 +139,9 @@ def search(tries: int, fills: int, sequences: Sequences, machine: Machine) -> An
         if done + _bound(work, tokens, machine) >= best:
             break
         if tokens <= machine.num_ranks * machine.budget:
-            for pairs in (True, False):
+            for use_pairs in (True, False):
                 last = last_wave(
-                    pairs,
+                    use_pairs,
                     best - done,
                     5e-4 * total / machine.num_ranks,
                     alive,
@@ -150,38 +153,42 @@ def search(tries: int, fills: int, sequences: Sequences, machine: Machine) -> An
                     wave,
                 )
                 if done + last < best:
-                    best, best_waves, best_last, best_pairs = done + last, w, last, pairs
+                    best, best_waves, best_last, best_pairs = done + last, w, last, use_pairs
         m = candidates(alive, count, sequences, machine, options)
         for c in range(m):
             work, tokens = outlook(options[c], alive, count, child, later, sequences, machine, wave)
             values[c] = options[c] + _bound(work, tokens, machine)
         by_value = np.argsort(values[:m], kind="mergesort")
-        chosen, chosen_value, kept_count = 0.0, np.inf, 0
-        for x in range(min(fills, m)):
-            target = options[by_value[x]]
-            if values[by_value[x]] >= chosen_value:
-                break
-            rest = fill_wave(target, True, alive, count, child, later, sequences, machine, wave)
+        chosen, chosen_pairs, chosen_value, kept_count = 0.0, True, np.inf, 0
+        for x in range(min(fills, m) + 2):
+            # At last the winner without pairs; and the first target, by which the longest sequence surely ends.
+            target = options[by_value[x]] if x < min(fills, m) else (chosen if x == min(fills, m) else options[0])
+            use_pairs = x < min(fills, m)
+            if use_pairs and values[by_value[x]] >= chosen_value:
+                continue
+            if (x == min(fills, m) + 1 and chosen_value < np.inf) or target == 0.0:
+                continue
+            rest = fill_wave(target, use_pairs, alive, count, child, later, sequences, machine, wave)
             if rest == count:
                 continue
             seconds = wave_seconds(machine, wave)
             work, tokens = _totals(child, rest, sequences)
             value = seconds + _bound(work, tokens, machine)
             if value < chosen_value:
-                chosen, chosen_value, kept_count = target, value, rest
+                chosen, chosen_pairs, chosen_value, kept_count = target, use_pairs, value, rest
                 kept[:rest] = child[:rest]
         if chosen_value == np.inf:
             break
-        targets[w] = chosen
+        targets[w], pairs[w] = chosen, chosen_pairs
         done += chosen
         count = kept_count
         alive[:count] = kept[:count]
         if count == 0:
             if done < best:
-                best, best_waves, best_last, best_pairs = done, w, chosen, True
+                best, best_waves, best_last, best_pairs = done, w, chosen, chosen_pairs
             break
-    targets[best_waves] = best_last
-    return best, targets[: best_waves + 1], best_pairs
+    targets[best_waves], pairs[best_waves] = best_last, best_pairs
+    return best, targets[: best_waves + 1], pairs[: best_waves + 1]
 
 
 class Waves(NamedTuple):
@@ -194,7 +201,7 @@ class Waves(NamedTuple):
 
 
 @njit(cache=True, nogil=True)
-def replay(targets: FloatArray, last_pairs: bool, sequences: Sequences, machine: Machine) -> Any:
+def replay(targets: FloatArray, pairs: BoolArray, sequences: Sequences, machine: Machine) -> Any:
     """Fill the waves once more and write down who runs what."""
     n, num_waves = len(sequences.work), len(targets)
     wave = make_wave(n, machine)
@@ -209,9 +216,8 @@ def replay(targets: FloatArray, last_pairs: bool, sequences: Sequences, machine:
     )
     bins, ranks = 0, 0
     for w in range(num_waves):
-        pairs = last_pairs if w == num_waves - 1 else True
         wave.item_bin[:] = -1
-        rest = fill_wave(targets[w], pairs, alive, count, child, later, sequences, machine, wave)
+        rest = fill_wave(targets[w], pairs[w], alive, count, child, later, sequences, machine, wave)
         for k in range(count):
             if wave.item_bin[alive[k]] >= 0:
                 out.bin_of[alive[k]] = bins + wave.item_bin[alive[k]]

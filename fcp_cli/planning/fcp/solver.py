@@ -47,8 +47,8 @@ class FcpSolver:
 
 
 def _assign_waves(order: Int64Array, sequences: Sequences, machine: Machine) -> Assignment:
-    _seconds, targets, last_pairs = microbatch.search(_TARGETS_PER_WAVE, _FILLS_PER_WAVE, sequences, machine)
-    waves, bins, num_ranks, left = microbatch.replay(targets, last_pairs, sequences, machine)
+    _seconds, targets, pairs = microbatch.search(_TARGETS_PER_WAVE, _FILLS_PER_WAVE, sequences, machine)
+    waves, bins, num_ranks, left = microbatch.replay(targets, pairs, sequences, machine)
     assert left == 0, "the last wave does not take every sequence that is left"
     return gather(
         order=order,
