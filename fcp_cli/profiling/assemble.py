@@ -51,7 +51,11 @@ def profile_from_samples(samples: SamplesFile) -> CostProfile:
     fitted = [point.sample(silent=silent) for point in measured if not point.point.held_out]
     fit = fit_profile(fitted, _prior(samples, spec))
     predicted = predicted_seconds([point.sample(silent=silent) for point in measured], fit.profile)
-    profile = replace(fit.profile, origin="measured", memory=_memory(samples, spec, environments[-1]))
+    bandwidth = fit.profile.bandwidth
+    if int(header["nodes"]) == 1 and header["cluster"] == "this-machine":  # there is nothing beyond this node
+        bandwidth = replace(bandwidth, inter_node=bandwidth.intra_node)
+    memory = _memory(samples, spec, environments[-1])
+    profile = replace(fit.profile, origin="measured", bandwidth=bandwidth, memory=memory)
     measurement = {
         **_circumstances(samples, environments[-1]),
         **_errors(measured, predicted),

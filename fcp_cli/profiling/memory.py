@@ -147,7 +147,8 @@ def layer_activation_bytes(spec: ModelSpec, precision: Precision) -> int:
     """
     t, r = precision.activation_bytes, precision.residual_bytes
     h, q, k = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    norms = 2 * ((4 + 2 * r) * h + 4 + (t * h if t != r else 0))  # autocast adds a copy for the matrices
+    inputs = 2 if t == r else 5  # autocast casts a norm's output for each of the matrices that read it
+    norms = 2 * ((4 + r) * h + 4) + inputs * t * h
     head_norms = (4 + t) * (q + k) + 4 * (spec.num_heads + spec.num_kv_heads) if spec.qk_norm else 0
     attention = t * (q + 2 * k) + t * q + 4 * spec.num_heads
     return norms + head_norms + attention + 4 * t * spec.ffn_size
@@ -156,7 +157,7 @@ def layer_activation_bytes(spec: ModelSpec, precision: Precision) -> int:
 def head_activation_bytes(spec: ModelSpec, precision: Precision) -> int:
     """Bytes per token at the top: final norm, logits, their fp32 log-softmax and the two gradients of it."""
     t, r = precision.activation_bytes, precision.residual_bytes
-    return (4 + 2 * r) * spec.hidden_size + 4 + (t + 12) * spec.vocab_size
+    return (4 + r + t) * spec.hidden_size + 4 + (t + 12) * spec.vocab_size
 
 
 def token_bytes(spec: ModelSpec, precision: Precision, parallelism: Parallelism) -> float:

@@ -1,0 +1,29 @@
+"""The cost profiles that travel with fcp: what `fcp plan` uses where nothing was measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fcp_cli.cost.profile import CostProfile, load_cost_profile
+from fcp_cli.files import shipped
+from fcp_cli.profiling.models import load_model
+
+EXAMPLE_CLUSTER = "example-8x8"
+
+
+def shipped_profile_path(model: str) -> Path:
+    """Where the profile of a shipped model on the example cluster lies.
+
+    Raises:
+        ProfileError: there is no such model.
+    """
+    return shipped("profiles") / "cost" / f"{load_model(model).name}-{EXAMPLE_CLUSTER}.yaml"
+
+
+def shipped_profile(model: str) -> CostProfile:
+    """The analytic profile of a shipped model on the example cluster.
+
+    Raises:
+        ProfileError: there is no such model, or no profile of it: 'fcp profile --analytic' makes one.
+    """
+    return load_cost_profile(shipped_profile_path(model))

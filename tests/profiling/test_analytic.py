@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import yaml
+
+from fcp_cli.cost.profile import CostProfile, dump_cost_profile, parse_cost_profile
+from fcp_cli.errors import UsageError
+from fcp_cli.profiling.analytic import analytic_profile, forward_operations, ring_bytes_per_token
+from fcp_cli.profiling.clusters import load_cluster
+from fcp_cli.profiling.descriptions import shipped_names
+from fcp_cli.profiling.memory import (
+    PRECISIONS,
+    Parallelism,
+    choose_zero_stage,
+    layer_activation_bytes,
+    model_state,
+    token_bytes,
+)
+from fcp_cli.profiling.models import load_model
+from fcp_cli.profiling.shipped import shipped_profile
+
+
+def _profile(model: str = "qwen3-8b", **parallelism: Any) -> CostProfile:
+    return analytic_profile(
+        load_model(model),
+        load_cluster("example-8x8"),
+        precision=PRECISIONS["bf16"],
+        parallelism=Parallelism(**{"ranks": 64, **parallelism}),
+    )
+
+
+def test_operations_of_the_layers_are_those_of_the_papers_models() -> None:
+    spec = load_model("qwen3-8b")
+    operations = forward_operations(spec)
+    without_output_layer = operations.linear_per_token - 2 * spec.embedding_parameters
+    assert without_output_layer == pytest.approx(13.89e9, rel=1e-3)
+    assert operations.attention_per_token2 == 294_912
+    assert without_output_layer / operations.attention_per_token2 == pytest.approx(47_104, rel=1e-3)
+
+
+def test_an_8b_model_at_160_teraflops() -> None:
+    c = _profile().coefficients
+    assert c.attention_seconds_per_token2 == pytest.approx(6.451e-9, rel=1e-3)
+    assert c.linear_seconds_per_token == pytest.approx(2.838e-4, rel=1e-3)
+
+
+def test_grouped_query_attention_sends_key_value_heads_only() -> None:
+    spec = load_model("qwen3-8b")
+    assert ring_bytes_per_token(spec, kv_bytes=2, gradient_bytes=2) == 442_368
+    assert _profile().coefficients.ring_bytes_per_token == 589_824  # gradients travel in fp32
+
+
+def test_recomputation_adds_a_forward_and_saves_activations() -> None:
+    plain, again = _profile(), _profile(recompute="full")
+    ratio = again.coefficients.linear_seconds_per_token / plain.coefficients.linear_seconds_per_token
+    assert ratio == pytest.approx(4 / 3)
+    assert again.memory.bytes_per_token < plain.memory.bytes_per_token / 3
+
+
+def test_tensor_parallelism_divides_everything_of_a_rank() -> None:
+    one, two = _profile(), _profile(tensor_parallel=2)
+    for name in ("attention_seconds_per_token2", "linear_seconds_per_token", "ring_bytes_per_token"):
+        assert getattr(two.coefficients, name) == pytest.approx(getattr(one.coefficients, name) / 2)
+    assert two.memory.bytes_per_token == pytest.approx(one.memory.bytes_per_token / 2)
+    assert two.memory.model_state_bytes == pytest.approx(one.memory.model_state_bytes / 2)
+
+
+def test_each_zero_stage_holds_less() -> None:
+    spec = load_model("qwen3-8b")
+    sizes = [
+        model_state(spec, PRECISIONS["bf16"], Parallelism(ranks=64, zero_stage=stage)).total_bytes for stage in range(4)
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == pytest.approx(18 * spec.parameters)
+    assert sizes[1] == pytest.approx((6 + 12 / 64) * spec.parameters)
+    assert sizes[2] == pytest.approx((2 + 16 / 64) * spec.parameters)
+
+
+def test_the_least_zero_stage_that_leaves_room_is_chosen() -> None:
+    small, large = load_model("qwen3-1.7b"), load_model("qwen3-8b")
+    assert choose_zero_stage(small, PRECISIONS["bf16"], ranks=64, device_bytes=64e9) == 1
+    assert choose_zero_stage(large, PRECISIONS["bf16"], ranks=64, device_bytes=64e9) == 2
+    assert choose_zero_stage(large, PRECISIONS["bf16"], ranks=64, device_bytes=16e9) == 3
+
+
+def test_a_cut_that_the_model_does_not_allow_is_rejected() -> None:
+    with pytest.raises(UsageError, match=r"--tensor-parallel 3 does not divide num_heads 32 of qwen3-8b"):
+        _profile(tensor_parallel=3)
+    with pytest.raises(UsageError, match=r"--pipeline-parallel 64 exceeds the 36 layers"):
+        _profile(pipeline_parallel=64)
+
+
+def test_vision_work_is_counted_by_patch_and_by_pair_of_patches() -> None:
+    with_vision, without = _profile("qwen3-vl-8b").coefficients, _profile("qwen3-8b").coefficients
+    assert without.vision_seconds_per_patch == without.vision_seconds_per_patch2 == 0
+    # 27 blocks of 4 h^2 + 2 h f matrix entries: 0.411e9, three passes of two operations each at 160 TFLOP/s.
+    assert with_vision.vision_seconds_per_patch == pytest.approx(3 * 2 * 0.411e9 / 160e12, rel=0.12)
+    assert with_vision.vision_seconds_per_patch2 == pytest.approx(3.5 * 4 * 27 * 1152 / 160e12)
+
+
+def test_an_analytic_profile_is_a_cost_profile() -> None:
+    profile = _profile("internvl3-8b")
+    assert parse_cost_profile(dump_cost_profile(profile), name="x") == profile
+
+
+@pytest.mark.parametrize("model", shipped_names("model"))
+def test_shipped_profiles_are_what_the_formulas_give(model: str) -> None:
+    spec, cluster, precision = load_model(model), load_cluster("example-8x8"), PRECISIONS["bf16"]
+    stage = choose_zero_stage(spec, precision, ranks=64, device_bytes=cluster.memory_bytes)
+    found = analytic_profile(spec, cluster, precision=precision, parallelism=Parallelism(ranks=64, zero_stage=stage))
+    assert yaml.safe_load(shipped_profile(model).text) == yaml.safe_load(dump_cost_profile(found))
+    assert (found.memory.tokens_per_rank() or 0) > 1000
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "amp"])
+@pytest.mark.parametrize("name", ["qwen3-tiny", "llama3.2-1b", "internvl3-2b"])
+def test_activation_bytes_are_those_that_autograd_keeps(name: str, precision: str) -> None:
+    kept = {layers: _kept_bytes_per_token(name, precision, layers) for layers in (1, 2)}
+    spec = replace(load_model(name), vision=None, **_SMALL)
+    assert kept[2] - kept[1] == layer_activation_bytes(spec, PRECISIONS[precision])
+
+
+_SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "ffn_size": 96,
+    "vocab_size": 64,
+}
+
+
+def _kept_bytes_per_token(name: str, precision: str, layers: int, tokens: int = 128) -> float:
+    """Bytes of distinct storages that autograd saved in a forward, parameters left out."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from fcp_cli.runtime.integrations.transformers import prepare
+    from fcp_cli.runtime.layout import shard_layout
+    from fcp_cli.runtime.ring import Ring, current_ring
+
+    spec = replace(load_model(name), num_layers=layers, **_SMALL)
+    model_type, figures = spec.text_config()
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    config = AutoConfig.for_model(model_type, **figures)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    prepare(model)
+    kept: dict[int, Any] = {}
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def keep(tensor: Any) -> Any:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    ids = torch.zeros(1, tokens, dtype=torch.int64)
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "amp")
+    current_ring.set(Ring(layout=shard_layout((tokens,), 1)))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast:
+        model.model(input_ids=ids, position_ids=torch.arange(tokens)[None])
+    current_ring.set(None)
+    # Autocast keeps bf16 copies of the matrices besides; they do not grow with the tokens.
+    copies = 2 * layers * spec.layer_matrix_parameters if precision == "amp" else 0
+    return (sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) - copies) / tokens
+
+
+def test_the_token_budget_falls_with_the_state_and_the_activations() -> None:
+    spec = load_model("qwen3-8b")
+    per_token = token_bytes(spec, PRECISIONS["bf16"], Parallelism(ranks=64))
+    budget = _profile(zero_stage=2).memory.tokens_per_rank()
+    assert budget == int((64e9 * 0.92 - (2 + 16 / 64) * spec.parameters) / per_token)

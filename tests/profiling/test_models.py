@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fcp_cli.errors import ProfileError
+from fcp_cli.files import shipped
+from fcp_cli.profiling.descriptions import shipped_names
+from fcp_cli.profiling.models import ModelSpec, VisionSpec, load_hf_config, load_model
+
+# Published sizes in 1e9 parameters: language model, vision encoder with what joins it to the language model.
+SIZES = {
+    "qwen3-1.7b": (1.721, None),
+    "qwen3-4b": (4.022, None),
+    "qwen3-8b": (8.191, None),
+    "llama3.2-1b": (1.236, None),
+    "llama3.2-3b": (3.213, None),
+    "llama3-8b": (8.030, None),
+    "internvl3-2b": (1.776, 0.313),
+    "internvl3-8b": (7.613, 0.332),
+    "internvl2.5-4b": (3.396, 0.317),
+    "qwen3-vl-2b": (1.721, 0.407),
+    "qwen3-vl-4b": (4.022, 0.415),
+    "qwen3-vl-8b": (8.191, 0.576),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_parameters_recomputed_from_the_figures_are_the_published_ones(name: str) -> None:
+    text, vision = SIZES[name]
+    spec = load_model(name)
+    assert spec.text_parameters / 1e9 == pytest.approx(text, abs=5e-4)
+    assert (spec.vision and spec.vision.parameters / 1e9) == (vision and pytest.approx(vision, abs=5e-4))
+
+
+def test_the_intern_vision_encoder_has_its_published_size() -> None:
+    vision = load_model("internvl3-8b").vision
+    assert vision is not None
+    assert vision.encoder_parameters / 1e9 == pytest.approx(0.304, abs=5e-4)
+
+
+def test_the_twelve_models_and_the_tiny_one_are_shipped() -> None:
+    assert set(shipped_names("model")) == {*SIZES, "qwen3-tiny"}
+
+
+@pytest.mark.parametrize("name", shipped_names("model"))
+def test_every_figure_has_a_source(name: str) -> None:
+    spec = load_model(name)
+    assert "text" in spec.sources
+    assert (spec.vision is None) == ("vision" not in spec.sources)
+    names = {f.name for f in fields(ModelSpec)} | {f.name for f in fields(VisionSpec)}
+    for key, source in spec.sources.items():
+        assert key.split(".")[-1] in names | {"text"}, key
+        assert source
+
+
+@pytest.mark.parametrize("name", ["qwen3vl-8b", "Qwen3-VL-8B", "Qwen/Qwen3-VL-8B-Instruct", "QWEN3_VL_8B"])
+def test_a_model_is_found_by_alias_and_spelling(name: str) -> None:
+    assert load_model(name).name == "qwen3-vl-8b"
+
+
+def test_an_unknown_model_lists_the_nearest() -> None:
+    with pytest.raises(ProfileError, match=r"unknown model 'qwen3-9b'; nearest: .*qwen3-8b.*--hf-config"):
+        load_model("qwen3-9b")
+
+
+def _document(**changes: Any) -> dict[str, Any]:
+    document: dict[str, Any] = yaml.safe_load((shipped("profiles") / "models" / "qwen3-8b.yaml").read_text())
+    document["text"].update(changes)
+    return document
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_kv_heads": 7}, "num_kv_heads 7 does not divide num_heads 32"),
+        ({"head_dim": 127}, "head_dim 127 is odd"),
+        ({"num_layers": 0}, "text.num_layers is 0; it must be an integer >= 1"),
+        ({"num_layers": 36.5}, "text.num_layers is 36.5"),
+        ({"hidden_size": True}, "text.hidden_size is True"),
+        ({"ffn_size": None}, "text.ffn_size is missing"),
+        ({"fnn_size": 3}, "unknown key text.fnn_size; did you mean text.ffn_size?"),
+        ({"norm_eps": float("nan")}, "text.norm_eps is nan; it must be a positive number"),
+    ],
+)
+def test_figures_that_cannot_be_are_rejected_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    path = tmp_path / "model.yaml"
+    path.write_text(yaml.safe_dump(_document(**changes)))
+    with pytest.raises(ProfileError, match=message.replace("?", r"\?")):
+        load_model(path)
+
+
+def test_a_vision_tower_that_feeds_another_width_is_rejected(tmp_path: Path) -> None:
+    document = yaml.safe_load((shipped("profiles") / "models" / "qwen3-vl-8b.yaml").read_text())
+    document["vision"]["out_hidden_size"] = 2048
+    path = tmp_path / "model.yaml"
+    path.write_text(yaml.safe_dump(document))
+    with pytest.raises(ProfileError, match=r"vision.out_hidden_size 2048 differs from text.hidden_size 4096"):
+        load_model(path)
+
+
+def _hf_config(**changes: Any) -> dict[str, Any]:
+    config = {
+        "model_type": "qwen3",
+        "num_hidden_layers": 36,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12288,
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+        "rope_theta": 1000000,
+        "rms_norm_eps": 1e-6,
+        **changes,
+    }
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def test_a_hugging_face_configuration_gives_the_shipped_figures(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(_hf_config()))
+    found, known = load_hf_config(path), load_model("qwen3-8b")
+    for f in fields(ModelSpec):
+        if f.name not in ("name", "aliases", "sources"):
+            assert getattr(found, f.name) == getattr(known, f.name), f.name
+    assert load_model(tmp_path) == found
+
+
+def test_the_language_model_of_a_vision_configuration_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "qwen3_vl", "text_config": _hf_config(model_type="qwen3_vl_text")}))
+    assert load_model(path).text_parameters == load_model("qwen3-8b").text_parameters
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mamba"}, "model_type is 'mamba'; known: llama"),
+        ({"num_attention_heads": 30, "head_dim": None}, "hidden_size 4096 is not divisible by num_attention_heads 30"),
+        ({"num_key_value_heads": 5}, "num_kv_heads 5 does not divide num_heads 32"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+    ],
+)
+def test_a_contradictory_configuration_is_rejected(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(_hf_config(**changes)))
+    with pytest.raises(ProfileError, match=message):
+        load_model(path)
+
+
+def test_a_file_that_is_no_model_is_rejected(tmp_path: Path) -> None:
+    path = tmp_path / "model.yaml"
+    path.write_text("format: fcp-cluster/1\n")
+    with pytest.raises(ProfileError, match=r"is not a model description: expected 'format: fcp-model/1'"):
+        load_model(path)
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("name", ["qwen3-tiny", "qwen3-8b", "llama3.2-1b", "internvl3-8b"])
+def test_the_transformers_class_has_as_many_parameters(name: str) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    spec = load_model(name)
+    model_type, figures = spec.text_config()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **figures))  # type: ignore[no-untyped-call]
+    assert sum(parameter.numel() for parameter in model.parameters()) == spec.text_parameters
