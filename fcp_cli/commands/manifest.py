@@ -182,6 +182,8 @@ def _histogram(summary: ManifestSummary, *, ascii_only: bool) -> Any:
     from rich import box
     from rich.table import Table
 
+    from fcp_cli.report.bars import bar
+
     chart = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
     chart.add_column("length", justify="right", no_wrap=True)
     for title in ("% of sequences", "% of tokens"):
@@ -189,17 +191,9 @@ def _histogram(summary: ManifestSummary, *, ascii_only: bool) -> Any:
     shares = [(span.sequences / summary.rows, span.tokens / summary.tokens) for span in summary.bins]
     largest = max(max(pair) for pair in shares)
     for span, pair in zip(summary.bins, shares, strict=True):
-        bars = [f"{share:6.1%} {_bar(share / largest, ascii_only=ascii_only)}" for share in pair]
+        bars = [f"{share:6.1%} {bar(share / largest, _BAR_CELLS, ascii_only=ascii_only)}" for share in pair]
         chart.add_row(f"{_short(span.from_tokens)} - {_short(span.to_tokens)}", *bars)
     return chart
-
-
-def _bar(share: float, *, ascii_only: bool) -> str:
-    """A bar of at most `_BAR_CELLS` cells; whatever is not zero shows."""
-    eighths = max(round(share * _BAR_CELLS * 8), 1 if share > 0 else 0)
-    if ascii_only:
-        return "#" * -(-eighths // 8)
-    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
 def _short(tokens: int) -> str:

@@ -30,15 +30,7 @@ def assemble(assignment: Assignment, batch: Batch, problem: Problem, bound_secon
         BrokenAssignmentError: the assignment breaks budget, coverage, rank or wave rules.
     """
     _check(assignment, batch, problem)
-    seconds = micro_batch_seconds(assignment, batch, problem)
-    start = start_times(
-        problem.sync,
-        wave=assignment.wave,
-        rank_offsets=assignment.rank_offsets,
-        ranks=assignment.ranks,
-        seconds=seconds,
-        num_ranks=problem.num_ranks,
-    )
+    start, seconds = predicted_times(assignment, batch, problem)
     rows = _with_idle_rows(assignment, start, seconds, problem)
     return StepPlan(
         step=batch.step,
@@ -53,6 +45,26 @@ def assemble(assignment: Assignment, batch: Batch, problem: Problem, bound_secon
         makespan_seconds=float((start + seconds).max()),
         bound_seconds=lower_bound_seconds(batch.work, problem) if bound_seconds is None else bound_seconds,
     )
+
+
+def makespan_seconds(assignment: Assignment, batch: Batch, problem: Problem) -> float:
+    """Predicted seconds of the step, unchecked: for solvers that compare their own candidates."""
+    start, seconds = predicted_times(assignment, batch, problem)
+    return float((start + seconds).max())
+
+
+def predicted_times(assignment: Assignment, batch: Batch, problem: Problem) -> tuple[FloatArray, FloatArray]:
+    """[micro_batches] start, from the start of the step, and duration of each micro-batch, in seconds."""
+    seconds = micro_batch_seconds(assignment, batch, problem)
+    start = start_times(
+        problem.sync,
+        wave=assignment.wave,
+        rank_offsets=assignment.rank_offsets,
+        ranks=assignment.ranks,
+        seconds=seconds,
+        num_ranks=problem.num_ranks,
+    )
+    return start, seconds
 
 
 def micro_batch_seconds(assignment: Assignment, batch: Batch, problem: Problem) -> FloatArray:

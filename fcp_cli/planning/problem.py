@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fcp_cli.cost.model import Work
-from fcp_cli.cost.profile import CostProfile
+from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.manifest.table import IntArray
-from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.metadata import PlanMetadata, Sync
 from fcp_cli.plan.step import Int32Array, Int64Array
 
 
@@ -22,6 +22,21 @@ class Problem:
     tokens_per_rank: int
     sync: Sync
     profile: CostProfile
+
+
+def problem_of(metadata: PlanMetadata, *, name: str) -> Problem:
+    """What a plan was made for, from its own metadata; `name` stands for the file in messages.
+
+    Raises:
+        ProfileError: the cost profile in the metadata is damaged.
+    """
+    return Problem(
+        num_ranks=metadata.num_ranks,
+        ranks_per_node=metadata.ranks_per_node,
+        tokens_per_rank=metadata.tokens_per_rank,
+        sync=metadata.sync,
+        profile=parse_cost_profile(metadata.cost_profile, name=f"{name}: the plan's cost profile"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

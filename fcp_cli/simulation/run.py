@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.pricing import profile_seconds
 from fcp_cli.plan.step import FloatArray, StepPlan
 from fcp_cli.simulation.engine import simulate_step
-from fcp_cli.simulation.seconds import profile_seconds, scattered_seconds
+from fcp_cli.simulation.seconds import scattered_seconds
 from fcp_cli.simulation.timeline import Timeline
 
 

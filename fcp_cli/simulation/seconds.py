@@ -1,37 +1,10 @@
-"""How long the micro-batches of a plan take under another cost profile, or with measured times that scatter."""
+"""Measured times that scatter around the predicted ones."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from fcp_cli.cost.model import group_seconds, sequence_work
-from fcp_cli.cost.profile import CostProfile
-from fcp_cli.manifest.table import LengthTable
-from fcp_cli.plan.step import FloatArray, Int64Array, StepPlan
-
-
-def profile_seconds(
-    step: StepPlan, *, profile: CostProfile, ranks_per_node: int, manifest: LengthTable | None = None
-) -> FloatArray:
-    """[micro_batches] seconds of each micro-batch under a cost profile; 0 for an idle row.
-
-    Args:
-        step: the planned step; lengths are its own, after truncation.
-        profile: any cost profile, the plan's own or another.
-        ranks_per_node: which ranks share the fast interconnect.
-        manifest: gives `eta` and vision columns; without it every sequence counts as causal text.
-    """
-    work = sequence_work(_sequences(step, manifest), profile)
-    idle = step.tokens == 0
-    seconds = group_seconds(
-        profile,
-        attention_seconds=_per_micro_batch(work.attention_seconds, step.sequence_offsets),
-        linear_seconds=_per_micro_batch(work.linear_seconds, step.sequence_offsets),
-        tokens=step.tokens,
-        degree=step.degrees,
-        crosses_nodes=_crosses_nodes(step, ranks_per_node),
-    )
-    return np.where(idle, 0.0, seconds)
+from fcp_cli.plan.step import FloatArray, StepPlan
 
 
 def scattered_seconds(step: StepPlan, seconds: FloatArray, *, sigma: float, seed: int) -> FloatArray:
@@ -45,29 +18,3 @@ def scattered_seconds(step: StepPlan, seconds: FloatArray, *, sigma: float, seed
     """
     draws = np.random.default_rng((seed, step.step)).standard_normal(len(seconds))
     return np.asarray(seconds * np.exp(sigma * draws - sigma * sigma / 2.0), dtype=np.float64)
-
-
-def _sequences(step: StepPlan, manifest: LengthTable | None) -> LengthTable:
-    lengths = step.lengths.astype(np.int64)
-    if manifest is None:
-        return LengthTable(name="", length_tokens=lengths)
-    rows = manifest.take(step.sequences)
-    return LengthTable(
-        name=manifest.name,
-        length_tokens=lengths,
-        eta=rows.eta,
-        vision_patches=rows.vision_patches,
-        vision_patch_pairs=rows.vision_patch_pairs,
-    )
-
-
-def _per_micro_batch(values: FloatArray, offsets: Int64Array) -> FloatArray:
-    """Sum `values` per micro-batch; empty packs give 0 (which `np.add.reduceat` alone does not)."""
-    owner = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-    return np.bincount(owner, weights=values, minlength=len(offsets) - 1).astype(np.float64)
-
-
-def _crosses_nodes(step: StepPlan, ranks_per_node: int) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    # Ranks are ascending: the first and the last decide.
-    first, last = step.ranks[step.rank_offsets[:-1]], step.ranks[step.rank_offsets[1:] - 1]
-    return np.asarray(first // ranks_per_node != last // ranks_per_node)

@@ -6,8 +6,9 @@ import pytest
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
+from fcp_cli.plan.pricing import profile_seconds
 from fcp_cli.simulation.run import simulate_plan
-from fcp_cli.simulation.seconds import profile_seconds, scattered_seconds
+from fcp_cli.simulation.seconds import scattered_seconds
 from tests.simulation.plans import Row, make_step
 
 PROFILE = """

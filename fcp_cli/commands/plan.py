@@ -1,0 +1,210 @@
+"""`fcp plan`: from a manifest of lengths to a plan file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+import typer
+
+from fcp_cli.app import app
+from fcp_cli.console import Origins, human, note, print_json, progress
+from fcp_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from fcp_cli.plan.step import StepPlan
+    from fcp_cli.planning.run import PlanResult
+    from fcp_cli.planning.settings import PlanInputs
+
+_BATCHES = "Global batches"
+_CLUSTER = "Cluster"
+
+
+@app.command()
+def plan(
+    manifest: Annotated[
+        Path, typer.Argument(metavar="MANIFEST", help="Parquet with lengths; - reads JSON lines from stdin.")
+    ],
+    profile: Annotated[
+        Path | None, typer.Option(rich_help_panel=_CLUSTER, help="Cost profile (./profile.yaml, else a shipped one).")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, rich_help_panel=_CLUSTER, help="Model replicas (the profile's cluster).")
+    ] = None,
+    ranks_per_node: Annotated[
+        int | None,
+        typer.Option(min=1, rich_help_panel=_CLUSTER, help="Ranks that share a node (the profile's cluster)."),
+    ] = None,
+    tokens_per_rank: Annotated[
+        int | None,
+        typer.Option(
+            min=1, rich_help_panel=_CLUSTER, help="Most tokens of a rank in a micro-batch (the profile's memory)."
+        ),
+    ] = None,
+    headroom: Annotated[
+        float, typer.Option(rich_help_panel=_CLUSTER, help="Fraction of the token budget to leave free.")
+    ] = 0.0,
+    sync: Annotated[
+        Literal["iteration", "microbatch"],
+        typer.Option(rich_help_panel=_CLUSTER, help="Where ranks wait: DDP, ZeRO-1/2: iteration; FSDP: microbatch."),
+    ] = "iteration",
+    global_batch_size: Annotated[
+        int | None, typer.Option(min=1, rich_help_panel=_BATCHES, help="Sequences per optimizer step (512).")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, rich_help_panel=_BATCHES, help="Of shuffling and solver.")] = 0,
+    shuffle: Annotated[bool, typer.Option(rich_help_panel=_BATCHES, help="Shuffle every epoch.")] = True,
+    epochs: Annotated[int, typer.Option(min=1, rich_help_panel=_BATCHES, help="Passes over the data.")] = 1,
+    max_length: Annotated[
+        int | None, typer.Option(min=1, rich_help_panel=_BATCHES, help="Tokens beyond which a sequence is overlong.")
+    ] = None,
+    overlong: Annotated[
+        Literal["error", "drop", "truncate"],
+        typer.Option(rich_help_panel=_BATCHES, help="What to do with overlong sequences."),
+    ] = "error",
+    last_batch: Annotated[
+        Literal["keep", "drop"], typer.Option(rich_help_panel=_BATCHES, help="An epoch's last, partial batch.")
+    ] = "keep",
+    steps: Annotated[
+        int | None, typer.Option(min=1, rich_help_panel=_BATCHES, help="Plan only so many steps (all).")
+    ] = None,
+    length_column: Annotated[
+        str, typer.Option(rich_help_panel=_BATCHES, help="Column with lengths, or with lists of tokens.")
+    ] = "length",
+    solver: Annotated[str, typer.Option(help="fcp, or a published strategy; see 'fcp compare'.")] = "fcp",
+    output: Annotated[Path, typer.Option("--output", "-o", help="The plan to write; - is stdout.")] = Path(
+        "plan.parquet"
+    ),
+    json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON document on stdout.")] = False,
+) -> None:
+    """Decide which ranks run which sequences together, for every global batch, and write it as a plan.
+
+    Whatever is not said comes from fcp.yaml, then from this folder, then from a shipped profile; the output says what
+    was assumed.
+    """
+    from fcp_cli.planning.settings import PlanRequest, resolve
+
+    if json and str(output) == "-":
+        raise UsageError("--json and -o - both want stdout; write the plan to a file")
+    request = PlanRequest(
+        manifest=manifest,
+        profile=profile,
+        ranks=ranks,
+        ranks_per_node=ranks_per_node,
+        tokens_per_rank=tokens_per_rank,
+        headroom=headroom,
+        global_batch_size=global_batch_size,
+        sync=sync,
+        seed=seed,
+        shuffle=shuffle,
+        epochs=epochs,
+        max_length=max_length,
+        overlong=overlong,
+        last_batch=last_batch,
+        length_column=length_column,
+        steps=steps,
+    )
+    origins = Origins()
+    inputs = resolve(request, origins)
+    origins.report()
+    if str(output) == "-":
+        _plan_to_stdout(inputs, solver)
+    else:
+        _plan_to_file(inputs, solver, output, json, origins)
+
+
+def _plan_to_file(inputs: PlanInputs, solver: str, output: Path, json: bool, origins: Origins) -> None:
+    result, sample = _make(inputs, solver, output)
+    extra = _extra(result, sample, inputs)
+    if json:
+        print_json(_document(result, output, extra, origins))
+    else:
+        _show(result, extra)
+    note(f"wrote {output}; next: fcp launch --model {inputs.problem.profile.model} --plan {output}")
+
+
+def _plan_to_stdout(inputs: PlanInputs, solver: str) -> None:
+    import shutil
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.parquet"
+        _make(inputs, solver, path)
+        with path.open("rb") as file:
+            shutil.copyfileobj(file, sys.stdout.buffer)
+
+
+def _make(inputs: PlanInputs, solver: str, output: Path) -> tuple[PlanResult, list[StepPlan]]:
+    """The plan, and the sample of its steps that the static baseline is compared on."""
+    from fcp_cli.planning.batches import GlobalBatches
+    from fcp_cli.planning.published.static import tuning_steps
+    from fcp_cli.planning.run import make_plan
+
+    total = len(GlobalBatches(inputs.table, inputs.problem, inputs.settings))
+    sampled, sample = set(tuning_steps(total)), []
+    with progress() as bar:
+        task = bar.add_task(f"planning with {solver}", total=total)
+
+        def on_step(step: StepPlan) -> None:
+            bar.advance(task)
+            if step.step in sampled:
+                sample.append(step)
+
+        result = make_plan(
+            output,
+            table=inputs.table,
+            problem=inputs.problem,
+            settings=inputs.settings,
+            solver_name=solver,
+            on_step=on_step,
+        )
+    return result, sample
+
+
+def _extra(result: PlanResult, sample: list[StepPlan], inputs: PlanInputs) -> dict[str, Any]:
+    """What only planning knows: the gain over static, and its own time."""
+    from fcp_cli.planning.baseline import static_speedup
+
+    found = static_speedup(
+        sample,
+        inputs.problem,
+        longest_tokens=max(int(step.lengths.max()) for step in sample),
+        manifest=inputs.table,
+    )
+    assert found is not None, "the plan's own manifest gives its own times"
+    speedup, static = found
+    return {
+        "speedup_over_static": speedup,
+        "static_degree": static.degree,
+        "static_sample_steps": len(sample),
+        "planning_seconds": result.planning_seconds,
+        "planning_milliseconds_per_step": 1e3 * result.planning_seconds / result.summary.steps,
+    }
+
+
+def _show(result: PlanResult, extra: dict[str, Any]) -> None:
+    from fcp_cli.report.plan_tables import print_plan, speedup_text
+
+    steps = result.summary.steps
+    static = speedup_text(extra["speedup_over_static"], extra["static_degree"], extra["static_sample_steps"], steps)
+    planning = f"{extra['planning_milliseconds_per_step']:.3g} ms per step, {extra['planning_seconds']:.3g} s in all"
+    print_plan(human(), result.metadata, result.summary, extra={"speed-up": static, "planning": planning})
+
+
+def _document(result: PlanResult, output: Path, extra: dict[str, Any], origins: Origins) -> dict[str, Any]:
+    metadata = result.metadata
+    return {
+        "output": str(output),
+        "plan_hash": metadata.plan_hash,
+        "solver": metadata.solver,
+        "solver_options": dict(metadata.solver_options),
+        "num_ranks": metadata.num_ranks,
+        "ranks_per_node": metadata.ranks_per_node,
+        "tokens_per_rank": metadata.tokens_per_rank,
+        "sync": metadata.sync,
+        "global_batch_size": metadata.global_batch_size,
+        "distinct_groups": metadata.distinct_groups,
+        **cast(dict[str, Any], result.summary.to_json()),
+        **extra,
+        "assumed": origins.assumed,
+    }

@@ -1,0 +1,47 @@
+"""What a plan gains over the best static plan of the same steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fcp_cli.cost.model import sequence_work
+from fcp_cli.cost.profile import CostProfile
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.pricing import planned_sequences, profile_seconds
+from fcp_cli.plan.step import StepPlan
+from fcp_cli.planning.problem import Batch, Problem
+from fcp_cli.planning.published.static import StaticSolver, best_static
+
+
+def static_speedup(
+    steps: Sequence[StepPlan], problem: Problem, *, longest_tokens: int, manifest: LengthTable | None = None
+) -> tuple[float, StaticSolver] | None:
+    """Predicted time of the best static plan / predicted time of these steps, and that static plan.
+
+    Args:
+        steps: planned steps, all or a sample of a plan.
+        problem: what they were planned for.
+        longest_tokens: of the whole plan, which a static degree must be able to hold.
+        manifest: gives `eta` and vision columns.
+
+    Returns:
+        None where the steps' times do not follow from lengths alone and no manifest was given.
+    """
+    if not all(_follows_profile(step, problem, manifest) for step in steps[:1]):
+        return None
+    batches = [_batch(step, problem.profile, manifest) for step in steps]
+    solver, seconds = best_static(problem, longest_tokens, batches)
+    return seconds / sum(step.makespan_seconds for step in steps), solver
+
+
+def _follows_profile(step: StepPlan, problem: Problem, manifest: LengthTable | None) -> bool:
+    seconds = profile_seconds(step, profile=problem.profile, ranks_per_node=problem.ranks_per_node, manifest=manifest)
+    return bool(np.allclose(seconds, step.seconds, rtol=1e-6))
+
+
+def _batch(step: StepPlan, profile: CostProfile, manifest: LengthTable | None) -> Batch:
+    """The global batch that a step was planned from."""
+    work = sequence_work(planned_sequences(step, manifest), profile)
+    return Batch(step=step.step, rows=step.sequences, lengths=step.lengths, work=work, seed=0)

@@ -1,0 +1,79 @@
+"""Sequences to packs by tokens: the classic bin-packing heuristics, without a compiler."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+
+import numpy as np
+
+from fcp_cli.manifest.table import IntArray
+
+
+def min_degrees(tokens: IntArray, tokens_per_rank: int) -> IntArray:
+    """Fewest ranks that hold so many tokens: d_min of the papers."""
+    return np.maximum(1, -(-tokens // tokens_per_rank))
+
+
+def first_fit_decreasing(tokens: IntArray, capacity: int) -> IntArray:
+    """Longest first, each into the first pack with room.
+
+    Args:
+        tokens: [n] of each sequence, at most `capacity`.
+        capacity: tokens that a pack may hold.
+
+    Returns:
+        [n] the pack of each sequence; packs count up from 0.
+    """
+    pack_of = np.empty(len(tokens), dtype=np.int64)
+    free = np.full(len(tokens), capacity, dtype=np.int64)
+    for i in np.argsort(-tokens, kind="stable").tolist():
+        pack = int(np.argmax(free >= tokens[i]))
+        pack_of[i] = pack
+        free[pack] -= tokens[i]
+    return pack_of
+
+
+def best_fit_decreasing(tokens: IntArray, tokens_per_rank: int) -> tuple[IntArray, IntArray]:
+    """Longest first, each into the fullest pack with room; a sequence that finds none opens a pack of d_min ranks.
+
+    Stage 1 of the FCP paper (section 4.4): a new pack has room for d_min * tokens_per_rank tokens.
+
+    Returns:
+        [n] the pack of each sequence, and [packs] the ranks that each pack needs at least.
+    """
+    pack_of = np.empty(len(tokens), dtype=np.int64)
+    degree_of = min_degrees(tokens, tokens_per_rank)
+    free: list[int] = []  # ascending, and beside it the pack that each entry belongs to
+    packs: list[int] = []
+    degrees: list[int] = []
+    for i in np.argsort(-tokens, kind="stable").tolist():
+        size = int(tokens[i])
+        at = bisect_left(free, size)
+        if at < len(free):
+            left, pack = free.pop(at) - size, packs.pop(at)
+        else:
+            left, pack = int(degree_of[i]) * tokens_per_rank - size, len(degrees)
+            degrees.append(int(degree_of[i]))
+        pack_of[i] = pack
+        at = bisect_left(free, left)
+        free.insert(at, left)
+        packs.insert(at, pack)
+    return pack_of, np.array(degrees, dtype=np.int64)
+
+
+def spread_evenly(tokens: IntArray, packs: int) -> IntArray:
+    """Longest first, each into the pack with the fewest tokens so far; [n] the pack of each sequence."""
+    pack_of = np.empty(len(tokens), dtype=np.int64)
+    heap = [(0, pack) for pack in range(packs)]
+    for i in np.argsort(-tokens, kind="stable").tolist():
+        held, pack = heap[0]
+        pack_of[i] = pack
+        heapq.heapreplace(heap, (held + int(tokens[i]), pack))
+    return pack_of
+
+
+def members_by_pack(pack_of: IntArray, packs: int) -> tuple[IntArray, IntArray]:
+    """Offsets [packs + 1] and members [n]: pack p holds `members[offsets[p]:offsets[p + 1]]`, ascending."""
+    offsets = np.concatenate(([0], np.cumsum(np.bincount(pack_of, minlength=packs))))
+    return offsets, np.argsort(pack_of, kind="stable")

@@ -1,0 +1,200 @@
+"""Plans as tables in the terminal, made for 80 columns: the whole plan, and one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.step import MicroBatch, StepPlan
+from fcp_cli.plan.summary import PlanSummary
+from fcp_cli.report.bars import bar
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+_BAR_COLUMNS = 24
+_MOST_RANKS_SHOWN = 64
+
+
+def print_plan(
+    console: Console, metadata: PlanMetadata, summary: PlanSummary, *, extra: Mapping[str, str] | None = None
+) -> None:
+    """The whole plan: headline figures, then how its time divides over degrees."""
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    for label, text in {**_headline(metadata, summary), **(extra or {})}.items():
+        table.add_row(f"[bold]{label}[/]", text)
+    console.print(table)
+    console.print(_degree_table(summary, console.options.ascii_only))
+
+
+def speedup_text(speedup: float, static_degree: int, sampled: int, steps: int) -> str:
+    """The predicted gain over the best static plan, and what it was computed on."""
+    where = "" if sampled == steps else f", on {sampled} of {steps} steps"
+    return f"{speedup:.2f}x over the best static plan (degree {static_degree}{where})"
+
+
+def _headline(metadata: PlanMetadata, summary: PlanSummary) -> dict[str, str]:
+    shape = f"{metadata.num_ranks} ranks, {metadata.ranks_per_node} per node, {metadata.tokens_per_rank:,} tokens each"
+    lines = {
+        "plan": f"{summary.steps:,} steps by {metadata.solver}, sync {metadata.sync}, seed {metadata.seed}",
+        "ranks": shape,
+        "sequences": f"{summary.sequences:,} with {summary.tokens:,} tokens{_left_out(metadata)}",
+        "step time": f"{summary.mean_step_seconds:.4g} s mean, slowest {summary.slowest_step_seconds:.4g} s "
+        f"(step {summary.slowest_step})",
+        "gap": f"{summary.gap:.2%} over the lower bound of {summary.bound_seconds / max(summary.steps, 1):.4g} s",
+        "idle": f"{summary.idle_fraction:.2%} of all rank-seconds",
+        "groups": f"{metadata.distinct_groups:,} distinct rank sets of degree > 1",
+    }
+    if metadata.solver_options:
+        lines["options"] = ", ".join(f"{name} {value}" for name, value in metadata.solver_options.items())
+    lines["hash"] = metadata.plan_hash[:16]
+    return lines
+
+
+def _left_out(metadata: PlanMetadata) -> str:
+    overlong = metadata.overlong
+    if not overlong.sequences:
+        return ""
+    verb = "dropped" if overlong.policy == "drop" else "cut"
+    return f"; {overlong.sequences:,} over {overlong.max_length:,} {verb}"
+
+
+def _degree_table(summary: PlanSummary, ascii_only: bool) -> Table:
+    """Share of micro-batches, tokens and rank-seconds per degree."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("degree", "micro-batches", "tokens", "rank-seconds"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    total_tokens, busy = max(summary.tokens, 1), summary.busy_rank_seconds or 1.0
+    for degree, totals in sorted(summary.degrees.items()):
+        share = totals.rank_seconds / busy
+        table.add_row(
+            str(degree),
+            f"{totals.micro_batches:,}",
+            f"{totals.tokens / total_tokens:.1%}",
+            f"{share:.1%}",
+            bar(share, _BAR_COLUMNS, ascii_only=ascii_only),
+        )
+    return table
+
+
+def print_step(console: Console, metadata: PlanMetadata, step: StepPlan) -> None:
+    """One step: its micro-batches in order, then a bar per rank."""
+    console.print(
+        f"[bold]step {step.step}[/]: {step.makespan_seconds:.4g} s, lower bound {step.bound_seconds:.4g} s, "
+        f"gap {step.gap:.2%}, idle {step.idle_fraction(metadata.num_ranks):.2%}"
+    )
+    console.print(_step_table(step, metadata.sync == "microbatch"))
+    console.print(_rank_table(step, metadata.num_ranks, console.options.ascii_only))
+
+
+def _step_table(step: StepPlan, has_waves: bool) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    names = [
+        "order",
+        *(["wave"] if has_waves else []),
+        "degree",
+        "ranks",
+        "seqs",
+        "tokens",
+        "longest",
+        "start",
+        "seconds",
+    ]
+    for name in names:
+        table.add_column(name, justify="left" if name == "ranks" else "right", overflow="fold")
+    for row in step.micro_batches():
+        if not row.is_idle:
+            table.add_row(*_step_cells(row, has_waves))
+    return table
+
+
+def _step_cells(row: MicroBatch, has_waves: bool) -> Iterator[str]:
+    yield str(row.order)
+    if has_waves:
+        yield str(row.wave)
+    yield str(row.degree)
+    yield rank_ranges(row.ranks)
+    yield str(len(row.sequences))
+    yield f"{row.tokens:,}"
+    yield f"{max(row.lengths):,}"
+    yield f"{row.start_seconds:.3f}"
+    yield f"{row.seconds:.3f}"
+
+
+def _rank_table(step: StepPlan, num_ranks: int, ascii_only: bool) -> Table:
+    """How long each rank computes; the longest idle first where there are too many to show."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    busy = step.busy_seconds(num_ranks)
+    micro_batches = [0] * num_ranks
+    for row in step.micro_batches():
+        for rank in row.ranks if not row.is_idle else ():
+            micro_batches[rank] += 1
+    shown, caption = list(range(num_ranks)), None
+    if num_ranks > _MOST_RANKS_SHOWN:
+        shown = sorted(sorted(shown, key=lambda rank: busy[rank])[:_MOST_RANKS_SHOWN])
+        caption = f"the {_MOST_RANKS_SHOWN} idlest of {num_ranks} ranks; --json has all"
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
+    for name in ("rank", "micro-batches", "busy s", "idle s"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for rank in shown:
+        share = float(busy[rank]) / step.makespan_seconds
+        idle = step.makespan_seconds - float(busy[rank])
+        table.add_row(
+            str(rank),
+            str(micro_batches[rank]),
+            f"{busy[rank]:.3f}",
+            f"{idle:.3f}",
+            bar(share, _BAR_COLUMNS, ascii_only=ascii_only),
+        )
+    return table
+
+
+def rank_ranges(ranks: tuple[int, ...]) -> str:
+    """Ascending ranks as compact ranges: 0-3,7."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def step_document(step: StepPlan, num_ranks: int) -> dict[str, Any]:
+    """One step for `--json`."""
+    return {
+        "step": step.step,
+        "makespan_seconds": step.makespan_seconds,
+        "bound_seconds": step.bound_seconds,
+        "gap": step.gap,
+        "idle_fraction": step.idle_fraction(num_ranks),
+        "busy_seconds": step.busy_seconds(num_ranks).tolist(),
+        "micro_batches": [
+            {
+                "order": row.order,
+                "wave": row.wave,
+                "degree": row.degree,
+                "ranks": list(row.ranks),
+                "sequences": list(row.sequences),
+                "lengths": list(row.lengths),
+                "tokens": row.tokens,
+                "start_seconds": row.start_seconds,
+                "seconds": row.seconds,
+            }
+            for row in step.micro_batches()
+        ],
+    }
