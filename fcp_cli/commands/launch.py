@@ -17,6 +17,7 @@ from fcp_cli.errors import Interrupted, RunError, UsageError
 
 if TYPE_CHECKING:
     from fcp_cli.launching.failure import Failure
+    from fcp_cli.launching.machine import Machine
     from fcp_cli.launching.request import Launch, LaunchRequest
     from fcp_cli.launching.run import JobOutcome
 
@@ -145,19 +146,30 @@ def launch(
 
 
 def _launch(request: LaunchRequest, *, device: str, json: bool) -> None:
-    from fcp_cli.launching.machine import find_machine
     from fcp_cli.launching.request import resolve
 
     _refuse_unused(request)
     if device != "auto" and not request.program:
         request = replace(request, training={"device": device, **request.training})
     assumed = Origins()
-    resolved = resolve(request, find_machine(device), assumed)
+    resolved = resolve(request, lambda: _find_machine(device, dry_run=request.dry_run), assumed)
     assumed.report()
     if request.dry_run:
         _print_commands(resolved, json=json)
     else:
         _run(resolved, json=json)
+
+
+def _find_machine(device: str, *, dry_run: bool) -> Machine:
+    from fcp_cli.launching.machine import UNKNOWN_MACHINE, find_machine
+
+    try:
+        return find_machine(device)
+    except RunError as error:
+        if not dry_run:
+            raise
+        note(f"{error}; the commands are for the nodes that the plan was made for")
+        return UNKNOWN_MACHINE
 
 
 def _refuse_unused(request: LaunchRequest) -> None:

@@ -19,7 +19,7 @@ class Machine:
     """Devices of one kind.
 
     Attributes:
-        device: `cpu`, `cuda` or `npu`.
+        device: `cpu`, `cuda` or `npu`; `unknown` where torch cannot tell.
         num_devices: accelerators, or 0 on a CPU.
         num_cores: cores that this process may use.
         memory_bytes: of the host; 0 where it is not known.
@@ -73,6 +73,10 @@ def find_machine(device: str = "auto") -> Machine:
         num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_bytes=_memory_bytes(),
     )
+
+
+UNKNOWN_MACHINE = Machine(device="unknown", num_devices=0, num_cores=1)
+"""Where nothing will run: a head node without torch can still print commands."""
 
 
 def _accelerators() -> dict[str, int]:

@@ -35,13 +35,13 @@ def check_plan(plan: Path) -> PlanMetadata:
     return reader.metadata
 
 
-def check_trainer(metadata: PlanMetadata, plan: Path) -> None:
+def check_trainer(metadata: PlanMetadata, plan: Path, *, needs_transformers: bool) -> None:
     """What the bundled trainer needs.
 
     Raises:
         RunError: transformers is missing, or the plan's ranks are made of several devices.
     """
-    if importlib.util.find_spec("transformers") is None:
+    if needs_transformers and importlib.util.find_spec("transformers") is None:
         raise RunError(
             "transformers is not installed here, and the bundled trainer needs it; run: pip install 'fcp-cli[hf]'"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from fcp_cli.launching.placement import check_ranks, place, planned_nodes
 from fcp_cli.launching.run_dirs import latest_run_dir, next_run_dir, read_launch
 from fcp_cli.launching.spec import TRAINER, LaunchSpec, RunPaths
 from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.profiling.models import load_model
 from fcp_cli.training.settings import TrainSettings
 
 DEFAULT_PLAN = Path("plan.parquet")
@@ -72,8 +73,13 @@ class Launch:
     parameters: int = 0
 
 
-def resolve(request: LaunchRequest, machine: Machine, assumed: Origins) -> Launch:
+def resolve(request: LaunchRequest, find_machine: Callable[[], Machine], assumed: Origins) -> Launch:
     """Complete a request and check it; nothing is written.
+
+    Args:
+        request: what was typed.
+        find_machine: looks at this machine; called once the plan is known to be good, because it is slow.
+        assumed: is told what was filled in.
 
     Raises:
         FcpError: the plan, the data, the model, the machine or the command line is at fault.
@@ -83,6 +89,7 @@ def resolve(request: LaunchRequest, machine: Machine, assumed: Origins) -> Launc
     plan = _plan(request)
     metadata = preflight.check_plan(plan)
     check_ranks(plan, metadata, request.ranks)
+    machine = find_machine()
     placement = place(plan, metadata, machine, nodes=request.nodes, must_fit=not request.dry_run)
     if not request.dry_run:
         preflight.check_nodes(placement.num_nodes, request.node_rank, request.master_addr)
@@ -100,7 +107,15 @@ def resolve(request: LaunchRequest, machine: Machine, assumed: Origins) -> Launc
         master_port=request.master_port,
         python=sys.executable,
     )
-    parameters = _check_model(settings, metadata, plan, machine, placement.processes_per_node)
+    parameters = _parameters(settings)
+    if settings is not None and not request.dry_run:
+        preflight.check_memory(
+            settings.model,
+            parameters,
+            machine,
+            ranks_here=placement.processes_per_node,
+            sharded_over=metadata.num_ranks if metadata.sync == "microbatch" else 1,
+        )
     return Launch(spec=spec, node_rank=request.node_rank, metadata=metadata, settings=settings, parameters=parameters)
 
 
@@ -138,8 +153,8 @@ def _plan(request: LaunchRequest) -> Path:
 
 def _settings(request: LaunchRequest, plan: Path, metadata: PlanMetadata, assumed: Origins) -> TrainSettings:
     """What the bundled trainer is told."""
-    preflight.check_trainer(metadata, plan)
-    model = request.model or _planned_model(metadata, assumed)
+    preflight.check_trainer(metadata, plan, needs_transformers=not request.dry_run)
+    model = _model(request.model, metadata, assumed)
     if request.plan is None:
         assumed.assume("--plan", plan, "it is in this folder")
     settings = TrainSettings(
@@ -154,19 +169,26 @@ def _settings(request: LaunchRequest, plan: Path, metadata: PlanMetadata, assume
     return settings
 
 
-def _planned_model(metadata: PlanMetadata, assumed: Origins) -> str:
-    """The model whose cost profile the plan was made with."""
-    try:
-        profile = yaml.safe_load(metadata.cost_profile)
-    except yaml.YAMLError:
-        profile = None
-    name = profile.get("model") if isinstance(profile, dict) else None
-    if not name:
+def _model(given: str | None, metadata: PlanMetadata, assumed: Origins) -> str:
+    """The model that was named, else the one whose cost profile the plan was made with."""
+    planned = _planned_model(metadata)
+    if given is None and planned is None:
         raise UsageError(
             "name the model to train with --model, for example --model qwen3-tiny, or give a script after --"
         )
-    assumed.assume("--model", name, "the plan's cost profile")
-    return str(name)
+    if given is None:
+        assumed.assume("--model", planned, "the plan's cost profile")
+    elif planned is not None and planned != load_model(given).name:
+        assumed.assume("predicted times", planned, f"the plan's cost profile is not one of {given}")
+    return given or str(planned)
+
+
+def _planned_model(metadata: PlanMetadata) -> str | None:
+    try:
+        profile = yaml.safe_load(metadata.cost_profile)
+    except yaml.YAMLError:
+        return None
+    return profile.get("model") if isinstance(profile, dict) else None
 
 
 def _manifest(request: LaunchRequest, plan: Path, metadata: PlanMetadata, assumed: Origins) -> Path | None:
@@ -250,15 +272,6 @@ def _tell_about_nodes(metadata: PlanMetadata, num_nodes: int, assumed: Origins) 
         )
 
 
-def _check_model(
-    settings: TrainSettings | None, metadata: PlanMetadata, plan: Path, machine: Machine, ranks_here: int
-) -> int:
-    """Parameters of the bundled trainer's model, after making sure that they fit."""
-    from fcp_cli.profiling.models import load_model
-
-    if settings is None:
-        return 0
-    parameters = load_model(settings.model).text_parameters
-    sharded_over = metadata.num_ranks if metadata.sync == "microbatch" else 1
-    preflight.check_memory(settings.model, parameters, machine, ranks_here=ranks_here, sharded_over=sharded_over)
-    return parameters
+def _parameters(settings: TrainSettings | None) -> int:
+    """Of the bundled trainer's model; 0 for a script, whose model is its own business."""
+    return 0 if settings is None else load_model(settings.model).text_parameters

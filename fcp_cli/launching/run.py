@@ -110,7 +110,7 @@ def run_job(
             if process.poll() is None:
                 processes.kill_tree(process.pid)
                 process.wait()
-    look()
+        look()
     stopped_by = received[0] if received else None
     failure = find_failure(spec.log_dir, status=status) if status and stopped_by is None else None
     return JobOutcome(status=status, stopped_by=stopped_by, failure=failure)

@@ -28,6 +28,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error)
     except torch.OutOfMemoryError as error:
         return _fail(_out_of_memory(error))
+    except RuntimeError as error:
+        if not _is_lost_connection(error):
+            raise
+        # Another rank failed, and says why; torchrun is about to end this one.
+        print(f"lost the connection to another rank: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
+
+
+def _is_lost_connection(error: RuntimeError) -> bool:
+    return "Connection closed by peer" in str(error) or "Connection reset by peer" in str(error)
 
 
 def _fail(error: FcpError) -> int:

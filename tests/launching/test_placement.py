@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fcp_cli.errors import RunError, UsageError
+from fcp_cli.launching.machine import UNKNOWN_MACHINE, Machine
+from fcp_cli.launching.placement import Placement, check_ranks, place
+from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
+
+PLAN = Path("plan.parquet")
+LAPTOP = Machine(device="cpu", num_devices=0, num_cores=2)
+GPU_NODE = Machine(device="cuda", num_devices=8, num_cores=64)
+
+
+def metadata(num_ranks: int, ranks_per_node: int = 8, tensor_parallel: int = 1) -> PlanMetadata:
+    return PlanMetadata(
+        fcp_version="test",
+        num_ranks=num_ranks,
+        ranks_per_node=ranks_per_node,
+        tensor_parallel=tensor_parallel,
+        sync="iteration",
+        global_batch_size=8,
+        tokens_per_rank=1024,
+        seed=0,
+        shuffle=False,
+        solver="test",
+        manifest=ManifestReference(name="lengths.parquet", rows=8, content_hash=""),
+        cost_profile="",
+    )
+
+
+def test_a_plan_that_fits_runs_here_even_if_it_was_made_for_two_nodes() -> None:
+    placement = place(PLAN, metadata(4, ranks_per_node=2), LAPTOP, nodes=None, must_fit=True)
+    assert placement == Placement(num_nodes=1, processes_per_node=4)
+
+
+def test_a_plan_too_large_for_the_cores_names_the_flags_that_spread_it() -> None:
+    with pytest.raises(RunError) as error:
+        place(PLAN, metadata(64), LAPTOP, nodes=None, must_fit=True)
+    assert str(error.value) == (
+        "plan.parquet needs 64 processes on this machine, which holds 8 (no accelerator, 2 CPU cores (gloo)); on each "
+        "of 8 nodes run 'fcp launch ... --nodes 8 --master-addr HOST --node-rank K', or print their commands with "
+        "--nodes 8 --dry-run"
+    )
+
+
+def test_a_dry_run_of_a_large_plan_takes_the_nodes_that_it_was_made_for() -> None:
+    wanted = Placement(num_nodes=8, processes_per_node=8)
+    assert place(PLAN, metadata(64), LAPTOP, nodes=None, must_fit=False) == wanted
+    assert place(PLAN, metadata(64), UNKNOWN_MACHINE, nodes=None, must_fit=False) == wanted
+
+
+def test_a_rank_of_two_devices_counts_twice() -> None:
+    placement = place(PLAN, metadata(8, ranks_per_node=4, tensor_parallel=2), GPU_NODE, nodes=2, must_fit=True)
+    assert placement == Placement(num_nodes=2, processes_per_node=8)
+
+
+def test_too_few_accelerators_suggests_the_cpu() -> None:
+    single = Machine(device="cuda", num_devices=1, num_cores=16)
+    with pytest.raises(RunError, match=r"holds 1 \(1 cuda devices\); make a plan for fewer ranks, or .*--device cpu"):
+        place(PLAN, metadata(4), single, nodes=None, must_fit=True)
+
+
+def test_nodes_must_divide_the_processes() -> None:
+    with pytest.raises(UsageError, match="--nodes is 3, which does not divide the 8 processes"):
+        place(PLAN, metadata(8), GPU_NODE, nodes=3, must_fit=False)
+
+
+def test_another_number_of_ranks_names_both_and_the_plan_command() -> None:
+    with pytest.raises(RunError) as error:
+        check_ranks(PLAN, metadata(8), 4)
+    assert str(error.value) == (
+        "plan.parquet is for 8 ranks, but --ranks says 4; make a plan for 4 with: "
+        "fcp plan lengths.parquet --ranks 4 -o plan.parquet"
+    )

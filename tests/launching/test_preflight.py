@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fcp_cli.errors import FcpError, PlanError, RunError, UsageError
+from fcp_cli.launching import machine, preflight
+from fcp_cli.launching.machine import Machine
+from tests.training.small_runs import write_manifest, write_small_plan
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plan")
+    return write_small_plan(folder / "plan.parquet", write_manifest(folder), steps=3)
+
+
+def test_a_good_plan_gives_its_metadata(plan: Path) -> None:
+    assert preflight.check_plan(plan).num_ranks == 4
+
+
+def test_an_edited_plan_is_one_line(plan: Path, tmp_path: Path) -> None:
+    table = pq.read_table(plan)
+    edited = table.set_column(7, "seconds", pa.array([second * 2 for second in table["seconds"].to_pylist()]))
+    path = tmp_path / "edited.parquet"
+    pq.write_table(edited.cast(table.schema), path)
+    with pytest.raises(PlanError) as error:
+        preflight.check_plan(path)
+    assert str(error.value) == (
+        f"{path} was edited: its content does not match its plan hash; make it again with "
+        f"'fcp plan lengths.parquet -o {path}'"
+    )
+
+
+def test_a_foreign_parquet_is_not_a_plan(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    pq.write_table(pa.table({"text": ["a"]}), path)
+    with pytest.raises(PlanError, match="is a Parquet file but not a plan; make one with 'fcp plan"):
+        preflight.check_plan(path)
+
+
+def test_a_missing_plan_names_the_command_that_makes_it(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="make one with 'fcp plan MANIFEST -o"):
+        preflight.check_plan(tmp_path / "plan.parquet")
+
+
+def test_missing_torch_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    hide(monkeypatch, "torch")
+    with pytest.raises(RunError, match=r"torch is not installed here.*run: pip install 'fcp-cli\[hf\]'"):
+        machine.find_machine()
+
+
+def test_missing_transformers_names_the_pip_line(monkeypatch: pytest.MonkeyPatch, plan: Path) -> None:
+    hide(monkeypatch, "transformers")
+    metadata = preflight.check_plan(plan)
+    with pytest.raises(RunError, match=r"transformers is not installed.*run: pip install 'fcp-cli\[hf\]'"):
+        preflight.check_trainer(metadata, plan, needs_transformers=True)
+    preflight.check_trainer(metadata, plan, needs_transformers=False)
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """Let a package look as if it were not installed."""
+    real = importlib.util.find_spec
+
+    def find(name: str, *rest: Any) -> Any:
+        return None if name == package else real(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+
+
+def test_more_steps_than_planned_is_an_error(plan: Path) -> None:
+    metadata = preflight.check_plan(plan)
+    preflight.check_steps(plan, metadata, 3)
+    with pytest.raises(RunError, match=r"--steps is 4, but .* ends after 3; plan more with 'fcp plan --epochs'"):
+        preflight.check_steps(plan, metadata, 4)
+
+
+def test_a_model_larger_than_the_hosts_memory_is_an_error() -> None:
+    small = Machine(device="cpu", num_devices=0, num_cores=2, memory_bytes=10_000_000_000)
+    with pytest.raises(RunError, match=r"big needs 64 GB .* on 4 ranks, but this machine has 10 GB"):
+        preflight.check_memory("big", 1_000_000_000, small, ranks_here=4, sharded_over=1)
+    preflight.check_memory("big", 500_000_000, small, ranks_here=4, sharded_over=4)
+
+
+def test_a_run_dir_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(FcpError, match=r"cannot write the run directory .*; choose another --run-dir"):
+        preflight.check_run_dir(tmp_path / "file" / "run", parameters=0, keep_checkpoints=1)
+
+
+def test_a_full_disk_is_found_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1_000_000_000))
+    with pytest.raises(FcpError, match=r"has 1.0 GB free, but 3 checkpoints need 36.1 GB"):
+        preflight.check_run_dir(tmp_path, parameters=1_000_000_000, keep_checkpoints=2)
+
+
+@pytest.mark.parametrize(
+    ("node_rank", "address", "message"),
+    [
+        (0, None, "--nodes 2 needs --master-addr"),
+        (0, "localhost", "--master-addr localhost means another machine on each of 2 nodes"),
+        (None, "10.0.0.1", "--nodes 2 needs --node-rank, 0 to 1, on each node; --dry-run prints all commands"),
+        (2, "10.0.0.1", "--node-rank is 2; with --nodes 2 it must be 0 to 1"),
+    ],
+)
+def test_several_nodes_must_be_able_to_meet(node_rank: int | None, address: str | None, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        preflight.check_nodes(2, node_rank, address)

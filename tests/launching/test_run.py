@@ -1,0 +1,154 @@
+"""Running a job, with a fake in place of torchrun, and the process tree for real."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from fcp_cli.errors import RunError
+from fcp_cli.launching import processes
+from fcp_cli.launching.run import run_job
+from fcp_cli.launching.spec import LaunchSpec
+
+
+class FakeRunner:
+    """Stands for torchrun: ends with `status` after `polls` looks, and lets local rank 0 print a line on each."""
+
+    def __init__(self, *, status: int = 0, polls: int = 2, log_dir: Path) -> None:
+        self.pid = 4_000_000  # beyond what Linux gives out
+        self.argv: list[str] = []
+        self.environment: dict[str, str] = {}
+        self._status = status
+        self._left = polls
+        self._rank_0 = log_dir / "id_x" / "attempt_0" / "0"
+
+    def start(self, argv: Sequence[str], *, environment: Mapping[str, str], output: IO[bytes]) -> FakeRunner:
+        self.argv, self.environment = list(argv), dict(environment)
+        self._rank_0.mkdir(parents=True)
+        (self._rank_0 / "stdout.log").write_text("")
+        (self._rank_0 / "stderr.log").write_text("")
+        return self
+
+    def poll(self) -> int | None:
+        if self._left:
+            self._left -= 1
+            with (self._rank_0 / "stdout.log").open("a") as log:
+                log.write(f"{self._left} to go\n")
+            return None
+        return self._status
+
+    def wait(self) -> int:
+        self._left = 0
+        return self._status
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> LaunchSpec:
+    return LaunchSpec(
+        plan=tmp_path / "plan.parquet",
+        run_dir=tmp_path,
+        num_nodes=1,
+        processes_per_node=2,
+        program=("train.py",),
+        log_dir=tmp_path / "logs",
+        python="python",
+    )
+
+
+def fake_for(spec: LaunchSpec, **how: int) -> FakeRunner:
+    assert spec.log_dir is not None
+    return FakeRunner(log_dir=spec.log_dir, **how)
+
+
+def test_a_job_gets_its_environment_and_rank_0_is_shown(
+    spec: LaunchSpec, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OF_THE_USER", "kept")
+    runner = fake_for(spec)
+    outcome = run_job(spec, runner=runner)
+    assert outcome.status == 0
+    assert outcome.failure is None
+    assert runner.argv[:3] == ["python", "-m", "torch.distributed.run"]
+    assert runner.environment["FCP_PLAN"] == str(spec.plan)
+    assert runner.environment["OF_THE_USER"] == "kept"
+    assert capsys.readouterr().out == "1 to go\n0 to go\n"
+
+
+def test_standard_output_can_be_kept_free_for_a_json_document(
+    spec: LaunchSpec, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_job(spec, runner=fake_for(spec), stdout="stderr")
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "1 to go\n0 to go\n")
+
+
+def test_other_nodes_show_nothing(spec: LaunchSpec, capsys: pytest.CaptureFixture[str]) -> None:
+    run_job(spec, runner=fake_for(spec), node_rank=1)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_failed_job_says_who(spec: LaunchSpec) -> None:
+    outcome = run_job(spec, runner=fake_for(spec, status=3))
+    assert outcome.failure is not None
+    assert outcome.failure.summary().startswith("torchrun failed with status 3")
+
+
+def test_ctrl_c_asks_the_ranks_and_then_ends_everything(spec: LaunchSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+    monkeypatch.setattr(processes, "children", lambda pid: [pid + 1, pid + 2])
+    monkeypatch.setattr(processes, "send", lambda pids, number: done.append((pids, number)))
+    monkeypatch.setattr(processes, "kill_tree", lambda pid: done.append(("kill", pid)))
+    runner = fake_for(spec, status=1, polls=3)
+    before = signal.getsignal(signal.SIGINT)
+    outcome = run_job(spec, runner=runner, watch=lambda: os.kill(os.getpid(), signal.SIGINT), announce=done.append)
+    assert outcome.stopped_by == signal.SIGINT
+    assert outcome.failure is None
+    assert done[:3] == [
+        "stopping at the end of this step; press Ctrl-C again to stop at once",
+        ([runner.pid + 1, runner.pid + 2], signal.SIGINT),
+        ("kill", runner.pid),
+    ]
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_ctrl_c_before_any_rank_is_there_ends_torchrun(spec: LaunchSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[int] = []
+    monkeypatch.setattr(processes, "kill_tree", killed.append)
+    runner = fake_for(spec, status=-9, polls=1)
+    outcome = run_job(spec, runner=runner, watch=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert outcome.stopped_by == signal.SIGTERM
+    assert killed == [runner.pid]
+
+
+def test_an_interpreter_that_is_not_there_is_one_line(spec: LaunchSpec) -> None:
+    from dataclasses import replace
+
+    with pytest.raises(RunError, match="cannot start /no/python: No such file"):
+        run_job(replace(spec, python="/no/python"))
+
+
+_PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"],
+                         start_new_session=True)
+time.sleep(60)
+"""
+
+
+def test_a_tree_of_sessions_is_killed_to_the_last_leaf() -> None:
+    with subprocess.Popen([sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "up\n"
+        below = processes.descendants(parent.pid)
+        assert processes.children(parent.pid) == below
+        assert len(below) == 1
+        processes.kill_tree(parent.pid)
+        assert parent.stdout.read() == ""  # both ends of the pipe are gone
+        assert parent.wait(timeout=10) == -signal.SIGKILL
