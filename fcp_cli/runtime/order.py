@@ -132,10 +132,10 @@ def _check_pairs(operations: Mapping[int, Sequence[Operation]]) -> None:
 def _check_pair(pair: tuple[str, int, int], sends: list[Operation], receives: list[Operation]) -> None:
     _, sender, receiver = pair
     for position, (send, receive) in enumerate(zip(sends, receives, strict=False)):
-        if send.num_bytes != receive.num_bytes:
+        if (send.num_bytes, send.content) != (receive.num_bytes, receive.content):
             raise RunError(
-                f"rank {sender}: {send}, its number {position} there, meets on rank {receiver} a {receive}: "
-                "sizes differ"
+                f"rank {sender}: {send}, its number {position} there, meets on rank {receiver} "
+                f"another message: {receive}"
             )
     if len(sends) > len(receives):
         raise RunError(f"rank {sender}: {sends[len(receives)]} is never received")

@@ -60,17 +60,26 @@ def test_groups_that_change_with_every_micro_batch_are_in_order() -> None:
     check_order(micro_batches((0, 3), (1, 2), (0, 1, 2), (3,), (0, 1, 2, 3), (0, 2), (1, 3)))
 
 
-def test_a_rank_that_runs_its_micro_batches_in_another_order_deadlocks() -> None:
-    """Ranks 0 and 1 share two packs; rank 1 runs them the other way round. Gloo would let it pass."""
-    log = micro_batches((0, 1, 2), (0, 1))
-    three = [operation for operation in log[1] if operation.peer in (0, 2) and operation.batch < 7]
-    two = [operation for operation in log[1] if operation not in three and not operation.is_collective]
-    wrong: list[Operation] = []
-    for part in (two, three, [collective("all_reduce", 0)]):
-        append(wrong, [replace(operation, batch=operation.batch - part[0].batch) for operation in part])
-    assert len(wrong) == len(log[1])
-    with pytest.raises(RunError, match=r"^rank \d|^deadlock: rank \d"):
-        check_order({**log, 1: wrong})
+def pairs_in_turn(order: dict[int, list[tuple[int, int]]]) -> dict[int, list[Operation]]:
+    """What ranks record that run equal packs on pairs of ranks, each rank in its own order."""
+    example = make_example((7, 12), (2, 1), head_dim=8)
+    recorded = {pair: run_recorded(example, pair)[1] for pairs in order.values() for pair in pairs}
+    log: dict[int, list[Operation]] = {rank: [] for rank in order}
+    for rank, pairs in order.items():
+        for pair in pairs:
+            append(log[rank], recorded[pair][rank])
+    return log
+
+
+def test_ranks_that_follow_one_order_of_micro_batches_all_finish() -> None:
+    check_order(pairs_in_turn({0: [(0, 1), (0, 2)], 1: [(0, 1), (1, 2)], 2: [(1, 2), (0, 2)]}))
+
+
+def test_ranks_that_run_micro_batches_in_different_orders_deadlock() -> None:
+    """Every message has its partner of equal size, first in first out, and gloo would let it pass."""
+    log = pairs_in_turn({0: [(0, 1), (0, 2)], 1: [(1, 2), (0, 1)], 2: [(0, 2), (1, 2)]})
+    with pytest.raises(RunError, match=r"deadlock: rank 0 waits forever in batch 0: send to rank 1 on ring .*kv"):
+        check_order(log)
 
 
 def test_a_cycle_of_waits_is_a_deadlock_and_names_the_operation() -> None:
@@ -103,8 +112,16 @@ def test_a_receive_without_its_send_is_named() -> None:
 
 
 def test_unequal_bytes_are_named() -> None:
-    with pytest.raises(RunError, match=r"rank 0: send to rank 1 .*16 bytes kv\), its number 0 there.*sizes differ"):
+    with pytest.raises(
+        RunError, match=r"rank 0: send to rank 1 .*16 bytes kv\), its number 0 there, meets on rank 1 another message"
+    ):
         check_order({0: [send(1, 0, size=16)], 1: [receive(0, 0)]})
+
+
+def test_a_message_that_meets_the_wrong_one_of_equal_size_is_named() -> None:
+    log = {0: [replace(send(1, 0), content="dkv")], 1: [receive(0, 0)]}
+    with pytest.raises(RunError, match=r"8 bytes dkv\), .* meets on rank 1 another message: recv .*8 bytes kv"):
+        check_order(log)
 
 
 def test_two_sends_to_one_peer_in_a_batch_are_refused() -> None:
