@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.runtime.loader import Fetch
-from fcp_cli.runtime.loss import next_token_labels, token_loss_sum
+from fcp_cli.runtime.loss import IGNORED, next_token_labels, token_loss_sum
 from fcp_cli.runtime.order import Operation
-from fcp_cli.runtime.session import Session
+from fcp_cli.runtime.session import LocalMicroBatch, Session
 from fcp_cli.runtime.transport import RecordingTransport, ThreadTransport
 from fcp_cli.runtime.world import World
 from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, plain_attend, ring_attend
@@ -80,14 +80,25 @@ def replay_rank(session: Session, config: TinyConfig, *, seed: int = 0) -> Repla
     session.transport = record
     session.world = RecordingWorld(session.world, record)
     model = TinyLanguageModel(config, ring_attend, seed=seed)
+    replayed = gradients_on_rank(session, model, lambda mb: model(mb.input_ids, mb.position_ids, mb.ring))
+    return replace(replayed, operations=tuple(record.operations))
+
+
+def gradients_on_rank(session: Session, model: nn.Module, forward: Callable[[LocalMicroBatch], Tensor]) -> Replayed:
+    """Loss and gradient of every step of the plan at the model's weights, which stay as they are. Collective.
+
+    Args:
+        session: whose plan is followed.
+        model: as given to `Session.steps`.
+        forward: from a micro-batch to its logits.
+    """
     losses, gradients = [], []
     for step in session.steps(model):
         for micro_batch in step:
-            logits = model(micro_batch.input_ids, micro_batch.position_ids, micro_batch.ring)
-            torch.autograd.backward(micro_batch.loss(logits))
+            torch.autograd.backward(micro_batch.loss(forward(micro_batch)))
         losses.append(step.reduced_loss())
         gradients.append(take_gradient(model))
-    return Replayed(losses=np.array(losses), gradients=np.stack(gradients), operations=tuple(record.operations))
+    return Replayed(losses=np.array(losses), gradients=np.stack(gradients))
 
 
 def thread_session(plan: Path, fetch: Fetch, meeting: Meeting, rank: int) -> Session:
@@ -115,15 +126,22 @@ def replay_threads(plan: Path, config: TinyConfig, *, seed: int = 0) -> list[Rep
 
 def replay_alone(plan: Path, config: TinyConfig, *, seed: int = 0) -> Replayed:
     """The same in one process that knows of no ranks: sequence by sequence, with PyTorch's own attention."""
-    fetch = synthetic_tokens(plan, config.vocab_size, seed)
     model = TinyLanguageModel(config, plain_attend, seed=seed)
+    return gradients_alone(plan, synthetic_tokens(plan, config.vocab_size, seed), model, model)
+
+
+def gradients_alone(
+    plan: Path, fetch: Fetch, model: nn.Module, forward: Callable[[Tensor, Tensor], Tensor]
+) -> Replayed:
+    """What `gradients_on_rank` must agree with; `forward` takes input ids and position ids [1, tokens] to logits."""
     losses, gradients = [], []
     for step in PlanReader(plan).steps():
-        tokens = max(int(step.lengths.sum()) - len(step.lengths), 1)
+        sequences = list(_labelled_sequences(step, fetch))
+        tokens = sum(int((labels != IGNORED).sum()) for _, labels in sequences)
         total = 0.0
-        for input_ids in whole_sequences(step, fetch):
-            logits = model(input_ids[None], torch.arange(len(input_ids))[None])
-            loss = token_loss_sum(logits, next_token_labels(input_ids)[None]) / tokens
+        for input_ids, labels in sequences:
+            logits = forward(input_ids[None], torch.arange(len(input_ids))[None])
+            loss = token_loss_sum(logits, labels[None]) / max(tokens, 1)
             torch.autograd.backward(loss)
             total += float(loss.detach())
         losses.append(total)
@@ -131,15 +149,18 @@ def replay_alone(plan: Path, config: TinyConfig, *, seed: int = 0) -> Replayed:
     return Replayed(losses=np.array(losses), gradients=np.stack(gradients))
 
 
-def whole_sequences(step: StepPlan, fetch: Fetch) -> Iterator[Tensor]:
-    """[tokens] each sequence of a step, cut to the plan's length."""
+def _labelled_sequences(step: StepPlan, fetch: Fetch) -> Iterator[tuple[Tensor, Tensor]]:
+    """([tokens] ids, [tokens] next-token labels) of each sequence of a step, cut to the plan's length."""
     for row, length in zip(step.sequences.tolist(), step.lengths.tolist(), strict=True):
-        yield torch.as_tensor(fetch(row))[:length]
+        found = fetch(row)
+        ids, labels = found if isinstance(found, tuple) else (found, found)
+        yield torch.as_tensor(ids)[:length], next_token_labels(torch.as_tensor(labels)[:length])
 
 
 def take_gradient(model: nn.Module) -> npt.NDArray[np.float64]:
-    """[parameters] the model's gradient as one flat array; clears it."""
+    """[parameters] the model's gradient as one flat array, gathered where FSDP2 shards it; clears it."""
     pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
     model.zero_grad(set_to_none=True)
-    flat: npt.NDArray[np.float64] = torch.cat([piece.flatten() for piece in pieces]).double().numpy()
+    whole = [piece.full_tensor() if hasattr(piece, "full_tensor") else piece for piece in pieces]
+    flat: npt.NDArray[np.float64] = torch.cat([piece.flatten() for piece in whole]).double().numpy()
     return flat
