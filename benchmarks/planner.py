@@ -6,15 +6,19 @@ Seconds are predicted by the cost model; milliseconds are CPU time of one proces
 from __future__ import annotations
 
 import argparse
+import resource
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
-from benchmarks.workloads import FAMILIES, MAX_LENGTH, example_profile, family_table, real_table
+from benchmarks.workloads import FAMILIES, MAX_LENGTH, example_profile, family_table, lengths, real_table
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.step import StepPlan
@@ -110,6 +114,37 @@ def growth(options: argparse.Namespace) -> None:
         ranks *= options.factor
 
 
+def stream(options: argparse.Namespace) -> None:
+    """A plan of many sequences from manifest to file: wall time, memory, size."""
+    from fcp_cli.planning.run import make_plan
+
+    with tempfile.TemporaryDirectory() as folder:
+        manifest, target = Path(folder) / "lengths.parquet", Path(folder) / "plan.parquet"
+        drawn = lengths(options.family, sequences=options.sequences, seed=0)
+        pq.write_table(pa.table({"length": drawn.astype(np.int32)}), manifest)
+        started = time.perf_counter()
+        result = make_plan(
+            target,
+            table=real_table(manifest),
+            problem=problem_of(options.sync, ranks=64, per_node=8, budget=options.budget),
+            settings=BatchSettings(global_batch_size=512),
+            solver_name=options.solver,
+            workers=options.workers,
+        )
+        seconds = time.perf_counter() - started
+        memory = (
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+            resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss,
+        )
+        print(
+            f"{options.sequences} sequences of {options.family}, {options.sync}, {result.summary.steps} steps, "
+            f"{options.workers} workers: {seconds:.1f} s wall, "
+            f"{(memory[0] + options.workers * memory[1]) / 1e6:.2f} GB at most, "
+            f"plan of {target.stat().st_size / 1e6:.0f} MB, gap {100 * result.summary.gap:.2f} %, "
+            f"hash {result.metadata.plan_hash[:16]}"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(required=True)
@@ -124,6 +159,13 @@ def main() -> None:
     command.add_argument("--budget", type=int, default=16_384)
     command.add_argument("--family", action="append")
     command.set_defaults(run=growth)
+    command = commands.add_parser("stream", help=stream.__doc__)
+    command.add_argument("--sequences", type=int, default=10_000_000)
+    command.add_argument("--family", default="github")
+    command.add_argument("--sync", default="iteration", choices=SYNCS)
+    command.add_argument("--budget", type=int, default=16_384)
+    command.add_argument("--workers", type=int, default=2)
+    command.set_defaults(run=stream)
     for command in commands.choices.values():
         command.add_argument("--solver", default="fcp")
     options = parser.parse_args()

@@ -2,8 +2,9 @@
 
 Notation: N ranks of budget E tokens; sequence s has attention seconds a, linear seconds l and t tokens on one rank,
 work w = a + l; a group of degree d moves c_d seconds of ring traffic per token and hop, c_d that of the network inside
-a node for d <= ranks per node (or across nodes, were that faster), else that across nodes. A pack takes at least as long as any of its sequences
-alone on the same group, since every term of the cost model grows with every sequence; T(s, d) is that time.
+a node for d <= ranks per node (or across nodes, were that faster), else that across nodes. A pack takes at least as
+long as any of its sequences alone on the same group, since every term of the cost model grows with every sequence;
+T(s, d) is that time.
 """
 
 from __future__ import annotations

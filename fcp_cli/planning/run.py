@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from fcp_cli import __version__
+from fcp_cli.errors import Interrupted
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.summary import PlanSummary
 from fcp_cli.plan.writer import plan_writer
-from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.problem import Batch, Problem, Solver
+from fcp_cli.planning.journal import Journal
+from fcp_cli.planning.parallel import default_workers, plan_step, plan_steps
+from fcp_cli.planning.problem import Problem, Solver
 from fcp_cli.planning.solvers import make_solver
 
+__all__ = ["PlanResult", "make_plan", "plan_metadata", "plan_step", "plan_steps"]
+
 OnStep = Callable[[StepPlan], None]
+_JOURNAL_FROM_STEPS = 1000  # shorter plans are sooner made again than resumed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,8 +50,12 @@ def make_plan(
     settings: BatchSettings,
     solver_name: str,
     on_step: OnStep | None = None,
+    workers: int | None = None,
+    resume: bool = False,
 ) -> PlanResult:
     """Plan every step and write the plan; a plan that stood at `path` is replaced only when the new one is whole.
+
+    A plan of many steps keeps its finished steps in a journal beside `path` while it is being made.
 
     Args:
         path: the plan file.
@@ -53,33 +63,57 @@ def make_plan(
         problem, settings: what to plan for.
         solver_name: one of `solvers.solver_names()`.
         on_step: called after each planned step, for progress.
+        workers: processes that plan; None: as many as pay. The plan does not depend on it.
+        resume: go on from the journal of an interrupted run with the same inputs; the plan is the same.
 
     Raises:
         OverlongError, ManifestError, UsageError: the input is at fault; nothing was written.
-        FcpError: the file cannot be written; nothing is left behind.
+        FcpError: the file cannot be written (nothing is left behind), or there is nothing to resume.
+        Interrupted: Ctrl-C; no plan was written, and the message says what was kept.
     """
     started = time.perf_counter()
     batches = GlobalBatches(table, problem, settings)
     solver = make_solver(solver_name, batches)
+    metadata = plan_metadata(table, batches, solver)
+    journal = Journal(path, metadata) if resume or len(batches) >= _JOURNAL_FROM_STEPS else None
     summary = PlanSummary(num_ranks=problem.num_ranks)
-    with plan_writer(path, plan_metadata(table, batches, solver)) as writer:
-        for step in plan_steps(batches, solver):
-            writer.append(step)
-            summary.add(step)
-            if on_step is not None:
-                on_step(step)
+    try:
+        with plan_writer(path, metadata) as writer:
+            for step in _journalled_steps(batches, solver, workers or default_workers(len(batches)), journal, resume):
+                writer.append(step)
+                summary.add(step)
+                if on_step is not None:
+                    on_step(step)
+    except KeyboardInterrupt:
+        raise Interrupted(_interrupted(journal, summary.steps, len(batches))) from None
+    if journal is not None:
+        journal.remove()
     return PlanResult(metadata=writer.metadata, summary=summary, planning_seconds=time.perf_counter() - started)
 
 
-def plan_steps(batches: GlobalBatches, solver: Solver) -> Iterator[StepPlan]:
-    """All steps of a plan, in order."""
-    for batch in batches:
-        yield plan_step(batch, batches.problem, solver)
+def _journalled_steps(
+    batches: GlobalBatches, solver: Solver, workers: int, journal: Journal | None, resume: bool
+) -> Iterator[StepPlan]:
+    """All steps of a plan, in order: those that the journal holds, then newly planned ones."""
+    kept = 0
+    if journal is not None and resume:
+        for step in journal.resume():
+            kept += 1
+            yield step
+    elif journal is not None:
+        journal.start()
+    missing = (batches.batch(step) for step in range(kept, len(batches)))
+    with closing(plan_steps(missing, batches.problem, solver, workers=workers)) as steps:
+        for step in steps:
+            if journal is not None:
+                journal.append(step)
+            yield step
 
 
-def plan_step(batch: Batch, problem: Problem, solver: Solver) -> StepPlan:
-    """One step: a pure function of its arguments."""
-    return assemble(solver.assign(batch), batch, problem)
+def _interrupted(journal: Journal | None, step: int, steps: int) -> str:
+    if journal is not None and journal.steps_kept:
+        return f"interrupted after step {step} of {steps}; no plan was written: the same command with --resume goes on"
+    return f"interrupted after step {step} of {steps}; no plan was written"
 
 
 def plan_metadata(table: LengthTable, batches: GlobalBatches, solver: Solver) -> PlanMetadata:

@@ -1,0 +1,105 @@
+"""Finished steps of a long plan, kept beside it until it is whole, so that an interrupted plan can go on.
+
+A folder `.NAME.journal` holds `key` (a hash of everything that determines the plan) and parts `000000.arrow`, ...: each
+appears whole or not at all, so what lies there after a crash is a true prefix of the plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pyarrow as pa
+
+from fcp_cli.errors import FcpError
+from fcp_cli.files import replaced_atomically, write_text_atomically
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.schema import SCHEMA, steps_from_arrow, steps_to_arrow
+from fcp_cli.plan.step import StepPlan
+
+_ROWS_PER_PART = 32_768
+
+
+class Journal:
+    """The journal of one plan.
+
+    Args:
+        path: the plan that is being made.
+        metadata: of the plan, before totals and hash.
+    """
+
+    def __init__(self, path: Path, metadata: PlanMetadata) -> None:
+        self.folder = path.with_name(f".{path.name}.journal")
+        self._key = hashlib.sha256(metadata.hashed_json()).hexdigest()
+        self._parts = 0
+        self._pending: list[StepPlan] = []
+        self._rows = 0
+
+    @property
+    def steps_kept(self) -> bool:
+        """Whether an interrupted plan would find something to go on from."""
+        return self._parts > 0
+
+    def start(self) -> None:
+        """Begin an empty journal; an older one is removed."""
+        self.remove()
+        try:
+            self.folder.mkdir(parents=True)
+        except OSError as error:
+            raise FcpError(f"cannot write {self.folder}: {error.strerror or error}") from error
+        write_text_atomically(self.folder / "key", self._key)
+
+    def resume(self) -> Iterator[StepPlan]:
+        """The steps kept by an interrupted run of the same plan; what follows them is appended to the same journal.
+
+        Raises:
+            FcpError: there is no journal, it belongs to a plan of other inputs, or it is damaged.
+        """
+        try:
+            key = (self.folder / "key").read_text(encoding="utf-8")
+        except OSError as error:
+            raise FcpError(f"nothing to resume: there is no {self.folder}; run without --resume") from error
+        if key != self._key:
+            raise FcpError(
+                f"cannot resume: {self.folder} was begun with another manifest, cost profile or options; "
+                "give the same ones, or run without --resume to start over"
+            )
+        return self._kept_steps()
+
+    def _kept_steps(self) -> Iterator[StepPlan]:
+        while (part := self._part(self._parts)).exists():
+            try:
+                with pa.memory_map(str(part)) as source, pa.ipc.open_file(source) as reader:
+                    steps = list(steps_from_arrow(reader.read_all()))
+            except (OSError, pa.ArrowInvalid) as error:
+                raise FcpError(
+                    f"cannot resume: {part} is damaged: {error}; run without --resume to start over"
+                ) from error
+            self._parts += 1
+            yield from steps
+
+    def append(self, step: StepPlan) -> None:
+        """Add the next step; it is safe on disk with the part that it fills."""
+        self._pending.append(step)
+        self._rows += len(step)
+        if self._rows < _ROWS_PER_PART:
+            return
+        with (
+            replaced_atomically(self._part(self._parts)) as temporary,
+            pa.OSFile(str(temporary), "wb") as sink,
+            pa.ipc.new_file(sink, SCHEMA, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer,
+        ):
+            writer.write_table(steps_to_arrow(self._pending))
+        self._parts += 1
+        self._pending, self._rows = [], 0
+
+    def remove(self) -> None:
+        """The plan is whole, or starts over."""
+        with suppress(FileNotFoundError):
+            shutil.rmtree(self.folder)
+
+    def _part(self, number: int) -> Path:
+        return self.folder / f"{number:06}.arrow"

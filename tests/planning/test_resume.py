@@ -1,0 +1,144 @@
+"""Plans made by several processes, interrupted and resumed: always the plan that one undisturbed process makes."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fcp_cli.cost.profile import parse_cost_profile
+from fcp_cli.errors import FcpError, Interrupted
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.step import StepPlan
+from fcp_cli.planning import journal, run
+from fcp_cli.planning.batches import BatchSettings
+from fcp_cli.planning.problem import Batch, Problem, Solver
+from fcp_cli.planning.run import PlanResult, make_plan
+
+_PROFILE = """\
+format: fcp-cost-profile/1
+model: m
+cluster: c
+origin: assumed
+coefficients:
+  attention_seconds_per_token2: 6.451e-9
+  linear_seconds_per_token: 2.838e-4
+  ring_bytes_per_token: 442368
+  microbatch_seconds: 0.1
+bandwidth_bytes_per_second: {intra_node: 50.0e+9, inter_node: 12.0e+9}
+"""
+
+
+def make(
+    path: Path, *, seed: int = 0, stop_after: int | None = None, workers: int = 1, resume: bool = False
+) -> PlanResult:
+    """A plan of 32 steps of 32 sequences; Ctrl-C arrives after `stop_after` steps."""
+    drawn = np.random.default_rng(1).lognormal(7.0, 1.2, 1024).clip(1, 60_000).astype(np.int64)
+
+    def on_step(step: StepPlan) -> None:
+        if step.step + 1 == stop_after:
+            raise KeyboardInterrupt
+
+    return make_plan(
+        path,
+        table=LengthTable(name="lengths", length_tokens=drawn),
+        problem=Problem(
+            num_ranks=8,
+            ranks_per_node=4,
+            tokens_per_rank=8192,
+            sync="iteration",
+            profile=parse_cost_profile(_PROFILE, name="test"),
+        ),
+        settings=BatchSettings(global_batch_size=32, seed=seed),
+        solver_name="fcp",
+        on_step=on_step,
+        workers=workers,
+        resume=resume,
+    )
+
+
+@pytest.fixture
+def small_journal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep a journal of every plan, in parts of a few steps."""
+    monkeypatch.setattr(run, "_JOURNAL_FROM_STEPS", 1)
+    monkeypatch.setattr(journal, "_ROWS_PER_PART", 100)
+
+
+def test_two_processes_make_the_plan_that_one_makes(tmp_path: Path) -> None:
+    alone = make(tmp_path / "one.parquet")
+    together = make(tmp_path / "two.parquet", workers=2)
+    assert together.metadata.plan_hash == alone.metadata.plan_hash
+    assert together.summary.makespan_seconds == alone.summary.makespan_seconds
+
+
+@pytest.mark.usefixtures("small_journal")
+def test_an_interrupted_plan_leaves_no_file_and_goes_on_to_the_same_plan(tmp_path: Path) -> None:
+    path = tmp_path / "plan.parquet"
+    with pytest.raises(Interrupted, match=r"interrupted after step 2\d of 32; no plan was written: .*--resume goes on"):
+        make(path, stop_after=24)
+    assert not path.exists()
+    resumed = make(path, resume=True)
+    assert resumed.metadata.plan_hash == make(tmp_path / "other.parquet").metadata.plan_hash
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["other.parquet", "plan.parquet"]
+
+
+@pytest.mark.usefixtures("small_journal")
+def test_a_plan_interrupted_twice_goes_on_twice(tmp_path: Path) -> None:
+    path = tmp_path / "plan.parquet"
+    for stop_after in (12, 26):
+        with pytest.raises(Interrupted):
+            make(path, stop_after=stop_after, resume=stop_after > 12)
+    assert make(path, resume=True).metadata.plan_hash == make(tmp_path / "other.parquet").metadata.plan_hash
+
+
+@pytest.mark.usefixtures("small_journal")
+def test_resuming_takes_kept_steps_from_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plan.parquet"
+    with pytest.raises(Interrupted):
+        make(path, stop_after=24)
+    planned: list[int] = []
+    all_steps = run.plan_steps
+
+    def counting(
+        batches: Iterator[Batch], problem: Problem, solver: Solver, *, workers: int
+    ) -> Generator[StepPlan, None, None]:
+        for step in all_steps(batches, problem, solver, workers=workers):
+            planned.append(step.step)
+            yield step
+
+    monkeypatch.setattr(run, "plan_steps", counting)
+    make(path, resume=True)
+    assert 0 < planned[0] <= 24
+    assert planned == list(range(planned[0], 32))
+
+
+@pytest.mark.usefixtures("small_journal")
+def test_a_journal_of_other_inputs_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.parquet"
+    with pytest.raises(Interrupted):
+        make(path, stop_after=24)
+    with pytest.raises(FcpError, match="begun with another manifest, cost profile or options"):
+        make(path, seed=1, resume=True)
+
+
+@pytest.mark.usefixtures("small_journal")
+def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.parquet"
+    with pytest.raises(Interrupted):
+        make(path, stop_after=24)
+    (tmp_path / ".plan.parquet.journal" / "000000.arrow").write_bytes(b"ARROW1 and then nothing")
+    with pytest.raises(FcpError, match=r"000000\.arrow is damaged"):
+        make(path, resume=True)
+
+
+def test_resuming_without_a_journal_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FcpError, match="nothing to resume"):
+        make(tmp_path / "plan.parquet", resume=True)
+
+
+def test_a_short_interrupted_plan_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted, match=r"interrupted after step 3 of 32; no plan was written$"):
+        make(tmp_path / "plan.parquet", stop_after=3)
+    assert list(tmp_path.iterdir()) == []
