@@ -106,3 +106,9 @@ def parse_metadata(raw: Mapping[bytes, bytes] | None, *, name: str) -> PlanMetad
         return PlanMetadata(**{key: value for key, value in document.items() if key in known})
     except (KeyError, TypeError) as error:
         raise PlanError(f"{name}: the plan's metadata is damaged: {error}") from error
+
+
+def steps_per_epoch(sequences: int, global_batch_size: int, last_batch: Literal["keep", "drop"]) -> int:
+    """Optimizer steps that one epoch of so many sequences takes."""
+    whole, rest = divmod(sequences, global_batch_size)
+    return whole + (1 if rest and last_batch == "keep" else 0)

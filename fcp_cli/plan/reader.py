@@ -51,7 +51,7 @@ class PlanReader:
     def steps(self, first: int = 0) -> Iterator[StepPlan]:
         """The steps from `first` on; row groups that end before it are not read."""
         held: pa.Table | None = None
-        for table in self._tables(first):
+        for table in self.tables(first):
             table = table if held is None else pa.concat_tables([held, table])
             # The last step of a row group may go on in the next (foreign writers split anywhere): hold it back.
             steps = table.column("step").to_numpy()
@@ -61,7 +61,8 @@ class PlanReader:
         if held is not None:
             yield from (step for step in steps_from_arrow(held) if step.step >= first)
 
-    def _tables(self, first: int) -> Iterator[pa.Table]:
+    def tables(self, first: int = 0) -> Iterator[pa.Table]:
+        """The rows as they are stored, by row groups; those that end before step `first` are left out."""
         try:
             for group in range(self._file.num_row_groups):
                 meta: Any = self._file.metadata.row_group(group)
@@ -75,7 +76,7 @@ class PlanReader:
     def content_hash(self) -> str:
         """The hash of what the file holds now; equals `metadata.plan_hash` unless somebody edited it."""
         hasher = PlanHasher()
-        for table in self._tables(first=0):
+        for table in self.tables():
             hasher.update(table)
         return hasher.hexdigest(self.metadata)
 

@@ -112,6 +112,11 @@ class StepPlan:
             seconds=float(self.seconds[i]),
         )
 
+    def ring_groups(self) -> Iterator[bytes]:
+        """The rank sets of degree > 1: those that a back end with one communicator per ring must create."""
+        for i in np.flatnonzero(self.degrees > 1):
+            yield self.ranks[self.rank_offsets[i] : self.rank_offsets[i + 1]].tobytes()
+
     def micro_batches(self) -> Iterator[MicroBatch]:
         """The rows one by one; for display and the runtime, not for inner loops."""
         return (self.micro_batch(i) for i in range(len(self)))

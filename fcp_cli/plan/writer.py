@@ -8,7 +8,6 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -41,7 +40,7 @@ class PlanWriter:
         self._steps += 1
         self._pending.append(step)
         self._pending_rows += len(step)
-        self._groups.update(_ring_groups(step))
+        self._groups.update(step.ring_groups())
         if self._pending_rows >= _ROWS_PER_ROW_GROUP:
             self._flush()
 
@@ -63,12 +62,6 @@ class PlanWriter:
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
         self._parquet.add_key_value_metadata({METADATA_KEY: self.metadata.to_json().encode()})
-
-
-def _ring_groups(step: StepPlan) -> Iterator[bytes]:
-    """The rank sets of degree > 1: those that a back end with one communicator per ring must create."""
-    for i in np.flatnonzero(step.degrees > 1):
-        yield step.ranks[step.rank_offsets[i] : step.rank_offsets[i + 1]].tobytes()
 
 
 @contextmanager

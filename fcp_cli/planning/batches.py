@@ -16,7 +16,7 @@ import numpy as np
 from fcp_cli.cost.model import sequence_work
 from fcp_cli.errors import ManifestError, OverlongError
 from fcp_cli.manifest.table import IntArray, LengthTable
-from fcp_cli.plan.metadata import OverlongReport
+from fcp_cli.plan.metadata import OverlongReport, steps_per_epoch
 from fcp_cli.planning.problem import Batch, Problem
 
 LastBatch = Literal["keep", "drop"]
@@ -103,12 +103,6 @@ class GlobalBatches:
         if self._epoch is None or self._epoch[0] != epoch:
             self._epoch = (epoch, _generator(self.settings.seed, epoch).permutation(self.rows))
         return self._epoch[1]
-
-
-def steps_per_epoch(sequences: int, global_batch_size: int, last_batch: LastBatch) -> int:
-    """Optimizer steps that one epoch of so many sequences takes."""
-    whole, rest = divmod(sequences, global_batch_size)
-    return whole + (1 if rest and last_batch == "keep" else 0)
 
 
 def _generator(seed: int, epoch: int) -> np.random.Generator:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fcp_cli.planning.timeline import list_schedule, wave_start_times
+from fcp_cli.plan.timeline import list_schedule, wave_start_times
 
 
 def offsets(groups: list[list[int]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

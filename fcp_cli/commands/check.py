@@ -1,0 +1,43 @@
+"""`fcp check`: prove that a plan keeps every rule of its format."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fcp_cli.app import app
+from fcp_cli.console import human, note, print_json
+
+_MOST_SHOWN = 10
+
+
+@app.command()
+def check(
+    plan: Annotated[Path, typer.Argument(metavar="[PLAN]", help="The plan to check.")] = Path("plan.parquet"),
+    manifest: Annotated[Path | None, typer.Option(help="Its manifest, to check lengths and all times against.")] = None,
+    length_column: Annotated[str, typer.Option(help="Column of the manifest with lengths.")] = "length",
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON document on stdout.")] = False,
+) -> None:
+    """Prove a plan: order, ranks, waves, token budget, coverage, times, bounds, totals and hash.
+
+    Exit status 0 for a sound plan, 1 for any other.
+    """
+    from fcp_cli.manifest.read import read_manifest
+    from fcp_cli.plan.check import check_plan
+    from fcp_cli.plan.reader import PlanReader
+
+    table = read_manifest(manifest, length_column=length_column) if manifest is not None else None
+    findings = list(islice(check_plan(plan, manifest=table), _MOST_SHOWN))
+    metadata = PlanReader(plan).metadata
+    if json:
+        shown = [{"step": f.step, "order": f.order, "message": f.message} for f in findings]
+        print_json({"plan": str(plan), "plan_hash": metadata.plan_hash, "sound": not findings, "findings": shown})
+    for finding in findings if not json else ():
+        human().print(f"{plan}: {finding}", markup=False, soft_wrap=True)
+    if findings:
+        raise typer.Exit(1)
+    if not json:
+        note(f"{plan} is sound: {metadata.steps} steps, hash {metadata.plan_hash[:16]}")

@@ -1,0 +1,270 @@
+"""Proves that a plan keeps every rule of its format: order, ranks, waves, budget, coverage, times, totals, hash.
+
+One pass over the file, a step at a time. A rule that is broken gives a `Finding`; a file that cannot be read as a plan
+at all raises PlanError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from fcp_cli.cost.profile import CostProfile, parse_cost_profile
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.metadata import PlanMetadata, steps_per_epoch
+from fcp_cli.plan.pricing import profile_seconds
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.step import StepPlan
+from fcp_cli.plan.timeline import start_times
+
+_TOLERANCE = 1e-6  # relative, of predicted seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One broken rule. `step` and `order` say where; None where it concerns the whole plan or the whole step."""
+
+    message: str
+    step: int | None = None
+    order: int | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.step is None else f"step {self.step}: "
+        where += "" if self.order is None else f"order {self.order}: "
+        return where + self.message
+
+
+def check_plan(path: Path, *, manifest: LengthTable | None = None) -> Iterator[Finding]:
+    """Check a plan file; yields what is wrong with it, nothing for a sound plan.
+
+    Args:
+        path: the plan.
+        manifest: what it was planned from; without it, lengths and the times of masked or multimodal sequences are
+            checked only as far as the plan itself tells.
+
+    Raises:
+        PlanError, ProfileError: the file is no plan, is damaged, or carries a damaged cost profile.
+    """
+    reader = PlanReader(path)
+    metadata = reader.metadata
+    profile = parse_cost_profile(metadata.cost_profile, name=f"{path}: the plan's cost profile")
+    if reader.content_hash() != metadata.plan_hash:
+        yield Finding(message=f"its content does not have the hash {metadata.plan_hash[:16]} that it states: edited")
+    if manifest is not None and manifest.content_hash() != metadata.manifest.content_hash:
+        yield Finding(message=f"{manifest.name} is not the manifest {metadata.manifest.name} that it was made from")
+        manifest = None
+    order_findings = list(_check_order(reader))
+    yield from order_findings
+    if order_findings:
+        return  # nothing that follows would mean anything
+    coverage = _Coverage(metadata, manifest)
+    groups: set[bytes] = set()
+    steps = 0
+    for step in reader.steps():
+        steps += 1
+        yield from check_step(step, metadata, profile, manifest)
+        yield from coverage.add(step)
+        groups.update(step.ring_groups())
+    if steps != metadata.steps:
+        yield Finding(message=f"it has {steps} steps, its metadata says {metadata.steps}")
+    if len(groups) != metadata.distinct_groups:
+        yield Finding(
+            message=f"it has {len(groups)} distinct groups of degree > 1, its metadata says {metadata.distinct_groups}"
+        )
+    yield from coverage.finish()
+
+
+def check_step(
+    step: StepPlan, metadata: PlanMetadata, profile: CostProfile, manifest: LengthTable | None
+) -> Iterator[Finding]:
+    """The rules of one step."""
+    rank_findings = list(_check_ranks(step, metadata))
+    yield from rank_findings
+    yield from _check_budget(step, metadata)
+    if not rank_findings:
+        yield from _check_waves(step, metadata)
+        yield from _check_times(step, metadata, profile, manifest)
+
+
+def _check_order(reader: PlanReader) -> Iterator[Finding]:
+    """Rows are ordered by (step, order), both counting from 0; lists of a row belong together."""
+    last_step, last_order = -1, -1
+    for table in reader.tables():
+        step = table.column("step").to_numpy()
+        order = table.column("order").to_numpy()
+        before_step = np.concatenate(([last_step], step[:-1]))
+        before_order = np.concatenate(([last_order], order[:-1]))
+        follows = (step == before_step) & (order == before_order + 1)
+        begins = (step == before_step + 1) & (order == 0)
+        for row in np.flatnonzero(~(follows | begins))[:1].tolist():
+            found = f"step {step[row]} order {order[row]} after step {before_step[row]} order {before_order[row]}"
+            yield Finding(message=f"rows out of order: {found}")
+            return
+        lengths = _sizes(table, "lengths")
+        for row in np.flatnonzero(_sizes(table, "sequences") != lengths)[:1].tolist():
+            yield Finding(step=int(step[row]), order=int(order[row]), message="as many sequences as lengths are needed")
+            return
+        last_step, last_order = int(step[-1]), int(order[-1])
+
+
+def _sizes(table: pa.Table, column: str) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    return np.asarray(pc.list_value_length(table.column(column)).to_numpy(), dtype=np.int64)
+
+
+def _check_ranks(step: StepPlan, metadata: PlanMetadata) -> Iterator[Finding]:
+    """Every row has ranks, ascending and in range; every rank has a row."""
+    if (step.degrees < 1).any():
+        yield Finding(step=step.step, order=_first(step.degrees < 1), message="no ranks")
+        return
+    owner = np.repeat(np.arange(len(step)), step.degrees)
+    outside = (step.ranks < 0) | (step.ranks >= metadata.num_ranks)
+    if outside.any():
+        at = _first(outside)
+        message = f"rank {step.ranks[at]} of a job of {metadata.num_ranks}"
+        yield Finding(step=step.step, order=int(owner[at]), message=message)
+        return
+    falls = (np.diff(step.ranks) <= 0) & (owner[1:] == owner[:-1])
+    if falls.any():
+        yield Finding(step=step.step, order=int(owner[_first(falls)]), message="its ranks do not ascend")
+    absent = np.setdiff1d(np.arange(metadata.num_ranks), step.ranks)
+    if len(absent):
+        message = f"rank {absent[0]} has no row ({len(absent)} ranks have none); an idle rank needs an idle row"
+        yield Finding(step=step.step, message=message)
+    odd = (np.diff(step.sequence_offsets) == 0) & ((step.degrees != 1) | (step.seconds != 0))
+    if odd.any():
+        yield Finding(
+            step=step.step, order=_first(odd), message="an idle row has one rank and takes no time; this one does not"
+        )
+
+
+def _check_budget(step: StepPlan, metadata: PlanMetadata) -> Iterator[Finding]:
+    capacity = metadata.tokens_per_rank * step.degrees
+    over = step.tokens > capacity
+    for order in np.flatnonzero(over)[:1].tolist():
+        message = f"{step.tokens[order]} tokens on {step.degrees[order]} ranks, which hold {capacity[order]}"
+        yield Finding(step=step.step, order=order, message=message)
+
+
+def _check_waves(step: StepPlan, metadata: PlanMetadata) -> Iterator[Finding]:
+    """Under `iteration` there are none; under `microbatch` they count from 0 and each uses every rank once."""
+    if metadata.sync == "iteration":
+        if (step.wave != -1).any():
+            order = _first(step.wave != -1)
+            yield Finding(step=step.step, order=order, message=f"wave {step.wave[order]} under sync iteration, not -1")
+        return
+    rises = np.diff(step.wave, prepend=0)
+    if step.wave[0] != 0 or not np.isin(rises, (0, 1)).all():
+        yield Finding(step=step.step, message="waves do not count up from 0")
+        return
+    uses = np.bincount(
+        np.repeat(step.wave.astype(np.int64), step.degrees) * metadata.num_ranks + step.ranks,
+        minlength=(int(step.wave[-1]) + 1) * metadata.num_ranks,
+    )
+    for at in np.flatnonzero(uses != 1)[:1].tolist():
+        wave, rank = divmod(at, metadata.num_ranks)
+        yield Finding(step=step.step, message=f"wave {wave} uses rank {rank} {uses[at]} times, not once")
+
+
+def _check_times(
+    step: StepPlan, metadata: PlanMetadata, profile: CostProfile, manifest: LengthTable | None
+) -> Iterator[Finding]:
+    """Seconds follow from the cost profile, starts from the ranks and the sync, the makespan from both."""
+    price = profile_seconds(step, profile=profile, ranks_per_node=metadata.ranks_per_node, manifest=manifest)
+    # Without the manifest nobody knows mask and vision columns, which only ever add time.
+    wrong = ~np.isclose(step.seconds, price, rtol=_TOLERANCE) & (
+        np.full(len(step), True) if manifest is not None else step.seconds < price
+    )
+    for order in np.flatnonzero(wrong)[:1].tolist():
+        message = f"{step.seconds[order]:.6g} s, but its cost profile gives {price[order]:.6g} s"
+        yield Finding(step=step.step, order=order, message=message)
+    start = start_times(
+        metadata.sync,
+        wave=step.wave,
+        rank_offsets=step.rank_offsets,
+        ranks=step.ranks,
+        seconds=step.seconds,
+        num_ranks=metadata.num_ranks,
+    )
+    idle = np.diff(step.sequence_offsets) == 0
+    makespan = float((start + step.seconds).max())
+    scale = max(makespan, 1e-300)
+    for order in np.flatnonzero(~idle & (np.abs(start - step.start_seconds) > _TOLERANCE * scale))[:1].tolist():
+        message = f"starts at {step.start_seconds[order]:.6g} s, but its ranks are free at {start[order]:.6g} s"
+        yield Finding(step=step.step, order=order, message=message)
+    if abs(step.makespan_seconds - makespan) > _TOLERANCE * scale:
+        message = f"it takes {makespan:.6g} s, not the {step.makespan_seconds:.6g} s that it states"
+        yield Finding(step=step.step, message=message)
+    if not 0 < step.bound_seconds <= step.makespan_seconds * (1 + _TOLERANCE):
+        message = f"its lower bound of {step.bound_seconds:.6g} s is not within its {step.makespan_seconds:.6g} s"
+        yield Finding(step=step.step, message=message)
+
+
+class _Coverage:
+    """Every sequence of an epoch appears once, with its own length, in batches of the stated size."""
+
+    def __init__(self, metadata: PlanMetadata, manifest: LengthTable | None) -> None:
+        self._metadata = metadata
+        self._manifest = manifest
+        dropped = metadata.overlong.sequences if metadata.overlong.policy == "drop" else 0
+        self._planned_rows = metadata.manifest.rows - dropped
+        self._steps_per_epoch = steps_per_epoch(self._planned_rows, metadata.global_batch_size, metadata.last_batch)
+        self._seen = np.zeros(metadata.manifest.rows, dtype=np.bool_)
+        self._steps = 0
+
+    def add(self, step: StepPlan) -> Iterator[Finding]:
+        """Count a step; at the end of an epoch, all of it must have been seen."""
+        self._steps += 1
+        yield from self._check_rows(step)
+        size = self._metadata.global_batch_size
+        index = (self._steps - 1) % max(self._steps_per_epoch, 1)
+        wanted = min(size, self._planned_rows - index * size)
+        if len(step.sequences) != wanted:
+            yield Finding(step=step.step, message=f"{len(step.sequences)} sequences, where {wanted} are due")
+        if index + 1 == self._steps_per_epoch:
+            self._seen[:] = False
+
+    def _check_rows(self, step: StepPlan) -> Iterator[Finding]:
+        rows = step.sequences
+        outside = (rows < 0) | (rows >= len(self._seen))
+        if outside.any():
+            row = rows[_first(outside)]
+            yield Finding(step=step.step, message=f"sequence {row} of a manifest of {len(self._seen)} rows")
+            return
+        values, counts = np.unique(rows, return_counts=True)
+        again = values[(counts > 1) | self._seen[values]]
+        if len(again):
+            yield Finding(step=step.step, message=f"sequence {again[0]} appears again in its epoch")
+        self._seen[values] = True
+        yield from self._check_lengths(step)
+
+    def _check_lengths(self, step: StepPlan) -> Iterator[Finding]:
+        if (step.lengths < 1).any():
+            row = step.sequences[_first(step.lengths < 1)]
+            yield Finding(step=step.step, message=f"sequence {row} has no tokens")
+        if self._manifest is None:
+            return
+        overlong = self._metadata.overlong
+        wanted = self._manifest.length_tokens[step.sequences]
+        if overlong.policy == "truncate" and overlong.max_length is not None:
+            wanted = np.minimum(wanted, overlong.max_length)
+        wrong = wanted != step.lengths
+        for at in np.flatnonzero(wrong)[:1].tolist():
+            message = f"sequence {step.sequences[at]} has {step.lengths[at]} tokens, not the manifest's {wanted[at]}"
+            yield Finding(step=step.step, message=message)
+
+    def finish(self) -> Iterator[Finding]:
+        """All epochs are there, unless a limit of steps was asked for."""
+        due = self._steps_per_epoch * self._metadata.epochs
+        if self._metadata.step_limit is not None:
+            due = min(due, self._metadata.step_limit)
+        if self._steps != due:
+            yield Finding(message=f"it has {self._steps} steps, where its settings make {due}")
+
+
+def _first(mask: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> int:
+    return int(np.flatnonzero(mask)[0])
