@@ -9,6 +9,23 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 
 from fcp_cli.app import app
+from fcp_cli.commands.planning_options import (
+    BATCHES,
+    CLUSTER,
+    GlobalBatchSize,
+    Headroom,
+    LastBatch,
+    LengthColumn,
+    Manifest,
+    MaxLength,
+    Overlong,
+    Profile,
+    Ranks,
+    RanksPerNode,
+    Seed,
+    Shuffle,
+    TokensPerRank,
+)
 from fcp_cli.console import Origins, human, note, print_json, progress
 from fcp_cli.errors import UsageError
 
@@ -17,60 +34,30 @@ if TYPE_CHECKING:
     from fcp_cli.planning.run import PlanResult
     from fcp_cli.planning.settings import PlanInputs
 
-_BATCHES = "Global batches"
-_CLUSTER = "Cluster"
-
 
 @app.command()
 def plan(
-    manifest: Annotated[
-        Path, typer.Argument(metavar="MANIFEST", help="Parquet with lengths; - reads JSON lines from stdin.")
-    ],
-    profile: Annotated[
-        Path | None, typer.Option(rich_help_panel=_CLUSTER, help="Cost profile (./profile.yaml, else a shipped one).")
-    ] = None,
-    ranks: Annotated[
-        int | None, typer.Option(min=1, rich_help_panel=_CLUSTER, help="Model replicas (the profile's cluster).")
-    ] = None,
-    ranks_per_node: Annotated[
-        int | None,
-        typer.Option(min=1, rich_help_panel=_CLUSTER, help="Ranks that share a node (the profile's cluster)."),
-    ] = None,
-    tokens_per_rank: Annotated[
-        int | None,
-        typer.Option(
-            min=1, rich_help_panel=_CLUSTER, help="Most tokens of a rank in a micro-batch (the profile's memory)."
-        ),
-    ] = None,
-    headroom: Annotated[
-        float, typer.Option(rich_help_panel=_CLUSTER, help="Fraction of the token budget to leave free.")
-    ] = 0.0,
+    manifest: Manifest,
+    profile: Profile = None,
+    ranks: Ranks = None,
+    ranks_per_node: RanksPerNode = None,
+    tokens_per_rank: TokensPerRank = None,
+    headroom: Headroom = 0.0,
     sync: Annotated[
         Literal["iteration", "microbatch"],
-        typer.Option(rich_help_panel=_CLUSTER, help="Where ranks wait: DDP, ZeRO-1/2: iteration; FSDP: microbatch."),
+        typer.Option(rich_help_panel=CLUSTER, help="Where ranks wait: DDP, ZeRO-1/2: iteration; FSDP: microbatch."),
     ] = "iteration",
-    global_batch_size: Annotated[
-        int | None, typer.Option(min=1, rich_help_panel=_BATCHES, help="Sequences per optimizer step (512).")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, rich_help_panel=_BATCHES, help="Of shuffling and solver.")] = 0,
-    shuffle: Annotated[bool, typer.Option(rich_help_panel=_BATCHES, help="Shuffle every epoch.")] = True,
-    epochs: Annotated[int, typer.Option(min=1, rich_help_panel=_BATCHES, help="Passes over the data.")] = 1,
-    max_length: Annotated[
-        int | None, typer.Option(min=1, rich_help_panel=_BATCHES, help="Tokens beyond which a sequence is overlong.")
-    ] = None,
-    overlong: Annotated[
-        Literal["error", "drop", "truncate"],
-        typer.Option(rich_help_panel=_BATCHES, help="What to do with overlong sequences."),
-    ] = "error",
-    last_batch: Annotated[
-        Literal["keep", "drop"], typer.Option(rich_help_panel=_BATCHES, help="An epoch's last, partial batch.")
-    ] = "keep",
+    global_batch_size: GlobalBatchSize = None,
+    seed: Seed = 0,
+    shuffle: Shuffle = True,
+    epochs: Annotated[int, typer.Option(min=1, rich_help_panel=BATCHES, help="Passes over the data.")] = 1,
+    max_length: MaxLength = None,
+    overlong: Overlong = "error",
+    last_batch: LastBatch = "keep",
     steps: Annotated[
-        int | None, typer.Option(min=1, rich_help_panel=_BATCHES, help="Plan only so many steps (all).")
+        int | None, typer.Option(min=1, rich_help_panel=BATCHES, help="Plan only so many steps (all).")
     ] = None,
-    length_column: Annotated[
-        str, typer.Option(rich_help_panel=_BATCHES, help="Column with lengths, or with lists of tokens.")
-    ] = "length",
+    length_column: LengthColumn = "length",
     solver: Annotated[str, typer.Option(help="fcp, or a published strategy; see 'fcp compare'.")] = "fcp",
     output: Annotated[Path, typer.Option("--output", "-o", help="The plan to write; - is stdout.")] = Path(
         "plan.parquet"

@@ -1,0 +1,143 @@
+"""`fcp compare`: every strategy on the same sequences and cost profile, in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from fcp_cli.app import app
+from fcp_cli.commands.planning_options import (
+    BATCHES,
+    CLUSTER,
+    GlobalBatchSize,
+    Headroom,
+    LengthColumn,
+    Manifest,
+    MaxLength,
+    Overlong,
+    Profile,
+    Ranks,
+    RanksPerNode,
+    Seed,
+    Shuffle,
+    TokensPerRank,
+)
+from fcp_cli.console import Origins, human, note, print_json, progress
+from fcp_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from fcp_cli.plan.metadata import Sync
+    from fcp_cli.planning.comparison import Contender
+    from fcp_cli.planning.settings import PlanInputs
+
+_STEPS = 4
+_MILP_SECONDS = 1.0
+
+
+@app.command()
+def compare(
+    manifest: Manifest,
+    profile: Profile = None,
+    ranks: Ranks = None,
+    ranks_per_node: RanksPerNode = None,
+    tokens_per_rank: TokensPerRank = None,
+    headroom: Headroom = 0.0,
+    sync: Annotated[
+        Literal["iteration", "microbatch"] | None,
+        typer.Option(rich_help_panel=CLUSTER, help="Compare under one sync only (each strategy under its better one)."),
+    ] = None,
+    global_batch_size: GlobalBatchSize = None,
+    steps: Annotated[
+        int, typer.Option(min=1, rich_help_panel=BATCHES, help="How many steps to plan, from the first.")
+    ] = _STEPS,
+    seed: Seed = 0,
+    shuffle: Shuffle = True,
+    max_length: MaxLength = None,
+    overlong: Overlong = "error",
+    length_column: LengthColumn = "length",
+    solvers: Annotated[str | None, typer.Option(help="Strategies, as fcp,static (all).")] = None,
+    milp_seconds: Annotated[
+        float, typer.Option(min=0.01, help="Time limit of each of flexsp's integer programs (its own: 5).")
+    ] = _MILP_SECONDS,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON document on stdout.")] = False,
+) -> None:
+    """Compare every strategy on the same sequences and cost profile, each in its best setting."""
+    from fcp_cli.planning.comparison import SYNCS
+    from fcp_cli.planning.settings import PlanRequest, resolve
+    from fcp_cli.report.compare_table import comparison_document, print_comparison
+
+    names = _names(solvers)
+    syncs = SYNCS if sync is None else (sync,)
+    request = PlanRequest(
+        manifest=manifest,
+        profile=profile,
+        ranks=ranks,
+        ranks_per_node=ranks_per_node,
+        tokens_per_rank=tokens_per_rank,
+        headroom=headroom,
+        global_batch_size=global_batch_size,
+        seed=seed,
+        shuffle=shuffle,
+        max_length=max_length,
+        overlong=overlong,
+        length_column=length_column,
+        steps=steps,
+    )
+    origins = Origins()
+    inputs = resolve(request, origins)
+    origins.report()
+    contenders, compared_steps = _run(inputs, names, syncs, milp_seconds)
+    if json:
+        print_json(comparison_document(contenders, inputs.problem, steps=compared_steps))
+        return
+    human().print(_headline(inputs, compared_steps), markup=False, soft_wrap=True)
+    print_comparison(human(), contenders, syncs)
+    if "flexsp" in names:
+        note(f"flexsp stops each integer program after {milp_seconds:g} s (--milp-seconds): its rows depend on speed")
+
+
+def _names(solvers: str | None) -> list[str]:
+    from fcp_cli.planning.solvers import solver_names
+
+    if solvers is None:
+        return solver_names()
+    names = [name.strip() for name in solvers.split(",") if name.strip()]
+    unknown = [name for name in names if name not in solver_names()]
+    if unknown or not names:
+        raise UsageError(f"--solvers {solvers!r}: choose from {','.join(solver_names())}")
+    return list(dict.fromkeys(names))
+
+
+def _run(
+    inputs: PlanInputs, names: list[str], syncs: Sequence[Sync], milp_seconds: float
+) -> tuple[list[Contender], int]:
+    """The outcome of each strategy, and how many steps were compared."""
+    from fcp_cli.planning.batches import GlobalBatches
+    from fcp_cli.planning.comparison import compare as run_comparison
+
+    steps = len(GlobalBatches(inputs.table, inputs.problem, inputs.settings))
+    with progress() as bar:
+        task = bar.add_task("planning", total=steps * len(names) * len(syncs))
+        contenders = list(
+            run_comparison(
+                inputs.table,
+                inputs.problem,
+                inputs.settings,
+                names=names,
+                syncs=syncs,
+                milp_seconds=milp_seconds,
+                on_step=lambda name: bar.update(task, advance=1, description=f"planning: {name}"),
+            )
+        )
+    return contenders, steps
+
+
+def _headline(inputs: PlanInputs, steps: int) -> str:
+    problem = inputs.problem
+    return (
+        f"{problem.num_ranks} ranks, {problem.ranks_per_node} per node, {problem.tokens_per_rank:,} tokens each; "
+        f"{inputs.settings.global_batch_size} sequences a step, {steps} steps; "
+        f"{problem.profile.model} on {problem.profile.cluster} ({problem.profile.origin})"
+    )

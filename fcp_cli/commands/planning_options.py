@@ -1,0 +1,47 @@
+"""The options that `fcp plan` and `fcp compare` share: what to plan for. `planning/settings.py` fills in the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+BATCHES = "Global batches"
+CLUSTER = "Cluster"
+
+Manifest = Annotated[
+    Path, typer.Argument(metavar="MANIFEST", help="Parquet with lengths; - reads JSON lines from stdin.")
+]
+Profile = Annotated[
+    Path | None, typer.Option(rich_help_panel=CLUSTER, help="Cost profile (./profile.yaml, else a shipped one).")
+]
+Ranks = Annotated[
+    int | None, typer.Option(min=1, rich_help_panel=CLUSTER, help="Model replicas (the profile's cluster).")
+]
+RanksPerNode = Annotated[
+    int | None, typer.Option(min=1, rich_help_panel=CLUSTER, help="Ranks that share a node (the profile's cluster).")
+]
+TokensPerRank = Annotated[
+    int | None,
+    typer.Option(min=1, rich_help_panel=CLUSTER, help="Most tokens of a rank in a micro-batch (the profile's memory)."),
+]
+Headroom = Annotated[float, typer.Option(rich_help_panel=CLUSTER, help="Fraction of the token budget to leave free.")]
+GlobalBatchSize = Annotated[
+    int | None, typer.Option(min=1, rich_help_panel=BATCHES, help="Sequences per optimizer step (512).")
+]
+Seed = Annotated[int, typer.Option(min=0, rich_help_panel=BATCHES, help="Of shuffling and solver.")]
+Shuffle = Annotated[bool, typer.Option(rich_help_panel=BATCHES, help="Shuffle every epoch.")]
+MaxLength = Annotated[
+    int | None, typer.Option(min=1, rich_help_panel=BATCHES, help="Tokens beyond which a sequence is overlong.")
+]
+Overlong = Annotated[
+    Literal["error", "drop", "truncate"],
+    typer.Option(rich_help_panel=BATCHES, help="What to do with overlong sequences."),
+]
+LastBatch = Annotated[
+    Literal["keep", "drop"], typer.Option(rich_help_panel=BATCHES, help="An epoch's last, partial batch.")
+]
+LengthColumn = Annotated[
+    str, typer.Option(rich_help_panel=BATCHES, help="Column with lengths, or with lists of tokens.")
+]

@@ -1,0 +1,165 @@
+"""Every strategy on the same batches and cost profile: step time, gap, idle time, groups and planning time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from fcp_cli.errors import PlanError
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.summary import PlanSummary
+from fcp_cli.planning.assemble import assemble
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
+from fcp_cli.planning.solvers import make_solver
+
+SYNCS: tuple[Sync, ...] = ("microbatch", "iteration")
+_BLIND_TO_SYNC = ("flexsp",)  # plans waves whatever the sync; slow enough not to be asked twice
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """One strategy under one sync, over all compared steps.
+
+    Attributes:
+        options: what the strategy was given or tuned itself to.
+        step_seconds: mean predicted step time.
+        gap: sum of step times / sum of lower bounds - 1.
+        idle_fraction: share of rank-seconds in which ranks wait.
+        distinct_groups: rank sets of degree > 1 over all steps.
+        over_budget: micro-batches with more tokens than their ranks may hold.
+        setup_seconds: tuning ahead of the first step.
+        planning_seconds: per step, the median; what the first call compiles does not show in it.
+    """
+
+    sync: Sync
+    options: dict[str, Any]
+    step_seconds: float
+    gap: float
+    idle_fraction: float
+    distinct_groups: int
+    over_budget: int
+    setup_seconds: float
+    planning_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contender:
+    """One strategy: its outcome per sync, or why it cannot plan these batches."""
+
+    name: str
+    outcomes: dict[Sync, Outcome] = field(default_factory=dict)
+    refusal: str = ""
+
+    @property
+    def best(self) -> Outcome | None:
+        """Under the sync that suits it best."""
+        return min(self.outcomes.values(), key=lambda outcome: outcome.step_seconds, default=None)
+
+
+def compare(
+    table: LengthTable,
+    problem: Problem,
+    settings: BatchSettings,
+    *,
+    names: Sequence[str],
+    syncs: Sequence[Sync] = SYNCS,
+    milp_seconds: float,
+    on_step: Callable[[str], None] | None = None,
+) -> Iterator[Contender]:
+    """Let strategies plan the same steps.
+
+    Args:
+        table: the manifest.
+        problem: ranks, budget and cost profile; its sync is not looked at.
+        settings: how the manifest is cut into batches, `step_limit` included.
+        names: of solvers.
+        syncs: each strategy plans for all of them.
+        milp_seconds: time limit of each of FlexSP's integer programs.
+        on_step: called with the strategy's name after each planned step.
+
+    Raises:
+        OverlongError, ManifestError, UsageError: the input is at fault.
+    """
+    for name in names:
+        together = [syncs] if name in _BLIND_TO_SYNC else [[sync] for sync in syncs]
+        outcomes: dict[Sync, Outcome] = {}
+        try:
+            for same in together:
+                batches = GlobalBatches(table, replace(problem, sync=same[0]), settings)
+                outcomes |= _run(name, batches, same, milp_seconds, on_step)
+        except PlanError as error:
+            yield Contender(name=name, refusal=str(error))
+        else:
+            yield Contender(name=name, outcomes=outcomes)
+
+
+def _run(
+    name: str,
+    batches: GlobalBatches,
+    syncs: Sequence[Sync],
+    milp_seconds: float,
+    on_step: Callable[[str], None] | None,
+) -> dict[Sync, Outcome]:
+    """Plan all batches under their sync, which is the first of `syncs`; the others keep the same micro-batches."""
+    started = time.perf_counter()
+    solver = _make_solver(name, batches, milp_seconds)
+    setup_seconds = time.perf_counter() - started
+    tallies = {sync: _Tally(replace(batches.problem, sync=sync)) for sync in syncs}
+    planning_seconds = []
+    for batch in batches:
+        started = time.perf_counter()
+        assignment = solver.assign(batch)
+        planning_seconds.append(time.perf_counter() - started)
+        for tally in tallies.values():
+            tally.add(assignment, batch)
+            if on_step is not None:
+                on_step(name)
+    return {
+        sync: Outcome(
+            sync=sync,
+            options=dict(solver.options),
+            step_seconds=tally.summary.mean_step_seconds,
+            gap=tally.summary.gap,
+            idle_fraction=tally.summary.idle_fraction,
+            distinct_groups=len(tally.groups),
+            over_budget=tally.over_budget,
+            setup_seconds=setup_seconds,
+            planning_seconds=statistics.median(planning_seconds),
+        )
+        for sync, tally in tallies.items()
+    }
+
+
+def _make_solver(name: str, batches: GlobalBatches, milp_seconds: float) -> Solver:
+    if name == "flexsp":
+        from fcp_cli.planning.published.flexsp import FlexSP
+
+        return FlexSP(batches.problem, milp_seconds=milp_seconds)
+    return make_solver(name, batches)
+
+
+class _Tally:
+    """What is added up over the steps of one strategy under one sync."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self.summary = PlanSummary(num_ranks=problem.num_ranks)
+        self.groups: set[bytes] = set()
+        self.over_budget = 0
+
+    def add(self, assignment: Assignment, batch: Batch) -> None:
+        if self._problem.sync == "iteration":
+            assignment = replace(assignment, wave=np.full_like(assignment.wave, -1))
+        step = assemble(assignment, batch, self._problem)
+        self.summary.add(step)
+        # Counted anew from the planned step, whatever its strategy believed.
+        self.over_budget += int((step.tokens > step.degrees * self._problem.tokens_per_rank).sum())
+        for i in np.flatnonzero(step.degrees > 1).tolist():
+            self.groups.add(step.ranks[step.rank_offsets[i] : step.rank_offsets[i + 1]].tobytes())

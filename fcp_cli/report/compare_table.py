@@ -1,0 +1,95 @@
+"""`fcp compare` as a table of 80 columns and as a JSON document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.planning.comparison import Contender
+from fcp_cli.planning.problem import Problem
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+def ranked(contenders: Sequence[Contender]) -> list[Contender]:
+    """Quickest first, each under its own best sync; those that cannot plan the batches last."""
+    return sorted(contenders, key=lambda one: one.best.step_seconds if one.best else float("inf"))
+
+
+def print_comparison(console: Console, contenders: Sequence[Contender], syncs: Sequence[Sync]) -> None:
+    """One row per strategy, the quickest first; below the table, why a strategy has none."""
+    console.print(_table(ranked(contenders), syncs))
+    for contender in contenders:
+        if contender.refusal:
+            console.print(contender.refusal, markup=False, soft_wrap=True)
+
+
+def _table(contenders: Sequence[Contender], syncs: Sequence[Sync]) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    caption = (
+        "seconds per step under each sync; the other columns are under the quicker one" if len(syncs) > 1 else None
+    )
+    # Nine columns fit 80 characters with one space between them.
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
+    table.caption, table.caption_justify = caption, "left"
+    table.add_column("strategy", no_wrap=True)
+    for name in (*syncs, "slower", "gap", "idle", "groups", "over", "ms/step"):
+        table.add_column(name, justify="right", no_wrap=True)
+    fastest = min((one.best.step_seconds for one in contenders if one.best), default=1.0)
+    for contender in contenders:
+        table.add_row(contender.name, *_cells(contender, syncs, fastest))
+    return table
+
+
+def _cells(contender: Contender, syncs: Sequence[Sync], fastest_seconds: float) -> list[str]:
+    best = contender.best
+    if best is None:
+        return ["-"] * (len(syncs) + 6)
+    return [
+        *(_seconds(contender.outcomes[sync].step_seconds) for sync in syncs),
+        f"{best.step_seconds / fastest_seconds:.2f}x",
+        _percent(best.gap),
+        _percent(best.idle_fraction),
+        str(best.distinct_groups),
+        str(best.over_budget),
+        f"{1e3 * best.planning_seconds:.3g}" if best.planning_seconds < 1 else f"{1e3 * best.planning_seconds:.0f}",
+    ]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.4g}"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share < 1 else f"{share:.0%}"
+
+
+def comparison_document(contenders: Sequence[Contender], problem: Problem, *, steps: int) -> dict[str, Any]:
+    """For `--json`: every outcome, the quickest strategy first."""
+    return {
+        "num_ranks": problem.num_ranks,
+        "ranks_per_node": problem.ranks_per_node,
+        "tokens_per_rank": problem.tokens_per_rank,
+        "profile": {
+            "model": problem.profile.model,
+            "cluster": problem.profile.cluster,
+            "origin": problem.profile.origin,
+        },
+        "steps": steps,
+        "strategies": [_contender_document(contender) for contender in ranked(contenders)],
+    }
+
+
+def _contender_document(contender: Contender) -> dict[str, Any]:
+    return {
+        "name": contender.name,
+        "best_sync": contender.best.sync if contender.best else None,
+        "refusal": contender.refusal or None,
+        "outcomes": {sync: asdict(outcome) for sync, outcome in contender.outcomes.items()},
+    }

@@ -1,0 +1,94 @@
+"""`fcp compare` as it is typed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.planning.examples import PROFILE
+
+SETTINGS = ("--ranks", "8", "--ranks-per-node", "4", "--tokens-per-rank", "4096", "--global-batch-size", "48")
+
+
+def fcp(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fcp_cli", *arguments],
+        cwd=cwd,
+        env={**os.environ, "COLUMNS": "80", "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `dataset.parquet` and `profile.yaml`."""
+    path = tmp_path_factory.mktemp("compare")
+    lengths = np.random.default_rng(0).lognormal(6.5, 1.2, 96).astype(np.int64).clip(1, 20_000)
+    lengths[::48] = 20_000
+    pq.write_table(pa.table({"length": lengths}), path / "dataset.parquet")
+    (path / "profile.yaml").write_text(PROFILE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def document(folder: Path) -> dict[str, Any]:
+    result = fcp("compare", "dataset.parquet", *SETTINGS, "--milp-seconds", "0.1", "--json", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    loaded: dict[str, Any] = json.loads(result.stdout)
+    return loaded
+
+
+def test_every_strategy_is_compared_on_the_same_steps(document: dict[str, Any]) -> None:
+    names = {strategy["name"] for strategy in document["strategies"]}
+    published = {"static", "fcp-paper", "megatron-dynamic-cp", "flexsp", "bytescale", "karmarkar-karp"}
+    assert names == {"fcp", *published}
+    assert document["steps"] == 2
+    assert document["profile"]["origin"] == "assumed"
+
+
+def test_the_quickest_comes_first_and_none_beats_its_bound_or_the_budget(document: dict[str, Any]) -> None:
+    seconds = [one["outcomes"][one["best_sync"]]["step_seconds"] for one in document["strategies"]]
+    assert seconds == sorted(seconds)
+    for strategy in document["strategies"]:
+        for outcome in strategy["outcomes"].values():
+            assert outcome["gap"] >= -1e-9 and outcome["over_budget"] == 0
+
+
+def test_flexsp_says_its_time_limit(document: dict[str, Any]) -> None:
+    (flexsp,) = (strategy for strategy in document["strategies"] if strategy["name"] == "flexsp")
+    assert flexsp["outcomes"]["iteration"]["options"]["milp_seconds"] == 0.1
+
+
+def test_the_table_fits_80_columns(folder: Path) -> None:
+    result = fcp("compare", "dataset.parquet", *SETTINGS, "--solvers", "static,megatron-dynamic-cp", cwd=folder)
+    assert result.returncode == 0 and result.stdout == ""
+    rows = result.stderr[result.stderr.index("strategy") :].splitlines()
+    assert max(len(row) for row in rows) <= 80
+    assert "…" not in result.stderr
+    assert "assumed --profile = profile.yaml" in result.stderr
+
+
+def test_a_strategy_that_cannot_plan_the_batches_says_why(folder: Path) -> None:
+    ranks = ("--ranks", "6", "--ranks-per-node", "6", "--tokens-per-rank", "4000", "--global-batch-size", "48")
+    names = ("--solvers", "megatron-dynamic-cp,bytescale", "--sync", "iteration")
+    result = fcp("compare", "dataset.parquet", *ranks, *names, cwd=folder)
+    assert result.returncode == 0
+    assert "megatron-dynamic-cp cannot plan a sequence of 20000 tokens: its degrees are powers of two" in result.stderr
+
+
+def test_an_unknown_strategy_is_one_line_and_status_2(folder: Path) -> None:
+    result = fcp("compare", "dataset.parquet", "--solvers", "fcp,best", cwd=folder)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: --solvers 'fcp,best': choose from fcp,")
+    assert len(result.stderr.strip().splitlines()) == 1
