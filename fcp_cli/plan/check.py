@@ -67,8 +67,8 @@ def check_plan(path: Path, *, manifest: LengthTable | None = None) -> Iterator[F
     steps = 0
     for step in reader.steps():
         steps += 1
-        yield from check_step(step, metadata, profile, manifest)
         yield from coverage.add(step)
+        yield from check_step(step, metadata, profile, manifest if coverage.knows(step) else None)
         groups.update(step.ring_groups())
     if steps != metadata.steps:
         yield Finding(message=f"it has {steps} steps, its metadata says {metadata.steps}")
@@ -94,6 +94,7 @@ def check_step(
 def _check_order(reader: PlanReader) -> Iterator[Finding]:
     """Rows are ordered by (step, order), both counting from 0; lists of a row belong together."""
     last_step, last_order = -1, -1
+    totals: tuple[float, float] | None = None  # of the last row
     for table in reader.tables():
         step = table.column("step").to_numpy()
         order = table.column("order").to_numpy()
@@ -109,7 +110,14 @@ def _check_order(reader: PlanReader) -> Iterator[Finding]:
         for row in np.flatnonzero(_sizes(table, "sequences") != lengths)[:1].tolist():
             yield Finding(step=int(step[row]), order=int(order[row]), message="as many sequences as lengths are needed")
             return
+        for name, before in zip(("step_seconds", "step_bound_seconds"), totals or (np.nan, np.nan), strict=True):
+            values = table.column(name).to_numpy()
+            differs = follows & ~(values == np.concatenate(([before], values[:-1])))
+            for row in np.flatnonzero(differs)[:1].tolist():
+                yield Finding(step=int(step[row]), order=int(order[row]), message=f"{name} is not that of its step")
+                return
         last_step, last_order = int(step[-1]), int(order[-1])
+        totals = (table.column("step_seconds")[-1].as_py(), table.column("step_bound_seconds")[-1].as_py())
 
 
 def _sizes(table: pa.Table, column: str) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
@@ -156,6 +164,11 @@ def _check_waves(step: StepPlan, metadata: PlanMetadata) -> Iterator[Finding]:
         if (step.wave != -1).any():
             order = _first(step.wave != -1)
             yield Finding(step=step.step, order=order, message=f"wave {step.wave[order]} under sync iteration, not -1")
+        rows = np.bincount(step.ranks, minlength=metadata.num_ranks)
+        needless = (np.diff(step.sequence_offsets) == 0) & (rows[step.ranks[step.rank_offsets[:-1]]] > 1)
+        for order in np.flatnonzero(needless)[:1].tolist():
+            rank = step.ranks[step.rank_offsets[order]]
+            yield Finding(step=step.step, order=order, message=f"an idle row for rank {rank}, which has other rows")
         return
     rises = np.diff(step.wave, prepend=0)
     if step.wave[0] != 0 or not np.isin(rises, (0, 1)).all():
@@ -174,6 +187,11 @@ def _check_times(
     step: StepPlan, metadata: PlanMetadata, profile: CostProfile, manifest: LengthTable | None
 ) -> Iterator[Finding]:
     """Seconds follow from the cost profile, starts from the ranks and the sync, the makespan from both."""
+    for name, values in (("start_seconds", step.start_seconds), ("seconds", step.seconds)):
+        impossible = ~(np.isfinite(values) & (values >= 0))
+        for order in np.flatnonzero(impossible)[:1].tolist():
+            yield Finding(step=step.step, order=order, message=f"{name} is {values[order]}")
+            return
     price = profile_seconds(step, profile=profile, ranks_per_node=metadata.ranks_per_node, manifest=manifest)
     # Without the manifest nobody knows mask and vision columns, which only ever add time.
     wrong = ~np.isclose(step.seconds, price, rtol=_TOLERANCE) & (
@@ -196,7 +214,7 @@ def _check_times(
     for order in np.flatnonzero(~idle & (np.abs(start - step.start_seconds) > _TOLERANCE * scale))[:1].tolist():
         message = f"starts at {step.start_seconds[order]:.6g} s, but its ranks are free at {start[order]:.6g} s"
         yield Finding(step=step.step, order=order, message=message)
-    if abs(step.makespan_seconds - makespan) > _TOLERANCE * scale:
+    if not abs(step.makespan_seconds - makespan) <= _TOLERANCE * scale:  # "not <=", so that NaN is caught
         message = f"it takes {makespan:.6g} s, not the {step.makespan_seconds:.6g} s that it states"
         yield Finding(step=step.step, message=message)
     if not 0 < step.bound_seconds <= step.makespan_seconds * (1 + _TOLERANCE):
@@ -216,6 +234,10 @@ class _Coverage:
         self._seen = np.zeros(metadata.manifest.rows, dtype=np.bool_)
         self._steps = 0
 
+    def knows(self, step: StepPlan) -> bool:
+        """Whether all of a step's sequences are rows of the manifest."""
+        return bool(((step.sequences >= 0) & (step.sequences < len(self._seen))).all())
+
     def add(self, step: StepPlan) -> Iterator[Finding]:
         """Count a step; at the end of an epoch, all of it must have been seen."""
         self._steps += 1
@@ -230,9 +252,8 @@ class _Coverage:
 
     def _check_rows(self, step: StepPlan) -> Iterator[Finding]:
         rows = step.sequences
-        outside = (rows < 0) | (rows >= len(self._seen))
-        if outside.any():
-            row = rows[_first(outside)]
+        if not self.knows(step):
+            row = rows[_first((rows < 0) | (rows >= len(self._seen)))]
             yield Finding(step=step.step, message=f"sequence {row} of a manifest of {len(self._seen)} rows")
             return
         values, counts = np.unique(rows, return_counts=True)
@@ -246,9 +267,13 @@ class _Coverage:
         if (step.lengths < 1).any():
             row = step.sequences[_first(step.lengths < 1)]
             yield Finding(step=step.step, message=f"sequence {row} has no tokens")
+        overlong = self._metadata.overlong
+        over = step.lengths > (overlong.max_length or np.inf)
+        for at in np.flatnonzero(over)[:1].tolist():
+            message = f"sequence {step.sequences[at]} has {step.lengths[at]} tokens, over {overlong.max_length}"
+            yield Finding(step=step.step, message=message)
         if self._manifest is None:
             return
-        overlong = self._metadata.overlong
         wanted = self._manifest.length_tokens[step.sequences]
         if overlong.policy == "truncate" and overlong.max_length is not None:
             wanted = np.minimum(wanted, overlong.max_length)
@@ -258,7 +283,13 @@ class _Coverage:
             yield Finding(step=step.step, message=message)
 
     def finish(self) -> Iterator[Finding]:
-        """All epochs are there, unless a limit of steps was asked for."""
+        """All epochs are there, unless a limit of steps was asked for, and only overlong sequences are left out."""
+        overlong = self._metadata.overlong
+        if self._manifest is not None and overlong.max_length is not None:
+            found = int((self._manifest.length_tokens > overlong.max_length).sum())
+            if found != overlong.sequences:
+                message = f"its metadata counts {overlong.sequences} overlong sequences, its manifest has {found}"
+                yield Finding(message=message)
         due = self._steps_per_epoch * self._metadata.epochs
         if self._metadata.step_limit is not None:
             due = min(due, self._metadata.step_limit)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from fcp_cli.errors import PlanError
 
@@ -13,6 +13,20 @@ FORMAT = "fcp-plan/1"
 METADATA_KEY = b"fcp"
 
 Sync = Literal["iteration", "microbatch"]
+
+# Least values of the numbers that everything else divides by or counts with.
+_WHOLE_NUMBERS = {
+    "num_ranks": 1,
+    "ranks_per_node": 1,
+    "tensor_parallel": 1,
+    "pipeline_parallel": 1,
+    "global_batch_size": 1,
+    "tokens_per_rank": 1,
+    "epochs": 1,
+    "seed": 0,
+    "steps": 0,
+    "distinct_groups": 0,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,9 +117,40 @@ def parse_metadata(raw: Mapping[bytes, bytes] | None, *, name: str) -> PlanMetad
     try:
         document["manifest"] = ManifestReference(**document["manifest"])
         document["overlong"] = OverlongReport(**document.get("overlong", {}))
-        return PlanMetadata(**{key: value for key, value in document.items() if key in known})
+        metadata = PlanMetadata(**{key: value for key, value in document.items() if key in known})
     except (KeyError, TypeError) as error:
         raise PlanError(f"{name}: the plan's metadata is damaged: {error}") from error
+    for key, value, wanted in _wrong_values(metadata):
+        raise PlanError(f"{name}: the plan's metadata is damaged: {key} is {value!r}, not {wanted}")
+    return metadata
+
+
+def _wrong_values(metadata: PlanMetadata) -> Iterator[tuple[str, Any, str]]:
+    """Key, value and what it should be, of every value that nothing could work with."""
+    for key, least in _WHOLE_NUMBERS.items():
+        value = getattr(metadata, key)
+        if not _is_whole(value, least):
+            yield key, value, f"a whole number of at least {least}"
+    for key, value, choices in (
+        ("sync", metadata.sync, get_args(Sync)),
+        ("last_batch", metadata.last_batch, ("keep", "drop")),
+        ("overlong.policy", metadata.overlong.policy, ("error", "drop", "truncate")),
+    ):
+        if value not in choices:
+            yield key, value, f"one of {', '.join(choices)}"
+    for key, value in (("step_limit", metadata.step_limit), ("overlong.max_length", metadata.overlong.max_length)):
+        if value is not None and not _is_whole(value, 1):
+            yield key, value, "absent or a whole number of at least 1"
+    for key, value in (("manifest.rows", metadata.manifest.rows), ("overlong.sequences", metadata.overlong.sequences)):
+        if not _is_whole(value, 0):
+            yield key, value, "a whole number of at least 0"
+    for key in ("solver", "cost_profile", "plan_hash"):
+        if not isinstance(getattr(metadata, key), str):
+            yield key, getattr(metadata, key), "a text"
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def steps_per_epoch(sequences: int, global_batch_size: int, last_batch: Literal["keep", "drop"]) -> int:

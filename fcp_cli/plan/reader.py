@@ -69,9 +69,17 @@ class PlanReader:
                 statistics = meta.column(0).statistics
                 skippable = statistics is not None and statistics.has_min_max and statistics.max < first
                 if meta.num_rows and not skippable:
-                    yield self._file.read_row_group(group, columns=SCHEMA.names)
+                    yield self._without_nulls(self._file.read_row_group(group, columns=SCHEMA.names))
         except (pa.ArrowException, OSError) as error:
             raise PlanError(f"{self.path} is damaged: {_first_line(error)}") from error
+
+    def _without_nulls(self, table: pa.Table) -> pa.Table:
+        for name in SCHEMA.names:
+            column = table.column(name)
+            values = column.combine_chunks().flatten() if pa.types.is_list(column.type) else column
+            if column.null_count or values.null_count:
+                raise PlanError(f"{self.path} is damaged: the column {name} has nulls")
+        return table
 
     def content_hash(self) -> str:
         """The hash of what the file holds now; equals `metadata.plan_hash` unless somebody edited it."""
