@@ -101,7 +101,7 @@ def gradients_on_rank(session: Session, model: nn.Module, forward: Callable[[Loc
     return Replayed(losses=np.array(losses), gradients=np.stack(gradients))
 
 
-def thread_session(plan: Path, fetch: Fetch, meeting: Meeting, rank: int) -> Session:
+def thread_session(plan: Path, fetch: Fetch | None, meeting: Meeting, rank: int) -> Session:
     """A session for one rank of `run_ranks`."""
     return Session(
         plan=plan,

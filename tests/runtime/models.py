@@ -1,0 +1,126 @@
+"""Small models in the wrappings that a user may train under a plan, and what one process computes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fcp_cli.runtime.loader import Fetch
+from fcp_cli.runtime.session import LocalMicroBatch
+from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, plain_attend, ring_attend
+from fcp_cli.verification.replay import Replayed, gradients_alone, synthetic_tokens
+
+if TYPE_CHECKING:
+    import transformers
+
+Family = Literal["tiny", "qwen3", "llama"]
+Wrapping = Literal["none", "ddp", "fsdp"]
+Recomputation = Literal["off", "non-reentrant", "reentrant"]
+VOCAB_SIZE = TinyConfig().vocab_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One way to run a plan."""
+
+    family: Family = "tiny"
+    wrapping: Wrapping = "none"
+    recompute: Recomputation = "off"
+    dtype: torch.dtype = torch.float64
+    labelled: bool = False
+
+    def fetch(self, plan: Path) -> Fetch:
+        tokens = synthetic_tokens(plan, VOCAB_SIZE)
+        return with_labels(tokens) if self.labelled else tokens
+
+
+def with_labels(tokens: Fetch) -> Fetch:
+    """Some tokens are not to be learned, in some sequences none."""
+
+    def fetch(row: int) -> tuple[Tensor, Tensor]:
+        ids = torch.as_tensor(tokens(row))
+        masked = torch.rand(len(ids), generator=torch.Generator().manual_seed(row)) < (1.0 if row % 5 == 0 else 0.4)
+        return ids, ids.masked_fill(masked, -100)
+
+    return fetch
+
+
+def build(case: Case) -> tuple[nn.Module, Callable[[LocalMicroBatch], Tensor]]:
+    """The model of one rank, and its forward; collective where the wrapping is."""
+    if case.family == "tiny":
+        config = TinyConfig(recompute=case.recompute != "off")
+        model: nn.Module = TinyLanguageModel(config, ring_attend, dtype=case.dtype)
+        wrapped = wrap(model, case.wrapping, list(model.get_submodule("blocks").children()))
+        return wrapped, lambda mb: wrapped(mb.input_ids, mb.position_ids, mb.ring)
+    from fcp_cli.runtime.integrations.transformers import prepare
+
+    decoder = hugging_face(case.family, case.dtype)
+    prepare(decoder)
+    if case.recompute != "off":
+        decoder.train()
+        decoder.activation_checkpointing_enable({"use_reentrant": case.recompute == "reentrant"})
+    wrapped = wrap(decoder, case.wrapping, list(decoder.get_submodule("model.layers").children()))
+    return wrapped, lambda mb: wrapped(input_ids=mb.input_ids, position_ids=mb.position_ids).logits
+
+
+def hugging_face(family: Family, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    """A decoder of two layers with fewer key/value heads than query heads; equal weights at every call."""
+    import transformers
+
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    torch.manual_seed(0)
+    model: Any
+    if family == "qwen3":
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
+    else:
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    return cast("transformers.PreTrainedModel", model.to(dtype))
+
+
+def wrap(model: nn.Module, wrapping: Wrapping, layers: list[nn.Module]) -> nn.Module:
+    if wrapping == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    if wrapping == "fsdp":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model
+
+
+def expected(case: Case, plan: Path) -> Replayed:
+    """Loss and gradient of every step in one process, in the case's precision, with PyTorch's own attention."""
+    if case.family == "tiny":
+        model: nn.Module = TinyLanguageModel(TinyConfig(), plain_attend, dtype=case.dtype)
+        return gradients_alone(plan, case.fetch(plan), model, model)
+    decoder = hugging_face(case.family, case.dtype)
+    decoder.set_attn_implementation("sdpa")
+    return gradients_alone(plan, case.fetch(plan), decoder, lambda ids, _: decoder(input_ids=ids).logits)
+
+
+def assert_agrees(case: Case, found: Replayed, alone: Replayed) -> None:
+    """fp64 within 1e-12 absolute, fp32 within 2e-6 relative (L2)."""
+    if case.dtype == torch.float64:
+        assert np.abs(found.gradients - alone.gradients).max() <= 1e-12
+        assert np.abs(found.losses - alone.losses).max() <= 1e-12
+        return
+    for step, reference in zip(found.gradients, alone.gradients, strict=True):
+        assert np.linalg.norm(step - reference) <= 2e-6 * np.linalg.norm(reference)
+    np.testing.assert_allclose(found.losses, alone.losses, rtol=2e-6)

@@ -1,0 +1,68 @@
+"""The example of a plain PyTorch loop: what changes, and that nothing else does."""
+
+from __future__ import annotations
+
+import difflib
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.runtime.launch import ROOT, torchrun
+from tests.runtime.plans import Row, write_plan
+
+pytestmark = pytest.mark.torch
+
+EXAMPLE = ROOT / "examples" / "plain_pytorch"
+WORKER = ROOT / "tests" / "runtime" / "workers" / "plain_loop_worker.py"
+
+
+def test_following_a_plan_changes_at_most_five_lines() -> None:
+    before, after = ((EXAMPLE / name).read_text().splitlines() for name in ("before.py", "after.py"))
+    changes = [line for line in difflib.ndiff(before, after) if line[0] in "+-" and line[2:].strip()]
+    assert sum(line[0] == "+" for line in changes) <= 5
+    assert sum(line[0] == "-" for line in changes) <= 5
+
+
+@pytest.mark.distributed
+def test_four_ranks_end_with_the_weights_of_one_process(tmp_path: Path) -> None:
+    write_plan(tmp_path / "plan.parquet", planned_steps(), num_ranks=4)
+    command = [sys.executable, str(WORKER), str(EXAMPLE / "before.py"), str(tmp_path / "before")]
+    subprocess.run(command, check=True, timeout=120)
+    torchrun(
+        str(WORKER),
+        str(EXAMPLE / "after.py"),
+        str(tmp_path / "after"),
+        num_ranks=4,
+        FCP_PLAN=str(tmp_path / "plan.parquet"),
+    )
+    alone = torch.load(tmp_path / "before.alone")
+    for rank in range(4):
+        weights = torch.load(tmp_path / f"after.{rank}")
+        assert weights.keys() == alone.keys()
+        for name, weight in weights.items():
+            torch.testing.assert_close(
+                weight, alone[name], rtol=0.0, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}"
+            )
+
+
+def planned_steps() -> list[list[Row]]:
+    """The example's global batches, its lengths, on groups of degree 1 to 4."""
+    tokens_of = runpy.run_path(str(EXAMPLE / "before.py"))["tokens_of"]
+    lengths = [len(tokens_of(row)) for row in range(24)]
+    groups = [
+        [([0, 1, 2], 3), ([3], 2), ([1, 3], 2), ([0, 2], 1)],
+        [([0, 1, 2, 3], 5), ([2], 1), ([0, 3], 2)],
+        [([1, 2], 4), ([0, 1, 3], 4)],
+    ]
+    steps, taken = [], 0
+    for step in groups:
+        rows = []
+        for ranks, count in step:
+            rows.append(Row(ranks, lengths[taken : taken + count]))
+            taken += count
+        steps.append(rows)
+    return steps

@@ -1,0 +1,324 @@
+"""Whole steps through the session: on threads for many plans, and on one launch of gloo ranks for every wrapping."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import shutil
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fcp_cli.errors import RunError
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.runtime.order import check_order
+from fcp_cli.runtime.session import LocalMicroBatch, Session, _plan_path
+from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, ring_attend
+from fcp_cli.verification.replay import (
+    Replayed,
+    gradients_on_rank,
+    replay_alone,
+    replay_threads,
+    synthetic_tokens,
+    take_gradient,
+    thread_session,
+)
+from fcp_cli.verification.threads import Meeting, run_ranks
+from tests.runtime.launch import torchrun
+from tests.runtime.models import VOCAB_SIZE, Case, assert_agrees, build, expected
+from tests.runtime.plans import Row, random_steps, write_plan
+from tests.runtime.workers.session_worker import GRADIENT_CASES, ITERATION, WAVES
+
+pytestmark = pytest.mark.torch
+
+NUM_RANKS = 4
+# Groups of any ranks that change with every micro-batch, unequal numbers of micro-batches, lone tokens, an idle rank.
+HAND_MADE: Sequence[Sequence[Row]] = (
+    (Row([0, 1, 3], [7, 1, 30]), Row([2], [5]), Row([1, 2], [13]), Row([0, 1, 2, 3], [41, 2]), Row([1], [3, 3])),
+    (Row([0, 2], [1]), Row([1, 2], [9, 17]), Row([0, 1, 2], [1, 1]), Row([3])),
+)
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.integers(1, 9), st.sampled_from(["iteration", "microbatch"]), st.booleans(), st.integers(0, 10**6))
+def test_any_plan_gives_the_gradients_of_one_process_and_an_order_that_cannot_deadlock(
+    tmp_path_factory: pytest.TempPathFactory, num_ranks: int, sync: Sync, recompute: bool, seed: int
+) -> None:
+    plan = tmp_path_factory.mktemp("plan") / "plan.parquet"
+    write_plan(plan, random_steps(num_ranks, 2, sync=sync, seed=seed), num_ranks=num_ranks, sync=sync)
+    config = TinyConfig(recompute=recompute)
+    ranks = replay_threads(plan, config)
+    alone = replay_alone(plan, config)
+    for rank in ranks:
+        assert_agrees(Case(), rank, alone)
+    check_order({number: rank.operations for number, rank in enumerate(ranks)})
+
+
+def hand_made(folder: Path) -> Path:
+    return write_plan(folder / "plan.parquet", HAND_MADE, num_ranks=NUM_RANKS)
+
+
+def test_two_forwards_before_the_first_backward_keep_their_rings(tmp_path: Path) -> None:
+    rows = [Row([0, 1, 2], [20, 5]), Row([1, 2, 3], [9]), Row([0, 3], [16, 3])]
+    plan = write_plan(tmp_path / "plan.parquet", [rows, rows], num_ranks=NUM_RANKS)
+    config = TinyConfig(recompute=True)
+    fetch = synthetic_tokens(plan, VOCAB_SIZE)
+
+    def run(meeting: Meeting, rank: int) -> Replayed:
+        session = thread_session(plan, fetch, meeting, rank)
+        model = TinyLanguageModel(config, ring_attend)
+        losses, gradients = [], []
+        for step in session.steps(model):
+            held: list[torch.Tensor] = []
+            for micro_batch in step:
+                held.append(micro_batch.loss(model(micro_batch.input_ids, micro_batch.position_ids, micro_batch.ring)))
+                if micro_batch.is_last:
+                    for loss in held:
+                        torch.autograd.backward(loss)
+            losses.append(step.reduced_loss())
+            gradients.append(take_gradient(model))
+        return Replayed(losses=np.array(losses), gradients=np.stack(gradients))
+
+    alone = replay_alone(plan, config)
+    for rank in run_ranks(NUM_RANKS, run):
+        assert_agrees(Case(), rank, alone)
+
+
+def test_a_run_that_begins_later_computes_the_same_steps(tmp_path: Path) -> None:
+    plan = hand_made(tmp_path)
+
+    def run(meeting: Meeting, rank: int) -> list[int]:
+        session = thread_session(plan, synthetic_tokens(plan, VOCAB_SIZE), meeting, rank)
+        indices = []
+        for step in session.steps(first_step=1):
+            indices.append(step.index)
+            for micro_batch in step:
+                micro_batch.ring.attention_calls += 1
+        return indices
+
+    assert run_ranks(NUM_RANKS, run) == [[1]] * NUM_RANKS
+
+
+def test_a_parameter_without_gradient_anywhere_keeps_none_and_with_one_somewhere_gets_the_sum(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path / "plan.parquet", [[Row([0], [4]), Row([1], [4])]], num_ranks=2)
+
+    def run(meeting: Meeting, rank: int) -> tuple[Any, Any]:
+        session = thread_session(plan, synthetic_tokens(plan, VOCAB_SIZE), meeting, rank)
+        model = torch.nn.ParameterDict({"somewhere": torch.ones(3), "nowhere": torch.ones(3)})
+        for step in session.steps(model):
+            for _ in step:
+                if rank == 0:
+                    torch.autograd.backward(model["somewhere"].sum() * 5.0)
+        return model["somewhere"].grad, model["nowhere"].grad
+
+    for somewhere, nowhere in run_ranks(2, run):
+        assert somewhere.tolist() == [5.0] * 3
+        assert nowhere is None
+
+
+def test_ranks_start_from_rank_0s_weights(tmp_path: Path) -> None:
+    plan = hand_made(tmp_path)
+
+    def run(meeting: Meeting, rank: int) -> Replayed:
+        session = thread_session(plan, synthetic_tokens(plan, VOCAB_SIZE), meeting, rank)
+        model = TinyLanguageModel(TinyConfig(), ring_attend, seed=rank)
+        return gradients_on_rank(session, model, lambda mb: model(mb.input_ids, mb.position_ids))
+
+    alone = replay_alone(plan, TinyConfig(), seed=0)
+    for rank in run_ranks(NUM_RANKS, run):
+        assert_agrees(Case(), rank, alone)
+
+
+def one_rank(folder: Path, rows: Sequence[Row] = (Row([0], [6, 4]),)) -> Session:
+    plan = write_plan(folder / "plan.parquet", [rows, rows], num_ranks=1)
+    return thread_session(plan, synthetic_tokens(plan, VOCAB_SIZE), Meeting(1), 0)
+
+
+def pretend_attention(micro_batch: LocalMicroBatch) -> None:
+    micro_batch.ring.attention_calls += 1
+
+
+def test_a_step_counts_the_tokens_that_carry_a_loss_and_predicts_its_time(tmp_path: Path) -> None:
+    step = next(one_rank(tmp_path).steps())
+    assert (step.tokens, len(step), step.predicted_seconds, step.bound_seconds) == (8, 1, 10.0, 10.0)
+
+
+def test_every_micro_batch_is_timed(tmp_path: Path) -> None:
+    step = next(one_rank(tmp_path, [Row([0], [3]), Row([0], [4])]).steps())
+    for micro_batch in step:
+        pretend_attention(micro_batch)
+    first, second = step.timings
+    assert (first.order, second.order) == (0, 1)
+    assert first.start_seconds == 0.0
+    assert 0.0 <= first.seconds <= second.start_seconds
+
+
+def test_a_step_that_was_not_iterated_stops_the_job(tmp_path: Path) -> None:
+    steps = one_rank(tmp_path).steps()
+    next(steps)
+    with pytest.raises(RunError, match="step 0: 0 of 1 micro-batches were run"):
+        next(steps)
+
+
+def test_a_step_cannot_be_iterated_twice(tmp_path: Path) -> None:
+    step = next(one_rank(tmp_path).steps())
+    for micro_batch in step:
+        pretend_attention(micro_batch)
+    with pytest.raises(RunError, match="step 0 was iterated twice"):
+        next(iter(step))
+
+
+def test_a_pack_of_several_sequences_needs_the_hook_at_degree_1_too(tmp_path: Path) -> None:
+    step = next(one_rank(tmp_path).steps())
+    with pytest.raises(
+        RunError, match=r"degree 1, 2 sequences: the model's forward never called fcp_cli.runtime.attention"
+    ):
+        for _ in step:
+            pass
+
+
+def test_reduced_loss_without_a_loss_says_how_to_get_one(tmp_path: Path) -> None:
+    step = next(one_rank(tmp_path).steps())
+    for micro_batch in step:
+        pretend_attention(micro_batch)
+    with pytest.raises(RunError, match=r"step 0 has no loss; compute it with micro_batch.loss\(logits\)"):
+        step.reduced_loss()
+
+
+def test_a_batch_in_which_nothing_carries_a_loss_has_loss_and_gradient_zero(tmp_path: Path) -> None:
+    session = one_rank(tmp_path, [Row([0], [1, 1])])
+    model = TinyLanguageModel(TinyConfig(), ring_attend)
+    replayed = gradients_on_rank(session, model, lambda mb: model(mb.input_ids, mb.position_ids))
+    assert not replayed.losses.any()
+    assert not replayed.gradients.any()
+
+
+def test_a_session_without_data_says_so(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path / "plan.parquet", [[Row([0], [2])]], num_ranks=1)
+    session = thread_session(plan, None, Meeting(1), 0)
+    with pytest.raises(RunError, match="no data: pass fetch="):
+        session.steps()
+
+
+def test_fsdp1_is_refused_by_name(tmp_path: Path) -> None:
+    class FullyShardedDataParallel(torch.nn.Linear):
+        pass
+
+    with pytest.raises(RunError, match=r"shard the model with fully_shard \(FSDP2\)"):
+        one_rank(tmp_path).steps(FullyShardedDataParallel(2, 2))
+
+
+def test_without_a_plan_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FCP_PLAN", raising=False)
+    with pytest.raises(RunError, match=r"no plan was given; pass plan=\.\.\., set FCP_PLAN"):
+        _plan_path(None)
+    monkeypatch.setenv("FCP_PLAN", "from-launch.parquet")
+    assert _plan_path(None) == Path("from-launch.parquet")
+    assert _plan_path("given.parquet") == Path("given.parquet")
+
+
+# One launch of four gloo ranks serves all tests below.
+
+
+def write_inputs(folder: Path) -> None:
+    write_plan(folder / ITERATION, HAND_MADE, num_ranks=NUM_RANKS)
+    waves = random_steps(NUM_RANKS, 3, sync="microbatch", seed=11)
+    write_plan(folder / WAVES, waves, num_ranks=NUM_RANKS, sync="microbatch")
+    write_plan(folder / "eight.parquet", [[Row(range(8), [50])]], num_ranks=8)
+    write_plan(folder / "degree-2.parquet", [[Row([0, 1], [9]), Row([2, 3], [9])]] * 2, num_ranks=NUM_RANKS)
+    write_plan(folder / "two-each.parquet", [[Row([r], [4]) for r in range(4)] * 2] * 2, num_ranks=NUM_RANKS)
+    for rank in range(NUM_RANKS):
+        write_copies(folder / f"copy-{rank}", folder / ITERATION, rank)
+
+
+def write_copies(copies: Path, plan: Path, rank: int) -> None:
+    """What rank 2 sees differs: another valid plan, an edited one, none."""
+    copies.mkdir()
+    for name in ("other", "edited", "missing"):
+        shutil.copy(plan, copies / f"{name}.parquet")
+    if rank == 2:
+        write_plan(copies / "other.parquet", HAND_MADE[:1], num_ranks=NUM_RANKS)
+        table = pq.read_table(plan)
+        seconds = pa.array([1.0 + value for value in table["seconds"].to_pylist()])
+        column = table.schema.get_field_index("seconds")
+        pq.write_table(table.set_column(column, table.schema.field(column), seconds), copies / "edited.parquet")
+        (copies / "missing.parquet").unlink()
+
+
+@cache
+def gloo_job() -> dict[str, list[Any]]:
+    """Case -> what each rank left."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_inputs(folder)
+        torchrun("-m", "tests.runtime.workers.session_worker", name, num_ranks=NUM_RANKS)
+        found: dict[str, list[Any]] = {}
+        for path in sorted(folder.glob("*.pickle")):
+            found.setdefault(path.stem.rpartition("-")[0], []).append(pickle.loads(path.read_bytes()))
+        return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", GRADIENT_CASES)
+def test_gloo_ranks_compute_the_gradients_of_one_process(name: str, tmp_path: Path) -> None:
+    plan, case = GRADIENT_CASES[name]
+    if case.family != "tiny":
+        pytest.importorskip("transformers")
+    write_inputs(tmp_path)
+    alone = expected(case, tmp_path / plan)
+    ranks = gloo_job()[name]
+    assert len(ranks) == NUM_RANKS
+    for rank in ranks:
+        assert_agrees(case, rank, alone)
+
+
+ERRORS = {
+    "eight ranks": [
+        r"the plan .* is for 8 ranks but 4 were launched; launch 8, or make a plan for 4 with "
+        r"'fcp plan lengths.parquet --ranks 4 -o .*'"
+    ]
+    * 4,
+    "other plan": [r"rank 2 has another plan than rank 0 under .* put one plan file where all ranks read it"] * 4,
+    "edited": [
+        r"rank 2 cannot follow the plan",
+        r"rank 2 cannot follow the plan",
+        r"edited.parquet was edited: its content does not match its plan hash; make it again with 'fcp plan'",
+        r"rank 2 cannot follow the plan",
+    ],
+    "missing": [
+        r"rank 2 cannot follow the plan",
+        r"rank 2 cannot follow the plan",
+        r"there is no plan .*missing.parquet",
+        r"rank 2 cannot follow the plan",
+    ],
+    "own attention": [r"step 0, micro-batch \d, degree 2, 1 sequences: the model's forward never called"] * 4,
+    "left early": [r"step 0: 0 of 2 micro-batches were run; iterate each step to its end"] * 4,
+    "fsdp under iteration": [r"the plan has sync iteration; plan with 'fcp plan --sync microbatch'"] * 4,
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ERRORS)
+def test_what_would_train_wrong_stops_every_rank_with_one_line(name: str) -> None:
+    messages = gloo_job()[name]
+    for message, pattern in zip(messages, ERRORS[name], strict=True):
+        assert re.search(pattern, message), message
+        assert "\n" not in message
+
+
+def test_a_replayed_case_builds_what_it_says() -> None:
+    """The thread and process tests mean nothing if the recomputation they ask for is off."""
+    model, _ = build(Case(recompute="non-reentrant"))
+    assert isinstance(model, TinyLanguageModel)
+    assert model.recompute

@@ -1,0 +1,168 @@
+"""Unmodified Hugging Face decoders on threads as ranks; gloo ranks with DDP and FSDP2 are in test_session."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from fcp_cli.errors import RunError
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.ring import Ring, current_ring
+from fcp_cli.verification.replay import Replayed, gradients_on_rank, thread_session
+from fcp_cli.verification.threads import Meeting, run_ranks
+from tests.runtime.models import Case, Family, Recomputation, assert_agrees, build, expected, hugging_face
+from tests.runtime.plans import random_steps, write_plan
+
+pytestmark = [pytest.mark.torch, pytest.mark.hf]
+
+transformers = pytest.importorskip("transformers")
+IDS = torch.tensor([[3, 1, 4, 1]])
+POSITIONS = torch.arange(4)[None]
+
+
+@pytest.mark.parametrize("recompute", get_args(Recomputation))
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_a_decoder_under_a_plan_computes_what_sdpa_computes(
+    family: Family, recompute: Recomputation, tmp_path: Path
+) -> None:
+    plan = write_plan(tmp_path / "p", random_steps(3, 2, sync="iteration", seed=5), num_ranks=3)
+    case = Case(family=family, recompute=recompute)
+    built = [build(case) for _ in range(3)]  # transformers sets dtypes globally while it builds: not on threads
+
+    def run(meeting: Meeting, rank: int) -> Replayed:
+        return gradients_on_rank(thread_session(plan, case.fetch(plan), meeting, rank), *built[rank])
+
+    alone = expected(case, plan)
+    for rank in run_ranks(3, run):
+        assert_agrees(case, rank, alone)
+
+
+@pytest.fixture
+def micro_batch() -> Iterator[Ring]:
+    """A ring of one rank that is current, with a sequence of four tokens."""
+    ring = Ring(layout=shard_layout((4,), 1))
+    current_ring.set(ring)
+    yield ring
+    current_ring.set(None)
+
+
+def prepared(family: Family = "qwen3") -> Any:
+    from fcp_cli.runtime.integrations.transformers import prepare
+
+    decoder = hugging_face(family, torch.float64)
+    prepare(decoder)
+    return decoder
+
+
+def test_every_layer_runs_on_the_current_ring(micro_batch: Ring) -> None:
+    prepared()(input_ids=IDS, position_ids=POSITIONS)
+    assert micro_batch.attention_calls == 2
+
+
+def test_a_ring_that_is_passed_on_wins(micro_batch: Ring) -> None:
+    given = Ring(layout=shard_layout((4,), 1))
+    prepared()(input_ids=IDS, position_ids=POSITIONS, ring=given)
+    assert (given.attention_calls, micro_batch.attention_calls) == (2, 0)
+
+
+def test_going_back_to_sdpa_frees_the_model_from_plans() -> None:
+    model = prepared()
+    model.set_attn_implementation("sdpa")
+    wanted = hugging_face("qwen3", torch.float64)(input_ids=IDS).logits
+    assert torch.equal(model(input_ids=IDS).logits, wanted)
+
+
+def test_outside_a_micro_batch_the_model_says_where_it_belongs() -> None:
+    with pytest.raises(RunError, match="the model was called outside a micro-batch"):
+        prepared()(input_ids=IDS, position_ids=POSITIONS)
+
+
+REFUSED_CALLS: list[tuple[dict[str, Any], str]] = [
+    ({"position_ids": None}, "no position_ids; pass position_ids=micro_batch.position_ids"),
+    ({"attention_mask": torch.ones(1, 4)}, "was given attention_mask, which it cannot use under a plan; leave it out"),
+    ({"labels": IDS}, r"was given labels, .*; leave them out and use micro_batch.loss\(logits\)"),
+    ({"past_key_values": ()}, "was given past_key_values"),
+    ({"is_causal": False}, "asks for attention that is not causal"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED_CALLS)
+def test_arguments_that_would_be_ignored_or_wrong_are_refused(
+    micro_batch: Ring, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RunError, match=message):
+        prepared()(**{"input_ids": IDS, "position_ids": POSITIONS, **arguments})
+
+
+def sliding(config: Any) -> None:
+    config.layer_types = ["full_attention", "sliding_attention"]
+
+
+def window(config: Any) -> None:
+    config.use_sliding_window, config.sliding_window = True, 16
+
+
+def dropout(config: Any) -> None:
+    config.attention_dropout = 0.1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (sliding, "the qwen3 model has layers of sliding_attention; a plan is for full attention only"),
+        (window, "the qwen3 model has sliding_window 16; set it to None in its config"),
+        (dropout, "the qwen3 model has attention_dropout 0.1; set it to 0 in its config"),
+    ],
+)
+def test_attention_that_a_ring_cannot_follow_is_refused_before_training(
+    change: Callable[[Any], None], message: str
+) -> None:
+    from fcp_cli.runtime.integrations.transformers import prepare
+
+    decoder = hugging_face("qwen3", torch.float64)
+    change(decoder.config)
+    with pytest.raises(RunError, match=message):
+        prepare(decoder)
+
+
+@pytest.mark.parametrize("argument", ["softcap", "s_aux", "dropout", "sliding_window"])
+def test_what_a_layer_asks_of_attention_is_not_left_out_in_silence(micro_batch: Ring, argument: str) -> None:
+    from fcp_cli.runtime.integrations.transformers import _attention_forward
+
+    heads = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(RunError, match=r"Module asks for .*, which a plan cannot follow"):
+        _attention_forward(torch.nn.Module(), heads, heads, heads, None, ring=micro_batch, **{argument: 2})
+
+
+def test_a_layer_without_its_ring_names_the_way_out() -> None:
+    from fcp_cli.runtime.integrations.transformers import _attention_forward
+
+    heads = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(RunError, match=r"Module was called without its ring; call prepare\(model\)"):
+        _attention_forward(torch.nn.Module(), heads, heads, heads, None)
+
+
+def test_no_mask_is_built() -> None:
+    """transformers skips masks for an attention that has no mask function; see the integration's docstring."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask
+
+    from fcp_cli.runtime.integrations.transformers import NAME
+
+    model = prepared()
+    assert NAME not in ALL_MASK_ATTENTION_FUNCTIONS
+    arguments = {
+        "config": model.config,
+        "inputs_embeds": torch.zeros(1, 4, 32),
+        "input_embeds": torch.zeros(1, 4, 32),  # its name before transformers 5
+        "attention_mask": None,
+        "past_key_values": None,
+        "position_ids": torch.tensor([[0, 1, 0, 1]]),
+        "cache_position": torch.arange(4),
+    }
+    known = inspect.signature(create_causal_mask).parameters
+    assert create_causal_mask(**{name: value for name, value in arguments.items() if name in known}) is None

@@ -1,0 +1,98 @@
+"""One rank of a job that runs many cases in turn on one process group; each leaves `CASE-RANK.pickle` in a folder.
+
+Run by torchrun as `-m tests.runtime.workers.session_worker FOLDER`. The folder holds the plans.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import pickle
+import sys
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fcp_cli.errors import FcpError
+from fcp_cli.runtime.session import start
+from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, plain_attend, ring_attend
+from fcp_cli.verification.replay import Replayed, gradients_on_rank
+from tests.runtime.models import VOCAB_SIZE, Case, build, wrap
+
+WAVES, ITERATION = "waves.parquet", "iteration.parquet"
+
+GRADIENT_CASES: Mapping[str, tuple[str, Case]] = {
+    "plain": (ITERATION, Case()),
+    "plain fp32": (ITERATION, Case(dtype=torch.float32)),
+    "labels": (ITERATION, Case(labelled=True)),
+    "ddp": (ITERATION, Case(wrapping="ddp")),
+    "ddp fp32": (ITERATION, Case(wrapping="ddp", dtype=torch.float32)),
+    "ddp labels": (ITERATION, Case(wrapping="ddp", labelled=True)),
+    "ddp waves": (WAVES, Case(wrapping="ddp", recompute="non-reentrant")),
+    "fsdp": (WAVES, Case(wrapping="fsdp")),
+    "fsdp fp32": (WAVES, Case(wrapping="fsdp", dtype=torch.float32)),
+    "fsdp recomputed": (WAVES, Case(wrapping="fsdp", recompute="non-reentrant")),
+    "qwen3 ddp": (ITERATION, Case(family="qwen3", wrapping="ddp", recompute="reentrant")),
+    "qwen3 fsdp": (WAVES, Case(family="qwen3", wrapping="fsdp", recompute="non-reentrant")),
+    "llama fsdp fp32": (WAVES, Case(family="llama", wrapping="fsdp", dtype=torch.float32)),
+}
+
+
+def gradients(plan: Path, case: Case) -> Replayed:
+    with start(plan, case.fetch(plan)) as session:
+        model, forward = build(case)
+        return gradients_on_rank(session, model, forward)
+
+
+def first_step(plan: Path, *, attend: Any = ring_attend, wrapping: Any = "none", stop_early: bool = False) -> None:
+    """Run one step, and what follows it, as a wrong script would."""
+    with start(plan, lambda row: torch.arange(400) % VOCAB_SIZE) as session:
+        model = TinyLanguageModel(TinyConfig(), attend)
+        wrapped = wrap(model, wrapping, [])
+        for step in session.steps(wrapped):
+            for micro_batch in step:
+                logits = wrapped(micro_batch.input_ids, micro_batch.position_ids, micro_batch.ring)
+                torch.autograd.backward(micro_batch.loss(logits))
+                if stop_early:
+                    break
+
+
+def error_cases(folder: Path, rank: int) -> Mapping[str, Callable[[], Any]]:
+    """Name -> what must raise an error of one line on every rank."""
+    iteration, copies = folder / ITERATION, folder / f"copy-{rank}"
+    return {
+        "eight ranks": lambda: start(folder / "eight.parquet"),
+        "other plan": lambda: start(copies / "other.parquet"),
+        "edited": lambda: start(copies / "edited.parquet"),
+        "missing": lambda: start(copies / "missing.parquet"),
+        "own attention": lambda: first_step(folder / "degree-2.parquet", attend=plain_attend),
+        "left early": lambda: first_step(folder / "two-each.parquet", stop_early=True),
+        "fsdp under iteration": lambda: first_step(iteration, wrapping="fsdp"),
+    }
+
+
+def main(folder: Path) -> None:
+    faulthandler.dump_traceback_later(250, exit=True)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    rank = dist.get_rank()
+
+    def leave(name: str, result: Any) -> None:
+        (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(result))
+
+    for name, (plan, case) in GRADIENT_CASES.items():
+        leave(name, gradients(folder / plan, case))
+    for name, run in error_cases(folder, rank).items():
+        try:
+            run()
+            leave(name, "no error")
+        except FcpError as error:
+            leave(name, str(error))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
