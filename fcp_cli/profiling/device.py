@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -18,21 +19,23 @@ class Stopwatch:
     """Seconds of a piece of work on a device, without the time that this thread waited for a core to run on.
 
     On an accelerator these are events on its stream. On a CPU the system tells how long the thread stood in the run
-    queue (Linux: schedstat); without it the wall clock has to do.
+    queue (Linux: schedstat); without it the wall clock has to do. A result is never below the time that the thread
+    computed: clocks of different cores make the queue's time exceed the truth now and then.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._clock: Clock = clock_for(device)
         self._on_cpu = device.type == "cpu"
 
-    def measure(self, work: Callable[[], None]) -> tuple[float, float]:
-        """Run `work`; (seconds, seconds of them that this thread was kept from running)."""
-        waited = run_queue_seconds() if self._on_cpu else 0.0
+    def measure(self, work: Callable[[], None]) -> float:
+        """Run `work`; its seconds."""
+        waited, computed = run_queue_seconds(), time.thread_time()
         begin = self._clock.mark()
         work()
-        end = self._clock.mark()
-        seconds = self._clock.seconds(begin, end)
-        return seconds, (run_queue_seconds() - waited if self._on_cpu else 0.0)
+        seconds = self._clock.seconds(begin, self._clock.mark())
+        if not self._on_cpu:
+            return seconds
+        return max(seconds - (run_queue_seconds() - waited), time.thread_time() - computed)
 
 
 def run_queue_seconds() -> float:

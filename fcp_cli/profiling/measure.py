@@ -101,8 +101,10 @@ def prepare_samples(settings: MeasureSettings, *, fresh: bool) -> bool:
 
     Raises:
         ProfileError: the file holds samples of something else.
+        UsageError: `max_length` leaves too few lengths.
     """
     header = settings.header()
+    points_of(header)  # complains before anything is written
     path = settings.samples
     if path.exists() and not fresh:
         samples = read_samples(path)

@@ -142,11 +142,11 @@ class Measurement:
             self.transport.start("kv", send, (rank + shift) % size, receive, (rank - shift) % size).wait()
 
         dist.barrier()
-        return min(self._gather(*self.stopwatch.measure(work)))
+        return min(self._gather(self.stopwatch.measure(work)))
 
-    def _gather(self, seconds: float, waited: float) -> list[float]:
-        """Each rank's seconds without what it was kept from running; 0 from a rank that took no part is left out."""
-        mine = torch.tensor([max(seconds - waited, 0.0)], dtype=torch.float64)
+    def _gather(self, seconds: float) -> list[float]:
+        """Every rank's seconds."""
+        mine = torch.tensor([seconds], dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(self.world.size)]
         dist.all_gather(everyone, mine)
         return [float(value) for value in everyone]
@@ -187,15 +187,14 @@ class Measurement:
             None if mine is None else self.workload.micro_batch(task.point.lengths, mine, mine.index(self.world.rank))
         )
         dist.barrier()
-        everyone = self._gather(*(self.stopwatch.measure(work) if work else (0.0, 0.0)))
+        everyone = self._gather(self.stopwatch.measure(work) if work else 0.0)
         return [min(everyone[rank] for rank in group) for group in groups]
 
     def _emulated_members(self, task: Task) -> Iterator[float]:
         degree = task.point.degree
         for index in {0, degree - 1}:
             work = self.workload.micro_batch(task.point.lengths, range(degree), index)
-            seconds, waited = self.stopwatch.measure(work)
-            yield seconds - waited
+            yield self.stopwatch.measure(work)
 
     def _step(self) -> None:
         """What a step costs beside its micro-batches: gradients summed over ranks, clipped, and AdamW."""
@@ -211,7 +210,7 @@ class Measurement:
         seconds = []
         for _ in range(_STEP_REPEATS):
             dist.barrier()
-            seconds.append(min(self._gather(*self.stopwatch.measure(work))))
+            seconds.append(min(self._gather(self.stopwatch.measure(work))))
         self._write(kind="step", layers=max(self.request.layers), seconds=seconds, state_bytes=_state_bytes(optimizer))
 
     def _memory(self) -> None:

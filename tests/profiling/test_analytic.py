@@ -165,7 +165,7 @@ def _kept_bytes_per_token(name: str, precision: str, layers: int, tokens: int = 
     current_ring.set(None)
     # Autocast keeps bf16 copies of the matrices besides; they do not grow with the tokens.
     copies = 2 * layers * spec.layer_matrix_parameters if precision == "amp" else 0
-    return (sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) - copies) / tokens
+    return float(sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) - copies) / tokens
 
 
 def test_the_token_budget_falls_with_the_state_and_the_activations() -> None:

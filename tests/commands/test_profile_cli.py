@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+import yaml
+
+from fcp_cli import app
+from fcp_cli.console import verbosity
+from fcp_cli.cost.profile import load_cost_profile
+from fcp_cli.launching.processes import descendants, send
+from fcp_cli.profiling.samples import read_samples
+
+ENVIRONMENT = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+
+
+class Outcome:
+    """Both streams of one run of `fcp`."""
+
+    def __init__(self, out: str, err: str) -> None:
+        self.out, self.err = out, err
+
+
+class Fcp(Protocol):
+    def __call__(self, *words: str, status: int = 0) -> Outcome: ...
+
+
+@pytest.fixture
+def fcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Fcp:
+    """Run `fcp` in an empty folder, in this process, 80 columns wide; it must leave with the given status."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(verbosity, "level", 0)
+
+    def run(*words: str, status: int = 0) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["fcp", *words])
+        with pytest.raises(SystemExit) as caught:
+            app.main()
+            raise SystemExit(0)
+        streams = capsys.readouterr()
+        assert (caught.value.code or 0) == status, streams.err
+        return Outcome(streams.out, streams.err)
+
+    return run
+
+
+def test_analytic_writes_a_profile_and_says_what_it_assumed(tmp_path: Path, fcp: Fcp) -> None:
+    done = fcp("profile", "--analytic", "--model", "qwen3vl-8b")
+    assert "assumed --cluster = example-8x8" in done.err
+    assert "assumed --zero = 2 (the least stage that leaves half of the memory" in done.err
+    assert "assumed efficiency = 50% of 320 TFLOP/s" in done.err
+    assert "Token budget: " in done.err
+    profile = load_cost_profile(tmp_path / "profile.yaml")
+    assert (profile.model, profile.origin) == ("qwen3-vl-8b", "analytic")
+    assert done.out == ""
+
+
+def test_a_profile_can_go_to_stdout(tmp_path: Path, fcp: Fcp) -> None:
+    done = fcp("-q", "profile", "--analytic", "-o", "-")
+    assert yaml.safe_load(done.out)["model"] == "qwen3-8b"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_show_explains_each_figure_and_the_break_even_length(tmp_path: Path, fcp: Fcp) -> None:
+    fcp("profile", "--analytic")
+    shown = fcp("profile", "show").err
+    assert "Break-even: attention takes as long as linear work at 43,992 tokens." in shown
+    assert "alpha1: causal attention, forward" in shown
+    document = json.loads(fcp("profile", "show", "--json", "--lengths", "4096").out)
+    assert document["break_even_tokens"] == pytest.approx(43_992, abs=1)
+    assert len(document["seconds"]["4096"]) == 4
+
+
+def test_diff_gives_the_ratio_of_every_figure(tmp_path: Path, fcp: Fcp) -> None:
+    fcp("profile", "--analytic", "-o", "a.yaml")
+    fcp("profile", "--analytic", "--tensor-parallel", "2", "-o", "b.yaml")
+    figures = json.loads(fcp("profile", "diff", "a.yaml", "b.yaml", "--json").out)["figures"]
+    assert figures["coefficients.linear_seconds_per_token"]["ratio"] == pytest.approx(0.5)
+    assert figures["bandwidth_bytes_per_second.intra_node"]["ratio"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (["--analytic", "--model", "qwen3-9b"], 1, "unknown model 'qwen3-9b'; nearest: "),
+        (["--analytic", "--cluster", "h300"], 1, "unknown cluster 'h300'; nearest: "),
+        (["--analytic", "--hf-config", "no.json"], 1, "cannot read the model configuration no.json"),
+        (["--analytic", "--model", "a", "--hf-config", "b"], 2, "--model and --hf-config exclude each other"),
+        (["--analytic", "--precision", "fp8"], 2, "--precision is 'fp8'; it must be one of bf16, amp, fp32"),
+        (["--analytic", "--tensor-parallel", "3"], 2, "--tensor-parallel 3 does not divide num_heads 32"),
+        (["--analytic", "--zero", "0"], 1, "qwen3-8b does not fit: its state takes 147.4 of the 58.9 GB"),
+        (["--device", "tpu"], 2, "--device is 'tpu'; it must be auto, cpu, cuda or npu"),
+        (["--device", "cpu", "--max-length", "10"], 2, "--max-length is 10; it must be at least 512"),
+        (["--device", "cpu", "--ranks", "2", "--degrees", "3"], 2, "--degrees 3 needs as many ranks; 2 are measured"),
+        (["--device", "cpu", "--degrees", "one"], 2, "--degrees is 'one'; give whole numbers with commas"),
+        (["--from-samples", "no.jsonl"], 1, "cannot read the samples no.jsonl"),
+        (["show", "no.yaml"], 1, "there is no cost profile no.yaml; make one with 'fcp profile -o no.yaml'"),
+        (["fit", "no.jsonl"], 1, "cannot read the metrics no.jsonl"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(
+    tmp_path: Path, fcp: Fcp, words: list[str], status: int, message: str
+) -> None:
+    done = fcp("-q", "profile", *words, status=status)
+    assert message in done.err
+    assert len(done.err.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", ["-1.0", ".nan"])
+def test_a_broken_coefficient_is_named_by_its_path(tmp_path: Path, fcp: Fcp, value: str) -> None:
+    fcp("profile", "--analytic")
+    path = tmp_path / "profile.yaml"
+    lines = path.read_text().splitlines()
+    broken = [f"  microbatch_seconds: {value}" if "microbatch_seconds:" in line else line for line in lines]
+    path.write_text("\n".join(broken))
+    done = fcp("profile", "show", status=1)
+    assert "coefficients.microbatch_seconds is" in done.err
+
+
+def test_several_nodes_get_a_command_to_run_on_each(tmp_path: Path, fcp: Fcp) -> None:
+    done = fcp("profile", "--model", "qwen3-8b", "--nodes", "2", "--devices-per-node", "8", "--device", "cuda")
+    assert "--nnodes=2 --nproc-per-node=8" in done.out
+    assert '--node-rank="$NODE_RANK"' in done.out
+    request = json.loads((tmp_path / "profile.request.json").read_text())
+    assert {point["degree"] for point in request["points"] if point["crosses_nodes"]} == {2, 3, 4, 6, 8}
+
+
+@pytest.mark.hf
+@pytest.mark.distributed
+def test_a_measurement_whose_worker_dies_is_kept_and_gone_on_with(tmp_path: Path, fcp: Fcp) -> None:
+    words = ["profile", "--ranks", "2", "--max-length", "512", "--budget-minutes"]
+    _kill_a_rank_after(3, [*words, "10"], tmp_path)
+    kept = len(read_samples(tmp_path / "profile.samples.jsonl").of_kind("observation"))
+    assert kept >= 3
+    assert not (tmp_path / "profile.yaml").exists()
+
+    done = fcp(*words, "0.05", "--json")
+    assert "going on with the measurement in profile.samples.jsonl" in done.err
+    assert "error held out" in done.err
+    profile = load_cost_profile(tmp_path / "profile.yaml")
+    assert json.loads(done.out)["profile"]["origin"] == profile.origin == "measured"
+    assert profile.model == "qwen3-tiny"
+    measurement = profile.measurement
+    assert measurement["degrees"] == [1, 2]
+    assert {"torch", "date", "device_name", "held_out_error_percent", "step_seconds"} <= set(measurement)
+    assert all(point["seconds"] > 0 for point in measurement["points"])
+    assert profile.memory.model_state_bytes == pytest.approx(
+        16 * 426_752, rel=1e-3
+    )  # fp32 weights, gradients and two moments
+    assert (profile.memory.tokens_per_rank() or 0) > 1000
+    samples = read_samples(tmp_path / "profile.samples.jsonl")
+    assert samples.finished
+    assert len(samples.of_kind("observation")) > kept
+
+
+def _kill_a_rank_after(observations: int, words: list[str], folder: Path) -> None:
+    """Start `fcp`, kill one of its ranks once so much was observed, and expect one line that says what is kept."""
+    argv = [sys.executable, "-m", "fcp_cli", *words]
+    process = subprocess.Popen(argv, cwd=folder, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    samples = folder / "profile.samples.jsonl"
+    deadline = time.monotonic() + 200
+    while not samples.exists() or samples.read_text().count('"observation"') < observations:
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.1)
+    ranks = [
+        pid for pid in descendants(process.pid) if b"profiling.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    send(ranks[:1], signal.SIGKILL)
+    _, stderr = process.communicate(timeout=200)
+    assert process.returncode == 1, stderr
+    assert "observations are kept in profile.samples.jsonl: run the command again to go on" in stderr

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fcp_cli.cost.profile import dump_cost_profile, load_cost_profile, parse_cost_profile
+from fcp_cli.errors import ProfileError
+
+DOCUMENT: dict[str, Any] = {
+    "format": "fcp-cost-profile/1",
+    "model": "qwen3-8b",
+    "cluster": "example-8x8",
+    "origin": "assumed",
+    "coefficients": {
+        "attention_seconds_per_token2": 6.451e-9,
+        "linear_seconds_per_token": 2.838e-4,
+        "ring_bytes_per_token": 442368,
+        "microbatch_seconds": 0.1,
+    },
+    "bandwidth_bytes_per_second": {"intra_node": 50.0e9, "inter_node": 12.0e9},
+}
+
+
+def _text(path: str, value: Any) -> str:
+    document = copy.deepcopy(DOCUMENT)
+    *blocks, key = path.split(".")
+    block = document
+    for name in blocks:
+        block = block[name]
+    if value is None:
+        del block[key]
+    else:
+        block[key] = value
+    return yaml.safe_dump(document)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("coefficients.linear_seconds_per_token", None, "coefficients.linear_seconds_per_token is missing"),
+        ("coefficients.linear_seconds_per_token", -1.0, "coefficients.linear_seconds_per_token is -1.0; it must be"),
+        ("coefficients.linear_seconds_per_token", math.nan, "coefficients.linear_seconds_per_token is nan"),
+        ("coefficients.linear_seconds_per_token", math.inf, "coefficients.linear_seconds_per_token is inf"),
+        ("coefficients.linear_seconds_per_token", "fast", "coefficients.linear_seconds_per_token is 'fast'"),
+        ("coefficients.linear_seconds_per_token", True, "coefficients.linear_seconds_per_token is True"),
+        (
+            "coefficients.linear_second_per_token",
+            1.0,
+            r"unknown key coefficients.linear_second_per_token; did you mean coefficients.linear_seconds_per_token\?",
+        ),
+        ("bandwidth_bytes_per_second.intra_node", 0.0, "bandwidth_bytes_per_second.intra_node is 0.0; .* positive"),
+        ("bandwidth_bytes_per_second", None, "the block bandwidth_bytes_per_second is missing"),
+        ("coefficents", {}, r"unknown key coefficents; did you mean coefficients\?"),
+        ("origin", "guessed", "origin is 'guessed'; it must be one of measured, fitted, analytic, assumed"),
+        ("format", "fcp-cost-profile/9", "expected 'format: fcp-cost-profile/1', found 'fcp-cost-profile/9'"),
+    ],
+)
+def test_a_broken_profile_is_rejected_by_the_path_of_its_figure(path: str, value: Any, message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        parse_cost_profile(_text(path, value), name="profile.yaml")
+
+
+def test_a_file_that_is_no_yaml_is_rejected(tmp_path: Path) -> None:
+    path = tmp_path / "profile.yaml"
+    path.write_text("a: [1, 2")
+    with pytest.raises(ProfileError, match=r"profile.yaml is not valid YAML"):
+        load_cost_profile(path)
+
+
+def test_a_missing_file_names_the_command_that_makes_one(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match=r"there is no cost profile .*; make one with 'fcp profile -o"):
+        load_cost_profile(tmp_path / "profile.yaml")
+
+
+def test_a_profile_survives_writing_and_reading() -> None:
+    profile = parse_cost_profile(yaml.safe_dump(DOCUMENT), name="x")
+    assert parse_cost_profile(dump_cost_profile(profile), name="x") == profile
+
+
+def test_measured_points_are_written_one_a_line() -> None:
+    points = [{"lengths": [512, 64], "degree": 2, "seconds": 0.5}, {"lengths": [64], "degree": 1, "seconds": 0.25}]
+    document = {**DOCUMENT, "origin": "measured", "measurement": {"points": points}}
+    profile = parse_cost_profile(yaml.safe_dump(document), name="x")
+    text = dump_cost_profile(profile)
+    assert "- {degree: 2, lengths: [512, 64], seconds: 0.5}" in text
+    assert yaml.safe_load(text)["measurement"]["points"] == points
+
+
+def test_numbers_that_yaml_reads_as_text_are_numbers() -> None:
+    text = _text("coefficients.ring_bytes_per_token", "5e5").replace("'5e5'", "5e5")
+    assert parse_cost_profile(text, name="x").coefficients.ring_bytes_per_token == 5e5

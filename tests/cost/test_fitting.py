@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fcp_cli.cost.fitting import Sample, fit_profile, mean_absolute_percentage, predicted_seconds
+from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile
+from fcp_cli.errors import ProfileError
+
+TRUTH = CostProfile(
+    model="m",
+    cluster="c",
+    origin="assumed",
+    coefficients=Coefficients(
+        attention_seconds_per_token2=3e-8,
+        linear_seconds_per_token=5e-5,
+        ring_bytes_per_token=3072,
+        microbatch_seconds=2e-3,
+        ring_hop_seconds=1e-3,
+    ),
+    bandwidth=Bandwidth(intra_node=2e7, inter_node=1e7),
+)
+# What a fit starts from: another machine's figures.
+PRIOR = replace(
+    TRUTH,
+    coefficients=replace(
+        TRUTH.coefficients,
+        attention_seconds_per_token2=1e-9,
+        linear_seconds_per_token=1e-6,
+        microbatch_seconds=0.5,
+        ring_hop_seconds=1e-4,
+    ),
+    bandwidth=Bandwidth(intra_node=1e9, inter_node=1e9),
+)
+PACKS = [(64,), (128,), (256,), (512,), (1024,), (2048,), (4096,), (64,) * 8, (256,) * 8, (1024,) * 3]
+
+
+def _samples(truth: CostProfile, degrees: tuple[int, ...] = (1, 2, 4), crosses_nodes: bool = False) -> list[Sample]:
+    drawn = [
+        Sample(lengths=p, degree=d, seconds=1.0, crosses_nodes=crosses_nodes and d > 1) for d in degrees for p in PACKS
+    ]
+    return [replace(s, seconds=float(t)) for s, t in zip(drawn, predicted_seconds(drawn, truth), strict=True)]
+
+
+def _closeness(found: CostProfile, truth: CostProfile) -> float:
+    names = ("attention_seconds_per_token2", "linear_seconds_per_token", "microbatch_seconds")
+    return float(max(abs(getattr(found.coefficients, name) / getattr(truth.coefficients, name) - 1) for name in names))
+
+
+def test_exact_samples_give_back_the_coefficients() -> None:
+    fit = fit_profile(_samples(TRUTH), PRIOR)
+    assert _closeness(fit.profile, TRUTH) < 0.01
+    assert fit.profile.coefficients.ring_hop_seconds == pytest.approx(1e-3, rel=0.05)
+    assert fit.profile.bandwidth.intra_node == pytest.approx(2e7, rel=0.05)
+    assert mean_absolute_percentage(fit.relative_errors) < 0.5
+    assert fit.kept == ("bandwidth_bytes_per_second.inter_node",)
+
+
+def test_rings_across_nodes_give_their_own_bandwidth() -> None:
+    fit = fit_profile(_samples(TRUTH) + _samples(TRUTH, (2, 4), crosses_nodes=True), PRIOR)
+    assert fit.profile.bandwidth.inter_node == pytest.approx(1e7, rel=0.05)
+    assert fit.kept == ()
+
+
+def test_outliers_hardly_move_the_fit() -> None:
+    samples = _samples(TRUTH)
+    draw = random.Random(1)
+    for position in draw.sample(range(len(samples)), 4):
+        samples[position] = replace(samples[position], seconds=samples[position].seconds * 3)
+    assert _closeness(fit_profile(samples, PRIOR).profile, TRUTH) < 0.05
+
+
+def test_without_rings_the_prior_is_kept() -> None:
+    fit = fit_profile(_samples(TRUTH, (1,)), PRIOR)
+    assert fit.profile.bandwidth == PRIOR.bandwidth
+    assert fit.profile.coefficients.ring_hop_seconds == PRIOR.coefficients.ring_hop_seconds
+    assert "coefficients.ring_hop_seconds" in fit.kept
+
+
+def test_silent_peers_say_nothing_about_the_ring() -> None:
+    quick = replace(TRUTH, coefficients=replace(TRUTH.coefficients, ring_bytes_per_token=0.0, ring_hop_seconds=0.0))
+    samples = [replace(s, silent=s.degree > 1) for s in _samples(quick)]
+    fit = fit_profile(samples, PRIOR)
+    assert fit.profile.bandwidth == PRIOR.bandwidth
+    assert _closeness(fit.profile, TRUTH) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ([Sample(lengths=(64,), degree=1, seconds=1.0)] * 3, "3 samples are too few: a fit needs at least 5"),
+        ([Sample(lengths=(64,), degree=1, seconds=1.0)] * 9, "all samples have 64 tokens per rank"),
+        (
+            [Sample(lengths=(64,) * n, degree=1, seconds=float(n)) for n in range(1, 9)],
+            "all samples have sequences of 64 tokens",
+        ),
+        (
+            [Sample(lengths=(n,), degree=1, seconds=float(n)) for n in (64, 128) * 4],
+            "at least three different lengths",
+        ),
+        ([Sample(lengths=(64,), degree=1, seconds=0.0)], "cannot be fitted"),
+    ],
+)
+def test_samples_that_cannot_tell_say_what_is_missing(samples: list[Sample], message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        fit_profile(samples, PRIOR)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    alpha1=st.floats(1e-10, 1e-6),
+    alpha2=st.floats(1e-6, 1e-3),
+    beta1=st.floats(1e-4, 1e-1),
+    seed=st.integers(0, 1000),
+)
+def test_a_noisy_fit_predicts_within_the_noise(alpha1: float, alpha2: float, beta1: float, seed: int) -> None:
+    truth = replace(
+        TRUTH,
+        coefficients=replace(
+            TRUTH.coefficients,
+            attention_seconds_per_token2=alpha1,
+            linear_seconds_per_token=alpha2,
+            microbatch_seconds=beta1,
+        ),
+    )
+    clean = _samples(truth)
+    noise = np.random.default_rng(seed).normal(1.0, 0.02, len(clean))
+    fit = fit_profile([replace(s, seconds=s.seconds * float(n)) for s, n in zip(clean, noise, strict=True)], PRIOR)
+    exact = np.array([s.seconds for s in clean])
+    assert mean_absolute_percentage(predicted_seconds(clean, fit.profile) / exact - 1.0) < 3.0

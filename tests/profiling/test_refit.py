@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fcp_cli.cost.fitting import Sample, predicted_seconds
+from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile, dump_cost_profile
+from fcp_cli.errors import ProfileError, RunError
+from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
+from fcp_cli.plan.step import StepPlan
+from fcp_cli.plan.writer import plan_writer
+from fcp_cli.profiling.refit import refit, samples_of_run
+
+PLANNED = CostProfile(
+    model="m",
+    cluster="c",
+    origin="assumed",
+    coefficients=Coefficients(
+        attention_seconds_per_token2=1e-8,
+        linear_seconds_per_token=1e-5,
+        ring_bytes_per_token=3072,
+        microbatch_seconds=1e-3,
+        ring_hop_seconds=1e-4,
+    ),
+    bandwidth=Bandwidth(intra_node=1e9, inter_node=1e9),
+)
+TRUTH = replace(
+    PLANNED,
+    coefficients=replace(
+        PLANNED.coefficients, attention_seconds_per_token2=3e-8, linear_seconds_per_token=5e-5, microbatch_seconds=4e-3
+    ),
+)
+
+
+def _step(index: int) -> StepPlan:
+    """A ring of two ranks, one rank alone, and an idle one."""
+    lengths = [[512 + 64 * index], [128, 64 + 32 * index]]
+    return StepPlan(
+        step=index,
+        wave=np.full(3, -1, dtype=np.int32),
+        rank_offsets=np.array([0, 2, 3, 4]),
+        ranks=np.array([0, 1, 2, 3], dtype=np.int32),
+        sequence_offsets=np.array([0, 1, 3, 3]),
+        sequences=np.arange(3 * index, 3 * index + 3),
+        lengths=np.array(lengths[0] + lengths[1], dtype=np.int32),
+        start_seconds=np.zeros(3),
+        seconds=np.array([1.0, 1.0, 0.0]),
+        makespan_seconds=1.0,
+        bound_seconds=0.5,
+    )
+
+
+def _run(folder: Path, steps: int = 20) -> tuple[Path, Path]:
+    """A plan and the metrics of a run in which a rank of each ring waited for the other."""
+    plan, metrics = folder / "plan.parquet", folder / "metrics.jsonl"
+    metadata = PlanMetadata(
+        fcp_version="0",
+        num_ranks=4,
+        ranks_per_node=2,
+        sync="iteration",
+        global_batch_size=3,
+        tokens_per_rank=4096,
+        seed=0,
+        shuffle=False,
+        solver="test",
+        manifest=ManifestReference(name="m", rows=3 * steps, content_hash="0"),
+        cost_profile=dump_cost_profile(PLANNED),
+    )
+    with plan_writer(plan, metadata) as writer:
+        for index in range(steps):
+            writer.append(_step(index))
+    run = {"format": "fcp-metrics/1", "kind": "run", "plan": str(plan), "plan_hash": writer.metadata.plan_hash}
+    rows: list[dict[str, Any]] = [run]
+    for index in range(steps):
+        step = list(_step(index).micro_batches())[:2]
+        drawn = [Sample(lengths=row.lengths, degree=row.degree, seconds=1.0) for row in step]
+        seconds = predicted_seconds(drawn, TRUTH).tolist()
+        slow = 10.0 if index == 0 else 1.0  # the first step warms up
+        rows.append(
+            {
+                "kind": "step",
+                "step": index,
+                "ranks": [
+                    {"rank": 0, "micro_batches": [{"order": 0, "seconds": slow * seconds[0] + 0.5}]},
+                    {"rank": 1, "micro_batches": [{"order": 0, "seconds": slow * seconds[0]}]},
+                    {"rank": 2, "micro_batches": [{"order": 1, "seconds": slow * seconds[1]}]},
+                    {"rank": 3, "micro_batches": [{"order": 2, "seconds": 0.0001}]},
+                ],
+            }
+        )
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return metrics, plan
+
+
+def test_a_refit_finds_what_the_run_really_took(tmp_path: Path) -> None:
+    metrics, _ = _run(tmp_path)
+    result = refit([samples_of_run(metrics, plan=None, skip_steps=1)])
+    assert result.num_fitted + result.num_held_out == 2 * 19
+    assert result.held_out_before_percent > 40
+    assert result.held_out_after_percent < 1
+    found = result.profile.coefficients
+    assert found.attention_seconds_per_token2 == pytest.approx(3e-8, rel=0.05)
+    assert found.linear_seconds_per_token == pytest.approx(5e-5, rel=0.05)
+    assert result.profile.origin == "fitted"
+    assert result.profile.measurement["runs"][0]["micro_batches"] == 38
+
+
+def test_idle_rows_and_warm_up_steps_are_no_samples(tmp_path: Path) -> None:
+    metrics, _ = _run(tmp_path)
+    run = samples_of_run(metrics, plan=None, skip_steps=1)
+    assert len(run.samples) == 38
+    assert {sample.degree for sample in run.samples} == {1, 2}
+    assert max(sample.seconds for sample in run.samples) < 0.5  # the shortest of a ring's ranks counts
+
+
+def test_another_plan_than_the_runs_is_rejected(tmp_path: Path) -> None:
+    metrics, _ = _run(tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    _, plan = _run(other, steps=3)
+    with pytest.raises(ProfileError, match=r"other/plan.parquet is not the plan of .*--plan"):
+        samples_of_run(metrics, plan=plan, skip_steps=1)
+
+
+def test_a_run_too_short_to_warm_up_says_so(tmp_path: Path) -> None:
+    metrics, _ = _run(tmp_path, steps=1)
+    with pytest.raises(ProfileError, match=r"no steps beyond the first 1 of each start; lower --skip-steps"):
+        samples_of_run(metrics, plan=None, skip_steps=1)
+
+
+def test_too_few_micro_batches_say_what_is_missing(tmp_path: Path) -> None:
+    metrics, _ = _run(tmp_path, steps=3)
+    with pytest.raises(ProfileError, match=r"4 samples are too few: a fit needs at least 5"):
+        refit([samples_of_run(metrics, plan=None, skip_steps=1)])
+
+
+def test_a_file_that_is_no_metrics_is_rejected(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text("{}\n")
+    with pytest.raises(RunError, match=r"is not the metrics of a run"):
+        samples_of_run(path, plan=None, skip_steps=0)

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from fcp_cli.profiling.samples import Point
+
+torch: Any = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytestmark = [pytest.mark.torch, pytest.mark.hf]
+
+
+@pytest.mark.parametrize(
+    ("degree", "crosses", "groups"),
+    [
+        (1, False, [(0,), (1,), (2,), (3,)]),
+        (2, False, [(0, 1), (2, 3)]),
+        (2, True, [(0, 2), (1, 3)]),
+        (3, False, []),
+        (3, True, [(0, 1, 2)]),
+        (4, True, [(0, 1, 2, 3)]),
+    ],
+)
+def test_groups_fill_the_ranks_inside_or_across_two_nodes(
+    degree: int, crosses: bool, groups: list[tuple[int, ...]]
+) -> None:
+    from fcp_cli.profiling.workload import groups_of
+
+    point = Point(lengths=(64,), degree=degree, crosses_nodes=crosses)
+    assert groups_of(point, world=4, ranks_per_node=2) == groups
+
+
+def test_one_rank_runs_a_member_of_any_ring_with_finite_gradients() -> None:
+    from fcp_cli.profiling.models import load_model
+    from fcp_cli.profiling.workload import SilentTransport, Workload, build_model
+
+    cpu = torch.device("cpu")
+    model = build_model(load_model("qwen3-tiny"), 2, cpu)
+    workload = Workload(model, cpu, "float32", SilentTransport())
+    for degree in (1, 2, 3):
+        for index in range(degree):
+            workload.micro_batch((65, 31), range(degree), index)()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert all(gradient is not None and torch.isfinite(gradient).all() for gradient in gradients)
+
+
+def test_fewer_layers_leave_the_others_without_gradient() -> None:
+    from fcp_cli.profiling.models import load_model
+    from fcp_cli.profiling.workload import SilentTransport, Workload, build_model
+
+    cpu = torch.device("cpu")
+    model: Any = build_model(load_model("qwen3-tiny"), 2, cpu)
+    workload = Workload(model, cpu, "float32", SilentTransport())
+    workload.set_layers(1)
+    workload.micro_batch((64,), (0,), 0)()
+    first, second = model.model.layers
+    assert first.mlp.up_proj.weight.grad is not None
+    assert second.mlp.up_proj.weight.grad is None
+
+
+def test_a_stopwatch_shows_the_time_that_was_computed() -> None:
+    from fcp_cli.profiling.device import Stopwatch
+
+    computed = 0.0
+
+    def work() -> None:
+        nonlocal computed
+        begin = time.thread_time()
+        torch.ones(256, 256) @ torch.ones(256, 256)
+        computed = time.thread_time() - begin
+
+    seconds = Stopwatch(torch.device("cpu")).measure(work)
+    assert seconds >= computed > 0
