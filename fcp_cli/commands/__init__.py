@@ -1,5 +1,7 @@
 """One file per verb. Importing this package registers them all; none imports anything heavy at its top."""
 
+from fcp_cli.commands import check as check
+from fcp_cli.commands import compare as compare
 from fcp_cli.commands import env as env
 from fcp_cli.commands import inspect as inspect
 from fcp_cli.commands import launch as launch
