@@ -1,0 +1,262 @@
+"""The plan file: what is written is read back, whoever wrote it, and nothing else passes for a plan."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fcp_cli.errors import FcpError, PlanError
+from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.schema import SCHEMA
+from fcp_cli.plan.step import StepPlan
+from fcp_cli.plan.writer import plan_writer
+from tests.plan.plans import rewritten, small_plan
+from tests.planning.examples import PROFILE
+
+METADATA = PlanMetadata(
+    fcp_version="0",
+    num_ranks=8,
+    ranks_per_node=4,
+    sync="iteration",
+    global_batch_size=4,
+    tokens_per_rank=100,
+    seed=0,
+    shuffle=False,
+    solver="static",
+    solver_options={"degree": 2},
+    manifest=ManifestReference(name="lengths.parquet", rows=10, content_hash="0" * 64),
+    cost_profile=PROFILE,
+)
+ARRAYS = ("wave", "rank_offsets", "ranks", "sequence_offsets", "sequences", "lengths", "start_seconds", "seconds")
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[StepPlan]:
+    """Any steps that the columns can hold: the file format knows no other rules."""
+    return [_step(draw, number) for number in range(draw(st.integers(1, 5)))]
+
+
+def _step(draw: st.DrawFn, number: int) -> StepPlan:
+    rows = draw(st.integers(1, 6))
+    degrees = [draw(st.integers(1, 4)) for _ in range(rows)]
+    sizes = [draw(st.integers(0, 3)) for _ in range(rows)]
+    seconds = st.floats(0, 1e6)
+
+    def integers(count: int, most: int, kind: Any) -> Any:
+        return np.array([draw(st.integers(0, most)) for _ in range(count)], dtype=kind)
+
+    return StepPlan(
+        step=number,
+        wave=integers(rows, 5, np.int32),
+        rank_offsets=np.concatenate(([0], np.cumsum(degrees))),
+        ranks=integers(sum(degrees), 2**31 - 1, np.int32),
+        sequence_offsets=np.concatenate(([0], np.cumsum(sizes))).astype(np.int64),
+        sequences=integers(sum(sizes), 2**62, np.int64),
+        lengths=integers(sum(sizes), 2**31 - 1, np.int32),
+        start_seconds=np.array([draw(seconds) for _ in range(rows)]),
+        seconds=np.array([draw(seconds) for _ in range(rows)]),
+        makespan_seconds=draw(seconds),
+        bound_seconds=draw(seconds),
+    )
+
+
+def written(path: Path, content: list[StepPlan]) -> Path:
+    with plan_writer(path, METADATA) as writer:
+        for step in content:
+            writer.append(step)
+    return path
+
+
+def assert_same(found: list[StepPlan], wanted: list[StepPlan]) -> None:
+    assert [step.step for step in found] == [step.step for step in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        for name in ARRAYS:
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+            assert getattr(one, name).dtype == getattr(other, name).dtype
+        assert (one.makespan_seconds, one.bound_seconds) == (other.makespan_seconds, other.bound_seconds)
+
+
+@settings(deadline=None, max_examples=40)
+@given(content=steps(), first=st.integers(0, 5))
+def test_what_is_written_is_read_back_from_any_step_on(
+    tmp_path_factory: pytest.TempPathFactory, content: list[StepPlan], first: int
+) -> None:
+    reader = PlanReader(written(tmp_path_factory.mktemp("plan") / "plan.parquet", content))
+    assert_same(list(reader.steps()), content)
+    assert_same(list(reader.steps(first)), content[first:])
+    assert reader.metadata.steps == len(content)
+    assert reader.content_hash() == reader.metadata.plan_hash
+    unfinished = {"steps": 0, "distinct_groups": 0, "plan_hash": "", "created": ""}
+    assert replace(reader.metadata, **unfinished) == METADATA  # type: ignore[arg-type]
+
+
+@settings(deadline=None, max_examples=25)
+@given(content=steps(), row_group_size=st.integers(1, 8), first=st.integers(0, 4))
+def test_row_groups_and_writer_do_not_matter(
+    tmp_path_factory: pytest.TempPathFactory, content: list[StepPlan], row_group_size: int, first: int
+) -> None:
+    plan = written(tmp_path_factory.mktemp("plan") / "plan.parquet", content)
+    foreign = PlanReader(rewritten(plan, row_group_size=row_group_size))
+    assert foreign.content_hash() == PlanReader(plan).metadata.plan_hash
+    assert_same(list(foreign.steps(first)), content[first:])
+
+
+@settings(deadline=None, max_examples=25)
+@given(content=steps(), data=st.data())
+def test_any_other_content_has_another_hash(
+    tmp_path_factory: pytest.TempPathFactory, content: list[StepPlan], data: st.DataObject
+) -> None:
+    plan = written(tmp_path_factory.mktemp("plan") / "plan.parquet", content)
+    column = data.draw(st.sampled_from(["order", "wave", "seconds", "step_bound_seconds"]))
+
+    def edit(columns: dict[str, list[Any]]) -> None:
+        row = data.draw(st.integers(0, len(columns[column]) - 1))
+        columns[column][row] += 1 if column != "seconds" else 1.0 + columns[column][row]
+
+    edited = PlanReader(rewritten(plan, edit=edit, rehash=False))
+    assert edited.content_hash() != edited.metadata.plan_hash
+
+
+def test_a_value_that_moves_to_the_next_list_changes_the_hash(tmp_path: Path) -> None:
+    plan = small_plan(tmp_path / "plan.parquet")
+
+    def edit(columns: dict[str, list[Any]]) -> None:
+        columns["ranks"][1].insert(0, columns["ranks"][0].pop())
+
+    edited = PlanReader(rewritten(plan, edit=edit, rehash=False))
+    assert edited.content_hash() != edited.metadata.plan_hash
+
+
+def test_metadata_counts_in_the_hash_but_the_date_does_not(tmp_path: Path) -> None:
+    plan = small_plan(tmp_path / "plan.parquet")
+    dated = PlanReader(rewritten(plan, rehash=False, created="1970-01-01"))
+    reseeded = PlanReader(rewritten(plan, rehash=False, seed=1))
+    assert dated.content_hash() == dated.metadata.plan_hash
+    assert reseeded.content_hash() != reseeded.metadata.plan_hash
+
+
+def test_the_columns_are_those_of_the_contract(tmp_path: Path) -> None:
+    schema = pq.read_schema(small_plan(tmp_path / "plan.parquet"))
+    assert schema.names == SCHEMA.names
+    assert [str(schema.field(name).type.value_type) for name in ("ranks", "sequences", "lengths")] == [
+        "int32",
+        "int64",
+        "int32",
+    ]
+    assert b"fcp" in schema.metadata
+
+
+def test_a_missing_plan_says_what_makes_one(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"there is no plan .*; make one with 'fcp plan MANIFEST -o "):
+        PlanReader(tmp_path / "plan.parquet")
+
+
+def test_a_foreign_parquet_file_is_no_plan(tmp_path: Path) -> None:
+    foreign = tmp_path / "lengths.parquet"
+    pq.write_table(pa.table({"length": [1, 2]}), foreign)
+    with pytest.raises(PlanError, match="is a Parquet file but not a plan"):
+        PlanReader(foreign)
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"hello, world", b"PAR1" * 1000])
+def test_a_file_that_is_not_parquet_is_no_plan(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "plan.parquet"
+    path.write_bytes(content)
+    with pytest.raises(PlanError, match="cannot be read as Parquet: it is damaged or not a plan"):
+        PlanReader(path)
+
+
+@pytest.mark.parametrize("kept", [0.05, 0.5, 0.99])
+def test_a_truncated_plan_is_recognised(tmp_path: Path, kept: float) -> None:
+    plan = small_plan(tmp_path / "plan.parquet")
+    content = plan.read_bytes()
+    plan.write_bytes(content[: int(len(content) * kept)])
+    with pytest.raises(PlanError, match="cannot be read as Parquet") as error:
+        PlanReader(plan)
+    assert "\n" not in str(error.value)
+
+
+def test_damage_inside_a_plan_is_recognised(tmp_path: Path) -> None:
+    plan = small_plan(tmp_path / "plan.parquet")
+    content = bytearray(plan.read_bytes())
+    content[4:400] = bytes(396)
+    plan.write_bytes(content)
+    with pytest.raises(PlanError, match="is damaged") as error:
+        list(PlanReader(plan).steps())
+    assert "\n" not in str(error.value)
+
+
+def test_a_plan_of_a_later_format_is_refused(tmp_path: Path) -> None:
+    plan = small_plan(tmp_path / "plan.parquet")
+    table = pq.read_table(plan)
+    raw = table.schema.metadata[b"fcp"].replace(b"fcp-plan/1", b"fcp-plan/2")
+    pq.write_table(table.replace_schema_metadata({b"fcp": raw}), plan)
+    with pytest.raises(PlanError, match="has format 'fcp-plan/2'; this fcp reads 'fcp-plan/1'"):
+        PlanReader(plan)
+
+
+def test_a_column_of_another_type_is_refused(tmp_path: Path) -> None:
+    plan = small_plan(tmp_path / "plan.parquet")
+    table = pq.read_table(plan)
+    changed = table.set_column(1, "order", table.column("order").cast(pa.int64()))
+    pq.write_table(changed.replace_schema_metadata(table.schema.metadata), plan)
+    with pytest.raises(PlanError, match="the column order is int64, not int32"):
+        PlanReader(plan)
+
+
+def test_nulls_are_refused(tmp_path: Path) -> None:
+    plan = small_plan(tmp_path / "plan.parquet")
+    table = pq.read_table(plan)
+    ranks = table.column("ranks").to_pylist()
+    ranks[2] = [None]
+    changed = table.set_column(3, "ranks", pa.array(ranks, type=pa.list_(pa.int32())))
+    pq.write_table(changed.replace_schema_metadata(table.schema.metadata), plan)
+    with pytest.raises(PlanError, match="the column ranks has nulls"):
+        list(PlanReader(plan).steps())
+
+
+def test_a_full_disk_leaves_the_old_plan_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = small_plan(tmp_path / "plan.parquet")
+    before = plan.read_bytes()
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pq.ParquetWriter, "write_table", full)
+    with pytest.raises(FcpError, match=r"cannot write .*plan\.parquet: No space left on device"):
+        small_plan(plan, seed=1)
+    assert plan.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.parquet"]
+
+
+def test_an_exception_while_planning_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="step 1 appended where step 0 is due"):
+        written(tmp_path / "plan.parquet", [replace(_any_step(), step=1)])
+    assert list(tmp_path.iterdir()) == []
+
+
+def _any_step() -> StepPlan:
+    one = np.array([0], dtype=np.int32)
+    return StepPlan(
+        step=0,
+        wave=one,
+        rank_offsets=np.array([0, 1]),
+        ranks=one,
+        sequence_offsets=np.array([0, 1]),
+        sequences=np.array([0]),
+        lengths=one,
+        start_seconds=np.zeros(1),
+        seconds=np.ones(1),
+        makespan_seconds=1.0,
+        bound_seconds=1.0,
+    )
