@@ -117,7 +117,7 @@ def fcp_command(*words: str) -> list[str]:
     return [sys.executable, "-m", "fcp_cli", *words]
 
 
-def run_fcp(*words: str, folder: Path, timeout_seconds: float = 150) -> subprocess.CompletedProcess[str]:
+def run_fcp(*words: str, folder: Path, timeout_seconds: float = 240) -> subprocess.CompletedProcess[str]:
     """Run `fcp ...` in a folder to its end."""
     return subprocess.run(
         fcp_command(*words), cwd=folder, capture_output=True, text=True, timeout=timeout_seconds, check=False

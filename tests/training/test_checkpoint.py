@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fcp_cli.errors import RunError
+from fcp_cli.training.checkpoint import (
+    CheckpointHeader,
+    TrainState,
+    check_header,
+    checkpoints,
+    load_checkpoint,
+    read_header,
+    remove_leftovers,
+    save_checkpoint,
+)
+
+pytestmark = pytest.mark.torch
+
+HEADER = CheckpointHeader(
+    step=5, plan_hash="a" * 64, num_ranks=1, sharding="replicated", model="tiny", torch=torch.__version__
+)
+
+
+def make_state(seed: int, width: int = 3) -> TrainState:
+    """A small model with a tied weight, a buffer, and an optimizer that has made a step."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(width, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, width)
+    )
+    model[2].weight = model[0].weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, width)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return TrainState(model=model, optimizer=optimizer, device=torch.device("cpu"))
+
+
+def save(folder: Path, state: TrainState, *, step: int = 5, keep: int = 2) -> Path:
+    return save_checkpoint(folder, replace(HEADER, step=step), state, rank=0, barrier=lambda: None, keep=keep)
+
+
+def next_loss(state: TrainState) -> float:
+    """One more step on random data: depends on weights, moments, buffers and the generator."""
+    loss = state.model(torch.randn(4, 3)).pow(2).sum()
+    loss.backward()
+    state.optimizer.step()
+    return float(state.model(torch.ones(4, 3)).sum().detach())
+
+
+def test_a_loaded_checkpoint_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    state = make_state(0)
+    path = save(tmp_path, state)
+    wanted = next_loss(state)
+    other = make_state(1)
+    load_checkpoint(path, other, sharding="replicated", rank=0)
+    assert next_loss(other) == wanted
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    state = make_state(0)
+    for step in (1, 2, 10):
+        save(tmp_path, state, step=step)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002", "step-00000010"]
+    assert read_header(checkpoints(tmp_path)[-1]).step == 10
+
+
+def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = make_state(0)
+    before = save(tmp_path, state, step=1)
+
+    def no_space(*ignored: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", no_space)
+    with pytest.raises(RunError, match=r"cannot write the checkpoint .*No space left on device; older ones are kept"):
+        save(tmp_path, state, step=2)
+    assert checkpoints(tmp_path) == [before]
+    remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [before.name]
+
+
+def test_a_damaged_checkpoint_says_how_to_go_on(tmp_path: Path) -> None:
+    path = save(tmp_path, make_state(0))
+    (path / "state.pt").write_bytes((path / "state.pt").read_bytes()[:500])
+    with pytest.raises(RunError, match=r"state\.pt cannot be read .*; remove .*step-00000005 to resume from the one"):
+        load_checkpoint(path, make_state(1), sharding="replicated", rank=0)
+
+
+def test_code_in_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, make_state(0))
+    torch.save({"model": {}, "optimizer": Path.cwd}, path / "state.pt")
+    with pytest.raises(RunError, match="cannot be read"):
+        load_checkpoint(path, make_state(1), sharding="replicated", rank=0)
+
+
+def test_a_checkpoint_of_another_model_does_not_fit(tmp_path: Path) -> None:
+    path = save(tmp_path, make_state(0, width=4))
+    with pytest.raises(RunError, match=r"does not fit this model: 0\.weight is \(4, 4\), not \(3, 3\)"):
+        load_checkpoint(path, make_state(1), sharding="replicated", rank=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"plan_hash": "b" * 64}, "was made under the plan aaaaaaaaaaaa, but this one is bbbbbbbbbbbb"),
+        ({"num_ranks": 8}, "was made with num ranks 1, but this run has 8"),
+        ({"model": "big"}, "was made with model tiny, but this run has big"),
+        ({"sharding": "sharded"}, "was made with sharding replicated, but this run has sharded"),
+    ],
+)
+def test_resuming_under_other_conditions_is_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(RunError, match=message):
+        check_header(HEADER, replace(HEADER, **change), checkpoint=Path("step-00000005"))  # type: ignore[arg-type]
+
+
+def test_a_foreign_header_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint.json").write_text('{"format": "other/1"}')
+    with pytest.raises(RunError, match="has format 'other/1'; this fcp reads 'fcp-checkpoint/1'"):
+        read_header(tmp_path)

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fcp_cli.errors import ManifestError, RunError
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.training.data import has_tokens, open_data, planned_lengths
+from tests.training.small_runs import write_manifest, write_small_plan
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    write_small_plan(folder / "plan.parquet", write_manifest(folder), steps=2)
+    return folder
+
+
+def test_tokens_come_from_the_manifests_source(folder: Path) -> None:
+    fetch = open_data(folder / "plan.parquet", folder / "lengths.parquet", vocab_size=256, seed=0)
+    assert bytes(fetch(0).tolist()).decode() == (folder / "text" / "000.txt").read_text()
+
+
+def test_a_vocabulary_too_small_for_the_tokens_is_one_line(folder: Path) -> None:
+    with pytest.raises(RunError, match="go up to 255, but the model's vocabulary has 100 entries"):
+        open_data(folder / "plan.parquet", folder / "lengths.parquet", vocab_size=100, seed=0)
+
+
+def test_synthetic_tokens_have_the_planned_lengths(folder: Path) -> None:
+    fetch = open_data(folder / "plan.parquet", None, vocab_size=50, seed=0)
+    lengths = planned_lengths(folder / "plan.parquet")
+    assert len(lengths) == PlanReader(folder / "plan.parquet").metadata.manifest.rows
+    planned = np.flatnonzero(lengths)
+    assert len(planned) == 12
+    for row in planned.tolist():
+        assert len(fetch(row)) == lengths[row]
+        assert fetch(row).max() < 50
+
+
+def test_lengths_alone_are_no_tokens(folder: Path, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"length": [3, 4]}), tmp_path / "bare.parquet")
+    assert not has_tokens(tmp_path / "bare.parquet")
+    assert has_tokens(folder / "lengths.parquet")
+
+
+def test_a_source_that_is_gone_is_not_replaced_by_random_tokens(tmp_path: Path) -> None:
+    manifest = write_manifest(tmp_path)
+    (tmp_path / "text").rename(tmp_path / "moved")
+    with pytest.raises(ManifestError, match="which is gone"):
+        has_tokens(manifest)

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from fcp_cli.errors import RunError
+from fcp_cli.training.metrics import (
+    MetricsTail,
+    MetricsWriter,
+    MicroBatchTiming,
+    StepMeasurement,
+    drop_steps_from,
+    read_metrics,
+)
+
+RUN: dict[str, object] = {"format": "fcp-metrics/1", "kind": "run", "started": "2026-01-01T00:00:00+00:00"}
+
+
+def timing(order: int, seconds: float) -> MicroBatchTiming:
+    return MicroBatchTiming(order=order, degree=2, tokens=10, predicted_seconds=0.5, start_seconds=0.0, seconds=seconds)
+
+
+def measured(step: int = 3, *, loss: float = 2.0) -> StepMeasurement:
+    return StepMeasurement(
+        step=step,
+        loss=loss,
+        tokens=20,
+        grad_norm=1.5,
+        learning_rate=1e-3,
+        seconds=2.0,
+        predicted_seconds=1.0,
+        ranks=[[timing(0, 0.5), timing(2, 1.0)], [timing(1, 0.5)]],
+    )
+
+
+def write(path: Path, *records: dict[str, object]) -> None:
+    writer = MetricsWriter(path)
+    for record in records:
+        writer.write(record)
+    writer.close()
+
+
+def steps_in(path: Path) -> list[int]:
+    return [record["step"] for record in read_metrics(path) if record["kind"] == "step"]
+
+
+def test_a_step_record_has_what_the_format_promises() -> None:
+    micro_batch = {
+        "order": 0,
+        "degree": 2,
+        "tokens": 10,
+        "predicted_seconds": 0.5,
+        "start_seconds": 0.0,
+        "seconds": 0.5,
+    }
+    record = measured().record()
+    assert record["ranks"][1] == {
+        "rank": 1,
+        "busy_seconds": 0.5,
+        "idle_seconds": 1.5,
+        "micro_batches": [{**micro_batch, "order": 1}],
+    }
+    del record["ranks"]
+    assert record == {
+        "kind": "step",
+        "step": 3,
+        "loss": 2.0,
+        "tokens": 20,
+        "grad_norm": 1.5,
+        "learning_rate": 1e-3,
+        "seconds": 2.0,
+        "predicted_seconds": 1.0,
+        "idle_fraction": 0.5,
+        "warm_up": False,
+    }
+
+
+def test_a_loss_that_ran_away_is_null_not_invalid_json() -> None:
+    assert json.loads(json.dumps(measured(loss=math.nan).record(), allow_nan=False))["loss"] is None
+
+
+def test_resuming_drops_the_steps_that_will_be_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, RUN, *(measured(step).record() for step in range(8)))
+    drop_steps_from(path, 5)
+    write(path, RUN, measured(5).record())
+    assert steps_in(path) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_last_line_cut_by_a_kill_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, RUN, measured(0).record())
+    with path.open("a") as file:
+        file.write('{"kind":"step","st')
+    assert steps_in(path) == [0]
+    drop_steps_from(path, 1)
+    assert path.read_text().count("\n") == 2
+    assert path.read_text().endswith("}\n")
+
+
+def test_damage_in_the_middle_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(RUN) + "\n{oops\n" + json.dumps(measured().record()) + "\n")
+    with pytest.raises(RunError, match=r"metrics\.jsonl line 2 is not JSON"):
+        read_metrics(path)
+
+
+def test_another_file_is_not_metrics(tmp_path: Path) -> None:
+    path = tmp_path / "other.jsonl"
+    path.write_text('{"text": "hello"}\n')
+    with pytest.raises(RunError, match="is not the metrics of a run"):
+        read_metrics(path)
+
+
+def test_a_tail_gives_each_whole_record_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = MetricsTail(path, since=str(RUN["started"]))
+    assert tail.poll() == []
+    write(path, RUN, measured(0).record())
+    assert [record["kind"] for record in tail.poll()] == ["run", "step"]
+    with path.open("a") as file:
+        file.write('{"kind":"step",')
+        file.flush()
+        assert tail.poll() == []
+        file.write('"step":1}\n')
+    assert tail.poll() == [{"kind": "step", "step": 1}]
+    assert tail.poll() == []
+
+
+def test_a_tail_passes_over_what_an_earlier_start_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, RUN, measured(0).record(), measured(1).record())
+    tail = MetricsTail(path, since="2026-06-01T00:00:00+00:00")
+    assert tail.poll() == []
+    drop_steps_from(path, 1)
+    write(path, {**RUN, "started": "2026-06-01T00:00:01+00:00"}, measured(1).record())
+    assert [record.get("step") for record in tail.poll()] == [None, 1]

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fcp_cli.errors import ProfileError, RunError
+from fcp_cli.profiling.models import load_model
+from fcp_cli.training.models import build_model, model_vocab_size
+
+pytestmark = pytest.mark.hf
+
+CPU = torch.device("cpu")
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+
+def write_config(folder: Path, **changes: object) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**CONFIG, **changes}))
+    return str(path)
+
+
+def test_the_tiny_model_has_the_parameters_that_its_description_counts() -> None:
+    built = build_model("qwen3-tiny", seed=0, device=CPU)
+    assert built.parameters == load_model("qwen3-tiny").parameters
+    assert type(built.model).__name__ == "Qwen3ForCausalLM"
+    assert built.dropped == ""
+
+
+def test_equal_seeds_give_equal_weights() -> None:
+    first, same, other = (build_model("qwen3-tiny", seed=seed, device=CPU).model for seed in (1, 1, 2))
+    weights = [model.state_dict()["model.layers.1.mlp.up_proj.weight"] for model in (first, same, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_a_hugging_face_config_is_built_as_it_stands(tmp_path: Path) -> None:
+    name = write_config(tmp_path)
+    built = build_model(name, seed=0, device=CPU)
+    assert type(built.model).__name__ == "LlamaForCausalLM"
+    assert built.parameters == load_model(name).parameters
+    assert model_vocab_size(name) == 64
+
+
+def test_a_sliding_window_is_refused(tmp_path: Path) -> None:
+    name = write_config(tmp_path, model_type="qwen3", head_dim=8, use_sliding_window=True, sliding_window=8,
+                        max_window_layers=1)  # fmt: skip
+    with pytest.raises(RunError, match="full attention only"):
+        build_model(name, seed=0, device=CPU)
+
+
+def test_an_unknown_model_names_the_nearest() -> None:
+    with pytest.raises(ProfileError, match="unknown model 'qwen3-tiney'; nearest: qwen3-tiny"):
+        build_model("qwen3-tiney", seed=0, device=CPU)

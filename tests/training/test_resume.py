@@ -1,0 +1,224 @@
+"""The exactness of training, on gloo ranks started as a user starts them: with `fcp launch`.
+
+One run goes straight through. Another is killed after a checkpoint, resumed from it, and stopped by Ctrl-C. As far as
+it came it must agree in every bit: losses, gradient norms, weights and optimizer states.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fcp_cli.launching import processes
+from fcp_cli.training.checkpoint import checkpoints
+from fcp_cli.training.metrics import read_metrics
+from tests.training.small_runs import fcp_command, run_fcp, write_manifest, write_small_plan
+
+pytestmark = [pytest.mark.distributed, pytest.mark.hf]
+
+STEPS = 12
+SETTINGS = ("--model", "qwen3-tiny", "--learning-rate", "3e-3", "--log-every", "1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a launch ended: exit status, all that it printed to stderr, and which of its ranks are still there."""
+
+    status: int
+    printed: str
+    ranks_left: list[int]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as a user has it after `fcp manifest build` and `fcp plan`."""
+    folder = tmp_path_factory.mktemp("runs")
+    manifest = write_manifest(folder)
+    write_small_plan(folder / "plan.parquet", manifest, steps=STEPS)
+    write_small_plan(folder / "waves.parquet", manifest, steps=4, sync="microbatch", num_ranks=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def straight(folder: Path) -> Path:
+    """All steps, with a checkpoint of each to compare with."""
+    ended = run_fcp("launch", *SETTINGS, "--checkpoint-every", "1", "--keep-checkpoints", str(STEPS), folder=folder)
+    assert ended.returncode == 0, ended.stderr
+    return folder / "runs" / "qwen3-tiny-001"
+
+
+@pytest.fixture(scope="module")
+def broken(folder: Path) -> Path:
+    return folder / "broken"
+
+
+@pytest.fixture(scope="module")
+def killed(folder: Path, broken: Path) -> Ended:
+    """One rank is killed outright, two steps after the checkpoint of step 5."""
+    words = (*SETTINGS, "--checkpoint-every", "5", "--run-dir", str(broken))
+    with launched(*words, folder=folder) as (process, read_to):
+        read_to("step 7/")
+        (agent,) = processes.children(process.pid)
+        os.kill(processes.children(agent)[2], signal.SIGKILL)
+        return read_to(None)
+
+
+@pytest.fixture(scope="module")
+def interrupted(folder: Path, broken: Path, killed: Ended) -> Ended:
+    """The run goes on from the checkpoint, and Ctrl-C stops it a few steps later."""
+    with launched("--resume", "--run-dir", str(broken), folder=folder) as (process, read_to):
+        read_to("step 6/")
+        process.send_signal(signal.SIGINT)
+        return read_to(None)
+
+
+@contextmanager
+def launched(*words: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], Callable[[str | None], Ended]]]:
+    """`fcp launch ...`, and a function that reads its lines up to one that begins with a text, or to the end."""
+    printed: list[str] = []
+    with subprocess.Popen(
+        fcp_command("launch", *words), cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    ) as process:
+
+        def read_to(beginning: str | None) -> Ended:
+            assert process.stderr is not None
+            for line in process.stderr:
+                printed.append(line)
+                if beginning is not None and line.startswith(beginning):
+                    return Ended(status=0, printed=line, ranks_left=[])
+            assert beginning is None, "".join(printed)
+            return Ended(status=process.wait(), printed="".join(printed), ranks_left=ranks_in(folder))
+
+        try:
+            yield process, read_to
+        finally:
+            processes.kill_tree(process.pid)
+
+
+def ranks_in(folder: Path) -> list[int]:
+    """Live processes whose plan is in this folder."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (entry / "environ").read_bytes()
+        except OSError:
+            continue
+        if f"FCP_PLAN={folder}".encode() in environment:
+            found.append(int(entry.name))
+    return found
+
+
+def steps_of(run_dir: Path) -> list[tuple[Any, ...]]:
+    """What must not depend on interruptions, per step."""
+    return [
+        tuple(record[name] for name in ("step", "loss", "tokens", "grad_norm", "learning_rate"))
+        for record in read_metrics(run_dir / "metrics.jsonl")
+        if record["kind"] == "step"
+    ]
+
+
+def tensors_of(checkpoint: Path, name: str = "state.pt") -> list[torch.Tensor]:
+    """Weights and optimizer states."""
+    state = torch.load(checkpoint / name, weights_only=True)
+    moments = [value for entry in state["optimizer"]["state"].values() for value in entry.values()]
+    return [*state["model"].values(), *moments]
+
+
+def same_bits(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(torch.equal(ours, theirs) for ours, theirs in zip(first, second, strict=True))
+
+
+def test_a_killed_rank_ends_the_job_and_is_named(killed: Ended) -> None:
+    assert killed.status == 1
+    assert killed.ranks_left == []
+    assert "error: rank 2 was ended by signal 9 (out of memory?); its whole output is in " in killed.printed
+    assert "Traceback" not in killed.printed
+
+
+def test_ctrl_c_saves_says_how_to_go_on_and_leaves_nothing_running(broken: Path, interrupted: Ended) -> None:
+    assert interrupted.status == 130, interrupted.printed
+    assert interrupted.ranks_left == []
+    saved = len(steps_of(broken))
+    assert 6 <= saved < STEPS
+    assert interrupted.printed.splitlines()[-1] == (
+        f"error: interrupted; {saved} steps are saved, go on with: fcp launch --run-dir {broken.name} --resume"
+    )
+    assert [path.name for path in checkpoints(broken / "checkpoints")] == ["step-00000005", f"step-{saved:08d}"]
+
+
+def test_a_run_that_was_killed_and_resumed_equals_one_that_was_not(
+    straight: Path, broken: Path, interrupted: Ended
+) -> None:
+    steps = steps_of(broken)
+    assert [step[0] for step in steps] == list(range(len(steps)))  # none is missing, none appears twice
+    assert steps == steps_of(straight)[: len(steps)]
+    for checkpoint in checkpoints(broken / "checkpoints"):
+        assert same_bits(tensors_of(checkpoint), tensors_of(straight / "checkpoints" / checkpoint.name))
+
+
+def test_metrics_have_the_promised_fields(straight: Path) -> None:
+    run, *steps = read_metrics(straight / "metrics.jsonl")
+    assert {
+        name: run[name] for name in ("format", "kind", "num_ranks", "ranks_per_node", "sync", "model", "device")
+    } == {
+        "format": "fcp-metrics/1",
+        "kind": "run",
+        "num_ranks": 4,
+        "ranks_per_node": 4,
+        "sync": "iteration",
+        "model": "qwen3-tiny",
+        "device": "cpu",
+    }
+    assert {"plan", "plan_hash", "device_name", "torch", "started"} <= run.keys()
+    assert [step["warm_up"] for step in steps] == [True] + [False] * (STEPS - 1)
+    for step in steps:
+        assert [rank["rank"] for rank in step["ranks"]] == [0, 1, 2, 3]
+        for rank in step["ranks"]:
+            assert rank["busy_seconds"] + rank["idle_seconds"] == pytest.approx(step["seconds"])
+            orders = [micro_batch["order"] for micro_batch in rank["micro_batches"]]
+            assert orders == sorted(orders)
+            for micro_batch in rank["micro_batches"]:
+                assert micro_batch.keys() == {
+                    "order", "degree", "tokens", "predicted_seconds", "start_seconds", "seconds"
+                }  # fmt: skip
+    # Step 0 of the plan: ranks 0-2, rank 3, ranks 0 and 3, ranks 1 and 2.
+    assert [[m["order"] for m in rank["micro_batches"]] for rank in steps[0]["ranks"]] == [
+        [0, 2],
+        [0, 3],
+        [0, 3],
+        [1, 2],
+    ]
+    assert [m["degree"] for m in steps[0]["ranks"][3]["micro_batches"]] == [1, 2]
+
+
+def test_the_loss_falls_on_real_text(straight: Path) -> None:
+    losses = [step[1] for step in steps_of(straight)]
+    assert losses[0] == pytest.approx(5.55, abs=0.1)  # ln 256: it knows nothing
+    assert losses[-1] < losses[0] - 1.0
+
+
+def test_a_sharded_run_resumes_bit_for_bit(folder: Path) -> None:
+    words = ("launch", "--plan", "waves.parquet", "--model", "qwen3-tiny", "--checkpoint-every", "2")
+    ended = run_fcp(*words, "--run-dir", "whole", folder=folder)
+    assert ended.returncode == 0, ended.stderr
+    shutil.copytree(folder / "whole", folder / "resumed")
+    shutil.rmtree(folder / "resumed" / "checkpoints" / "step-00000004")
+    ended = run_fcp("launch", "--run-dir", "resumed", "--resume", folder=folder)
+    assert ended.returncode == 0, ended.stderr
+    assert steps_of(folder / "resumed") == steps_of(folder / "whole")
+    for rank in range(2):
+        ours, theirs = (
+            tensors_of(folder / run / "checkpoints" / "step-00000004", f"state-{rank:05d}.pt")
+            for run in ("resumed", "whole")
+        )
+        assert same_bits(ours, theirs)

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fcp_cli.errors import UsageError
+from fcp_cli.training.settings import TrainSettings, parse_settings
+
+REQUIRED: dict[str, Any] = {"plan": Path("plan.parquet"), "model": "qwen3-tiny", "run_dir": Path("run dir")}
+
+
+@settings(deadline=None)
+@given(
+    steps=st.none() | st.integers(1, 10**9),
+    learning_rate=st.floats(0, 10, allow_nan=False),
+    dtype=st.sampled_from(["auto", "float32", "bfloat16"]),
+    resume=st.booleans(),
+    manifest=st.none() | st.just(Path("a b.parquet")),
+)
+def test_settings_survive_the_command_line(
+    steps: int | None, learning_rate: float, dtype: str, resume: bool, manifest: Path | None
+) -> None:
+    before = TrainSettings(
+        **REQUIRED, steps=steps, learning_rate=learning_rate, dtype=dtype, resume=resume, manifest=manifest
+    )
+    assert parse_settings(before.argv()) == before
+
+
+def test_defaults_are_not_spelt_out() -> None:
+    assert TrainSettings(**REQUIRED).argv() == [
+        "--plan", "plan.parquet", "--model", "qwen3-tiny", "--run-dir", "run dir"
+    ]  # fmt: skip
+
+
+def test_plan_and_run_dir_come_from_the_environment_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FCP_PLAN", "/jobs/plan.parquet")
+    monkeypatch.setenv("FCP_RUN_DIR", "/jobs/run")
+    parsed = parse_settings(["--model", "qwen3-tiny"])
+    assert (parsed.plan, parsed.run_dir) == (Path("/jobs/plan.parquet"), Path("/jobs/run"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("steps", 0, "--steps is 0; it must be at least 1"),
+        ("learning_rate", float("nan"), "--learning-rate is nan; it must be at least 0"),
+        ("keep_checkpoints", 0, "--keep-checkpoints is 0; it must be at least 1"),
+        ("dtype", "float8", "--dtype is 'float8'; it must be one of auto, float32, bfloat16"),
+        ("device", "tpu", "--device is 'tpu'; it must be one of auto, cpu, cuda, npu"),
+    ],
+)
+def test_impossible_settings_are_one_line(name: str, value: object, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        TrainSettings(**{**REQUIRED, name: value})
+    assert str(error.value) == message
+
+
+def test_every_setting_is_documented() -> None:
+    documented = TrainSettings.__doc__ or ""
+    undocumented = {f.name for f in fields(TrainSettings) if f"{f.name}:" not in documented}
+    assert undocumented == {"weight_decay", "seed", "device", "resume", "warmup_steps", "min_learning_rate_ratio"}
