@@ -14,6 +14,8 @@ from fcp_cli.planning.fcp.wave import Wave, fill_wave, make_wave, outlook, wave_
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
+_REFUSAL = 0.25  # of the seconds that refused work would fill, as a penalty
+
 
 @njit(cache=True, nogil=True)
 def _bound(work: float, tokens: int, machine: Machine) -> float:
@@ -83,7 +85,9 @@ def candidates(alive: Int64Array, count: int, sequences: Sequences, machine: Mac
             previous = seconds
     steps = len(out) - n
     for k in range(steps):
-        out[n] = lowest * (highest / lowest) ** ((k + 0.5) / steps)
+        # Denser towards the lowest; without powers, whose last bit differs between machines.
+        x = (k + 0.5) / steps
+        out[n] = lowest + (highest - lowest) * x * (0.6 + 0.4 * x)
         n += 1
     return n
 
@@ -129,7 +133,7 @@ def search(tries: int, fills: int, sequences: Sequences, machine: Machine) -> An
     wave = make_wave(n, machine)
     alive, count = np.arange(n), n
     child, later, kept = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
-    options, values = np.zeros(tries), np.zeros(tries)
+    options, values, penalty = np.zeros(tries), np.zeros(tries), np.zeros(tries)
     targets, pairs = np.zeros(n), np.zeros(n, dtype=np.bool_)
     done = 0.0
     best, best_waves, best_last, best_pairs = np.inf, 0, 0.0, True
@@ -156,26 +160,30 @@ def search(tries: int, fills: int, sequences: Sequences, machine: Machine) -> An
                     best, best_waves, best_last, best_pairs = done + last, w, last, use_pairs
         m = candidates(alive, count, sequences, machine, options)
         for c in range(m):
-            work, tokens = outlook(options[c], alive, count, child, later, sequences, machine, wave)
-            values[c] = options[c] + _bound(work, tokens, machine)
+            work, tokens, refused = outlook(options[c], alive, count, child, later, sequences, machine, wave)
+            penalty[c] = _REFUSAL * refused / machine.num_ranks
+            values[c] = options[c] + _bound(work, tokens, machine) + penalty[c]
         by_value = np.argsort(values[:m], kind="mergesort")
         chosen, chosen_pairs, chosen_value, kept_count = 0.0, True, np.inf, 0
+        chosen_option = 0
         for x in range(min(fills, m) + 2):
             # At last the winner without pairs; and the first target, by which the longest sequence surely ends.
-            target = options[by_value[x]] if x < min(fills, m) else (chosen if x == min(fills, m) else options[0])
+            c = by_value[x] if x < min(fills, m) else (chosen_option if x == min(fills, m) else 0)
+            target = options[c]
             use_pairs = x < min(fills, m)
-            if use_pairs and values[by_value[x]] >= chosen_value:
+            if use_pairs and values[c] >= chosen_value:
                 continue
-            if (x == min(fills, m) + 1 and chosen_value < np.inf) or target == 0.0:
+            if x == min(fills, m) + 1 and chosen_value < np.inf:
                 continue
             rest = fill_wave(target, use_pairs, alive, count, child, later, sequences, machine, wave)
             if rest == count:
                 continue
             seconds = wave_seconds(machine, wave)
             work, tokens = _totals(child, rest, sequences)
-            value = seconds + _bound(work, tokens, machine)
+            value = seconds + _bound(work, tokens, machine) + penalty[c]
             if value < chosen_value:
                 chosen, chosen_pairs, chosen_value, kept_count = target, use_pairs, value, rest
+                chosen_option = c
                 kept[:rest] = child[:rest]
         if chosen_value == np.inf:
             break

@@ -202,10 +202,15 @@ def place_rings(
     machine: Machine,
     wave: Wave,
 ) -> Any:
-    """Rings of a wave; (sequences left over, sequences that a single rank could take, listed in later)."""
+    """Rings of a wave: (sequences left over, small sequences, listed in later, ranks left, work refused).
+
+    Refused is work of sequences for which there were ranks enough, only not at a degree that ends by the target: they
+    will cost a later wave as much as they would have cost this one.
+    """
     _reset(machine, wave)
     ranks_left = machine.num_ranks
     rest, small = 0, 0
+    refused = 0.0
     for k in range(count):
         i = alive[k]
         if sequences.tokens[i] <= machine.budget and machine.beta + sequences.work[i] <= target + _SLACK:
@@ -217,7 +222,11 @@ def place_rings(
         if degree == 0:
             left_over[rest] = i
             rest += 1
-    return rest, small, ranks_left
+            if ranks_left * machine.budget >= sequences.tokens[i] and (
+                ranks_left * (target - machine.beta) >= sequences.work[i]
+            ):
+                refused += sequences.work[i]
+    return rest, small, ranks_left, refused
 
 
 @njit(cache=True, nogil=True)
@@ -231,8 +240,8 @@ def outlook(
     machine: Machine,
     wave: Wave,
 ) -> Any:
-    """What a wave would leave, were small sequences a fluid: (work left, tokens left)."""
-    rest, small, ranks_left = place_rings(target, alive, count, left_over, later, sequences, machine, wave)
+    """What a wave would leave, were small sequences a fluid: (work left, tokens left, work refused)."""
+    rest, small, ranks_left, refused = place_rings(target, alive, count, left_over, later, sequences, machine, wave)
     work, tokens = 0.0, 0
     for k in range(rest):
         work += sequences.work[left_over[k]]
@@ -255,7 +264,7 @@ def outlook(
         else:
             work += sequences.work[i]
             tokens += sequences.tokens[i]
-    return work, tokens
+    return work, tokens, refused
 
 
 @njit(cache=True, nogil=True)
@@ -271,7 +280,7 @@ def fill_wave(
     wave: Wave,
 ) -> int:
     """Fill a wave from the sequences alive[:count]; those left go to left_over. How many are left."""
-    rest, small, _ranks_left = place_rings(target, alive, count, left_over, later, sequences, machine, wave)
+    rest, small, _ranks_left, _refused = place_rings(target, alive, count, left_over, later, sequences, machine, wave)
     for free in range(machine.per_node, 0, -1):
         while wave.bucket[free] >= 0:
             node_free = free
