@@ -8,4 +8,5 @@ from fcp_cli.commands import launch as launch
 from fcp_cli.commands import manifest as manifest
 from fcp_cli.commands import plan as plan
 from fcp_cli.commands import profile as profile
+from fcp_cli.commands import trace as trace
 from fcp_cli.commands import verify as verify

@@ -1,0 +1,197 @@
+"""The metrics of a run as pictures need them: step by step, in arrays, and forgiving of what a killed run leaves.
+
+`training.metrics.read_metrics` is strict and reads whole files; this reads gigabytes line by line, leaves damaged
+lines out, and remembers in `problems` what it left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fcp_cli.errors import RunError
+from fcp_cli.plan.step import FloatArray, Int64Array
+from fcp_cli.training.metrics import FORMAT
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStep:
+    """One measured step; entry i of each array is one micro-batch on one rank. Times count from the step's start.
+
+    Attributes:
+        step: optimizer step.
+        seconds, predicted_seconds: wall-clock time, and the plan's makespan.
+        tokens, loss, idle_fraction, warm_up: as in the record; `loss` is None where it was not finite.
+        ranks, orders, degrees, pack_tokens: which micro-batch ran where.
+        planned_seconds, start_seconds, busy_seconds: of each micro-batch on each rank.
+    """
+
+    step: int
+    seconds: float
+    predicted_seconds: float
+    tokens: int
+    loss: float | None
+    idle_fraction: float
+    warm_up: bool
+    ranks: Int64Array
+    orders: Int64Array
+    degrees: Int64Array
+    pack_tokens: Int64Array
+    planned_seconds: FloatArray
+    start_seconds: FloatArray
+    busy_seconds: FloatArray
+
+
+_TIMING_FIELDS = ("order", "degree", "tokens", "predicted_seconds", "start_seconds", "seconds")
+
+
+def run_step(record: dict[str, Any]) -> RunStep:
+    """The arrays of one `step` record; KeyError, TypeError or ValueError where it is not one."""
+    rows = [
+        (rank["rank"], *(timing[name] for name in _TIMING_FIELDS))
+        for rank in record["ranks"]
+        for timing in rank["micro_batches"]
+    ]
+    table = np.array(rows, dtype=np.float64).reshape(len(rows), 1 + len(_TIMING_FIELDS)).T
+    loss = record["loss"]
+    return RunStep(
+        step=int(record["step"]),
+        seconds=float(record["seconds"]),
+        predicted_seconds=float(record["predicted_seconds"]),
+        tokens=int(record["tokens"]),
+        loss=None if loss is None else float(loss),
+        idle_fraction=float(record["idle_fraction"]),
+        warm_up=bool(record.get("warm_up")),
+        ranks=table[0].astype(np.int64),
+        orders=table[1].astype(np.int64),
+        degrees=table[2].astype(np.int64),
+        pack_tokens=table[3].astype(np.int64),
+        planned_seconds=table[4],
+        start_seconds=table[5],
+        busy_seconds=table[6],
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class RunFile:
+    """A metrics file: the record its latest start wrote, and its steps.
+
+    Attributes:
+        run: the first `run` record, or the latest that was met.
+        plan_hash: where given, steps that another plan drove are left out.
+        problems: one line each, complete once the steps have been read.
+    """
+
+    path: Path
+    run: dict[str, Any]
+    plan_hash: str | None = None
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def num_ranks(self) -> int:
+        return int(self.run["num_ranks"])
+
+    @property
+    def ranks_per_node(self) -> int:
+        return int(self.run["ranks_per_node"])
+
+    def steps(self, *, every: int = 1) -> Iterator[RunStep]:
+        """The steps in the file's order; with `every` = k only each k-th is parsed."""
+        self.problems.clear()
+        damaged: list[int] = []
+        foreign = found = 0
+        for number, line in _lines(self.path):
+            is_step = line.startswith('{"kind":"step"') or '"kind": "step"' in line[:40]
+            found += is_step
+            if is_step and (found - 1) % every:
+                continue
+            record = self._parse(line)
+            if record is None:
+                damaged.append(number)
+            elif isinstance(record, RunStep):
+                if self._is_foreign():
+                    foreign += 1
+                else:
+                    yield record
+        self._report(damaged, foreign, found)
+
+    def _parse(self, line: str) -> RunStep | dict[str, Any] | None:
+        """A step, a record of another kind, or None for a damaged line; a `run` record becomes the current one."""
+        try:
+            record = json.loads(line)
+            if record["kind"] == "step":
+                return run_step(record)
+            if record["kind"] == "run":
+                int(record["num_ranks"]), int(record["ranks_per_node"])
+                self.run = record
+        except (ValueError, KeyError, TypeError):
+            return None
+        return dict(record)
+
+    def _is_foreign(self) -> bool:
+        return self.plan_hash is not None and self.run.get("plan_hash") != self.plan_hash
+
+    def _report(self, damaged: list[int], foreign: int, found: int) -> None:
+        if damaged:
+            where = f"line {damaged[0]}" + (f" and {len(damaged) - 1} more" if len(damaged) > 1 else "")
+            self.problems.append(f"{self.path}: {where} cut short or damaged; left out")
+        if foreign:
+            self.problems.append(f"{self.path}: {foreign} steps follow another plan; left out")
+        if not found:
+            self.problems.append(f"{self.path} has no finished steps yet")
+
+
+def open_run(path: Path, *, plan_hash: str | None = None) -> RunFile:
+    """Open the metrics of a run.
+
+    Args:
+        path: metrics.jsonl, or the run's folder.
+        plan_hash: the plan that the pictures are of.
+
+    Raises:
+        RunError: there is no such file, it is empty, not metrics of a run, or of another plan altogether.
+    """
+    path = metrics_path(path)
+    try:
+        _, first = next(_lines(path), (0, ""))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(f"cannot read the metrics {path}: {error}") from error
+    if not first:
+        raise RunError(f"{path} is empty: the run has written no metrics yet")
+    run = RunFile(path=path, run={}, plan_hash=plan_hash)
+    record = run._parse(first)
+    if not isinstance(record, dict) or record.get("format") != FORMAT or not run.run:
+        raise RunError(f'{path} is not the metrics of a run: expected a first line with "format": "{FORMAT}"')
+    if plan_hash is not None and plan_hash not in _plan_hashes(path):
+        theirs = str(run.run.get("plan_hash"))[:12]
+        raise RunError(f"{path} is of another plan: its hash is {theirs}, this plan's {plan_hash[:12]}")
+    return run
+
+
+def metrics_path(path: Path) -> Path:
+    """The metrics file of a run that was named by its folder."""
+    return path / "metrics.jsonl" if path.is_dir() else path
+
+
+def _plan_hashes(path: Path) -> set[str]:
+    """Of every start of the run: a resumed one may have been given another plan."""
+    hashes = set()
+    for _, line in _lines(path):
+        if '"kind":"run"' in line or '"kind": "run"' in line:
+            try:
+                hashes.add(str(json.loads(line).get("plan_hash")))
+            except ValueError:
+                continue
+    return hashes
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield number, line

@@ -1,0 +1,177 @@
+"""A plan, a run, or both side by side as a Chrome trace: opens in Perfetto and chrome://tracing.
+
+Events follow the Trace Event Format of Chromium's trace viewer: one process per node, one thread per rank, one
+complete event ("X") per micro-batch and rank, and a flow ("s", "t", "f") through the members of each ring.
+Times are microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, TextIO
+
+import numpy as np
+
+from fcp_cli.plan.step import MicroBatch, StepPlan
+from fcp_cli.report.run_file import RunStep
+
+Event = dict[str, Any]
+Kind = Literal["planned", "measured"]
+
+_STEPS_PID = 0  # the process whose tracks hold whole steps; nodes follow it
+_KINDS: tuple[Kind, ...] = ("planned", "measured")
+# Sequences named in the arguments of one event; a pack of thousands would make the file unreadable.
+_MOST_SEQUENCES = 256
+
+
+@dataclass(kw_only=True, slots=True)
+class TraceBuilder:
+    """Makes the events of one step after the other; steps lie end to end on the time line.
+
+    With both a plan and a run, each step starts at the same time in both, and the next one after the slower of them.
+
+    Attributes:
+        num_ranks, ranks_per_node: of the job.
+        clock_seconds: where the next step starts.
+    """
+
+    num_ranks: int
+    ranks_per_node: int
+    clock_seconds: float = 0.0
+    _flows: int = field(default=0, init=False)
+
+    def names(self, kinds: Iterable[Kind]) -> Iterator[Event]:
+        """Metadata events: names and order of processes and threads."""
+        yield from _named("process", _STEPS_PID, 0, "steps", 0)
+        for kind in kinds:
+            yield from _named("thread", _STEPS_PID, _KINDS.index(kind), kind, _KINDS.index(kind))
+            for node in range(-(-self.num_ranks // self.ranks_per_node)):
+                yield from _named("process", self._pid(kind, node), 0, f"node {node} {kind}", self._pid(kind, node))
+            for rank in range(self.num_ranks):
+                yield from _named("thread", self._pid_of_rank(kind, rank), rank, f"rank {rank}", rank)
+
+    def step(self, planned: StepPlan | None, measured: RunStep | None) -> Iterator[Event]:
+        """The events of one step, planned, measured or both."""
+        rows = {row.order: row for row in planned.micro_batches()} if planned is not None else {}
+        lengths = [0.0]
+        if planned is not None:
+            lengths.append(planned.makespan_seconds)
+            yield self._planned_step(planned)
+            yield from self._planned_rows(rows.values())
+        if measured is not None:
+            lengths.append(measured.seconds)
+            yield self._measured_step(measured)
+            yield from self._measured_rows(measured, rows)
+        self.clock_seconds += max(lengths)
+
+    def _planned_step(self, step: StepPlan) -> Event:
+        args = {
+            "bound_seconds": step.bound_seconds,
+            "gap": step.gap,
+            "idle_fraction": step.idle_fraction(self.num_ranks),
+        }
+        return self._slice("planned", None, f"step {step.step}", 0.0, step.makespan_seconds, args)
+
+    def _measured_step(self, step: RunStep) -> Event:
+        args = {"predicted_seconds": step.predicted_seconds, "tokens": step.tokens, "loss": step.loss}
+        args |= {"idle_fraction": step.idle_fraction, "warm_up": step.warm_up}
+        return self._slice("measured", None, f"step {step.step}", 0.0, step.seconds, args)
+
+    def _planned_rows(self, rows: Iterable[MicroBatch]) -> Iterator[Event]:
+        for row in rows:
+            if row.is_idle:
+                continue
+            args = {"step": row.step, **_pack_arguments(row), "predicted_seconds": row.seconds}
+            for rank in row.ranks:
+                yield self._slice("planned", rank, _name(row.order, row.degree), row.start_seconds, row.seconds, args)
+            yield from self._flow("planned", [(rank, row.start_seconds) for rank in row.ranks])
+
+    def _measured_rows(self, step: RunStep, rows: dict[int, MicroBatch]) -> Iterator[Event]:
+        for order in np.unique(step.orders).tolist():
+            members = np.flatnonzero(step.orders == order)
+            for i in members.tolist():
+                yield self._measured_slice(step, i, rows.get(order))
+            if len(members) > 1:
+                ranks, starts = step.ranks[members].tolist(), step.start_seconds[members].tolist()
+                yield from self._flow("measured", list(zip(ranks, starts, strict=True)))
+
+    def _measured_slice(self, step: RunStep, i: int, row: MicroBatch | None) -> Event:
+        order, degree, seconds = int(step.orders[i]), int(step.degrees[i]), float(step.busy_seconds[i])
+        args: dict[str, Any] = {"step": step.step, "order": order, "degree": degree, "tokens": int(step.pack_tokens[i])}
+        if row is not None:
+            args |= _pack_arguments(row)
+        args |= {"predicted_seconds": float(step.planned_seconds[i]), "measured_seconds": seconds}
+        name = _name(order, degree) if args["tokens"] else f"{order}: idle"
+        return self._slice("measured", int(step.ranks[i]), name, float(step.start_seconds[i]), seconds, args)
+
+    def _slice(
+        self, kind: Kind, rank: int | None, name: str, start_seconds: float, seconds: float, args: dict[str, Any]
+    ) -> Event:
+        """A complete event on a rank's track, or on the track of whole steps."""
+        event = {"name": name, "cat": kind, "ph": "X", **self._track(kind, rank)}
+        return {**event, "ts": self._microseconds(start_seconds), "dur": round(seconds * 1e6, 3), "args": args}
+
+    def _flow(self, kind: Kind, members: list[tuple[int, float]]) -> Iterator[Event]:
+        """Arrows through the members of a ring, earliest first: an arrow cannot point back in time."""
+        if len(members) < 2:
+            return
+        self._flows += 1
+        last = len(members) - 1
+        for i, (rank, start) in enumerate(sorted(members, key=lambda member: member[1])):
+            event: Event = {"name": "group", "cat": kind, "ph": "s" if i == 0 else "f" if i == last else "t"}
+            event |= {"id": self._flows, **self._track(kind, rank), "ts": self._microseconds(start)}
+            yield {**event, "bp": "e"} if i == last else event
+
+    def _microseconds(self, seconds: float) -> float:
+        return round((self.clock_seconds + seconds) * 1e6, 3)
+
+    def _track(self, kind: Kind, rank: int | None) -> dict[str, int]:
+        if rank is None:
+            return {"pid": _STEPS_PID, "tid": _KINDS.index(kind)}
+        return {"pid": self._pid_of_rank(kind, rank), "tid": rank}
+
+    def _pid_of_rank(self, kind: Kind, rank: int) -> int:
+        return self._pid(kind, rank // self.ranks_per_node)
+
+    def _pid(self, kind: Kind, node: int) -> int:
+        """Planned and measured tracks of one node stand next to each other."""
+        return 1 + len(_KINDS) * node + _KINDS.index(kind)
+
+
+def _name(order: int, degree: int) -> str:
+    return f"{order}: degree {degree}"
+
+
+def _pack_arguments(row: MicroBatch) -> dict[str, Any]:
+    args: dict[str, Any] = {"order": row.order, "degree": row.degree, "tokens": row.tokens, "ranks": list(row.ranks)}
+    if row.wave >= 0:
+        args["wave"] = row.wave
+    args["num_sequences"] = len(row.sequences)
+    args["sequences"] = list(row.sequences[:_MOST_SEQUENCES])
+    args["lengths"] = list(row.lengths[:_MOST_SEQUENCES])
+    return args
+
+
+def _named(what: Literal["process", "thread"], pid: int, tid: int, name: str, index: int) -> Iterator[Event]:
+    event = {"ph": "M", "pid": pid, "tid": tid}
+    yield {"name": f"{what}_name", **event, "args": {"name": name}}
+    yield {"name": f"{what}_sort_index", **event, "args": {"sort_index": index}}
+
+
+def write_trace(file: TextIO, events: Iterable[Event], *, source: dict[str, Any]) -> int:
+    """Write events as they come, in the JSON object form of the format; returns how many.
+
+    Args:
+        file: text, open for writing.
+        events: for example of `TraceBuilder`.
+        source: what the trace was made from; viewers show it under "metadata".
+    """
+    file.write('{"displayTimeUnit":"ms","otherData":' + json.dumps(source) + ',"traceEvents":[')
+    count = 0
+    for event in events:
+        file.write(("," if count else "") + "\n" + json.dumps(event, separators=(",", ":"), allow_nan=False))
+        count += 1
+    file.write("\n]}\n")
+    return count

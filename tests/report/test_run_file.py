@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fcp_cli.errors import RunError
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.report.run_file import open_run
+from tests.report.runs import make_example_plan, measured, run_record, write_run
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "plan.parquet"
+    make_example_plan(path)
+    return path
+
+
+def test_a_run_is_read_step_by_step(plan: Path, tmp_path: Path) -> None:
+    run = open_run(write_run(tmp_path / "metrics.jsonl", plan))
+    steps = list(run.steps())
+    assert [step.step for step in steps] == [0, 1, 2, 3]
+    assert run.problems == []
+    first = next(PlanReader(plan).steps())
+    assert steps[0].busy_seconds.sum() == pytest.approx(sum(measured(first, 8).busy_seconds()))
+    assert steps[0].warm_up and not steps[1].warm_up
+
+
+def test_a_run_is_found_in_its_folder(plan: Path, tmp_path: Path) -> None:
+    write_run(tmp_path / "metrics.jsonl", plan)
+    assert open_run(tmp_path).path == tmp_path / "metrics.jsonl"
+
+
+def test_a_line_cut_short_is_left_out_and_said(plan: Path, tmp_path: Path) -> None:
+    path = write_run(tmp_path / "metrics.jsonl", plan)
+    path.write_text(path.read_text()[:-100])
+    run = open_run(path)
+    assert len(list(run.steps())) == 3
+    assert run.problems == [f"{path}: line 5 cut short or damaged; left out"]
+
+
+def test_damage_in_the_middle_leaves_the_rest(plan: Path, tmp_path: Path) -> None:
+    path = write_run(tmp_path / "metrics.jsonl", plan)
+    lines = path.read_text().splitlines()
+    lines[2], lines[3] = '{"kind":"step","step":1}', "garbage"
+    path.write_text("\n".join(lines) + "\n")
+    run = open_run(path)
+    assert [step.step for step in run.steps()] == [0, 3]
+    assert run.problems == [f"{path}: line 3 and 1 more cut short or damaged; left out"]
+
+
+def test_each_second_step_is_read_on_demand(plan: Path, tmp_path: Path) -> None:
+    run = open_run(write_run(tmp_path / "metrics.jsonl", plan))
+    assert [step.step for step in run.steps(every=2)] == [0, 2]
+
+
+def test_a_run_without_steps_says_so(plan: Path, tmp_path: Path) -> None:
+    metadata = PlanReader(plan).metadata
+    run = open_run(write_run(tmp_path / "metrics.jsonl", plan, records=[run_record(metadata, plan)]))
+    assert list(run.steps()) == []
+    assert run.problems == [f"{run.path} has no finished steps yet"]
+
+
+def test_an_empty_file_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.touch()
+    with pytest.raises(RunError, match="is empty: the run has written no metrics yet"):
+        open_run(path)
+
+
+def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind":"run","loss":1}\n')
+    with pytest.raises(RunError, match='expected a first line with "format": "fcp-metrics/1"'):
+        open_run(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"cannot read the metrics .*gone\.jsonl"):
+        open_run(tmp_path / "gone.jsonl")
+
+
+def test_the_metrics_of_another_plan_are_refused(plan: Path, tmp_path: Path) -> None:
+    path = write_run(tmp_path / "metrics.jsonl", plan)
+    with pytest.raises(RunError, match=r"is of another plan: its hash is .*, this plan's 0123456789ab"):
+        open_run(path, plan_hash="0123456789abcdef")
+
+
+def test_steps_resumed_under_another_plan_are_left_out(plan: Path, tmp_path: Path) -> None:
+    reader = PlanReader(plan)
+    steps = [measured(step, 8).record() for step in reader.steps()]
+    records = [
+        run_record(reader.metadata, plan),
+        *steps[:2],
+        run_record(reader.metadata, plan, plan_hash="other"),
+        *steps[2:],
+    ]
+    path = write_run(tmp_path / "metrics.jsonl", plan, records=records)
+    run = open_run(path, plan_hash=reader.metadata.plan_hash)
+    assert [step.step for step in run.steps()] == [0, 1]
+    assert run.problems == [f"{path}: 2 steps follow another plan; left out"]
