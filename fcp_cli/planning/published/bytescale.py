@@ -9,7 +9,9 @@ different numbers of micro-batches. Where a choice was left:
 - A chunk holds the token budget or its half, quarter or eighth, whichever gives the quicker step (the paper's
   selective offloading, which changes how much a rank holds, is not modelled).
 - The ranks of a long sequence are the least loaded ones of one node where it fits in a node.
-- Under `microbatch` each rank's micro-batches keep their order and are levelled into waves. PP-Balance is left out.
+- Under `microbatch`, where ranks cannot run different numbers of micro-batches, the same micro-batches are put into
+  waves longest first, each into the first wave with enough ranks left (as PP-Balance groups what takes equally long),
+  or kept on their ranks in their order; the quicker of the two counts.
 """
 
 from __future__ import annotations
@@ -18,10 +20,13 @@ import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from fcp_cli.cost.model import group_seconds
+from fcp_cli.planning.assemble import micro_batch_seconds
 from fcp_cli.planning.batches import GlobalBatches
 from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
-from fcp_cli.planning.published.drafts import Draft, assign, capacities, packs_of, quickest
+from fcp_cli.planning.published.drafts import Draft, assign, capacities, packs_of, place_waves, quickest
 
 
 def make_solver(batches: GlobalBatches) -> Solver:
@@ -44,7 +49,10 @@ class ByteScale:
         longest = int(batch.lengths.max())
         for capacity in capacities(self._problem.tokens_per_rank):
             if -(-longest // capacity) <= self._problem.num_ranks:
-                yield assign(balance(batch, self._problem, capacity), self._problem.sync)
+                drafts = balance(batch, self._problem, capacity)
+                yield assign(drafts, self._problem.sync)
+                if self._problem.sync == "microbatch":
+                    yield in_waves_of_like_time(drafts, batch, self._problem)
 
 
 def balance(batch: Batch, problem: Problem, capacity_tokens: int) -> list[Draft]:
@@ -61,6 +69,22 @@ def balance(batch: Batch, problem: Problem, capacity_tokens: int) -> list[Draft]
         for pack in packs_of(members, batch, problem.tokens_per_rank)
     ]
     return drafts + packs
+
+
+def in_waves_of_like_time(drafts: Sequence[Draft], batch: Batch, problem: Problem) -> Assignment:
+    """The same packs and degrees, longest first into the first wave with room, on ranks anew."""
+    seconds = micro_batch_seconds(assign(drafts, "iteration"), batch, problem)
+    waves: list[list[Draft]] = []
+    free: list[int] = []
+    for i in np.argsort(-seconds, kind="stable").tolist():
+        degree = len(drafts[i].ranks)
+        wave = next((wave for wave, ranks in enumerate(free) if ranks >= degree), len(waves))
+        if wave == len(waves):
+            waves.append([])
+            free.append(problem.num_ranks)
+        waves[wave].append(drafts[i])
+        free[wave] -= degree
+    return place_waves([[(len(draft.ranks), draft.members) for draft in wave] for wave in waves], problem)
 
 
 def _place_long(

@@ -10,6 +10,7 @@ import numpy as np
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.packing import first_fit_decreasing
+from fcp_cli.planning.placement import place_groups
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 
 
@@ -39,6 +40,19 @@ def assign_waves(drafts: Sequence[Draft], waves: Sequence[int], sync: Sync) -> A
         member_offsets=_offsets([len(draft.members) for draft in drafts]),
         members=np.array([member for draft in drafts for member in draft.members], dtype=np.int64),
     )
+
+
+def place_waves(waves: Sequence[Sequence[tuple[int, Sequence[int]]]], problem: Problem) -> Assignment:
+    """Waves of (degree, members), each on ranks of its own within a node where they fit."""
+    drafts, of_wave = [], []
+    for wave, packs in enumerate(waves):
+        offsets, ranks = place_groups(
+            [degree for degree, _ in packs], num_ranks=problem.num_ranks, ranks_per_node=problem.ranks_per_node
+        )
+        groups = np.split(ranks, offsets[1:-1])
+        drafts += [Draft(group.tolist(), members) for group, (_, members) in zip(groups, packs, strict=True)]
+        of_wave += [wave] * len(packs)
+    return assign_waves(drafts, of_wave, problem.sync)
 
 
 def level_waves(drafts: Sequence[Draft]) -> list[int]:

@@ -27,9 +27,8 @@ from fcp_cli.errors import PlanError
 from fcp_cli.manifest.table import IntArray
 from fcp_cli.planning.batches import GlobalBatches
 from fcp_cli.planning.packing import best_fit_decreasing
-from fcp_cli.planning.placement import place_groups
 from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
-from fcp_cli.planning.published.drafts import Draft, assign_waves, quickest
+from fcp_cli.planning.published.drafts import place_waves, quickest
 from fcp_cli.planning.published.flexsp_milp import Packs, bucket, solve
 
 _BUCKETS = 16
@@ -72,7 +71,7 @@ class FlexSP:
         while count < fewest + self._trials or not candidates:
             waves = [self._micro_batch(members, batch) for members in chunk_by_tokens(batch.work.tokens, count)]
             if None not in waves:
-                candidates.append(self._place([wave for wave in waves if wave is not None]))
+                candidates.append(place_waves([wave for wave in waves if wave is not None], self._problem))
             count += 1
         return quickest(candidates, batch, self._problem)
 
@@ -86,19 +85,6 @@ class FlexSP:
             solved = solve(buckets, self._problem, degrees=menu, seconds_limit=self._milp_seconds)
             answers += [solved] if solved else []
         return min(answers, key=lambda packs: max(pack_seconds(pack, batch, self._problem) for pack in packs))
-
-    def _place(self, waves: Sequence[Packs]) -> Assignment:
-        drafts, of_wave = [], []
-        for wave, packs in enumerate(waves):
-            offsets, ranks = place_groups(
-                [degree for degree, _ in packs],
-                num_ranks=self._problem.num_ranks,
-                ranks_per_node=self._problem.ranks_per_node,
-            )
-            groups = np.split(ranks, offsets[1:-1])
-            drafts += [Draft(group.tolist(), members) for group, (_, members) in zip(groups, packs, strict=True)]
-            of_wave += [wave] * len(packs)
-        return assign_waves(drafts, of_wave, self._problem.sync)
 
 
 def menus(num_ranks: int) -> list[list[int]]:

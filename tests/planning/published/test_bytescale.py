@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.published.bytescale import balance, make_solver
+from fcp_cli.planning.published.bytescale import balance, in_waves_of_like_time, make_solver
+from fcp_cli.planning.published.drafts import Draft
 from fcp_cli.planning.run import plan_step
 from tests.planning.examples import example_problem, long_tail, table_of
 
@@ -28,3 +29,12 @@ def test_ranks_run_different_numbers_of_micro_batches() -> None:
     batches = GlobalBatches(long_tail(400), problem, BatchSettings(global_batch_size=403))
     step = plan_step(batches.batch(0), problem, make_solver(batches))
     assert len(set(np.bincount(step.ranks).tolist())) > 1
+
+
+def test_waves_hold_micro_batches_of_like_time() -> None:
+    problem = example_problem("microbatch", num_ranks=2, ranks_per_node=2, tokens_per_rank=1000)
+    batches = GlobalBatches(table_of([1000, 990, 20, 10]), problem, BatchSettings(global_batch_size=4, shuffle=False))
+    drafts = [Draft([0], [0]), Draft([1], [2]), Draft([0], [3]), Draft([1], [1])]
+    waves = in_waves_of_like_time(drafts, batches.batch(0), problem)
+    assert waves.wave.tolist() == [0, 0, 1, 1]
+    assert waves.members.tolist() == [0, 1, 2, 3]
