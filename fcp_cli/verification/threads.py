@@ -5,6 +5,7 @@ On a CPU, autograd runs backward in the thread that calls it, so each rank's bac
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -18,14 +19,38 @@ Result = TypeVar("Result")
 
 
 class Meeting:
-    """Where the ranks of one process meet for collectives."""
+    """Where the ranks of one process meet: for collectives at a barrier, for the rings' messages in a mailbox."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.barrier = threading.Barrier(size)
-        self.mailbox = Mailbox()
+        self.mailbox = _Mailbox()
         self.slots: list[Tensor | None] = [None] * size
         self.result = torch.empty(0)
+
+    def abort(self) -> None:
+        """Let no rank wait for one that failed."""
+        self.barrier.abort()
+        self.mailbox.abort()
+
+
+class _Mailbox(Mailbox):
+    """Once aborted, whoever receives gets an empty message, which no ring expects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._aborted = False
+
+    def between(self, sender: int, receiver: int) -> queue.SimpleQueue[Tensor]:
+        messages = super().between(sender, receiver)
+        if self._aborted:
+            messages.put(torch.empty(0))
+        return messages
+
+    def abort(self) -> None:
+        self._aborted = True
+        for messages in list(self._queues.values()):
+            messages.put(torch.empty(0))
 
 
 class ThreadWorld:
@@ -76,8 +101,8 @@ def run_ranks(size: int, run: Callable[[Meeting, int], Result]) -> list[Result]:
         except threading.BrokenBarrierError:
             pass  # another rank failed
         except BaseException as error:
-            errors.append(error)
-            meeting.barrier.abort()
+            errors.append(error)  # the first is the cause, later ones came of it
+            meeting.abort()
 
     threads = [threading.Thread(target=guarded, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(size)]
     for thread in threads:

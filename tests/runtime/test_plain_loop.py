@@ -44,9 +44,7 @@ def test_four_ranks_end_with_the_weights_of_one_process(tmp_path: Path) -> None:
         weights = torch.load(tmp_path / f"after.{rank}")
         assert weights.keys() == alone.keys()
         for name, weight in weights.items():
-            torch.testing.assert_close(
-                weight, alone[name], rtol=0.0, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}"
-            )
+            torch.testing.assert_close(weight, alone[name], rtol=0.0, atol=1e-9, msg=f"rank {rank}: {name} differs")
 
 
 def planned_steps() -> list[list[Row]]:
