@@ -10,12 +10,12 @@ import numpy as np
 from scipy.optimize import nnls
 
 from fcp_cli import __version__
-from fcp_cli.cost.fitting import fit_profile, mean_absolute_percentage, predicted_seconds
+from fcp_cli.cost.fitting import LEAST_SAMPLES, fit_profile, mean_absolute_percentage, predicted_seconds
 from fcp_cli.cost.profile import Bandwidth, CostProfile, Memory, dump_cost_profile
 from fcp_cli.errors import ProfileError
 from fcp_cli.profiling.analytic import analytic_profile
 from fcp_cli.profiling.clusters import load_cluster
-from fcp_cli.profiling.measure import points_of
+from fcp_cli.profiling.measure import fitted_points, points_of
 from fcp_cli.profiling.memory import PRECISIONS, Parallelism
 from fcp_cli.profiling.models import ModelSpec, load_model
 from fcp_cli.profiling.samples import MeasuredPoint, SamplesFile, measured_points, undisturbed
@@ -48,6 +48,11 @@ def profile_from_samples(samples: SamplesFile) -> CostProfile:
         raise ProfileError("the samples hold no measurement yet: the worker never began; run 'fcp profile' again")
     measured = measured_points(samples, points_of(header), layers=header["layers"], model_layers=spec.num_layers)
     silent = bool(header["emulate"])
+    if fitted_points(samples) < LEAST_SAMPLES:
+        raise ProfileError(
+            f"only {fitted_points(samples)} points were observed, and a fit needs at least {LEAST_SAMPLES}; run the "
+            "same command again to go on, with more --budget-minutes"
+        )
     fitted = [point.sample(silent=silent) for point in measured if not point.point.held_out]
     fit = fit_profile(fitted, _prior(samples, spec))
     predicted = predicted_seconds([point.sample(silent=silent) for point in measured], fit.profile)

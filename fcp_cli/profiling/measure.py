@@ -18,12 +18,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fcp_cli.cost.fitting import LEAST_SAMPLES
 from fcp_cli.errors import ProfileError
 from fcp_cli.launching.processes import kill_tree
 from fcp_cli.profiling.models import ModelSpec, load_model
 from fcp_cli.profiling.points import measurement_points
 from fcp_cli.profiling.request import Request
-from fcp_cli.profiling.samples import FORMAT, Point, SamplesFile, read_samples
+from fcp_cli.profiling.samples import FORMAT, Point, SamplesFile, append_line, read_samples
 
 _POLL_SECONDS = 0.2
 # After its budget a worker still measures the step and memory; beyond this it hangs.
@@ -97,7 +98,7 @@ def default_layers(spec: ModelSpec, *, device: str, memory_bytes: float) -> tupl
 
 
 def prepare_samples(settings: MeasureSettings, *, fresh: bool) -> bool:
-    """Begin a samples file, or find one to go on with; true if it is resumed. A finished one is begun anew.
+    """Begin a samples file, or find one to go on with; true if it is resumed. One with enough points is begun anew.
 
     Raises:
         ProfileError: the file holds samples of something else.
@@ -108,14 +109,21 @@ def prepare_samples(settings: MeasureSettings, *, fresh: bool) -> bool:
     path = settings.samples
     if path.exists() and not fresh:
         samples = read_samples(path)
-        if not samples.finished:
+        if not samples.finished or fitted_points(samples) < LEAST_SAMPLES:
             _require_same(header, samples.header, path)
+            append_line(path, {"kind": "resumed"})
             return True
     try:
         path.write_text(json.dumps(header) + "\n", encoding="utf-8")
     except OSError as error:
         raise ProfileError(f"cannot write the samples {path}: {error.strerror or error}") from error
     return False
+
+
+def fitted_points(samples: SamplesFile) -> int:
+    """How many of the points that a fit may use were observed."""
+    seen = {line["point"] for line in samples.of_kind("observation")}
+    return sum(point.key in seen and not point.held_out for point in points_of(samples.header))
 
 
 def _require_same(wanted: Mapping[str, Any], found: Mapping[str, Any], path: Path) -> None:

@@ -20,7 +20,7 @@ class Request:
         layers: layer counts to measure with: the whole model's, or two smaller ones to extrapolate from.
         points: what to measure.
         samples: file to append to; only rank 0 writes it.
-        budget_seconds: stop starting new observations after that, counted from the worker's start.
+        budget_seconds: no observation begins later than that after the first.
         device: `auto`, `cpu`, `cuda` or `npu`.
         dtype: `float32`, or `bfloat16` for fp32 weights under autocast, as the bundled trainer runs.
         emulate: one rank stands for a member of every ring; its peers are silent.

@@ -70,7 +70,8 @@ class SamplesFile:
 
     @property
     def finished(self) -> bool:
-        return bool(self.of_kind("finished"))
+        ends = [line["kind"] for line in self.lines if line.get("kind") in ("finished", "resumed")]
+        return bool(ends) and ends[-1] == "finished"
 
     def seconds_by_point(self, layers: int) -> dict[str, list[float]]:
         """Observed seconds of each point with so many layers."""

@@ -43,14 +43,13 @@ _STEP_REPEATS = 5
 
 def main(argv: list[str]) -> None:
     """Run one request; called by torchrun on every rank."""
-    started = time.monotonic()
     request = read_request(Path(argv[0]))
     device = torch.device("cpu") if request.device == "cpu" else local_device()
     if device.type == "cpu":
         torch.set_num_threads(1)  # one core per rank, as the bundled trainer runs
     owns = join_process_group(device)
     try:
-        Measurement(request, device, started).run()
+        Measurement(request, device).run()
     finally:
         if owns:
             dist.destroy_process_group()
@@ -59,12 +58,13 @@ def main(argv: list[str]) -> None:
 class Measurement:
     """One rank's part in a measurement."""
 
-    def __init__(self, request: Request, device: torch.device, started: float) -> None:
+    def __init__(self, request: Request, device: torch.device) -> None:
         self.request = request
         self.device = device
         self.world = ProcessWorld()
         self.ranks_per_node = ranks_on_this_host()
-        self.deadline = started + request.budget_seconds
+        self.deadline = 0.0
+        self.launcher = os.getppid()
         self.stopwatch = Stopwatch(device)
         self.transport: Transport = SilentTransport() if request.emulate else ProcessTransport.create(device)
         self.spec = load_model(request.model)
@@ -159,6 +159,7 @@ class Measurement:
                 self._observe(Task(point=cheapest, layers=max(self.request.layers)))
 
     def _observations(self) -> None:
+        self.deadline = time.monotonic() + self.request.budget_seconds
         while (position := self._agree_on_next()) is not None:
             task = self.schedule.tasks[position]
             seconds = self._observe(task)
@@ -166,6 +167,8 @@ class Measurement:
             self._write(kind="observation", point=task.point.key, layers=task.layers, seconds=seconds)
 
     def _agree_on_next(self) -> int | None:
+        if os.getppid() != self.launcher:  # torchrun was killed: nobody would ever end this process
+            raise SystemExit("the launcher is gone")
         choice = torch.tensor([-1], dtype=torch.int64)
         if self.is_first:
             position = self.schedule.next(self.deadline - time.monotonic())

@@ -142,7 +142,7 @@ def test_a_measurement_whose_worker_dies_is_kept_and_gone_on_with(tmp_path: Path
     assert kept >= 3
     assert not (tmp_path / "profile.yaml").exists()
 
-    done = fcp(*words, "0.05", "--json")
+    done = fcp(*words, "0.2", "--json")
     assert "going on with the measurement in profile.samples.jsonl" in done.err
     assert "error held out" in done.err
     profile = load_cost_profile(tmp_path / "profile.yaml")
@@ -171,9 +171,10 @@ def _kill_a_rank_after(observations: int, words: list[str], folder: Path) -> Non
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.1)
-    ranks = [
-        pid for pid in descendants(process.pid) if b"profiling.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(process.pid)}
+    workers = [pid for pid, command in commands.items() if b"profiling.worker" in command]
+    ranks = [pid for pid in workers if b"distributed.run" not in commands[pid]]
+    assert len(ranks) == 2
     send(ranks[:1], signal.SIGKILL)
     _, stderr = process.communicate(timeout=200)
     assert process.returncode == 1, stderr
