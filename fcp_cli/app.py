@@ -7,6 +7,8 @@ which is what click's auto_envvar_prefix and default_map give.
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -97,6 +99,13 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of a pipe is gone: nobody is left to tell
         sys.exit(141)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        human_error("cannot write to standard output: no space left on device")
+        # What is left in the buffer would fail again, with a traceback, when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
 def human_error(message: str) -> None:

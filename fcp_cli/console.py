@@ -38,6 +38,7 @@ def note(message: str) -> None:
 def print_json(document: Mapping[str, Any]) -> None:
     """Print the one document of `--json` on stdout."""
     sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
+    sys.stdout.flush()
 
 
 def progress(*, transient: bool = True) -> Progress:

@@ -14,11 +14,17 @@ from fcp_cli.errors import FcpError
 def replaced_atomically(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; rename it over `path` if the block succeeds, remove it otherwise.
 
-    A block left by Ctrl-C or a full disk leaves nothing behind, and whatever stood at `path` before is untouched.
+    A block left by Ctrl-C or a full disk leaves nothing behind, and whatever stood at `path` before is untouched. A
+    symbolic link stays one: what it points to is replaced.
 
     Raises:
-        FcpError: the file cannot be written (no such folder, no permission, disk full).
+        FcpError: the file cannot be written (no such folder, not a file, no permission, disk full).
     """
+    path = path.resolve()
+    if path.exists() and not path.is_file():  # renaming over a device would put a file in its place
+        raise FcpError(f"cannot write {path}: it is not a file")
+    if not path.parent.is_dir():
+        raise FcpError(f"cannot write {path}: there is no folder {path.parent}")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield temporary

@@ -119,6 +119,7 @@ def _plan_to_stdout(inputs: PlanInputs, solver: str) -> None:
         _make(inputs, solver, path)
         with path.open("rb") as file:
             shutil.copyfileobj(file, sys.stdout.buffer)
+        sys.stdout.buffer.flush()
 
 
 def _make(inputs: PlanInputs, solver: str, output: Path) -> tuple[PlanResult, list[StepPlan]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -39,9 +40,26 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_missing_folder_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(FcpError, match=r"cannot write .*plan.txt: No such file or directory"):
+    with pytest.raises(FcpError, match=r"cannot write .*/absent/plan.txt: there is no folder .*/absent"):
         write_text_atomically(tmp_path / "absent" / "plan.txt", "text")
 
 
 def test_shipped_data_is_found_from_a_checkout() -> None:
     assert (shipped("profiles") / "models").is_dir()
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_what_is_not_a_file_is_left_alone(tmp_path: Path, kind: str) -> None:
+    target = tmp_path / kind
+    target.mkdir() if kind == "folder" else os.mkfifo(target)
+    with pytest.raises(FcpError, match=f"cannot write .*/{kind}: it is not a file"):
+        write_text_atomically(target, "whole")
+    assert [p.name for p in tmp_path.iterdir()] == [kind]
+    assert not target.is_file()
+
+
+def test_a_symbolic_link_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "link.txt").symlink_to("plan.txt")
+    write_text_atomically(tmp_path / "link.txt", "whole")
+    assert (tmp_path / "link.txt").is_symlink()
+    assert (tmp_path / "plan.txt").read_text() == "whole"
