@@ -59,7 +59,7 @@ class LoadedStep:
 
 
 def load_steps(
-    steps: Iterable[RankStep], fetch: Fetch, *, rank: int, labelled: bool, pin: bool
+    steps: Iterable[RankStep], fetch: Fetch, *, rank: int, labelled: bool, device: torch.device
 ) -> Iterator[LoadedStep]:
     """Load this rank's shards step by step.
 
@@ -68,7 +68,7 @@ def load_steps(
         fetch: where from.
         rank: global rank.
         labelled: whether `fetch` returns labels, of which the ranks must have the same opinion.
-        pin: put the shards in page-locked memory, for asynchronous copies to a device.
+        device: where the shards will go: for CUDA they are put in page-locked memory.
 
     Raises:
         RunError: a sequence is shorter than the plan says; its labels are not as long as its tokens, or come against
@@ -77,7 +77,11 @@ def load_steps(
     for step in steps:
         shards = tuple(load_shard(row, fetch, rank=rank, labelled=labelled) for row in step.rows)
         count = sum(int((shard.labels != IGNORED).sum()) for shard in shards)
-        yield LoadedStep(plan=step, shards=tuple(map(_pinned, shards)) if pin else shards, labelled_tokens=count)
+        for shard in shards:
+            _prepare_hops(shard, packed=device.type != "cpu")
+        if device.type == "cuda":
+            shards = tuple(map(_pinned, shards))
+        yield LoadedStep(plan=step, shards=shards, labelled_tokens=count)
 
 
 def fetches_labels(path: Path, first_step: int, fetch: Fetch) -> bool:
@@ -129,6 +133,12 @@ def _sequence(fetch: Fetch, at: int, length: int, labelled: bool) -> tuple[Tenso
 
 def _tokens(values: Any) -> Tensor:
     return torch.as_tensor(values, dtype=torch.int64)
+
+
+def _prepare_hops(shard: Shard, *, packed: bool) -> None:
+    """Work out here what the first layer's attention would otherwise hold the training loop up with."""
+    for source in range(shard.layout.degree):
+        shard.layout.hops(shard.member, source, packed=packed)
 
 
 def _pinned(shard: Shard) -> Shard:

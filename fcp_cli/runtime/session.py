@@ -134,9 +134,8 @@ class Session:
         sync = gradient_sync(model, self.world, self.metadata.sync)
         cursor = PlanCursor(self.plan, self.rank, first_step=first_step, ahead=self._steps_ahead)
         labelled = fetches_labels(self.plan, first_step, self._fetch)
-        pin = self.device.type == "cuda"
         loaded = Prefetched(
-            load_steps(cursor, self._fetch, rank=self.rank, pin=pin, labelled=labelled),
+            load_steps(cursor, self._fetch, rank=self.rank, labelled=labelled, device=self.device),
             depth=self._steps_ahead,
             name="fcp-loader",
         )

@@ -119,6 +119,6 @@ def test_all_ranks_ask_the_first_sequence_whether_there_are_labels(tmp_path: Pat
 
 def test_a_loaded_step_counts_the_labels_of_this_rank(tmp_path: Path) -> None:
     plan = write_plan(tmp_path / "p", [[Row([0], [5, 3]), Row([1], [9])]], num_ranks=2)
-    (step,) = load_steps(PlanCursor(plan, 0, ahead=0), numbered, rank=0, labelled=False, pin=False)
+    (step,) = load_steps(PlanCursor(plan, 0, ahead=0), numbered, rank=0, labelled=False, device=torch.device("cpu"))
     assert step.labelled_tokens == 4 + 2
     assert len(step.shards) == 1
