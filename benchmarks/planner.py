@@ -114,6 +114,29 @@ def growth(options: argparse.Namespace) -> None:
         ranks *= options.factor
 
 
+def groups(options: argparse.Namespace) -> None:
+    """Price of a limit on the rank sets of a plan, over six steps per family, and how many sets there are without."""
+    from fcp_cli.planning.fcp.solver import group_limit_price
+
+    print(
+        f"{'sync':10} {'budget':>6} {'family':12} {'unlimited':>9} " + " ".join(f"{g:>6} sets" for g in options.limit)
+    )
+    for sync in SYNCS:
+        for budget in (16_384, 8_192):
+            for family in FAMILIES:
+                problem = problem_of(sync, ranks=64, per_node=8, budget=budget)
+                table = family_table(family, sequences=512 * 6, seed=0)
+                batches = GlobalBatches(table, problem, BatchSettings(global_batch_size=512))
+                solver = make_solver("fcp", batches)
+                steps = [assemble(solver.assign(batch), batch, problem) for batch in batches]
+                sets = {row.ranks for step in steps for row in step.micro_batches() if row.degree > 1}
+                prices = [100 * group_limit_price(batches, limit) for limit in options.limit]
+                print(
+                    f"{sync:10} {budget:6} {family:12} {len(sets):9} " + " ".join(f"{p:10.2f}%" for p in prices),
+                    flush=True,
+                )
+
+
 def stream(options: argparse.Namespace) -> None:
     """A plan of many sequences from manifest to file: wall time, memory, size."""
     from fcp_cli.planning.run import make_plan
@@ -159,6 +182,9 @@ def main() -> None:
     command.add_argument("--budget", type=int, default=16_384)
     command.add_argument("--family", action="append")
     command.set_defaults(run=growth)
+    command = commands.add_parser("groups", help=groups.__doc__)
+    command.add_argument("--limit", type=int, nargs="+", default=[64, 32, 16])
+    command.set_defaults(run=groups)
     command = commands.add_parser("stream", help=stream.__doc__)
     command.add_argument("--sequences", type=int, default=10_000_000)
     command.add_argument("--family", default="github")

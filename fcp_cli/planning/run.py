@@ -49,6 +49,7 @@ def make_plan(
     problem: Problem,
     settings: BatchSettings,
     solver_name: str,
+    max_groups: int | None = None,
     on_step: OnStep | None = None,
     workers: int | None = None,
     resume: bool = False,
@@ -62,6 +63,7 @@ def make_plan(
         table: the manifest.
         problem, settings: what to plan for.
         solver_name: one of `solvers.solver_names()`.
+        max_groups: most rank sets of degree > 1 over the whole plan; None: no limit.
         on_step: called after each planned step, for progress.
         workers: processes that plan; None: as many as pay. The plan does not depend on it.
         resume: go on from the journal of an interrupted run with the same inputs; the plan is the same.
@@ -73,7 +75,7 @@ def make_plan(
     """
     started = time.perf_counter()
     batches = GlobalBatches(table, problem, settings)
-    solver = make_solver(solver_name, batches)
+    solver = make_solver(solver_name, batches, max_groups=max_groups)
     metadata = plan_metadata(table, batches, solver)
     journal = Journal(path, metadata) if resume or len(batches) >= _JOURNAL_FROM_STEPS else None
     summary = PlanSummary(num_ranks=problem.num_ranks)

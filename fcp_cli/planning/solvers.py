@@ -31,13 +31,23 @@ def solver_names() -> list[str]:
     return [DEFAULT, *(name for name in _FACTORIES if name != DEFAULT)]
 
 
-def make_solver(name: str, batches: GlobalBatches) -> Solver:
+def make_solver(name: str, batches: GlobalBatches, *, max_groups: int | None = None) -> Solver:
     """The named solver, ready for these batches.
 
+    Args:
+        name: one of `solver_names()`.
+        batches: what is planned.
+        max_groups: most rank sets of degree > 1 over the whole plan; None: no limit.
+
     Raises:
-        UsageError: no such solver.
+        UsageError: no such solver, or one that cannot limit its groups.
     """
     if name not in _FACTORIES:
         raise UsageError(f"there is no solver {name!r}; choose --solver {'|'.join(solver_names())}")
     module, factory = _FACTORIES[name].split(":")
-    return cast(SolverFactory, getattr(import_module(module), factory))(batches)
+    make = getattr(import_module(module), factory)
+    if max_groups is None:
+        return cast(SolverFactory, make)(batches)
+    if name != "fcp":
+        raise UsageError(f"--max-groups works with --solver fcp only, not with {name}")
+    return cast(Solver, make(batches, max_groups=max_groups))

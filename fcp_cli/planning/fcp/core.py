@@ -34,6 +34,8 @@ class Machine(NamedTuple):
         beta: seconds of a micro-batch beside its work.
         intra, inter: seconds in which the ring moves one token, inside a node and across nodes.
         hop: seconds of a ring hop beside its bytes.
+        set_first, set_ranks: the rank sets that rings may use, back to back, widest first; none: any.
+        allowed: [num_ranks + 1] 1 for each degree that a group may have.
     """
 
     num_ranks: int
@@ -43,6 +45,9 @@ class Machine(NamedTuple):
     intra: float
     inter: float
     hop: float
+    set_first: Int64Array
+    set_ranks: Int64Array
+    allowed: Int64Array
 
 
 class Tree(NamedTuple):

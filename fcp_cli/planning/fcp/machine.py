@@ -6,13 +6,18 @@ import numpy as np
 
 from fcp_cli.cost.model import Work
 from fcp_cli.plan.step import Int64Array
+from fcp_cli.planning.fcp.catalogue import flat, rank_sets
 from fcp_cli.planning.fcp.core import Machine, Sequences
 from fcp_cli.planning.problem import Problem
 
 
-def machine_of(problem: Problem) -> Machine:
-    """Ranks, budget and cost of a problem."""
+def machine_of(problem: Problem, max_groups: int | None = None) -> Machine:
+    """Ranks, budget and cost of a problem; with `max_groups`, rings use only so many rank sets."""
     c, bandwidth = problem.profile.coefficients, problem.profile.bandwidth
+    sets = np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64), np.ones(problem.num_ranks + 1, dtype=np.int64)
+    if max_groups is not None and problem.num_ranks > 1:
+        blocks = rank_sets(max_groups, num_ranks=problem.num_ranks, ranks_per_node=problem.ranks_per_node)
+        sets = flat(blocks, problem.num_ranks)
     return Machine(
         num_ranks=problem.num_ranks,
         per_node=min(problem.ranks_per_node, problem.num_ranks),
@@ -21,6 +26,9 @@ def machine_of(problem: Problem) -> Machine:
         intra=c.ring_bytes_per_token / bandwidth.intra_node,
         inter=c.ring_bytes_per_token / bandwidth.inter_node,
         hop=c.ring_hop_seconds,
+        set_first=sets[0],
+        set_ranks=sets[1],
+        allowed=sets[2],
     )
 
 

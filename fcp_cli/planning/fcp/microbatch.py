@@ -35,6 +35,8 @@ def _totals(alive: Int64Array, count: int, sequences: Sequences) -> Any:
 
 @njit(cache=True, nogil=True)
 def _alone(i: int, degree: int, sequences: Sequences, machine: Machine) -> float:
+    if not machine.allowed[degree]:
+        return np.inf
     return pack_seconds(
         sequences.attention[i],
         sequences.linear[i],

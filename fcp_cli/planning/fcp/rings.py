@@ -161,6 +161,31 @@ def _across_nodes(
 
 
 @njit(cache=True, nogil=True)
+def _from_catalogue(i: int, target: float, sequences: Sequences, machine: Machine, timeline: Timeline) -> int:
+    """The rank set that wastes least if it runs sequence i by target, or -1."""
+    attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
+    best, best_set = np.inf, -1
+    for s in range(len(machine.set_first) - 1):
+        ranks = machine.set_ranks[machine.set_first[s] : machine.set_first[s + 1]]
+        degree = len(ranks)
+        if degree * machine.budget < tokens:
+            break  # the widest come first
+        seconds = pack_seconds(attention, linear, tokens, degree, degree > machine.per_node, machine)
+        start = 0.0
+        for r in ranks:
+            start = max(start, timeline.free[r])
+        left = target - start - seconds
+        if left < 0.0:
+            continue
+        waste = degree * seconds - attention - linear + (degree * left if left < 1.5 * machine.beta else 0.0)
+        for r in ranks:
+            waste += start - timeline.free[r]
+        if waste < best:
+            best, best_set = waste, s
+    return best_set
+
+
+@njit(cache=True, nogil=True)
 def _sort_node(node: int, machine: Machine, timeline: Timeline) -> None:
     """Bring the ranks of a node back into the order in which they are free."""
     base = node * machine.per_node
@@ -189,13 +214,24 @@ def place_rings(
     gaps = 0
     for g in range(count):
         i = rings.sequence[g]
+        n = rings.first[g]
+        if len(machine.set_first) > 1:
+            chosen_set = _from_catalogue(i, target, sequences, machine, timeline)
+            if chosen_set < 0:
+                return -1
+            for k in range(machine.set_first[chosen_set], machine.set_first[chosen_set + 1]):
+                rings.ranks[n] = machine.set_ranks[k]
+                n += 1
+            rings.first[g + 1] = n
+            degree = n - rings.first[g]
+            gaps = _book(g, degree, degree > per_node, gaps, sequences, machine, timeline, rings)
+            continue
         waste, degree, node, last = _inside_a_node(i, target, np.inf, sequences, machine, timeline)
         wide_degree = 0
         if machine.num_ranks > per_node:
             waste, wide_degree = _across_nodes(i, target, waste, sequences, machine, timeline, chosen)
         if waste == np.inf:
             return -1
-        n = rings.first[g]
         if wide_degree:
             degree = wide_degree
             _earliest_nodes(degree, machine, timeline, chosen)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from fcp_cli.plan.step import FloatArray, Int64Array
+from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import GlobalBatches
 from fcp_cli.planning.bounds import simple_bound_seconds
 from fcp_cli.planning.fcp import iteration, microbatch
@@ -23,9 +24,27 @@ _FILLS_PER_WAVE = 16  # of which so many are filled
 _EXCHANGES = 300_000  # pairs of sequences compared in one round of balancing, per 512 sequences
 
 
-def make_solver(batches: GlobalBatches) -> FcpSolver:
-    """The solver for these batches."""
-    return FcpSolver(problem=batches.problem)
+def make_solver(batches: GlobalBatches, *, max_groups: int | None = None) -> FcpSolver:
+    """The solver for these batches.
+
+    Args:
+        batches: what is planned.
+        max_groups: most rank sets of degree > 1 over the whole plan; None: no limit.
+
+    Raises:
+        UsageError: max_groups < 1.
+    """
+    options = {} if max_groups is None else {"max_groups": max_groups}
+    return FcpSolver(problem=batches.problem, machine=machine_of(batches.problem, max_groups), options=options)
+
+
+def group_limit_price(batches: GlobalBatches, max_groups: int, *, sampled_steps: int = 8) -> float:
+    """What a limit on rank sets costs: predicted seconds with it / without it - 1, over steps spread over the plan."""
+    limited, free = make_solver(batches, max_groups=max_groups), make_solver(batches)
+    steps = np.unique(np.linspace(0, len(batches) - 1, min(sampled_steps, len(batches))).astype(int)).tolist()
+    sample = [batches.batch(step) for step in steps]
+    seconds = [sum(makespan_seconds(s.assign(b), b, batches.problem) for b in sample) for s in (limited, free)]
+    return seconds[0] / seconds[1] - 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,17 +52,17 @@ class FcpSolver:
     """Plans whole steps by predicted cost, under either sync."""
 
     problem: Problem
+    machine: Machine
     name: str = "fcp"
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def assign(self, batch: Batch) -> Assignment:
         """See `problem.Solver`."""
-        machine = machine_of(self.problem)
         order, sequences = by_falling_work(batch.work)
         if self.problem.sync == "microbatch":
-            return _assign_waves(order, sequences, machine)
+            return _assign_waves(order, sequences, self.machine)
         lower = simple_bound_seconds(batch.work, self.problem)
-        return _assign_timelines(lower, order, sequences, machine)
+        return _assign_timelines(lower, order, sequences, self.machine)
 
 
 def _assign_waves(order: Int64Array, sequences: Sequences, machine: Machine) -> Assignment:

@@ -36,6 +36,7 @@ class Wave(NamedTuple):
         item_bin: [sequences] bin of each sequence that the wave took.
         free: [nodes] ranks of a node that have no group yet; they are its last ones.
         bucket, next_node: nodes by free ranks, as linked lists.
+        used: [num_ranks] 1 for a rank that has a group; kept only where rings come from a catalogue.
         bins: [1] number of bins.
     """
 
@@ -50,6 +51,7 @@ class Wave(NamedTuple):
     free: Int64Array
     bucket: Int64Array
     next_node: Int64Array
+    used: Int64Array
     bins: Int64Array
 
 
@@ -69,6 +71,7 @@ def make_wave(sequences: int, machine: Machine) -> Any:
         np.zeros(nodes, dtype=np.int64),
         np.zeros(machine.per_node + 1, dtype=np.int64),
         np.zeros(nodes, dtype=np.int64),
+        np.zeros(num_ranks, dtype=np.int64),
         np.zeros(1, dtype=np.int64),
     )
 
@@ -77,6 +80,7 @@ def make_wave(sequences: int, machine: Machine) -> Any:
 def _reset(machine: Machine, wave: Wave) -> None:
     wave.bins[0] = 0
     wave.first[0] = 0
+    wave.used[:] = 0
     wave.bucket[:] = -1
     for node in range(len(wave.free) - 1, -1, -1):
         wave.free[node] = min(machine.per_node, machine.num_ranks - node * machine.per_node)
@@ -162,6 +166,41 @@ def _place_ring(i: int, target: float, left: int, sequences: Sequences, machine:
 
 
 @njit(cache=True, nogil=True)
+def _place_in_catalogue(i: int, target: float, sequences: Sequences, machine: Machine, wave: Wave) -> int:
+    """Put a long sequence on the narrowest free rank set that ends by target; its degree, or 0."""
+    attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
+    for s in range(len(machine.set_first) - 2, -1, -1):
+        ranks = machine.set_ranks[machine.set_first[s] : machine.set_first[s + 1]]
+        degree = len(ranks)
+        if degree * machine.budget < tokens:
+            continue
+        if pack_seconds(attention, linear, tokens, degree, degree > machine.per_node, machine) > target + _SLACK:
+            continue
+        is_free = True
+        for r in ranks:
+            is_free = is_free and wave.used[r] == 0
+        if is_free:
+            _lay(i, _open_on(ranks, machine, wave), sequences, wave)
+            return degree
+    return 0
+
+
+@njit(cache=True, nogil=True)
+def _open_on(ranks: Int64Array, machine: Machine, wave: Wave) -> int:
+    """Make a group of the given ranks."""
+    b = wave.bins[0]
+    for k in range(len(ranks)):
+        wave.ranks[wave.first[b] + k] = ranks[k]
+        wave.used[ranks[k]] = 1
+    wave.first[b + 1] = wave.first[b] + len(ranks)
+    wave.degree[b] = len(ranks)
+    wave.crosses[b] = 1 if len(ranks) > machine.per_node else 0
+    wave.attention[b], wave.linear[b], wave.tokens[b] = 0.0, 0.0, 0
+    wave.bins[0] = b + 1
+    return int(b)
+
+
+@njit(cache=True, nogil=True)
 def _room(b: int, target: float, machine: Machine, tree: Tree, wave: Wave) -> None:
     """Tell the tree what bin b has left."""
     degree = wave.degree[b]
@@ -217,7 +256,12 @@ def place_rings(
             later[small] = i
             small += 1
             continue
-        degree = _place_ring(i, target, ranks_left, sequences, machine, wave) if ranks_left > 1 else 0
+        if ranks_left < 2:
+            degree = 0
+        elif len(machine.set_first) > 1:
+            degree = _place_in_catalogue(i, target, sequences, machine, wave)
+        else:
+            degree = _place_ring(i, target, ranks_left, sequences, machine, wave)
         ranks_left -= degree
         if degree == 0:
             left_over[rest] = i
@@ -281,6 +325,11 @@ def fill_wave(
 ) -> int:
     """Fill a wave from the sequences alive[:count]; those left go to left_over. How many are left."""
     rest, small, _ranks_left, _refused = place_rings(target, alive, count, left_over, later, sequences, machine, wave)
+    if len(machine.set_first) > 1:
+        for rank in range(machine.num_ranks):
+            if wave.used[rank] == 0:
+                _open_on(np.array([rank]), machine, wave)
+        wave.bucket[:] = -1
     for free in range(machine.per_node, 0, -1):
         while wave.bucket[free] >= 0:
             node_free = free
