@@ -143,6 +143,6 @@ def _headline(inputs: PlanInputs, steps: int) -> str:
     problem = inputs.problem
     return (
         f"{problem.num_ranks} ranks, {problem.ranks_per_node} per node, {problem.tokens_per_rank:,} tokens each; "
-        f"{inputs.settings.global_batch_size} sequences a step, {steps} steps; "
+        f"{inputs.settings.global_batch_size} sequences a step, {steps} step{'s' if steps > 1 else ''}; "
         f"{problem.profile.model} on {problem.profile.cluster} ({problem.profile.origin})"
     )

@@ -63,7 +63,7 @@ def _cells(contender: Contender, syncs: Sequence[Sync], fastest_seconds: float) 
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds:.4g}"
+    return f"{seconds:#.4g}"
 
 
 def _percent(share: float) -> str:
