@@ -213,8 +213,9 @@ def _run(resolved: Launch, *, json: bool) -> None:
     where = "this machine" if spec.num_nodes == 1 else f"node {node_rank} of {spec.num_nodes}"
     note(f"starting {spec.processes_per_node} ranks on {where}; everything goes to {spec.run_dir}")
     outcome, watcher = _run_watched(resolved, node_rank, json=json)
-    if outcome.stopped_by is not None and (outcome.status or resolved.settings is None):
-        _report_stop(resolved, outcome.stopped_by)
+    stopped_by = _stopped_by(outcome, bundled=resolved.settings is not None)
+    if stopped_by is not None:
+        _report_stop(resolved, stopped_by)
     if outcome.failure is not None:
         _report_failure(outcome.failure, is_shown=node_rank == 0 and outcome.failure.is_local_rank_0)
     _report_end(resolved, watcher.records, json=json)
@@ -264,6 +265,15 @@ def _run_watched(resolved: Launch, node_rank: int, *, json: bool) -> tuple[JobOu
     finally:
         watcher.close()
     return outcome, watcher
+
+
+def _stopped_by(outcome: JobOutcome, *, bundled: bool) -> signal.Signals | None:
+    """The signal that ended the job before its time, if one did, here or on another node."""
+    if not bundled:
+        return outcome.stopped_by
+    if outcome.failure is not None and outcome.failure.status == 128 + signal.SIGINT:
+        return signal.SIGINT
+    return outcome.stopped_by if outcome.status else None
 
 
 def _report_stop(resolved: Launch, stopped_by: signal.Signals) -> None:

@@ -111,8 +111,8 @@ def check_run_dir(run_dir: Path, *, parameters: int, keep_checkpoints: int) -> N
         )
 
 
-def check_nodes(num_nodes: int, node_rank: int | None, master_addr: str | None) -> None:
-    """Whether several nodes can find each other.
+def check_nodes(num_nodes: int, node_rank: int | None, master_addr: str | None, run_dir: Path | None) -> None:
+    """Whether several nodes can find each other, and write to one place.
 
     Raises:
         UsageError: an address or the node's number is missing or cannot be right.
@@ -131,3 +131,5 @@ def check_nodes(num_nodes: int, node_rank: int | None, master_addr: str | None) 
         )
     if not 0 <= node_rank < num_nodes:
         raise UsageError(f"--node-rank is {node_rank}; with --nodes {num_nodes} it must be 0 to {num_nodes - 1}")
+    if run_dir is None:
+        raise UsageError(f"--nodes {num_nodes} needs --run-dir: a folder that all nodes share, the same on every node")

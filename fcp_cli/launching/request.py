@@ -15,7 +15,7 @@ from fcp_cli.console import Origins
 from fcp_cli.errors import PlanError, RunError, UsageError
 from fcp_cli.launching import preflight
 from fcp_cli.launching.machine import Machine
-from fcp_cli.launching.placement import check_ranks, place, planned_nodes
+from fcp_cli.launching.placement import Placement, check_ranks, place, planned_nodes
 from fcp_cli.launching.run_dirs import latest_run_dir, next_run_dir, read_launch
 from fcp_cli.launching.spec import TRAINER, LaunchSpec, RunPaths
 from fcp_cli.plan.metadata import PlanMetadata
@@ -92,7 +92,7 @@ def resolve(request: LaunchRequest, find_machine: Callable[[], Machine], assumed
     machine = find_machine()
     placement = place(plan, metadata, machine, nodes=request.nodes, must_fit=not request.dry_run)
     if not request.dry_run:
-        preflight.check_nodes(placement.num_nodes, request.node_rank, request.master_addr)
+        preflight.check_nodes(placement.num_nodes, request.node_rank, request.master_addr, request.run_dir)
     _tell_about_nodes(metadata, placement.num_nodes, assumed)
     settings = None if request.program else _settings(request, plan, metadata, assumed)
     spec = LaunchSpec(
@@ -102,7 +102,7 @@ def resolve(request: LaunchRequest, find_machine: Callable[[], Machine], assumed
         processes_per_node=placement.processes_per_node,
         program=TRAINER if settings is not None else _program(request),
         arguments=tuple(settings.argv()) if settings is not None else _program_arguments(request),
-        environment=_environment(request, machine, placement.processes_per_node),
+        environment=_environment(request, machine, placement),
         master_addr=request.master_addr or ADDRESS_TO_FILL_IN,
         master_port=request.master_port,
         python=sys.executable,
@@ -227,7 +227,8 @@ def _check_manifest(manifest: Path, length_column: str, plan: Path, metadata: Pl
 def _run_dir(request: LaunchRequest, name: str) -> Path:
     run_dir = request.run_dir or next_run_dir(name)
     paths = RunPaths(run_dir=run_dir)
-    if not request.program and not request.resume and (paths.metrics.exists() or paths.checkpoints.exists()):
+    may_exist = request.program or request.resume or request.node_rank  # node 0 may have begun before this one looks
+    if not may_exist and (paths.metrics.exists() or paths.checkpoints.exists()):
         raise RunError(f"{run_dir} already holds a run; continue it with --resume, or choose another --run-dir")
     return run_dir
 
@@ -253,13 +254,13 @@ def _program_name(request: LaunchRequest) -> str:
     return Path(_program(request)[-1]).stem
 
 
-def _environment(request: LaunchRequest, machine: Machine, processes_per_node: int) -> dict[str, str]:
+def _environment(request: LaunchRequest, machine: Machine, placement: Placement) -> dict[str, str]:
     environment = {}
     if request.program and request.model is not None:
         environment["FCP_MODEL"] = request.model
-    if machine.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        # Without it every rank would start a thread per core.
-        environment["OMP_NUM_THREADS"] = str(machine.threads_per_rank(processes_per_node))
+    if machine.device == "cpu" and placement.num_nodes == 1 and "OMP_NUM_THREADS" not in os.environ:
+        # torchrun would give each rank a single thread; other machines' cores are not known here.
+        environment["OMP_NUM_THREADS"] = str(machine.threads_per_rank(placement.processes_per_node))
     return environment
 
 

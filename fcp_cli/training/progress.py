@@ -18,14 +18,14 @@ _STEPS_FOR_PACE = 20
 
 
 def progress_line(record: Mapping[str, Any], *, steps: int, seconds_left: float | None) -> str:
-    """One step in at most 80 columns for runs below 10 million steps."""
+    """One step, in at most 80 columns below 1,000 steps and an hour to go; beyond, the end may be cut."""
     seconds = record["seconds"]
     loss = record["loss"]
     parts = [
         f"step {record['step'] + 1}/{steps}",
         f"loss {'nan' if loss is None else format(loss, '.4f')}",
         f"{short_count(record['tokens'] / seconds)} tok/s",
-        f"{short_seconds(seconds)} (plan {short_seconds(record['predicted_seconds'])})",
+        f"{short_seconds(seconds)}s (plan {short_seconds(record['predicted_seconds'])})",
         f"idle {record['idle_fraction']:.0%}",
     ]
     if seconds_left is not None:
@@ -42,7 +42,8 @@ def short_count(number: float) -> str:
 
 
 def short_seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds < 1000 else clock(seconds)
+    """At most five characters up to a day: 0.012, 1.23, 12.34, 1234."""
+    return f"{seconds:.3f}" if seconds < 1 else f"{seconds:.2f}" if seconds < 100 else f"{seconds:.0f}"
 
 
 def clock(seconds: float) -> str:

@@ -111,4 +111,9 @@ def test_a_full_disk_is_found_before_the_start(tmp_path: Path, monkeypatch: pyte
 )
 def test_several_nodes_must_be_able_to_meet(node_rank: int | None, address: str | None, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        preflight.check_nodes(2, node_rank, address)
+        preflight.check_nodes(2, node_rank, address, Path("run"))
+
+
+def test_several_nodes_must_write_to_one_place() -> None:
+    with pytest.raises(UsageError, match="--nodes 2 needs --run-dir: a folder that all nodes share"):
+        preflight.check_nodes(2, 1, "10.0.0.1", None)
