@@ -1,0 +1,67 @@
+"""`fcp inspect` as it is typed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fcp_cli.plan.reader import PlanReader
+from tests.commands.planning_folder import EIGHT_RANKS, assert_one_error_line, fcp, fcp_process, write_dataset
+
+
+@pytest.fixture(scope="module", params=["iteration", "microbatch"])
+def planned(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    folder = write_dataset(tmp_path_factory.mktemp("inspect"))
+    result = fcp("plan", "dataset.parquet", *EIGHT_RANKS, "--sync", request.param, "--json", cwd=folder)
+    (folder / "summary.json").write_text(result.stdout)
+    return folder
+
+
+def test_the_summary_is_that_of_planning(planned: Path) -> None:
+    result = fcp("inspect", "--json", cwd=planned)
+    document = json.loads(result.stdout)
+    summary = json.loads((planned / "summary.json").read_text())
+    for key in ("plan_hash", "steps", "tokens", "gap", "idle_fraction", "degrees", "speedup_over_static"):
+        assert document[key] == pytest.approx(summary[key]) if key != "degrees" else document[key] == summary[key]
+
+
+def test_the_summary_fits_80_columns(planned: Path) -> None:
+    result = fcp("inspect", cwd=planned)
+    assert (result.returncode, result.stdout) == (0, "")
+    assert max(len(line) for line in result.stderr.splitlines()) <= 80
+    for label in ("gap", "idle", "degree", "over the best static plan"):
+        assert label in result.stderr
+
+
+def test_one_step_is_a_table_of_micro_batches_and_ranks(planned: Path) -> None:
+    result = fcp("inspect", "--step", "1", cwd=planned)
+    assert (result.returncode, result.stdout) == (0, "")
+    assert max(len(line) for line in result.stderr.splitlines()) <= 80
+    step = next(PlanReader(planned / "plan.parquet").steps(1))
+    working = [row for row in step.micro_batches() if not row.is_idle]
+    rows = [line.split() for line in result.stderr.splitlines() if line.strip()[:1].isdigit()]
+    assert len(rows) == len(working) + 8
+    assert all(cells[0] == str(row.order) for cells, row in zip(rows, working, strict=False))
+    assert f"{step.makespan_seconds:.4g} s" in result.stderr
+
+
+def test_one_step_as_json_has_every_row(planned: Path) -> None:
+    document = json.loads(fcp("inspect", "--step", "2", "--json", cwd=planned).stdout)
+    step = next(PlanReader(planned / "plan.parquet").steps(2))
+    assert document["step"] == 2
+    assert [tuple(row["ranks"]) for row in document["micro_batches"]] == [row.ranks for row in step.micro_batches()]
+    assert [row["tokens"] for row in document["micro_batches"]] == step.tokens.tolist()
+    assert len(document["busy_seconds"]) == 8
+
+
+def test_a_step_that_is_not_there_is_wrong_usage(planned: Path) -> None:
+    error = assert_one_error_line(fcp("inspect", "--step", "4", cwd=planned), 2)
+    assert "plan.parquet has steps 0 to 3, not --step 4" in error
+
+
+def test_the_tables_are_plain_ascii_where_the_terminal_is(planned: Path) -> None:
+    result = fcp_process("inspect", cwd=planned, PYTHONIOENCODING="ascii", LC_ALL="C")
+    assert result.returncode == 0
+    assert result.stderr.isascii()

@@ -1,0 +1,248 @@
+"""`fcp plan` as it is typed: what it assumes, prints and leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fcp_cli.manifest.read import read_manifest
+from fcp_cli.plan.check import check_plan
+from fcp_cli.plan.reader import PlanReader
+from tests.commands.planning_folder import EIGHT_RANKS, assert_one_error_line, fcp, write_dataset
+
+FAST = ("--solver", "static")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_dataset(tmp_path)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_with_nothing_said_it_plans_and_says_what_it_assumed(tmp_path: Path) -> None:
+    write_dataset(tmp_path, profile=False)
+    result = fcp("plan", "dataset.parquet", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    for setting in ("--profile", "--ranks", "--ranks-per-node", "--tokens-per-rank", "--global-batch-size"):
+        assert f"assumed {setting} = " in result.stderr
+    assert "wrote plan.parquet" in result.stderr
+    assert list(check_plan(tmp_path / "plan.parquet", manifest=read_manifest(tmp_path / "dataset.parquet"))) == []
+
+
+@pytest.mark.parametrize("solver", ["fcp", "fcp-paper", "static"])
+@pytest.mark.parametrize("sync", ["iteration", "microbatch"])
+def test_the_summary_fits_80_columns_and_the_plan_is_sound(folder: Path, solver: str, sync: str) -> None:
+    result = fcp("plan", "dataset.parquet", *EIGHT_RANKS, "--solver", solver, "--sync", sync, cwd=folder)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ""
+    assert max(len(line) for line in result.stderr.splitlines()) <= 80
+    for label in ("step time", "gap", "idle", "groups", "speed-up", "planning", "hash", "degree"):
+        assert label in result.stderr
+    assert list(check_plan(folder / "plan.parquet", manifest=read_manifest(folder / "dataset.parquet"))) == []
+
+
+def test_json_is_the_only_thing_on_stdout(folder: Path) -> None:
+    result = fcp("plan", "dataset.parquet", *EIGHT_RANKS, "--json", cwd=folder)
+    document: dict[str, Any] = json.loads(result.stdout)
+    assert document["steps"] == 4
+    assert document["sequences"] == 96
+    assert document["plan_hash"] == PlanReader(folder / "plan.parquet").metadata.plan_hash
+    assert document["gap"] >= 0
+    assert document["speedup_over_static"] >= 1
+    assert document["planning_milliseconds_per_step"] > 0
+
+
+def test_quiet_says_nothing(folder: Path) -> None:
+    result = fcp("-q", "plan", "dataset.parquet", *EIGHT_RANKS, *FAST, cwd=folder)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_the_same_seed_gives_the_same_plan_and_another_seed_another(folder: Path) -> None:
+    hashes = []
+    for seed in ("1", "1", "2"):
+        result = fcp("plan", "dataset.parquet", *EIGHT_RANKS, "--seed", seed, "--json", cwd=folder)
+        hashes.append(json.loads(result.stdout)["plan_hash"])
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_flags_beat_the_environment_which_beats_the_config(folder: Path) -> None:
+    (folder / "fcp.yaml").write_text(
+        "plan: {ranks: 8, ranks-per-node: 4, tokens-per-rank: 4096, seed: 3, sync: microbatch}"
+    )
+
+    def planned(*flags: str, **env: str) -> tuple[int, str]:
+        result = fcp("plan", "dataset.parquet", *FAST, *flags, cwd=folder, **env)
+        assert result.returncode == 0, result.stderr
+        metadata = PlanReader(folder / "plan.parquet").metadata
+        return metadata.seed, metadata.sync
+
+    assert planned() == (3, "microbatch")
+    assert planned(FCP_PLAN_SEED="4") == (4, "microbatch")
+    assert planned("--seed", "5", FCP_PLAN_SEED="4") == (5, "microbatch")
+
+
+def test_a_plan_goes_through_a_pipe(folder: Path) -> None:
+    with (folder / "piped.parquet").open("wb") as stdout:
+        subprocess.run(
+            [sys.executable, "-m", "fcp_cli", "-q", "plan", "dataset.parquet", *EIGHT_RANKS, *FAST, "-o", "-"],
+            cwd=folder,
+            stdout=stdout,
+            check=True,
+            timeout=120,
+        )
+    assert list(check_plan(folder / "piped.parquet")) == []
+    assert "plan.parquet" not in names(folder)
+
+
+def test_lengths_come_from_standard_input(folder: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "fcp_cli", "plan", "-", *EIGHT_RANKS, *FAST],
+        cwd=folder,
+        input='{"length": 100}\n200\n300\n',
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    assert PlanReader(folder / "plan.parquet").metadata.manifest.rows == 3
+
+
+def test_planning_imports_no_torch(folder: Path) -> None:
+    program = (
+        "import sys\n"
+        f"sys.argv = ['fcp', '-q', 'plan', 'dataset.parquet', *{EIGHT_RANKS!r}]\n"
+        "from fcp_cli.app import main\n"
+        "try:\n    main()\nexcept SystemExit as stop:\n    assert not stop.code, stop.code\n"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        ("tokens", [1, 2], "length"),
+        ("length", [5, 0, 7], "row 1"),
+        ("length", [5, 6, -7], "row 2"),
+        ("length", [None, 6], "row 0"),
+        ("length", [], "no rows"),
+    ],
+)
+def test_a_bad_manifest_is_one_line_and_writes_nothing(
+    tmp_path: Path, column: str, values: list[int | None], message: str
+) -> None:
+    pq.write_table(pa.table({column: pa.array(values, type=pa.int64())}), tmp_path / "dataset.parquet")
+    assert message in assert_one_error_line(fcp("plan", "dataset.parquet", cwd=tmp_path), 1)
+    assert names(tmp_path) == ["dataset.parquet"]
+
+
+def test_a_truncated_manifest_is_one_line_and_writes_nothing(folder: Path) -> None:
+    content = (folder / "dataset.parquet").read_bytes()
+    (folder / "dataset.parquet").write_bytes(content[: len(content) // 2])
+    assert "dataset.parquet" in assert_one_error_line(fcp("plan", "dataset.parquet", cwd=folder), 1)
+    assert names(folder) == ["dataset.parquet", "profile.yaml"]
+
+
+def test_overlong_sequences_are_named_and_the_options_mend_it(folder: Path) -> None:
+    arguments = ("plan", "dataset.parquet", *EIGHT_RANKS, *FAST, "--tokens-per-rank", "2000")
+    error = assert_one_error_line(fcp(*arguments, cwd=folder), 1)
+    assert "row 0 (20000 tokens), row 48 (20000 tokens) cannot be planned" in error
+    assert "8 ranks of 2000 tokens hold at most 16000" in error
+    assert "--overlong drop|truncate" in error
+    assert names(folder) == ["dataset.parquet", "profile.yaml"]
+    for policy, sequences in (("drop", 94), ("truncate", 96)):
+        result = fcp(*arguments, "--max-length", "16000", "--overlong", policy, "--json", cwd=folder)
+        assert json.loads(result.stdout)["sequences"] == sequences
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--solver", "magic"), "there is no solver 'magic'; choose --solver fcp|"),
+        (("--json", "-o", "-"), "--json and -o - both want stdout"),
+        (("--headroom", "1.5"), "--headroom is 1.5"),
+    ],
+)
+def test_wrong_usage_has_status_2(folder: Path, arguments: tuple[str, ...], message: str) -> None:
+    assert message in assert_one_error_line(fcp("plan", "dataset.parquet", *EIGHT_RANKS, *arguments, cwd=folder), 2)
+    assert names(folder) == ["dataset.parquet", "profile.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("output", "message"), [("none/plan.parquet", "there is no folder"), ("/dev/full", "it is not a file")]
+)
+def test_an_output_that_cannot_be_written_is_one_line(folder: Path, output: str, message: str) -> None:
+    result = fcp("plan", "dataset.parquet", *EIGHT_RANKS, *FAST, "-o", output, cwd=folder)
+    assert message in assert_one_error_line(result, 1)
+    assert names(folder) == ["dataset.parquet", "profile.yaml"]
+
+
+def test_a_full_standard_output_is_one_line(folder: Path) -> None:
+    with Path("/dev/full").open("wb") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "fcp_cli", "-q", "plan", "dataset.parquet", *EIGHT_RANKS, *FAST, "-o", "-"],
+            cwd=folder,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    assert result.returncode == 1
+    assert result.stderr == "error: cannot write to standard output: no space left on device\n"
+
+
+def test_a_full_disk_leaves_the_old_plan_and_nothing_else(folder: Path) -> None:
+    (folder / "plan.parquet").write_text("before")
+    program = (
+        "import resource, signal, sys\n"
+        # No file may grow further: writing fails as on a full disk.
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))\n"
+        f"sys.argv = ['fcp', '-q', 'plan', 'dataset.parquet', *{EIGHT_RANKS!r}, '--solver', 'static']\n"
+        "from fcp_cli.app import main\n"
+        "main()\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=120)
+    assert "cannot write" in assert_one_error_line(result, 1)
+    assert (folder / "plan.parquet").read_text() == "before"
+    assert names(folder) == ["dataset.parquet", "plan.parquet", "profile.yaml"]
+
+
+def test_ctrl_c_has_status_130_and_leaves_nothing(tmp_path: Path) -> None:
+    write_dataset(tmp_path, sequences=20_000)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fcp_cli", "plan", "dataset.parquet", *EIGHT_RANKS],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "COLUMNS": "80", "NO_COLOR": "1"},
+    )
+    deadline = time.monotonic() + 100
+    while not any(name.endswith(".partial") for name in names(tmp_path)):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert out == ""
+    assert "error: interrupted" in err
+    assert "Traceback" not in err
+    assert names(tmp_path) == ["dataset.parquet", "profile.yaml"]
