@@ -65,6 +65,7 @@ def profile_from_samples(samples: SamplesFile) -> CostProfile:
         **_circumstances(samples, environments[-1]),
         **_errors(measured, predicted),
         "assumed": [*fit.kept, *_assumed(samples, spec)],
+        "memory_readings": _memory_readings(samples, memory),
         "points": [_point_record(point, float(seconds)) for point, seconds in zip(measured, predicted, strict=True)],
     }
     profile = replace(profile, measurement=_rounded(measurement))
@@ -119,6 +120,18 @@ def _memory(samples: SamplesFile, spec: ModelSpec, environment: Mapping[str, Any
     tokens, peak_bytes = np.array(peaks).T
     slope = float(np.polyfit(tokens, peak_bytes, 1)[0])
     return Memory(bytes_per_token=slope, model_state_bytes=float(steps[-1]["state_bytes"]), capacity_bytes=capacity)
+
+
+def _memory_readings(samples: SamplesFile, memory: Memory) -> list[dict[str, Any]]:
+    """Peak bytes of activations on one rank against what the profile says."""
+    return [
+        {
+            "tokens": line["tokens"],
+            "peak_bytes": line["peak_bytes"],
+            "error_percent": 100.0 * (memory.bytes_per_token * line["tokens"] / max(line["peak_bytes"], 1.0) - 1.0),
+        }
+        for line in samples.of_kind("memory")
+    ]
 
 
 def _assumed(samples: SamplesFile, spec: ModelSpec) -> list[str]:

@@ -86,15 +86,6 @@ def print_differences(console: Console, first: CostProfile, second: CostProfile,
     console.print(table)
 
 
-def print_table3(console: Console, profiles: Sequence[CostProfile]) -> None:
-    """Held-out error per model, in the layout of the FCP paper's Table 3."""
-    table = _table("model", "mean absolute error held out")
-    for profile in profiles:
-        error = profile.measurement.get("held_out_error_percent")
-        table.add_row(profile.model, "-" if error is None else f"{error:.2f} %")
-    console.print(table)
-
-
 def _figures(profile: CostProfile) -> Table:
     table = _table("figure", "value", "meaning", left=(0, 2))
     for figure in figures_of(profile):
