@@ -82,7 +82,7 @@ def print_differences(console: Console, first: CostProfile, second: CostProfile,
     table = _table("figure", f"{first.model} ({first.origin})", f"{second.model} ({second.origin})", "ratio")
     for row in rows:
         ratio = "same" if row.first == row.second else "-" if row.ratio is None else f"{row.ratio:.3f}"
-        table.add_row(row.path.removeprefix("coefficients."), f"{row.first:.4g}", f"{row.second:.4g}", ratio)
+        table.add_row(row.path.split(".")[-1], f"{row.first:.4g}", f"{row.second:.4g}", ratio)
     console.print(table)
 
 
