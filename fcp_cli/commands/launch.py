@@ -217,8 +217,13 @@ def _run(resolved: Launch, *, json: bool) -> None:
     if stopped_by is not None:
         _report_stop(resolved, stopped_by)
     if outcome.failure is not None:
-        _report_failure(outcome.failure, is_shown=node_rank == 0 and outcome.failure.is_local_rank_0)
+        _report_failure(outcome.failure, is_shown=_shows(resolved) and outcome.failure.is_local_rank_0)
     _report_end(resolved, watcher.records, json=json)
+
+
+def _shows(resolved: Launch) -> bool:
+    """Rank 0 is shown on its own node; -q silences the bundled trainer, but not what a script prints on purpose."""
+    return not resolved.node_rank and (resolved.settings is None or verbosity.level >= 0)
 
 
 class _Watcher:
@@ -260,7 +265,12 @@ def _run_watched(resolved: Launch, node_rank: int, *, json: bool) -> tuple[JobOu
     watcher = _Watcher(resolved, shows=bundled and node_rank == 0)
     try:
         outcome = run_job(
-            spec, node_rank=node_rank, watch=watcher.look, announce=note, stdout="stderr" if json else "stdout"
+            spec,
+            node_rank=node_rank,
+            shows=_shows(resolved),
+            watch=watcher.look,
+            announce=note,
+            stdout="stderr" if json else "stdout",
         )
     finally:
         watcher.close()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
 from fcp_cli.errors import FcpError, PlanError, RunError, UsageError
 from fcp_cli.launching.machine import Machine
+from fcp_cli.launching.spec import RunPaths
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
 
@@ -62,6 +65,35 @@ def check_steps(plan: Path, metadata: PlanMetadata, steps: int | None) -> None:
             f"--steps is {steps}, but {plan} ends after {metadata.steps}; plan more with 'fcp plan --epochs', or leave "
             "--steps out"
         )
+
+
+def check_resumable(run_dir: Path, launched: Mapping[str, Any], metadata: PlanMetadata, steps: int | None) -> None:
+    """Whether a run has something left to do, under the plan that it began with.
+
+    Args:
+        run_dir: of the run.
+        launched: how it was launched last; see `run_dirs.read_launch`.
+        metadata: of the plan to go on with.
+        steps: where it shall stop now; None: at the end of the plan.
+
+    Raises:
+        RunError: it has not, or the plan is another.
+    """
+    if launched["plan_hash"] != metadata.plan_hash:
+        raise RunError(
+            f"{run_dir} was trained under the plan {launched['plan_hash'][:12]}, but this one is "
+            f"{metadata.plan_hash[:12]}; give the old plan with --plan, or start a new run without --resume"
+        )
+    finished = max((int(path.name.removeprefix("step-")) for path in _saved(run_dir)), default=0)
+    if finished >= (steps or metadata.steps):
+        raise RunError(
+            f"{run_dir} has finished {finished} of {steps or metadata.steps} steps: nothing is left to resume; give a "
+            "larger --steps, or make a plan of more steps with 'fcp plan --epochs'"
+        )
+
+
+def _saved(run_dir: Path) -> Iterator[Path]:
+    return (path.parent for path in RunPaths(run_dir=run_dir).checkpoints.glob("step-*/checkpoint.json"))
 
 
 def check_memory(model: str, parameters: int, machine: Machine, *, ranks_here: int, sharded_over: int) -> None:

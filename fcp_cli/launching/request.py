@@ -166,6 +166,8 @@ def _settings(request: LaunchRequest, plan: Path, metadata: PlanMetadata, assume
         **request.training,
     )
     preflight.check_steps(plan, metadata, settings.steps)
+    if request.resume:
+        preflight.check_resumable(settings.run_dir, read_launch(settings.run_dir), metadata, settings.steps)
     return settings
 
 

@@ -73,6 +73,7 @@ def run_job(
     spec: LaunchSpec,
     *,
     node_rank: int = 0,
+    shows: bool = True,
     watch: Callable[[], None] = lambda: None,
     announce: Callable[[str], None] = lambda message: None,
     stdout: Literal["stdout", "stderr"] = "stdout",
@@ -82,7 +83,8 @@ def run_job(
 
     Args:
         spec: with `log_dir` set.
-        node_rank: which node this machine is; the first shows what its rank 0 prints.
+        node_rank: which node this machine is.
+        shows: whether what local rank 0 prints is copied to fcp's own streams.
         watch: called about ten times a second while the job runs, and once after its end.
         announce: told what happens after Ctrl-C.
         stdout: which of fcp's streams rank 0's standard output goes to.
@@ -94,7 +96,7 @@ def run_job(
     assert spec.log_dir is not None
     spec.log_dir.mkdir(parents=True, exist_ok=True)
     followers = []
-    if node_rank == 0:
+    if shows:
         followers = [_Follower(spec.log_dir, "stdout", stdout), _Follower(spec.log_dir, "stderr", "stderr")]
 
     def look() -> None:

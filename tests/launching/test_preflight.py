@@ -81,6 +81,19 @@ def test_more_steps_than_planned_is_an_error(plan: Path) -> None:
         preflight.check_steps(plan, metadata, 4)
 
 
+def test_a_finished_run_has_nothing_to_resume_and_another_plan_is_refused(plan: Path, tmp_path: Path) -> None:
+    metadata = preflight.check_plan(plan)
+    launched = {"plan_hash": metadata.plan_hash}
+    for step in (1, 2):
+        (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+        (tmp_path / "checkpoints" / f"step-{step:08d}" / "checkpoint.json").touch()
+    preflight.check_resumable(tmp_path, launched, metadata, None)
+    with pytest.raises(RunError, match="has finished 2 of 2 steps: nothing is left to resume; give a larger --steps"):
+        preflight.check_resumable(tmp_path, launched, metadata, 2)
+    with pytest.raises(RunError, match=f"was trained under the plan 0000, but this one is {metadata.plan_hash[:12]}"):
+        preflight.check_resumable(tmp_path, {"plan_hash": "0000"}, metadata, None)
+
+
 def test_a_model_larger_than_the_hosts_memory_is_an_error() -> None:
     small = Machine(device="cpu", num_devices=0, num_cores=2, memory_bytes=10_000_000_000)
     with pytest.raises(RunError, match=r"big needs 64 GB .* on 4 ranks, but this machine has 10 GB"):

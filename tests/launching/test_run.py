@@ -89,8 +89,8 @@ def test_standard_output_can_be_kept_free_for_a_json_document(
     assert (shown.out, shown.err) == ("", "1 to go\n0 to go\n")
 
 
-def test_other_nodes_show_nothing(spec: LaunchSpec, capsys: pytest.CaptureFixture[str]) -> None:
-    run_job(spec, runner=fake_for(spec), node_rank=1)
+def test_other_nodes_can_be_silent(spec: LaunchSpec, capsys: pytest.CaptureFixture[str]) -> None:
+    run_job(spec, runner=fake_for(spec), node_rank=1, shows=False)
     assert capsys.readouterr().out == ""
 
 
