@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import transformers
 
 Family = Literal["tiny", "qwen3", "llama"]
-Wrapping = Literal["none", "ddp", "fsdp"]
+Wrapping = Literal["none", "ddp", "fsdp", "hsdp", "fsdp over half", "fsdp of a part"]
 Recomputation = Literal["off", "non-reentrant", "reentrant"]
 VOCAB_SIZE = TinyConfig().vocab_size
 
@@ -64,7 +64,8 @@ def build(case: Case) -> tuple[nn.Module, Callable[[LocalMicroBatch], Tensor]]:
     prepare(decoder)
     if case.recompute != "off":
         decoder.train()
-        decoder.activation_checkpointing_enable({"use_reentrant": case.recompute == "reentrant"})
+        enable = getattr(decoder, "activation_checkpointing_enable", decoder.gradient_checkpointing_enable)  # 4.x
+        enable({"use_reentrant": case.recompute == "reentrant"})
     wrapped = wrap(decoder, case.wrapping, list(decoder.get_submodule("model.layers").children()))
     return wrapped, lambda mb: wrapped(input_ids=mb.input_ids, position_ids=mb.position_ids).logits
 
@@ -94,15 +95,26 @@ def hugging_face(family: Family, dtype: torch.dtype) -> transformers.PreTrainedM
 def wrap(model: nn.Module, wrapping: Wrapping, layers: list[nn.Module]) -> nn.Module:
     if wrapping == "ddp":
         return nn.parallel.DistributedDataParallel(model)
-    if wrapping == "fsdp":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-        for layer in layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+    if wrapping != "none":
+        shard(model, wrapping, layers)
     return model
+
+
+def shard(model: nn.Module, wrapping: Wrapping, layers: list[nn.Module]) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    size = torch.distributed.get_world_size()
+    if wrapping in ("hsdp", "fsdp over half"):
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (size,))
+    if wrapping == "fsdp over half":
+        mesh = mesh["shard"]
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    if wrapping != "fsdp of a part":
+        fully_shard(model, mesh=mesh)
 
 
 def expected(case: Case, plan: Path) -> Replayed:

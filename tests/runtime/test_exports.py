@@ -1,3 +1,8 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
 import pytest
 
 import fcp_cli.runtime as runtime
@@ -19,3 +24,13 @@ def test_the_public_names_of_the_runtime_are_these() -> None:
         "steps",
     ]
     assert all(hasattr(runtime, name) for name in runtime.__all__)
+
+
+def test_training_and_verifying_need_neither_the_planner_nor_the_command_line() -> None:
+    program = (
+        "import sys, fcp_cli.runtime, fcp_cli.verification.verify\n"
+        "unwanted = ('fcp_cli.planning', 'fcp_cli.cost', 'typer', 'rich')\n"
+        "print(*[name for name in sys.modules if name.startswith(unwanted)])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == []

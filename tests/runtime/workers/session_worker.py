@@ -33,6 +33,7 @@ GRADIENT_CASES: Mapping[str, tuple[str, Case]] = {
     "ddp labels": (ITERATION, Case(wrapping="ddp", labelled=True)),
     "ddp waves": (WAVES, Case(wrapping="ddp", recompute="non-reentrant")),
     "fsdp": (WAVES, Case(wrapping="fsdp")),
+    "hsdp": (WAVES, Case(wrapping="hsdp")),
     "fsdp fp32": (WAVES, Case(wrapping="fsdp", dtype=torch.float32)),
     "fsdp recomputed": (WAVES, Case(wrapping="fsdp", recompute="non-reentrant")),
     "qwen3 ddp": (ITERATION, Case(family="qwen3", wrapping="ddp", recompute="reentrant")),
@@ -51,7 +52,7 @@ def first_step(plan: Path, *, attend: Any = ring_attend, wrapping: Any = "none",
     """Run one step, and what follows it, as a wrong script would."""
     with start(plan, lambda row: torch.arange(400) % VOCAB_SIZE) as session:
         model = TinyLanguageModel(TinyConfig(), attend)
-        wrapped = wrap(model, wrapping, [])
+        wrapped = wrap(model, wrapping, list(model.blocks.children()))
         for step in session.steps(wrapped):
             for micro_batch in step:
                 logits = wrapped(micro_batch.input_ids, micro_batch.position_ids, micro_batch.ring)
@@ -71,6 +72,8 @@ def error_cases(folder: Path, rank: int) -> Mapping[str, Callable[[], Any]]:
         "own attention": lambda: first_step(folder / "degree-2.parquet", attend=plain_attend),
         "left early": lambda: first_step(folder / "two-each.parquet", stop_early=True),
         "fsdp under iteration": lambda: first_step(iteration, wrapping="fsdp"),
+        "fsdp over half": lambda: first_step(folder / WAVES, wrapping="fsdp over half"),
+        "fsdp of a part": lambda: first_step(folder / WAVES, wrapping="fsdp of a part"),
     }
 
 
