@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.installed
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[torch,hf]" --group dev
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[torch,hf,report]" --group dev
 	touch $(STAMP)
 
 demo: $(STAMP)

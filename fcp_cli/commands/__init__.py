@@ -8,5 +8,6 @@ from fcp_cli.commands import launch as launch
 from fcp_cli.commands import manifest as manifest
 from fcp_cli.commands import plan as plan
 from fcp_cli.commands import profile as profile
+from fcp_cli.commands import report as report
 from fcp_cli.commands import trace as trace
 from fcp_cli.commands import verify as verify

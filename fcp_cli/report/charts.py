@@ -1,0 +1,351 @@
+"""The page's charts as Vega-Lite specifications.
+
+Words and lines are drawn in `currentColor`, so that the page's style sheet alone decides between light, dark and
+paper; data travels as CSV, which is half the size of JSON rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from fcp_cli.report.page_data import Columns
+
+Spec = dict[str, Any]
+
+# From calm to loud; every one has contrast 3:1 or so on white and on near-black.
+_PALETTE = ("#7d93a6", "#3f8fd2", "#1fa08a", "#7aa52a", "#d09a1e", "#e0702e", "#c9487f", "#8a63d2")
+_PLANNED, _MEASURED, _BOUND = "#3f8fd2", "#e0702e", "#1fa08a"
+
+CONFIG: Spec = {
+    "background": None,
+    "font": "system-ui, sans-serif",
+    "view": {"stroke": None},
+    "axis": {
+        **dict.fromkeys(("labelColor", "titleColor", "domainColor", "tickColor", "gridColor"), "currentColor"),
+        "gridOpacity": 0.13,
+        "domainOpacity": 0.5,
+        "titleFontWeight": "normal",
+    },
+    "legend": {
+        "labelColor": "currentColor",
+        "titleColor": "currentColor",
+        "orient": "top",
+        "titleFontWeight": "normal",
+    },
+    "rule": {"color": "currentColor"},
+    "text": {"color": "currentColor"},
+}
+
+
+class DegreeColours:
+    """One colour per degree, or per range of degrees where there are more than colours."""
+
+    def __init__(self, degrees: Iterable[int]) -> None:
+        found = sorted(set(degrees))
+        if len(found) <= len(_PALETTE):
+            self._labels = {degree: str(degree) for degree in found}
+        else:
+            self._labels = {degree: _range_label(degree, found[-1]) for degree in found}
+        self.domain = list(dict.fromkeys(self._labels[degree] for degree in found))
+
+    def with_labels(self, columns: Columns) -> Columns:
+        """The columns and a `colour` for each row's degree."""
+        degrees = np.asarray(columns["degree"]).tolist() if columns else []
+        return {**columns, "colour": [self._labels.get(degree, self.domain[-1]) for degree in degrees]}
+
+    def encoding(self) -> Spec:
+        scale = {"domain": self.domain, "range": list(_PALETTE[: len(self.domain)])}
+        return {"field": "colour", "type": "ordinal", "title": "degree", "scale": scale}
+
+
+def _range_label(degree: int, largest: int) -> str:
+    """1, 2, 3-4, 5-8, ... and everything above 64 together."""
+    exponent = (degree - 1).bit_length()
+    if exponent >= len(_PALETTE) - 1:
+        return f"{2 ** (len(_PALETTE) - 2) + 1}-{largest}"
+    first, last = 2**exponent // 2 + 1, 2**exponent
+    return str(degree) if degree <= 2 else f"{first}-{last}"
+
+
+def csv(columns: Columns) -> Spec:
+    """A table as Vega's inline CSV; numbers to 5 digits, which is more than a screen has pixels."""
+    texts = [[_cell(value) for value in np.asarray(column).tolist()] for column in columns.values()]
+    lines = [",".join(columns), *(",".join(row) for row in zip(*texts, strict=True))]
+    numbers = {name: "number" for name, column in columns.items() if not isinstance(column, list)}
+    return {"values": "\n".join(lines), "format": {"type": "csv", "parse": numbers}}
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def _x(field: str, title: str, **more: Any) -> Spec:
+    return {"field": field, "type": "quantitative", "title": title, **more}
+
+
+_y = _x
+
+
+def _tooltip(**fields: str) -> list[Spec]:
+    return [{"field": field, "title": title} for field, title in fields.items()]
+
+
+def _chart(description: str, height: int, **parts: Any) -> Spec:
+    return {"description": description, "width": "container", "height": height, **parts}
+
+
+def step_chart(series: Columns, drift: Columns | None) -> Spec:
+    """Planned seconds, lower bound and measured seconds over the steps."""
+    lines = [_line(series, "planned", "planned"), _line(series, "bound", "lower bound")]
+    if drift is not None:
+        lines.append(_line(drift, "seconds", "measured"))
+    return _chart("Step time over the steps of the plan", 200, layer=lines)
+
+
+_SERIES = {"planned": _PLANNED, "lower bound": _BOUND, "measured": _MEASURED}
+
+
+def _line(columns: Columns, field: str, name: str) -> Spec:
+    scale = {"domain": list(_SERIES), "range": list(_SERIES.values())}
+    return {
+        "data": csv({"step": columns["step"], field: columns[field]}),
+        "mark": {"type": "line", "strokeWidth": 1.5, "point": len(columns["step"]) < 12},
+        "encoding": {
+            "x": _x("step", "step", axis={"tickMinStep": 1}, scale={"nice": False, "zero": False}),
+            "y": _y(field, "seconds", scale={"zero": True}),
+            "color": {"datum": name, "scale": scale, "title": None},
+        },
+    }
+
+
+def gantt_chart(bars: Columns, ends: Columns, colours: DegreeColours, *, num_ranks: int, first: int) -> Spec:
+    """Rank x time of the step that the page's parameter `chosen` names; `ends`: lines to draw at its end and bound."""
+    chosen = {"filter": "datum.step == chosen"}
+    marks = {"type": "rect", "stroke": "currentColor", "strokeOpacity": 0.35, "strokeWidth": 0.5}
+    rectangles = {
+        "data": csv(colours.with_labels(bars)),
+        "transform": [chosen, {"calculate": "datum.end - datum.start", "as": "seconds"}],
+        "mark": marks,
+        "encoding": {
+            "x": _x("start", "seconds from the start of the step", scale={"nice": False}),
+            "x2": {"field": "end"},
+            "y": _y("rank", "rank", scale=_ranks(num_ranks), axis={"tickMinStep": 1, "grid": False}),
+            "y2": {"field": "top"},
+            "color": colours.encoding(),
+            "tooltip": [
+                *_tooltip(order="micro-batch", degree="degree", tokens="tokens"),
+                *({"field": f, "title": f, "type": "quantitative", "format": ".4f"} for f in ("start", "seconds")),
+            ],
+        },
+    }
+    rules = {
+        "data": csv(ends),
+        "transform": [chosen],
+        "mark": {"type": "rule", "strokeDash": [4, 3], "strokeWidth": 1.2},
+        "encoding": {"x": {"field": "at", "type": "quantitative"}, "tooltip": [{"field": "what"}, {"field": "at"}]},
+    }
+    return _chart(
+        "Gantt chart of one step: ranks over time, coloured by degree",
+        min(640, max(140, 14 * num_ranks)),
+        params=[{"name": "chosen", "value": first}],
+        layer=[rectangles, rules],
+    )
+
+
+def _ranks(num_ranks: int) -> Spec:
+    return {"domain": [0, num_ranks], "nice": False, "reverse": True}
+
+
+def heat_chart(cells: Columns, *, num_ranks: int) -> Spec:
+    """Idle share per rank and step."""
+    ranks = {"scale": _ranks(num_ranks), "axis": {"tickMinStep": 1, "grid": False}}
+    return _chart(
+        "Heat map of idle time: ranks over steps",
+        min(420, max(120, 12 * num_ranks)),
+        data=csv(cells),
+        mark="rect",
+        encoding={
+            "x": _x("step", "step", scale={"nice": False, "zero": False}, axis={"tickMinStep": 1, "grid": False}),
+            "x2": {"field": "step_end"},
+            "y": _y("rank", "rank", **ranks),
+            "y2": {"field": "rank_end"},
+            "color": {
+                "field": "idle",
+                "type": "quantitative",
+                "title": "idle share",
+                "scale": {"scheme": "viridis", "domainMin": 0},
+                "legend": {"format": ".1%", "gradientLength": 180},
+            },
+            "tooltip": [*_tooltip(step="from step", rank="from rank"), _percent("idle", "idle")],
+        },
+    )
+
+
+def _percent(field: str, title: str) -> Spec:
+    return {"field": field, "title": title, "type": "quantitative", "format": ".2%"}
+
+
+def length_chart(bars: Columns, boundaries: Columns, colours: DegreeColours) -> Spec:
+    """How long the sequences are, at which degree they run, and from where on a degree no longer holds them."""
+    scale = {"type": "log", "base": 2, "nice": False}
+    rectangles = {
+        "data": csv(colours.with_labels(bars)),
+        "mark": {"type": "rect", "stroke": "currentColor", "strokeOpacity": 0.25, "strokeWidth": 0.4},
+        "encoding": {
+            "x": _x(
+                "shortest",
+                "length in tokens",
+                scale=scale,
+                axis={"format": ",.0f", "labelOverlap": True, "grid": False},
+            ),
+            "x2": {"field": "longest"},
+            "y": _y("bottom", "sequences"),
+            "y2": {"field": "top"},
+            "color": colours.encoding(),
+            "tooltip": [
+                {"field": "shortest", "title": "from tokens", "type": "quantitative", "format": ",.0f"},
+                *_tooltip(degree="degree", sequences="sequences"),
+            ],
+        },
+    }
+    at = {"field": "tokens", "type": "quantitative"}
+    rules = {
+        "data": csv(boundaries),
+        "layer": [
+            {"mark": {"type": "rule", "strokeDash": [3, 3], "opacity": 0.7}, "encoding": {"x": at}},
+            {
+                "mark": {"type": "text", "align": "left", "baseline": "top", "dx": 3, "fontSize": 10},
+                "encoding": {"x": at, "y": {"value": 0}, "text": {"field": "label"}},
+            },
+        ],
+    }
+    return _chart("Histogram of sequence lengths by degree", 240, layer=[rectangles, rules])
+
+
+def mix_chart(mix: Columns, colours: DegreeColours) -> Spec:
+    """Shares of each degree in micro-batches, tokens and rank-seconds."""
+    return _chart(
+        "Share of each degree in micro-batches, tokens and rank-seconds",
+        110,
+        data=csv(colours.with_labels(mix)),
+        mark={"type": "bar", "stroke": "currentColor", "strokeOpacity": 0.25, "strokeWidth": 0.4},
+        encoding={
+            "x": _x("share", "share", aggregate="sum", axis={"format": ".0%"}, scale={"domain": [0, 1]}),
+            "y": {"field": "measure", "type": "nominal", "title": None, "sort": None},
+            "color": colours.encoding(),
+            "order": {"field": "degree", "type": "quantitative"},
+            "detail": {"field": "degree"},
+            "tooltip": [*_tooltip(measure="of", degree="degree"), _percent("share", "share")],
+        },
+    )
+
+
+def memory_chart(bars: Columns, *, budget: int, num_ranks: int) -> Spec:
+    """Most tokens that each rank holds in one micro-batch, against the budget."""
+    rectangles = {
+        "data": csv(bars),
+        "mark": {"type": "rect", "color": _PLANNED},
+        "encoding": {
+            "x": _x(
+                "rank", "rank", scale={"domain": [0, num_ranks], "nice": False}, axis={"tickMinStep": 1, "grid": False}
+            ),
+            "x2": {"field": "rank_end"},
+            "y": _y("most", "most tokens held"),
+            "y2": {"datum": 0},
+            "tooltip": _tooltip(rank="rank", most="tokens"),
+        },
+    }
+    rule = {
+        "data": {"values": [{"budget": budget}]},
+        "mark": {"type": "rule", "strokeDash": [4, 3]},
+        "encoding": {"y": {"field": "budget", "type": "quantitative"}, "tooltip": [{"field": "budget"}]},
+    }
+    return _chart("Most tokens held by each rank against the token budget", 160, layer=[rectangles, rule])
+
+
+def scatter_chart(points: Columns, colours: DegreeColours) -> Spec:
+    """Predicted against measured seconds per micro-batch; on the dashed line the prediction is right."""
+    planned, measured = np.asarray(points["planned"]), np.asarray(points["measured"])
+    low, high = float(min(planned.min(), measured.min())), float(max(planned.max(), measured.max()))
+    scale = {"type": "log", "nice": False, "domain": [low * 0.9, high * 1.1]}
+    dots = {
+        "data": csv(colours.with_labels(points)),
+        "mark": {"type": "point", "filled": True, "size": 14, "opacity": 0.6},
+        "encoding": {
+            "x": _x("planned", "predicted seconds", scale=scale, axis={"labelOverlap": True}),
+            "y": _y("measured", "measured seconds", scale=scale, axis={"labelOverlap": True}),
+            "color": colours.encoding(),
+            "tooltip": _tooltip(degree="degree", planned="predicted s", measured="measured s"),
+        },
+    }
+    diagonal = {
+        "data": {"values": [{"planned": low, "measured": low}, {"planned": high, "measured": high}]},
+        "mark": {"type": "line", "color": "currentColor", "strokeDash": [4, 3], "strokeWidth": 1},
+        "encoding": {"x": _x("planned", "predicted seconds"), "y": _y("measured", "measured seconds")},
+    }
+    return _chart("Predicted against measured seconds of each micro-batch", 320, layer=[dots, diagonal])
+
+
+def residual_chart(quantiles: Columns) -> Spec:
+    """Spread of measured / predicted - 1 per degree."""
+    x = {"field": "degree", "type": "ordinal", "title": "degree", "axis": {"labelAngle": 0, "labelOverlap": True}}
+    y = _y("p10", "measured / predicted - 1", axis={"format": "+.0%"}, scale={"zero": True})
+    tooltip = [*_tooltip(degree="degree", micro_batches="micro-batches"), _percent("median", "median")]
+    return _chart(
+        "Residuals of the predicted seconds per degree: 10th to 90th percentile, quartiles and median",
+        220,
+        data=csv(quantiles),
+        layer=[
+            {"mark": {"type": "rule", "opacity": 0.6}, "encoding": {"x": x, "y": y, "y2": {"field": "p90"}}},
+            {
+                "mark": {"type": "bar", "color": _PLANNED, "size": 10},
+                "encoding": {"x": x, "y": {**y, "field": "p25"}, "y2": {"field": "p75"}, "tooltip": tooltip},
+            },
+            {
+                "mark": {"type": "tick", "color": _MEASURED, "thickness": 2, "size": 14},
+                "encoding": {"x": x, "y": {**y, "field": "median"}, "tooltip": tooltip},
+            },
+        ],
+    )
+
+
+def drift_chart(drift: Columns) -> Spec:
+    """Measured / predicted over the steps, for whole steps and for micro-batches alone."""
+    names = {"whole": "whole step", "micro_batches": "micro-batches"}
+    scale = {"domain": list(names.values()), "range": [_MEASURED, _PLANNED]}
+    lines = [
+        {
+            "data": csv({"step": drift["step"], field: drift[field]}),
+            "mark": {"type": "line", "strokeWidth": 1.5, "point": len(drift["step"]) < 12},
+            "encoding": {
+                "x": _x("step", "step", axis={"tickMinStep": 1}, scale={"nice": False, "zero": False}),
+                "y": _y(field, "measured / predicted", scale={"zero": False}),
+                "color": {"datum": name, "scale": scale, "title": None},
+            },
+        }
+        for field, name in names.items()
+    ]
+    one = {"data": {"values": [{"at": 1.0}]}, "mark": {"type": "rule", "strokeDash": [4, 3]}}
+    rule = {**one, "encoding": {"y": {"field": "at", "type": "quantitative"}}}
+    return _chart("Measured time over predicted time along the run", 200, layer=[*lines, rule])
+
+
+def slowest_chart(ranks: Columns) -> Spec:
+    """The ranks that took longest for their work."""
+    return _chart(
+        "The slowest ranks: measured over predicted seconds of their micro-batches",
+        30 + 18 * len(ranks["rank"]),
+        data=csv(ranks),
+        mark={"type": "bar", "color": _MEASURED},
+        encoding={
+            "y": {"field": "rank", "type": "ordinal", "sort": {"field": "place"}, "title": "rank"},
+            "x": _x("ratio", "measured / predicted"),
+            "tooltip": [
+                *_tooltip(rank="rank"),
+                {"field": "ratio", "title": "ratio", "type": "quantitative", "format": ".3f"},
+            ],
+        },
+    )

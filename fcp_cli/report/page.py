@@ -1,0 +1,273 @@
+"""The report as one HTML page that needs nothing but itself.
+
+Charts are Vega-Lite, drawn in the reader's browser as SVG; `vl-convert-python` brings the three JavaScript libraries
+as one bundle of 0.9 MB (plotly.js would be 4.8 MB), so the page opens without a network and can be sent by mail.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import numpy as np
+
+from fcp_cli.errors import FcpError
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.report import charts
+from fcp_cli.report.page_data import Columns, PlanPicture, joined
+from fcp_cli.report.run_picture import RunPicture
+
+_TEMPLATE = Path(__file__).with_name("page.html")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Everything that goes on the page.
+
+    Attributes:
+        name: of the plan file.
+        plan: what was gathered from the plan.
+        run: what was gathered from the metrics, if any.
+        run_name: of the metrics file.
+        speedup: over the best static plan in words, or why it is not known.
+        warnings: one line each, about inputs that could not be used whole.
+    """
+
+    name: str
+    metadata: PlanMetadata
+    plan: PlanPicture
+    run: RunPicture | None = None
+    run_name: str = ""
+    speedup: tuple[str, str] = ("", "")
+    warnings: list[str] = field(default_factory=list)
+
+    def html(self) -> str:
+        """The whole page."""
+        specs = dict(self._charts())
+        document = json.dumps({"config": charts.CONFIG, "charts": specs}, allow_nan=False, separators=(",", ":"))
+        return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
+            title=html.escape(f"Plan {self.name}" + (f" and run {self.run_name}" if self.run else "")),
+            subtitle=html.escape(self._subtitle()),
+            warnings="".join(f'<p class="warning">{html.escape(warning)}</p>' for warning in self.warnings),
+            headline="".join(_card(*card) for card in self._headline()),
+            sections="".join(self._sections(specs)),
+            footer=html.escape(self._footer()),
+            library=javascript_bundle(),
+            charts=document.replace("</", "<\\/"),
+        )
+
+    @property
+    def _colours(self) -> charts.DegreeColours:
+        return charts.DegreeColours(self.plan.summary.degrees)
+
+    def _subtitle(self) -> str:
+        meta = self.metadata
+        return (
+            f"{meta.steps:,} steps on {meta.num_ranks:,} ranks, {meta.ranks_per_node} per node, at most "
+            f"{meta.tokens_per_rank:,} tokens each; planned by {meta.solver}, sync {meta.sync}, seed {meta.seed}."
+        )
+
+    def _footer(self) -> str:
+        meta = self.metadata
+        return f"fcp {meta.fcp_version}; plan hash {meta.plan_hash}; manifest {meta.manifest.name}; made {meta.created}"
+
+    def _headline(self) -> Iterator[tuple[str, str, str]]:
+        summary = self.plan.summary
+        slowest, _ = self.plan.worst_steps()
+        yield (
+            "step time",
+            f"{summary.mean_step_seconds:.4g} s",
+            f"slowest {summary.slowest_step_seconds:.4g} s, step {slowest}",
+        )
+        yield "gap", f"{summary.gap:.2%}", f"over the lower bound of {summary.bound_seconds / summary.steps:.4g} s"
+        yield "idle", f"{summary.idle_fraction:.2%}", "of all rank-seconds"
+        rate = summary.tokens / summary.makespan_seconds
+        yield "tokens/s", f"{rate:,.0f}", f"{rate / self.metadata.num_ranks:,.0f} per rank"
+        yield "speed-up", *self.speedup
+        yield "distinct groups", f"{self.metadata.distinct_groups:,}", "rank sets of degree over 1"
+        if self.run is not None and not self.run.is_empty:
+            yield from self._measured_headline(self.run.totals())
+
+    def _measured_headline(self, totals: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
+        yield "measured step time", f"{totals['step_seconds']:.4g} s", "median, without warm-up"
+        yield "measured / predicted", f"{totals['ratio']:.3f}", "over all steps"
+        yield "measured idle", f"{totals['idle']:.2%}", "with gradient sums and the optimizer"
+        yield "measured tokens/s", f"{totals['tokens_per_second']:,.0f}", "whole job"
+
+    def _charts(self) -> Iterator[tuple[str, charts.Spec]]:
+        plan, ranks, colours = self.plan, self.metadata.num_ranks, self._colours
+        measured = self.run is not None and not self.run.is_empty
+        drift = self.run.drift() if self.run is not None and measured else None
+        yield "chart-steps", charts.step_chart(plan.step_series(), drift)
+        chosen = plan.chosen_steps()
+        first = plan.worst_steps()[0]
+        options: dict[str, Any] = {"num_ranks": ranks, "first": first}
+        yield "chart-gantt", charts.gantt_chart(joined([*chosen.values()]), self._step_ends(), colours, **options)
+        if self.run is not None and self.run.bars:
+            bars = joined([*self.run.bars.values()])
+            yield "chart-measured", charts.gantt_chart(bars, self._step_ends(), colours, **options)
+        yield "chart-heat", charts.heat_chart(plan.heat.cells(), num_ranks=ranks)
+        yield "chart-lengths", charts.length_chart(plan.length_bars(), self._boundaries(), colours)
+        yield "chart-mix", charts.mix_chart(self._mix(), colours)
+        budget = self.metadata.tokens_per_rank
+        yield "chart-memory", charts.memory_chart(plan.peak_bars(), budget=budget, num_ranks=ranks)
+        if self.run is not None and drift is not None:
+            yield "chart-scatter", charts.scatter_chart(self.run.scatter(), colours)
+            yield "chart-residuals", charts.residual_chart(self.run.residuals())
+            yield "chart-drift", charts.drift_chart(drift)
+            yield "chart-slowest", charts.slowest_chart(self.run.slowest_ranks())
+
+    def _step_ends(self) -> Columns:
+        """Dashed lines of the Gantt chart: a step's makespan and its lower bound."""
+        ends = {step: (makespan, bound) for step, makespan, bound in self.plan.series}
+        steps = [step for step in self.plan.chosen_steps() if step in ends]
+        return {
+            "step": np.repeat(np.array(steps), 2),
+            "at": np.array([at for step in steps for at in ends[step]]),
+            "what": ["planned end", "lower bound"] * len(steps),
+        }
+
+    def _boundaries(self) -> Columns:
+        boundaries = self.plan.degree_boundaries()
+        budget = self.metadata.tokens_per_rank
+        return {"tokens": boundaries, "label": [str(tokens // budget) for tokens in boundaries.tolist()]}
+
+    def _mix(self) -> Columns:
+        rows = [(degree, *shares) for degree, shares in self._shares().items()]
+        names = ("micro-batches", "tokens", "rank-seconds")
+        return {
+            "degree": np.repeat(np.array([row[0] for row in rows]), len(names)),
+            "measure": [*names] * len(rows),
+            "share": np.array([share for row in rows for share in row[1:]], dtype=np.float64),
+        }
+
+    def _shares(self) -> dict[int, tuple[float, float, float]]:
+        """Per degree its shares of micro-batches, tokens and rank-seconds."""
+        summary = self.plan.summary
+        return {
+            degree: (
+                totals.micro_batches / max(summary.micro_batches, 1),
+                totals.tokens / max(summary.tokens, 1),
+                totals.rank_seconds / (summary.busy_rank_seconds or 1.0),
+            )
+            for degree, totals in sorted(summary.degrees.items())
+        }
+
+    def _sections(self, specs: Mapping[str, charts.Spec]) -> Iterator[str]:
+        yield _section(
+            "Steps",
+            "Planned seconds of each step and the seconds that no schedule can beat." + self._sampled(),
+            "chart-steps",
+        )
+        yield self._gantt_section("chart-measured" in specs)
+        yield _section("Idle time", "Share of each step in which a rank waits. " + self._heat_cells(), "chart-heat")
+        yield '<div class="pair">'
+        caption = "Colours: the degree at which sequences run. Dashed lines: what degree 1, 2, 4, ... can hold at most."
+        yield _section("Lengths", caption, "chart-lengths")
+        budget = f"{self.metadata.tokens_per_rank:,}"
+        caption = f"Most tokens that a rank holds in one micro-batch; the dashed line is the budget of {budget}."
+        yield _section("Memory", caption, "chart-memory")
+        yield "</div>"
+        yield _section("Degrees", "How the work divides over the degrees.", "chart-mix", self._degree_table())
+        if "chart-scatter" in specs:
+            yield from self._run_sections()
+
+    def _run_sections(self) -> Iterator[str]:
+        assert self.run is not None
+        warm_up = f" {self.run.warm_up_steps} warm-up steps are left out." if self.run.warm_up_steps else ""
+        yield '<div class="pair">'
+        caption = (
+            "Each dot is a micro-batch, by its slowest rank; on the dashed line the prediction is right." + warm_up
+        )
+        yield _section("Predicted and measured", caption, "chart-scatter")
+        yield _section("Residuals", "Per degree: 10th to 90th percentile, quartiles, median.", "chart-residuals")
+        caption = "Whole steps also hold waiting, gradient sums and the optimizer; micro-batches alone do not."
+        yield _section("Drift", caption, "chart-drift")
+        caption = "Measured over predicted seconds of all that a rank ran. Members of a ring slow each other down."
+        yield _section("Slowest ranks", caption, "chart-slowest")
+        yield "</div>"
+
+    def _gantt_section(self, has_measured: bool) -> str:
+        chosen, (slowest, widest) = self.plan.chosen_steps(), self.plan.worst_steps()
+        seconds = {step: (makespan, bound) for step, makespan, bound in self.plan.series}
+        options = []
+        for step in sorted(chosen, key=lambda step: (step != slowest, step != widest, step)):
+            marks = [name for name, worst in (("slowest", slowest), ("widest gap", widest)) if step == worst]
+            makespan, bound = seconds[step]
+            label = f"step {step}: {makespan:.4g} s, gap {makespan / bound - 1:.1%}"
+            options.append(f'<option value="{step}">{label}{" (" + ", ".join(marks) + ")" if marks else ""}</option>')
+        steps = self.metadata.steps
+        whole = (
+            "" if len(chosen) == steps else f" {len(chosen)} of {steps:,} steps can be chosen here; fcp trace has all."
+        )
+        picker = (
+            '<div class="steps"><label for="step">Step</label>'
+            f'<select id="step">{"".join(options)}</select>'
+            '<button type="button" id="former">Former</button><button type="button" id="next">Next</button></div>'
+        )
+        caption = f"Who computes when. Dashed lines: the lower bound and the planned end.{whole}"
+        figures = _figure("chart-gantt")
+        if has_measured:
+            figures = f"<p>Planned</p>{figures}<p>Measured</p>{_figure('chart-measured')}"
+        return f"<section><h2>One step, rank by rank</h2><p>{caption}</p>{picker}{figures}</section>"
+
+    def _sampled(self) -> str:
+        every, looked_at = self.plan.every, self.plan.summary.steps
+        if every == 1:
+            return ""
+        return f" The plan is large: this page looks at each {every}th step, {looked_at:,} of {self.metadata.steps:,}."
+
+    def _heat_cells(self) -> str:
+        heat = self.plan.heat
+        steps, ranks = -(-heat.steps // heat.columns), -(-heat.num_ranks // heat.rows)
+        if steps == ranks == 1:
+            return ""
+        return f"A cell is the mean of {_up_to(steps, 'step')} and {_up_to(ranks, 'rank')}."
+
+    def _degree_table(self) -> str:
+        head = "".join(
+            f"<th>{name}</th>" for name in ("degree", "micro-batches", "tokens", "rank-seconds", "distinct groups")
+        )
+        rows = []
+        for degree, (_, tokens, seconds) in self._shares().items():
+            micro_batches = self.plan.summary.degrees[degree].micro_batches
+            groups = f"{len(self.plan.groups[degree]):,}" if degree in self.plan.groups else ""
+            cells = (str(degree), f"{micro_batches:,}", f"{tokens:.1%}", f"{seconds:.1%}", groups)
+            rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+        return f'<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
+
+
+def _up_to(count: int, what: str) -> str:
+    return f"one {what}" if count == 1 else f"up to {count} {what}s"
+
+
+def _card(label: str, value: str, remark: str) -> str:
+    return f"<div><dt>{html.escape(label)}</dt><dd>{html.escape(value)}<small>{html.escape(remark)}</small></dd></div>"
+
+
+def _section(title: str, caption: str, chart: str, more: str = "") -> str:
+    return f"<section><h2>{title}</h2><p>{html.escape(caption)}</p>{_figure(chart)}{more}</section>"
+
+
+def _figure(chart: str) -> str:
+    return f'<figure><div class="chart" id="{chart}"></div></figure>'
+
+
+@cache
+def javascript_bundle() -> str:
+    """Vega, Vega-Lite and Vega-Embed as one script.
+
+    Raises:
+        FcpError: vl-convert-python is not installed.
+    """
+    try:
+        import vl_convert
+    except ImportError as error:
+        raise FcpError("fcp report needs vl-convert-python: pip install 'fcp-cli[report]'") from error
+    return str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")).replace("</script", "<\\/script")

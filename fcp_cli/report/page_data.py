@@ -1,0 +1,203 @@
+"""What the page shows of a plan: gathered in one pass over its steps, in sizes that a browser can draw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.step import FloatArray, Int64Array, StepPlan
+from fcp_cli.plan.summary import PlanSummary
+
+_HEAT_COLUMNS = 125  # cells along the steps
+_HEAT_ROWS = 64  # cells along the ranks
+_SERIES_POINTS = 400
+_GANTT_BARS = 12_000  # over all steps that can be chosen
+_MOST_GANTT_STEPS = 48
+_BINS_PER_OCTAVE = 4
+_LENGTH_BINS = 32 * _BINS_PER_OCTAVE
+_RANK_STEPS_READ = 2_000_000  # beyond this only each k-th step is looked at
+
+Columns = dict[str, npt.NDArray[np.generic] | list[str]]
+
+
+def evenly_spaced(total: int, count: int) -> list[int]:
+    """At most `count` of the numbers below `total`, the first and the last among them."""
+    if count >= total:
+        return list(range(total))
+    return sorted({round(i * (total - 1) / max(count - 1, 1)) for i in range(count)})
+
+
+def bars_of(step: StepPlan) -> Columns:
+    """A step as rectangles: one per group and run of neighbouring ranks; idle rows are left out."""
+    rows = np.repeat(np.arange(len(step)), step.degrees)
+    first = np.ones(len(rows), dtype=bool)
+    first[1:] = (np.diff(rows) != 0) | (np.diff(step.ranks) != 1)
+    starts = np.flatnonzero(first)
+    heights = np.diff(np.append(starts, len(rows)))
+    row = rows[starts]
+    shown = step.tokens[row] > 0
+    starts, heights, row = starts[shown], heights[shown], row[shown]
+    return {
+        "step": np.full(len(row), step.step),
+        "order": row,
+        "degree": step.degrees[row],
+        "tokens": step.tokens[row],
+        "rank": step.ranks[starts],
+        "top": step.ranks[starts] + heights,
+        "start": step.start_seconds[row],
+        "end": step.start_seconds[row] + step.seconds[row],
+    }
+
+
+def joined(tables: list[Columns]) -> Columns:
+    """Tables of like columns, one under the other."""
+    if not tables:
+        return {}
+    return {name: np.concatenate([np.asarray(table[name]) for table in tables]) for name in tables[0]}
+
+
+@dataclass(kw_only=True)
+class HeatMap:
+    """Mean idle share per cell of steps x ranks."""
+
+    steps: int
+    num_ranks: int
+    total: FloatArray = field(init=False)
+    count: FloatArray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.columns, self.rows = min(self.steps, _HEAT_COLUMNS), min(self.num_ranks, _HEAT_ROWS)
+        self.total = np.zeros((self.columns, self.rows))
+        self.count = np.zeros((self.columns, self.rows))
+        self._row_of_rank = np.arange(self.num_ranks) * self.rows // self.num_ranks
+
+    def add(self, step: int, idle: FloatArray) -> None:
+        """`idle`: [num_ranks] share of the step in which each rank waits."""
+        column = step * self.columns // self.steps
+        self.total[column] += np.bincount(self._row_of_rank, weights=idle, minlength=self.rows)
+        self.count[column] += np.bincount(self._row_of_rank, minlength=self.rows)
+
+    def cells(self) -> Columns:
+        column, row = np.nonzero(self.count)
+        return {
+            "step": -(-column * self.steps // self.columns),
+            "step_end": -(-(column + 1) * self.steps // self.columns),
+            "rank": -(-row * self.num_ranks // self.rows),
+            "rank_end": -(-(row + 1) * self.num_ranks // self.rows),
+            "idle": self.total[column, row] / self.count[column, row],
+        }
+
+
+@dataclass(kw_only=True)
+class PlanPicture:
+    """Feed it the steps that `wants` names, in order.
+
+    Attributes:
+        every: each how-manieth step is looked at.
+        summary: totals over those steps.
+        lengths: [degree, bin] sequences by length and by the degree they run at.
+        peak_tokens: [num_ranks] most tokens that a rank holds in one micro-batch.
+        groups: distinct rank sets per degree, as hashes.
+    """
+
+    metadata: PlanMetadata
+    summary: PlanSummary = field(init=False)
+
+    def __post_init__(self) -> None:
+        meta = self.metadata
+        self.every = max(1, -(-meta.steps * meta.num_ranks // _RANK_STEPS_READ))
+        self.summary = PlanSummary(num_ranks=meta.num_ranks)
+        self.heat = HeatMap(steps=meta.steps, num_ranks=meta.num_ranks)
+        self.lengths = np.zeros((meta.num_ranks + 1, _LENGTH_BINS), dtype=np.int64)
+        self.peak_tokens = np.zeros(meta.num_ranks, dtype=np.int64)
+        self.groups: dict[int, set[int]] = {}
+        self.series: list[tuple[int, float, float]] = []
+        self.longest_tokens = 0
+        self._chosen: dict[int, Columns] = {}
+        self._chosen_steps: set[int] | None = None
+        self._slowest: StepPlan | None = None
+        self._widest: StepPlan | None = None
+
+    def wants(self, step: int) -> bool:
+        return step % self.every == 0
+
+    def add(self, step: StepPlan) -> None:
+        meta = self.metadata
+        self.summary.add(step)
+        self.series.append((step.step, step.makespan_seconds, step.bound_seconds))
+        self.heat.add(step.step, 1.0 - step.busy_seconds(meta.num_ranks) / step.makespan_seconds)
+        held = -(-step.tokens // step.degrees)
+        np.maximum.at(self.peak_tokens, step.ranks, np.repeat(held, step.degrees))
+        for group in step.ring_groups():
+            self.groups.setdefault(len(group) // 4, set()).add(hash(group))
+        self._add_lengths(step)
+        self._keep_bars(step)
+
+    def _add_lengths(self, step: StepPlan) -> None:
+        self.longest_tokens = max(self.longest_tokens, int(step.lengths.max(initial=0)))
+        degrees = np.repeat(step.degrees, np.diff(step.sequence_offsets))
+        bins = (np.log2(step.lengths) * _BINS_PER_OCTAVE).astype(np.int64)
+        counts = np.bincount(degrees * _LENGTH_BINS + bins, minlength=self.lengths.size)
+        self.lengths += counts.reshape(self.lengths.shape)
+
+    def _keep_bars(self, step: StepPlan) -> None:
+        if self._chosen_steps is None:
+            count = max(3, min(_MOST_GANTT_STEPS, _GANTT_BARS // max(len(bars_of(step)["order"]), 1)))
+            looked_at = -(-self.metadata.steps // self.every)
+            self._chosen_steps = {i * self.every for i in evenly_spaced(looked_at, count)}
+        if step.step in self._chosen_steps:
+            self._chosen[step.step] = bars_of(step)
+        if self._slowest is None or step.makespan_seconds > self._slowest.makespan_seconds:
+            self._slowest = step
+        if self._widest is None or step.gap > self._widest.gap:
+            self._widest = step
+
+    def chosen_steps(self) -> dict[int, Columns]:
+        """The steps that the page can show as a Gantt chart: evenly spaced ones, and the worst."""
+        for step in (self._slowest, self._widest):
+            if step is not None:
+                self._chosen.setdefault(step.step, bars_of(step))
+        return dict(sorted(self._chosen.items()))
+
+    def worst_steps(self) -> tuple[int, int]:
+        """The slowest step, and the one farthest above its lower bound."""
+        assert self._slowest is not None and self._widest is not None
+        return self._slowest.step, self._widest.step
+
+    def step_series(self) -> Columns:
+        """Makespan and bound over the steps, averaged where there are more steps than points."""
+        table = np.array(self.series)
+        parts = np.array_split(table, min(len(table), _SERIES_POINTS))
+        means = np.array([part.mean(axis=0) for part in parts])
+        return {"step": means[:, 0], "planned": means[:, 1], "bound": means[:, 2]}
+
+    def length_bars(self) -> Columns:
+        """The histogram as stacked rectangles, from the lowest degree up."""
+        degree, bin_ = np.nonzero(self.lengths)
+        tops = np.cumsum(self.lengths, axis=0)
+        return {
+            "degree": degree,
+            "shortest": 2.0 ** (bin_ / _BINS_PER_OCTAVE),
+            "longest": 2.0 ** ((bin_ + 1) / _BINS_PER_OCTAVE),
+            "sequences": self.lengths[degree, bin_],
+            "bottom": (tops - self.lengths)[degree, bin_],
+            "top": tops[degree, bin_],
+        }
+
+    def peak_bars(self) -> Columns:
+        """Most tokens per rank; for many ranks the most and the least of each bin of them."""
+        bins = np.array_split(np.arange(self.metadata.num_ranks), min(self.metadata.num_ranks, 2 * _HEAT_ROWS))
+        return {
+            "rank": np.array([ranks[0] for ranks in bins]),
+            "rank_end": np.array([ranks[-1] + 1 for ranks in bins]),
+            "most": np.array([self.peak_tokens[ranks].max() for ranks in bins]),
+        }
+
+    def degree_boundaries(self) -> Int64Array:
+        """Lengths in tokens beyond which a sequence alone no longer fits degree 1, 2, 4, ..."""
+        budget = self.metadata.tokens_per_rank
+        powers = 2 ** np.arange(int(np.log2(self.metadata.num_ranks)) + 1, dtype=np.int64)
+        return np.asarray(budget * powers[budget * powers <= 2 * self.longest_tokens], dtype=np.int64)

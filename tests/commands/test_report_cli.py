@@ -1,0 +1,154 @@
+"""The page as a user gets it; its charts are compiled by Vega itself."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fcp_cli.report import charts
+from tests.report.runs import make_example_plan, write_run
+
+vl_convert = pytest.importorskip("vl_convert", reason="fcp report needs the extra 'report'")
+
+PLAN_CHARTS = {"steps", "gantt", "heat", "lengths", "memory", "mix"}
+RUN_CHARTS = {"measured", "scatter", "residuals", "drift", "slowest"}
+
+
+def fcp(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fcp_cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "plan.parquet"
+    make_example_plan(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def page(plan: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of a plan and a whole run."""
+    folder = tmp_path_factory.mktemp("page")
+    write_run(folder / "metrics.jsonl", plan)
+    result = fcp("report", plan, "--metrics", folder, "-o", folder / "report.html")
+    assert result.returncode == 0, result.stderr
+    assert "4 of 4 steps" in result.stderr
+    return (folder / "report.html").read_text()
+
+
+def charts_of(page: str) -> dict[str, Any]:
+    match = re.search(r'<script id="charts" type="application/json">(.*?)</script>', page, re.DOTALL)
+    assert match
+    specs = json.loads(match[1])["charts"]
+    return {name.removeprefix("chart-"): spec for name, spec in specs.items()}
+
+
+class References(HTMLParser):
+    """Whatever a page would load from elsewhere, and the ids it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside: list[str] = []
+        self.ids: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name == "id":
+                self.ids.add(value or "")
+            if name in {"src", "href", "srcset"} and value and not value.startswith(("#", "data:")):
+                self.outside.append(value)
+
+
+def test_the_page_needs_nothing_from_elsewhere(page: str) -> None:
+    references = References()
+    references.feed(page)
+    assert references.outside == []
+    assert len(page.encode()) < 3_000_000
+
+
+def test_every_chart_has_its_place(page: str) -> None:
+    references = References()
+    references.feed(page)
+    specs = charts_of(page)
+    assert specs.keys() == PLAN_CHARTS | RUN_CHARTS
+    assert {f"chart-{name}" for name in specs} <= references.ids
+
+
+@pytest.mark.parametrize("name", sorted(PLAN_CHARTS | RUN_CHARTS))
+def test_vega_draws_every_chart(page: str, name: str) -> None:
+    spec = {**charts_of(page)[name], "width": 600}
+    svg = vl_convert.vegalite_to_svg(spec, config=charts.CONFIG)
+    assert svg.count("<path") > 3
+    assert "NaN" not in svg and "undefined" not in svg
+
+
+def test_headline_figures_are_on_the_page(page: str) -> None:
+    cards = re.findall(r"<dt>(.*?)</dt><dd>(.*?)<small>", page)
+    names = [name for name, _ in cards]
+    assert names[:6] == ["step time", "gap", "idle", "tokens/s", "speed-up", "distinct groups"]
+    assert re.fullmatch(r"[\d.]+x", dict(cards)["speed-up"])
+    assert "measured / predicted" in names
+
+
+def test_a_plan_alone_has_no_measured_charts(plan: Path, tmp_path: Path) -> None:
+    result = fcp("report", plan, "-o", tmp_path / "report.html")
+    assert result.returncode == 0, result.stderr
+    assert charts_of((tmp_path / "report.html").read_text()).keys() == PLAN_CHARTS
+
+
+def test_the_metrics_of_another_plan_are_said_on_the_page_and_left_out(plan: Path, tmp_path: Path) -> None:
+    make_example_plan(tmp_path / "other.parquet", seed=1)
+    run = write_run(tmp_path / "metrics.jsonl", tmp_path / "other.parquet")
+    result = fcp("report", plan, "--metrics", run, "-o", tmp_path / "report.html")
+    assert result.returncode == 0
+    assert "is of another plan" in result.stderr
+    page = (tmp_path / "report.html").read_text()
+    assert "the page shows the plan alone" in page
+    assert charts_of(page).keys() == PLAN_CHARTS
+
+
+def test_a_run_cut_short_is_shown_as_far_as_it_goes(plan: Path, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "metrics.jsonl", plan)
+    run.write_text(run.read_text()[:-50])
+    result = fcp("report", plan, "--metrics", run, "-o", tmp_path / "report.html")
+    assert result.returncode == 0
+    assert "line 5 cut short or damaged; left out" in result.stderr
+    assert charts_of((tmp_path / "report.html").read_text()).keys() == PLAN_CHARTS | RUN_CHARTS
+
+
+def test_a_run_that_has_only_warmed_up_shows_what_there_is(plan: Path, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "metrics.jsonl", plan)
+    run.write_text("".join(f"{line}\n" for line in run.read_text().splitlines()[:2]))
+    assert fcp("report", plan, "--metrics", run, "-o", tmp_path / "report.html").returncode == 0
+    assert charts_of((tmp_path / "report.html").read_text()).keys() == PLAN_CHARTS | {"measured"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gone.parquet"], "there is no plan gone.parquet"),
+        (["PLAN", "-o", "nowhere/report.html"], "there is no folder nowhere"),
+    ],
+)
+def test_mistakes_get_one_line(plan: Path, arguments: list[str], message: str) -> None:
+    result = fcp("report", *(str(plan) if argument == "PLAN" else argument for argument in arguments))
+    assert result.returncode == 1
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_missing_library_is_named_with_the_command_that_installs_it(plan: Path, tmp_path: Path) -> None:
+    code = "import sys; sys.modules['vl_convert'] = None; from fcp_cli.app import main; main()"
+    command = [sys.executable, "-c", code, "report", str(plan), "-o", str(tmp_path / "report.html")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert result.returncode == 1
+    assert "pip install 'fcp-cli[report]'" in result.stderr
+    assert not (tmp_path / "report.html").exists()

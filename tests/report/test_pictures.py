@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.report.charts import DegreeColours, csv
+from fcp_cli.report.page_data import HeatMap, PlanPicture, bars_of, evenly_spaced
+from fcp_cli.report.run_file import run_step
+from fcp_cli.report.run_picture import RunPicture, measured_bars
+from tests.report.runs import SLOW_FACTOR, SLOW_RANK, make_example_plan, measured
+
+
+@pytest.fixture(scope="module", params=["iteration", "microbatch"])
+def reader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PlanReader:
+    path = tmp_path_factory.mktemp("plan") / "plan.parquet"
+    make_example_plan(path, sync=request.param)
+    return PlanReader(path)
+
+
+@pytest.fixture(scope="module")
+def picture(reader: PlanReader) -> PlanPicture:
+    picture = PlanPicture(metadata=reader.metadata)
+    for step in reader.steps():
+        picture.add(step)
+    return picture
+
+
+@pytest.fixture(scope="module")
+def run(reader: PlanReader) -> RunPicture:
+    run = RunPicture(num_ranks=8, chosen=frozenset({1}))
+    for step in reader.steps():
+        run.add(run_step(measured(step, 8).record()))
+    return run
+
+
+def area(bars: dict[str, np.ndarray]) -> float:
+    return float(((bars["top"] - bars["rank"]) * (bars["end"] - bars["start"])).sum())
+
+
+def test_the_bars_of_a_step_cover_its_busy_time(reader: PlanReader) -> None:
+    for step in reader.steps():
+        bars = {name: np.asarray(column) for name, column in bars_of(step).items()}
+        assert area(bars) == pytest.approx(step.busy_seconds(8).sum())
+        assert bars["end"].max() == pytest.approx(step.makespan_seconds)
+
+
+def test_measured_bars_cover_every_working_rank(reader: PlanReader) -> None:
+    step = next(reader.steps())
+    bars = {name: np.asarray(column) for name, column in measured_bars(run_step(measured(step, 8).record())).items()}
+    planned = bars_of(step)
+    assert sorted(zip(bars["order"].tolist(), bars["rank"].tolist(), strict=True)) == sorted(
+        zip(np.asarray(planned["order"]).tolist(), np.asarray(planned["rank"]).tolist(), strict=True)
+    )
+
+
+def test_the_heat_map_holds_the_idle_share_of_every_cell(picture: PlanPicture, reader: PlanReader) -> None:
+    cells = {name: np.asarray(column) for name, column in picture.heat.cells().items()}
+    assert len(cells["idle"]) == 4 * 8
+    for step in reader.steps():
+        idle = 1 - step.busy_seconds(8) / step.makespan_seconds
+        assert cells["idle"][cells["step"] == step.step] == pytest.approx(idle)
+
+
+@pytest.mark.parametrize(("steps", "num_ranks"), [(1, 1), (126, 65), (1000, 64), (1009, 1024)])
+def test_heat_map_cells_tile_all_steps_and_ranks(steps: int, num_ranks: int) -> None:
+    heat = HeatMap(steps=steps, num_ranks=num_ranks)
+    for step in range(steps):
+        heat.add(step, np.full(num_ranks, 0.25))
+    cells = {name: np.asarray(column) for name, column in heat.cells().items()}
+    sizes = (cells["step_end"] - cells["step"]) * (cells["rank_end"] - cells["rank"])
+    assert sizes.sum() == steps * num_ranks
+    assert cells["idle"] == pytest.approx(0.25)
+
+
+def test_the_histogram_counts_every_sequence_once(picture: PlanPicture) -> None:
+    bars = {name: np.asarray(column) for name, column in picture.length_bars().items()}
+    assert bars["sequences"].sum() == picture.summary.sequences == 203
+    assert bars["top"] - bars["bottom"] == pytest.approx(bars["sequences"])
+    assert bars["longest"].max() >= 100_000
+
+
+def test_no_rank_holds_more_than_the_budget(picture: PlanPicture) -> None:
+    peaks = np.asarray(picture.peak_bars()["most"])
+    assert 0 < peaks.max() <= picture.metadata.tokens_per_rank
+
+
+def test_the_worst_steps_can_be_chosen(picture: PlanPicture, reader: PlanReader) -> None:
+    steps = list(reader.steps())
+    slowest, widest = picture.worst_steps()
+    assert slowest == max(steps, key=lambda step: step.makespan_seconds).step
+    assert widest == max(steps, key=lambda step: step.gap).step
+    assert {slowest, widest} <= picture.chosen_steps().keys()
+
+
+def test_a_large_plan_is_sampled(reader: PlanReader) -> None:
+    values = {name: getattr(reader.metadata, name) for name in PlanMetadata.__dataclass_fields__}
+    large = PlanPicture(metadata=PlanMetadata(**{**values, "steps": 10_000, "num_ranks": 1024}))
+    looked_at = [step for step in range(10_000) if large.wants(step)]
+    assert large.every == 6
+    assert len(looked_at) == 1667
+
+
+def test_evenly_spaced_keeps_both_ends() -> None:
+    assert evenly_spaced(3, 10) == [0, 1, 2]
+    assert evenly_spaced(1000, 4) == [0, 333, 666, 999]
+
+
+def test_the_slow_rank_leads_the_slowest(run: RunPicture) -> None:
+    slowest = run.slowest_ranks()
+    assert np.asarray(slowest["rank"])[0] == SLOW_RANK
+    assert np.asarray(slowest["ratio"])[:2] == pytest.approx([SLOW_FACTOR, 1.0])
+
+
+def test_residuals_are_of_a_groups_slowest_member(run: RunPicture, reader: PlanReader) -> None:
+    points = run.scatter()
+    ratio = np.asarray(points["measured"]) / np.asarray(points["planned"])
+    assert set(np.round(ratio, 9).tolist()) == {1.0, SLOW_FACTOR}
+    slow = sum(SLOW_RANK in row.ranks and not row.is_idle for step in reader.steps(1) for row in step.micro_batches())
+    assert np.count_nonzero(ratio > 1.25) == slow
+    residuals = run.residuals()
+    assert np.asarray(residuals["micro_batches"]).sum() == len(ratio)
+
+
+def test_warm_up_counts_in_no_figure(run: RunPicture, reader: PlanReader) -> None:
+    assert (run.steps, run.warm_up_steps) == (4, 1)
+    steps = list(reader.steps(1))
+    seconds = [step.makespan_seconds * SLOW_FACTOR + 0.25 for step in steps]
+    assert run.totals()["ratio"] == pytest.approx(sum(seconds) / sum(step.makespan_seconds for step in steps))
+    assert np.asarray(run.drift()["step"]).tolist() == [1, 2, 3]
+
+
+def test_few_degrees_have_a_colour_each() -> None:
+    assert DegreeColours([3, 1, 8]).domain == ["1", "3", "8"]
+
+
+def test_many_degrees_share_colours_by_range() -> None:
+    colours = DegreeColours(range(1, 101))
+    assert colours.domain == ["1", "2", "3-4", "5-8", "9-16", "17-32", "33-64", "65-100"]
+    assert colours.with_labels({"degree": np.array([4, 5, 100])})["colour"] == ["3-4", "5-8", "65-100"]
+
+
+def test_tables_travel_as_csv() -> None:
+    table = csv({"step": np.array([1, 2]), "share": np.array([0.123456789, 1.0]), "what": ["a", "b"]})
+    assert table["values"] == "step,share,what\n1,0.12346,a\n2,1,b"
+    assert table["format"] == {"type": "csv", "parse": {"step": "number", "share": "number"}}
