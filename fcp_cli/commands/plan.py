@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -59,6 +60,11 @@ def plan(
     ] = None,
     length_column: LengthColumn = "length",
     solver: Annotated[str, typer.Option(help="fcp, or a published strategy; see 'fcp compare'.")] = "fcp",
+    max_groups: Annotated[
+        int | None, typer.Option(min=1, help="Most distinct rank sets of degree > 1 in the whole plan (no limit).")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Planning processes (as many as pay).")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the same plan after an interruption.")] = False,
     output: Annotated[Path, typer.Option("--output", "-o", help="The plan to write; - is stdout.")] = Path(
         "plan.parquet"
     ),
@@ -73,6 +79,8 @@ def plan(
 
     if json and str(output) == "-":
         raise UsageError("--json and -o - both want stdout; write the plan to a file")
+    if resume and str(output) == "-":
+        raise UsageError("--resume goes on with a file, which -o - is not; write the plan to a file")
     request = PlanRequest(
         manifest=manifest,
         profile=profile,
@@ -94,15 +102,26 @@ def plan(
     origins = Origins()
     inputs = resolve(request, origins)
     origins.report()
+    making = _Making(solver=solver, max_groups=max_groups, workers=workers, resume=resume)
     if str(output) == "-":
-        _plan_to_stdout(inputs, solver)
+        _plan_to_stdout(inputs, making)
     else:
-        _plan_to_file(inputs, solver, output, json, origins)
+        _plan_to_file(inputs, making, output, json, origins)
 
 
-def _plan_to_file(inputs: PlanInputs, solver: str, output: Path, json: bool, origins: Origins) -> None:
-    result, sample = _make(inputs, solver, output)
-    extra = _extra(result, sample, inputs)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Making:
+    """How the plan is made, beside what is planned."""
+
+    solver: str
+    max_groups: int | None
+    workers: int | None
+    resume: bool
+
+
+def _plan_to_file(inputs: PlanInputs, making: _Making, output: Path, json: bool, origins: Origins) -> None:
+    result, sample = _make(inputs, making, output)
+    extra = _extra(result, sample, inputs) | _limit(inputs, making)
     if json:
         print_json(_document(result, output, extra, origins))
     else:
@@ -110,28 +129,29 @@ def _plan_to_file(inputs: PlanInputs, solver: str, output: Path, json: bool, ori
     note(f"wrote {output}; next: fcp launch --model {inputs.problem.profile.model} --plan {output}")
 
 
-def _plan_to_stdout(inputs: PlanInputs, solver: str) -> None:
+def _plan_to_stdout(inputs: PlanInputs, making: _Making) -> None:
     import shutil
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.parquet"
-        _make(inputs, solver, path)
+        _make(inputs, making, path)
         with path.open("rb") as file:
             shutil.copyfileobj(file, sys.stdout.buffer)
         sys.stdout.buffer.flush()
 
 
-def _make(inputs: PlanInputs, solver: str, output: Path) -> tuple[PlanResult, list[StepPlan]]:
+def _make(inputs: PlanInputs, making: _Making, output: Path) -> tuple[PlanResult, list[StepPlan]]:
     """The plan, and the sample of its steps that the static baseline is compared on."""
     from fcp_cli.planning.batches import GlobalBatches
     from fcp_cli.planning.published.static import tuning_steps
     from fcp_cli.planning.run import make_plan
 
     total = len(GlobalBatches(inputs.table, inputs.problem, inputs.settings))
+    _note_compilation(inputs, making.solver)
     sampled, sample = set(tuning_steps(total)), []
     with progress() as bar:
-        task = bar.add_task(f"planning with {solver}", total=total)
+        task = bar.add_task(f"planning with {making.solver}", total=total)
 
         def on_step(step: StepPlan) -> None:
             bar.advance(task)
@@ -143,10 +163,33 @@ def _make(inputs: PlanInputs, solver: str, output: Path) -> tuple[PlanResult, li
             table=inputs.table,
             problem=inputs.problem,
             settings=inputs.settings,
-            solver_name=solver,
+            solver_name=making.solver,
+            max_groups=making.max_groups,
+            workers=making.workers,
+            resume=making.resume,
             on_step=on_step,
         )
     return result, sample
+
+
+def _note_compilation(inputs: PlanInputs, solver: str) -> None:
+    if solver != "fcp":
+        return
+    from fcp_cli.planning.fcp.solver import is_compiled
+
+    if not is_compiled(inputs.problem.sync):
+        note("compiling the planner: half a minute, once on this machine")
+
+
+def _limit(inputs: PlanInputs, making: _Making) -> dict[str, Any]:
+    """What a limit on rank sets costs."""
+    if making.max_groups is None:
+        return {}
+    from fcp_cli.planning.batches import GlobalBatches
+    from fcp_cli.planning.fcp.solver import group_limit_price
+
+    batches = GlobalBatches(inputs.table, inputs.problem, inputs.settings)
+    return {"max_groups": making.max_groups, "max_groups_price": group_limit_price(batches, making.max_groups)}
 
 
 def _extra(result: PlanResult, sample: list[StepPlan], inputs: PlanInputs) -> dict[str, Any]:
@@ -176,7 +219,10 @@ def _show(result: PlanResult, extra: dict[str, Any]) -> None:
     steps = result.summary.steps
     static = speedup_text(extra["speedup_over_static"], extra["static_degree"], extra["static_sample_steps"], steps)
     planning = f"{extra['planning_milliseconds_per_step']:.3g} ms per step, {extra['planning_seconds']:.3g} s in all"
-    print_plan(human(), result.metadata, result.summary, extra={"speed-up": static, "planning": planning})
+    lines = {"speed-up": static, "planning": planning}
+    if "max_groups" in extra:
+        lines["group limit"] = f"{extra['max_groups']} rank sets cost {extra['max_groups_price']:.2%} of the step time"
+    print_plan(human(), result.metadata, result.summary, extra=lines)
 
 
 def _document(result: PlanResult, output: Path, extra: dict[str, Any], origins: Origins) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.schema import SCHEMA, steps_from_arrow, steps_to_arrow
 from fcp_cli.plan.step import StepPlan
 
-_ROWS_PER_PART = 32_768
+_ROWS_PER_PART = 8_192
 
 
 class Journal:

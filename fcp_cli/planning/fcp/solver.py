@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.step import FloatArray, Int64Array
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import GlobalBatches
@@ -36,6 +38,12 @@ def make_solver(batches: GlobalBatches, *, max_groups: int | None = None) -> Fcp
     """
     options = {} if max_groups is None else {"max_groups": max_groups}
     return FcpSolver(problem=batches.problem, machine=machine_of(batches.problem, max_groups), options=options)
+
+
+def is_compiled(sync: Sync) -> bool:
+    """Whether an earlier run left the search of this sync compiled on disk."""
+    folder = iteration.schedule.stats.cache_path if sync == "iteration" else microbatch.search.stats.cache_path
+    return any(Path(str(folder)).glob("iteration.schedule-*.nbi" if sync == "iteration" else "microbatch.search-*.nbi"))
 
 
 def group_limit_price(batches: GlobalBatches, max_groups: int, *, sampled_steps: int = 8) -> float:

@@ -1,0 +1,69 @@
+"""`fcp plan`: limits on groups, processes, and going on after an interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fcp_cli.plan.reader import PlanReader
+from tests.commands.planning_folder import EIGHT_RANKS, assert_one_error_line, fcp, write_dataset
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_dataset(tmp_path)
+
+
+def test_a_limit_on_groups_holds_and_its_price_is_said(folder: Path) -> None:
+    result = fcp("plan", "dataset.parquet", *EIGHT_RANKS, "--max-groups", "3", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    assert "3 rank sets cost" in result.stderr
+    metadata = PlanReader(folder / "plan.parquet").metadata
+    assert metadata.distinct_groups <= 3
+    assert metadata.solver_options == {"max_groups": 3}
+    result = fcp("plan", "dataset.parquet", *EIGHT_RANKS, "--max-groups", "3", "--json", cwd=folder)
+    assert json.loads(result.stdout)["max_groups_price"] > -0.05
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (("--max-groups", "4", "--solver", "static"), 2, "--max-groups works with --solver fcp only"),
+        (("--resume", "-o", "-"), 2, "--resume goes on with a file"),
+        (("--resume",), 1, "nothing to resume"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(folder: Path, arguments: tuple[str, ...], status: int, message: str) -> None:
+    result = fcp("plan", "dataset.parquet", *EIGHT_RANKS, *arguments, cwd=folder)
+    assert message in assert_one_error_line(result, status)
+
+
+def test_a_long_plan_interrupted_by_ctrl_c_goes_on_to_the_same_plan(tmp_path: Path) -> None:
+    write_dataset(tmp_path, sequences=40_000)
+    command = [sys.executable, "-m", "fcp_cli", "plan", "dataset.parquet", *EIGHT_RANKS, "--workers", "1"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env={**os.environ, "NO_COLOR": "1"}
+    )
+    deadline = time.monotonic() + 120
+    while not (tmp_path / ".plan.parquet.journal" / "000000.arrow").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "--resume goes on" in err
+    assert not (tmp_path / "plan.parquet").exists()
+    resumed = fcp("plan", "dataset.parquet", *EIGHT_RANKS, "--resume", "--json", cwd=tmp_path)
+    whole = fcp(
+        "plan", "dataset.parquet", *EIGHT_RANKS, "--workers", "2", "--json", "-o", "other.parquet", cwd=tmp_path
+    )
+    assert json.loads(resumed.stdout)["plan_hash"] == json.loads(whole.stdout)["plan_hash"]
+    assert not (tmp_path / ".plan.parquet.journal").exists()
