@@ -14,7 +14,6 @@ from fcp_cli.errors import ProfileError, UsageError
 
 if TYPE_CHECKING:
     from fcp_cli.cost.profile import CostProfile
-    from fcp_cli.launching.machine import Machine
     from fcp_cli.profiling.measure import MeasureSettings
     from fcp_cli.profiling.samples import SamplesFile
 
@@ -123,17 +122,39 @@ def profile(
     origins = Origins()
     if from_samples is not None:
         _finish(_fitted(from_samples), output, json, origins)
-    elif analytic:
-        job = (tensor_parallel, pipeline_parallel, zero, recompute, precision)
-        _finish(_analytic(name, cluster, ranks, job, origins), output, json, origins)
+        return
+    from fcp_cli.profiling.choices import JobChoice, MeasureChoice, choose_measurement, computed_profile
+
+    if analytic:
+        job = JobChoice(
+            ranks=ranks,
+            tensor_parallel=tensor_parallel,
+            pipeline_parallel=pipeline_parallel,
+            zero_stage=zero,
+            recompute=recompute,
+            precision=precision,
+        )
+        _finish(computed_profile(name, cluster, job, origins), output, json, origins)
+        return
+    choice = MeasureChoice(
+        model=name,
+        cluster=cluster,
+        ranks=ranks,
+        nodes=nodes,
+        devices_per_node=devices_per_node,
+        degrees=tuple(_integers(degrees or "", "--degrees")),
+        max_length=max_length,
+        device=device,
+        dtype=dtype,
+        layers=tuple(_integers(layers or "", "--layers")),
+        budget_minutes=budget_minutes,
+        samples=samples or _samples_beside(output),
+    )
+    settings = choose_measurement(choice, origins)
+    if nodes > 1:
+        _print_cluster_command(settings, output, fresh)
     else:
-        wanted = {"budget_minutes": budget_minutes, "max_length": max_length, "degrees": degrees, "layers": layers}
-        wanted |= {"ranks": ranks, "device": device, "dtype": dtype, "nodes": nodes, "per_node": devices_per_node}
-        settings = _settings(name, cluster, wanted, samples or _samples_beside(output), origins)
-        if nodes > 1:
-            _print_cluster_command(settings, output, fresh)
-        else:
-            _finish(_measured(settings, fresh, origins), output, json, origins)
+        _finish(_measured(settings, fresh, origins), output, json, origins)
 
 
 @profile_app.command()
@@ -217,127 +238,6 @@ def diff(
         print_json({"first": str(first), "second": str(second), "figures": figures})
     else:
         print_differences(human(), a, b, rows)
-
-
-def _analytic(
-    name: str | None,
-    cluster: str | None,
-    ranks: int | None,
-    job: tuple[int, int, int | None, bool, str],
-    origins: Origins,
-) -> CostProfile:
-    from fcp_cli.profiling.analytic import analytic_profile
-    from fcp_cli.profiling.clusters import load_cluster
-    from fcp_cli.profiling.memory import PRECISIONS, Parallelism, choose_zero_stage
-    from fcp_cli.profiling.models import load_model
-
-    tensor, pipeline, zero, recompute, precision = job
-    if precision not in PRECISIONS:
-        raise UsageError(f"--precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
-    spec = load_model(name or "qwen3-8b")
-    where = load_cluster(cluster or "example-8x8")
-    _assume(origins, "--model", name, spec.name, "--model or --hf-config sets it")
-    _assume(origins, "--cluster", cluster, where.name, "--cluster sets it")
-    devices = tensor * pipeline
-    job_ranks = ranks or max(1, where.num_devices // devices)
-    _assume(origins, "--ranks", ranks, job_ranks, "all devices of the cluster")
-    if zero is None:
-        zero = choose_zero_stage(
-            spec,
-            PRECISIONS[precision],
-            ranks=job_ranks,
-            device_bytes=where.memory_bytes,
-            tensor_parallel=tensor,
-            pipeline_parallel=pipeline,
-        )
-        origins.assume("--zero", zero, "the least stage that leaves half of the memory to activations")
-    parallelism = Parallelism(
-        ranks=job_ranks,
-        tensor_parallel=tensor,
-        pipeline_parallel=pipeline,
-        zero_stage=zero,
-        recompute="full" if recompute else "none",
-    )
-    origins.assume("precision", precision, "--precision sets it")
-    efficiency = f"{where.linear_efficiency:.0%} of {where.peak_flops / 1e12:g} TFLOP/s, attention "
-    origins.assume("efficiency", efficiency + f"{where.attention_efficiency:.0%}", f"as {where.name} says")
-    return analytic_profile(spec, where, precision=PRECISIONS[precision], parallelism=parallelism)
-
-
-def _settings(
-    name: str | None, cluster: str | None, wanted: dict[str, Any], samples: Path, origins: Origins
-) -> MeasureSettings:
-    """What to measure: what was said, else what suits this machine."""
-    from fcp_cli.profiling.clusters import host_memory_bytes, load_cluster
-    from fcp_cli.profiling.measure import MeasureSettings, default_degrees, default_layers
-    from fcp_cli.profiling.models import load_model
-
-    several = wanted["nodes"] > 1
-    on_cpu, units = _units(wanted["device"], origins) if not several else (wanted["device"] == "cpu", 0)
-    spec = load_model(name or ("qwen3-tiny" if on_cpu else "qwen3-8b"))
-    _assume(origins, "--model", name, spec.name, "small enough for a CPU" if on_cpu else "--model sets it")
-    where = load_cluster(cluster or "this-machine")
-    ranks = wanted["nodes"] * wanted["per_node"] if several else wanted["ranks"] or units
-    _assume(origins, "--ranks", wanted["ranks"] or several, ranks, "one per core" if on_cpu else "one per device")
-    degrees = tuple(_integers(wanted["degrees"] or "", "--degrees")) or default_degrees(ranks)
-    if max(degrees) > ranks > 1:
-        raise UsageError(f"--degrees {max(degrees)} needs as many ranks; {ranks} are measured (--ranks 1 emulates)")
-    _assume(origins, "--degrees", wanted["degrees"], ",".join(map(str, degrees)), f"{ranks} ranks")
-    max_length = wanted["max_length"] or (4096 if on_cpu else 131072)
-    _assume(origins, "--max-length", wanted["max_length"], max_length, "tokens")
-    minutes = wanted["budget_minutes"] or (1.0 if on_cpu and spec.parameters < 1e8 else 10.0)
-    _assume(origins, "--budget-minutes", wanted["budget_minutes"], f"{minutes:g}", "longer is more exact")
-    memory = host_memory_bytes() / ranks if on_cpu else where.memory_bytes
-    return MeasureSettings(
-        model=name or spec.name,
-        cluster=cluster or "this-machine",
-        ranks=ranks,
-        nodes=wanted["nodes"],
-        degrees=degrees,
-        max_length=max_length,
-        device="cpu" if on_cpu else wanted["device"],
-        dtype=_dtype(wanted["dtype"], on_cpu),
-        layers=_layers(wanted["layers"], spec.num_layers)
-        or default_layers(spec, device="cpu" if on_cpu else "auto", memory_bytes=memory),
-        budget_seconds=60.0 * minutes,
-        samples=samples,
-    )
-
-
-def _units(device: str, origins: Origins) -> tuple[bool, int]:
-    """Whether to measure on the CPU, and its cores, or the accelerators."""
-    machine = _machine(device)
-    origins.assume("device", machine.describe(), "what this machine has" if device == "auto" else "--device")
-    on_cpu = machine.device == "cpu"
-    return on_cpu, machine.num_cores if on_cpu else machine.num_devices
-
-
-def _machine(device: str) -> Machine:
-    import importlib.util
-
-    from fcp_cli.launching.machine import find_machine
-
-    for package in ("torch", "transformers"):
-        if importlib.util.find_spec(package) is None:
-            raise ProfileError(
-                f"measuring needs {package}, which is not installed; run: pip install 'fcp-cli[hf]', or use --analytic"
-            )
-    if device not in ("auto", "cpu", "cuda", "npu"):
-        raise UsageError(f"--device is {device!r}; it must be auto, cpu, cuda or npu")
-    return find_machine(device)
-
-
-def _dtype(dtype: str, on_cpu: bool) -> str:
-    if dtype not in ("auto", "float32", "bfloat16"):
-        raise UsageError(f"--dtype is {dtype!r}; it must be auto, float32 or bfloat16")
-    return ("float32" if on_cpu else "bfloat16") if dtype == "auto" else dtype
-
-
-def _layers(text: str | None, num_layers: int) -> tuple[int, ...]:
-    counts = tuple(_integers(text or "", "--layers"))
-    if counts and (len(counts) > 2 or max(counts) > num_layers or (len(counts) == 1 and counts[0] != num_layers)):
-        raise UsageError(f"--layers {text} must be two counts up to {num_layers}, as 2,6, or {num_layers}")
-    return tuple(sorted(set(counts)))
 
 
 def _measured(settings: MeasureSettings, fresh: bool, origins: Origins) -> CostProfile:
@@ -464,8 +364,3 @@ def _integers(text: str, option: str) -> list[int]:
 
 def _samples_beside(output: Path) -> Path:
     return Path("profile.samples.jsonl") if str(output) == "-" else output.with_suffix(".samples.jsonl")
-
-
-def _assume(origins: Origins, name: str, given: object, value: object, reason: str) -> None:
-    if not given:
-        origins.assume(name, value, reason)
