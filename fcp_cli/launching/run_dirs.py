@@ -21,12 +21,13 @@ def next_run_dir(name: str, *, runs: Path = RUNS) -> Path:
 
 
 def latest_run_dir(name: str | None, *, runs: Path = RUNS) -> Path:
-    """The run to resume when none is named: the one launched last, of this name if one is given.
+    """The run of the bundled trainer to resume when none is named: the one launched last, of this name if one is given.
 
     Raises:
         RunError: there is none.
     """
-    found = [path for path in runs.glob(f"{name or '*'}-[0-9]*") if RunPaths(run_dir=path).launch.is_file()]
+    candidates = [path for path in runs.glob(f"{name or '*'}-[0-9]*") if RunPaths(run_dir=path).launch.is_file()]
+    found = [path for path in candidates if read_launch(path)["training"] is not None]
     if not found:
         what = f"run of {name}" if name else "run"
         raise RunError(f"there is no {what} in the folder {runs} to resume; name one with --run-dir")

@@ -94,7 +94,13 @@ class Trainer:
         self.last_step = min(settings.steps or session.metadata.steps, session.metadata.steps)
         self.is_sharded = session.metadata.sync == "microbatch"
         self.dtype = _dtype(settings.dtype, session.device)
-        built = build_model(settings.model, seed=settings.seed, device=session.device, recompute=settings.recompute)
+        built = build_model(
+            settings.model,
+            seed=settings.seed,
+            # fully_shard moves one layer after the other, so that no device ever holds the whole model
+            device=torch.device("cpu") if self.is_sharded else session.device,
+            recompute=settings.recompute,
+        )
         self.model = built.model
         if self.is_sharded:
             shard_model(self.model, device=session.device, dtype=self.dtype)

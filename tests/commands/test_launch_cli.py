@@ -194,6 +194,14 @@ def test_a_manifest_that_changed_since_the_plan_is_refused(fcp: Fcp, folder: Pat
     assert "other.parquet is not the manifest that plan.parquet was made from, or it was changed since" in result.err
 
 
+def test_a_resumed_run_keeps_its_settings_unless_told_otherwise(fcp: Fcp, tmp_path: Path) -> None:
+    words = ("--run-dir", str(tmp_path), "--steps", "2", "--learning-rate", "0.01", "--synthetic", "--dry-run")
+    (tmp_path / "launch.json").write_text(fcp(*words, "--json").out)
+    resumed = shlex.split(fcp("--run-dir", str(tmp_path), "--resume", "--steps", "3", "--dry-run").out)
+    trainer = resumed[resumed.index("fcp_cli.training.train") + 1 :]
+    assert trainer[4:] == ["--run-dir", str(tmp_path), "--steps", "3", "--learning-rate", "0.01", "--resume"]
+
+
 def test_a_run_directory_in_use_is_not_overwritten(fcp: Fcp, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("precious")
     result = fcp("--run-dir", str(tmp_path))
