@@ -143,13 +143,13 @@ def _plan_to_stdout(inputs: PlanInputs, making: _Making) -> None:
 
 def _make(inputs: PlanInputs, making: _Making, output: Path) -> tuple[PlanResult, list[StepPlan]]:
     """The plan, and the sample of its steps that the static baseline is compared on."""
+    from fcp_cli.planning.baseline import baseline_steps
     from fcp_cli.planning.batches import GlobalBatches
-    from fcp_cli.planning.published.static import tuning_steps
     from fcp_cli.planning.run import make_plan
 
     total = len(GlobalBatches(inputs.table, inputs.problem, inputs.settings))
     _note_compilation(inputs, making.solver)
-    sampled, sample = set(tuning_steps(total)), []
+    sampled, sample = set(baseline_steps(total)), []
     with progress() as bar:
         task = bar.add_task(f"planning with {making.solver}", total=total)
 

@@ -12,7 +12,15 @@ from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.pricing import planned_sequences, profile_seconds
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.problem import Batch, Problem
-from fcp_cli.planning.published.static import StaticSolver, best_static
+from fcp_cli.planning.published.static import StaticSolver, best_static, spread_steps
+
+# Steps compared with the static plan: over real long-tailed data, 32 steps told the gain to 4 %, 256 to 1 %.
+_MOST_STEPS = 256
+
+
+def baseline_steps(steps: int) -> list[int]:
+    """The steps of a plan that `static_speedup` is asked about: all, or evenly spaced ones."""
+    return spread_steps(steps, _MOST_STEPS)
 
 
 def static_speedup(
@@ -29,7 +37,7 @@ def static_speedup(
     Returns:
         None where the steps' times do not follow from lengths alone and no manifest was given.
     """
-    if not all(_follows_profile(step, problem, manifest) for step in steps[:1]):
+    if not all(_follows_profile(step, problem, manifest) for step in steps):
         return None
     batches = [_batch(step, problem.profile, manifest) for step in steps]
     solver, seconds = best_static(problem, longest_tokens, batches)

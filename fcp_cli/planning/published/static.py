@@ -23,7 +23,7 @@ from fcp_cli.planning.packing import first_fit_decreasing, members_by_pack, spre
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 
 Packing = Literal["full", "even"]
-_TUNING_STEPS = 32  # steps, evenly spaced over the plan, on which degree and packing are tuned
+_TUNING_STEPS = 32  # evenly spaced steps on which degree and packing are tuned
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,27 +96,31 @@ class StaticSolver:
 def make_solver(batches: GlobalBatches) -> StaticSolver:
     """The static solver with the least predicted time over the plan, or over a sample of its steps."""
     longest = int(batches.table.length_tokens[batches.rows].max())
-    sample = [batches.batch(step) for step in tuning_steps(len(batches))]
+    sample = [batches.batch(step) for step in spread_steps(len(batches), _TUNING_STEPS)]
     return best_static(batches.problem, longest, sample)[0]
 
 
 def best_static(problem: Problem, longest_tokens: int, batches: Sequence[Batch]) -> tuple[StaticSolver, float]:
-    """The static solver with the least predicted seconds over these batches, and those seconds.
+    """The static solver that is quickest on these batches, and its seconds; of many batches only some are tuned on.
 
     Args:
         problem: what to plan for.
         longest_tokens: the longest sequence that the one degree must hold.
-        batches: what to tune on.
+        batches: what to tune and measure on.
     """
+    tuned = [batches[i] for i in spread_steps(len(batches), _TUNING_STEPS)]
     candidates = list(_candidates(problem, longest_tokens))
-    totals = [sum(makespan_seconds(solver.assign(batch), batch, problem) for batch in batches) for solver in candidates]
-    best = int(np.argmin(totals))
-    return candidates[best], totals[best]
+    best = candidates[int(np.argmin([_total_seconds(solver, tuned) for solver in candidates]))]
+    return best, _total_seconds(best, batches)
 
 
-def tuning_steps(steps: int) -> list[int]:
-    """Which of a plan's steps degree and packing are tuned on: all, or evenly spaced ones."""
-    return sorted({i * steps // min(steps, _TUNING_STEPS) for i in range(min(steps, _TUNING_STEPS))})
+def spread_steps(steps: int, most: int) -> list[int]:
+    """At most `most` of a plan's steps, evenly spaced; all where there are no more."""
+    return [i * steps // min(steps, most) for i in range(min(steps, most))]
+
+
+def _total_seconds(solver: StaticSolver, batches: Sequence[Batch]) -> float:
+    return sum(makespan_seconds(solver.assign(batch), batch, solver.problem) for batch in batches)
 
 
 def _candidates(problem: Problem, longest_tokens: int) -> Iterator[StaticSolver]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import assemble, makespan_seconds
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.published.static import Packing, StaticSolver, make_solver, tuning_steps
+from fcp_cli.planning.published.static import Packing, StaticSolver, make_solver, spread_steps
 from tests.planning.examples import example_problem, long_tail, table_of
 
 SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")
@@ -83,7 +83,7 @@ def test_even_packing_gives_every_group_work_where_full_packing_leaves_some_idle
     assert idle == {"full": 12, "even": 0}
 
 
-def test_tuning_looks_at_all_steps_of_a_short_plan_and_at_evenly_spaced_ones_of_a_long_plan() -> None:
-    assert tuning_steps(3) == [0, 1, 2]
-    assert len(tuning_steps(1000)) == 32
-    assert set(np.diff(tuning_steps(1000)).tolist()) == {31, 32}
+def test_a_sample_holds_all_steps_of_a_short_plan_and_evenly_spaced_ones_of_a_long_plan() -> None:
+    assert spread_steps(3, 32) == [0, 1, 2]
+    assert len(spread_steps(1000, 32)) == 32
+    assert set(np.diff(spread_steps(1000, 32)).tolist()) == {31, 32}
