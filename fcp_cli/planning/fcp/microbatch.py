@@ -57,6 +57,18 @@ def _shortest(i: int, sequences: Sequences, machine: Machine) -> float:
 
 
 @njit(cache=True, nogil=True)
+def _rest(
+    work: float, tokens: int, longest: int, shortest: FloatArray, sequences: Sequences, machine: Machine
+) -> float:
+    """Least seconds of what a wave leaves, its longest sequence given or -1; `shortest` remembers `_shortest`."""
+    if longest < 0:
+        return 0.0
+    if shortest[longest] == 0.0:
+        shortest[longest] = _shortest(longest, sequences, machine)
+    return float(max(_bound(work, tokens, machine), shortest[longest]))
+
+
+@njit(cache=True, nogil=True)
 def _densest(alive: Int64Array, count: int, sequences: Sequences, machine: Machine) -> float:
     """Seconds of a wave that holds its whole budget of the longest sequences, spread evenly."""
     work, room = 0.0, machine.num_ranks * machine.budget
@@ -76,7 +88,7 @@ def candidates(alive: Int64Array, count: int, sequences: Sequences, machine: Mac
     work, _tokens = _totals(alive, count, sequences)
     lowest = _shortest(longest, sequences, machine)
     highest = min(machine.beta + 1.02 * work / machine.num_ranks, 1.6 * _densest(alive, count, sequences, machine))
-    highest = max(lowest, highest)
+    highest = max(1.3 * lowest, highest)
     n, previous = 0, np.inf
     first = (sequences.tokens[longest] + machine.budget - 1) // machine.budget
     for degree in range(first, machine.num_ranks + 1):
@@ -137,6 +149,7 @@ def search(tries: int, fills: int, sequences: Sequences, machine: Machine) -> An
     child, later, kept = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
     options, values, penalty = np.zeros(tries), np.zeros(tries), np.zeros(tries)
     targets, pairs = np.zeros(n), np.zeros(n, dtype=np.bool_)
+    shortest = np.zeros(n)
     done = 0.0
     best, best_waves, best_last, best_pairs = np.inf, 0, 0.0, True
     total, _ = _totals(alive, count, sequences)
@@ -162,9 +175,9 @@ def search(tries: int, fills: int, sequences: Sequences, machine: Machine) -> An
                     best, best_waves, best_last, best_pairs = done + last, w, last, use_pairs
         m = candidates(alive, count, sequences, machine, options)
         for c in range(m):
-            work, tokens, refused = outlook(options[c], alive, count, child, later, sequences, machine, wave)
+            work, tokens, refused, longest = outlook(options[c], alive, count, child, later, sequences, machine, wave)
             penalty[c] = _REFUSAL * refused / machine.num_ranks
-            values[c] = options[c] + _bound(work, tokens, machine) + penalty[c]
+            values[c] = options[c] + penalty[c] + _rest(work, tokens, longest, shortest, sequences, machine)
         by_value = np.argsort(values[:m], kind="mergesort")
         chosen, chosen_pairs, chosen_value, kept_count = 0.0, True, np.inf, 0
         chosen_option = 0
@@ -182,7 +195,8 @@ def search(tries: int, fills: int, sequences: Sequences, machine: Machine) -> An
                 continue
             seconds = wave_seconds(machine, wave)
             work, tokens = _totals(child, rest, sequences)
-            value = seconds + _bound(work, tokens, machine) + penalty[c]
+            longest = child[0] if rest else -1
+            value = seconds + penalty[c] + _rest(work, tokens, longest, shortest, sequences, machine)
             if value < chosen_value:
                 chosen, chosen_pairs, chosen_value, kept_count = target, use_pairs, value, rest
                 chosen_option = c

@@ -156,7 +156,7 @@ def _place_ring(i: int, target: float, left: int, sequences: Sequences, machine:
     lowest = max(2, (tokens + machine.budget - 1) // machine.budget)
     lowest = max(lowest, int(np.ceil((attention + linear) / (target - machine.beta) - 1e-9)))
     # Degrees far above the work's share only pay where the ring is exposed: a matter for the wave's first ring alone.
-    highest = left if wave.bins[0] == 0 else min(left, 3 * lowest + 8)
+    highest = left if wave.bins[0] == 0 else min(left, 12 * lowest + 8)
     for degree in range(lowest, highest + 1):
         inside = _best_fit(degree, machine, wave)
         if pack_seconds(attention, linear, tokens, degree, inside == 0, machine) <= target + _SLACK:
@@ -284,9 +284,10 @@ def outlook(
     machine: Machine,
     wave: Wave,
 ) -> Any:
-    """What a wave would leave, were small sequences a fluid: (work left, tokens left, work refused)."""
+    """What a wave would leave, were small sequences a fluid: (work and tokens left, work refused, longest left or -1)."""
     rest, small, ranks_left, refused = place_rings(target, alive, count, left_over, later, sequences, machine, wave)
     work, tokens = 0.0, 0
+    longest = left_over[0] if rest else -1
     for k in range(rest):
         work += sequences.work[left_over[k]]
         tokens += sequences.tokens[left_over[k]]
@@ -308,7 +309,9 @@ def outlook(
         else:
             work += sequences.work[i]
             tokens += sequences.tokens[i]
-    return work, tokens, refused
+            if longest < 0:
+                longest = i
+    return work, tokens, refused, longest
 
 
 @njit(cache=True, nogil=True)
