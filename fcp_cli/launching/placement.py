@@ -67,13 +67,14 @@ def place(plan: Path, metadata: PlanMetadata, machine: Machine, *, nodes: int | 
 
 
 def _too_many(plan: Path, metadata: PlanMetadata, machine: Machine, per_node: int, nodes: int) -> str:
-    wanted = max(planned_nodes(metadata), nodes)
     here = f"{plan} needs {per_node} processes on this machine, which holds {machine.most_ranks} ({machine.describe()})"
+    ranks = max(1, machine.most_ranks // (processes_of(metadata) // metadata.num_ranks))
+    fewer = f"plan for fewer ranks with 'fcp plan {metadata.manifest.name} --ranks {ranks} -o {plan}'"
+    wanted = max(planned_nodes(metadata), nodes)
     if wanted == 1:
         cpu = "" if machine.device == "cpu" else ", or train on the CPU with --device cpu"
-        ranks = max(1, machine.most_ranks // (processes_of(metadata) // metadata.num_ranks))
-        return f"{here}; plan for fewer ranks with 'fcp plan {metadata.manifest.name} --ranks {ranks} -o {plan}'{cpu}"
+        return f"{here}; {fewer}{cpu}"
     return (
-        f"{here}; on each of {wanted} nodes run 'fcp launch ... --nodes {wanted} --master-addr HOST --node-rank K', "
-        f"or print their commands with --nodes {wanted} --dry-run"
+        f"{here}; {fewer}, or run --nodes {wanted} --master-addr HOST --node-rank K on each of {wanted} nodes "
+        f"(--nodes {wanted} --dry-run prints their commands)"
     )

@@ -181,7 +181,7 @@ def _model(given: str | None, metadata: PlanMetadata, assumed: Origins) -> str:
     if given is None:
         assumed.assume("--model", planned, "the plan's cost profile")
     elif planned is not None and planned != load_model(given).name:
-        assumed.assume("predicted times", planned, f"the plan's cost profile is not one of {given}")
+        assumed.assume("cost profile", f"that of {planned}", f"the plan's predicted times are not for {given}")
     return given or str(planned)
 
 

@@ -40,9 +40,9 @@ def test_a_plan_too_large_for_the_cores_names_the_flags_that_spread_it() -> None
     with pytest.raises(RunError) as error:
         place(PLAN, metadata(64), LAPTOP, nodes=None, must_fit=True)
     assert str(error.value) == (
-        "plan.parquet needs 64 processes on this machine, which holds 8 (no accelerator, 2 CPU cores (gloo)); on each "
-        "of 8 nodes run 'fcp launch ... --nodes 8 --master-addr HOST --node-rank K', or print their commands with "
-        "--nodes 8 --dry-run"
+        "plan.parquet needs 64 processes on this machine, which holds 8 (no accelerator, 2 CPU cores (gloo)); plan for "
+        "fewer ranks with 'fcp plan lengths.parquet --ranks 8 -o plan.parquet', or run --nodes 8 --master-addr HOST "
+        "--node-rank K on each of 8 nodes (--nodes 8 --dry-run prints their commands)"
     )
 
 
