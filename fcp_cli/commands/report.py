@@ -78,6 +78,7 @@ def _look_at_plan(reader: PlanReader) -> tuple[PlanPicture, list[StepPlan]]:
     with progress() as bar:
         task = bar.add_task("reading the plan", total=meta.steps)
         for step in reader.steps():
+            picture.glance(step)
             if picture.wants(step.step):
                 picture.add(step)
             if step.step in sampled:

@@ -99,17 +99,18 @@ def _chart(description: str, height: int, **parts: Any) -> Spec:
 
 def step_chart(series: Columns, drift: Columns | None) -> Spec:
     """Planned seconds, lower bound and measured seconds over the steps."""
-    lines = [_line(series, "planned", "planned"), _line(series, "bound", "lower bound")]
+    names = [name for name in _SERIES if name != "measured" or drift is not None]
+    lines = [_line(series, "planned", "planned", names), _line(series, "bound", "lower bound", names)]
     if drift is not None:
-        lines.append(_line(drift, "seconds", "measured"))
+        lines.append(_line(drift, "seconds", "measured", names))
     return _chart("Step time over the steps of the plan", 200, layer=lines)
 
 
 _SERIES = {"planned": _PLANNED, "lower bound": _BOUND, "measured": _MEASURED}
 
 
-def _line(columns: Columns, field: str, name: str) -> Spec:
-    scale = {"domain": list(_SERIES), "range": list(_SERIES.values())}
+def _line(columns: Columns, field: str, name: str, names: list[str]) -> Spec:
+    scale = {"domain": names, "range": [_SERIES[name] for name in names]}
     return {
         "data": csv({"step": columns["step"], field: columns[field]}),
         "mark": {"type": "line", "strokeWidth": 1.5, "point": len(columns["step"]) < 12},

@@ -83,7 +83,7 @@ class Report:
         yield (
             "step time",
             f"{summary.mean_step_seconds:.4g} s",
-            f"slowest {summary.slowest_step_seconds:.4g} s, step {slowest}",
+            f"slowest {slowest.makespan_seconds:.4g} s, step {slowest.step}",
         )
         yield "gap", f"{summary.gap:.2%}", f"over the lower bound of {summary.bound_seconds / summary.steps:.4g} s"
         yield "idle", f"{summary.idle_fraction:.2%}", "of all rank-seconds"
@@ -106,7 +106,7 @@ class Report:
         drift = self.run.drift() if self.run is not None and measured else None
         yield "chart-steps", charts.step_chart(plan.step_series(), drift)
         chosen = plan.chosen_steps()
-        first = plan.worst_steps()[0]
+        first = plan.worst_steps()[0].step
         options: dict[str, Any] = {"num_ranks": ranks, "first": first}
         yield "chart-gantt", charts.gantt_chart(joined([*chosen.values()]), self._step_ends(), colours, **options)
         if self.run is not None and self.run.bars:
@@ -125,8 +125,7 @@ class Report:
 
     def _step_ends(self) -> Columns:
         """Dashed lines of the Gantt chart: a step's makespan and its lower bound."""
-        ends = {step: (makespan, bound) for step, makespan, bound in self.plan.series}
-        steps = [step for step in self.plan.chosen_steps() if step in ends]
+        ends, steps = self.plan.ends(), list(self.plan.chosen_steps())
         return {
             "step": np.repeat(np.array(steps), 2),
             "at": np.array([at for step in steps for at in ends[step]]),
@@ -194,8 +193,8 @@ class Report:
         yield "</div>"
 
     def _gantt_section(self, has_measured: bool) -> str:
-        chosen, (slowest, widest) = self.plan.chosen_steps(), self.plan.worst_steps()
-        seconds = {step: (makespan, bound) for step, makespan, bound in self.plan.series}
+        chosen, seconds = self.plan.chosen_steps(), self.plan.ends()
+        slowest, widest = (step.step for step in self.plan.worst_steps())
         options = []
         for step in sorted(chosen, key=lambda step: (step != slowest, step != widest, step)):
             marks = [name for name, worst in (("slowest", slowest), ("widest gap", widest)) if step == worst]

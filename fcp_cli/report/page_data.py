@@ -93,7 +93,7 @@ class HeatMap:
 
 @dataclass(kw_only=True)
 class PlanPicture:
-    """Feed it the steps that `wants` names, in order.
+    """Show it every step with `glance`, and with `add` those that `wants` names, in order.
 
     Attributes:
         every: each how-manieth step is looked at.
@@ -150,6 +150,9 @@ class PlanPicture:
             self._chosen_steps = {i * self.every for i in evenly_spaced(looked_at, count)}
         if step.step in self._chosen_steps:
             self._chosen[step.step] = bars_of(step)
+
+    def glance(self, step: StepPlan) -> None:
+        """Every step, wanted or not, may be the worst."""
         if self._slowest is None or step.makespan_seconds > self._slowest.makespan_seconds:
             self._slowest = step
         if self._widest is None or step.gap > self._widest.gap:
@@ -162,10 +165,15 @@ class PlanPicture:
                 self._chosen.setdefault(step.step, bars_of(step))
         return dict(sorted(self._chosen.items()))
 
-    def worst_steps(self) -> tuple[int, int]:
+    def worst_steps(self) -> tuple[StepPlan, StepPlan]:
         """The slowest step, and the one farthest above its lower bound."""
         assert self._slowest is not None and self._widest is not None
-        return self._slowest.step, self._widest.step
+        return self._slowest, self._widest
+
+    def ends(self) -> dict[int, tuple[float, float]]:
+        """Makespan and lower bound of every step that was looked at."""
+        ends = {step: (makespan, bound) for step, makespan, bound in self.series}
+        return ends | {step.step: (step.makespan_seconds, step.bound_seconds) for step in self.worst_steps()}
 
     def step_series(self) -> Columns:
         """Makespan and bound over the steps, averaged where there are more steps than points."""

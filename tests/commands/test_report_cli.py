@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from fcp_cli.report import charts
+from tests.commands import planning_folder
 from tests.report.runs import make_example_plan, write_run
 
 vl_convert = pytest.importorskip("vl_convert", reason="fcp report needs the extra 'report'")
@@ -22,8 +23,7 @@ RUN_CHARTS = {"measured", "scatter", "residuals", "drift", "slowest"}
 
 
 def fcp(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fcp_cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    return planning_folder.fcp(*map(str, arguments), cwd=Path.cwd())
 
 
 @pytest.fixture(scope="module")

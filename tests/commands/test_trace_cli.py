@@ -3,17 +3,16 @@ from __future__ import annotations
 import gzip
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.commands import planning_folder
 from tests.report.runs import make_example_plan, write_run
 
 
 def fcp(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fcp_cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return planning_folder.fcp(*map(str, arguments), cwd=Path.cwd())
 
 
 @pytest.fixture(scope="module")

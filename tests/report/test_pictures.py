@@ -23,6 +23,7 @@ def reader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def picture(reader: PlanReader) -> PlanPicture:
     picture = PlanPicture(metadata=reader.metadata)
     for step in reader.steps():
+        picture.glance(step)
         picture.add(step)
     return picture
 
@@ -88,7 +89,7 @@ def test_no_rank_holds_more_than_the_budget(picture: PlanPicture) -> None:
 
 def test_the_worst_steps_can_be_chosen(picture: PlanPicture, reader: PlanReader) -> None:
     steps = list(reader.steps())
-    slowest, widest = picture.worst_steps()
+    slowest, widest = (step.step for step in picture.worst_steps())
     assert slowest == max(steps, key=lambda step: step.makespan_seconds).step
     assert widest == max(steps, key=lambda step: step.gap).step
     assert {slowest, widest} <= picture.chosen_steps().keys()

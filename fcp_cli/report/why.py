@@ -1,0 +1,227 @@
+"""Why a group has its degree: what one rank fewer and one rank more would cost, and what bound the choice.
+
+The answer is the cost model's: it prices the same pack at the neighbouring degrees. It does not replay the solver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from fcp_cli.cost.model import group_seconds, sequence_work
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.pricing import planned_sequences
+from fcp_cli.plan.step import MicroBatch, StepPlan
+from fcp_cli.planning.problem import Problem
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Bound = Literal["memory", "balance", "topology", "ranks"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alternative:
+    """The pack at one degree.
+
+    Attributes:
+        tokens_per_rank: most tokens that a rank would hold.
+        fits: whether that is within the token budget.
+        crosses_nodes: as planned; at another degree, whether no node is large enough.
+        seconds, attention_seconds, ring_seconds: predicted; the longer of the last two is part of the first.
+        end_seconds: when it would end if it started as planned.
+    """
+
+    degree: int
+    tokens_per_rank: int
+    fits: bool
+    crosses_nodes: bool
+    seconds: float
+    attention_seconds: float
+    ring_seconds: float
+    end_seconds: float
+
+    @property
+    def rank_seconds(self) -> float:
+        return self.degree * self.seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reason:
+    """What speaks against a neighbouring degree."""
+
+    degree: int
+    bound: Bound
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    """A micro-batch, its neighbouring degrees, and the reasons against those."""
+
+    row: MicroBatch
+    alternatives: tuple[Alternative, ...]
+    reasons: tuple[Reason, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "step": self.row.step,
+            "order": self.row.order,
+            "degree": self.row.degree,
+            "alternatives": [{**asdict(a), "rank_seconds": a.rank_seconds} for a in self.alternatives],
+            "reasons": [asdict(reason) for reason in self.reasons],
+        }
+
+
+def explain_degree(step: StepPlan, order: int, problem: Problem, *, manifest: LengthTable | None = None) -> Explanation:
+    """Price micro-batch `order` of a step at its degree and at one rank fewer and more.
+
+    Args:
+        step: the planned step.
+        order: a micro-batch of it that is not idle.
+        problem: what the plan was made for.
+        manifest: gives `eta` and vision columns; without it every sequence counts as causal text.
+    """
+    row = step.micro_batch(order)
+    degrees = [d for d in (row.degree - 1, row.degree, row.degree + 1) if 1 <= d <= problem.num_ranks]
+    priced = {degree: _priced(step, row, degree, problem, manifest) for degree in degrees}
+    fewer, more = _against_fewer(row, priced, step, problem), _against_more(row, priced, step, problem)
+    return Explanation(
+        row=row,
+        alternatives=tuple(priced.values()),
+        reasons=(fewer, more) if fewer is not None else (more,),
+    )
+
+
+def _priced(
+    step: StepPlan, row: MicroBatch, degree: int, problem: Problem, manifest: LengthTable | None
+) -> Alternative:
+    members = slice(int(step.sequence_offsets[row.order]), int(step.sequence_offsets[row.order + 1]))
+    work = sequence_work(planned_sequences(step, manifest), problem.profile)
+    attention, linear = work.attention_seconds[members].sum(), work.linear_seconds[members].sum()
+    size = problem.ranks_per_node
+    crosses = row.ranks[0] // size != row.ranks[-1] // size if degree == row.degree else degree > size
+    seconds = float(
+        group_seconds(
+            problem.profile,
+            attention_seconds=attention,
+            linear_seconds=linear,
+            tokens=row.tokens,
+            degree=degree,
+            crosses_nodes=crosses,
+        )
+    )
+    # With no attention to hide it, what a group takes beyond start-up and linear work is its ring.
+    bare = group_seconds(
+        problem.profile,
+        attention_seconds=0.0,
+        linear_seconds=0.0,
+        tokens=row.tokens,
+        degree=degree,
+        crosses_nodes=crosses,
+    )
+    held = -(-row.tokens // degree)
+    return Alternative(
+        degree=degree,
+        tokens_per_rank=held,
+        fits=row.tokens <= problem.tokens_per_rank * degree,
+        crosses_nodes=crosses,
+        seconds=seconds,
+        attention_seconds=float(attention) / degree,
+        ring_seconds=float(bare) - problem.profile.coefficients.microbatch_seconds,
+        end_seconds=row.start_seconds + seconds,
+    )
+
+
+def _against_fewer(row: MicroBatch, priced: dict[int, Alternative], step: StepPlan, problem: Problem) -> Reason | None:
+    if row.degree == 1:
+        return None
+    fewer, own = priced[row.degree - 1], priced[row.degree]
+    if not fewer.fits:
+        text = f"each would hold {fewer.tokens_per_rank:,} tokens, over the budget of {problem.tokens_per_rank:,}"
+        return Reason(degree=fewer.degree, bound="memory", text=text)
+    limit, what = _time_limit(row, step)
+    if fewer.end_seconds > limit * (1 + 1e-9):
+        text = f"it would end at {fewer.end_seconds:.3f} s, after {what} at {limit:.3f} s"
+        return Reason(degree=fewer.degree, bound="balance", text=text)
+    saved = 1.0 - fewer.rank_seconds / own.rank_seconds
+    if own.rank_seconds < fewer.rank_seconds:
+        text = f"it would cost {-saved:.1%} more rank-seconds"
+    else:
+        text = f"it would fit and save {saved:.1%} of its rank-seconds; the ranks come out more even at {row.degree}"
+    return Reason(degree=fewer.degree, bound="balance", text=text)
+
+
+def _against_more(row: MicroBatch, priced: dict[int, Alternative], step: StepPlan, problem: Problem) -> Reason:
+    more, own = priced.get(row.degree + 1), priced[row.degree]
+    if more is None:
+        return Reason(degree=row.degree + 1, bound="ranks", text=f"there are only {problem.num_ranks} ranks")
+    gain = own.seconds - more.seconds
+    extra = more.rank_seconds / own.rank_seconds - 1.0
+    if more.crosses_nodes and not own.crosses_nodes:
+        text = f"its ring would leave the node: {more.seconds:.3f} s instead of {own.seconds:.3f} s"
+        return Reason(degree=more.degree, bound="topology", text=text)
+    if more.ring_seconds > more.attention_seconds and more.degree > 1:
+        text = (
+            f"its ring ({more.ring_seconds:.3f} s) would outlast attention ({more.attention_seconds:.3f} s): "
+            f"{gain:.3f} s sooner for {extra:.1%} more rank-seconds"
+        )
+        return Reason(degree=more.degree, bound="topology", text=text)
+    limit, what = _time_limit(row, step)
+    slack = limit - own.end_seconds
+    text = f"{gain:.3f} s sooner for {extra:.1%} more rank-seconds; it already ends {slack:.3f} s before {what}"
+    return Reason(degree=more.degree, bound="balance", text=text)
+
+
+def _time_limit(row: MicroBatch, step: StepPlan) -> tuple[float, str]:
+    """When whatever its ranks wait for next ends, and what that is."""
+    if row.wave < 0:
+        return step.makespan_seconds, "the step"
+    in_wave = step.wave == row.wave
+    return float(np.max((step.start_seconds + step.seconds)[in_wave])), f"wave {row.wave}"
+
+
+def print_why(console: Console, explanation: Explanation) -> None:
+    """The explanation for people, in 80 columns."""
+    for line in _introduction(explanation):
+        console.print(line, markup=False)
+    console.print(_table(explanation))
+    for reason in explanation.reasons:
+        console.print(f"not {reason.degree}: [bold]{reason.bound}[/]: {reason.text}")
+
+
+def _introduction(explanation: Explanation) -> Iterator[str]:
+    row = explanation.row
+    yield (
+        f"step {row.step}, micro-batch {row.order}: degree {row.degree}, {_sequences(len(row.sequences))}, "
+        f"{row.tokens:,} tokens, longest {max(row.lengths):,}"
+    )
+
+
+def _sequences(count: int) -> str:
+    return "one sequence" if count == 1 else f"{count} sequences"
+
+
+def _table(explanation: Explanation) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("degree", "seconds", "rank-s", "attention s", "ring s", "tokens/rank", "spans"):
+        table.add_column(name, justify="right")
+    for a in explanation.alternatives:
+        chosen = a.degree == explanation.row.degree
+        table.add_row(
+            f"{'> ' if chosen else ''}{a.degree}",
+            f"{a.seconds:.3f}",
+            f"{a.rank_seconds:.3f}",
+            f"{a.attention_seconds:.3f}",
+            f"{a.ring_seconds:.3f}",
+            f"{a.tokens_per_rank:,}{'' if a.fits else ' !'}",
+            "nodes" if a.crosses_nodes else "one node" if a.degree > 1 else "",
+            style="bold" if chosen else None,
+        )
+    return table

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.planning.problem import problem_of
+from fcp_cli.report.why import Explanation, explain_degree
+from tests.report.runs import make_example_plan
+
+
+@pytest.fixture(scope="module", params=["iteration", "microbatch"])
+def explanations(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Explanation]:
+    """Of every micro-batch of a plan on 16 ranks, 4 per node."""
+    path = tmp_path_factory.mktemp("plan") / "plan.parquet"
+    make_example_plan(path, sync=request.param, num_ranks=16)
+    reader = PlanReader(path)
+    problem = problem_of(reader.metadata, name="plan")
+    return [
+        explain_degree(step, row.order, problem)
+        for step in reader.steps()
+        for row in step.micro_batches()
+        if not row.is_idle
+    ]
+
+
+def test_the_planned_degree_is_priced_as_the_plan_says(explanations: list[Explanation]) -> None:
+    for explanation in explanations:
+        own = next(a for a in explanation.alternatives if a.degree == explanation.row.degree)
+        assert own.seconds == pytest.approx(explanation.row.seconds)
+        assert own.fits
+
+
+def test_neighbours_are_one_rank_away(explanations: list[Explanation]) -> None:
+    for explanation in explanations:
+        degree = explanation.row.degree
+        assert [a.degree for a in explanation.alternatives] == [
+            d for d in (degree - 1, degree, degree + 1) if 1 <= d <= 16
+        ]
+
+
+def test_memory_is_named_exactly_where_one_rank_fewer_cannot_hold_the_pack(explanations: list[Explanation]) -> None:
+    rings = [explanation for explanation in explanations if explanation.row.degree > 1]
+    assert rings
+    for explanation in rings:
+        fewer, reason = explanation.alternatives[0], explanation.reasons[0]
+        assert (reason.bound == "memory") == (explanation.row.tokens > 16384 * fewer.degree)
+        assert reason.degree == fewer.degree
+
+
+def test_a_single_rank_has_only_the_reason_against_more(explanations: list[Explanation]) -> None:
+    singles = [explanation for explanation in explanations if explanation.row.degree == 1]
+    assert singles
+    assert all([reason.degree for reason in explanation.reasons] == [2] for explanation in singles)
+
+
+def test_leaving_the_node_is_named(explanations: list[Explanation]) -> None:
+    whole_nodes = [e for e in explanations if e.row.degree == 4 and not e.alternatives[1].crosses_nodes]
+    assert all(e.reasons[-1].bound == "topology" for e in whole_nodes)
+    assert all("leave the node" in e.reasons[-1].text for e in whole_nodes)
+
+
+def test_all_ranks_are_the_most(tmp_path: Path) -> None:
+    make_example_plan(tmp_path / "plan.parquet", num_ranks=7)
+    reader = PlanReader(tmp_path / "plan.parquet")
+    problem = problem_of(reader.metadata, name="plan")
+    widest = next(
+        explain_degree(step, row.order, problem)
+        for step in reader.steps()
+        for row in step.micro_batches()
+        if row.degree == 7
+    )
+    assert (widest.reasons[-1].bound, widest.reasons[-1].text) == ("ranks", "there are only 7 ranks")
