@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from benchmarks.picture import write_growth
 from benchmarks.workloads import FAMILIES, MAX_LENGTH, example_profile, family_table, lengths, real_table
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import Sync
@@ -94,24 +95,39 @@ def _mean_percent(rows: list[tuple[StepPlan, float, float]], ratio: Callable[[St
 
 
 def growth(options: argparse.Namespace) -> None:
-    """Time and gap over the number of ranks, eight (above 8,192: four) sequences per rank."""
+    """Time and gap over the number of ranks, eight (above 8,192: four) sequences per rank; optionally a picture."""
+    milliseconds: dict[str, list[tuple[float, float]]] = {sync: [] for sync in SYNCS}
+    gaps: dict[str, list[tuple[float, float]]] = {sync: [] for sync in SYNCS}
     print(f"{'ranks':>6} {'batch':>6} {'sync':10} {'family':12} {'gap':>7} {'proven gap':>10} {'ms':>9}")
     ranks = 8
     while ranks <= options.ranks:
         batch_size = ranks * (8 if ranks <= 8192 else 4)
         for sync in SYNCS:
+            taken, left = [], []
             for family in options.family or FAMILIES:
                 problem = problem_of(sync, ranks=ranks, per_node=8, budget=options.budget)
                 rows = plan(
                     family_table(family, sequences=batch_size, seed=0), problem, options.solver, batch_size=batch_size
                 )
                 step, bound, ms = rows[0]
+                taken.append(ms)
+                left.append(100 * step.gap)
                 print(
                     f"{ranks:6} {batch_size:6} {sync:10} {family:12} "
                     f"{100 * (step.makespan_seconds / bound - 1):6.2f}% {100 * step.gap:9.2f}% {ms:9.1f}",
                     flush=True,
                 )
+            milliseconds[sync].append((ranks, float(np.mean(taken))))
+            gaps[sync].append((ranks, float(np.mean(left))))
         ranks *= options.factor
+    if options.picture:
+        write_growth(
+            options.picture,
+            {
+                "CPU milliseconds per step, mean of four families": (milliseconds, True),
+                "gap to the proven bound, %": (gaps, False),
+            },
+        )
 
 
 def groups(options: argparse.Namespace) -> None:
@@ -181,6 +197,7 @@ def main() -> None:
     command.add_argument("--factor", type=int, default=2)
     command.add_argument("--budget", type=int, default=16_384)
     command.add_argument("--family", action="append")
+    command.add_argument("--picture", type=Path, help="an SVG to write")
     command.set_defaults(run=growth)
     command = commands.add_parser("groups", help=groups.__doc__)
     command.add_argument("--limit", type=int, nargs="+", default=[64, 32, 16])

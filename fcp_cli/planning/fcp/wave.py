@@ -284,7 +284,7 @@ def outlook(
     machine: Machine,
     wave: Wave,
 ) -> Any:
-    """What a wave would leave, were small sequences a fluid: (work and tokens left, work refused, longest left or -1)."""
+    """What a wave would leave, were small sequences a fluid: (work, tokens, work refused, longest left or -1)."""
     rest, small, ranks_left, refused = place_rings(target, alive, count, left_over, later, sequences, machine, wave)
     work, tokens = 0.0, 0
     longest = left_over[0] if rest else -1
