@@ -51,7 +51,7 @@ def compare(
     ] = None,
     global_batch_size: GlobalBatchSize = None,
     steps: Annotated[
-        int, typer.Option(min=1, rich_help_panel=BATCHES, help="How many steps to plan, from the first.")
+        int, typer.Option(metavar="N", min=1, rich_help_panel=BATCHES, help="How many steps to plan, from the first.")
     ] = _STEPS,
     seed: Seed = 0,
     shuffle: Shuffle = True,

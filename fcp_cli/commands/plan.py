@@ -46,34 +46,42 @@ def plan(
     headroom: Headroom = 0.0,
     sync: Annotated[
         Literal["iteration", "microbatch"],
-        typer.Option(rich_help_panel=CLUSTER, help="Where ranks wait: DDP, ZeRO-1/2: iteration; FSDP: microbatch."),
+        typer.Option(
+            metavar="SYNC",
+            rich_help_panel=CLUSTER,
+            help="Where ranks wait: iteration (DDP, ZeRO-1/2) or microbatch (FSDP).",
+        ),
     ] = "iteration",
     global_batch_size: GlobalBatchSize = None,
     seed: Seed = 0,
     shuffle: Shuffle = True,
-    epochs: Annotated[int, typer.Option(min=1, rich_help_panel=BATCHES, help="Passes over the data.")] = 1,
+    epochs: Annotated[int, typer.Option(min=1, metavar="N", rich_help_panel=BATCHES, help="Passes over the data.")] = 1,
     max_length: MaxLength = None,
     overlong: Overlong = "error",
     last_batch: LastBatch = "keep",
     steps: Annotated[
-        int | None, typer.Option(min=1, rich_help_panel=BATCHES, help="Plan only so many steps (all).")
+        int | None, typer.Option(min=1, metavar="N", rich_help_panel=BATCHES, help="Plan only so many steps (all).")
     ] = None,
     length_column: LengthColumn = "length",
-    solver: Annotated[str, typer.Option(help="fcp, or a published strategy; see 'fcp compare'.")] = "fcp",
+    solver: Annotated[
+        str, typer.Option(metavar="NAME", help="fcp, or a published strategy; see 'fcp compare'.")
+    ] = "fcp",
     max_groups: Annotated[
-        int | None, typer.Option(min=1, help="Most distinct rank sets of degree > 1 in the whole plan (no limit).")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Most distinct rank sets of degree > 1 in the whole plan (no limit)."),
     ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Planning processes (as many as pay).")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Planning processes (as many as pay).")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the same plan after an interruption.")] = False,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The plan to write; - is stdout.")] = Path(
-        "plan.parquet"
-    ),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="The plan to write; - is stdout.")
+    ] = Path("plan.parquet"),
     json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON document on stdout.")] = False,
 ) -> None:
     """Decide which ranks run which sequences together, for every global batch, and write it as a plan.
 
-    Whatever is not said comes from fcp.yaml, then from this folder, then from a shipped profile; the output says what
-    was assumed.
+    What is not said comes from fcp.yaml, this folder or a shipped profile; the output tells.
     """
     from fcp_cli.planning.settings import PlanRequest, resolve
 

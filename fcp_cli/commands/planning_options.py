@@ -14,34 +14,45 @@ Manifest = Annotated[
     Path, typer.Argument(metavar="MANIFEST", help="Parquet with lengths; - reads JSON lines from stdin.")
 ]
 Profile = Annotated[
-    Path | None, typer.Option(rich_help_panel=CLUSTER, help="Cost profile (./profile.yaml, else a shipped one).")
+    Path | None,
+    typer.Option(metavar="FILE", rich_help_panel=CLUSTER, help="Cost profile (./profile.yaml, else a shipped one)."),
 ]
 Ranks = Annotated[
-    int | None, typer.Option(min=1, rich_help_panel=CLUSTER, help="Model replicas (the profile's cluster).")
+    int | None,
+    typer.Option(min=1, metavar="N", rich_help_panel=CLUSTER, help="Model replicas (the profile's cluster)."),
 ]
 RanksPerNode = Annotated[
-    int | None, typer.Option(min=1, rich_help_panel=CLUSTER, help="Ranks that share a node (the profile's cluster).")
+    int | None,
+    typer.Option(min=1, metavar="N", rich_help_panel=CLUSTER, help="Ranks that share a node (the profile's cluster)."),
 ]
 TokensPerRank = Annotated[
     int | None,
-    typer.Option(min=1, rich_help_panel=CLUSTER, help="Most tokens of a rank in a micro-batch (the profile's memory)."),
+    typer.Option(
+        min=1,
+        metavar="N",
+        rich_help_panel=CLUSTER,
+        help="Most tokens of a rank in a micro-batch (the profile's memory).",
+    ),
 ]
-Headroom = Annotated[float, typer.Option(rich_help_panel=CLUSTER, help="Fraction of the token budget to leave free.")]
+Headroom = Annotated[
+    float, typer.Option(metavar="X", rich_help_panel=CLUSTER, help="Fraction of the token budget to leave free.")
+]
 GlobalBatchSize = Annotated[
-    int | None, typer.Option(min=1, rich_help_panel=BATCHES, help="Sequences per optimizer step (512).")
+    int | None, typer.Option(min=1, metavar="N", rich_help_panel=BATCHES, help="Sequences per optimizer step (512).")
 ]
-Seed = Annotated[int, typer.Option(min=0, rich_help_panel=BATCHES, help="Of shuffling and solver.")]
+Seed = Annotated[int, typer.Option(min=0, metavar="N", rich_help_panel=BATCHES, help="Of shuffling and solver.")]
 Shuffle = Annotated[bool, typer.Option(rich_help_panel=BATCHES, help="Shuffle every epoch.")]
 MaxLength = Annotated[
-    int | None, typer.Option(min=1, rich_help_panel=BATCHES, help="Tokens beyond which a sequence is overlong.")
+    int | None,
+    typer.Option(min=1, metavar="N", rich_help_panel=BATCHES, help="Tokens beyond which a sequence is overlong."),
 ]
 Overlong = Annotated[
     Literal["error", "drop", "truncate"],
-    typer.Option(rich_help_panel=BATCHES, help="What to do with overlong sequences."),
+    typer.Option(rich_help_panel=BATCHES, metavar="POLICY", help="Of overlong sequences: error, drop or truncate."),
 ]
 LastBatch = Annotated[
     Literal["keep", "drop"], typer.Option(rich_help_panel=BATCHES, help="An epoch's last, partial batch.")
 ]
 LengthColumn = Annotated[
-    str, typer.Option(rich_help_panel=BATCHES, help="Column with lengths, or with lists of tokens.")
+    str, typer.Option(metavar="NAME", rich_help_panel=BATCHES, help="Column with lengths, or with lists of tokens.")
 ]
