@@ -27,7 +27,7 @@ def read_yaml_mapping(path: Path, *, kind: Kind) -> dict[str, Any]:
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(f"cannot read the {kind} {path}: {error}") from error
+        raise ProfileError(f"cannot read the {kind} {path}: {getattr(error, 'strerror', None) or error}") from error
     except yaml.YAMLError as error:
         raise ProfileError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     found = document.get("format") if isinstance(document, dict) else type(document).__name__

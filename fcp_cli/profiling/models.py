@@ -174,7 +174,8 @@ def load_hf_config(path: Path) -> ModelSpec:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(f"cannot read the model configuration {path}: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ProfileError(f"cannot read the model configuration {path}: {reason}") from error
     except ValueError as error:
         raise ProfileError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(document, dict):

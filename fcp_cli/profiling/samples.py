@@ -91,7 +91,7 @@ def read_samples(path: Path) -> SamplesFile:
     try:
         rows = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(f"cannot read the samples {path}: {error}") from error
+        raise ProfileError(f"cannot read the samples {path}: {getattr(error, 'strerror', None) or error}") from error
     parsed = [_parse(row) for row in rows]
     header = parsed[0] if parsed else None
     if header is None or header.get("format") != FORMAT:

@@ -17,6 +17,7 @@ from fcp_cli.console import verbosity
 from fcp_cli.cost.profile import load_cost_profile
 from fcp_cli.launching.processes import descendants, send
 from fcp_cli.profiling.samples import read_samples
+from tests.profiling.test_refit import write_run
 
 ENVIRONMENT = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
 
@@ -84,6 +85,17 @@ def test_diff_gives_the_ratio_of_every_figure(tmp_path: Path, fcp: Fcp) -> None:
     figures = json.loads(fcp("profile", "diff", "a.yaml", "b.yaml", "--json").out)["figures"]
     assert figures["coefficients.linear_seconds_per_token"]["ratio"] == pytest.approx(0.5)
     assert figures["bandwidth_bytes_per_second.intra_node"]["ratio"] == 1.0
+
+
+def test_fit_shows_the_error_before_and_after(tmp_path: Path, fcp: Fcp) -> None:
+    metrics, _ = write_run(tmp_path)
+    done = fcp("profile", "fit", str(metrics), "-o", "fitted.yaml", "--json")
+    assert "31 micro-batches fitted, 7 held out; held-out error before" in done.err
+    document = json.loads(done.out)
+    assert document["micro_batches_fitted"] + document["micro_batches_held_out"] == 38
+    assert document["held_out_error_percent"]["after"] < 1 < document["held_out_error_percent"]["before"]
+    assert "kept as they were, since no micro-batch tells them: bandwidth_bytes_per_second.inter_node" in done.err
+    assert load_cost_profile(tmp_path / "fitted.yaml").origin == "fitted"
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def _step(index: int) -> StepPlan:
     )
 
 
-def _run(folder: Path, steps: int = 20) -> tuple[Path, Path]:
+def write_run(folder: Path, steps: int = 20) -> tuple[Path, Path]:
     """A plan and the metrics of a run in which a rank of each ring waited for the other."""
     plan, metrics = folder / "plan.parquet", folder / "metrics.jsonl"
     metadata = PlanMetadata(
@@ -98,7 +98,7 @@ def _run(folder: Path, steps: int = 20) -> tuple[Path, Path]:
 
 
 def test_a_refit_finds_what_the_run_really_took(tmp_path: Path) -> None:
-    metrics, _ = _run(tmp_path)
+    metrics, _ = write_run(tmp_path)
     result = refit([samples_of_run(metrics, plan=None, skip_steps=1)])
     assert result.num_fitted + result.num_held_out == 2 * 19
     assert result.held_out_before_percent > 40
@@ -111,7 +111,7 @@ def test_a_refit_finds_what_the_run_really_took(tmp_path: Path) -> None:
 
 
 def test_idle_rows_and_warm_up_steps_are_no_samples(tmp_path: Path) -> None:
-    metrics, _ = _run(tmp_path)
+    metrics, _ = write_run(tmp_path)
     run = samples_of_run(metrics, plan=None, skip_steps=1)
     assert len(run.samples) == 38
     assert {sample.degree for sample in run.samples} == {1, 2}
@@ -119,22 +119,22 @@ def test_idle_rows_and_warm_up_steps_are_no_samples(tmp_path: Path) -> None:
 
 
 def test_another_plan_than_the_runs_is_rejected(tmp_path: Path) -> None:
-    metrics, _ = _run(tmp_path)
+    metrics, _ = write_run(tmp_path)
     other = tmp_path / "other"
     other.mkdir()
-    _, plan = _run(other, steps=3)
+    _, plan = write_run(other, steps=3)
     with pytest.raises(ProfileError, match=r"other/plan.parquet is not the plan of .*--plan"):
         samples_of_run(metrics, plan=plan, skip_steps=1)
 
 
 def test_a_run_too_short_to_warm_up_says_so(tmp_path: Path) -> None:
-    metrics, _ = _run(tmp_path, steps=1)
+    metrics, _ = write_run(tmp_path, steps=1)
     with pytest.raises(ProfileError, match=r"no steps beyond the first 1 of each start; lower --skip-steps"):
         samples_of_run(metrics, plan=None, skip_steps=1)
 
 
 def test_too_few_micro_batches_say_what_is_missing(tmp_path: Path) -> None:
-    metrics, _ = _run(tmp_path, steps=3)
+    metrics, _ = write_run(tmp_path, steps=3)
     with pytest.raises(ProfileError, match=r"4 samples are too few: a fit needs at least 5"):
         refit([samples_of_run(metrics, plan=None, skip_steps=1)])
 
