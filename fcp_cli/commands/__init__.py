@@ -11,3 +11,4 @@ from fcp_cli.commands import profile as profile
 from fcp_cli.commands import report as report
 from fcp_cli.commands import trace as trace
 from fcp_cli.commands import verify as verify
+from fcp_cli.commands import watch as watch

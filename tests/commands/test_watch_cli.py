@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.commands.planning_folder import assert_one_error_line, fcp
+from tests.report.runs import make_example_plan, write_run
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "plan.parquet"
+    make_example_plan(path)
+    return path
+
+
+def test_through_a_pipe_a_finished_run_is_plain_lines(plan: Path, tmp_path: Path) -> None:
+    write_run(tmp_path / "metrics.jsonl", plan)
+    result = fcp("watch", ".", "--every", "1", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (0, "")
+    lines = result.stderr.splitlines()
+    assert [line.split()[1] for line in lines] == ["1/4", "2/4", "3/4", "4/4"]
+    assert "\x1b" not in result.stderr
+    assert max(map(len, lines)) <= 80
+
+
+def test_it_waits_for_a_launched_run_and_ends_with_it(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time the command sleeps, the run writes one more line."""
+    written = write_run(tmp_path / "whole.jsonl", plan).read_text().splitlines(keepends=True)
+    (tmp_path / "launch.json").write_text("{}")
+
+    def write_more(_: float) -> None:
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(written.pop(0))
+
+    monkeypatch.setattr(time, "sleep", write_more)
+    result = fcp("watch", ".", "--every", "1", cwd=tmp_path)
+    assert result.returncode == 0
+    lines = result.stderr.splitlines()
+    assert lines[0] == "waiting for metrics.jsonl"
+    assert [line.split()[1] for line in lines[1:]] == ["1/4", "2/4", "3/4", "4/4"]
+    assert written == []
+
+
+def test_on_a_terminal_it_draws_the_ranks(plan: Path, tmp_path: Path) -> None:
+    write_run(tmp_path / "metrics.jsonl", plan)
+    result = fcp("watch", ".", cwd=tmp_path, FORCE_COLOR="1", TERM="xterm")
+    assert result.returncode == 0
+    assert "finished" in result.stderr
+    assert "idle per rank" in result.stderr
+
+
+def test_one_look_shows_a_run_that_is_under_way(plan: Path, tmp_path: Path) -> None:
+    path = write_run(tmp_path / "metrics.jsonl", plan)
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
+    result = fcp("watch", "metrics.jsonl", "--once", cwd=tmp_path)
+    assert result.returncode == 0
+    assert "2/4" in result.stderr and " left" in result.stderr
+
+
+def test_the_state_is_one_json_document(plan: Path, tmp_path: Path) -> None:
+    write_run(tmp_path / "metrics.jsonl", plan)
+    document = json.loads(fcp("watch", ".", "--json", cwd=tmp_path).stdout)
+    assert (document["step"], document["steps"], document["finished"]) == (3, 4, True)
+    assert len(document["idle_of_ranks"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gone"], "there is no run gone"),
+        (["."], "is not the folder of a run: it has neither metrics.jsonl nor launch.json"),
+    ],
+)
+def test_mistakes_get_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+    assert message in assert_one_error_line(fcp("watch", *arguments, cwd=tmp_path), 1)
+
+
+def test_an_empty_run_says_so(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    assert "has no metrics yet" in assert_one_error_line(fcp("watch", ".", "--once", cwd=tmp_path), 1)
