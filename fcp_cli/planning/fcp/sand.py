@@ -30,6 +30,7 @@ from fcp_cli.planning.fcp.rings import Rings, Timeline
 CLOSED = -1  # tokens left in a slot that is not in use
 END = -1
 _SAMPLE = 96  # bins that balancing compares the worst bin with, at most
+_SAMPLES_IN_VAIN = 32  # samples without a better exchange after which balancing ends
 _EPSILON = 1e-9
 
 
@@ -265,7 +266,7 @@ def balance(target: float, gaps: int, work_limit: int, sequences: Sequences, mac
     num_ranks = machine.num_ranks
     bins = num_ranks + gaps
     evaluations = 0
-    sample = 0
+    sample, in_vain = 0, 0
     while True:
         worst = 0
         for rank in range(1, num_ranks):
@@ -304,10 +305,12 @@ def balance(target: float, gaps: int, work_limit: int, sequences: Sequences, mac
                     j = sand.after[j]
             i = sand.after[i]
         if best_i == END:
-            if bins <= _SAMPLE or sample >= 8 * _SAMPLE:
+            in_vain += 1
+            if in_vain * _SAMPLE >= min(bins, _SAMPLES_IN_VAIN * _SAMPLE):
                 break
-            sample += _SAMPLE
+            sample = (sample + _SAMPLE) % bins
             continue
+        in_vain = 0
         _exchange(best_i, best_j, best_bin, sequences, machine, sand)
         sample = (sample + 37) % bins if bins > _SAMPLE else 0
     return float(target - sand.free[worst])

@@ -23,7 +23,7 @@ from fcp_cli.planning.problem import Assignment, Batch, Problem
 # Amounts of work, counted so that no result depends on how fast the machine is.
 _TARGETS_PER_WAVE = 24  # candidate targets looked at for each wave
 _FILLS_PER_WAVE = 16  # of which so many are filled
-_EXCHANGES = 300_000  # pairs of sequences compared in one round of balancing, per 512 sequences
+_EXCHANGES = 300_000  # pairs of sequences compared in one round of balancing; more for more than 1,024 sequences
 
 
 def make_solver(batches: GlobalBatches, *, max_groups: int | None = None) -> FcpSolver:
@@ -88,7 +88,7 @@ def _assign_waves(order: Int64Array, sequences: Sequences, machine: Machine) -> 
 
 
 def _assign_timelines(lower: float, order: Int64Array, sequences: Sequences, machine: Machine) -> Assignment:
-    exchanges = _EXCHANGES * max(1, len(order) // 512)
+    exchanges = _EXCHANGES * (1 if len(order) <= 1024 else len(order) // 64)
     rings, count, sand, gaps, timeline = iteration.schedule(lower, True, exchanges, sequences, machine)
     slots = sand.slot_tokens.shape[1]
     bins, slot = np.nonzero(sand.slot_tokens[: machine.num_ranks + gaps] != CLOSED)
