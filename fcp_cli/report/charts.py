@@ -306,7 +306,7 @@ def residual_chart(quantiles: Columns) -> Spec:
                 "encoding": {"x": x, "y": {**y, "field": "p25"}, "y2": {"field": "p75"}, "tooltip": tooltip},
             },
             {
-                "mark": {"type": "tick", "color": _MEASURED, "thickness": 2, "size": 14},
+                "mark": {"type": "point", "filled": True, "color": _MEASURED, "size": 45, "opacity": 1},
                 "encoding": {"x": x, "y": {**y, "field": "median"}, "tooltip": tooltip},
             },
         ],

@@ -179,13 +179,18 @@ class Report:
 
     def _run_sections(self) -> Iterator[str]:
         assert self.run is not None
-        warm_up = f" {self.run.warm_up_steps} warm-up steps are left out." if self.run.warm_up_steps else ""
+        left_out = self.run.warm_up_steps
+        warm_up = f" Left out: {left_out} warm-up step{'s' if left_out > 1 else ''}." if left_out else ""
         yield '<div class="pair">'
         caption = (
             "Each dot is a micro-batch, by its slowest rank; on the dashed line the prediction is right." + warm_up
         )
         yield _section("Predicted and measured", caption, "chart-scatter")
-        yield _section("Residuals", "Per degree: 10th to 90th percentile, quartiles, median.", "chart-residuals")
+        yield _section(
+            "Residuals",
+            "Per degree: 10th to 90th percentile (line), quartiles (bar) and median (dot).",
+            "chart-residuals",
+        )
         caption = "Whole steps also hold waiting, gradient sums and the optimizer; micro-batches alone do not."
         yield _section("Drift", caption, "chart-drift")
         caption = "Measured over predicted seconds of all that a rank ran. Members of a ring slow each other down."

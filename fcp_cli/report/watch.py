@@ -169,7 +169,7 @@ def _lines(state: RunState, quiet_seconds: float, ascii_only: bool) -> Iterator[
         yield "no finished step yet"
         return
     yield from _figures(state, ascii_only)
-    if quiet_seconds > max(60.0, 5.0 * state.mean("seconds")):
+    if not state.finished and quiet_seconds > max(60.0, 5.0 * state.mean("seconds")):
         yield f"no new step for {clock(quiet_seconds)}: the run may have stopped"
     yield from _rank_lines(state.idle_of_ranks(), ascii_only)
 
@@ -186,7 +186,7 @@ def _figures(state: RunState, ascii_only: bool) -> Iterator[str]:
         yield f"step       {done}"
     yield f"loss       {'nan' if loss is None else format(loss, '.4f')}"
     yield f"tokens/s   {short_count(state.mean('tokens') / seconds)}"
-    yield f"step time  {short_seconds(seconds)}, planned {short_seconds(predicted)}: x{seconds / predicted:.3f}"
+    yield f"step time  {short_seconds(seconds)} s, planned {short_seconds(predicted)} s: x{seconds / predicted:.3f}"
     yield f"idle       {state.mean('idle_fraction'):.1%}"
 
 

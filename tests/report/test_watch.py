@@ -93,6 +93,17 @@ def test_a_run_is_finished_after_its_last_step(lines: list[str], tmp_path: Path)
     assert len(state.to_json()["idle_of_ranks"]) == 8
 
 
+def test_a_finished_run_is_not_said_to_be_stuck(lines: list[str], tmp_path: Path) -> None:
+    from rich.console import Console
+
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(run_view(state_of(tmp_path / "metrics.jsonl"), quiet_seconds=1e6, ascii_only=False))
+    assert "finished" in capture.get()
+    assert "no new step" not in capture.get()
+
+
 def test_a_resumed_run_counts_from_its_latest_start(plan: Path, tmp_path: Path) -> None:
     reader = PlanReader(plan)
     steps = [measured(step, 8).record() for step in reader.steps()]
@@ -108,9 +119,8 @@ def test_the_view_fits_80_columns(lines: list[str], tmp_path: Path, ascii_only: 
 
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(lines[:4]))
-    console = Console(width=80, record=True, quiet=True)
+    console = Console(width=80)
     with console.capture() as capture:
-        console.quiet = False
         console.print(run_view(state_of(path), quiet_seconds=600.0, ascii_only=ascii_only))
     text = capture.get()
     assert max(len(line) for line in text.splitlines()) <= 80
