@@ -87,6 +87,8 @@ def make_plan(
                 if on_step is not None:
                     on_step(step)
     except KeyboardInterrupt:
+        if journal is not None and not resume and not journal.steps_kept:
+            journal.remove()
         raise Interrupted(_interrupted(journal, summary.steps, len(batches))) from None
     if journal is not None:
         journal.remove()
