@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,13 @@ from fcp_cli.planning.fcp.core import Machine, Sequences
 from fcp_cli.planning.fcp.machine import by_falling_work, machine_of
 from fcp_cli.planning.fcp.sand import CLOSED
 from fcp_cli.planning.problem import Assignment, Batch, Problem
+from fcp_cli.planning.published.static import static_candidates
 
 # Amounts of work, counted so that no result depends on how fast the machine is.
 _TARGETS_PER_WAVE = 24  # candidate targets looked at for each wave
 _FILLS_PER_WAVE = 16  # of which so many are filled
+_PORTFOLIO_RANKS = 128  # up to so many ranks,
+_CLOSE_ENOUGH = 0.01  # and only where the gap to the simple bound is larger, plainer schedules are tried too
 _EXCHANGES = 300_000  # pairs of sequences compared in one round of balancing; more for more than 1,024 sequences
 
 
@@ -67,10 +70,27 @@ class FcpSolver:
     def assign(self, batch: Batch) -> Assignment:
         """See `problem.Solver`."""
         order, sequences = by_falling_work(batch.work)
-        if self.problem.sync == "microbatch":
-            return _assign_waves(order, sequences, self.machine)
         lower = simple_bound_seconds(batch.work, self.problem)
-        return _assign_timelines(lower, order, sequences, self.machine)
+        if self.problem.sync == "microbatch":
+            found = _assign_waves(order, sequences, self.machine)
+        else:
+            found = _assign_timelines(lower, order, sequences, self.machine)
+        seconds = makespan_seconds(found, batch, self.problem)
+        if self.problem.num_ranks > _PORTFOLIO_RANKS or seconds <= lower * (1.0 + _CLOSE_ENOUGH):
+            return found
+        # With few ranks a single sequence weighs much, and a plainer schedule may happen to fit better.
+        others = list(self._plainer(batch, order, sequences))
+        totals = [seconds, *(makespan_seconds(other, batch, self.problem) for other in others)]
+        return [found, *others][int(np.argmin(totals))]
+
+    def _plainer(self, batch: Batch, order: Int64Array, sequences: Sequences) -> Iterator[Assignment]:
+        """Waves, which are also a valid order under `iteration`, and every static degree."""
+        if self.problem.sync == "iteration":
+            waves = _assign_waves(order, sequences, self.machine)
+            yield replace(waves, wave=np.full_like(waves.wave, -1))
+        if "max_groups" not in self.options:
+            longest = int(batch.work.tokens.max())
+            yield from (solver.assign(batch) for solver in static_candidates(self.problem, longest))
 
 
 def _assign_waves(order: Int64Array, sequences: Sequences, machine: Machine) -> Assignment:

@@ -109,7 +109,7 @@ def best_static(problem: Problem, longest_tokens: int, batches: Sequence[Batch])
         batches: what to tune and measure on.
     """
     tuned = [batches[i] for i in spread_steps(len(batches), _TUNING_STEPS)]
-    candidates = list(_candidates(problem, longest_tokens))
+    candidates = list(static_candidates(problem, longest_tokens))
     best = candidates[int(np.argmin([_total_seconds(solver, tuned) for solver in candidates]))]
     return best, _total_seconds(best, batches)
 
@@ -123,7 +123,8 @@ def _total_seconds(solver: StaticSolver, batches: Sequence[Batch]) -> float:
     return sum(makespan_seconds(solver.assign(batch), batch, solver.problem) for batch in batches)
 
 
-def _candidates(problem: Problem, longest_tokens: int) -> Iterator[StaticSolver]:
+def static_candidates(problem: Problem, longest_tokens: int) -> Iterator[StaticSolver]:
+    """Every degree that divides the ranks and holds the longest sequence, with either packing."""
     for degree in range(1, problem.num_ranks + 1):
         if problem.num_ranks % degree == 0 and degree * problem.tokens_per_rank >= longest_tokens:
             yield StaticSolver(problem=problem, degree=degree, packing="full")

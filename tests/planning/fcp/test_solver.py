@@ -17,6 +17,7 @@ from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.fcp.solver import make_solver
 from fcp_cli.planning.problem import Batch, Problem
+from fcp_cli.planning.published.static import best_static
 
 _PROFILE = """\
 format: fcp-cost-profile/1
@@ -124,3 +125,15 @@ def test_short_sequences_ride_in_a_ring_that_has_tokens_to_spare() -> None:
 def test_equal_short_sequences_are_shared_evenly(sync: Sync) -> None:
     step, _ = planned([1000] * 64, a_problem(sync, num_ranks=16, budget=4096))
     assert step.gap < 1e-6
+
+
+@pytest.mark.parametrize("sync", ["iteration", "microbatch"])
+@pytest.mark.parametrize("num_ranks", [2, 4, 6, 8])
+def test_few_ranks_are_never_planned_worse_than_by_the_best_static_degree(sync: Sync, num_ranks: int) -> None:
+    generator = np.random.default_rng(num_ranks)
+    for _ in range(5):
+        lengths = np.minimum(generator.lognormal(7.0, 1.2, 24).astype(int) + 1, 2 * 4096)
+        problem = a_problem(sync, num_ranks=num_ranks, ranks_per_node=num_ranks, budget=4096)
+        step, batch = planned(lengths.tolist(), problem)
+        _, static_seconds = best_static(problem, int(lengths.max()), [batch])
+        assert step.makespan_seconds <= static_seconds * (1 + 1e-9) or step.gap <= 0.01
