@@ -58,7 +58,7 @@ def test_an_interruption_before_anything_was_kept_leaves_nothing(
     def interrupt(_: StepPlan) -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(Interrupted, match="interrupted after step 1 of 12; no plan was written$"):
+    with pytest.raises(Interrupted, match=r"interrupted after step 1 of 12; no plan was written$"):
         make_plan(
             tmp_path / "plan.parquet",
             table=long_tail(),
