@@ -23,6 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from fcp_cli.cost.profile import load_cost_profile
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.simulation.run import simulate_plan
 
@@ -41,7 +42,7 @@ class Outcome:
 
     name: str
     predicted_seconds: float  # as if every rank had a core of its own
-    predicted_here_seconds: float  # with the ranks sharing this machine's cores
+    predicted_here_seconds: float  # with the ranks sharing this machine's cores, and the optimizer's time
     measured_seconds: float
     predicted_idle: float
     first_loss: float
@@ -102,11 +103,12 @@ def outcome(name: str, plan: Path, steps: Sequence[dict[str, Any]], verified: di
     reader = PlanReader(plan)
     planned = list(reader.steps())
     shared = [timeline.makespan_seconds for timeline in simulate_plan(planned, reader.metadata, cores=os.cpu_count())]
+    optimizer_seconds = float(load_cost_profile(FOLDER / "profile.yaml").measurement["step_seconds"])
     warm = slice(WARM_UP_STEPS, None)
     return Outcome(
         name=name,
         predicted_seconds=statistics.median(step.makespan_seconds for step in planned[warm]),
-        predicted_here_seconds=statistics.median(shared[warm]),
+        predicted_here_seconds=statistics.median(shared[warm]) + optimizer_seconds,
         measured_seconds=statistics.median(step["seconds"] for step in steps[warm]),
         predicted_idle=statistics.mean(step.idle_fraction(RANKS) for step in planned[warm]),
         first_loss=steps[0]["loss"],
