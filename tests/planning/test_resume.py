@@ -87,9 +87,9 @@ def test_an_interrupted_plan_leaves_no_file_and_goes_on_to_the_same_plan(tmp_pat
 @pytest.mark.usefixtures("small_journal")
 def test_a_plan_interrupted_twice_goes_on_twice(tmp_path: Path) -> None:
     path = tmp_path / "plan.parquet"
-    for stop_after in (16, 26):
+    for stop_after in (20, 28):
         with pytest.raises(Interrupted):
-            make(path, stop_after=stop_after, resume=stop_after > 16)
+            make(path, stop_after=stop_after, resume=stop_after > 20)
     assert make(path, resume=True).metadata.plan_hash == make(tmp_path / "other.parquet").metadata.plan_hash
 
 
