@@ -29,8 +29,8 @@ from fcp_cli.planning.fcp.rings import Rings, Timeline
 
 CLOSED = -1  # tokens left in a slot that is not in use
 END = -1
-_SAMPLE = 96  # bins that balancing compares the worst bin with, at most
-_SAMPLES_IN_VAIN = 32  # samples without a better exchange after which balancing ends
+_SAMPLE = 160  # bins that balancing compares the worst bin with, at most
+_SAMPLES_IN_VAIN = 16  # samples without a better exchange after which balancing ends
 _EPSILON = 1e-9
 
 
@@ -266,7 +266,8 @@ def balance(target: float, gaps: int, work_limit: int, sequences: Sequences, mac
     num_ranks = machine.num_ranks
     bins = num_ranks + gaps
     evaluations = 0
-    sample, in_vain = 0, 0
+    # Neighbouring bins hold much the same: a sample is spread over all of them.
+    sample, in_vain, stride = 0, 0, max(1, bins // _SAMPLE)
     while True:
         worst = 0
         for rank in range(1, num_ranks):
@@ -281,7 +282,7 @@ def balance(target: float, gaps: int, work_limit: int, sequences: Sequences, mac
             at = sand.slot_tokens[worst, sand.slot_of[i]]
             alone = machine.beta if at + tokens == machine.budget else 0.0
             for k in range(min(bins, _SAMPLE)):
-                c = (sample + k) % bins
+                c = (sample + k * stride) % bins
                 if c == worst or sand.free[c] <= best:
                     continue
                 evaluations += 1
@@ -308,11 +309,11 @@ def balance(target: float, gaps: int, work_limit: int, sequences: Sequences, mac
             in_vain += 1
             if in_vain * _SAMPLE >= min(bins, _SAMPLES_IN_VAIN * _SAMPLE):
                 break
-            sample = (sample + _SAMPLE) % bins
+            sample += 1
             continue
         in_vain = 0
         _exchange(best_i, best_j, best_bin, sequences, machine, sand)
-        sample = (sample + 37) % bins if bins > _SAMPLE else 0
+        sample += 1
     return float(target - sand.free[worst])
 
 

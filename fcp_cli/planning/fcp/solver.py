@@ -13,7 +13,7 @@ from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.step import FloatArray, Int64Array
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import GlobalBatches
-from fcp_cli.planning.bounds import simple_bound_seconds
+from fcp_cli.planning.bounds import lower_bound_seconds, simple_bound_seconds
 from fcp_cli.planning.fcp import iteration, microbatch
 from fcp_cli.planning.fcp.core import Machine, Sequences
 from fcp_cli.planning.fcp.machine import by_falling_work, machine_of
@@ -24,8 +24,8 @@ from fcp_cli.planning.published.static import static_candidates
 # Amounts of work, counted so that no result depends on how fast the machine is.
 _TARGETS_PER_WAVE = 24  # candidate targets looked at for each wave
 _FILLS_PER_WAVE = 16  # of which so many are filled
-_PORTFOLIO_RANKS = 128  # up to so many ranks,
-_CLOSE_ENOUGH = 0.01  # and only where the gap to the simple bound is larger, plainer schedules are tried too
+_PORTFOLIO_RANKS = 128  # up to so many ranks plainer schedules are tried too,
+_CLOSE_ENOUGH = 0.01, 0.03  # where the gap to the proven bound is larger than this: up to 32 ranks, and above
 _EXCHANGES = 300_000  # pairs of sequences compared in one round of balancing; more for more than 1,024 sequences
 
 
@@ -76,7 +76,10 @@ class FcpSolver:
         else:
             found = _assign_timelines(lower, order, sequences, self.machine)
         seconds = makespan_seconds(found, batch, self.problem)
-        if self.problem.num_ranks > _PORTFOLIO_RANKS or seconds <= lower * (1.0 + _CLOSE_ENOUGH):
+        if self.problem.num_ranks > _PORTFOLIO_RANKS:
+            return found
+        close_enough = _CLOSE_ENOUGH[0 if self.problem.num_ranks <= 32 else 1]
+        if seconds <= lower_bound_seconds(batch.work, self.problem) * (1.0 + close_enough):
             return found
         # With few ranks a single sequence weighs much, and a plainer schedule may happen to fit better.
         others = list(self._plainer(batch, order, sequences))
