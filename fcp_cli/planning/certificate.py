@@ -10,9 +10,9 @@ T(s, d) is that time.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from fcp_cli.plan.step import Int64Array
+from fcp_cli.planning.fcp.compiling import discard_stale_kernels, inlined, kernel
 from fcp_cli.planning.fcp.core import Machine, Sequences, pack_seconds
 
 _STEPS = 24  # of bisection
@@ -20,19 +20,19 @@ _LONGEST = 4  # sequences whose wave is looked at
 _MARGIN = 1e-9  # relative; keeps rounding on the safe side
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inlined
 def _alone(i: int, degree: int, sequences: Sequences, machine: Machine) -> float:
     crosses = degree > machine.per_node or machine.inter < machine.intra
     return pack_seconds(sequences.attention[i], sequences.linear[i], sequences.tokens[i], degree, crosses, machine)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _traffic(degree: int, machine: Machine) -> float:
     """Rank-seconds of ring traffic per token on a group of this degree."""
     return (machine.inter if degree > machine.per_node else min(machine.intra, machine.inter)) * (degree - 1)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _least_area(i: int, makespan: float, exposed_from: float, sequences: Sequences, machine: Machine) -> float:
     """Least rank-seconds (beside microbatch_seconds) of sequence i if its micro-batch must end within makespan.
 
@@ -53,7 +53,7 @@ def _least_area(i: int, makespan: float, exposed_from: float, sequences: Sequenc
     return float(least)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _micro_batches(makespan: float, tokens: float, linear_per_token: float, machine: Machine) -> float:
     """Least mean number of micro-batches per rank that hold `tokens` tokens per rank; infinite where none can.
 
@@ -74,7 +74,7 @@ def _micro_batches(makespan: float, tokens: float, linear_per_token: float, mach
     return float(whole + (tokens - low) / (high - low))
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def area_bound(simple: float, waves: bool, sequences: Sequences, machine: Machine) -> float:
     """The makespan below which not even the areas of all micro-batches fit into N ranks.
 
@@ -111,7 +111,7 @@ def area_bound(simple: float, waves: bool, sequences: Sequences, machine: Machin
     return float(refuted)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _densest(tokens: float, skipped: int, by_density: Int64Array, sequences: Sequences) -> float:
     """Most work that so many tokens can hold, sequences taken in fractions, without one of them."""
     work = 0.0
@@ -125,7 +125,7 @@ def _densest(tokens: float, skipped: int, by_density: Int64Array, sequences: Seq
     return float(work)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _wave_of(
     j: int,
     total: float,
@@ -177,7 +177,7 @@ def _wave_of(
     return float(least)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def wave_bound(sequences: Sequences, machine: Machine) -> float:
     """The largest of `_wave_of` over the sequences with the most work."""
     n = len(sequences.work)
@@ -193,3 +193,6 @@ def wave_bound(sequences: Sequences, machine: Machine) -> float:
             continue
         best = max(best, _wave_of(j, total, more_waves, dense, thin, by_density, sequences, machine))
     return float(best * (1.0 - _MARGIN))
+
+
+discard_stale_kernels(area_bound)

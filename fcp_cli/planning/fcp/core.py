@@ -1,17 +1,13 @@
-"""What both searches share, compiled: the cost of a pack, and a tree that finds the first bin with room.
-
-Compiled without fast-math and without threads: every machine computes the same bits, so every machine makes the same
-plan.
-"""
+"""What both searches share, compiled: the cost of a pack, and a tree that finds the first bin with room."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from fcp_cli.plan.step import FloatArray, Int64Array
+from fcp_cli.planning.fcp.compiling import discard_stale_kernels, inlined, kernel
 
 NO_BIN = -1
 
@@ -57,7 +53,7 @@ class Tree(NamedTuple):
     tokens: Int64Array
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inlined
 def pack_seconds(attention: float, linear: float, tokens: int, degree: int, crosses: bool, machine: Machine) -> float:
     """Predicted seconds of a pack; the same formula as `cost.model.group_seconds`."""
     if degree == 1:
@@ -67,7 +63,7 @@ def pack_seconds(attention: float, linear: float, tokens: int, degree: int, cros
     return machine.beta + linear / degree + max(attention / degree, ring)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def make_tree(bins: int) -> Any:
     """A tree whose bins all have no room."""
     size = 1
@@ -76,7 +72,7 @@ def make_tree(bins: int) -> Any:
     return Tree(np.full(2 * size, -np.inf), np.full(2 * size, -1, dtype=np.int64))
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def set_room(tree: Tree, leaf: int, seconds: float, tokens: int) -> None:
     """Say what a bin has left."""
     node = (len(tree.seconds) >> 1) + leaf
@@ -94,7 +90,7 @@ def set_room(tree: Tree, leaf: int, seconds: float, tokens: int) -> None:
         node >>= 1
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def first_with_room(tree: Tree, seconds: float, tokens: int, start: int) -> int:
     """The first bin from `start` on that has both the seconds and the tokens, or NO_BIN."""
     size = len(tree.seconds) >> 1
@@ -114,7 +110,7 @@ def first_with_room(tree: Tree, seconds: float, tokens: int, start: int) -> int:
         node += 1
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def roomiest(tree: Tree) -> int:
     """The first bin with the most seconds left."""
     size = len(tree.seconds) >> 1
@@ -122,3 +118,6 @@ def roomiest(tree: Tree) -> int:
     while node < size:
         node = 2 * node if tree.seconds[2 * node] >= tree.seconds[2 * node + 1] else 2 * node + 1
     return node - size
+
+
+discard_stale_kernels(make_tree)

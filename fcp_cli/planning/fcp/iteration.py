@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from fcp_cli.plan.step import Int64Array
+from fcp_cli.planning.fcp.compiling import kernel
 from fcp_cli.planning.fcp.core import Machine, Sequences
 from fcp_cli.planning.fcp.rings import Rings, Timeline, make_rings, make_timeline, place_rings
 from fcp_cli.planning.fcp.sand import Sand, balance, fill, make_sand
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _split(target: float, sequences: Sequences, machine: Machine, rings: Rings, sand_order: Int64Array) -> int:
     """Sequences that no single rank can run by target go to rings; the number of rings. The rest is sand."""
     count = 0
@@ -28,7 +28,7 @@ def _split(target: float, sequences: Sequences, machine: Machine, rings: Rings, 
     return count
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _attempt(
     target: float,
     ride: bool,
@@ -50,7 +50,7 @@ def _attempt(
     return left_over, count, gaps
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def schedule(lower: float, ride: bool, work_limit: int, sequences: Sequences, machine: Machine) -> Any:
     """The best schedule found: (rings, number of rings, sand, gaps, timeline)."""
     n = len(sequences.work)

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from fcp_cli.plan.step import FloatArray, Int64Array
+from fcp_cli.planning.fcp.compiling import kernel
 from fcp_cli.planning.fcp.core import Machine, Sequences, pack_seconds
 from fcp_cli.planning.fcp.wave import Wave, fill_wave, make_wave, outlook, wave_seconds
 
@@ -17,14 +17,14 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 _REFUSAL = 0.25  # of the seconds that refused work would fill, as a penalty
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _bound(work: float, tokens: int, machine: Machine) -> float:
     """Least seconds for so much work and so many tokens: all ranks busy, waves as few as the budget allows."""
     capacity = machine.num_ranks * machine.budget
     return work / machine.num_ranks + machine.beta * ((tokens + capacity - 1) // capacity)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _totals(alive: Int64Array, count: int, sequences: Sequences) -> Any:
     work, tokens = 0.0, 0
     for k in range(count):
@@ -33,7 +33,7 @@ def _totals(alive: Int64Array, count: int, sequences: Sequences) -> Any:
     return work, tokens
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _alone(i: int, degree: int, sequences: Sequences, machine: Machine) -> float:
     if not machine.allowed[degree]:
         return np.inf
@@ -47,7 +47,7 @@ def _alone(i: int, degree: int, sequences: Sequences, machine: Machine) -> float
     )
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _shortest(i: int, sequences: Sequences, machine: Machine) -> float:
     """Seconds of sequence i alone on the degree that suits it best."""
     best = np.inf
@@ -56,7 +56,7 @@ def _shortest(i: int, sequences: Sequences, machine: Machine) -> float:
     return best
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _rest(
     work: float, tokens: int, longest: int, shortest: FloatArray, sequences: Sequences, machine: Machine
 ) -> float:
@@ -68,7 +68,7 @@ def _rest(
     return float(max(_bound(work, tokens, machine), shortest[longest]))
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _densest(alive: Int64Array, count: int, sequences: Sequences, machine: Machine) -> float:
     """Seconds of a wave that holds its whole budget of the longest sequences, spread evenly."""
     work, room = 0.0, machine.num_ranks * machine.budget
@@ -81,7 +81,7 @@ def _densest(alive: Int64Array, count: int, sequences: Sequences, machine: Machi
     return machine.beta + work / machine.num_ranks
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def candidates(alive: Int64Array, count: int, sequences: Sequences, machine: Machine, out: FloatArray) -> int:
     """Targets worth a look for the next wave: those at which its longest sequence just ends, and a grid."""
     longest = alive[0]
@@ -106,7 +106,7 @@ def candidates(alive: Int64Array, count: int, sequences: Sequences, machine: Mac
     return n
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def last_wave(
     pair: bool,
     limit: float,
@@ -140,7 +140,7 @@ def last_wave(
     return high
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def search(tries: int, fills: int, sequences: Sequences, machine: Machine) -> Any:
     """Greedy over waves; (seconds, target of each wave, whether its single ranks go in pairs)."""
     n = len(sequences.work)
@@ -224,7 +224,7 @@ class Waves(NamedTuple):
     bin_of: Int64Array
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def replay(targets: FloatArray, pairs: BoolArray, sequences: Sequences, machine: Machine) -> Any:
     """Fill the waves once more and write down who runs what."""
     n, num_waves = len(sequences.work), len(targets)

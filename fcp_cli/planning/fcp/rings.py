@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from fcp_cli.plan.step import FloatArray, Int64Array
+from fcp_cli.planning.fcp.compiling import kernel
 from fcp_cli.planning.fcp.core import Machine, Sequences, pack_seconds
 
 
@@ -38,7 +38,7 @@ class Timeline(NamedTuple):
     gap_end: FloatArray
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def make_rings(count: int, num_ranks: int) -> Any:
     return Rings(
         np.zeros(count, dtype=np.int64),
@@ -53,7 +53,7 @@ def make_rings(count: int, num_ranks: int) -> Any:
     )
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def make_timeline(num_ranks: int, gaps: int) -> Any:
     return Timeline(
         np.zeros(num_ranks),
@@ -64,7 +64,7 @@ def make_timeline(num_ranks: int, gaps: int) -> Any:
     )
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _inside_a_node(
     i: int, target: float, bound: float, sequences: Sequences, machine: Machine, timeline: Timeline
 ) -> Any:
@@ -98,7 +98,7 @@ def _inside_a_node(
     return best, best_degree, best_node, best_last
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _earliest_nodes(degree: int, machine: Machine, timeline: Timeline, chosen: Int64Array) -> float:
     """Choose whole nodes, and one more for the rest, that are free soonest; returns from when all are free."""
     whole, rest = degree // machine.per_node, degree % machine.per_node
@@ -128,7 +128,7 @@ def _earliest_nodes(degree: int, machine: Machine, timeline: Timeline, chosen: I
     return start
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _across_nodes(
     i: int, target: float, bound: float, sequences: Sequences, machine: Machine, timeline: Timeline, chosen: Int64Array
 ) -> Any:
@@ -160,7 +160,7 @@ def _across_nodes(
     return best, best_degree
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _from_catalogue(i: int, target: float, sequences: Sequences, machine: Machine, timeline: Timeline) -> int:
     """The rank set that wastes least if it runs sequence i by target, or -1."""
     attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
@@ -185,7 +185,7 @@ def _from_catalogue(i: int, target: float, sequences: Sequences, machine: Machin
     return best_set
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _sort_node(node: int, machine: Machine, timeline: Timeline) -> None:
     """Bring the ranks of a node back into the order in which they are free."""
     base = node * machine.per_node
@@ -201,7 +201,7 @@ def _sort_node(node: int, machine: Machine, timeline: Timeline) -> None:
         order[y] = rank
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def place_rings(
     target: float, count: int, sequences: Sequences, machine: Machine, timeline: Timeline, rings: Rings
 ) -> int:
@@ -251,7 +251,7 @@ def place_rings(
     return gaps
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _book(
     g: int,
     degree: int,

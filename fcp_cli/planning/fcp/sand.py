@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from fcp_cli.plan.step import FloatArray, Int64Array
+from fcp_cli.planning.fcp.compiling import kernel
 from fcp_cli.planning.fcp.core import (
     NO_BIN,
     Machine,
@@ -57,7 +57,7 @@ class Sand(NamedTuple):
     ring_tokens: Int64Array
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def make_sand(sequences: int, bins: int, slots: int, rings: int) -> Any:
     return Sand(
         np.zeros(bins),
@@ -73,7 +73,7 @@ def make_sand(sequences: int, bins: int, slots: int, rings: int) -> Any:
     )
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _put(i: int, b: int, slot: int, sequences: Sequences, machine: Machine, sand: Sand) -> None:
     """Lay sequence i into a slot, opening it if need be."""
     if sand.slot_tokens[b, slot] == CLOSED:
@@ -90,7 +90,7 @@ def _put(i: int, b: int, slot: int, sequences: Sequences, machine: Machine, sand
     sand.head[b] = i
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _take(i: int, sequences: Sequences, machine: Machine, sand: Sand) -> None:
     """Take sequence i out of its slot, closing the slot if nothing is left in it."""
     b, slot = sand.bin_of[i], sand.slot_of[i]
@@ -107,7 +107,7 @@ def _take(i: int, sequences: Sequences, machine: Machine, sand: Sand) -> None:
         sand.before[sand.after[i]] = sand.before[i]
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _slot_with_room(b: int, tokens: int, sand: Sand) -> int:
     """The first open slot of a bin with so many tokens left, or NO_BIN."""
     for slot in range(sand.slot_tokens.shape[1]):
@@ -116,7 +116,7 @@ def _slot_with_room(b: int, tokens: int, sand: Sand) -> int:
     return NO_BIN
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _closed_slot(b: int, sand: Sand) -> int:
     for slot in range(sand.slot_tokens.shape[1]):
         if sand.slot_tokens[b, slot] == CLOSED:
@@ -124,7 +124,7 @@ def _closed_slot(b: int, sand: Sand) -> int:
     return NO_BIN
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _reset(
     target: float,
     gaps: int,
@@ -149,7 +149,7 @@ def _reset(
         sand.ring_tokens[g] = sequences.tokens[i]
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _ring_room(g: int, timeline: Timeline, rings: Rings, sand: Sand) -> float:
     """Seconds by which ring g may grow; 0 where something follows it on one of its ranks."""
     room = np.inf
@@ -160,7 +160,7 @@ def _ring_room(g: int, timeline: Timeline, rings: Rings, sand: Sand) -> float:
     return room
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _ride(
     i: int, tree: Tree, sequences: Sequences, machine: Machine, timeline: Timeline, rings: Rings, sand: Sand
 ) -> int:
@@ -196,7 +196,7 @@ def _ride(
     return NO_BIN
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def fill(
     target: float,
     first: Int64Array,
@@ -246,7 +246,7 @@ def fill(
     return left_over
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _tell(b: int, tree: Tree, closed: Tree, machine: Machine, sand: Sand) -> None:
     """Bring both trees up to date with bin b."""
     most = 0
@@ -260,7 +260,7 @@ def _tell(b: int, tree: Tree, closed: Tree, machine: Machine, sand: Sand) -> Non
     set_room(closed, b, sand.free[b] - machine.beta if can_open else -1e300, 0)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def balance(target: float, gaps: int, work_limit: int, sequences: Sequences, machine: Machine, sand: Sand) -> float:
     """Move and swap sequences so that the rank that ends last ends sooner; its end, within a counted amount of work."""
     num_ranks = machine.num_ranks
@@ -317,7 +317,7 @@ def balance(target: float, gaps: int, work_limit: int, sequences: Sequences, mac
     return float(target - sand.free[worst])
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _exchange(i: int, j: int, c: int, sequences: Sequences, machine: Machine, sand: Sand) -> None:
     """Move i to bin c, or swap it with j there."""
     b, slot = sand.bin_of[i], sand.slot_of[i]

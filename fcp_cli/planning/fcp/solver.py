@@ -45,8 +45,9 @@ def make_solver(batches: GlobalBatches, *, max_groups: int | None = None) -> Fcp
 
 def is_compiled(sync: Sync) -> bool:
     """Whether an earlier run left the search of this sync compiled on disk."""
-    folder = iteration.schedule.stats.cache_path if sync == "iteration" else microbatch.search.stats.cache_path
-    return any(Path(str(folder)).glob("iteration.schedule-*.nbi" if sync == "iteration" else "microbatch.search-*.nbi"))
+    search: Any = iteration.schedule if sync == "iteration" else microbatch.search
+    folder = search.stats.cache_path
+    return folder is not None and any(Path(folder).glob(f"*.{search.__name__}-*.nbi"))
 
 
 def group_limit_price(batches: GlobalBatches, max_groups: int, *, sampled_steps: int = 8) -> float:

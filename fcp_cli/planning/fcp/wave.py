@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from fcp_cli.plan.step import FloatArray, Int64Array
+from fcp_cli.planning.fcp.compiling import inlined, kernel
 from fcp_cli.planning.fcp.core import (
     NO_BIN,
     Machine,
@@ -55,7 +55,7 @@ class Wave(NamedTuple):
     bins: Int64Array
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def make_wave(sequences: int, machine: Machine) -> Any:
     num_ranks = machine.num_ranks
     nodes = (num_ranks + machine.per_node - 1) // machine.per_node
@@ -76,7 +76,7 @@ def make_wave(sequences: int, machine: Machine) -> Any:
     )
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _reset(machine: Machine, wave: Wave) -> None:
     wave.bins[0] = 0
     wave.first[0] = 0
@@ -87,14 +87,14 @@ def _reset(machine: Machine, wave: Wave) -> None:
         _hang(node, wave)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inlined
 def _hang(node: int, wave: Wave) -> None:
     """Enter a node into the list of its free ranks."""
     wave.next_node[node] = wave.bucket[wave.free[node]]
     wave.bucket[wave.free[node]] = node
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _draw(free: int, degree: int, wave: Wave, machine: Machine) -> int:
     """Give the group being made up to `degree` ranks of the first node with so many free; how many it got."""
     node = wave.bucket[free]
@@ -110,7 +110,7 @@ def _draw(free: int, degree: int, wave: Wave, machine: Machine) -> int:
     return int(taken)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _best_fit(degree: int, machine: Machine, wave: Wave) -> int:
     """The smallest number of free ranks >= degree that some node has, or 0."""
     for free in range(degree, machine.per_node + 1):
@@ -119,7 +119,7 @@ def _best_fit(degree: int, machine: Machine, wave: Wave) -> int:
     return 0
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _open_bin(degree: int, inside: int, machine: Machine, wave: Wave) -> int:
     """Make a group of `degree` ranks: in a node with `inside` free ranks, or over nodes where inside is 0."""
     b = wave.bins[0]
@@ -141,7 +141,7 @@ def _open_bin(degree: int, inside: int, machine: Machine, wave: Wave) -> int:
     return int(b)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _lay(i: int, b: int, sequences: Sequences, wave: Wave) -> None:
     wave.attention[b] += sequences.attention[i]
     wave.linear[b] += sequences.linear[i]
@@ -149,7 +149,7 @@ def _lay(i: int, b: int, sequences: Sequences, wave: Wave) -> None:
     wave.item_bin[i] = b
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _place_ring(i: int, target: float, left: int, sequences: Sequences, machine: Machine, wave: Wave) -> int:
     """Put a long sequence on the smallest degree that ends by target; the degree, or 0 where none left does."""
     attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
@@ -165,7 +165,7 @@ def _place_ring(i: int, target: float, left: int, sequences: Sequences, machine:
     return 0
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _place_in_catalogue(i: int, target: float, sequences: Sequences, machine: Machine, wave: Wave) -> int:
     """Put a long sequence on the narrowest free rank set that ends by target; its degree, or 0."""
     attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
@@ -185,7 +185,7 @@ def _place_in_catalogue(i: int, target: float, sequences: Sequences, machine: Ma
     return 0
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _open_on(ranks: Int64Array, machine: Machine, wave: Wave) -> int:
     """Make a group of the given ranks."""
     b = wave.bins[0]
@@ -200,7 +200,7 @@ def _open_on(ranks: Int64Array, machine: Machine, wave: Wave) -> int:
     return int(b)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _room(b: int, target: float, machine: Machine, tree: Tree, wave: Wave) -> None:
     """Tell the tree what bin b has left."""
     degree = wave.degree[b]
@@ -208,7 +208,7 @@ def _room(b: int, target: float, machine: Machine, tree: Tree, wave: Wave) -> No
     set_room(tree, b, seconds, degree * machine.budget - wave.tokens[b])
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _bin_for(i: int, target: float, sequences: Sequences, machine: Machine, tree: Tree, wave: Wave) -> int:
     """The first bin that can take sequence i and still end by target, or NO_BIN."""
     work, tokens = sequences.work[i], sequences.tokens[i]
@@ -230,7 +230,7 @@ def _bin_for(i: int, target: float, sequences: Sequences, machine: Machine, tree
     return NO_BIN
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def place_rings(
     target: float,
     alive: Int64Array,
@@ -273,7 +273,7 @@ def place_rings(
     return rest, small, ranks_left, refused
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def outlook(
     target: float,
     alive: Int64Array,
@@ -314,7 +314,7 @@ def outlook(
     return work, tokens, refused, longest
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def fill_wave(
     target: float,
     pair: bool,
@@ -355,7 +355,7 @@ def fill_wave(
     return int(rest)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def wave_seconds(machine: Machine, wave: Wave) -> float:
     """Seconds of the slowest group of the wave."""
     slowest = 0.0
