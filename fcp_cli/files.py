@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fcp_cli.errors import FcpError
+from fcp_cli.errors import FcpError, UsageError
 
 
 @contextmanager
@@ -20,20 +20,36 @@ def replaced_atomically(path: Path) -> Iterator[Path]:
     Raises:
         FcpError: the file cannot be written (no such folder, not a file, no permission, disk full).
     """
-    path = path.resolve()
+    name, path = path, path.resolve()  # messages say what was typed
     if path.exists() and not path.is_file():  # renaming over a device would put a file in its place
-        raise FcpError(f"cannot write {path}: it is not a file")
+        raise FcpError(f"cannot write {name}: it is not a file")
     if not path.parent.is_dir():
-        raise FcpError(f"cannot write {path}: there is no folder {path.parent}")
+        raise FcpError(f"cannot write {name}: there is no folder {name.parent}")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield temporary
         temporary.replace(path)
     except OSError as error:
-        raise FcpError(f"cannot write {path}: {error.strerror or error}") from error
+        raise FcpError(f"cannot write {name}: {_reason(error)}") from error
     finally:
         with suppress(OSError):
             temporary.unlink()
+
+
+def _reason(error: OSError) -> str:
+    """What the system says; pyarrow puts the temporary's name and its own words around that."""
+    return os.strerror(error.errno) if error.errno else str(error)
+
+
+def refuse_to_overwrite(output: Path, *sources: Path | None) -> None:
+    """Keep a file that is read from being replaced by what is made of it.
+
+    Raises:
+        UsageError: `output` is one of `sources`.
+    """
+    for source in sources:
+        if source is not None and output.exists() and source.exists() and output.samefile(source):
+            raise UsageError(f"-o {output} would overwrite the source; name another file with -o")
 
 
 def write_text_atomically(path: Path, text: str) -> None:

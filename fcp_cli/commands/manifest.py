@@ -12,6 +12,7 @@ import typer
 from fcp_cli.app import app
 from fcp_cli.console import human, note, print_json, progress
 from fcp_cli.errors import UsageError
+from fcp_cli.files import refuse_to_overwrite
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,8 +79,7 @@ def build(
 
     if kind not in _KINDS:
         raise UsageError(f"--kind {kind} is none of {', '.join(_KINDS)}")
-    if output.exists() and source.exists() and output.samefile(source):
-        raise UsageError(f"-o {output} would overwrite the source; name another file with -o")
+    refuse_to_overwrite(output, source)
     if kind == "auto":
         kind = detect_kind(source)
         note(f"reading {source} as {kind}")

@@ -29,6 +29,7 @@ from fcp_cli.commands.planning_options import (
 )
 from fcp_cli.console import Origins, human, note, print_json, progress
 from fcp_cli.errors import UsageError
+from fcp_cli.files import refuse_to_overwrite
 
 if TYPE_CHECKING:
     from fcp_cli.plan.step import StepPlan
@@ -89,6 +90,7 @@ def plan(
         raise UsageError("--json and -o - both want stdout; write the plan to a file")
     if resume and str(output) == "-":
         raise UsageError("--resume goes on with a file, which -o - is not; write the plan to a file")
+    refuse_to_overwrite(output, manifest, profile)
     request = PlanRequest(
         manifest=manifest,
         profile=profile,

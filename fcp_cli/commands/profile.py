@@ -11,6 +11,7 @@ import typer
 from fcp_cli.app import app
 from fcp_cli.console import Origins, human, note, print_json, progress
 from fcp_cli.errors import ProfileError, UsageError
+from fcp_cli.files import refuse_to_overwrite
 
 if TYPE_CHECKING:
     from fcp_cli.cost.profile import CostProfile
@@ -118,6 +119,7 @@ def profile(
         return
     if model is not None and hf_config is not None:
         raise UsageError("--model and --hf-config exclude each other; give one")
+    _refuse_two_documents(output, json)
     name = str(hf_config) if hf_config is not None else model
     origins = Origins()
     if from_samples is not None:
@@ -195,6 +197,8 @@ def fit(
     from fcp_cli.cost.profile import load_cost_profile
     from fcp_cli.profiling.refit import refit, samples_of_run
 
+    _refuse_two_documents(output, json)
+    refuse_to_overwrite(output, *metrics, plan)  # the profile may be replaced: it is what is refitted
     before = load_cost_profile(profile) if profile is not None else None
     result = refit([samples_of_run(path, plan=plan, skip_steps=skip_steps) for path in metrics], before=before)
     note(
@@ -311,6 +315,11 @@ def _require_room(found: CostProfile) -> None:
             f"{memory.capacity_bytes / 1e9:.1f} GB that a rank of {found.cluster} may use; raise --zero, "
             "--tensor-parallel or --pipeline-parallel"
         )
+
+
+def _refuse_two_documents(output: Path, json: bool) -> None:
+    if json and str(output) == "-":
+        raise UsageError("--json and -o - both want stdout; write the profile to a file")
 
 
 def _write(found: CostProfile, output: Path) -> None:

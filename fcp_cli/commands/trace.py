@@ -12,6 +12,7 @@ import typer
 from fcp_cli.app import app
 from fcp_cli.console import note
 from fcp_cli.errors import FcpError, RunError, UsageError
+from fcp_cli.files import refuse_to_overwrite
 
 if TYPE_CHECKING:
     from fcp_cli.plan.reader import PlanReader
@@ -36,6 +37,7 @@ def trace(
     """
     from fcp_cli.report.step_range import parse_steps
 
+    refuse_to_overwrite(output, *inputs)
     wanted = parse_steps(steps)
     reader, run = _open(inputs)
     if reader is not None and wanted.start >= reader.metadata.steps:

@@ -105,12 +105,14 @@ def parse_metadata(raw: Mapping[bytes, bytes] | None, *, name: str) -> PlanMetad
         PlanError: the file is not a plan, of another format version, or its metadata is damaged.
     """
     if not raw or METADATA_KEY not in raw:
-        raise PlanError(f"{name} is a Parquet file but not a plan; make one with 'fcp plan MANIFEST -o {name}'")
+        raise PlanError(f"{name} is a Parquet file but not a plan; make one with 'fcp plan MANIFEST -o plan.parquet'")
     try:
         document = json.loads(raw[METADATA_KEY])
         found = document.pop("format", None)
     except (ValueError, AttributeError) as error:
         raise PlanError(f"{name}: the plan's metadata is damaged: {error}") from error
+    if str(found).startswith("fcp-manifest/"):
+        raise PlanError(f"{name} is a manifest, not a plan; make one with 'fcp plan {name} -o plan.parquet'")
     if found != FORMAT:
         raise PlanError(f"{name} has format {found!r}; this fcp reads {FORMAT!r}")
     known = {f.name for f in fields(PlanMetadata)}

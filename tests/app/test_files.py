@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.errors import FcpError
-from fcp_cli.files import replaced_atomically, shipped, write_text_atomically
+from fcp_cli.errors import FcpError, UsageError
+from fcp_cli.files import refuse_to_overwrite, replaced_atomically, shipped, write_text_atomically
 
 
 def test_a_finished_block_leaves_only_the_target(tmp_path: Path) -> None:
@@ -46,6 +46,22 @@ def test_a_missing_folder_is_one_line(tmp_path: Path) -> None:
 
 def test_shipped_data_is_found_from_a_checkout() -> None:
     assert (shipped("profiles") / "models").is_dir()
+
+
+def test_the_reason_is_the_systems_and_not_a_librarys(tmp_path: Path) -> None:
+    with (
+        pytest.raises(FcpError, match=r"cannot write .*plan.txt: No space left on device$"),
+        replaced_atomically(tmp_path / "plan.txt"),
+    ):
+        raise OSError(errno.ENOSPC, "Error writing bytes to file. Detail: [errno 28] No space left on device")
+
+
+def test_a_source_is_recognised_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "lengths.parquet").touch()
+    (tmp_path / "link.parquet").symlink_to("lengths.parquet")
+    with pytest.raises(UsageError, match="would overwrite the source; name another file with -o"):
+        refuse_to_overwrite(tmp_path / "link.parquet", None, tmp_path / "lengths.parquet")
+    refuse_to_overwrite(tmp_path / "plan.parquet", tmp_path / "lengths.parquet", tmp_path / "absent.parquet")
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe"])

@@ -65,6 +65,14 @@ def test_json_is_the_only_thing_on_stdout(folder: Path) -> None:
     assert document["planning_milliseconds_per_step"] > 0
 
 
+def test_a_plan_never_replaces_the_manifest_or_the_profile_it_is_made_from(folder: Path) -> None:
+    for source in ("dataset.parquet", "profile.yaml"):
+        before = (folder / source).read_bytes()
+        result = fcp("plan", "dataset.parquet", "--profile", "profile.yaml", *EIGHT_RANKS, "-o", source, cwd=folder)
+        assert (result.returncode, (folder / source).read_bytes()) == (2, before)
+        assert result.stderr == f"error: -o {source} would overwrite the source; name another file with -o\n"
+
+
 def test_quiet_says_nothing(folder: Path) -> None:
     result = fcp("-q", "plan", "dataset.parquet", *EIGHT_RANKS, *FAST, cwd=folder)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")

@@ -98,6 +98,14 @@ def test_fit_shows_the_error_before_and_after(tmp_path: Path, fcp: Fcp) -> None:
     assert load_cost_profile(tmp_path / "fitted.yaml").origin == "fitted"
 
 
+def test_fit_never_replaces_the_metrics_it_reads(tmp_path: Path, fcp: Fcp) -> None:
+    metrics, _ = write_run(tmp_path)
+    before = metrics.read_bytes()
+    done = fcp("profile", "fit", str(metrics), "-o", str(metrics), status=2)
+    assert "would overwrite the source; name another file with -o" in done.err
+    assert metrics.read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
@@ -105,6 +113,8 @@ def test_fit_shows_the_error_before_and_after(tmp_path: Path, fcp: Fcp) -> None:
         (["--analytic", "--cluster", "h300"], 1, "unknown cluster 'h300'; nearest: "),
         (["--analytic", "--hf-config", "no.json"], 1, "cannot read the model configuration no.json"),
         (["--analytic", "--model", "a", "--hf-config", "b"], 2, "--model and --hf-config exclude each other"),
+        (["--analytic", "-o", "-", "--json"], 2, "--json and -o - both want stdout; write the profile to a file"),
+        (["fit", "no.jsonl", "-o", "-", "--json"], 2, "--json and -o - both want stdout; write the profile to a file"),
         (["--analytic", "--precision", "fp8"], 2, "--precision is 'fp8'; it must be one of bf16, amp, fp32"),
         (["--analytic", "--tensor-parallel", "3"], 2, "--tensor-parallel 3 does not divide num_heads 32"),
         (["--analytic", "--zero", "0"], 1, "qwen3-8b does not fit: its state takes 147.4 of the 58.9 GB"),
