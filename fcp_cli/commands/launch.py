@@ -42,7 +42,7 @@ def launch(
     synthetic: Annotated[
         bool, typer.Option("--synthetic", help="Train on random tokens of the planned lengths.")
     ] = False,
-    ranks: Annotated[int | None, typer.Option(help="Make sure that the plan is for so many ranks.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Make sure that the plan is for so many ranks.")] = None,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda|npu", help="What the ranks run on.")] = "auto",
     run_dir: Annotated[
         Path | None, typer.Option(help="Metrics, checkpoints and logs. Default: a new runs/NAME-NNN.")

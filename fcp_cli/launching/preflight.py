@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -120,11 +121,22 @@ def check_memory(model: str, parameters: int, machine: Machine, *, ranks_here: i
 
 
 def check_run_dir(run_dir: Path, *, parameters: int, keep_checkpoints: int) -> None:
-    """Make the run directory and prove that it can be written and holds the checkpoints.
+    """Make the run directory and prove that it can be written and holds the checkpoints; else leave no new folder.
 
     Raises:
         FcpError: no permission, not a folder, or too little space.
     """
+    made = not run_dir.exists()
+    try:
+        _check_run_dir(run_dir, parameters, keep_checkpoints)
+    except FcpError:
+        if made:
+            with suppress(OSError):
+                run_dir.rmdir()
+        raise
+
+
+def _check_run_dir(run_dir: Path, parameters: int, keep_checkpoints: int) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=run_dir) as probe:

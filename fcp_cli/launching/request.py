@@ -23,6 +23,8 @@ from fcp_cli.profiling.models import load_model
 from fcp_cli.training.settings import TrainSettings
 
 DEFAULT_PLAN = Path("plan.parquet")
+# What a manifest is called by `fcp manifest build` and in the documentation.
+_USUAL_MANIFESTS = ("lengths.parquet", "dataset.parquet")
 # Stands for an address that only the reader of a printed command knows.
 ADDRESS_TO_FILL_IN = "NODE0_ADDRESS"
 
@@ -144,8 +146,9 @@ def _plan(request: LaunchRequest) -> Path:
     if request.plan is not None:
         return request.plan
     if not DEFAULT_PLAN.is_file():
+        manifest = next((name for name in _USUAL_MANIFESTS if Path(name).is_file()), "MANIFEST")
         raise PlanError(
-            f"there is no {DEFAULT_PLAN} here; make one with 'fcp plan MANIFEST -o {DEFAULT_PLAN}', "
+            f"there is no {DEFAULT_PLAN} here; make one with 'fcp plan {manifest} -o {DEFAULT_PLAN}', "
             "or name one with --plan"
         )
     return DEFAULT_PLAN

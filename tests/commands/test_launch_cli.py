@@ -147,12 +147,12 @@ def test_a_head_node_without_torch_still_prints_commands(fcp: Fcp, monkeypatch: 
         (
             ("--plan", "lengths.parquet"),
             1,
-            "lengths.parquet has format 'fcp-manifest/1'; this fcp reads 'fcp-plan/1'",
+            "lengths.parquet is a manifest, not a plan; make one with 'fcp plan lengths.parquet -o plan.parquet'",
         ),
         (
             ("--plan", "bare.parquet"),
             1,
-            "bare.parquet is a Parquet file but not a plan; make one with 'fcp plan MANIFEST -o bare.parquet'",
+            "bare.parquet is a Parquet file but not a plan; make one with 'fcp plan MANIFEST -o plan.parquet'",
         ),
         (
             ("--manifest", "bare.parquet", "--plan", "plan8.parquet", "--model", "qwen3-tiny", "--steps", "2"),
@@ -186,6 +186,8 @@ def test_without_a_plan_the_command_that_makes_one_is_named(
         "--plan\n"
     )
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "dataset.parquet").touch()
+    assert "make one with 'fcp plan dataset.parquet -o plan.parquet'" in fcp("--model", "qwen3-tiny").err
 
 
 def test_a_manifest_that_changed_since_the_plan_is_refused(fcp: Fcp, folder: Path, tmp_path: Path) -> None:

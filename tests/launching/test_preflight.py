@@ -111,6 +111,9 @@ def test_a_full_disk_is_found_before_the_start(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1_000_000_000))
     with pytest.raises(FcpError, match=r"has 1.0 GB free, but 3 checkpoints need 36.1 GB"):
         preflight.check_run_dir(tmp_path, parameters=1_000_000_000, keep_checkpoints=2)
+    with pytest.raises(FcpError, match="GB free"):
+        preflight.check_run_dir(tmp_path / "run", parameters=1_000_000_000, keep_checkpoints=2)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
