@@ -36,6 +36,21 @@ class RootGroup(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise Interrupted("interrupted; nothing was left half-written") from None
+        except typer.BadParameter as error:
+            error.message += _origin(error)
+            raise
+
+
+def _origin(error: typer.BadParameter) -> str:
+    """Where a wrong value comes from if it was not typed: nobody looks for a flag in a command that has none."""
+    if error.ctx is None or error.param is None or not error.param.name:
+        return ""
+    source = error.ctx.get_parameter_source(error.param.name)
+    if source is not None and source.name == "DEFAULT_MAP":
+        return f" (set in {error.ctx.find_root().obj})"
+    if source is not None and source.name == "ENVIRONMENT":
+        return f" (set by {error.ctx.auto_envvar_prefix}_{error.param.name.upper()})"
+    return ""
 
 
 def _hide_environment(command: Any) -> None:
@@ -85,6 +100,7 @@ def root(
         config = Path("fcp.yaml")
     if config is not None:
         context.default_map = read_config(config, context.command)
+        context.obj = config
 
 
 def main() -> None:

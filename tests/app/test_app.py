@@ -65,6 +65,16 @@ def test_a_damaged_config_is_one_line(tmp_path: Path, text: str, message: str) -
     assert len(result.stderr.strip().splitlines()) == 1
 
 
+def test_a_wrong_value_that_was_not_typed_says_where_it_was_set(tmp_path: Path) -> None:
+    (tmp_path / "fcp.yaml").write_text("plan: {ranks: four}")
+    result = fcp("plan", "dataset.parquet", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "(set in fcp.yaml)" in result.stderr
+    result = fcp("plan", "dataset.parquet", cwd=tmp_path, env={"FCP_PLAN_RANKS": "four"})
+    assert "(set by FCP_PLAN_RANKS)" in result.stderr
+    assert "(set" not in fcp("plan", "dataset.parquet", "--ranks", "four", cwd=tmp_path).stderr
+
+
 def test_no_config_ignores_the_file_in_the_folder(tmp_path: Path) -> None:
     (tmp_path / "fcp.yaml").write_text("plan: [")
     result = fcp("--no-config", "plan", "absent.parquet", cwd=tmp_path)
