@@ -38,13 +38,14 @@ def report(
 
     With the metrics of a run also predicted against measured time, drift and the slowest ranks.
     """
-    from fcp_cli.files import write_text_atomically
+    from fcp_cli.files import refuse_to_overwrite, write_text_atomically
     from fcp_cli.manifest.read import read_manifest
     from fcp_cli.plan.reader import PlanReader
     from fcp_cli.report.page import Report, javascript_bundle
 
     if not output.parent.is_dir():
         raise FcpError(f"cannot write {output}: there is no folder {output.parent}")
+    refuse_to_overwrite(output, plan, metrics, manifest)
     reader, table = PlanReader(plan), read_manifest(manifest) if manifest is not None else None
     javascript_bundle()  # before the work: it may be missing
     picture, sample = _look_at_plan(reader)

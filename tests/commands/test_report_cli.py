@@ -98,6 +98,13 @@ def test_headline_figures_are_on_the_page(page: str) -> None:
     assert "measured / predicted" in names
 
 
+def test_a_page_never_replaces_what_it_shows(plan: Path) -> None:
+    before = plan.read_bytes()
+    result = fcp("report", plan, "-o", plan)
+    assert (result.returncode, plan.read_bytes()) == (2, before)
+    assert "would overwrite the source; name another file with -o" in result.stderr
+
+
 def test_a_plan_alone_has_no_measured_charts(plan: Path, tmp_path: Path) -> None:
     result = fcp("report", plan, "-o", tmp_path / "report.html")
     assert result.returncode == 0, result.stderr
