@@ -134,9 +134,11 @@ def _cluster(profile: CostProfile, request: PlanRequest) -> ClusterSpec:
 def _tokens_per_rank(request: PlanRequest, profile: CostProfile, origins: Origins) -> int:
     if not 0 <= request.headroom < 1:
         raise UsageError(f"--headroom is {request.headroom}; it must be a fraction from 0 to below 1")
-    tokens = request.tokens_per_rank
+    tokens, room = request.tokens_per_rank, profile.memory.tokens_per_rank()
+    if tokens is not None and room is not None and tokens > room:
+        origins.assume("--tokens-per-rank", tokens, f"as given, but the profile's memory holds {max(room, 0)}")
     if tokens is None:
-        tokens = profile.memory.tokens_per_rank()
+        tokens = room
         if tokens is not None and tokens < 1:
             raise UsageError("the profile's memory leaves no room for tokens; give --tokens-per-rank")
         if tokens is not None:

@@ -77,6 +77,19 @@ def test_memory_figures_give_the_token_budget(folder: Path) -> None:
     assert "the profile's memory" in origins.assumed["--tokens-per-rank"]
 
 
+def test_a_budget_over_the_profiles_memory_is_said(folder: Path) -> None:
+    (folder / "profile.yaml").write_text(
+        PROFILE + "memory: {bytes_per_token: 1000, model_state_bytes: 500000, capacity_bytes: 2500000}\n"
+    )
+    origins = Origins()
+    inputs = resolve(PlanRequest(manifest=DATASET, tokens_per_rank=2001), origins)
+    assert inputs.problem.tokens_per_rank == 2001
+    assert origins.assumed["--tokens-per-rank"] == "2001 (as given, but the profile's memory holds 2000)"
+    origins = Origins()
+    resolve(PlanRequest(manifest=DATASET, tokens_per_rank=2000), origins)
+    assert "--tokens-per-rank" not in origins.assumed
+
+
 def test_without_memory_figures_the_budget_is_assumed(folder: Path) -> None:
     (folder / "profile.yaml").write_text(PROFILE)
     assert resolve(PlanRequest(manifest=DATASET), Origins()).problem.tokens_per_rank == 16384
