@@ -280,7 +280,7 @@ def _print_cluster_command(settings: MeasureSettings, output: Path, fresh: bool)
     prepare_samples(settings, fresh=fresh)
     worker_request(settings).write(request)
     note(f"wrote {request} and {settings.samples}; run this on each of {settings.nodes} nodes, NODE_RANK 0 being")
-    note("$MASTER_ADDR, with this folder on shared storage; then: fcp profile --from-samples " + str(settings.samples))
+    note("MASTER_ADDR, with this folder on shared storage; then: fcp profile --from-samples " + str(settings.samples))
     sys.stdout.write(cluster_command(settings, request, master="MASTER_ADDR") + "\n")
 
 
