@@ -8,9 +8,9 @@ import numpy as np
 
 from fcp_cli.cost.model import group_seconds
 from fcp_cli.plan.step import FloatArray, Int32Array, Int64Array, StepPlan
+from fcp_cli.plan.timeline import start_times
 from fcp_cli.planning.bounds import lower_bound_seconds
 from fcp_cli.planning.problem import Assignment, Batch, Problem
-from fcp_cli.plan.timeline import start_times
 
 
 class BrokenAssignmentError(RuntimeError):
