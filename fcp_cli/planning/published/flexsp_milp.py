@@ -139,8 +139,9 @@ class _Program:
         return LinearConstraint(row, -np.inf, self.problem.num_ranks)
 
     def _memory(self) -> LinearConstraint:
-        tokens = np.repeat(self.buckets.tokens[:, None], len(self.degree), axis=1).astype(np.float64)
-        held = self._rows(tokens, -self.degree * float(self.problem.tokens_per_rank), 0.0)
+        # In units of the budget: with tokens, HiGHS's presolve has been seen to call a worse answer optimal.
+        share = np.repeat(self.buckets.tokens[:, None] / self.problem.tokens_per_rank, len(self.degree), axis=1)
+        held = self._rows(share, -self.degree.astype(np.float64), 0.0)
         return LinearConstraint(held, -np.inf, 0.0)
 
     def _times(self) -> list[LinearConstraint]:

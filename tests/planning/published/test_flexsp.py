@@ -4,7 +4,7 @@ from itertools import combinations, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fcp_cli.planning.assemble import makespan_seconds
@@ -56,6 +56,7 @@ def slowest_seconds(packs: Packs, batch: Batch, problem: Problem) -> float:
 
 
 @settings(deadline=None, max_examples=15)
+@example([1315, 1934, 2013])  # where unscaled memory rows made presolve miss the best
 @given(st.lists(st.integers(1, 9000), min_size=1, max_size=4, unique=True))
 def test_the_program_finds_the_best_groups_of_a_small_micro_batch(lengths: list[int]) -> None:
     problem = example_problem(num_ranks=4, ranks_per_node=2, tokens_per_rank=9000)
