@@ -18,6 +18,7 @@ from fcp_cli.planning.fcp import iteration, microbatch
 from fcp_cli.planning.fcp.core import Machine, Sequences
 from fcp_cli.planning.fcp.machine import by_falling_work, machine_of
 from fcp_cli.planning.fcp.sand import CLOSED
+from fcp_cli.planning.interrupts import interrupts_deferred
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 from fcp_cli.planning.published.static import static_candidates
 
@@ -70,6 +71,10 @@ class FcpSolver:
 
     def assign(self, batch: Batch) -> Assignment:
         """See `problem.Solver`."""
+        with interrupts_deferred():
+            return self._assign(batch)
+
+    def _assign(self, batch: Batch) -> Assignment:
         order, sequences = by_falling_work(batch.work)
         lower = simple_bound_seconds(batch.work, self.problem)
         if self.problem.sync == "microbatch":
