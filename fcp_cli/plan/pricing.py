@@ -7,7 +7,7 @@ import numpy as np
 from fcp_cli.cost.model import group_seconds, sequence_work
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.manifest.table import LengthTable
-from fcp_cli.plan.step import FloatArray, Int64Array, StepPlan
+from fcp_cli.plan.step import FloatArray, Int32Array, Int64Array, StepPlan
 
 
 def profile_seconds(
@@ -29,7 +29,7 @@ def profile_seconds(
         linear_seconds=_per_micro_batch(work.linear_seconds, step.sequence_offsets),
         tokens=step.tokens,
         degree=step.degrees,
-        crosses_nodes=_crosses_nodes(step, ranks_per_node),
+        crosses_nodes=crosses_nodes(step.rank_offsets, step.ranks, ranks_per_node),
     )
     return np.where(idle, 0.0, seconds)
 
@@ -55,7 +55,10 @@ def _per_micro_batch(values: FloatArray, offsets: Int64Array) -> FloatArray:
     return np.bincount(owner, weights=values, minlength=len(offsets) - 1).astype(np.float64)
 
 
-def _crosses_nodes(step: StepPlan, ranks_per_node: int) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    # Ranks are ascending: the first and the last decide.
-    first, last = step.ranks[step.rank_offsets[:-1]], step.ranks[step.rank_offsets[1:] - 1]
-    return np.asarray(first // ranks_per_node != last // ranks_per_node)
+def crosses_nodes(
+    rank_offsets: Int64Array, ranks: Int32Array, ranks_per_node: int
+) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """[groups] whether each group's ranks lie on more than one node; ranks ascend within a group."""
+    return np.asarray(
+        ranks[rank_offsets[:-1]] // ranks_per_node != ranks[rank_offsets[1:] - 1] // ranks_per_node, dtype=np.bool_
+    )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fcp_cli.cost.model import group_seconds
+from fcp_cli.plan.pricing import crosses_nodes
 from fcp_cli.plan.step import FloatArray, Int32Array, Int64Array, StepPlan
 from fcp_cli.plan.timeline import start_times
 from fcp_cli.planning.bounds import lower_bound_seconds
@@ -77,15 +78,6 @@ def micro_batch_seconds(assignment: Assignment, batch: Batch, problem: Problem) 
         tokens=np.add.reduceat(batch.work.tokens[members], first),
         degree=np.diff(assignment.rank_offsets),
         crosses_nodes=crosses_nodes(assignment.rank_offsets, assignment.ranks, problem.ranks_per_node),
-    )
-
-
-def crosses_nodes(
-    rank_offsets: Int64Array, ranks: Int32Array, ranks_per_node: int
-) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """[groups] whether each group's ranks lie on more than one node; ranks ascend within a group."""
-    return np.asarray(
-        ranks[rank_offsets[:-1]] // ranks_per_node != ranks[rank_offsets[1:] - 1] // ranks_per_node, dtype=np.bool_
     )
 
 
