@@ -54,7 +54,7 @@ def build_manifest(source: Source, path: Path, *, advance: Callable[[int], None]
     largest_token = -1
     with replaced_atomically(path) as temporary, _Writer(temporary) as writer:
         for batch in source.batches():
-            rows = _kept(batch)
+            rows = _kept(batch, source)
             skipped.update(batch.skipped)
             skipped["empty"] += batch.rows.num_rows - rows.num_rows
             largest_token = max(largest_token, batch.largest_token)
@@ -70,13 +70,14 @@ def build_manifest(source: Source, path: Path, *, advance: Callable[[int], None]
     return BuiltManifest(path=path, rows=writer.rows, skipped=dict(skipped))
 
 
-def _kept(batch: RowBatch) -> Any:
+def _kept(batch: RowBatch, source: Source) -> Any:
     lengths = batch.rows.column("length").to_numpy(zero_copy_only=False)
     bad = np.flatnonzero((lengths < 0) | (lengths > LONGEST_TOKENS))
     if len(bad):
         row = int(bad[0])
         name = batch.rows.column("id")[row].as_py()
-        raise ManifestError(f"sequence {name} has {lengths[row]} tokens; a plan holds 1 to {LONGEST_TOKENS}")
+        where = f"{source.describe()['path']}: sequence {name}"
+        raise ManifestError(f"{where} has {lengths[row]} tokens; a plan holds 1 to {LONGEST_TOKENS}; mend or drop it")
     return batch.rows.filter(pa.array(lengths != 0))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.table import FloatArray, IntArray, LengthTable
+from fcp_cli.words import counted
 
 NULL: Final = int(np.iinfo(np.int64).min)  # stands for a null length until the check has named its row
 LONGEST_TOKENS: Final = 2**31 - 1  # a plan holds lengths as int32
@@ -61,4 +62,4 @@ def _bad_length(name: str, length_column: str, lengths: IntArray, bad: IntArray)
 
 
 def _rows(count: int) -> str:
-    return f"{count} such row" + ("" if count == 1 else "s")
+    return counted(count, "such row")

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fcp_cli.errors import ManifestError
+from fcp_cli.words import first_sentence
 
 METADATA_KEY: Final = b"fcp"
 MANIFEST_FORMAT: Final = "fcp-manifest/1"
@@ -28,10 +29,24 @@ def readable(path: Path, *, kind: str = "Parquet") -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError) as error:
-        reason = str(error).split("\n", 1)[0]
+        reason = first_sentence(error)
         raise ManifestError(
-            f"{path} cannot be read as {kind} (truncated, damaged or another format): {reason}"
+            f"{path} cannot be read as {kind} ({reason}): truncated, damaged or another format; copy or make it again"
         ) from error
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        ManifestError: it cannot be read, or is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ManifestError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ManifestError(f"{path} is not JSON: {error}") from error
 
 
 def manifest_files(path: Path) -> list[Path]:

@@ -14,11 +14,13 @@ from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.sources.base import SourceTokens
 from fcp_cli.manifest.sources.columnar import ColumnarTokens, columnar
 from fcp_cli.manifest.sources.jsonl import JsonLines, JsonLinesTokens
+from fcp_cli.manifest.sources.media import MediaRecords
 from fcp_cli.manifest.sources.megatron import MegatronIndex, MegatronTokens
 from fcp_cli.manifest.sources.shards import open_shard
 from fcp_cli.manifest.sources.text import TextTokens
 from fcp_cli.manifest.table import IntArray
 from fcp_cli.manifest.tokenizer import open_tokenizer
+from fcp_cli.manifest.vision import recorded_processor
 
 
 class TokenReader(Protocol):
@@ -92,6 +94,25 @@ def open_tokens(
         recorded = recorded | {"path": str(Path(source).absolute())}
     remedy = f"build and plan again: {build_command(recorded, path)}"
     return CheckedTokens(_source_tokens(path, recorded, remedy), lengths, remedy)
+
+
+def open_media(manifest_path: str | Path) -> MediaRecords | None:
+    """The sizes of images and videos that a manifest was built from; None where it was built from
+    something else than JSON lines of sizes.
+
+    Raises:
+        ManifestError: the manifest is missing or damaged, older than the sizes it names, or they are gone.
+    """
+    path = Path(manifest_path)
+    source = manifest_source(path)
+    if source is None or source["kind"] != "media" or not source["path"].endswith(".jsonl"):
+        return None
+    root, remedy = Path(source["path"]), f"build and plan again: {build_command(source, path)}"
+    if not root.exists():
+        raise ManifestError(f"{path} was built from {root}, which is gone; {remedy}")
+    if "byte_offset" not in pq.read_schema(path).names:
+        raise ManifestError(f"{path} does not say where its records are in {root}; {remedy}")
+    return MediaRecords(root, recorded_processor(source["processor"]), _column(path, "byte_offset").to_numpy())
 
 
 def _own_tokens(path: Path, length_column: str) -> SourceTokens:

@@ -9,9 +9,9 @@ H, W = height and width in pixels after resizing; f = pixels along a token's sid
 
 from __future__ import annotations
 
-import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from fcp_cli.errors import ManifestError
+from fcp_cli.manifest.header import read_json
 
 _MAX_ASPECT: Final = 200
 _DEFAULT_FPS: Final = 24.0  # what the Qwen3-VL processor takes for a video without a rate
@@ -30,20 +31,36 @@ class Visual:
     """What one image or video adds to a sequence.
 
     Attributes:
-        tokens: that the placeholder in the text is replaced by, but for `texts`.
-        patches: that the vision encoder runs.
-        patch_pairs: sum of patches squared over the parts within which it attends (frame pairs, tiles).
+        tokens: that the placeholder in the text is replaced by, but for `texts`; with the marks around them.
+        grid: parts within which the encoder attends (frame pairs, tiles), and height and width of each in patches.
         texts: pieces of text put between the visual tokens, as time stamps.
     """
 
     tokens: int
-    patches: int
-    patch_pairs: int
+    grid: tuple[int, int, int]
     texts: tuple[str, ...] = ()
+
+    @property
+    def patches(self) -> int:
+        """Patches that the vision encoder runs."""
+        return math.prod(self.grid)
+
+    @property
+    def patch_pairs(self) -> int:
+        """Sum over the parts of patches squared: what attention within them costs."""
+        parts, height, width = self.grid
+        return parts * (height * width) ** 2
 
 
 class VisionProcessor(Protocol):
-    """How a model family turns pixels into tokens."""
+    """How a model family turns pixels into tokens.
+
+    Attributes:
+        template_marks: tokens that the chat template puts around a picture and `Visual.tokens` does not count.
+    """
+
+    @property
+    def template_marks(self) -> int: ...
 
     def describe(self) -> dict[str, Any]:
         """Every setting, for the manifest."""
@@ -78,6 +95,10 @@ class QwenVision:
     frames_per_second: float = 2.0
     min_frames: int = 4
     max_frames: int = 768
+
+    @property
+    def template_marks(self) -> int:
+        return 2  # <|vision_start|> and <|vision_end|>; those between the frames of a video are counted with them
 
     @property
     def factor(self) -> int:
@@ -121,14 +142,9 @@ class QwenVision:
         return fitted
 
     def _visual(self, parts: int, height: int, width: int, *, texts: tuple[str, ...] = ()) -> Visual:
-        patches = (height // self.patch_size) * (width // self.patch_size)
+        grid = parts, height // self.patch_size, width // self.patch_size
         marks = 2 * len(texts)  # a start and an end mark around each part of a video
-        return Visual(
-            tokens=parts * patches // self.merge_size**2 + marks,
-            patches=parts * patches,
-            patch_pairs=parts * patches**2,
-            texts=texts,
-        )
+        return Visual(tokens=math.prod(grid) // self.merge_size**2 + marks, grid=grid, texts=texts)
 
     def _time_stamps(self, frames: int, sampled: int, rate: float) -> list[float]:
         """Seconds at the middle of each group of frames; the last frame fills up the last group."""
@@ -149,6 +165,10 @@ class InternVision:
     min_tiles: int = 1
     max_tiles: int = 12
 
+    @property
+    def template_marks(self) -> int:
+        return 1  # a line break; <img> and </img> are counted with the picture
+
     def describe(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -163,13 +183,8 @@ class InternVision:
         return self._visual(frames, marks=2 * frames, texts=texts)
 
     def _visual(self, tiles: int, *, marks: int, texts: tuple[str, ...] = ()) -> Visual:
-        patches = (self.tile_pixels // self.patch_size) ** 2
-        return Visual(
-            tokens=tiles * self.tokens_per_tile + marks,
-            patches=tiles * patches,
-            patch_pairs=tiles * patches**2,
-            texts=texts,
-        )
+        side = self.tile_pixels // self.patch_size
+        return Visual(tokens=tiles * self.tokens_per_tile + marks, grid=(tiles, side, side), texts=texts)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -200,6 +215,12 @@ def words_of(text: str) -> int:
     own tokenizer is exact.
     """
     return len(re.findall(r" ?[A-Za-z]+|\d|[^\sA-Za-z\d]|\s", text))
+
+
+def recorded_processor(settings: Mapping[str, Any]) -> VisionProcessor:
+    """The processor that `describe` gave these settings, as a manifest records them."""
+    family: type[QwenVision] | type[InternVision] = QwenVision if "merge_size" in settings else InternVision
+    return family(**settings)
 
 
 def open_processor(name: str) -> VisionProcessor:
@@ -274,10 +295,5 @@ def _config(folder: Path, name: str, section: str | None = None) -> dict[str, An
     file = folder / name
     if section is not None and not file.exists() and (folder / "processor_config.json").exists():
         return _config(folder, "processor_config.json")[section]  # type: ignore[no-any-return]
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ManifestError(f"cannot read {file}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ManifestError(f"{file} is not JSON") from error
+    values = read_json(file)
     return _Settings(file, values if isinstance(values, dict) else {})

@@ -10,7 +10,7 @@ import pytest
 from fcp_cli.errors import ManifestError, UsageError
 from fcp_cli.manifest.header import build_command, manifest_source
 from fcp_cli.manifest.read import read_manifest
-from fcp_cli.manifest.tokens import open_tokens
+from fcp_cli.manifest.tokens import open_media, open_tokens
 from tests.manifest.datasets import build, write_jsonl, write_tokenizer
 
 IMAGE = {"height": 720, "width": 1280}
@@ -28,6 +28,7 @@ def test_sizes_become_lengths_and_encoder_work(tmp_path: Path) -> None:
     built = build(source, tmp_path / "m.parquet", kind="media", processor="qwen3-vl")
     assert built.skipped == {"empty": 1}
     columns = pq.read_table(tmp_path / "m.parquet").to_pydict()
+    lines = source.read_bytes().splitlines(keepends=True)
     video_tokens = 2 * (880 + 2 + 6)  # four frames, two time stamps of six tokens: <0.3 seconds>, <1.6 seconds>
     assert columns == {
         "id": ["text", "both", "2"],
@@ -37,6 +38,7 @@ def test_sizes_become_lengths_and_encoder_work(tmp_path: Path) -> None:
         "vision_patch_pairs": [0, 3520**2 + 256**2 + 2 * 3520**2, 3520**2],
         "num_images": [0, 2, 1],
         "num_videos": [0, 1, 0],
+        "byte_offset": [0, len(lines[0]), len(lines[0]) + len(lines[1])],
     }
     table = read_manifest(tmp_path / "m.parquet")
     assert table.vision_patches is not None
@@ -95,3 +97,23 @@ def test_media_without_a_processor_is_wrong_usage(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "media.jsonl", RECORDS)
     with pytest.raises(UsageError, match="--kind media needs --processor: qwen3-vl, internvl or the folder"):
         build(source, tmp_path / "m.parquet", kind="media")
+
+
+def test_a_media_manifest_finds_the_pictures_of_its_rows_again(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "media.jsonl", [RECORDS[3], *RECORDS])  # rows without tokens are left out
+    build(source, tmp_path / "m.parquet", kind="media", processor="qwen3-vl")
+    records = open_media(tmp_path / "m.parquet")
+    assert records is not None
+    assert records(0) == ((), ())
+    images, videos = records(1)
+    assert [image.grid for image in images] == [(1, 44, 80), (1, 16, 16)]
+    assert [video.grid for video in videos] == [(2, 44, 80)]
+    source.unlink()
+    with pytest.raises(ManifestError, match=r"media.jsonl, which is gone; build and plan again: fcp manifest build"):
+        open_media(tmp_path / "m.parquet")
+
+
+def test_other_manifests_hold_no_pictures(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "texts.jsonl", [{"text": "a"}])
+    build(source, tmp_path / "m.parquet", kind="jsonl")
+    assert open_media(tmp_path / "m.parquet") is None

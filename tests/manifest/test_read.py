@@ -47,7 +47,7 @@ def test_lists_of_one_fixed_size_are_measured_too(tmp_path: Path) -> None:
     assert read_manifest(path, length_column="input_ids").length_tokens.tolist() == [2, 2]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(lengths=LENGTHS, group=st.integers(1, 7))
 def test_row_groups_do_not_change_what_is_read(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], group: int
@@ -227,7 +227,7 @@ def test_equal_lengths_are_a_remark_and_no_error(tmp_path: Path) -> None:
     assert remarks(read_manifest(write_parquet(tmp_path / "n.parquet", {"length": [1, 2]}))) == []
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(lengths=LENGTHS)
 def test_json_lines_of_numbers_and_of_objects_read_alike(lengths: list[int]) -> None:
     numbers = read_lengths_jsonl(io.StringIO("\n".join(map(str, lengths))))

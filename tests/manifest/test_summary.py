@@ -15,7 +15,7 @@ def table_of(lengths: list[int]) -> LengthTable:
     return LengthTable(name="m", length_tokens=np.array(lengths, np.int64))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.integers(1, 2**31 - 1), min_size=1, max_size=300))
 def test_the_histogram_holds_every_sequence_and_token_once(lengths: list[int]) -> None:
     summary = summarize(table_of(lengths))
@@ -28,7 +28,7 @@ def test_the_histogram_holds_every_sequence_and_token_once(lengths: list[int]) -
     assert summary.bins[-1].sequences > 0
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.integers(1, 2**31 - 1), min_size=1, max_size=300))
 def test_a_percentile_is_the_smallest_length_that_so_many_do_not_exceed(lengths: list[int]) -> None:
     summary = summarize(table_of(lengths))

@@ -7,20 +7,17 @@ import importlib.util
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.vision import InternVision, QwenVision, open_processor, words_of
 
-SIDES = st.integers(1, 9000)
 QWEN, INTERN = QwenVision(), InternVision()
 
 
@@ -37,6 +34,7 @@ def library_functions(module: str) -> dict[str, Any]:
         "get_optimal_tiled_canvas",
         "sample_frames",
         "_calculate_timestamps",
+        "replace_video_token",
     }
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in wanted]
     for function in functions:
@@ -51,19 +49,27 @@ def library_functions(module: str) -> dict[str, Any]:
     pytest.skip(f"transformers has no functions in {module} any more")
 
 
+def sizes(number: int) -> Iterator[tuple[int, int]]:
+    """(height, width), log-uniform, within the aspect ratio that Qwen3-VL takes."""
+    draw = np.random.default_rng(0)
+    while number:
+        height, width = (int(side) for side in np.exp(draw.uniform(np.log(8), np.log(9000), 2)))
+        if max(height, width) <= 200 * min(height, width):
+            number -= 1
+            yield height, width
+
+
 @pytest.mark.hf
-@given(height=SIDES, width=SIDES)
-@settings(max_examples=200, deadline=None)
-def test_qwen_images_are_resized_as_by_transformers(height: int, width: int) -> None:
+def test_10_000_qwen_images_are_resized_as_by_transformers() -> None:
     smart_resize: Callable[..., tuple[int, int]] = library_functions("qwen2_vl/image_processing_qwen2_vl")[
         "smart_resize"
     ]
-    assume(max(height, width) / min(height, width) <= 200)
-    resized = smart_resize(height, width, 32, 65_536, 16_777_216)
-    visual = QWEN.image(height, width)
-    assert visual.patches == resized[0] // 16 * (resized[1] // 16)
-    assert visual.tokens == visual.patches // 4
-    assert visual.patch_pairs == visual.patches**2
+    for height, width in sizes(10_000):
+        resized = smart_resize(height, width, 32, 65_536, 16_777_216)
+        visual = QWEN.image(height, width)
+        assert visual.patches == resized[0] // 16 * (resized[1] // 16), (height, width)
+        assert visual.tokens == visual.patches // 4
+        assert visual.patch_pairs == visual.patches**2
 
 
 class Metadata:
@@ -80,36 +86,55 @@ class Sampler:
 
 
 @pytest.mark.hf
-@given(
-    frames=st.integers(2, 60_000), height=SIDES, width=SIDES, fps=st.sampled_from([1.0, 7.5, 23.976, 24.0, 30.0, 60.0])
-)
-@settings(max_examples=200, deadline=None)
-def test_qwen_videos_are_sampled_resized_and_stamped_as_by_transformers(
-    frames: int, height: int, width: int, fps: float
-) -> None:
+def test_10_000_qwen_videos_are_sampled_resized_and_stamped_as_by_transformers() -> None:
     videos = library_functions("qwen3_vl/video_processing_qwen3_vl")
     stamps_of = library_functions("qwen3_vl/processing_qwen3_vl")["_calculate_timestamps"]
-    assume(max(height, width, 32) / min(height, width) <= 200)
-    indices = videos["sample_frames"](Sampler(), Metadata(frames, fps))
-    resized = videos["smart_resize"](len(indices), height, width, 2, 32, 4096, 25_165_824)
-    stamps = [f"<{stamp:.1f} seconds>" for stamp in stamps_of(None, indices, fps)]
-    visual = QWEN.video(frames, height, width, fps)
-    part = resized[0] // 16 * (resized[1] // 16)
-    assert list(visual.texts) == stamps
-    assert visual.patches == part * len(stamps)
-    assert visual.patch_pairs == part**2 * len(stamps)
-    assert visual.tokens == (part // 4 + 2) * len(stamps)
+    draw = np.random.default_rng(1)
+    for height, width in sizes(10_000):
+        frames = int(np.exp(draw.uniform(np.log(2), np.log(60_000))))
+        fps = float(draw.choice([1.0, 7.5, 23.976, 24.0, 25.0, 30.0, 60.0]))
+        indices = videos["sample_frames"](Sampler(), Metadata(frames, fps))
+        resized = videos["smart_resize"](len(indices), height, width, 2, 32, 4096, 25_165_824)
+        stamps = [f"<{stamp:.1f} seconds>" for stamp in stamps_of(None, indices, fps)]
+        visual = QWEN.video(frames, height, width, fps)
+        part = resized[0] // 16 * (resized[1] // 16)
+        assert list(visual.texts) == stamps, (frames, height, width, fps)
+        assert visual.patches == part * len(stamps), (frames, height, width, fps)
+        assert visual.patch_pairs == part**2 * len(stamps)
+        assert visual.tokens == (part // 4 + 2) * len(stamps)
 
 
 @pytest.mark.hf
-@given(height=SIDES, width=SIDES)
-@settings(max_examples=200, deadline=None)
-def test_internvl_images_are_tiled_as_by_transformers(height: int, width: int) -> None:
+def test_10_000_internvl_images_are_tiled_as_by_transformers() -> None:
     best = library_functions("got_ocr2/image_processing_got_ocr2")["get_optimal_tiled_canvas"]
-    columns, rows = best((height, width), (448, 448), 1, 12)
-    tiles = columns * rows + (columns * rows > 1)
-    assert INTERN.image(height, width).tokens == 256 * tiles + 2
-    assert INTERN.image(height, width).patch_pairs == tiles * 1024**2
+    for height, width in sizes(10_000):
+        columns, rows = best((height, width), (448, 448), 1, 12)
+        tiles = columns * rows + (columns * rows > 1)
+        visual = INTERN.image(height, width)
+        assert (visual.tokens, visual.patch_pairs) == (256 * tiles + 2, tiles * 1024**2), (height, width)
+
+
+class InternMarks:
+    """The marks that transformers' InternVL processor writes around the tokens of a frame."""
+
+    start_image_token, image_token, end_image_token, image_seq_length = "[", "x", "]", 256
+
+
+@pytest.mark.hf
+def test_10_000_internvl_videos_are_written_as_by_transformers() -> None:
+    """Of a video only its number of frames counts: every one is a tile behind its title."""
+    write = library_functions("internvl/processing_internvl")["replace_video_token"]
+    draw = np.random.default_rng(2)
+    expected: dict[int, tuple[int, tuple[str, ...]]] = {}
+    for height, width in sizes(10_000):
+        frames = int(np.exp(draw.uniform(np.log(1), np.log(400))))
+        if frames not in expected:
+            written = write(InternMarks(), {"pixel_values_videos": [np.empty((frames, 0))]}, 0)
+            titles = tuple(piece.rpartition("]")[2] for piece in written.split("[")[:-1])
+            expected[frames] = sum(written.count(mark) for mark in "[x]"), titles
+        visual = INTERN.video(frames, height, width, None)
+        assert (visual.tokens, visual.texts) == expected[frames]
+        assert visual.patches == frames * 1024
 
 
 @pytest.mark.parametrize(

@@ -63,16 +63,23 @@ class Columnar:
         batch_rows = _LENGTH_BATCH_ROWS if self.content == "lengths" else _BATCH_ROWS
         for shard in self.shards:
             factors = [name for name in FACTORS if name in shard.schema.names and name != self.column]
+            first = start
             for batch in shard.batches([self.column, *factors], batch_rows):
-                lengths, largest = self._count(shard, batch.column(self.column))
+                lengths, largest = self._count(shard, batch.column(self.column), row=start - first)
                 ids = np.arange(start, start + len(lengths))
                 rows = {"id": ids, "length": lengths} | {name: batch.column(name) for name in factors}
                 yield RowBatch(rows=pa.record_batch(rows), done=len(lengths), largest_token=largest)
                 start += len(lengths)
 
-    def _count(self, shard: Shard, column: Any) -> tuple[Any, int]:
+    def _count(self, shard: Shard, column: Any, *, row: int) -> tuple[Any, int]:
+        """Lengths and the largest token of a part of a file that begins at its `row`."""
         if self.content == "lengths":
-            return pc.fill_null(column.cast(pa.int64()), 0), -1
+            lengths = pc.fill_null(column.cast(pa.int64()), 0)
+            negative = pc.index(pc.less(lengths, 0), True).as_py()
+            if negative >= 0:
+                where = f"{shard.path}: row {row + negative} of column {self.column!r}"
+                raise ManifestError(f"{where} is {lengths[negative]}; a length is at least 0; mend or drop that row")
+            return lengths, -1
         if self.content == "text":
             return self.tokenizer.count(column), self.tokenizer.vocab_size - 1
         tokens = column.flatten()

@@ -26,9 +26,10 @@ _SUFFIXES: Final = {
     "parquet": PARQUET_SUFFIXES,
     "arrow": ARROW_SUFFIXES,
     "megatron": (".idx",),
+    "media": (".tar",),
 }
-KINDS: Final = ("text", *_SUFFIXES, "media")
-_SHARDED: Final = ("parquet", "arrow", "jsonl")
+KINDS: Final = ("text", *_SUFFIXES)
+_SHARDED: Final = ("parquet", "arrow", "jsonl", "media")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -88,13 +88,7 @@ class JsonLinesTokens:
         self.vocab_size = vocab_size
 
     def __call__(self, row: int) -> IntArray:
-        file = self._source.files[self._shards[row]]
-        try:
-            with file.open("rb") as stream:
-                stream.seek(int(self._byte_offsets[row]))
-                line = stream.readline()
-        except OSError as error:
-            raise ManifestError(f"cannot read {file}: {error.strerror or error}") from error
+        line = line_at(self._source.files[self._shards[row]], int(self._byte_offsets[row]))
         value = token_value(line, self._source.column, self.place(row))
         return self._source.tokenizer.encode(value) if isinstance(value, bytes) else value
 
@@ -159,6 +153,20 @@ def json_lines(file: Path) -> Iterator[tuple[tuple[int, int, bytes], int]]:
                 if line.strip():
                     yield (number, offset, line), len(line)
                 offset += len(line)
+    except OSError as error:
+        raise ManifestError(f"cannot read {file}: {error.strerror or error}") from error
+
+
+def line_at(file: Path, byte_offset: int) -> bytes:
+    """The line that begins at a byte.
+
+    Raises:
+        ManifestError: the file cannot be read.
+    """
+    try:
+        with file.open("rb") as stream:
+            stream.seek(byte_offset)
+            return stream.readline()
     except OSError as error:
         raise ManifestError(f"cannot read {file}: {error.strerror or error}") from error
 

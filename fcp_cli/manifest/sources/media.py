@@ -1,10 +1,12 @@
-"""Sizes of images and videos in JSON lines: one record is one sequence, and no pixel is read.
+"""Sizes of images and videos, of which no pixel is read: one record is one sequence.
 
 `{"id": "a", "text_tokens": 120, "images": [{"height": 720, "width": 1280}],
   "videos": [{"frames": 900, "height": 720, "width": 1280, "fps": 30}]}`
 
 `text_tokens` counts the whole rendered conversation, with the marks of its template and without the placeholders of
-images and videos (`<|image_pad|>`, `<|video_pad|>`, `<IMG_CONTEXT>`), which are what is replaced by visual tokens.
+images and videos (`<|image_pad|>`, `<|video_pad|>`, `<IMG_CONTEXT>`), which visual tokens replace. In its
+place may stand `conversations` (as LLaVA has them: a list of `{"from", "value"}`), `caption` or `text`, which a
+tokenizer counts; the marks of a ChatML template are then added.
 """
 
 from __future__ import annotations
@@ -20,19 +22,23 @@ import pyarrow as pa
 
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.sources.base import RowBatch, grouped
-from fcp_cli.manifest.sources.jsonl import json_lines, json_record, size_of
+from fcp_cli.manifest.sources.jsonl import json_record, line_at
+from fcp_cli.manifest.sources.media_readers import TEXT_COLUMNS, Found, media_units, read_media
+from fcp_cli.manifest.table import IntArray
 from fcp_cli.manifest.vision import VisionProcessor, Visual
 
-_BATCH_LINES: Final = 16_384
+_BATCH_RECORDS: Final = 16_384
 _BATCH_BYTES: Final = 32 << 20
+_TURN_MARKS: Final = 5  # <|im_start|>, the role, a line break, <|im_end|>, a line break
+_PLACEHOLDERS: Final = ("<image>", "<video>")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaSizes:
-    """Records of a `.jsonl` of sizes.
+    """A source of sizes: JSON lines, a table, LLaVA-style JSON, a WebDataset.
 
     Attributes:
-        path: the file, absolute.
+        path: the file or the folder of tars, absolute.
         processor: how the model's family turns pixels into tokens.
         count_text: tokens of the short texts that it puts between visual tokens.
         counted_by: where `count_text` comes from, for the manifest: a tokenizer file, or `rule`.
@@ -45,7 +51,7 @@ class MediaSizes:
 
     @property
     def units(self) -> int | None:
-        return size_of(self.path)
+        return media_units(self.path)
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -58,20 +64,18 @@ class MediaSizes:
 
     def batches(self) -> Iterator[RowBatch]:
         count = lru_cache(maxsize=1 << 16)(self.count_text)
+        found = ((one, one.done) for one in read_media(self.path))
         start = 0
-        for lines in grouped(json_lines(self.path), most_items=_BATCH_LINES, most_bytes=_BATCH_BYTES):
-            rows = [
-                self._row(line, start + i, f"{self.path}:{number}", count) for i, (number, _, line) in enumerate(lines)
-            ]
-            yield RowBatch(
-                rows=pa.RecordBatch.from_pylist(rows, schema=_SCHEMA), done=sum(len(line) for _, _, line in lines)
-            )
-            start += len(lines)
+        for group in grouped(found, most_items=_BATCH_RECORDS, most_bytes=_BATCH_BYTES):
+            rows = [self._row(one, start + i, count) for i, one in enumerate(group)]
+            yield RowBatch(rows=pa.RecordBatch.from_pylist(rows, schema=_SCHEMA), done=sum(one.done for one in group))
+            start += len(group)
 
-    def _row(self, line: bytes, row: int, place: str, count: Callable[[str], int]) -> dict[str, Any]:
-        record = json_record(line, place)
-        visuals = [self._visual(size, place) for kind in ("images", "videos") for size in _sizes(record, kind, place)]
-        text_tokens = _whole(record, "text_tokens", place, least=0)
+    def _row(self, found: Found, row: int, count: Callable[[str], int]) -> dict[str, Any]:
+        record, place = found.record, found.place
+        images, videos = visuals_of(record, self.processor, place)
+        visuals = (*images, *videos)
+        text_tokens = self._text_tokens(record, len(visuals), place)
         inserted = sum(count(text) for visual in visuals for text in visual.texts)
         return {
             "id": str(record.get("id", row)),
@@ -79,25 +83,95 @@ class MediaSizes:
             "text_tokens": text_tokens,
             "vision_patches": sum(visual.patches for visual in visuals),
             "vision_patch_pairs": sum(visual.patch_pairs for visual in visuals),
-            "num_images": len(_sizes(record, "images", place)),
-            "num_videos": len(_sizes(record, "videos", place)),
+            "num_images": len(images),
+            "num_videos": len(videos),
+            "byte_offset": found.byte_offset,
         }
 
-    def _visual(self, size: dict[str, Any], place: str) -> Visual:
-        height, width = (_whole(size, name, place, least=1) for name in ("height", "width"))
-        try:
-            if "frames" not in size:
-                return self.processor.image(height, width)
-            return self.processor.video(_whole(size, "frames", place, least=1), height, width, _rate(size, place))
-        except ValueError as error:
-            raise ManifestError(f"{place}: {error}; leave the record out") from error
+    def _text_tokens(self, record: dict[str, Any], visuals: int, place: str) -> int:
+        """As the record says, or counted: every turn has the five marks of ChatML, every picture those around it."""
+        if "text_tokens" in record or not any(name in record for name in TEXT_COLUMNS):
+            return _whole(record, "text_tokens", place, least=0)
+        turns = _turns(record, place)
+        if self.counted_by == "rule":
+            raise ManifestError(f"{place}: texts are counted by a tokenizer; give its file with --tokenizer FILE")
+        return sum(self.count_text(turn) + _TURN_MARKS for turn in turns) + self.processor.template_marks * visuals
+
+
+class MediaRecords:
+    """The images and videos of each row of a manifest that was built from sizes; read again by byte offset.
+
+    Any number of threads may call it.
+    """
+
+    def __init__(self, path: Path, processor: VisionProcessor, byte_offsets: IntArray) -> None:
+        self.path = path
+        self.processor = processor
+        self._byte_offsets = byte_offsets
+
+    def __call__(self, row: int) -> tuple[tuple[Visual, ...], tuple[Visual, ...]]:
+        """(images, videos) of one row.
+
+        Raises:
+            ManifestError: the file is gone, or has another record there.
+        """
+        line, place = line_at(self.path, int(self._byte_offsets[row])), f"{self.path} at byte {self._byte_offsets[row]}"
+        return visuals_of(json_record(line, place), self.processor, place)
+
+
+def _turns(record: dict[str, Any], place: str) -> list[str]:
+    """The texts of a conversation, without placeholders; a caption alone answers an empty question."""
+    if "conversations" not in record:
+        caption = record["caption"] if "caption" in record else record["text"]
+        if not isinstance(caption, str):
+            raise ManifestError(f"{place}: 'caption' or 'text' is {json.dumps(caption)[:40]}; it must be a text")
+        return ["", caption]
+    turns = record["conversations"]
+    if not isinstance(turns, list) or not all(isinstance(t, dict) and isinstance(t.get("value"), str) for t in turns):
+        raise ManifestError(f"{place}: 'conversations' must be a list of objects with a text under 'value'")
+    texts = [str(turn["value"]) for turn in turns]
+    for placeholder in _PLACEHOLDERS:
+        texts = [text.replace(placeholder, "") for text in texts]
+    return texts
+
+
+def visuals_of(
+    record: dict[str, Any], processor: VisionProcessor, place: str
+) -> tuple[tuple[Visual, ...], tuple[Visual, ...]]:
+    """(images, videos) of a record of sizes.
+
+    Raises:
+        ManifestError: it is no such record, or holds a picture that the processor refuses.
+    """
+    images, videos = (
+        tuple(_visual(size, processor, place) for size in _sizes(record, kind, place)) for kind in ("images", "videos")
+    )
+    return images, videos
+
+
+def _visual(size: dict[str, Any], processor: VisionProcessor, place: str) -> Visual:
+    height, width = (_whole(size, name, place, least=1) for name in ("height", "width"))
+    try:
+        if "frames" not in size:
+            return processor.image(height, width)
+        return processor.video(_whole(size, "frames", place, least=1), height, width, _rate(size, place))
+    except ValueError as error:
+        raise ManifestError(f"{place}: {error}; leave the record out") from error
 
 
 _SCHEMA: Final = pa.schema(
     [("id", pa.string())]
     + [
         (name, pa.int64())
-        for name in ("length", "text_tokens", "vision_patches", "vision_patch_pairs", "num_images", "num_videos")
+        for name in (
+            "length",
+            "text_tokens",
+            "vision_patches",
+            "vision_patch_pairs",
+            "num_images",
+            "num_videos",
+            "byte_offset",
+        )
     ]
 )
 

@@ -1,0 +1,284 @@
+"""Where sizes of images and videos are read from: JSON lines, tables, LLaVA-style JSON, and WebDataset tars.
+
+Every reader gives the same records (see `media`); no pixel is read, of pictures and videos only the headers.
+"""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, Final
+
+import pyarrow as pa
+import pyarrow.csv
+
+from fcp_cli.errors import ManifestError
+from fcp_cli.manifest.header import read_json, readable
+from fcp_cli.manifest.sources.jsonl import json_lines, json_record, size_of
+from fcp_cli.manifest.sources.shards import open_shard
+
+TABLE_SUFFIXES: Final = (".csv", ".tsv", ".parquet", ".pq", ".arrow", ".feather")
+TEXT_COLUMNS: Final = ("text_tokens", "conversations", "caption", "text")
+_FRAME_COLUMNS: Final = ("frames", "num_frames")
+_IMAGE_SUFFIXES: Final = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+_VIDEO_SUFFIXES: Final = (".mp4", ".webm", ".mkv", ".avi", ".mov")
+_HEADER_BYTES: Final = 1 << 18  # more than any camera puts before a JPEG's size
+_TABLE_ROWS: Final = 16_384
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """One record of a source.
+
+    Attributes:
+        record: `images` and `videos` with sizes, and one of `text_tokens`, `conversations`, `caption` and `text`.
+        place: where it is, for messages.
+        done: units of the source that it took.
+        byte_offset: where its line begins, in JSON lines; else -1.
+    """
+
+    record: dict[str, Any]
+    place: str
+    done: int
+    byte_offset: int = -1
+
+
+def read_media(path: Path) -> Iterator[Found]:
+    """The records of a source of sizes, by its suffix; a folder is one of tars.
+
+    Raises:
+        ManifestError: it cannot be read, or a record has no sizes.
+    """
+    if path.is_dir() or path.suffix == ".tar":
+        for tar in media_files(path):
+            yield from _tar(tar)
+    elif path.suffix in TABLE_SUFFIXES:
+        yield from _table(path)
+    elif path.suffix == ".json":
+        yield from _llava(path)
+    else:
+        for (number, offset, line), size in json_lines(path):
+            place = f"{path}:{number}"
+            yield Found(record=json_record(line, place), place=place, done=size, byte_offset=offset)
+
+
+def media_files(path: Path) -> list[Path]:
+    """The file itself, or the tars of a folder in the order of their names.
+
+    Raises:
+        ManifestError: a folder without tars.
+    """
+    if not path.is_dir():
+        return [path]
+    tars = sorted(path.glob("*.tar"))
+    if not tars:
+        raise ManifestError(f"{path} holds no .tar file; --kind media takes tars, tables, .json or .jsonl")
+    return tars
+
+
+def media_units(path: Path) -> int | None:
+    """What the records' `done` will add up to; None where only the end tells."""
+    return None if path.suffix in TABLE_SUFFIXES else sum(size_of(file) for file in media_files(path))
+
+
+def _table(path: Path) -> Iterator[Found]:
+    """A row is an image, or where it has frames or a duration, a video."""
+    start = 0
+    for batch in _table_batches(path):
+        for row, values in enumerate(batch.to_pylist(), start=start + 1):
+            place = f"{path}, row {row}"
+            yield Found(record=_from_metadata(values, place), place=place, done=1)
+        start += batch.num_rows
+
+
+def _table_batches(path: Path) -> Iterator[Any]:
+    if path.suffix not in (".csv", ".tsv"):
+        shard = open_shard(path)
+        yield from shard.batches(list(shard.schema.names), _TABLE_ROWS)
+        return
+    delimiter = "\t" if path.suffix == ".tsv" else ","
+    with readable(path, kind="CSV"):
+        options = pa.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+        yield from pa.csv.open_csv(path, parse_options=options)
+
+
+def _from_metadata(values: dict[str, Any], place: str) -> dict[str, Any]:
+    """A record from a row of metadata: width, height, and frames, or duration and fps, for a video."""
+    missing = [name for name in ("width", "height") if values.get(name) is None]
+    if missing:
+        raise ManifestError(f"{place}: {missing[0]!r} is missing; its columns are {', '.join(values)}")
+    size = {"height": _integer(values["height"]), "width": _integer(values["width"])}
+    frames = next((values[name] for name in _FRAME_COLUMNS if values.get(name) is not None), None)
+    seconds, fps = values.get("duration"), values.get("fps")
+    record: dict[str, Any] = {name: values[name] for name in ("id", *TEXT_COLUMNS) if values.get(name) is not None}
+    if frames is None and seconds is None:
+        return record | {"images": [size]}
+    if frames is None:
+        if not isinstance(fps, int | float) or not isinstance(seconds, int | float):
+            raise ManifestError(f"{place}: a video needs 'frames', or 'duration' in seconds and 'fps'")
+        frames = round(seconds * fps)
+    return record | {"videos": [{**size, "frames": _integer(frames), **({} if fps is None else {"fps": fps})}]}
+
+
+def _integer(value: Any) -> Any:
+    """Whole numbers that a table holds as floats, because of its nulls."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _llava(path: Path) -> Iterator[Found]:
+    """A JSON list of conversations with the paths of their images, beside the file or below it."""
+    document = read_json(path)
+    if not isinstance(document, list) or not all(isinstance(record, dict) for record in document):
+        raise ManifestError(f"{path} is not a list of records with 'conversations'")
+    share, rest = divmod(size_of(path), max(len(document), 1))
+    for number, record in enumerate(document, start=1):
+        place = f"{path}, record {number}"
+        yield Found(
+            record=_with_sizes(record, path.parent, place), place=place, done=share + (rest if number == 1 else 0)
+        )
+
+
+def _with_sizes(record: dict[str, Any], folder: Path, place: str) -> dict[str, Any]:
+    """Sizes of the pictures that a record names, from its own fields or else from their headers."""
+    if "video" in record and record.get("width") is not None:
+        return _from_metadata(record, place)
+    names = _names(record, "image")
+    if len(names) == 1 and record.get("width") is not None:
+        return _from_metadata(record, place)
+    images = [image_size(folder / name, f"{place}: {name}") for name in names]
+    videos = [video_size(folder / name, f"{place}: {name}") for name in _names(record, "video")]
+    texts = {name: record[name] for name in ("id", *TEXT_COLUMNS) if name in record}
+    return texts | {"images": images, "videos": videos}
+
+
+def _names(record: dict[str, Any], kind: str) -> list[str]:
+    """One path or several."""
+    named = record.get(kind, [])
+    return [named] if isinstance(named, str) else named
+
+
+def _tar(path: Path) -> Iterator[Found]:
+    """A sample of a WebDataset is the files that share a name up to the first dot; they follow each other."""
+    key, sample, begun = "", dict[str, Any](), 0
+    with _opened_tar(path) as archive:
+        for member in archive:
+            if not member.isfile():
+                continue
+            name, suffix = _split(member.name)
+            if name != key and sample:
+                yield _sample(archive, path, key, sample, member.offset - begun)
+                sample, begun = {}, member.offset
+            key = name
+            sample |= _member(archive, member, suffix, f"{path}: {member.name}")
+        if sample:
+            yield _sample(archive, path, key, sample, size_of(path) - begun)
+
+
+def _opened_tar(path: Path) -> tarfile.TarFile:
+    try:
+        return tarfile.open(path, "r:")
+    except (OSError, tarfile.TarError) as error:
+        raise ManifestError(f"{path} cannot be read as an uncompressed tar: {error}") from error
+
+
+def _split(name: str) -> tuple[str, str]:
+    """(key, suffix) of a member, as WebDataset has them: the suffix begins at the first dot of the file's name."""
+    path = PurePosixPath(name)
+    stem, dot, suffix = path.name.partition(".")
+    return str(path.parent / stem), f"{dot}{suffix}".lower()
+
+
+def _member(archive: tarfile.TarFile, member: tarfile.TarInfo, suffix: str, place: str) -> dict[str, Any]:
+    """What one file adds to its sample: the size of a picture, a caption, or metadata."""
+    last = "." + suffix.rpartition(".")[2]
+    if last in _IMAGE_SUFFIXES:
+        return {f"size {suffix}": image_size(io.BytesIO(_content(archive, member, _HEADER_BYTES)), place)}
+    if last == ".txt":
+        return {"caption": _content(archive, member).decode("utf-8", "replace")}
+    if last == ".json":
+        return {"metadata": json_record(_content(archive, member), place)}
+    return {f"video {suffix}": member} if last in _VIDEO_SUFFIXES else {"other": True}
+
+
+def _opened(archive: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
+    opened = archive.extractfile(member)
+    assert opened is not None  # only files are asked for
+    return opened
+
+
+def _content(archive: tarfile.TarFile, member: tarfile.TarInfo, most_bytes: int = -1) -> bytes:
+    opened = _opened(archive, member)
+    return opened.read(most_bytes) if most_bytes >= 0 else opened.read()
+
+
+def _sample(archive: tarfile.TarFile, path: Path, key: str, sample: dict[str, Any], done: int) -> Found:
+    place = f"{path}: {key}"
+    metadata = sample.get("metadata", {})
+    texts = {name: metadata[name] for name in TEXT_COLUMNS if metadata.get(name) is not None}
+    if "caption" in sample:
+        texts.setdefault("caption", sample["caption"])
+    clips = [member for name, member in sample.items() if name.startswith("video ")]
+    if clips and metadata.get("width") is not None:
+        record = _from_metadata({**metadata, **texts, "id": key}, place)
+    else:
+        images = [value for name, value in sample.items() if name.startswith("size ")]
+        videos = [video_size(_opened(archive, clip), f"{path}: {clip.name}") for clip in clips]
+        record = {"id": key, **texts, "images": images, "videos": videos}
+    return Found(record=record, place=place, done=done)
+
+
+def video_size(source: Path | IO[bytes], place: str) -> dict[str, float]:
+    """Height, width, number of frames and frames per second from a video's container; no frame is decoded for it.
+
+    Sizes are those of the stored frames; a camera's turn does not change how many tokens they become.
+
+    Raises:
+        ManifestError: PyAV is not installed, there is no such file, or it is no video that PyAV knows.
+    """
+    try:
+        import av
+    except ImportError as error:
+        raise ManifestError(
+            f"{place}: the headers of videos are read by PyAV; pip install 'fcp-cli[video]', or give 'width', 'height' "
+            "and 'frames', or 'duration' in seconds and 'fps', beside the video"
+        ) from error
+    try:
+        with av.open(str(source) if isinstance(source, Path) else source) as container:
+            stream = next(iter(container.streams.video), None)
+            if stream is None:
+                raise ManifestError(f"{place} has no video stream")
+            rate = stream.average_rate or stream.guessed_rate
+            seconds = stream.duration * stream.time_base if stream.duration and stream.time_base else None
+            if seconds is None and container.duration:
+                seconds = Fraction(container.duration, av.time_base)
+            frames = stream.frames or (round(seconds * rate) if seconds and rate else 0)
+            size = {"height": stream.height, "width": stream.width, "frames": frames}
+    except (av.FFmpegError, OSError) as error:
+        raise ManifestError(f"{place}: cannot read it as a video: {error.strerror or error}") from error
+    if min(size.values()) <= 0:
+        raise ManifestError(f"{place}: its header does not say its size or its length; give them beside the video")
+    return size | ({"fps": float(rate)} if rate else {})
+
+
+def image_size(source: Path | io.BytesIO, place: str) -> dict[str, int]:
+    """Height and width from a picture's header, turned as its camera says.
+
+    Raises:
+        ManifestError: there is no such file, or its header is of no kind that is known.
+    """
+    import imagesize
+
+    try:
+        with source.open("rb") if isinstance(source, Path) else source as stream:
+            width, height = imagesize.get(stream)
+    except OSError as error:
+        raise ManifestError(f"{place}: cannot read it: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ManifestError(f"{place} has no readable header: {error}") from error
+    if width <= 0 or height <= 0:
+        raise ManifestError(f"{place} has no header of an image that is known")
+    return {"height": round(height), "width": round(width)}
