@@ -2,24 +2,26 @@
 
 With A = sum (1 + eta) length^2 / d, T = tokens / d and hops = d - 1 a sample reads
 
-    seconds = beta1 + alpha2 T + max(alpha1 A, r T hops + beta2 hops),    r = alpha3 / bandwidth (one r per tier)
+    seconds = beta1 + alpha2 T + max(alpha1 A, (1 - s) ring) + s ring
+    ring    = r T hops + beta2 hops,    r = alpha3 / bandwidth (one r per tier)
 
-Bytes and bandwidth only ever appear as their quotient: alpha3 is counted from the model, r is fitted, and the
-bandwidth follows. A non-negative least-squares fit without the maximum starts a bounded, robust one with it. What the
-samples cannot tell (a ring that always hides behind attention) stays near its prior.
+with s = 0 in version 1 of the model, and s = `exposed_ring_share` in version 2, which is taken where it predicts
+held-out samples better. Bytes and bandwidth only ever appear as their quotient: alpha3 is counted from the model, r is
+fitted, and the bandwidth follows. A non-negative least-squares fit without the maximum starts a bounded, robust one
+with it. What the samples cannot tell (a ring that always hides behind attention) stays near its prior.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares, nnls
 
 from fcp_cli.cost.model import group_seconds
-from fcp_cli.cost.profile import Bandwidth, CostProfile
+from fcp_cli.cost.profile import FORMAT_1, FORMAT_2, Bandwidth, CommonGround, CostProfile
 from fcp_cli.errors import ProfileError
 from fcp_cli.manifest.table import FloatArray
 
@@ -28,6 +30,9 @@ OUTLIER_RELATIVE_ERROR = 0.05
 # Weight of "the ring is as its prior says" against one sample; enough to hold what no sample tells.
 PRIOR_WEIGHT = 0.02
 LEAST_SAMPLES = 5
+# Version 2 is taken where it takes at least this share of the held-out error away: less may be chance.
+LEAST_GAIN = 0.1
+_START_SHARE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,19 +56,27 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """A fitted profile with the relative error (predicted / measured - 1) of each sample it was fitted to."""
+    """A fitted profile.
+
+    Attributes:
+        relative_errors: [samples] predicted / measured - 1 of each sample it was fitted to.
+        kept: coefficients that the samples could not tell and that stay as they were.
+        held_out_percent: mean absolute error by format version, where both could be tried.
+    """
 
     profile: CostProfile
     relative_errors: FloatArray
-    kept: tuple[str, ...]  # coefficients that the samples could not tell and that stay as they were
+    kept: tuple[str, ...]
+    held_out_percent: Mapping[str, float] = field(default_factory=dict)
 
 
-def fit_profile(samples: Sequence[Sample], prior: CostProfile) -> Fit:
+def fit_profile(samples: Sequence[Sample], prior: CostProfile, *, held_out: Sequence[Sample] = ()) -> Fit:
     """Fit alpha1, alpha2, beta1, beta2 and the bandwidths; everything else stays as in `prior`.
 
     Args:
         samples: measured micro-batches of one model on one cluster.
         prior: gives bytes per token, and the ring's figures where no sample of degree > 1 tells them.
+        held_out: decide whether version 2 predicts better; without rings among them version 1 is taken.
 
     Raises:
         ProfileError: too few samples, or too alike to tell the coefficients apart; the message says what is missing.
@@ -71,16 +84,36 @@ def fit_profile(samples: Sequence[Sample], prior: CostProfile) -> Fit:
     _require_enough(samples)
     terms = _Terms.of(samples)
     tiers = [name for name, used in (("intra_node", terms.intra), ("inter_node", terms.inter)) if used.any()]
-    start = _start(terms, tiers, prior)
-    best = min(
-        (_robust_fit(terms, tiers, start * scale) for scale in _ring_scales(len(tiers))), key=lambda found: found[1]
-    )[0]
-    profile = _with_parameters(prior, best, tiers)
-    errors = predicted_seconds(samples, profile) / terms.seconds - 1.0
+    profile = _fitted(terms, tiers, prior.under_version_1(), with_share=False)
+    held_out_percent: dict[str, float] = {}
+    if prior.common_ground is not None and not tiers:
+        profile = _with_ground(_fitted(terms, tiers, prior, with_share=False), profile)
+    elif tiers and any(sample.degree > 1 and not sample.silent for sample in held_out):
+        richer = _with_ground(_fitted(terms, tiers, prior, with_share=True), profile)
+        held_out_percent = {FORMAT_1: error_percent(held_out, profile), FORMAT_2: error_percent(held_out, richer)}
+        if held_out_percent[FORMAT_2] <= (1 - LEAST_GAIN) * held_out_percent[FORMAT_1]:
+            profile = richer
     kept = [f"bandwidth_bytes_per_second.{name}" for name in ("intra_node", "inter_node") if name not in tiers]
     if not tiers:
         kept.append("coefficients.ring_hop_seconds")
-    return Fit(profile=profile, relative_errors=errors, kept=tuple(kept))
+    return Fit(
+        profile=profile,
+        relative_errors=predicted_seconds(samples, profile) / terms.seconds - 1.0,
+        kept=tuple(kept),
+        held_out_percent=held_out_percent,
+    )
+
+
+def _with_ground(richer: CostProfile, plain: CostProfile) -> CostProfile:
+    """A profile of version 2 with version 1's fit of the same samples."""
+    return replace(richer, common_ground=CommonGround(coefficients=plain.coefficients, bandwidth=plain.bandwidth))
+
+
+def _fitted(terms: _Terms, tiers: Sequence[str], prior: CostProfile, *, with_share: bool) -> CostProfile:
+    """The best of the robust fits from several starting points."""
+    starts = _starts(terms, tiers, prior, with_share=with_share)
+    best = min((_robust_fit(terms, tiers, start) for start in starts), key=lambda found: found[1])[0]
+    return _with_parameters(prior, best, tiers)
 
 
 def predicted_seconds(samples: Sequence[Sample], profile: CostProfile) -> FloatArray:
@@ -101,6 +134,12 @@ def predicted_seconds(samples: Sequence[Sample], profile: CostProfile) -> FloatA
         for coefficients in (c, replace(c, ring_bytes_per_token=0.0, ring_hop_seconds=0.0))
     )
     return np.where(silent, without_ring, with_ring)
+
+
+def error_percent(samples: Sequence[Sample], profile: CostProfile) -> float:
+    """Mean absolute error of the predicted seconds of samples, in per cent."""
+    measured = np.array([sample.seconds for sample in samples])
+    return mean_absolute_percentage(predicted_seconds(samples, profile) / measured - 1.0)
 
 
 def mean_absolute_percentage(relative_errors: npt.ArrayLike) -> float:
@@ -141,14 +180,18 @@ class _Terms:
         return self.intra if name == "intra_node" else self.inter
 
     def seconds_of(self, parameters: FloatArray, tiers: Sequence[str]) -> FloatArray:
-        """Predicted seconds; parameters = [alpha1, alpha2, beta1, beta2?, r per tier]."""
+        """Predicted seconds; parameters = [alpha1, alpha2, beta1, beta2?, r per tier, s?]."""
         attention = parameters[0] * self.attention
-        ring = np.zeros_like(attention)
+        ring, share = np.zeros_like(attention), 0.0
         if tiers:
             ring += parameters[3] * self.hops
         for position, name in enumerate(tiers):
             ring += parameters[4 + position] * self.ring * self.tier(name)
-        return np.asarray(parameters[2] + parameters[1] * self.linear + np.maximum(attention, ring))
+        if len(parameters) > 4 + len(tiers):
+            share = parameters[-1]
+        exposed = share * ring
+        overlapped = np.maximum(attention, ring - exposed)
+        return np.asarray(parameters[2] + parameters[1] * self.linear + overlapped + exposed)
 
 
 def _require_enough(samples: Sequence[Sample]) -> None:
@@ -158,7 +201,11 @@ def _require_enough(samples: Sequence[Sample]) -> None:
                 f"a sample of lengths {list(sample.lengths)} took {sample.seconds} s; it cannot be fitted"
             )
     if len(samples) < LEAST_SAMPLES:
-        raise ProfileError(f"{len(samples)} samples are too few: a fit needs at least {LEAST_SAMPLES}")
+        missing = LEAST_SAMPLES - len(samples)
+        raise ProfileError(
+            f"{len(samples)} samples are too few: a fit needs at least {LEAST_SAMPLES}; {missing} more are missing, so "
+            "that there are packs of three different lengths or more"
+        )
     terms = _Terms.of(samples)
     # Attention, linear work and the fixed cost grow with different powers of the length: three lengths tell them apart.
     shares = {round(float(a / t), 6) for a, t in zip(terms.attention, terms.linear, strict=True)}
@@ -187,8 +234,11 @@ def _columns(terms: _Terms) -> FloatArray:
     return np.asarray(table / terms.seconds[:, None])
 
 
-def _start(terms: _Terms, tiers: Sequence[str], prior: CostProfile) -> FloatArray:
-    """NNLS for the computation, on the smallest degree's samples where they suffice; the prior for the ring."""
+def _starts(terms: _Terms, tiers: Sequence[str], prior: CostProfile, *, with_share: bool) -> list[FloatArray]:
+    """Starting points: a maximum has no slope on its hidden side, so rings begin on both sides.
+
+    NNLS gives the computation, on the smallest degree's samples where they suffice; the prior gives the ring.
+    """
     alone = terms.hops == 0
     columns = _columns(terms)
     chosen = columns[alone] if np.unique(terms.linear[alone]).size >= 3 else columns
@@ -200,37 +250,41 @@ def _start(terms: _Terms, tiers: Sequence[str], prior: CostProfile) -> FloatArra
     floor = 1e-3 * np.median(terms.seconds) / np.maximum([terms.attention.max(), terms.linear.max(), 1.0], 1e-30)
     rates = [c.ring_bytes_per_token / getattr(prior.bandwidth, name) for name in tiers]
     ring = [max(c.ring_hop_seconds, 1e-6), *(max(rate, 1e-15) for rate in rates)] if tiers else []
-    return np.concatenate([np.maximum(solution, floor), ring])
-
-
-def _ring_scales(tiers: int) -> list[FloatArray]:
-    """Starting points for the ring: a maximum has no slope on its hidden side, so start on both sides."""
-    compute = np.ones(3)
-    return [np.concatenate([compute, np.full(1 + tiers, s)]) for s in (1.0, 10.0, 100.0)] if tiers else [compute]
+    share = [_START_SHARE] if with_share else []
+    scales = (1.0, 10.0, 100.0) if tiers else (1.0,)
+    return [np.concatenate([np.maximum(solution, floor), scale * np.array(ring), share]) for scale in scales]
 
 
 def _robust_fit(terms: _Terms, tiers: Sequence[str], start: FloatArray) -> tuple[FloatArray, float]:
     """Bounded least squares on relative error, outliers counted linearly; (parameters, cost)."""
-    ring = slice(3, None)
+    ring = slice(3, 4 + len(tiers)) if tiers else slice(3, 3)
 
-    def residuals(scaled: FloatArray) -> FloatArray:
-        parameters = scaled * start
+    def residuals(parameters: FloatArray) -> FloatArray:
         error = terms.seconds_of(parameters, tiers) / terms.seconds - 1.0
-        return np.concatenate([error, PRIOR_WEIGHT * (scaled[ring] - 1.0)])
+        return np.concatenate([error, PRIOR_WEIGHT * (parameters[ring] / start[ring] - 1.0)])
 
-    lower = np.concatenate([np.zeros(3), np.full(len(start) - 3, 1e-3)])
+    lower, upper = np.zeros(len(start)), np.full(len(start), np.inf)
+    lower[ring] = 1e-3
+    upper[ring.stop :] = 1.0 / _START_SHARE
+    parameters = robust_least_squares(residuals, start, (lower * start, upper * start))
+    error = terms.seconds_of(parameters, tiers) / terms.seconds - 1.0
+    soft = 2.0 * (np.sqrt(1.0 + (error / OUTLIER_RELATIVE_ERROR) ** 2) - 1.0)
+    return parameters, float(soft.sum())
+
+
+def robust_least_squares(
+    relative_errors: Callable[[FloatArray], FloatArray], start: FloatArray, bounds: tuple[FloatArray, FloatArray]
+) -> FloatArray:
+    """Parameters within bounds whose relative errors are least squares, outliers counted linearly; `start` is > 0."""
     found = least_squares(
-        residuals,
+        lambda scaled: relative_errors(scaled * start),
         np.ones(len(start)),
-        bounds=(lower, np.inf),
+        bounds=(bounds[0] / start, bounds[1] / start),
         loss="soft_l1",
         f_scale=OUTLIER_RELATIVE_ERROR,
         x_scale="jac",
     )
-    parameters = np.asarray(found.x * start)
-    error = terms.seconds_of(parameters, tiers) / terms.seconds - 1.0
-    soft = 2.0 * (np.sqrt(1.0 + (error / OUTLIER_RELATIVE_ERROR) ** 2) - 1.0)
-    return parameters, float(soft.sum())
+    return np.asarray(found.x * start)
 
 
 def _with_parameters(prior: CostProfile, parameters: FloatArray, tiers: Sequence[str]) -> CostProfile:
@@ -245,11 +299,12 @@ def _with_parameters(prior: CostProfile, parameters: FloatArray, tiers: Sequence
         return replace(prior, coefficients=coefficients)
     rates = {
         name: prior.coefficients.ring_bytes_per_token / float(rate)
-        for name, rate in zip(tiers, parameters[4:], strict=True)
+        for name, rate in zip(tiers, parameters[4 : 4 + len(tiers)], strict=True)
     }
+    share = float(parameters[-1]) if len(parameters) > 4 + len(tiers) else 0.0
     return replace(
         prior,
-        coefficients=replace(coefficients, ring_hop_seconds=float(parameters[3])),
+        coefficients=replace(coefficients, ring_hop_seconds=float(parameters[3]), exposed_ring_share=share),
         bandwidth=Bandwidth(
             intra_node=rates.get("intra_node", prior.bandwidth.intra_node),
             inter_node=rates.get("inter_node", prior.bandwidth.inter_node),

@@ -3,7 +3,9 @@
 attention = sum_k alpha1 (1 + eta_k) length_k^2 / d
 linear    = sum_k alpha2 length_k / d + vision_k / d
 ring      = 0 if d = 1 else alpha3 * tokens * (d - 1) / d / bandwidth + ring_hop_seconds * (d - 1)
-T         = microbatch_seconds + linear + max(attention, ring)
+T         = microbatch_seconds + linear + max(attention, (1 - s) ring) + s ring,     s = exposed_ring_share
+
+Version 1 of the format has s = 0: attention may hide the whole ring. With s = 1 it hides nothing.
 """
 
 from __future__ import annotations
@@ -72,10 +74,21 @@ def group_seconds(
     """
     c = profile.coefficients
     d = np.asarray(degree, dtype=np.float64)
+    attention = np.asarray(attention_seconds) / d
+    ring = ring_seconds(profile, tokens=tokens, degree=d, crosses_nodes=crosses_nodes)
+    exposed = c.exposed_ring_share * ring
+    return np.asarray(
+        c.microbatch_seconds + np.asarray(linear_seconds) / d + np.maximum(attention, ring - exposed) + exposed,
+        dtype=np.float64,
+    )
+
+
+def ring_seconds(
+    profile: CostProfile, *, tokens: npt.ArrayLike, degree: npt.ArrayLike, crosses_nodes: npt.ArrayLike
+) -> FloatArray:
+    """Seconds of a pack's ring, hidden or not; 0 at degree 1. All arguments broadcast."""
+    c = profile.coefficients
+    d = np.asarray(degree, dtype=np.float64)
     bandwidth = np.where(crosses_nodes, profile.bandwidth.inter_node, profile.bandwidth.intra_node)
     hops = d - 1.0
-    ring = c.ring_bytes_per_token * np.asarray(tokens) * hops / d / bandwidth + c.ring_hop_seconds * hops
-    attention = np.asarray(attention_seconds) / d
-    return np.asarray(
-        c.microbatch_seconds + np.asarray(linear_seconds) / d + np.maximum(attention, ring), dtype=np.float64
-    )
+    return np.asarray(c.ring_bytes_per_token * np.asarray(tokens) * hops / d / bandwidth + c.ring_hop_seconds * hops)

@@ -1,11 +1,15 @@
-"""Cost profiles (contract `fcp-cost-profile/1`): the coefficients of the cost model, as YAML."""
+"""Cost profiles (contracts `fcp-cost-profile/1` and `/2`): the coefficients of the cost model, as YAML.
+
+Version 2 has one coefficient more, `exposed_ring_share`, and a block `common_ground`: what version 1 says of the same
+samples, for whatever compares under version 1. A profile that needs no version 2 is written as version 1.
+"""
 
 from __future__ import annotations
 
 import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +17,10 @@ import yaml
 
 from fcp_cli.errors import ProfileError
 
-FORMAT = "fcp-cost-profile/1"
+FORMAT_1 = "fcp-cost-profile/1"
+FORMAT_2 = "fcp-cost-profile/2"
 ORIGINS = ("measured", "fitted", "analytic", "assumed")
+_ONLY_VERSION_2 = {"exposed_ring_share"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +34,7 @@ class Coefficients:
     ring_hop_seconds: float = 0.0  # beta2, per hop
     vision_seconds_per_patch: float = 0.0
     vision_seconds_per_patch2: float = 0.0
+    exposed_ring_share: float = 0.0  # version 2: of a ring's seconds, hidden by nothing; at most 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,17 +61,44 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CommonGround:
+    """What version 1 of the model says where a profile is of version 2: fitted to the same samples."""
+
+    coefficients: Coefficients
+    bandwidth: Bandwidth
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CostProfile:
-    """One model on one cluster. `text` is the YAML it was read from, kept whole for the plan's metadata."""
+    """One model on one cluster.
+
+    Attributes:
+        common_ground: given exactly where a coefficient of version 2 is used.
+        text: the YAML it was read from, kept whole for the plan's metadata.
+    """
 
     model: str
     cluster: str
     origin: str
     coefficients: Coefficients
     bandwidth: Bandwidth
+    common_ground: CommonGround | None = None
     memory: Memory = field(default_factory=Memory)
     measurement: Mapping[str, Any] = field(default_factory=dict)
     text: str = field(default="", compare=False)
+
+    @property
+    def format(self) -> str:
+        """The contract that the profile's file follows."""
+        return FORMAT_1 if self.common_ground is None else FORMAT_2
+
+    def under_version_1(self) -> CostProfile:
+        """This profile, or its common ground: what strategies are compared under."""
+        if self.common_ground is None:
+            return self
+        ground = self.common_ground
+        profile = replace(self, coefficients=ground.coefficients, bandwidth=ground.bandwidth, common_ground=None)
+        return replace(profile, text=dump_cost_profile(profile))
 
 
 def load_cost_profile(path: Path) -> CostProfile:
@@ -88,9 +122,7 @@ def parse_cost_profile(text: str, *, name: str) -> CostProfile:
         document = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ProfileError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        found = document.get("format") if isinstance(document, dict) else type(document).__name__
-        raise ProfileError(f"{name} is not a cost profile: expected 'format: {FORMAT}', found {found!r}")
+    is_version_2 = _is_version_2(document, name)
     known = {
         "format",
         "model",
@@ -101,6 +133,10 @@ def parse_cost_profile(text: str, *, name: str) -> CostProfile:
         "memory",
         "measurement",
     }
+    if is_version_2:
+        known.add("common_ground")
+    elif "common_ground" in document:
+        raise ProfileError(f"{name}: the block common_ground belongs to version 2 (format: {FORMAT_2})")
     _reject_unknown(document, known, where=name, prefix="")
     if document.get("origin") not in ORIGINS:
         raise ProfileError(f"{name}: origin is {document.get('origin')!r}; it must be one of {', '.join(ORIGINS)}")
@@ -108,8 +144,8 @@ def parse_cost_profile(text: str, *, name: str) -> CostProfile:
         model=str(document.get("model", "unknown")),
         cluster=str(document.get("cluster", "unknown")),
         origin=document["origin"],
-        coefficients=_read_numbers(Coefficients, document, "coefficients", name),
-        bandwidth=_read_numbers(Bandwidth, document, "bandwidth_bytes_per_second", name, positive=True),
+        **_read_costs(document, name, version_2=is_version_2),
+        common_ground=_read_common_ground(document, name) if is_version_2 else None,
         memory=_read_numbers(Memory, document, "memory", name) if document.get("memory") else Memory(),
         measurement=document.get("measurement") or {},
         text=text,
@@ -119,17 +155,30 @@ def parse_cost_profile(text: str, *, name: str) -> CostProfile:
 def dump_cost_profile(profile: CostProfile) -> str:
     """The YAML of a profile, as `parse_cost_profile` reads it."""
     document: dict[str, Any] = {
-        "format": FORMAT,
+        "format": profile.format,
         "model": profile.model,
         "cluster": profile.cluster,
         "origin": profile.origin,
-        "coefficients": {f.name: getattr(profile.coefficients, f.name) for f in fields(Coefficients)},
-        "bandwidth_bytes_per_second": {f.name: getattr(profile.bandwidth, f.name) for f in fields(Bandwidth)},
-        "memory": {f.name: getattr(profile.memory, f.name) for f in fields(Memory)},
+        **_costs(profile, version_2=profile.common_ground is not None),
     }
+    if profile.common_ground is not None:
+        document["common_ground"] = _costs(profile.common_ground, version_2=False)
+    document["memory"] = _numbers(profile.memory)
     if profile.measurement:
         document["measurement"] = dict(profile.measurement)
     return yaml.dump(_inlined(document), Dumper=_Dumper, sort_keys=False, width=120)
+
+
+def _costs(holder: CostProfile | CommonGround, *, version_2: bool) -> dict[str, dict[str, float]]:
+    coefficients = _numbers(holder.coefficients)
+    if not version_2:
+        for name in _ONLY_VERSION_2:
+            del coefficients[name]
+    return {"coefficients": coefficients, "bandwidth_bytes_per_second": _numbers(holder.bandwidth)}
+
+
+def _numbers(block: Coefficients | Bandwidth | Memory) -> dict[str, float]:
+    return {f.name: getattr(block, f.name) for f in fields(block)}
 
 
 class _Inline(dict[str, Any]):
@@ -159,6 +208,40 @@ def _inlined(value: Any) -> Any:
     return value
 
 
+def _is_version_2(document: Any, name: str) -> bool:
+    found = document.get("format") if isinstance(document, dict) else type(document).__name__
+    if found in (FORMAT_1, FORMAT_2):
+        return bool(found == FORMAT_2)
+    if str(found).startswith(FORMAT_1.partition("/")[0] + "/"):
+        raise ProfileError(f"{name} is {found}; this fcp reads {FORMAT_1} and {FORMAT_2}")
+    raise ProfileError(f"{name} is not a cost profile: expected 'format: {FORMAT_1}' or {FORMAT_2}, found {found!r}")
+
+
+def _read_costs(document: Mapping[str, Any], name: str, *, version_2: bool, prefix: str = "") -> dict[str, Any]:
+    """The two blocks that price a pack, as keyword arguments."""
+    given = document.get("coefficients")
+    misplaced = sorted(_ONLY_VERSION_2 & given.keys()) if isinstance(given, dict) and not version_2 else []
+    if misplaced:
+        raise ProfileError(f"{name}: {prefix}coefficients.{misplaced[0]} belongs to version 2 (format: {FORMAT_2})")
+    coefficients = _read_numbers(Coefficients, document, "coefficients", name, prefix=prefix)
+    if coefficients.exposed_ring_share > 1:
+        share = coefficients.exposed_ring_share
+        raise ProfileError(f"{name}: coefficients.exposed_ring_share is {share}; it must be a share from 0 to 1")
+    bandwidth = "bandwidth_bytes_per_second"
+    return {
+        "coefficients": coefficients,
+        "bandwidth": _read_numbers(Bandwidth, document, bandwidth, name, positive=True, prefix=prefix),
+    }
+
+
+def _read_common_ground(document: Mapping[str, Any], name: str) -> CommonGround:
+    block = document.get("common_ground")
+    if not isinstance(block, dict):
+        raise ProfileError(f"{name}: the block common_ground is missing; {FORMAT_2} holds version 1's figures there")
+    _reject_unknown(block, {"coefficients", "bandwidth_bytes_per_second"}, where=name, prefix="common_ground.")
+    return CommonGround(**_read_costs(block, name, version_2=False, prefix="common_ground."))
+
+
 def _reject_unknown(mapping: Mapping[str, Any], known: set[str], *, where: str, prefix: str) -> None:
     for key in mapping:
         if key not in known:
@@ -167,19 +250,21 @@ def _reject_unknown(mapping: Mapping[str, Any], known: set[str], *, where: str, 
             raise ProfileError(f"{where}: unknown key {prefix}{key}{hint}")
 
 
-def _read_numbers(kind: Any, document: Mapping[str, Any], block: str, name: str, *, positive: bool = False) -> Any:
+def _read_numbers(
+    kind: Any, document: Mapping[str, Any], block: str, name: str, *, positive: bool = False, prefix: str = ""
+) -> Any:
     """Read a block of non-negative numbers into the dataclass `kind`."""
     values = document.get(block)
     if not isinstance(values, dict):
-        raise ProfileError(f"{name}: the block {block} is missing; 'fcp profile show' lists a whole profile")
-    _reject_unknown(values, {f.name for f in fields(kind)}, where=name, prefix=f"{block}.")
+        raise ProfileError(f"{name}: the block {prefix}{block} is missing; 'fcp profile show' lists a whole profile")
+    _reject_unknown(values, {f.name for f in fields(kind)}, where=name, prefix=f"{prefix}{block}.")
     numbers: dict[str, float] = {}
     for f in fields(kind):
         if f.name not in values:
             if f.default is not None and isinstance(f.default, float):
                 continue
-            raise ProfileError(f"{name}: {block}.{f.name} is missing")
-        numbers[f.name] = _number(values[f.name], where=f"{name}: {block}.{f.name}", positive=positive)
+            raise ProfileError(f"{name}: {prefix}{block}.{f.name} is missing")
+        numbers[f.name] = _number(values[f.name], where=f"{name}: {prefix}{block}.{f.name}", positive=positive)
     return kind(**numbers)
 
 

@@ -3,6 +3,7 @@
 Operations of a forward pass: 2 per matrix entry and token; causal attention 2 H D per layer and pair of tokens (half of
 the 4 H D of a full mask). A backward pass costs twice the matrices and, since it computes the scores again, 2.5 times
 the attention. Recomputing activations adds one more forward.
+A vision encoder attends without a mask, 4 h per block and pair of patches; frozen, it runs its forward alone.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from typing import Any
 
 from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile
 from fcp_cli.profiling.clusters import ClusterSpec
-from fcp_cli.profiling.memory import Parallelism, Precision, check_parallelism, estimate_memory
+from fcp_cli.profiling.memory import (
+    RESERVE_FRACTION,
+    Parallelism,
+    Precision,
+    check_parallelism,
+    estimate_memory,
+    vision_bytes_per_token,
+)
 from fcp_cli.profiling.models import ModelSpec
 
 MATRIX_PASSES = 3.0  # forward 1, backward 2
@@ -65,7 +73,7 @@ def analytic_profile(
     *,
     precision: Precision,
     parallelism: Parallelism,
-    reserve_fraction: float = 0.08,
+    reserve_fraction: float = RESERVE_FRACTION,
 ) -> CostProfile:
     """A cost profile of origin `analytic`; every assumption is written into its measurement block.
 
@@ -79,6 +87,7 @@ def analytic_profile(
     matrix_rate = cluster.peak_flops * cluster.linear_efficiency * devices
     attention_rate = cluster.peak_flops * cluster.attention_efficiency * devices
     matrix_passes, attention_passes = MATRIX_PASSES + recompute, ATTENTION_PASSES + recompute
+    vision_passes = (1.0, 1.0) if parallelism.freeze_vision else (matrix_passes, attention_passes)
     ring_bytes = ring_bytes_per_token(
         spec,
         kv_bytes=precision.activation_bytes,
@@ -95,8 +104,8 @@ def analytic_profile(
             ring_bytes_per_token=ring_bytes / devices,
             microbatch_seconds=cluster.microbatch_seconds,
             ring_hop_seconds=cluster.ring_hop_seconds,
-            vision_seconds_per_patch=matrix_passes * operations.vision_per_patch / matrix_rate,
-            vision_seconds_per_patch2=attention_passes * operations.vision_per_patch2 / attention_rate,
+            vision_seconds_per_patch=vision_passes[0] * operations.vision_per_patch / matrix_rate,
+            vision_seconds_per_patch2=vision_passes[1] * operations.vision_per_patch2 / attention_rate,
         ),
         bandwidth=Bandwidth(
             intra_node=cluster.intra_node_bytes_per_second,
@@ -121,6 +130,14 @@ def _assumptions(
     parallelism: Parallelism,
     reserve_fraction: float,
 ) -> dict[str, Any]:
+    vision = {}
+    if spec.vision is not None:
+        vision = {
+            "forward_operations_per_patch": operations.vision_per_patch,
+            "forward_operations_per_patch2": operations.vision_per_patch2,
+            "freeze_vision": parallelism.freeze_vision,
+            "vision_bytes_per_token": vision_bytes_per_token(spec, precision, parallelism),
+        }
     return {
         "method": "analytic: nothing was measured",
         "device": cluster.device,
@@ -129,6 +146,7 @@ def _assumptions(
         "attention_efficiency": cluster.attention_efficiency,
         "forward_operations_per_token": operations.linear_per_token,
         "forward_attention_operations_per_token2": operations.attention_per_token2,
+        **vision,
         "parameters": spec.parameters,
         "precision": precision.name,
         "ranks": parallelism.ranks,

@@ -16,11 +16,24 @@ from fcp_cli.errors import ProfileError
 from fcp_cli.profiling.analytic import analytic_profile
 from fcp_cli.profiling.clusters import load_cluster
 from fcp_cli.profiling.measure import fitted_points, points_of
-from fcp_cli.profiling.memory import PRECISIONS, Parallelism
+from fcp_cli.profiling.memory import (
+    PRECISIONS,
+    RESERVE_FRACTION,
+    Parallelism,
+    model_state,
+    precision_name,
+    vision_bytes_per_token,
+)
 from fcp_cli.profiling.models import ModelSpec, load_model
-from fcp_cli.profiling.samples import MeasuredPoint, SamplesFile, measured_points, undisturbed
+from fcp_cli.profiling.samples import MeasuredPoint, Point, SamplesFile, measured_points
+from fcp_cli.profiling.vision_fit import (
+    VisionFit,
+    fit_vision_samples,
+    measured_bytes_per_patch,
+    memory_readings,
+    with_vision,
+)
 
-RESERVE_FRACTION = 0.08
 _DIGITS = 6
 
 
@@ -35,10 +48,15 @@ class DegreeError:
     held_out_percent: float | None
 
 
-def profile_from_samples(samples: SamplesFile) -> CostProfile:
+def profile_from_samples(samples: SamplesFile, *, freeze_vision: bool = False) -> CostProfile:
     """Fit a cost profile; its measurement block tells hardware, versions, points and errors.
 
+    Args:
+        samples: of one measurement, which times a vision encoder both trained and frozen.
+        freeze_vision: the profile is for a job that does not train the encoder.
+
     Raises:
+        UsageError: `freeze_vision`, but the model has no encoder.
         ProfileError: too few points were observed, or the samples do not say on what.
     """
     header = samples.header
@@ -50,37 +68,73 @@ def profile_from_samples(samples: SamplesFile) -> CostProfile:
     silent = bool(header["emulate"])
     if fitted_points(samples) < LEAST_SAMPLES:
         raise ProfileError(
-            f"only {fitted_points(samples)} points were observed, and a fit needs at least {LEAST_SAMPLES}; run the "
-            "same command again to go on, with more --budget-minutes"
+            f"only {fitted_points(samples)} points were observed, and a fit needs at least {LEAST_SAMPLES}; missing: "
+            f"{_missing(samples)}; run the same command again to go on, with more --budget-minutes"
         )
-    fitted = [point.sample(silent=silent) for point in measured if not point.point.held_out]
-    fit = fit_profile(fitted, _prior(samples, spec))
+    fitted, held_out = (
+        [point.sample(silent=silent) for point in measured if point.point.held_out is kind] for kind in (False, True)
+    )
+    prior = _prior(samples, spec, freeze_vision)
+    fit = fit_profile(fitted, prior, held_out=held_out)
     predicted = predicted_seconds([point.sample(silent=silent) for point in measured], fit.profile)
-    bandwidth = fit.profile.bandwidth
-    if int(header["nodes"]) == 1 and header["cluster"] == "this-machine":  # there is nothing beyond this node
-        bandwidth = replace(bandwidth, inter_node=bandwidth.intra_node)
-    memory = _memory(samples, spec, environments[-1])
-    profile = replace(fit.profile, origin="measured", bandwidth=bandwidth, memory=memory)
+    vision = fit_vision_samples(samples, spec)
+    encoder = vision.get("frozen" if freeze_vision else "trained")
+    memory = _memory(samples, spec, environments[-1], prior, freeze_vision)
+    profile = replace(fit.profile, origin="measured", memory=memory)
+    if int(header["nodes"]) == 1 and header["cluster"] == "this-machine":
+        profile = _of_one_node(profile)
+    if encoder is not None:
+        profile = with_vision(profile, encoder.costs)
     measurement = {
         **_circumstances(samples, environments[-1]),
         **_errors(measured, predicted),
-        "assumed": [*fit.kept, *_assumed(samples, spec)],
-        "memory_readings": _memory_readings(samples, memory),
+        "held_out_error_percent_by_format": fit.held_out_percent,
+        "assumed": [*fit.kept, *_assumed(samples, spec, encoder)],
+        "memory_readings": _memory_readings(samples),
+        "vision_encoder": _vision_record(samples, vision, freeze_vision) if spec.vision is not None else None,
         "points": [_point_record(point, float(seconds)) for point, seconds in zip(measured, predicted, strict=True)],
     }
     profile = replace(profile, measurement=_rounded(measurement))
     return replace(profile, text=dump_cost_profile(profile))
 
 
-def _prior(samples: SamplesFile, spec: ModelSpec) -> CostProfile:
+def _vision_record(samples: SamplesFile, fits: Mapping[str, VisionFit], freeze_vision: bool) -> dict[str, Any]:
+    bytes_per_patch = measured_bytes_per_patch(samples)
+    return {
+        "freeze_vision": freeze_vision,
+        "blocks_measured": samples.header.get("vision_layers"),
+        **{name: fit.record() for name, fit in fits.items()},
+        "bytes_per_patch": bytes_per_patch,
+        "memory_readings": memory_readings(samples, bytes_per_patch) if bytes_per_patch else None,
+    }
+
+
+def _missing(samples: SamplesFile) -> str:
+    """The packs that were to be fitted and were not observed, cheapest first, as far as a fit needs them."""
+    seen = {line["point"] for line in samples.of_kind("observation")}
+    points = [point for point in points_of(samples.header) if not point.held_out and point.key not in seen]
+    named = [f"{'+'.join(map(str, point.lengths))} at degree {point.degree}" for point in points[:LEAST_SAMPLES]]
+    return ", ".join(named)
+
+
+def _of_one_node(profile: CostProfile) -> CostProfile:
+    """There is nothing beyond this node: what crosses nodes is what stays inside."""
+    ground = profile.common_ground
+    if ground is not None:
+        ground = replace(ground, bandwidth=replace(ground.bandwidth, inter_node=ground.bandwidth.intra_node))
+    bandwidth = replace(profile.bandwidth, inter_node=profile.bandwidth.intra_node)
+    return replace(profile, bandwidth=bandwidth, common_ground=ground)
+
+
+def _prior(samples: SamplesFile, spec: ModelSpec, freeze_vision: bool) -> CostProfile:
     """Figures for what the samples cannot tell: transfers between ranks where they were timed, else the cluster's."""
     header = samples.header
-    precision = PRECISIONS["fp32" if header["dtype"] == "float32" else "amp"]
+    precision = PRECISIONS[precision_name(header["dtype"])]
     prior = analytic_profile(
         spec,
         load_cluster(header["cluster"]),
         precision=precision,
-        parallelism=Parallelism(ranks=int(header["ranks"]), zero_stage=0),
+        parallelism=_parallelism(samples, freeze_vision),
     )
     tiers = {tier: _transfer_figures(samples, tier) for tier in ("intra_node", "inter_node")}
     latency, bandwidth = tiers["intra_node"] or (0.0, 0.0)
@@ -102,42 +156,71 @@ def _transfer_figures(samples: SamplesFile, tier: str) -> tuple[float, float] | 
             by_size.setdefault(int(line["bytes"]), []).extend(line["seconds"])
     if len(by_size) < 2:
         return None
-    seconds = np.array([max(undisturbed(values), 1e-9) for values in by_size.values()])
+    seconds = np.array([max(samples.summary(values), 1e-9) for values in by_size.values()])
     columns = np.stack([np.ones(len(seconds)), np.array(list(by_size), dtype=np.float64)], axis=1) / seconds[:, None]
     norms = np.linalg.norm(columns, axis=0)
     latency, per_byte = nnls(columns / norms, np.ones(len(seconds)))[0] / norms
     return float(latency), float(1.0 / max(per_byte, 1e-15))
 
 
-def _memory(samples: SamplesFile, spec: ModelSpec, environment: Mapping[str, Any]) -> Memory:
-    """Measured where the whole model ran; else from its figures."""
-    peaks = sorted((int(line["tokens"]), float(line["peak_bytes"])) for line in samples.of_kind("memory"))
-    steps = samples.of_kind("step")
-    estimate = _prior(samples, spec).memory
+def _parallelism(samples: SamplesFile, freeze_vision: bool) -> Parallelism:
+    return Parallelism(ranks=int(samples.header["ranks"]), zero_stage=0, freeze_vision=freeze_vision)
+
+
+def _memory(
+    samples: SamplesFile, spec: ModelSpec, environment: Mapping[str, Any], prior: CostProfile, freeze_vision: bool
+) -> Memory:
+    """Measured where the whole model ran, else from its figures; a visual token's bytes include its patches'."""
+    slope, steps = _bytes_per_token(samples), samples.of_kind("step")
     capacity = float(environment["device_memory_bytes"]) * (1 - RESERVE_FRACTION)
-    if len(peaks) < 2 or not steps or peaks[-1][1] <= peaks[0][1]:
-        return replace(estimate, capacity_bytes=capacity)
+    if slope is None or not steps:
+        return replace(prior.memory, capacity_bytes=capacity)
+    state = float(steps[-1]["state_bytes"])
+    if spec.vision is not None:
+        precision, parallelism = (
+            PRECISIONS[precision_name(samples.header["dtype"])],
+            _parallelism(samples, freeze_vision),
+        )
+        per_patch = measured_bytes_per_patch(samples)
+        if per_patch is None or freeze_vision:
+            slope += vision_bytes_per_token(spec, precision, parallelism)
+        else:
+            slope += spec.vision.merge_size**2 * per_patch
+        whole, text = (
+            model_state(one, precision, parallelism).total_bytes for one in (spec, replace(spec, vision=None))
+        )
+        state += whole - text
+    return Memory(bytes_per_token=slope, model_state_bytes=state, capacity_bytes=capacity)
+
+
+def _bytes_per_token(samples: SamplesFile) -> float | None:
+    """Of the language model, from peaks of growing packs; None where they were not read, or tell nothing."""
+    peaks = sorted((int(line["tokens"]), float(line["peak_bytes"])) for line in samples.of_kind("memory"))
+    if len(peaks) < 2 or peaks[-1][1] <= peaks[0][1]:
+        return None
     tokens, peak_bytes = np.array(peaks).T
-    slope = float(np.polyfit(tokens, peak_bytes, 1)[0])
-    return Memory(bytes_per_token=slope, model_state_bytes=float(steps[-1]["state_bytes"]), capacity_bytes=capacity)
+    return float(np.polyfit(tokens, peak_bytes, 1)[0])
 
 
-def _memory_readings(samples: SamplesFile, memory: Memory) -> list[dict[str, Any]]:
-    """Peak bytes of activations on one rank against what the profile says."""
+def _memory_readings(samples: SamplesFile) -> list[dict[str, Any]]:
+    """Peak bytes of the language model's activations on one rank against what is fitted to them."""
+    slope = _bytes_per_token(samples)
     return [
         {
             "tokens": line["tokens"],
             "peak_bytes": line["peak_bytes"],
-            "error_percent": 100.0 * (memory.bytes_per_token * line["tokens"] / max(line["peak_bytes"], 1.0) - 1.0),
+            "error_percent": slope and 100.0 * (slope * line["tokens"] / max(line["peak_bytes"], 1.0) - 1.0),
         }
         for line in samples.of_kind("memory")
     ]
 
 
-def _assumed(samples: SamplesFile, spec: ModelSpec) -> list[str]:
+def _assumed(samples: SamplesFile, spec: ModelSpec, encoder: VisionFit | None) -> list[str]:
     assumed = ["coefficients.ring_bytes_per_token: counted from the model's figures"]
-    if spec.vision is not None:
-        assumed.append("coefficients.vision_*: from the model's figures; only the language model was measured")
+    if spec.vision is not None and encoder is None:
+        assumed.append("coefficients.vision_*: from the model's figures; too few calls of the encoder were observed")
+    if spec.vision is not None and not samples.of_kind("vision_memory"):
+        assumed.append("memory of the vision encoder: from the model's figures")
     if len(samples.of_kind("memory")) < 2:
         assumed.append("memory.bytes_per_token, memory.model_state_bytes: from the model's figures")
     return assumed
@@ -160,11 +243,12 @@ def _circumstances(samples: SamplesFile, environment: Mapping[str, Any]) -> dict
         "degrees": list(header["degrees"]),
         "emulated": "degrees above 1: one rank, silent peers, no communication" if header["emulate"] else "none",
         "transfers": transfers,
-        "step_seconds": undisturbed(steps[-1]["seconds"]) if steps else None,
+        "left_out": [key for line in samples.of_kind("left_out")[-1:] for key in line["points"]] or None,
+        "step_seconds": samples.summary(steps[-1]["seconds"]) if steps else None,
     }
 
 
-def _errors(measured: Sequence[MeasuredPoint], predicted: Any) -> dict[str, Any]:
+def _errors(measured: Sequence[MeasuredPoint[Point]], predicted: Any) -> dict[str, Any]:
     degrees = errors_by_degree(measured, predicted)
     relative = np.array(predicted) / np.array([point.seconds for point in measured]) - 1.0
     held_out = np.array([point.point.held_out for point in measured])
@@ -175,7 +259,7 @@ def _errors(measured: Sequence[MeasuredPoint], predicted: Any) -> dict[str, Any]
     }
 
 
-def errors_by_degree(measured: Sequence[MeasuredPoint], predicted: Any) -> list[DegreeError]:
+def errors_by_degree(measured: Sequence[MeasuredPoint[Point]], predicted: Any) -> list[DegreeError]:
     """Errors of fitted and of held-out points, per degree."""
     found = []
     for degree in sorted({point.point.degree for point in measured}):
@@ -195,7 +279,7 @@ def errors_by_degree(measured: Sequence[MeasuredPoint], predicted: Any) -> list[
     return found
 
 
-def _point_record(point: MeasuredPoint, predicted: float) -> dict[str, Any]:
+def _point_record(point: MeasuredPoint[Point], predicted: float) -> dict[str, Any]:
     return {
         "lengths": list(point.point.lengths),
         "degree": point.point.degree,

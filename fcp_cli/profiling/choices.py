@@ -12,7 +12,7 @@ from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.launching.machine import find_machine
 from fcp_cli.profiling.analytic import analytic_profile
 from fcp_cli.profiling.clusters import ClusterSpec, host_memory_bytes, load_cluster
-from fcp_cli.profiling.measure import MeasureSettings, default_degrees, default_layers
+from fcp_cli.profiling.measure import MeasureSettings, default_degrees, default_layers, default_vision_layers
 from fcp_cli.profiling.memory import PRECISIONS, Parallelism, choose_zero_stage
 from fcp_cli.profiling.models import ModelSpec, load_model
 from fcp_cli.profiling.shipped import EXAMPLE_CLUSTER
@@ -34,6 +34,7 @@ class JobChoice:
     zero_stage: int | None
     recompute: bool
     precision: str
+    freeze_vision: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +53,7 @@ class MeasureChoice:
     layers: tuple[int, ...]
     budget_minutes: float | None
     samples: Path
+    freeze_vision: bool = False
 
 
 def computed_profile(model: str | None, cluster: str | None, job: JobChoice, origins: Origins) -> CostProfile:
@@ -74,7 +76,10 @@ def computed_profile(model: str | None, cluster: str | None, job: JobChoice, ori
         pipeline_parallel=job.pipeline_parallel,
         zero_stage=_zero_stage(spec, where, job, ranks, origins),
         recompute="full" if job.recompute else "none",
+        freeze_vision=job.freeze_vision,
     )
+    if spec.vision is not None and not job.freeze_vision:
+        origins.assume("vision encoder", "trained", "--freeze-vision leaves it as it is")
     origins.assume("precision", job.precision, "--precision sets it")
     efficiency = f"{where.linear_efficiency:.0%} of {where.peak_flops / 1e12:g} TFLOP/s, attention "
     origins.assume("efficiency", efficiency + f"{where.attention_efficiency:.0%}", f"as {where.name} says")
@@ -109,6 +114,8 @@ def choose_measurement(choice: MeasureChoice, origins: Origins) -> MeasureSettin
     on_cpu = kind == "cpu"
     spec = load_model(choice.model or (_CPU_MODEL if on_cpu else _MODEL))
     _assume(origins, "--model", choice.model, spec.name, "small enough for a CPU" if on_cpu else "--model sets it")
+    if choice.freeze_vision and spec.vision is None:
+        raise UsageError(f"--freeze-vision: {spec.name} has no vision encoder")
     device = None if on_cpu or choice.nodes > 1 else _device(kind)
     cluster = choice.cluster or ("this-machine" if on_cpu else _cluster_like(device))
     if not on_cpu:
@@ -116,6 +123,8 @@ def choose_measurement(choice: MeasureChoice, origins: Origins) -> MeasureSettin
     ranks = choice.ranks or units
     if choice.nodes == 1:
         _assume(origins, "--ranks", choice.ranks, ranks, "one per core" if on_cpu else "one per device")
+    if on_cpu and choice.nodes == 1 and ranks > units:
+        origins.assume("times", f"{ranks} ranks sharing {units} cores", "as a job of so many ranks here sees them")
     degrees = choice.degrees or default_degrees(ranks)
     if max(degrees) > ranks > 1:
         raise UsageError(f"--degrees {max(degrees)} needs as many ranks; {ranks} are measured (--ranks 1 emulates)")
@@ -128,6 +137,7 @@ def choose_measurement(choice: MeasureChoice, origins: Origins) -> MeasureSettin
     memory_bytes = host_memory_bytes() / ranks if on_cpu else load_cluster(cluster).memory_bytes
     if device is not None:
         memory_bytes = device.memory_bytes
+    layers = _layers(choice, spec) or default_layers(spec, device=kind, memory_bytes=memory_bytes)
     return MeasureSettings(
         model=choice.model or spec.name,
         cluster=cluster,
@@ -137,7 +147,8 @@ def choose_measurement(choice: MeasureChoice, origins: Origins) -> MeasureSettin
         max_length=max_length,
         device=kind,
         dtype=choice.dtype if choice.dtype != "auto" else "float32" if on_cpu else "bfloat16",
-        layers=_layers(choice, spec) or default_layers(spec, device=kind, memory_bytes=memory_bytes),
+        layers=layers,
+        vision_layers=default_vision_layers(spec, layers, device=kind),
         budget_seconds=60.0 * minutes,
         samples=choice.samples,
     )

@@ -100,6 +100,14 @@ class Figures:
             )
         )
 
+    def counts(self, key: str) -> tuple[int, ...]:
+        """A list of integers >= 0; empty where the figure is left out."""
+        wanted = "a list of integers >= 0"
+        value = self._read(
+            key, [], wanted, lambda given: isinstance(given, list) and all(type(n) is int and n >= 0 for n in given)
+        )
+        return tuple(value)
+
     def number(self, key: str, *, default: float | None = None, positive: bool = True) -> float:
         return float(
             self._read(

@@ -20,12 +20,13 @@ class Stopwatch:
 
     On an accelerator these are events on its stream. On a CPU the system tells how long the thread stood in the run
     queue (Linux: schedstat); without it the wall clock has to do. A result is never below the time that the thread
-    computed: clocks of different cores make the queue's time exceed the truth now and then.
+    computed: clocks of different cores make the queue's time exceed the truth now and then. Where the ranks themselves
+    share cores (`shares_cores`), waiting for a core is part of what a job sees, and the wall clock is what counts.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, shares_cores: bool = False) -> None:
         self._clock: Clock = clock_for(device)
-        self._on_cpu = device.type == "cpu"
+        self._leaves_waits_out = device.type == "cpu" and not shares_cores
 
     def measure(self, work: Callable[[], None]) -> float:
         """Run `work`; its seconds."""
@@ -33,7 +34,7 @@ class Stopwatch:
         begin = self._clock.mark()
         work()
         seconds = self._clock.seconds(begin, self._clock.mark())
-        if not self._on_cpu:
+        if not self._leaves_waits_out:
             return seconds
         return max(seconds - (run_queue_seconds() - waited), time.thread_time() - computed)
 
@@ -97,6 +98,11 @@ class PeakMemory:
                 if line.startswith("VmHWM:"):
                     return float(line.split()[1]) * 1024
         return None
+
+
+def num_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def ranks_on_this_host() -> int:

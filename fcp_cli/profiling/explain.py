@@ -21,6 +21,7 @@ MEANINGS = {
     "ring_bytes_per_token": "alpha3: K/V forward, K/V and dK/dV backward, all layers",
     "microbatch_seconds": "beta1: fixed cost of one micro-batch",
     "ring_hop_seconds": "beta2: fixed cost of one hop of a ring, all layers",
+    "exposed_ring_share": "of a ring's seconds, not hidden by attention (version 2 of the format)",
     "vision_seconds_per_patch": "vision encoder, per patch",
     "vision_seconds_per_patch2": "vision encoder's attention, per pair of patches of one image",
     "intra_node": "bytes per second in a ring inside a node",
@@ -63,13 +64,17 @@ def break_even_tokens(profile: CostProfile) -> float | None:
 
 
 def hidden_ring_tokens(profile: CostProfile, *, degree: int, tier: Tier) -> float | None:
-    """Length from which a single sequence's attention hides its ring: alpha1 L^2 / d = ring seconds of L tokens."""
+    """Length from which attention hides what may hide of a single sequence's ring; None where nothing may.
+
+    alpha1 L^2 / d = (1 - exposed share) * ring seconds of L tokens.
+    """
     c = profile.coefficients
-    if degree < 2 or not c.attention_seconds_per_token2:
+    if degree < 2 or not c.attention_seconds_per_token2 or c.exposed_ring_share == 1:
         return None
     bandwidth = profile.bandwidth.intra_node if tier == "intra_node" else profile.bandwidth.inter_node
-    per_token = c.ring_bytes_per_token * (degree - 1) / bandwidth
-    fixed = c.ring_hop_seconds * (degree - 1) * degree
+    hidden = 1 - c.exposed_ring_share
+    per_token = hidden * c.ring_bytes_per_token * (degree - 1) / bandwidth
+    fixed = hidden * c.ring_hop_seconds * (degree - 1) * degree
     a = c.attention_seconds_per_token2
     return (per_token + math.sqrt(per_token * per_token + 4 * a * fixed)) / (2 * a)
 

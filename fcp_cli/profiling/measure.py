@@ -22,9 +22,9 @@ from fcp_cli.cost.fitting import LEAST_SAMPLES
 from fcp_cli.errors import ProfileError
 from fcp_cli.launching.processes import kill_tree
 from fcp_cli.profiling.models import ModelSpec, load_model
-from fcp_cli.profiling.points import measurement_points
+from fcp_cli.profiling.points import measurement_points, vision_points
 from fcp_cli.profiling.request import Request
-from fcp_cli.profiling.samples import FORMAT, Point, SamplesFile, append_line, read_samples
+from fcp_cli.profiling.samples import FORMAT, Point, SamplesFile, VisionPoint, append_line, read_samples
 
 _POLL_SECONDS = 0.2
 # After its budget a worker still measures the step and memory; beyond this it hangs.
@@ -47,6 +47,7 @@ class MeasureSettings:
         layers: layer counts to measure with; see `Request`.
         budget_seconds: for observations, beside the start of the processes.
         samples: file that keeps what is measured.
+        vision_layers: block counts of the vision encoder to measure with; none where the model has none.
     """
 
     model: str
@@ -60,6 +61,7 @@ class MeasureSettings:
     layers: tuple[int, ...]
     budget_seconds: float
     samples: Path
+    vision_layers: tuple[int, ...] = ()
 
     @property
     def emulate(self) -> bool:
@@ -81,6 +83,7 @@ class MeasureSettings:
             "device": self.device,
             "dtype": self.dtype,
             "layers": list(self.layers),
+            **({"vision_layers": list(self.vision_layers)} if self.vision_layers else {}),
         }
 
 
@@ -95,6 +98,18 @@ def default_layers(spec: ModelSpec, *, device: str, memory_bytes: float) -> tupl
     if 16 * spec.text_parameters <= memory_bytes / 2:
         return (spec.num_layers,)
     return (1, 2) if device == "cpu" else (2, min(6, spec.num_layers))
+
+
+def default_vision_layers(spec: ModelSpec, layers: Sequence[int], *, device: str) -> tuple[int, ...]:
+    """The whole vision encoder where the whole language model is measured, else two counts; none without an encoder.
+
+    The deepstack mergers lie behind the first blocks, so that both counts have all of them.
+    """
+    if spec.vision is None:
+        return ()
+    least = max(1, len(spec.vision.deepstack_layers))
+    most = min(least + (1 if device == "cpu" else 4), spec.vision.depth)
+    return (spec.vision.depth,) if len(layers) == 1 or least == most else (least, most)
 
 
 def prepare_samples(settings: MeasureSettings, *, fresh: bool) -> bool:
@@ -173,6 +188,8 @@ def worker_request(settings: MeasureSettings) -> Request:
         device=settings.device,
         dtype=settings.dtype,
         emulate=settings.emulate,
+        vision_points=tuple(vision_points_of(settings.header())),
+        vision_layers=settings.vision_layers,
     )
 
 
@@ -235,3 +252,11 @@ def points_of(header: Mapping[str, Any]) -> list[Point]:
         *measurement_points(max_length, inside),
         *measurement_points(max_length, across, crosses_nodes=True),
     ]
+
+
+def vision_points_of(header: Mapping[str, Any]) -> list[VisionPoint]:
+    """The calls of the vision encoder of a measurement; none where there was none, or where it was not measured."""
+    if not header.get("vision_layers"):
+        return []
+    # A call runs as many patches as a pack has tokens at most; InternVL's tiles all have one size.
+    return vision_points(int(header["max_length"]), mixed=header["figures"]["vision"]["kind"] == "qwen3_vl")

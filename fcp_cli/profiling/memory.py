@@ -10,14 +10,21 @@ in fp32, gated MLP); a test counts them on real layers and finds the same bytes.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 from fcp_cli.cost.profile import Memory
 from fcp_cli.errors import UsageError
-from fcp_cli.profiling.models import ModelSpec
+from fcp_cli.profiling.models import ModelSpec, VisionSpec
+
+if TYPE_CHECKING:
+    from fcp_cli.profiling.samples import Point, VisionPoint
 
 Recompute = Literal["none", "full"]
+
+RESERVE_FRACTION = 0.08
+"""Of a device's memory, left to allocator, back ends, and whatever no figure counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +65,7 @@ class Parallelism:
         zero_stage: 0 keeps everything on every rank; 1 shards the optimizer over the ranks, 2 also gradients, 3 also
             weights.
         recompute: `full` keeps only each layer's input and runs its forward again in the backward.
+        freeze_vision: the vision encoder and what joins it to the language model are not trained.
     """
 
     ranks: int
@@ -65,6 +73,7 @@ class Parallelism:
     pipeline_parallel: int = 1
     zero_stage: int = 1
     recompute: Recompute = "none"
+    freeze_vision: bool = False
 
 
 def choose_zero_stage(
@@ -90,12 +99,15 @@ def check_parallelism(spec: ModelSpec, parallelism: Parallelism) -> None:
     """Reject a cut that the model does not allow.
 
     Raises:
-        UsageError: tensor parallelism that does not divide the heads, more pipeline stages than layers.
+        UsageError: tensor parallelism that does not divide the heads, more pipeline stages than layers, a frozen vision
+            encoder where there is none.
     """
     tensor, pipeline = parallelism.tensor_parallel, parallelism.pipeline_parallel
     for figure, value in (("num_heads", spec.num_heads), ("ffn_size", spec.ffn_size)):
         if value % tensor:
             raise UsageError(f"--tensor-parallel {tensor} does not divide {figure} {value} of {spec.name}")
+    if parallelism.freeze_vision and spec.vision is None:
+        raise UsageError(f"--freeze-vision: {spec.name} has no vision encoder")
     if pipeline > spec.num_layers:
         raise UsageError(f"--pipeline-parallel {pipeline} exceeds the {spec.num_layers} layers of {spec.name}")
 
@@ -117,6 +129,9 @@ class ModelState:
 def model_state(spec: ModelSpec, precision: Precision, parallelism: Parallelism) -> ModelState:
     """Weights, gradients and optimizer state on the fullest device: the pipeline stage with an embedding table."""
     parameters = device_parameters(spec, parallelism)
+    trained = parameters
+    if parallelism.freeze_vision:
+        trained = device_parameters(replace(spec, vision=None), parallelism)
     shards, stage = parallelism.ranks, parallelism.zero_stage
     gathered = 0.0
     if stage >= 3:
@@ -124,8 +139,8 @@ def model_state(spec: ModelSpec, precision: Precision, parallelism: Parallelism)
         gathered = 2 * largest * precision.weight_bytes + largest * precision.gradient_bytes
     return ModelState(
         weight_bytes=parameters * precision.weight_bytes / (shards if stage >= 3 else 1),
-        gradient_bytes=parameters * precision.gradient_bytes / (shards if stage >= 2 else 1),
-        optimizer_bytes=parameters * precision.optimizer_bytes / (shards if stage >= 1 else 1),
+        gradient_bytes=trained * precision.gradient_bytes / (shards if stage >= 2 else 1),
+        optimizer_bytes=trained * precision.optimizer_bytes / (shards if stage >= 1 else 1),
         gathered_bytes=gathered,
     )
 
@@ -160,8 +175,35 @@ def head_activation_bytes(spec: ModelSpec, precision: Precision) -> int:
     return (4 + r + t) * spec.hidden_size + 4 + (t + 12) * spec.vocab_size
 
 
+def patch_activation_bytes(vision: VisionSpec, precision: Precision) -> int:
+    """Bytes per patch that autograd keeps for one block of a vision encoder.
+
+    Two layer norms keep their inputs, outputs and two statistics; attention keeps queries, keys, values, its output and
+    the logarithm of the softmax sum; the MLP keeps two tensors of its width. Qwen3-VL rotates queries and keys in fp32
+    and keeps no more for it; InternViT scales both residual branches.
+    """
+    t, r = precision.activation_bytes, precision.residual_bytes
+    widths, extra = (11, 0) if vision.kind == "qwen3_vl" else (10, 4 * (r - t))
+    return (widths * t + extra) * vision.hidden_size + 2 * t * vision.ffn_size + 4 * vision.num_heads + 4 * r
+
+
+def vision_bytes_per_token(spec: ModelSpec, precision: Precision, parallelism: Parallelism) -> float:
+    """Bytes that the encoder keeps for a visual token, which is made of merge_size^2 patches; 0 where it is frozen.
+
+    The runtime shares a group's patches out evenly, so a rank encodes about as many as its share of visual tokens has.
+    """
+    vision = spec.vision
+    if vision is None or parallelism.freeze_vision:
+        return 0.0
+    block = patch_activation_bytes(vision, precision)
+    kept = vision.depth * block
+    if parallelism.recompute == "full":
+        kept = vision.depth * precision.residual_bytes * vision.hidden_size + block
+    return float(vision.merge_size**2 * kept)
+
+
 def token_bytes(spec: ModelSpec, precision: Precision, parallelism: Parallelism) -> float:
-    """Most activation bytes per token of a rank's shard, on its fullest device.
+    """Most activation bytes per token of a rank's shard, on its fullest device; of a vision model, a visual token's.
 
     Pipeline parallelism does not lower it: the first stage has a share 1/P of the layers and P micro-batches in flight.
     """
@@ -170,12 +212,43 @@ def token_bytes(spec: ModelSpec, precision: Precision, parallelism: Parallelism)
     if parallelism.recompute == "full":
         kept = spec.num_layers * precision.residual_bytes * spec.hidden_size + layer
     head = head_activation_bytes(spec, precision) if parallelism.pipeline_parallel == 1 else 0
-    return (kept + head + ring_buffer_bytes(spec, precision)) / parallelism.tensor_parallel
+    vision = vision_bytes_per_token(spec, precision, parallelism)
+    return (kept + head + vision + ring_buffer_bytes(spec, precision)) / parallelism.tensor_parallel
 
 
 def ring_buffer_bytes(spec: ModelSpec, precision: Precision) -> int:
     """Bytes per token of the ring's buffers: two for keys and values, two for their fp32 gradients."""
     return 2 * 2 * spec.num_kv_heads * spec.head_dim * (precision.activation_bytes + 4)
+
+
+def precision_name(dtype: str) -> str:
+    """What the bundled trainer and the profiler run for a type: fp32 weights, under autocast for bfloat16."""
+    return "fp32" if dtype == "float32" else "amp"
+
+
+def points_that_fit(
+    points: Sequence[Point], spec: ModelSpec, precision: Precision, *, device_bytes: float
+) -> tuple[Point, ...]:
+    """The points whose shard of a rank fits its memory beside the model, by the estimate; in their order.
+
+    Every rank leaves out the same: an allocation that fails on one of them would end them all.
+    """
+    memory = estimate_memory(spec, precision, Parallelism(ranks=1, zero_stage=0), device_bytes=device_bytes)
+    room = memory.tokens_per_rank() or 0
+    return tuple(point for point in points if -(-point.tokens // point.degree) <= room)
+
+
+def vision_points_that_fit(
+    points: Sequence[VisionPoint], spec: ModelSpec, precision: Precision, *, device_bytes: float
+) -> tuple[VisionPoint, ...]:
+    """The calls of the vision encoder whose activations fit a rank's memory beside the whole model, by the estimate."""
+    vision = spec.vision
+    if vision is None:
+        return ()
+    memory = estimate_memory(spec, precision, Parallelism(ranks=1, zero_stage=0), device_bytes=device_bytes)
+    room = memory.capacity_bytes - min(memory.model_state_bytes, memory.capacity_bytes / 2)
+    most_patches = room / (vision.depth * patch_activation_bytes(vision, precision))
+    return tuple(point for point in points if point.patches <= most_patches)
 
 
 def estimate_memory(
@@ -184,7 +257,7 @@ def estimate_memory(
     parallelism: Parallelism,
     *,
     device_bytes: float,
-    reserve_fraction: float = 0.08,
+    reserve_fraction: float = RESERVE_FRACTION,
 ) -> Memory:
     """The memory block of a cost profile; `reserve_fraction` of the device is left to allocator and back ends."""
     return Memory(

@@ -5,7 +5,6 @@ Symbols: h = hidden_size, H = num_heads, K = num_kv_heads, D = head_dim, f = ffn
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from fcp_cli.errors import ProfileError
 from fcp_cli.profiling.descriptions import Figures, find_shipped, read_yaml_mapping
+from fcp_cli.profiling.hf_config import read_hf_config
 
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "qwen3_vl", "internvl")
 VISION_KINDS = ("qwen3_vl", "internvit")
@@ -27,7 +27,8 @@ class VisionSpec:
         image_size: side in pixels of the square that the position table covers.
         merge_size: side of the square of patches that becomes one token.
         out_hidden_size: hidden size of the language model that it feeds.
-        num_deepstack: extra mergers that feed early layers of the language model.
+        deepstack_layers: blocks of the tower whose output, through a merger each, feeds early layers of the language
+            model; empty where there are none.
     """
 
     kind: str
@@ -40,7 +41,7 @@ class VisionSpec:
     merge_size: int
     image_size: int
     out_hidden_size: int
-    num_deepstack: int
+    deepstack_layers: tuple[int, ...] = ()
 
     @property
     def block_parameters(self) -> int:
@@ -64,7 +65,7 @@ class VisionSpec:
         if self.kind == "internvit":
             return 2 * merged + (merged + 1) * out + (out + 1) * out
         mlp = (merged + 1) * merged + (merged + 1) * out
-        return 2 * self.hidden_size + mlp + self.num_deepstack * (2 * merged + mlp)
+        return 2 * self.hidden_size + mlp + len(self.deepstack_layers) * (2 * merged + mlp)
 
     @property
     def parameters(self) -> int:
@@ -128,26 +129,6 @@ class ModelSpec:
     def parameters(self) -> int:
         return self.text_parameters + (self.vision.parameters if self.vision else 0)
 
-    def text_config(self) -> tuple[str, dict[str, Any]]:
-        """The language model as transformers knows it: (model type, configuration arguments).
-
-        Models with a vision tower give their language backbone: Qwen3 for Qwen3-VL, Qwen2 for InternVL.
-        """
-        model_type = {"qwen3_vl": "qwen3", "internvl": "qwen2"}.get(self.architecture, self.architecture)
-        arguments: dict[str, Any] = {
-            "num_hidden_layers": self.num_layers,
-            "hidden_size": self.hidden_size,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "intermediate_size": self.ffn_size,
-            "vocab_size": self.vocab_size,
-            "tie_word_embeddings": self.tied_embeddings,
-            "rope_theta": self.rope_theta,
-            "rms_norm_eps": self.norm_eps,
-        }
-        return model_type, arguments
-
 
 def load_model(name_or_path: str | Path) -> ModelSpec:
     """A shipped model by name or alias, or a description by path: YAML, config.json, or the folder that holds one.
@@ -171,63 +152,15 @@ def load_hf_config(path: Path) -> ModelSpec:
     Raises:
         ProfileError: unreadable, not a dense model of a known architecture, or contradictory figures.
     """
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ProfileError(f"cannot read the model configuration {path}: {reason}") from error
-    except ValueError as error:
-        raise ProfileError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise ProfileError(f"{path} is not a model configuration: expected a JSON object")
-    text = document.get("text_config") or document.get("llm_config") or document
-    architecture = _hf_architecture(document, text, where=str(path))
-    values = _hf_text_figures(document, text, where=str(path))
-    name = Path(document.get("_name_or_path") or path.resolve().parent.name).name or path.stem
+    read = read_hf_config(path)
     spec = _text_spec(
-        Figures(values, where=str(path)),
-        name=name,
-        architecture=architecture,
+        Figures(dict(read.figures), where=str(path)),
+        name=read.name,
+        architecture=read.architecture,
         sources={"text": str(path)},
     )
     _check(spec, where=str(path))
     return spec
-
-
-def _hf_architecture(document: Mapping[str, Any], text: Mapping[str, Any], *, where: str) -> str:
-    # A vision configuration is read for its language model only: its tower's shapes differ per family.
-    found = str(text.get("model_type", document.get("model_type")))
-    known = {"qwen3": "qwen3", "qwen3_vl_text": "qwen3", "qwen2": "qwen2", "llama": "llama", "mistral": "llama"}
-    if found not in known:
-        raise ProfileError(f"{where}: model_type is {found!r}; known: {', '.join(sorted(known))}")
-    return known[found]
-
-
-def _hf_text_figures(document: Mapping[str, Any], text: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
-    head_dim = text.get("head_dim")
-    if head_dim is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
-        if hidden % heads:
-            raise ProfileError(
-                f"{where}: head_dim is missing and hidden_size {hidden} is not divisible by num_attention_heads {heads}"
-            )
-        head_dim = hidden // heads
-    rope = text.get("rope_parameters") or {}
-    model_type = str(text.get("model_type", document.get("model_type")))
-    return {
-        "num_layers": text.get("num_hidden_layers"),
-        "hidden_size": hidden,
-        "num_heads": heads,
-        "num_kv_heads": text.get("num_key_value_heads", heads),
-        "head_dim": head_dim,
-        "ffn_size": text.get("intermediate_size"),
-        "vocab_size": text.get("vocab_size"),
-        "tied_embeddings": text.get("tie_word_embeddings", document.get("tie_word_embeddings", True)),
-        "qkv_bias": bool(text.get("attention_bias", False)) or model_type == "qwen2",
-        "qk_norm": model_type in {"qwen3", "qwen3_vl_text"},
-        "rope_theta": text.get("rope_theta") or rope.get("rope_theta") or 10_000.0,
-        "norm_eps": text.get("rms_norm_eps") or 1e-6,
-    }
 
 
 def _parse(document: dict[str, Any], *, where: str) -> ModelSpec:
@@ -299,8 +232,8 @@ def _text_spec(
 def _parse_vision(figures: Figures) -> VisionSpec:
     names = {f.name for f in fields(VisionSpec)}
     figures.reject_unknown(names)
-    numbers = {name: figures.count(name, least=0 if name == "num_deepstack" else 1) for name in names - {"kind"}}
-    return VisionSpec(kind=figures.text("kind"), **numbers)
+    numbers = {name: figures.count(name) for name in names - {"kind", "deepstack_layers"}}
+    return VisionSpec(kind=figures.text("kind"), deepstack_layers=figures.counts("deepstack_layers"), **numbers)
 
 
 def _check(spec: ModelSpec, *, where: str) -> None:
@@ -340,5 +273,8 @@ def _vision_complaints(spec: ModelSpec, vision: VisionSpec) -> list[tuple[bool, 
             vision.image_size % vision.patch_size != 0,
             f"vision.image_size {vision.image_size} is not a multiple of vision.patch_size {vision.patch_size}",
         ),
-        (vision.num_deepstack > vision.depth, f"vision.num_deepstack {vision.num_deepstack} exceeds vision.depth"),
+        (
+            any(layer >= vision.depth for layer in vision.deepstack_layers),
+            f"vision.deepstack_layers {list(vision.deepstack_layers)} has blocks beyond vision.depth {vision.depth}",
+        ),
     ]

@@ -1,4 +1,7 @@
-"""Which packs are measured: lengths in powers of two and packs of equal and mixed sequences, and others held out."""
+"""Which packs are measured: lengths in powers of two and packs of equal and mixed sequences, and others held out.
+
+Of a vision encoder: single parts of growing size, many parts of one size, and, held out, others between them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import random
 from collections.abc import Sequence
 
 from fcp_cli.errors import UsageError
-from fcp_cli.profiling.samples import Point
+from fcp_cli.profiling.samples import Point, VisionPoint
 
 LEAST_LENGTH = 64
 
@@ -72,3 +75,48 @@ def _random_packs(max_length: int, packs: int = 5) -> list[tuple[int, ...]]:
             room -= length
         found.append(tuple(lengths))
     return found
+
+
+LEAST_SIDE = 8
+MOST_PATCHES = 65_536  # the largest picture that Qwen3-VL's published settings leave as it is
+_FITTED_SIDES = (8, 16, 22, 32, 64, 128, 256)
+_HELD_OUT_SIDES = (12, 24, 44, 88, 176)
+
+
+def vision_points(max_patches: int, *, mixed: bool) -> list[VisionPoint]:
+    """Calls of a vision encoder, cheapest first: fitted and held-out ones, frozen (forward alone) and trained.
+
+    Sides are even, since two by two patches become a token in all families.
+
+    Args:
+        max_patches: of a call, all parts together.
+        mixed: whether parts of several sizes may share a call.
+    """
+    most = min(max_patches, MOST_PATCHES)
+    fitted = [*_single_parts(_FITTED_SIDES, most), *(_parts_of(side, most // share) for side, share in _FITTED_PACKS)]
+    held_out = [*_single_parts(_HELD_OUT_SIDES, most), *(_parts_of(side, most // share) for side, share in _HELD_PACKS)]
+    if mixed:
+        held_out += [sides for sides in _MIXTURES if sum(side * side for side in sides) <= most]
+    points = [
+        VisionPoint(sides=sides, trained=trained, held_out=is_held_out)
+        for trained in (False, True)
+        for group, is_held_out in ((fitted, False), (held_out, True))
+        for sides in dict.fromkeys(group)
+        if sides
+    ]
+    return sorted(points, key=lambda point: (point.work, point.key))
+
+
+_FITTED_PACKS = ((8, 1), (8, 4), (16, 1), (16, 2), (32, 1))
+_HELD_PACKS = ((12, 1), (24, 1), (12, 3))
+_MIXTURES = ((8, 12, 16), (8, 8, 24, 12), (32, 16, 16, 8, 8), (64, 24, 24, 44), (128, 64, 32, 32, 16))
+
+
+def _single_parts(sides: Sequence[int], most_patches: int) -> list[tuple[int, ...]]:
+    return [(side,) for side in sides if side * side <= most_patches]
+
+
+def _parts_of(side: int, patches: int) -> tuple[int, ...]:
+    """As many parts of this side as have so many patches together; none where not even two fit."""
+    number = patches // (side * side)
+    return (side,) * number if number > 1 else ()

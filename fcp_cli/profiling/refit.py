@@ -8,9 +8,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from fcp_cli.cost.fitting import Sample, fit_profile, mean_absolute_percentage, predicted_seconds
+from fcp_cli.cost.fitting import Sample, error_percent, fit_profile
 from fcp_cli.cost.profile import CostProfile, dump_cost_profile, parse_cost_profile
 from fcp_cli.errors import ProfileError
 from fcp_cli.plan.metadata import PlanMetadata
@@ -123,9 +121,10 @@ def refit(runs: Sequence[RunSamples], *, before: CostProfile | None = None) -> R
     samples = [sample for run in runs for sample in run.samples]
     fitted = [sample for i, sample in enumerate(samples) if i % HOLD_OUT_EVERY != HOLD_OUT_EVERY - 1]
     held_out = samples[HOLD_OUT_EVERY - 1 :: HOLD_OUT_EVERY]
-    fit = fit_profile(fitted, before)
+    fit = fit_profile(fitted, before, held_out=held_out)
     errors = {
-        name: (_error(part, before), _error(part, fit.profile)) for name, part in (("f", fitted), ("h", held_out))
+        name: (error_percent(part, before), error_percent(part, fit.profile))
+        for name, part in (("f", fitted), ("h", held_out))
     }
     measurement = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -135,6 +134,7 @@ def refit(runs: Sequence[RunSamples], *, before: CostProfile | None = None) -> R
         "micro_batches_held_out": len(held_out),
         "held_out_error_before_percent": round(errors["h"][0], 3),
         "held_out_error_percent": round(errors["h"][1], 3),
+        "held_out_error_percent_by_format": {name: round(error, 3) for name, error in fit.held_out_percent.items()},
         "kept": list(fit.kept),
     }
     profile = replace(fit.profile, origin="fitted", measurement=measurement)
@@ -149,11 +149,6 @@ def refit(runs: Sequence[RunSamples], *, before: CostProfile | None = None) -> R
         held_out_after_percent=errors["h"][1],
         kept=fit.kept,
     )
-
-
-def _error(samples: Sequence[Sample], profile: CostProfile) -> float:
-    measured = np.array([sample.seconds for sample in samples])
-    return mean_absolute_percentage(predicted_seconds(samples, profile) / measured - 1.0)
 
 
 def _run_record(run: RunSamples) -> dict[str, Any]:

@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
-from fcp_cli.profiling.samples import Point
+from fcp_cli.profiling.samples import P, Point, VisionPoint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +24,8 @@ class Request:
         device: `auto`, `cpu`, `cuda` or `npu`.
         dtype: `float32`, or `bfloat16` for fp32 weights under autocast, as the bundled trainer runs.
         emulate: one rank stands for a member of every ring; its peers are silent.
+        vision_points: calls of the vision encoder to measure; none where the model has none.
+        vision_layers: block counts of it, as `layers`.
     """
 
     model: str
@@ -34,6 +36,8 @@ class Request:
     device: str = "auto"
     dtype: str = "float32"
     emulate: bool = False
+    vision_points: tuple[VisionPoint, ...] = ()
+    vision_layers: tuple[int, ...] = ()
 
     def write(self, path: Path) -> None:
         document: dict[str, Any] = {**asdict(self), "samples": str(self.samples)}
@@ -44,25 +48,33 @@ def read_request(path: Path) -> Request:
     """Read what `Request.write` wrote."""
     document: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     points = tuple(Point(**{**point, "lengths": tuple(point["lengths"])}) for point in document["points"])
+    vision = tuple(VisionPoint(**{**point, "sides": tuple(point["sides"])}) for point in document["vision_points"])
     return Request(
         **{
             **document,
             "points": points,
             "layers": tuple(document["layers"]),
+            "vision_points": vision,
+            "vision_layers": tuple(document["vision_layers"]),
             "samples": Path(document["samples"]),
         }
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
+class Task(Generic[P]):
     """One point with one layer count."""
 
-    point: Point
+    point: P
     layers: int
 
+    @property
+    def work(self) -> float:
+        """In no unit: grows with the time a task takes."""
+        return self.layers * self.point.work
 
-class Schedule:
+
+class Schedule(Generic[P]):
     """Which task is observed next, so that a budget is spent where it tells most.
 
     Every task once, cheapest first; then those observed least whose observations still lie apart. A task whose
@@ -73,8 +85,8 @@ class Schedule:
     MOST_REPEATS = 24
     TIGHT_SPREAD = 0.01
 
-    def __init__(self, points: Sequence[Point], layers: Sequence[int]) -> None:
-        self.tasks = [Task(point=point, layers=count) for point in points for count in layers]
+    def __init__(self, points: Sequence[P], layers: Sequence[int]) -> None:
+        self.tasks: list[Task[P]] = [Task(point=point, layers=count) for point in points for count in layers]
         self.seconds: list[list[float]] = [[] for _ in self.tasks]
         self._rounds = [0] * len(self.tasks)
 
@@ -106,8 +118,8 @@ class Schedule:
     def _estimate(self, position: int) -> float:
         if self.seconds[position]:
             return min(self.seconds[position])
-        work = _work(self.tasks[position])
-        known = [(_work(self.tasks[other]), min(s)) for other, s in enumerate(self.seconds) if s]
+        work = self.tasks[position].work
+        known = [(self.tasks[other].work, min(s)) for other, s in enumerate(self.seconds) if s]
         if not known:
             return 0.0
         nearest_work, nearest_seconds = min(known, key=lambda pair: abs(pair[0] - work))
@@ -118,9 +130,3 @@ def _spread(seconds: Sequence[float]) -> float:
     ordered = sorted(seconds)
     low, middle = ordered[len(ordered) // 4], ordered[len(ordered) // 2]
     return (middle - low) / low
-
-
-def _work(task: Task) -> float:
-    """In no unit: grows with the time a task takes."""
-    lengths = task.point.lengths
-    return task.layers * (sum(length * length for length in lengths) + 2048 * sum(lengths)) / task.point.degree

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -38,17 +39,57 @@ class Point:
     def tokens(self) -> int:
         return sum(self.lengths)
 
+    @property
+    def work(self) -> float:
+        """In no unit: grows with the time that a layer takes."""
+        return (sum(length * length for length in self.lengths) + 2048 * self.tokens) / self.degree
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MeasuredPoint:
-    """All observations of a point: its seconds are their lowest decile, which load from elsewhere hardly moves."""
+class VisionPoint:
+    """A call of the vision encoder to be measured: square parts of so many patches along a side.
 
-    point: Point
+    `trained` runs a backward, too; a frozen encoder has none.
+    """
+
+    sides: tuple[int, ...]
+    trained: bool
+    held_out: bool = False
+
+    @property
+    def key(self) -> str:
+        """Names the point in the samples file."""
+        parts = (f"{side}x{len(list(alike))}" for side, alike in groupby(self.sides))
+        return f"vision {'trained' if self.trained else 'frozen'}:{'+'.join(parts)}"
+
+    @property
+    def part_patches(self) -> tuple[int, ...]:
+        return tuple(side * side for side in self.sides)
+
+    @property
+    def patches(self) -> int:
+        return sum(self.part_patches)
+
+    @property
+    def work(self) -> float:
+        """In no unit: grows with the time that a layer takes."""
+        forward = sum(patches * patches for patches in self.part_patches) + 2048 * self.patches
+        return float((3 if self.trained else 1) * forward)
+
+
+P = TypeVar("P", Point, VisionPoint)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredPoint(Generic[P]):
+    """All observations of a point: its seconds are what `SamplesFile.summary` makes of them."""
+
+    point: P
     seconds: float
     spread: float  # (median - lowest decile) / lowest decile
     repeats: int
 
-    def sample(self, *, silent: bool = False) -> Sample:
+    def sample(self: MeasuredPoint[Point], *, silent: bool = False) -> Sample:
         return Sample(
             lengths=self.point.lengths,
             degree=self.point.degree,
@@ -72,6 +113,18 @@ class SamplesFile:
     def finished(self) -> bool:
         ends = [line["kind"] for line in self.lines if line.get("kind") in ("finished", "resumed")]
         return bool(ends) and ends[-1] == "finished"
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether the ranks shared CPU cores while they were measured."""
+        return any(line.get("shares_cores") for line in self.of_kind("environment"))
+
+    def summary(self, seconds: Sequence[float]) -> float:
+        """One figure for repeated observations: their lowest decile, since other load only ever adds.
+
+        Where the ranks are each other's load they take turns, and the median is what a job sees.
+        """
+        return float(np.quantile(np.asarray(seconds), 0.5 if self.shares_cores else 0.1))
 
     def seconds_by_point(self, layers: int) -> dict[str, list[float]]:
         """Observed seconds of each point with so many layers."""
@@ -114,8 +167,8 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
 
 
 def measured_points(
-    samples: SamplesFile, points: Iterable[Point], *, layers: Sequence[int], model_layers: int
-) -> list[MeasuredPoint]:
+    samples: SamplesFile, points: Iterable[P], *, layers: Sequence[int], model_layers: int
+) -> list[MeasuredPoint[P]]:
     """The points that were observed, for the whole model.
 
     With two layer counts a < b the model's remaining layers are added at the difference's slope:
@@ -126,13 +179,8 @@ def measured_points(
     for point in points:
         seconds = [table.get(point.key, []) for table in observed]
         if all(seconds):
-            found.append(_summary(point, seconds, layers, model_layers))
+            found.append(_measured(samples, point, seconds, layers, model_layers))
     return found
-
-
-def undisturbed(seconds: Sequence[float]) -> float:
-    """The lowest decile of repeated observations: other load only ever adds."""
-    return float(np.quantile(np.asarray(seconds), 0.1))
 
 
 def spread(seconds: Sequence[float]) -> float:
@@ -141,13 +189,13 @@ def spread(seconds: Sequence[float]) -> float:
     return float((middle - low) / low)
 
 
-def _summary(
-    point: Point, seconds: Sequence[Sequence[float]], layers: Sequence[int], model_layers: int
-) -> MeasuredPoint:
-    lows = [undisturbed(values) for values in seconds]
-    total = lows[0]
+def _measured(
+    samples: SamplesFile, point: P, seconds: Sequence[Sequence[float]], layers: Sequence[int], model_layers: int
+) -> MeasuredPoint[P]:
+    each = [samples.summary(values) for values in seconds]
+    total = each[0]
     if len(layers) == 2:
-        total += (model_layers - layers[0]) * (lows[1] - lows[0]) / (layers[1] - layers[0])
+        total += (model_layers - layers[0]) * (each[1] - each[0]) / (layers[1] - layers[0])
     return MeasuredPoint(
         point=point,
         seconds=total,

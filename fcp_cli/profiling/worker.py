@@ -11,8 +11,9 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,15 @@ from fcp_cli.profiling.device import (
     clocks,
     device_memory_bytes,
     device_name,
+    num_cores,
     ranks_on_this_host,
 )
+from fcp_cli.profiling.memory import PRECISIONS, points_that_fit, precision_name, vision_points_that_fit
 from fcp_cli.profiling.models import load_model
+from fcp_cli.profiling.points import LEAST_SIDE
 from fcp_cli.profiling.request import Request, Schedule, Task, read_request
-from fcp_cli.profiling.samples import append_line, read_samples
+from fcp_cli.profiling.samples import P, Point, VisionPoint, append_line, read_samples
+from fcp_cli.profiling.vision_workload import VisionWorkload, build_encoder
 from fcp_cli.profiling.workload import SilentTransport, Workload, build_model, groups_of
 from fcp_cli.runtime.gradients import PlainSync
 from fcp_cli.runtime.transport import ProcessTransport, Transport
@@ -39,6 +44,7 @@ from fcp_cli.runtime.world import ProcessWorld, join_process_group, local_device
 _TRANSFER_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
 _TRANSFER_REPEATS = 12
 _STEP_REPEATS = 5
+_VISION_BUDGET_SHARE = 0.4  # of the observations of a vision model
 
 
 def main(argv: list[str]) -> None:
@@ -63,15 +69,32 @@ class Measurement:
         self.device = device
         self.world = ProcessWorld()
         self.ranks_per_node = ranks_on_this_host()
-        self.deadline = 0.0
         self.launcher = os.getppid()
-        self.stopwatch = Stopwatch(device)
+        self.shares_cores = device.type == "cpu" and self.ranks_per_node > num_cores()
+        self.stopwatch = Stopwatch(device, shares_cores=self.shares_cores)
         self.transport: Transport = SilentTransport() if request.emulate else ProcessTransport.create(device)
         self.spec = load_model(request.model)
         self.workload = Workload(
             build_model(self.spec, max(request.layers), device), device, request.dtype, self.transport
         )
-        self.schedule = Schedule(request.points, request.layers)
+        self.points = points_that_fit(
+            request.points,
+            replace(self.spec, num_layers=max(request.layers)),
+            PRECISIONS[precision_name(request.dtype)],
+            device_bytes=device_memory_bytes(device, ranks_on_host=self.ranks_per_node),
+        )
+        self.schedule = Schedule(self.points, request.layers)
+        self.vision: VisionWorkload | None = None
+        self.vision_schedule: Schedule[VisionPoint] = Schedule((), ())
+        if request.vision_points:
+            self._prepare_vision()
+
+    def _prepare_vision(self) -> None:
+        blocks, precision = max(self.request.vision_layers), PRECISIONS[precision_name(self.request.dtype)]
+        self.vision = VisionWorkload(build_encoder(self.spec, blocks, self.device), self.device, self.request.dtype)
+        device_bytes = device_memory_bytes(self.device, ranks_on_host=self.ranks_per_node)
+        points = vision_points_that_fit(self.request.vision_points, self.spec, precision, device_bytes=device_bytes)
+        self.vision_schedule = Schedule(points, self.request.vision_layers)
 
     @property
     def is_first(self) -> bool:
@@ -80,13 +103,25 @@ class Measurement:
     def run(self) -> None:
         self._resume()
         self._write(kind="environment", **self._environment())
+        asked = [*(point.key for point in self.request.points), *(point.key for point in self.request.vision_points)]
+        kept = {task.point.key for task in self.schedule.tasks} | {
+            task.point.key for task in self.vision_schedule.tasks
+        }
+        left_out = [key for key in asked if key not in kept]
+        if left_out:
+            self._write(kind="left_out", points=left_out, reason="more memory than a rank has")
         if self.world.size > 1 and not self.request.emulate:
             self._transfers()
         self._warm_up()
-        self._observations()
+        for_vision = _VISION_BUDGET_SHARE if self.vision else 0.0
+        self._observations(self.schedule, self._observe, (1 - for_vision) * self.request.budget_seconds)
+        if self.vision:
+            self._observations(self.vision_schedule, self._observe_vision, for_vision * self.request.budget_seconds)
         self._step()
         if max(self.request.layers) == self.spec.num_layers:
             self._memory()
+            if self.vision:
+                self._vision_memory(self.vision)
         self._write(kind="finished", at=_now())
 
     def _write(self, **line: Any) -> None:
@@ -95,13 +130,12 @@ class Measurement:
 
     def _resume(self) -> None:
         samples = read_samples(self.request.samples)
-        self.schedule.resume(
-            {
-                (layers, key): seconds
-                for layers in self.request.layers
-                for key, seconds in samples.seconds_by_point(layers).items()
-            }
-        )
+        counts = {*self.request.layers, *self.request.vision_layers}
+        observed = {
+            (layers, key): seconds for layers in counts for key, seconds in samples.seconds_by_point(layers).items()
+        }
+        self.schedule.resume(observed)
+        self.vision_schedule.resume(observed)
 
     def _environment(self) -> dict[str, Any]:
         import transformers
@@ -112,7 +146,8 @@ class Measurement:
             "device_name": device_name(self.device),
             "ranks": self.world.size,
             "ranks_per_node": self.ranks_per_node,
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "cores": num_cores(),
+            "shares_cores": self.shares_cores,
             "device_memory_bytes": device_memory_bytes(self.device, ranks_on_host=self.ranks_per_node),
             "clocks": clocks(self.device),
             "dtype": self.request.dtype,
@@ -153,51 +188,69 @@ class Measurement:
 
     def _warm_up(self) -> None:
         """The first call of every kernel and degree pays for what later ones do not."""
-        for degree in {point.degree for point in self.request.points}:
-            cheapest = next(point for point in self.request.points if point.degree == degree)
+        for degree in {point.degree for point in self.points}:
+            cheapest = next(point for point in self.points if point.degree == degree)
             for _ in range(2):
                 self._observe(Task(point=cheapest, layers=max(self.request.layers)))
+        for task in self.vision_schedule.tasks[:2]:
+            self._observe_vision(task)
 
-    def _observations(self) -> None:
-        self.deadline = time.monotonic() + self.request.budget_seconds
-        while (position := self._agree_on_next()) is not None:
-            task = self.schedule.tasks[position]
-            seconds = self._observe(task)
-            self.schedule.add(position, seconds)
+    def _observations(
+        self, schedule: Schedule[P], observe: Callable[[Task[P]], list[float]], budget_seconds: float
+    ) -> None:
+        deadline = time.monotonic() + budget_seconds
+        while (position := self._agree_on_next(schedule, deadline)) is not None:
+            task = schedule.tasks[position]
+            seconds = observe(task)
+            schedule.add(position, seconds)
             self._write(kind="observation", point=task.point.key, layers=task.layers, seconds=seconds)
 
-    def _agree_on_next(self) -> int | None:
+    def _agree_on_next(self, schedule: Schedule[P], deadline: float) -> int | None:
         if os.getppid() != self.launcher:  # torchrun was killed: nobody would ever end this process
             raise SystemExit("the launcher is gone")
         choice = torch.tensor([-1], dtype=torch.int64)
         if self.is_first:
-            position = self.schedule.next(self.deadline - time.monotonic())
+            position = schedule.next(deadline - time.monotonic())
             choice[0] = -1 if position is None else position
         self.world.broadcast(choice)
         return None if int(choice) < 0 else int(choice)
 
-    def _observe(self, task: Task) -> list[float]:
+    def _observe(self, task: Task[Point]) -> list[float]:
         """Seconds of each group that ran the point: of the member that was disturbed least.
 
         Members end together, so one that another had to wait for shows the work itself, and the others show waiting.
+        Where ranks share cores they take turns, and what counts is from the first start to the last end; ranks that are
+        left over run the pack among themselves, so that no core is lent.
         """
         self.workload.set_layers(task.layers)
         if self.request.emulate:
             return [max(self._emulated_members(task))]
         groups = groups_of(task.point, world=self.world.size, ranks_per_node=self.ranks_per_node)
-        mine = next((group for group in groups if self.world.rank in group), None)
+        left_over = tuple(sorted(set(range(self.world.size)).difference(*groups))) if self.shares_cores else ()
+        mine = next((group for group in (*groups, left_over) if self.world.rank in group), None)
         work = (
             None if mine is None else self.workload.micro_batch(task.point.lengths, mine, mine.index(self.world.rank))
         )
         dist.barrier()
         everyone = self._gather(self.stopwatch.measure(work) if work else 0.0)
+        if self.shares_cores:
+            return [max(everyone[rank] for group in groups for rank in group)]
         return [min(everyone[rank] for rank in group) for group in groups]
 
-    def _emulated_members(self, task: Task) -> Iterator[float]:
+    def _emulated_members(self, task: Task[Point]) -> Iterator[float]:
         degree = task.point.degree
         for index in {0, degree - 1}:
             work = self.workload.micro_batch(task.point.lengths, range(degree), index)
             yield self.stopwatch.measure(work)
+
+    def _observe_vision(self, task: Task[VisionPoint]) -> list[float]:
+        """Seconds of every rank, all of which run the same parts: an encoder's ranks do not wait for each other."""
+        assert self.vision is not None
+        self.vision.set_blocks(task.layers)
+        work = self.vision.call(task.point)
+        dist.barrier()
+        everyone = self._gather(self.stopwatch.measure(work))
+        return [max(everyone)] if self.shares_cores else everyone
 
     def _step(self) -> None:
         """What a step costs beside its micro-batches: gradients summed over ranks, clipped, and AdamW."""
@@ -213,8 +266,9 @@ class Measurement:
         seconds = []
         for _ in range(_STEP_REPEATS):
             dist.barrier()
-            seconds.append(min(self._gather(self.stopwatch.measure(work))))
-        self._write(kind="step", layers=max(self.request.layers), seconds=seconds, state_bytes=_state_bytes(optimizer))
+            everyone = self._gather(self.stopwatch.measure(work))
+            seconds.append(max(everyone) if self.shares_cores else min(everyone))
+        self._write(kind="step", layers=max(self.request.layers), seconds=seconds, state_bytes=state_bytes(optimizer))
 
     def _memory(self) -> None:
         """Peak bytes of growing packs on one rank; the largest is the longest that was observed at degree 1."""
@@ -226,14 +280,31 @@ class Measurement:
         self.workload.set_layers(max(self.request.layers))
         longest = self._agree_on_longest(max(observed, default=512))
         for tokens in (longest // 4, longest // 2, longest):
-            _release_freed_memory()
-            peak = PeakMemory(self.device)
-            peak.reset()
-            before = peak.peak_bytes()
-            self.workload.micro_batch((tokens,), (self.world.rank,), 0)()
-            after = peak.peak_bytes()
-            if before is not None and after is not None:
-                self._write(kind="memory", tokens=tokens, peak_bytes=after - before)
+            self._peak(self.workload.micro_batch((tokens,), (self.world.rank,), 0), kind="memory", tokens=tokens)
+
+    def _vision_memory(self, vision: VisionWorkload) -> None:
+        """Peak bytes of growing numbers of parts of one size, up to the largest call that was observed."""
+        observed = [
+            task.point.patches
+            for task, seconds in zip(self.vision_schedule.tasks, self.vision_schedule.seconds, strict=True)
+            if seconds and task.point.trained
+        ]
+        vision.set_blocks(max(self.request.vision_layers))
+        most = self._agree_on_longest(max(observed, default=8 * LEAST_SIDE**2)) // LEAST_SIDE**2
+        for parts in (most // 4, most // 2, most):
+            point = VisionPoint(sides=(LEAST_SIDE,) * parts, trained=True)
+            self._peak(vision.call(point), kind="vision_memory", patches=point.patches)
+
+    def _peak(self, work: Callable[[], None], **line: Any) -> None:
+        """Write down by how much a piece of work raises this rank's peak."""
+        _release_freed_memory()
+        peak = PeakMemory(self.device)
+        peak.reset()
+        before = peak.peak_bytes()
+        work()
+        after = peak.peak_bytes()
+        if before is not None and after is not None:
+            self._write(**line, peak_bytes=after - before)
 
     def _agree_on_longest(self, longest: int) -> int:
         value = torch.tensor([longest], dtype=torch.int64)
@@ -241,7 +312,7 @@ class Measurement:
         return int(value)
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Weights, gradients and optimizer state, counted tensor by tensor."""
     total = 0
     for group in optimizer.param_groups:

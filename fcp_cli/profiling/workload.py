@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fcp_cli.profiling.hf_config import text_config
 from fcp_cli.profiling.models import ModelSpec
 from fcp_cli.profiling.samples import Point
 from fcp_cli.runtime.integrations.transformers import prepare
@@ -23,7 +24,7 @@ def build_model(spec: ModelSpec, layers: int, device: torch.device) -> nn.Module
     """The model's transformers class with random fp32 weights and `layers` layers, its attention the runtime's."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model_type, figures = spec.text_config()
+    model_type, figures = text_config(spec)
     config = AutoConfig.for_model(model_type, **{**figures, "num_hidden_layers": layers})
     config.use_cache = False
     with device:
@@ -70,7 +71,7 @@ class Workload:
     def __init__(self, model: nn.Module, device: torch.device, dtype: str, transport: Transport) -> None:
         self.model = model
         self.device = device
-        self._autocast = _autocast(device, dtype)
+        self._autocast = autocast_for(device, dtype)
         self._transport = transport
         self._vocabulary = int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
         self._batch = lru_cache(maxsize=64)(self._make_batch)
@@ -126,7 +127,8 @@ def groups_of(point: Point, *, world: int, ranks_per_node: int) -> list[tuple[in
     ]
 
 
-def _autocast(device: torch.device, dtype: str) -> Callable[[], AbstractContextManager[Any]]:
+def autocast_for(device: torch.device, dtype: str) -> Callable[[], AbstractContextManager[Any]]:
+    """What a forward runs under: nothing for float32, else bfloat16 autocast."""
     if dtype == "float32":
         return nullcontext
     return lambda: torch.autocast(device.type, dtype=torch.bfloat16)

@@ -11,15 +11,19 @@ from fcp_cli.errors import UsageError
 from fcp_cli.profiling.analytic import analytic_profile, forward_operations, ring_bytes_per_token
 from fcp_cli.profiling.clusters import load_cluster
 from fcp_cli.profiling.descriptions import shipped_names
+from fcp_cli.profiling.hf_config import text_config, whole_config
 from fcp_cli.profiling.memory import (
     PRECISIONS,
     Parallelism,
     choose_zero_stage,
     layer_activation_bytes,
     model_state,
+    patch_activation_bytes,
+    points_that_fit,
     token_bytes,
 )
-from fcp_cli.profiling.models import load_model
+from fcp_cli.profiling.models import VisionSpec, load_model
+from fcp_cli.profiling.samples import Point
 from fcp_cli.profiling.shipped import shipped_profile
 
 
@@ -101,6 +105,58 @@ def test_vision_work_is_counted_by_patch_and_by_pair_of_patches() -> None:
     assert with_vision.vision_seconds_per_patch2 == pytest.approx(3.5 * 4 * 27 * 1152 / 160e12)
 
 
+def test_a_frozen_encoder_has_no_backward_no_gradients_and_keeps_nothing() -> None:
+    trained, frozen = _profile("qwen3-vl-8b"), _profile("qwen3-vl-8b", freeze_vision=True)
+    vision = load_model("qwen3-vl-8b").vision
+    assert vision is not None
+    ratio = frozen.coefficients.vision_seconds_per_patch / trained.coefficients.vision_seconds_per_patch
+    assert ratio == pytest.approx(1 / 3)
+    ratio = frozen.coefficients.vision_seconds_per_patch2 / trained.coefficients.vision_seconds_per_patch2
+    assert ratio == pytest.approx(1 / 3.5)
+    saved = trained.memory.model_state_bytes - frozen.memory.model_state_bytes
+    assert saved == pytest.approx((4 + 12 / 64) * vision.parameters)  # gradients, and the rank's share of the optimizer
+    kept = trained.memory.bytes_per_token - frozen.memory.bytes_per_token
+    assert kept == 4 * vision.depth * patch_activation_bytes(vision, PRECISIONS["bf16"])
+    assert frozen.coefficients.linear_seconds_per_token == trained.coefficients.linear_seconds_per_token
+
+
+def test_a_model_without_an_encoder_cannot_freeze_it() -> None:
+    with pytest.raises(UsageError, match="--freeze-vision: qwen3-8b has no vision encoder"):
+        _profile("qwen3-8b", freeze_vision=True)
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "amp"])
+@pytest.mark.parametrize("name", ["qwen3-vl-8b", "internvl3-8b"])
+def test_encoder_activations_are_those_that_autograd_keeps(name: str, precision: str) -> None:
+    vision = load_model(name).vision
+    assert vision is not None
+    small = replace(vision, hidden_size=64, ffn_size=96, num_heads=4, deepstack_layers=())
+    one, two = (_kept_bytes_per_patch(name, replace(small, depth=depth), precision) for depth in (1, 2))
+    # A class token among 1,024 patches, and autocast's copies of biases, do not grow with them.
+    assert two - one == pytest.approx(patch_activation_bytes(small, PRECISIONS[precision]), rel=2e-3)
+
+
+def _kept_bytes_per_patch(name: str, vision: VisionSpec, precision: str) -> float:
+    """Bytes of distinct storages that autograd saved in an encoder's forward, parameters left out."""
+    import torch
+    from transformers import AutoConfig, AutoModel
+
+    model_type, figures = whole_config(replace(load_model(name), vision=vision, num_layers=1))
+    config = AutoConfig.for_model(model_type, **figures).vision_config
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    encoder = AutoModel.from_config(config).to(dtype)  # type: ignore[no-untyped-call]
+    if vision.kind == "qwen3_vl":
+        pixels, arguments = torch.zeros(1024, 3 * 2 * 16 * 16), {"grid_thw": torch.tensor([[1, 32, 32]])}
+    else:
+        pixels, arguments = torch.zeros(1, 3, 448, 448), {}
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "amp")
+    with _KeptStorages(encoder) as kept, autocast:
+        encoder(pixels.to(dtype), **arguments)
+    copies = 2 * vision.block_parameters if precision == "amp" else 0
+    return (kept.num_bytes - copies) / 1024
+
+
 def test_an_analytic_profile_is_a_cost_profile() -> None:
     profile = _profile("internvl3-8b")
     assert parse_cost_profile(dump_cost_profile(profile), name="x") == profile
@@ -144,28 +200,47 @@ def _kept_bytes_per_token(name: str, precision: str, layers: int, tokens: int = 
     from fcp_cli.runtime.ring import Ring, current_ring
 
     spec = replace(load_model(name), num_layers=layers, **_SMALL)
-    model_type, figures = spec.text_config()
+    model_type, figures = text_config(spec)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     config = AutoConfig.for_model(model_type, **figures)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     prepare(model)
-    kept: dict[int, Any] = {}
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-
-    def keep(tensor: Any) -> Any:
-        if tensor.untyped_storage().data_ptr() not in own:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
     ids = torch.zeros(1, tokens, dtype=torch.int64)
     autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "amp")
     current_ring.set(Ring(layout=shard_layout((tokens,), 1)))
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast:
+    with _KeptStorages(model) as kept, autocast:
         model.model(input_ids=ids, position_ids=torch.arange(tokens)[None])
     current_ring.set(None)
     # Autocast keeps bf16 copies of the matrices besides; they do not grow with the tokens.
     copies = 2 * layers * spec.layer_matrix_parameters if precision == "amp" else 0
-    return float(sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) - copies) / tokens
+    return (kept.num_bytes - copies) / tokens
+
+
+class _KeptStorages:
+    """Counts the distinct storages that autograd saves, those of the model's parameters left out."""
+
+    def __init__(self, model: Any) -> None:
+        import torch
+
+        self._own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        self._kept: dict[int, Any] = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
+
+    def _keep(self, tensor: Any) -> Any:
+        if tensor.untyped_storage().data_ptr() not in self._own:
+            self._kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._kept.values())
+
+    def __enter__(self) -> _KeptStorages:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._hooks.__exit__(*raised)
 
 
 def test_the_token_budget_falls_with_the_state_and_the_activations() -> None:
@@ -173,3 +248,12 @@ def test_the_token_budget_falls_with_the_state_and_the_activations() -> None:
     per_token = token_bytes(spec, PRECISIONS["bf16"], Parallelism(ranks=64))
     budget = _profile(zero_stage=2).memory.tokens_per_rank()
     assert budget == int((64e9 * 0.92 - (2 + 16 / 64) * spec.parameters) / per_token)
+
+
+def test_points_that_need_more_memory_than_a_rank_has_are_left_out() -> None:
+    spec, precision = load_model("qwen3-8b"), PRECISIONS["amp"]
+    points = [Point(lengths=(tokens,), degree=degree) for tokens in (8192, 131_072) for degree in (1, 8)]
+    few_layers = replace(spec, num_layers=6)
+    kept = points_that_fit(points, few_layers, precision, device_bytes=141e9)
+    assert [(point.tokens, point.degree) for point in kept] == [(8192, 1), (8192, 8), (131_072, 8)]
+    assert points_that_fit(points, few_layers, precision, device_bytes=1e9) == ()

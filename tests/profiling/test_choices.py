@@ -51,6 +51,13 @@ def test_a_cpu_measures_the_tiny_model_on_a_rank_per_core(on: Any) -> None:
     assert origins.assumed["--model"] == "qwen3-tiny (small enough for a CPU)"
 
 
+def test_more_ranks_than_cores_are_said_to_share_them(on: Any) -> None:
+    on("cpu", 0)
+    origins = Origins()
+    choose_measurement(replace(NOTHING_SAID, ranks=6), origins)
+    assert origins.assumed["times"] == "6 ranks sharing 4 cores (as a job of so many ranks here sees them)"
+
+
 def test_one_accelerator_emulates_degrees_and_takes_bandwidths_from_its_like(on: Any) -> None:
     on("cuda", 1, "NVIDIA H200", 141e9)
     origins = Origins()

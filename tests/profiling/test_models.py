@@ -11,6 +11,7 @@ import yaml
 from fcp_cli.errors import ProfileError
 from fcp_cli.files import shipped
 from fcp_cli.profiling.descriptions import shipped_names
+from fcp_cli.profiling.hf_config import text_config, whole_config
 from fcp_cli.profiling.models import ModelSpec, VisionSpec, load_hf_config, load_model
 
 # Published sizes in 1e9 parameters: language model, vision encoder with what joins it to the language model.
@@ -44,8 +45,8 @@ def test_the_intern_vision_encoder_has_its_published_size() -> None:
     assert vision.encoder_parameters / 1e9 == pytest.approx(0.304, abs=5e-4)
 
 
-def test_the_twelve_models_and_the_tiny_one_are_shipped() -> None:
-    assert set(shipped_names("model")) == {*SIZES, "qwen3-tiny"}
+def test_the_twelve_models_and_the_tiny_ones_are_shipped() -> None:
+    assert set(shipped_names("model")) == {*SIZES, "qwen3-tiny", "qwen3-vl-tiny"}
 
 
 @pytest.mark.parametrize("name", shipped_names("model"))
@@ -168,7 +169,29 @@ def test_the_transformers_class_has_as_many_parameters(name: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     spec = load_model(name)
-    model_type, figures = spec.text_config()
+    model_type, figures = text_config(spec)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **figures))  # type: ignore[no-untyped-call]
     assert sum(parameter.numel() for parameter in model.parameters()) == spec.text_parameters
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("name", [name for name in shipped_names("model") if load_model(name).vision])
+def test_the_whole_vision_model_has_as_many_parameters(name: str) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    spec = load_model(name)
+    model_type, figures = whole_config(spec)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(model_type, **figures))  # type: ignore[no-untyped-call]
+    assert sum(parameter.numel() for parameter in model.parameters()) == spec.parameters
+
+
+def test_deepstack_beyond_the_tower_is_rejected(tmp_path: Path) -> None:
+    document = yaml.safe_load((shipped("profiles") / "models" / "qwen3-vl-8b.yaml").read_text())
+    document["vision"]["deepstack_layers"] = [8, 27]
+    path = tmp_path / "model.yaml"
+    path.write_text(yaml.safe_dump(document))
+    with pytest.raises(ProfileError, match=r"deepstack_layers \[8, 27\] has blocks beyond vision.depth 27"):
+        load_model(path)

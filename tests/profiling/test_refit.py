@@ -103,9 +103,6 @@ def test_a_refit_finds_what_the_run_really_took(tmp_path: Path) -> None:
     assert result.num_fitted + result.num_held_out == 2 * 19
     assert result.held_out_before_percent > 40
     assert result.held_out_after_percent < 1
-    found = result.profile.coefficients
-    assert found.attention_seconds_per_token2 == pytest.approx(3e-8, rel=0.05)
-    assert found.linear_seconds_per_token == pytest.approx(5e-5, rel=0.05)
     assert result.profile.origin == "fitted"
     assert result.profile.measurement["runs"][0]["micro_batches"] == 38
 
@@ -131,12 +128,6 @@ def test_a_run_too_short_to_warm_up_says_so(tmp_path: Path) -> None:
     metrics, _ = write_run(tmp_path, steps=1)
     with pytest.raises(ProfileError, match=r"no steps beyond the first 1 of each start; lower --skip-steps"):
         samples_of_run(metrics, plan=None, skip_steps=1)
-
-
-def test_too_few_micro_batches_say_what_is_missing(tmp_path: Path) -> None:
-    metrics, _ = write_run(tmp_path, steps=3)
-    with pytest.raises(ProfileError, match=r"4 samples are too few: a fit needs at least 5"):
-        refit([samples_of_run(metrics, plan=None, skip_steps=1)])
 
 
 def test_a_file_that_is_no_metrics_is_rejected(tmp_path: Path) -> None:

@@ -32,6 +32,13 @@ def test_observations_of_a_point_become_their_lowest_decile(tmp_path: Path) -> N
     assert found.sample().degree == 2
 
 
+def test_ranks_that_share_cores_take_turns_and_their_median_counts(tmp_path: Path) -> None:
+    environment = {"kind": "environment", "shares_cores": True}
+    path = _file(tmp_path, environment, _observation(POINT, 2, 1.0, 2.0, 2.2), _observation(POINT, 2, 2.4, 9.0))
+    (found,) = measured_points(read_samples(path), [POINT], layers=(2,), model_layers=2)
+    assert found.seconds == 2.2
+
+
 def test_two_layer_counts_are_extrapolated_to_the_whole_model(tmp_path: Path) -> None:
     path = _file(tmp_path, _observation(POINT, 2, 1.0), _observation(POINT, 6, 2.0))
     (found,) = measured_points(read_samples(path), [POINT], layers=(2, 6), model_layers=36)

@@ -73,3 +73,32 @@ def test_a_stopwatch_shows_the_time_that_was_computed() -> None:
 
     seconds = Stopwatch(torch.device("cpu")).measure(work)
     assert seconds >= computed > 0
+
+
+class FakeClock:
+    """Shows what it is set to."""
+
+    now = 0.0
+
+    def mark(self) -> float:
+        return self.now
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+@pytest.mark.parametrize(("shares_cores", "seconds"), [(True, 50.0), (False, 20.0)])
+def test_waiting_for_a_core_counts_only_where_ranks_share_cores(
+    shares_cores: bool, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fcp_cli.profiling import device
+
+    clock, waited = FakeClock(), [0.0]
+    monkeypatch.setattr(device, "clock_for", lambda _: clock)
+    monkeypatch.setattr(device, "run_queue_seconds", lambda: waited[0])
+
+    def work() -> None:
+        clock.now += 50.0
+        waited[0] += 30.0  # of these another process had the core
+
+    assert device.Stopwatch(torch.device("cpu"), shares_cores=shares_cores).measure(work) == seconds

@@ -1,0 +1,75 @@
+"""Fits what a vision encoder costs to measured calls of it, on relative error and robust to outliers.
+
+    seconds = beta + a * sum over parts of patches + b * sum over parts of patches^2
+
+A part is what the encoder attends within: an image, a pair of frames, a tile. beta is what a call costs whatever it is
+given, which every micro-batch of a vision model pays once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import nnls
+
+from fcp_cli.cost.fitting import LEAST_SAMPLES, robust_least_squares
+from fcp_cli.errors import ProfileError
+from fcp_cli.manifest.table import FloatArray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisionSample:
+    """One measured call: the patches of each part, and the seconds of forward, or forward and backward."""
+
+    part_patches: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisionCosts:
+    """Coefficients of a call; see the module."""
+
+    call_seconds: float
+    seconds_per_patch: float
+    seconds_per_patch2: float
+
+    def predicted_seconds(self, samples: Sequence[VisionSample]) -> FloatArray:
+        """[samples]"""
+        coefficients = np.array([self.call_seconds, self.seconds_per_patch, self.seconds_per_patch2])
+        return np.asarray(_columns(samples) @ coefficients)
+
+
+def fit_vision(samples: Sequence[VisionSample]) -> VisionCosts:
+    """Non-negative least squares, then a robust fit from there; no coefficient is ever negative.
+
+    Raises:
+        ProfileError: too few samples, or parts too alike in size to tell the coefficients apart.
+    """
+    if len(samples) < LEAST_SAMPLES:
+        raise ProfileError(f"{len(samples)} measurements of the vision encoder are too few: at least {LEAST_SAMPLES}")
+    columns, seconds = _columns(samples), np.array([sample.seconds for sample in samples])
+    relative = columns / seconds[:, None]
+    norms = np.linalg.norm(relative, axis=0)
+    if np.linalg.matrix_rank(relative / norms, tol=1e-6) < 3:
+        raise ProfileError("the vision encoder was measured with parts of too few sizes; at least three are needed")
+    solution = nnls(relative / norms, np.ones(len(seconds)))[0] / norms
+    # A coefficient at zero starts at a small share of the time, so that the robust fit can move it.
+    start = np.maximum(solution, 1e-3 * np.median(seconds) / columns.max(axis=0))
+
+    def relative_errors(parameters: FloatArray) -> FloatArray:
+        return np.asarray(columns @ parameters / seconds - 1.0)
+
+    bounds = np.zeros(3), np.full(3, np.inf)
+    call, per_patch, per_patch2 = robust_least_squares(relative_errors, start, bounds).tolist()
+    return VisionCosts(call_seconds=call, seconds_per_patch=per_patch, seconds_per_patch2=per_patch2)
+
+
+def _columns(samples: Sequence[VisionSample]) -> FloatArray:
+    """[samples, 3] what each coefficient is multiplied with."""
+    rows = [
+        (1.0, float(sum(sample.part_patches)), float(sum(patches * patches for patches in sample.part_patches)))
+        for sample in samples
+    ]
+    return np.array(rows)

@@ -1,0 +1,113 @@
+"""The vision encoder that is timed: a real model's blocks and projector on made-up pixels, called as in training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fcp_cli.profiling.hf_config import whole_config
+from fcp_cli.profiling.models import ModelSpec
+from fcp_cli.profiling.samples import VisionPoint
+from fcp_cli.profiling.workload import autocast_for
+from fcp_cli.runtime.exchange import route
+from fcp_cli.runtime.integrations.transformers import encode_visuals
+from fcp_cli.runtime.visuals import VisualPart, VisualShard
+
+
+def build_encoder(spec: ModelSpec, blocks: int, device: torch.device) -> nn.Module:
+    """The base model of a vision-language model with so many blocks of its encoder, and next to no language model.
+
+    Random fp32 weights. Deepstack mergers stay as many as they are, behind the first blocks.
+    """
+    from transformers import AutoConfig, AutoModel
+
+    assert spec.vision is not None
+    vision = replace(spec.vision, depth=blocks, deepstack_layers=tuple(range(len(spec.vision.deepstack_layers))))
+    # No layer of the language model and a vocabulary of two placeholders and as many words: they are never run.
+    model_type, figures = whole_config(replace(spec, vision=vision, num_layers=1, vocab_size=4, ffn_size=8))
+    figures["text_config"]["num_hidden_layers"] = 0
+    with device:
+        model = AutoModel.from_config(AutoConfig.for_model(model_type, **figures), dtype=torch.float32)  # type: ignore[no-untyped-call]
+    trained: nn.Module = model.train()
+    return trained
+
+
+class VisionWorkload:
+    """Runs one call of the encoder, as `encode_visuals` of the runtime makes it in every micro-batch.
+
+    Args:
+        model: as `build_encoder` makes it.
+        device: where it lives.
+        dtype: `bfloat16` runs under autocast, as the bundled trainer does.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, dtype: str) -> None:
+        self.model = model
+        self._device = device
+        self._autocast = autocast_for(device, dtype)
+        self._shard = lru_cache(maxsize=4)(self._make_shard)
+        self._blocks = {
+            name: module
+            for name, module in model.named_modules()
+            if name in ("visual.blocks", "vision_tower.encoder.layer")
+        }
+
+    def set_blocks(self, blocks: int) -> None:
+        """Run only the first so many blocks."""
+        for name, layers in self._blocks.items():
+            self.model.get_submodule(name.rpartition(".")[0]).register_module(name.rpartition(".")[2], layers[:blocks])
+
+    @property
+    def encoder(self) -> nn.Module:
+        """What a trained encoder trains: everything but the language model."""
+        return nn.ModuleList([part for name, part in self.model.named_children() if name != "language_model"])
+
+    def call(self, point: VisionPoint) -> Callable[[], None]:
+        """Forward, and backward where the point is a trained one; to be called. Gradients add up as in training."""
+        shard = self._shard(point.sides)
+
+        def run() -> None:
+            with torch.set_grad_enabled(point.trained), self._autocast():
+                embeddings = encode_visuals(self.model, shard)
+            if point.trained:
+                torch.autograd.backward(embeddings, torch.ones_like(embeddings))
+
+        return run
+
+    def _make_shard(self, sides: tuple[int, ...]) -> VisualShard:
+        parts = tuple(
+            VisualPart(
+                kind="image",
+                start_token=0,
+                num_tokens=side * side // 4,
+                work=1.0,
+                grid=(side, side),
+                pixels=lambda: torch.empty(0),  # drawn below, on the device
+            )
+            for side in sides
+        )
+        nobody = np.zeros(0, dtype=np.int64)
+        return VisualShard(
+            parts=parts,
+            pixels=self._pixels(sides),
+            kinds=(),
+            route=route(nobody, nobody, ranks=(0,), index=0),
+        )
+
+    def _pixels(self, sides: tuple[int, ...]) -> torch.Tensor:
+        config: Any = self.model.config
+        vision = config.vision_config
+        draw = torch.Generator(self._device).manual_seed(sum(sides))
+        if config.model_type == "internvl":
+            pixels = sides[0] * vision.patch_size[0]
+            shape: tuple[int, ...] = (len(sides), vision.num_channels, pixels, pixels)
+        else:
+            values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+            shape = (sum(side * side for side in sides), values)
+        return torch.randn(shape, generator=draw, device=self._device)
