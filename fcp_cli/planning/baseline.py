@@ -18,9 +18,9 @@ from fcp_cli.planning.published.static import StaticSolver, best_static, spread_
 _MOST_STEPS = 256
 
 
-def baseline_steps(steps: int) -> list[int]:
+def baseline_steps(steps: int, *, first_step: int = 0) -> list[int]:
     """The steps of a plan that `static_speedup` is asked about: all, or evenly spaced ones."""
-    return spread_steps(steps, _MOST_STEPS)
+    return [first_step + step for step in spread_steps(steps, _MOST_STEPS)]
 
 
 def static_speedup(

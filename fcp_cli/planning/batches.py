@@ -16,8 +16,9 @@ import numpy as np
 from fcp_cli.cost.model import sequence_work
 from fcp_cli.errors import ManifestError, OverlongError
 from fcp_cli.manifest.table import IntArray, LengthTable
-from fcp_cli.plan.metadata import OverlongReport, steps_per_epoch
+from fcp_cli.plan.metadata import Continuation, OverlongReport, steps_per_epoch
 from fcp_cli.planning.problem import Batch, Problem
+from fcp_cli.words import counted
 
 LastBatch = Literal["keep", "drop"]
 OverlongPolicy = Literal["error", "drop", "truncate"]
@@ -57,11 +58,14 @@ class GlobalBatches:
         table: the manifest, lengths already truncated under `overlong: truncate`.
         overlong: what was done about overlong sequences.
         rows: [n] manifest rows that take part.
+        continues: what went before the first batch; None: nothing.
 
     Raises:
         OverlongError: under `overlong: error`, a sequence is longer than the limit.
         ManifestError: no sequence, or under `last_batch: drop` no whole batch, is left.
     """
+
+    continues: Continuation | None = None
 
     def __init__(self, table: LengthTable, problem: Problem, settings: BatchSettings) -> None:
         self.problem = problem
@@ -70,6 +74,11 @@ class GlobalBatches:
         self._epoch: tuple[int, IntArray] | None = None
         if not self.steps_per_epoch:
             raise ManifestError(_nothing_left(self))
+
+    @property
+    def first_step(self) -> int:
+        """The number of the first batch's step."""
+        return 0 if self.continues is None else self.continues.first_step
 
     @property
     def steps_per_epoch(self) -> int:
@@ -94,7 +103,7 @@ class GlobalBatches:
             rows=rows,
             lengths=sequences.length_tokens.astype(np.int32),
             work=sequence_work(sequences, self.problem.profile),
-            seed=_step_seed(self.settings.seed, step),
+            seed=step_seed(self.settings.seed, step),
         )
 
     def _epoch_rows(self, epoch: int) -> IntArray:
@@ -109,7 +118,8 @@ def _generator(seed: int, epoch: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
 
 
-def _step_seed(seed: int, step: int) -> int:
+def step_seed(seed: int, step: int) -> int:
+    """Of a step's solver."""
     return int(np.random.SeedSequence([seed, step], spawn_key=(1,)).generate_state(1)[0])
 
 
@@ -151,6 +161,7 @@ def _nothing_left(batches: GlobalBatches) -> str:
     if not len(batches.rows):
         return f"{table.name}: all {len(table)} sequences are longer than {batches.overlong.max_length} tokens"
     return (
-        f"{table.name}: {len(batches.rows)} sequences do not fill one global batch of {settings.global_batch_size}; "
+        f"{table.name}: {counted(len(batches.rows), 'sequence')} cannot fill one global batch of "
+        f"{settings.global_batch_size}; "
         "lower --global-batch-size or use --last-batch keep"
     )

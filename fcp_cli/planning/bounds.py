@@ -11,7 +11,7 @@ import numpy as np
 
 from fcp_cli.cost.model import Work, group_seconds
 from fcp_cli.manifest.table import FloatArray, IntArray
-from fcp_cli.planning.certificate import area_bound, wave_bound
+from fcp_cli.planning.certificate import area_bound, crowd_bound, wave_bound
 from fcp_cli.planning.fcp.machine import by_falling_work, machine_of
 from fcp_cli.planning.problem import Problem
 
@@ -25,7 +25,9 @@ def lower_bound_seconds(work: Work, problem: Problem) -> float:
     _order, sequences = by_falling_work(work)
     waves = problem.sync == "microbatch"
     bound = max(simple, area_bound(simple, waves, sequences, machine))
-    return float(max(bound, wave_bound(sequences, machine)) if waves else bound)
+    if not waves:
+        return float(bound)
+    return crowd_bound(max(bound, wave_bound(sequences, machine)), sequences, machine)
 
 
 def simple_bound_seconds(work: Work, problem: Problem) -> float:

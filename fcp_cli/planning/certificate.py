@@ -2,21 +2,24 @@
 
 Notation: N ranks of budget E tokens; sequence s has attention seconds a, linear seconds l and t tokens on one rank,
 work w = a + l; a group of degree d moves c_d seconds of ring traffic per token and hop, c_d that of the network inside
-a node for d <= ranks per node (or across nodes, were that faster), else that across nodes. A pack takes at least as
-long as any of its sequences alone on the same group, since every term of the cost model grows with every sequence;
-T(s, d) is that time.
+a node for d <= ranks per node (or across nodes, were that faster), else that across nodes, and takes h seconds a hop
+beside; attention hides no more than a share 1 - e of its ring. A pack takes at least as long as any of its sequences
+alone on the same group, since no term of the cost model falls with a sequence; T(s, d) is that time.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
-from fcp_cli.plan.step import Int64Array
+from fcp_cli.plan.step import FloatArray, Int64Array
 from fcp_cli.planning.fcp.compiling import discard_stale_kernels, inlined, kernel
 from fcp_cli.planning.fcp.core import Machine, Sequences, pack_seconds
 
 _STEPS = 24  # of bisection
 _LONGEST = 4  # sequences whose wave is looked at
+_GRID = 1.003  # steps in which the length of a wave is looked at
 _MARGIN = 1e-9  # relative; keeps rounding on the safe side
 
 
@@ -33,11 +36,13 @@ def _traffic(degree: int, machine: Machine) -> float:
 
 
 @kernel
-def _least_area(i: int, makespan: float, exposed_from: float, sequences: Sequences, machine: Machine) -> float:
+def _least_area(i: int, makespan: float, outlasting: float, sequences: Sequences, machine: Machine) -> float:
     """Least rank-seconds (beside microbatch_seconds) of sequence i if its micro-batch must end within makespan.
 
-    Where c_d (d - 1) >= exposed_from = max over sequences of a / t, ring traffic outlasts attention in every pack of
-    degree d: the pack takes d ranks at least sum (l + c_d (d - 1) t) >= sum w. Elsewhere it takes at least sum w.
+    Where (1 - e) c_d (d - 1) >= outlasting = max over sequences of a / t, what may hide of the ring outlasts attention
+    in every pack of degree d: the pack takes d ranks at least sum (l + c_d (d - 1) t) >= sum w. Elsewhere it takes at
+    least sum (w + e c_d (d - 1) t). Both times it takes them e h (d - 1) d beside, and holds at most d E tokens: each
+    token bears at least e h (d - 1) / E. All of this grows with d.
     """
     least = np.inf
     lowest = max(1, (sequences.tokens[i] + machine.budget - 1) // machine.budget)
@@ -45,9 +50,11 @@ def _least_area(i: int, makespan: float, exposed_from: float, sequences: Sequenc
         if _alone(i, degree, sequences, machine) > makespan:
             continue
         traffic = _traffic(degree, machine)
-        if degree == 1 or traffic < exposed_from:
-            return float(sequences.work[i])
-        least = min(least, sequences.linear[i] + traffic * sequences.tokens[i])
+        tokens = sequences.tokens[i]
+        hops = machine.exposed * machine.hop * (degree - 1) * tokens / machine.budget
+        if degree == 1 or (1.0 - machine.exposed) * traffic < outlasting:
+            return float(min(least, sequences.work[i] + machine.exposed * traffic * tokens + hops))
+        least = min(least, sequences.linear[i] + traffic * tokens + hops)
         if machine.inter >= machine.intra:
             break  # traffic only grows from here on
     return float(least)
@@ -85,9 +92,9 @@ def area_bound(simple: float, waves: bool, sequences: Sequences, machine: Machin
     """
     n = len(sequences.work)
     tokens = sequences.tokens.sum() / machine.num_ranks
-    exposed_from, linear_per_token = 0.0, np.inf
+    outlasting, linear_per_token = 0.0, np.inf
     for i in range(n):
-        exposed_from = max(exposed_from, sequences.attention[i] / sequences.tokens[i])
+        outlasting = max(outlasting, sequences.attention[i] / sequences.tokens[i])
         linear_per_token = min(linear_per_token, sequences.linear[i] / sequences.tokens[i])
     refuted, held = simple * (1.0 - _MARGIN), np.inf
     for _step in range(_STEPS):
@@ -99,7 +106,7 @@ def area_bound(simple: float, waves: bool, sequences: Sequences, machine: Machin
             if machine.beta + sequences.work[i] <= makespan and sequences.tokens[i] <= machine.budget:
                 total += sequences.work[i]
             else:
-                total += _least_area(i, makespan, exposed_from, sequences, machine)
+                total += _least_area(i, makespan, outlasting, sequences, machine)
         count = _micro_batches(makespan, tokens, linear_per_token, machine)
         count = max(1.0, np.ceil(tokens / machine.budget - _MARGIN) if waves else count)
         if total / machine.num_ranks + machine.beta * count <= makespan:
@@ -140,7 +147,7 @@ def _wave_of(
 
     Let the wave last tau = T(j, d) + delta. Beside j it does at most Y + X work. Y, on the N - d other ranks, is at
     most (N - d)(tau - beta), and at most the densest (N - d) E tokens without j. X, more sequences in j's own pack, is
-    at most d delta where attention hides j's ring; where it does not, they bring x tokens with
+    at most d delta where attention hides what may hide of j's ring; where it does not, they bring x tokens with
     (c_d (d - 1) + thin) x <= d delta and work <= dense x (thin, dense: least l / t and greatest w / t of any sequence).
     Other waves do the rest of the work, at least rest / N seconds, and pay beta each. The sum is convex and piecewise
     linear in delta: its least value lies at delta = 0 or where Y stops growing. Where X could grow by more than N per
@@ -155,7 +162,7 @@ def _wave_of(
         others = num_ranks - degree
         held = _densest(float(others * machine.budget), j, by_density, sequences)
         traffic = _traffic(degree, machine)
-        hides = degree == 1 or sequences.attention[j] >= (
+        hides = degree == 1 or sequences.attention[j] >= (1.0 - machine.exposed) * (
             traffic * sequences.tokens[j] + machine.hop * (degree - 1) * degree
         )
         growth = 1.0 * degree
@@ -193,6 +200,157 @@ def wave_bound(sequences: Sequences, machine: Machine) -> float:
             continue
         best = max(best, _wave_of(j, total, more_waves, dense, thin, by_density, sequences, machine))
     return float(best * (1.0 - _MARGIN))
+
+
+class Crowd(NamedTuple):
+    """The sequences with the most work, which may all lie in one wave or not, and the others.
+
+    Attributes:
+        members: how many.
+        work, tokens: of the crowd, summed.
+        least_attention, least_linear, least_tokens: of any sequence of the crowd.
+        densest: greatest w / t of any other sequence.
+        held_tokens, held_work: [others + 1] the others by falling density, summed from the densest on, from 0.
+        thin: least l / t of any sequence, crowd or not.
+    """
+
+    members: int
+    work: float
+    tokens: float
+    least_attention: float
+    least_linear: float
+    least_tokens: int
+    densest: float
+    held_tokens: FloatArray
+    held_work: FloatArray
+    thin: float
+
+
+@kernel
+def _make_crowd(count: int, by_density: Int64Array, thin: float, sequences: Sequences) -> Any:
+    others = len(by_density) - count
+    held_tokens, held_work = np.zeros(others + 1), np.zeros(others + 1)
+    k = 0
+    for i in by_density:
+        if i >= count:
+            held_tokens[k + 1] = held_tokens[k] + sequences.tokens[i]
+            held_work[k + 1] = held_work[k] + sequences.work[i]
+            k += 1
+    return Crowd(
+        count,
+        sequences.work[:count].sum(),
+        float(sequences.tokens[:count].sum()),
+        sequences.attention[:count].min(),
+        sequences.linear[:count].min(),
+        sequences.tokens[:count].min(),
+        held_work[1] / held_tokens[1] if others else 0.0,
+        held_tokens,
+        held_work,
+        thin,
+    )
+
+
+@kernel
+def _least_member(degree: int, crowd: Crowd, machine: Machine) -> float:
+    """Least seconds of a pack on `degree` ranks that holds one of the crowd, or more; infinite over the budget."""
+    if degree * machine.budget < crowd.least_tokens:
+        return np.inf
+    crosses = degree > machine.per_node or machine.inter < machine.intra
+    return pack_seconds(crowd.least_attention, crowd.least_linear, crowd.least_tokens, degree, crosses, machine)
+
+
+@kernel
+def _most_done(makespan: float, crowd: Crowd, machine: Machine) -> float:
+    """Most work of a wave that holds the whole crowd and ends by `makespan`; -1 where none can.
+
+    A pack of degree d ends in time only with at most t(d) = min(d E, d (makespan - beta - hops) / (thin + c_d (d - 1)))
+    tokens, since its linear seconds and its ring's follow each other. With some of the crowd in it, M, it does at most
+    sum over M (w - densest t) + densest t(d) work. It has a degree that ends in time with the least member of the
+    crowd, and holds at most floor(max t(d) / least t) of the crowd, so there are at least P such packs and at most as
+    many as members. The other ranks do at most S(their tokens), S the work of the densest others, a concave function:
+    S(x) <= S(x0) + S'(x0) (x - x0) for x <= x0, the tokens that P packs leave (S' from the left). So every pack with
+    some of the crowd adds at most densest t(d) to the work and takes S'(x0) d E of it; its best degree bounds the sum.
+    No wave does more than N (makespan - beta).
+    """
+    num_ranks, budget = machine.num_ranks, machine.budget
+    narrowest, most_tokens = 0, 0.0
+    for degree in range(1, num_ranks + 1):
+        if narrowest == 0 and _least_member(degree, crowd, machine) <= makespan:
+            narrowest = degree
+        if narrowest:
+            most_tokens = max(most_tokens, _most_tokens(degree, makespan, crowd.thin, machine))
+    together = int(most_tokens / crowd.least_tokens * (1.0 + _MARGIN))
+    if narrowest == 0 or together == 0:
+        return -1.0
+    packs = (crowd.members + together - 1) // together
+    if packs * narrowest > num_ranks:
+        return -1.0
+    room = float((num_ranks - packs * narrowest) * budget)
+    k = min(int(np.searchsorted(crowd.held_tokens, room)), len(crowd.held_tokens) - 1)
+    slope, held = 0.0, crowd.held_work[k]
+    if k and crowd.held_tokens[k] >= room:
+        slope = (crowd.held_work[k] - crowd.held_work[k - 1]) / (crowd.held_tokens[k] - crowd.held_tokens[k - 1])
+        held -= slope * (crowd.held_tokens[k] - room)
+    best = -np.inf
+    for degree in range(narrowest, num_ranks + 1):
+        if _least_member(degree, crowd, machine) <= makespan:
+            tokens = _most_tokens(degree, makespan, crowd.thin, machine)
+            best = max(best, crowd.densest * tokens - slope * degree * budget)
+    done = crowd.work - crowd.densest * crowd.tokens + held + slope * packs * narrowest * budget
+    done += best * (crowd.members if best > 0.0 else packs)
+    return float(min(done, num_ranks * (makespan - machine.beta)))
+
+
+@inlined
+def _most_tokens(degree: int, makespan: float, thin: float, machine: Machine) -> float:
+    """See `_most_done`: the tokens that a pack of this degree can hold and end in time."""
+    most = float(degree * machine.budget)
+    per_token = thin + _traffic(degree, machine)
+    if per_token > 0.0:
+        hops = machine.hop * (degree - 1)
+        most = min(most, degree * (makespan - machine.beta - hops) / per_token)
+    return most
+
+
+@kernel
+def crowd_bound(at_least: float, sequences: Sequences, machine: Machine) -> float:
+    """The least makespan under waves, seen from the sequences with most work; `at_least` where that is no better.
+
+    Take the `count` sequences with the most work. Either two waves hold some of them: these last at least as long as
+    the longest sequence and as the least of them. Or one wave holds them all: it lasts tau, at least as long as the
+    longest sequence, does at most `_most_done` work, a function that grows with tau, and other waves do the rest. tau
+    lies in one of the steps of a grid; over each step the wave lasts at least its lower end and does at most what its
+    upper end allows. Any count gives a bound; doubling counts are tried.
+    """
+    n = len(sequences.work)
+    total, tokens = sequences.work.sum(), sequences.tokens.sum()
+    more_waves = (tokens - 1) // (machine.num_ranks * machine.budget)
+    by_density = np.argsort(-sequences.work / sequences.tokens, kind="mergesort")
+    thin = (sequences.linear / sequences.tokens).min()
+    longest = np.inf
+    for degree in range((sequences.tokens[0] + machine.budget - 1) // machine.budget, machine.num_ranks + 1):
+        longest = min(longest, _alone(0, degree, sequences, machine))
+    best, count = at_least, 2
+    while count <= n:
+        crowd = _make_crowd(count, by_density, thin, sequences)
+        count *= 2
+        shortest = np.inf
+        for degree in range(1, machine.num_ranks + 1):
+            shortest = min(shortest, _least_member(degree, crowd, machine))
+        bound = longest + shortest + machine.beta * max(0, more_waves - 1)
+        if bound <= best:
+            break  # more sequences are only shorter
+        makespan = longest
+        while bound > best and makespan + machine.beta * more_waves < bound:
+            step_end = makespan * _GRID
+            done = _most_done(step_end, crowd, machine)
+            if done >= 0.0:
+                rest = total - done
+                waves = max(more_waves, 1 if rest > _MARGIN * total else 0)
+                bound = min(bound, makespan + machine.beta * waves + max(0.0, rest) / machine.num_ranks)
+            makespan = step_end
+        best = max(best, bound * (1.0 - _MARGIN))
+    return float(best)
 
 
 discard_stale_kernels(area_bound)

@@ -15,10 +15,16 @@ from fcp_cli.plan.step import Int32Array, Int64Array
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """The same for every step of a plan. `tokens_per_rank` is the token budget E of the papers."""
+    """The same for every step of a plan. `tokens_per_rank` is the token budget E of the papers.
+
+    A rank is a model replica of `tensor_parallel` x `pipeline_parallel` devices: the profile's times and memory are
+    those of such a rank, so no solver looks at the two.
+    """
 
     num_ranks: int
     ranks_per_node: int
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
     tokens_per_rank: int
     sync: Sync
     profile: CostProfile
@@ -33,6 +39,8 @@ def problem_of(metadata: PlanMetadata, *, name: str) -> Problem:
     return Problem(
         num_ranks=metadata.num_ranks,
         ranks_per_node=metadata.ranks_per_node,
+        tensor_parallel=metadata.tensor_parallel,
+        pipeline_parallel=metadata.pipeline_parallel,
         tokens_per_rank=metadata.tokens_per_rank,
         sync=metadata.sync,
         profile=parse_cost_profile(metadata.cost_profile, name=f"{name}: the plan's cost profile"),

@@ -16,6 +16,7 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.summary import PlanSummary
 from fcp_cli.plan.writer import plan_writer
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.continuation import RemainingSteps, batches_to_plan
 from fcp_cli.planning.journal import Journal
 from fcp_cli.planning.parallel import default_workers, plan_step, plan_steps
 from fcp_cli.planning.problem import Problem, Solver
@@ -35,11 +36,13 @@ class PlanResult:
         metadata: as written, with totals and hash.
         summary: totals over all steps.
         planning_seconds: wall time, from the solver's set-up to the finished file.
+        solver: as it planned.
     """
 
     metadata: PlanMetadata
     summary: PlanSummary
     planning_seconds: float
+    solver: Solver
 
 
 def make_plan(
@@ -53,6 +56,7 @@ def make_plan(
     on_step: OnStep | None = None,
     workers: int | None = None,
     resume: bool = False,
+    remaining: RemainingSteps | None = None,
 ) -> PlanResult:
     """Plan every step and write the plan; a plan that stood at `path` is replaced only when the new one is whole.
 
@@ -67,6 +71,7 @@ def make_plan(
         on_step: called after each planned step, for progress.
         workers: processes that plan; None: as many as pay. The plan does not depend on it.
         resume: go on from the journal of an interrupted run with the same inputs; the plan is the same.
+        remaining: the steps that a trained run has left, to plan those alone.
 
     Raises:
         OverlongError, ManifestError, UsageError: the input is at fault; nothing was written.
@@ -74,7 +79,7 @@ def make_plan(
         Interrupted: Ctrl-C; no plan was written, and the message says what was kept.
     """
     started = time.perf_counter()
-    batches = GlobalBatches(table, problem, settings)
+    batches = batches_to_plan(table, problem, settings, remaining)
     solver = make_solver(solver_name, batches, max_groups=max_groups)
     metadata = plan_metadata(table, batches, solver)
     journal = Journal(path, metadata) if resume or len(batches) >= _JOURNAL_FROM_STEPS else None
@@ -92,7 +97,9 @@ def make_plan(
         raise Interrupted(_interrupted(journal, summary.steps, len(batches))) from None
     if journal is not None:
         journal.remove()
-    return PlanResult(metadata=writer.metadata, summary=summary, planning_seconds=time.perf_counter() - started)
+    return PlanResult(
+        metadata=writer.metadata, summary=summary, planning_seconds=time.perf_counter() - started, solver=solver
+    )
 
 
 def _journalled_steps(
@@ -127,6 +134,8 @@ def plan_metadata(table: LengthTable, batches: GlobalBatches, solver: Solver) ->
         fcp_version=__version__,
         num_ranks=problem.num_ranks,
         ranks_per_node=problem.ranks_per_node,
+        tensor_parallel=problem.tensor_parallel,
+        pipeline_parallel=problem.pipeline_parallel,
         sync=problem.sync,
         global_batch_size=settings.global_batch_size,
         tokens_per_rank=problem.tokens_per_rank,
@@ -140,4 +149,5 @@ def plan_metadata(table: LengthTable, batches: GlobalBatches, solver: Solver) ->
         solver_options=solver.options,
         manifest=ManifestReference(name=table.name, rows=len(table), content_hash=table.content_hash()),
         cost_profile=problem.profile.text,
+        continues=batches.continues,
     )

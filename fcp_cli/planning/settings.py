@@ -7,24 +7,27 @@ profile and the cluster that the profile names.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from fcp_cli.console import Origins
-from fcp_cli.cost.profile import CostProfile, load_cost_profile
-from fcp_cli.errors import ProfileError, UsageError
+from fcp_cli.cost.profile import CostProfile, load_cost_profile, parse_cost_profile
+from fcp_cli.errors import ManifestError, ProfileError, UsageError
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.table import LengthTable
-from fcp_cli.plan.metadata import Sync
-from fcp_cli.planning.batches import BatchSettings, LastBatch, OverlongPolicy
+from fcp_cli.plan.metadata import PlanMetadata, Sync
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches, LastBatch, OverlongPolicy
+from fcp_cli.planning.continuation import RemainingSteps, batches_to_plan, remaining_steps, settings_of
 from fcp_cli.planning.problem import Problem
 from fcp_cli.profiling.clusters import ClusterSpec, load_cluster
 from fcp_cli.profiling.shipped import EXAMPLE_CLUSTER, shipped_profile
 
 _FOLDER_PROFILE = Path("profile.yaml")
 _EXAMPLE_MODEL = "qwen3-8b"
-_ASSUMED_TOKENS_PER_RANK = 16_384
-_ASSUMED_GLOBAL_BATCH_SIZE = 512
+ASSUMED_TOKENS_PER_RANK = 16_384
+ASSUMED_GLOBAL_BATCH_SIZE = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +38,8 @@ class PlanRequest:
     profile: Path | None = None
     ranks: int | None = None
     ranks_per_node: int | None = None
+    tensor_parallel: int | None = None
+    pipeline_parallel: int | None = None
     tokens_per_rank: int | None = None
     headroom: float = 0.0
     global_batch_size: int | None = None
@@ -56,6 +61,85 @@ class PlanInputs:
     table: LengthTable
     problem: Problem
     settings: BatchSettings
+    remaining: RemainingSteps | None = None
+
+    def batches(self) -> GlobalBatches:
+        """The global batches to plan.
+
+        Raises:
+            OverlongError, ManifestError: some sequences cannot be planned, or none are left.
+        """
+        return batches_to_plan(self.table, self.problem, self.settings, self.remaining)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContinuationRequest:
+    """What the user said about going on with a trained run on other ranks; None where nothing.
+
+    Attributes:
+        plan: that the run followed.
+        first_step: that is not trained yet.
+        manifest: of the plan.
+    """
+
+    plan: Path
+    first_step: int
+    manifest: Path
+    length_column: str
+    ranks: int
+    ranks_per_node: int | None = None
+    tokens_per_rank: int | None = None
+    headroom: float = 0.0
+    profile: Path | None = None
+
+
+def resolve_continuation(request: ContinuationRequest, origins: Origins) -> PlanInputs:
+    """What a run has left, for other ranks; what was not said is as it was.
+
+    Raises:
+        PlanError, ManifestError, ProfileError: a file cannot be used.
+        UsageError: impossible settings.
+    """
+    reader = PlanReader(request.plan)
+    metadata = reader.metadata
+    table = read_manifest(request.manifest, length_column=request.length_column)
+    if table.content_hash() != metadata.manifest.content_hash:
+        raise ManifestError(
+            f"{request.manifest} is not the manifest {metadata.manifest.name} that {request.plan} was made from, or it "
+            "was changed since; name the right one: fcp plan MANIFEST --continue-from ..."
+        )
+    ranks_per_node = request.ranks_per_node or min(metadata.ranks_per_node, request.ranks)
+    if request.ranks_per_node is None:
+        origins.assume("--ranks-per-node", ranks_per_node, f"the run had {metadata.ranks_per_node}")
+    if request.tokens_per_rank is None:
+        origins.assume("--tokens-per-rank", metadata.tokens_per_rank, "the run's plan")
+    tokens = request.tokens_per_rank or metadata.tokens_per_rank
+    profile = _profile_of_run(request, metadata, origins)
+    tensor_parallel, pipeline_parallel = devices_of_rank(
+        profile, metadata.tensor_parallel, metadata.pipeline_parallel, origins
+    )
+    return PlanInputs(
+        table=table,
+        problem=Problem(
+            num_ranks=request.ranks,
+            ranks_per_node=ranks_per_node,
+            tensor_parallel=tensor_parallel,
+            pipeline_parallel=pipeline_parallel,
+            tokens_per_rank=_with_headroom(tokens, request.headroom),
+            sync=metadata.sync,
+            profile=profile,
+        ),
+        settings=settings_of(metadata),
+        remaining=remaining_steps(reader, request.first_step),
+    )
+
+
+def _profile_of_run(request: ContinuationRequest, metadata: PlanMetadata, origins: Origins) -> CostProfile:
+    if request.profile is not None:
+        return load_cost_profile(request.profile)
+    profile = parse_cost_profile(metadata.cost_profile, name=f"{request.plan}: the plan's cost profile")
+    origins.assume("--profile", f"{profile.model} on {profile.cluster}", "the run's plan")
+    return profile
 
 
 def resolve(request: PlanRequest, origins: Origins) -> PlanInputs:
@@ -67,12 +151,22 @@ def resolve(request: PlanRequest, origins: Origins) -> PlanInputs:
     """
     table = read_manifest(request.manifest, length_column=request.length_column)
     profile = _profile(request, origins)
-    ranks, ranks_per_node = _ranks(request, profile, origins)
+    tensor_parallel, pipeline_parallel = devices_of_rank(
+        profile, request.tensor_parallel, request.pipeline_parallel, origins
+    )
+    if pipeline_parallel > 1 and request.sync != "microbatch":
+        raise UsageError(
+            f"pipeline parallel is {pipeline_parallel}, whose ranks must run equally many micro-batches; add "
+            "--sync microbatch"
+        )
+    ranks, ranks_per_node = _ranks(request, profile, tensor_parallel, pipeline_parallel, origins)
     return PlanInputs(
         table=table,
         problem=Problem(
             num_ranks=ranks,
             ranks_per_node=ranks_per_node,
+            tensor_parallel=tensor_parallel,
+            pipeline_parallel=pipeline_parallel,
             tokens_per_rank=_tokens_per_rank(request, profile, origins),
             sync=request.sync,
             profile=profile,
@@ -103,20 +197,70 @@ def _profile(request: PlanRequest, origins: Origins) -> CostProfile:
     return profile
 
 
-def _ranks(request: PlanRequest, profile: CostProfile, origins: Origins) -> tuple[int, int]:
-    """Ranks of the job, and of a node."""
+def devices_of_rank(
+    profile: CostProfile, tensor_parallel: int | None, pipeline_parallel: int | None, origins: Origins
+) -> tuple[int, int]:
+    """Tensor- and pipeline-parallel devices of a rank: as they were given, else as the cost profile has them.
+
+    Raises:
+        UsageError: the profile is of ranks of other devices, whose times and memory would be planned with.
+    """
+    given = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
+    known = {name: value for name in given if isinstance(value := profile.measurement.get(name), int)}
+    wanted = {name: value or known.get(name, 1) for name, value in given.items()}
+    if any(known.get(name, value) != value for name, value in wanted.items()):
+        cut = " ".join(f"{_flag(name)} {value}" for name, value in wanted.items())
+        raise UsageError(
+            f"the plan is for {_cut_text(wanted)}, but the cost profile of {profile.model} on {profile.cluster} is for "
+            f"{_cut_text({**wanted, **known})}; make one with: fcp profile --analytic --model {profile.model} "
+            f"--cluster {profile.cluster} {cut} -o profile.yaml"
+        )
+    for name, value in wanted.items():
+        if given[name] is None and value > 1:
+            origins.assume(_flag(name), value, "the cost profile")
+    devices = math.prod(wanted.values())
+    if devices > 1 and not known:
+        origins.assume("devices of a rank", devices, "the cost profile does not say; its times must be of so many")
+    return wanted["tensor_parallel"], wanted["pipeline_parallel"]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _cut_text(cut: Mapping[str, int]) -> str:
+    return f"tensor parallel {cut['tensor_parallel']} and pipeline parallel {cut['pipeline_parallel']}"
+
+
+def _ranks(
+    request: PlanRequest, profile: CostProfile, tensor_parallel: int, pipeline_parallel: int, origins: Origins
+) -> tuple[int, int]:
+    """Ranks of the job, and of a node.
+
+    As Megatron orders its processes, those of a rank's tensor parallelism are neighbours, and a pipeline's stages lie
+    all ranks apart: the ring of a stage meets as many ranks on a node as there are tensor-parallel groups on it.
+
+    Raises:
+        UsageError: the cluster is too small for one rank, or unknown.
+    """
     cluster = None
     if request.ranks is None or request.ranks_per_node is None:
         cluster = _cluster(profile, request)
     ranks = request.ranks
     if ranks is None:
         assert cluster is not None
-        ranks = cluster.num_devices
-        origins.assume("--ranks", ranks, f"the cluster {cluster.name}, one device per rank")
+        devices = tensor_parallel * pipeline_parallel
+        ranks = cluster.num_devices // devices
+        if not ranks:
+            raise UsageError(
+                f"a rank has {devices} devices, but the cluster {cluster.name} has {cluster.num_devices}; give --ranks"
+            )
+        each = "one device" if devices == 1 else f"{devices} devices"
+        origins.assume("--ranks", ranks, f"the cluster {cluster.name}, {each} per rank")
     ranks_per_node = request.ranks_per_node
     if ranks_per_node is None:
         assert cluster is not None
-        ranks_per_node = min(cluster.devices_per_node, ranks)
+        ranks_per_node = max(1, min(cluster.devices_per_node // tensor_parallel, ranks))
         origins.assume("--ranks-per-node", ranks_per_node, f"the cluster {cluster.name}")
     return ranks, ranks_per_node
 
@@ -132,8 +276,6 @@ def _cluster(profile: CostProfile, request: PlanRequest) -> ClusterSpec:
 
 
 def _tokens_per_rank(request: PlanRequest, profile: CostProfile, origins: Origins) -> int:
-    if not 0 <= request.headroom < 1:
-        raise UsageError(f"--headroom is {request.headroom}; it must be a fraction from 0 to below 1")
     tokens, room = request.tokens_per_rank, profile.memory.tokens_per_rank()
     if tokens is not None and room is not None and tokens > room:
         origins.assume("--tokens-per-rank", tokens, f"as given, but the profile's memory holds {max(room, 0)}")
@@ -144,14 +286,20 @@ def _tokens_per_rank(request: PlanRequest, profile: CostProfile, origins: Origin
         if tokens is not None:
             origins.assume("--tokens-per-rank", tokens, "the profile's memory")
         else:
-            tokens = _ASSUMED_TOKENS_PER_RANK
+            tokens = ASSUMED_TOKENS_PER_RANK
             origins.assume("--tokens-per-rank", tokens, "the profile's memory figures are missing")
-    return max(1, math.floor(tokens * (1.0 - request.headroom)))
+    return _with_headroom(tokens, request.headroom)
+
+
+def _with_headroom(tokens: int, headroom: float) -> int:
+    if not 0 <= headroom < 1:
+        raise UsageError(f"--headroom is {headroom}; it must be a fraction from 0 to below 1")
+    return max(1, math.floor(tokens * (1.0 - headroom)))
 
 
 def _global_batch_size(request: PlanRequest, rows: int, origins: Origins) -> int:
     if request.global_batch_size is not None:
         return request.global_batch_size
-    size = min(_ASSUMED_GLOBAL_BATCH_SIZE, rows)
+    size = min(ASSUMED_GLOBAL_BATCH_SIZE, rows)
     origins.assume("--global-batch-size", size, "the papers' 512" if size < rows else "all sequences")
     return size

@@ -6,24 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from benchmarks.workloads import EXAMPLE_PROFILE
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.problem import Problem
 
-PROFILE = """\
-format: fcp-cost-profile/1
-model: qwen3-8b
-cluster: example-8x8
-origin: assumed
-coefficients:
-  attention_seconds_per_token2: 6.451e-9
-  linear_seconds_per_token: 2.838e-4
-  ring_bytes_per_token: 442368
-  microbatch_seconds: 0.1
-  ring_hop_seconds: 0.001
-bandwidth_bytes_per_second: {intra_node: 50.0e+9, inter_node: 12.0e+9}
-"""
+# The benchmarks' example, with a cost per hop, so that no test is blind to that term.
+PROFILE = EXAMPLE_PROFILE.replace("ring_hop_seconds: 0.0", "ring_hop_seconds: 0.001")
 
 
 def example_profile() -> CostProfile:

@@ -30,7 +30,7 @@ def longest_by_hand(work: Work, problem: Problem) -> float:
     return longest
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 16 * 16384), min_size=1, max_size=80),
     eta=st.floats(0, 1),

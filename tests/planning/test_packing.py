@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fcp_cli.planning.packing import (
@@ -38,7 +38,6 @@ def test_best_fit_fills_the_room_that_a_long_sequence_leaves_on_its_ranks() -> N
     assert degrees.tolist() == [3]
 
 
-@settings(deadline=None)
 @given(token_lists, st.integers(1, 2000))
 def test_best_fit_keeps_every_pack_within_its_ranks(
     tokens: np.ndarray[tuple[int], np.dtype[np.int64]], budget: int
@@ -50,7 +49,6 @@ def test_best_fit_keeps_every_pack_within_its_ranks(
     assert (held <= degrees * budget).all()
 
 
-@settings(deadline=None)
 @given(token_lists)
 def test_first_fit_leaves_no_two_packs_that_would_fit_in_one(
     tokens: np.ndarray[tuple[int], np.dtype[np.int64]],
@@ -60,7 +58,6 @@ def test_first_fit_leaves_no_two_packs_that_would_fit_in_one(
     assert len(held) == 1 or held[0] + held[1] > 5000
 
 
-@settings(deadline=None)
 @given(token_lists, st.integers(1, 8))
 def test_members_come_back_by_pack(tokens: np.ndarray[tuple[int], np.dtype[np.int64]], packs: int) -> None:
     pack_of = spread_evenly(tokens, packs)

@@ -35,7 +35,7 @@ def test_a_smaller_last_node_is_used() -> None:
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 3, 8, 100])
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_groups_are_disjoint_ascending_and_cross_nodes_only_when_they_must(
     ranks_per_node: int, data: st.DataObject

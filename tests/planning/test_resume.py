@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fcp_cli.cost.profile import parse_cost_profile
 from fcp_cli.errors import FcpError, Interrupted
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.step import StepPlan
@@ -16,19 +15,7 @@ from fcp_cli.planning import journal, run
 from fcp_cli.planning.batches import BatchSettings
 from fcp_cli.planning.problem import Batch, Problem, Solver
 from fcp_cli.planning.run import PlanResult, make_plan
-
-_PROFILE = """\
-format: fcp-cost-profile/1
-model: m
-cluster: c
-origin: assumed
-coefficients:
-  attention_seconds_per_token2: 6.451e-9
-  linear_seconds_per_token: 2.838e-4
-  ring_bytes_per_token: 442368
-  microbatch_seconds: 0.1
-bandwidth_bytes_per_second: {intra_node: 50.0e+9, inter_node: 12.0e+9}
-"""
+from tests.planning.examples import example_problem
 
 
 def make(
@@ -44,13 +31,7 @@ def make(
     return make_plan(
         path,
         table=LengthTable(name="lengths", length_tokens=drawn),
-        problem=Problem(
-            num_ranks=8,
-            ranks_per_node=4,
-            tokens_per_rank=8192,
-            sync="iteration",
-            profile=parse_cost_profile(_PROFILE, name="test"),
-        ),
+        problem=example_problem(num_ranks=8, tokens_per_rank=8192),
         settings=BatchSettings(global_batch_size=32, seed=seed),
         solver_name="fcp",
         on_step=on_step,

@@ -113,3 +113,43 @@ def test_an_unknown_cluster_needs_the_number_of_ranks(folder: Path) -> None:
 def test_headroom_is_a_fraction(headroom: float) -> None:
     with pytest.raises(UsageError, match=r"--headroom is .* it must be a fraction"):
         resolve(PlanRequest(manifest=DATASET, headroom=headroom), Origins())
+
+
+def of_devices(folder: Path, tensor_parallel: int, pipeline_parallel: int) -> Path:
+    path = folder / "cut.yaml"
+    cut = f"tensor_parallel: {tensor_parallel}, pipeline_parallel: {pipeline_parallel}"
+    path.write_text(f"{PROFILE}\nmeasurement: {{{cut}}}\n")
+    return path
+
+
+def test_what_a_rank_is_made_of_comes_from_the_profile_and_divides_the_cluster(folder: Path) -> None:
+    origins = Origins()
+    request = PlanRequest(manifest=DATASET, profile=of_devices(folder, 2, 2), sync="microbatch")
+    problem = resolve(request, origins).problem
+    assert (problem.tensor_parallel, problem.pipeline_parallel) == (2, 2)
+    assert (problem.num_ranks, problem.ranks_per_node) == (16, 4)  # of 64 devices; a stage has 4 of them on a node
+    assert origins.assumed["--tensor-parallel"] == "2 (the cost profile)"
+    assert origins.assumed["--ranks"] == "16 (the cluster example-8x8, 4 devices per rank)"
+
+
+def test_a_profile_that_does_not_say_what_its_ranks_are_made_of_is_told(folder: Path) -> None:
+    (folder / "profile.yaml").write_text(PROFILE)
+    origins = Origins()
+    problem = resolve(PlanRequest(manifest=DATASET, ranks=4, tensor_parallel=2), origins).problem
+    assert (problem.num_ranks, problem.tensor_parallel, problem.pipeline_parallel) == (4, 2, 1)
+    assert "the cost profile does not say" in origins.assumed["devices of a rank"]
+
+
+def test_a_profile_of_other_devices_is_refused_with_the_command_that_makes_the_right_one(folder: Path) -> None:
+    with pytest.raises(UsageError) as error:
+        resolve(PlanRequest(manifest=DATASET, profile=of_devices(folder, 2, 1), tensor_parallel=4), Origins())
+    assert str(error.value) == (
+        "the plan is for tensor parallel 4 and pipeline parallel 1, but the cost profile of qwen3-8b on example-8x8 is "
+        "for tensor parallel 2 and pipeline parallel 1; make one with: fcp profile --analytic --model qwen3-8b "
+        "--cluster example-8x8 --tensor-parallel 4 --pipeline-parallel 1 -o profile.yaml"
+    )
+
+
+def test_a_pipeline_asks_for_waves(folder: Path) -> None:
+    with pytest.raises(UsageError, match="equally many micro-batches; add --sync microbatch"):
+        resolve(PlanRequest(manifest=DATASET, profile=of_devices(folder, 1, 2)), Origins())

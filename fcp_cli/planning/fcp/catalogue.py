@@ -1,32 +1,124 @@
 """Few rank sets for all rings of a plan, for back ends that need a communicator per ring.
 
-The sets are blocks of a binary tree over the ranks: all ranks, halves down to whole nodes, then halves inside a node
-down to pairs. Any two of them are nested or disjoint, so they pack without waste. The tree
-is walked level by level from the top, so that wherever the limit falls wide rings can run on all nodes. Three nodes,
-six, twelve, ... from the left are added before the first set that is narrower than a node.
+Ranks of a node are alike, and so are nodes: which ranks a ring gets matters little, which degrees a wave can lay side
+by side matters much. A sample of steps is planned with many more sets than are allowed; those of least use are
+dropped, some at a time, and the sample is planned anew, until the limit holds. This is done by several rules of what
+use is, since none is best everywhere; what they choose competes on the sample with the blocks of a binary tree.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from fcp_cli.errors import UsageError
 from fcp_cli.plan.step import Int64Array
 
+_CHOOSING_RANKS = 256  # above, choosing among so many sets would take longer than planning
+# Sets kept in a round, of all; a set is worth its uses times its degree, to these powers. No rule is best everywhere.
+_RULES = (0.8, 1, 4), (0.8, 2, 3), (0.8, 2, 4), (0.9, 2, 2)
 
-def rank_sets(max_groups: int, *, num_ranks: int, ranks_per_node: int) -> list[range]:
-    """At most `max_groups` rank sets of degree > 1, widest first.
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """What a sample of steps makes of some rank sets: its predicted seconds, and the micro-batches on each set."""
+
+    seconds: float
+    uses: Mapping[range, int]
+
+
+def choose_sets(
+    max_groups: int, *, num_ranks: int, ranks_per_node: int, trial: Callable[[list[range]], Trial]
+) -> list[range]:
+    """At most `max_groups` rank sets of degree > 1, all ranks among them, widest first.
+
+    Args:
+        max_groups: the limit.
+        num_ranks, ranks_per_node: the machine.
+        trial: plans the sample with the given sets (widest first) only.
 
     Raises:
         UsageError: no set is allowed, yet a sequence may need more than one rank.
+    """
+    best = tree_sets(max_groups, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
+    if num_ranks > _CHOOSING_RANKS:
+        return best
+    everything = tree_sets(2 * num_ranks, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
+    candidates = _widest_first([*everything, *_candidates(num_ranks, ranks_per_node)])
+    least, all_used = trial(best).seconds, trial(candidates)
+    for kept, use_power, degree_power in _RULES:
+        sets, found = candidates, all_used
+        while len(sets) > max_groups:
+            keep = max(max_groups, int(len(sets) * kept))
+            values = {block: found.uses.get(block, 0) ** use_power * len(block) ** degree_power for block in sets}
+            sets = _widest_first(_by_value(sets, values, everything)[:keep])
+            found = trial(sets)
+        if found.seconds < least:
+            best, least = sets, found.seconds
+    return best
+
+
+def tree_sets(max_groups: int, *, num_ranks: int, ranks_per_node: int) -> list[range]:
+    """At most `max_groups` blocks of a binary tree over nodes and ranks, and of three, six, ... nodes; widest first.
+
+    The tree is walked level by level from the top, so that wherever the limit falls wide rings can run on all nodes.
+
+    Raises:
+        UsageError: see `choose_sets`.
     """
     if max_groups < 1:
         raise UsageError(f"--max-groups is {max_groups}; at least one group, of all ranks, is needed")
     tree = _by_level(num_ranks, ranks_per_node)
     wide = [block for block in tree if len(block) >= ranks_per_node]
     narrow = [block for block in tree if len(block) < ranks_per_node]
-    sets = list(dict.fromkeys([*wide, *_three_quarters(num_ranks, ranks_per_node), *narrow]))
-    return sorted(sets[:max_groups], key=lambda block: (-len(block), block.start))
+    return _widest_first([*wide, *_three_quarters(num_ranks, ranks_per_node), *narrow][:max_groups])
+
+
+def flat(sets: list[range], num_ranks: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """The sets back to back (offsets, ranks), and which degrees they have ([num_ranks + 1], 1 or 0)."""
+    first = np.concatenate(([0], np.cumsum([len(block) for block in sets], dtype=np.int64)))
+    ranks = np.concatenate([np.arange(block.start, block.stop) for block in sets]).astype(np.int64)
+    allowed = np.zeros(num_ranks + 1, dtype=np.int64)
+    allowed[[1, *(len(block) for block in sets)]] = 1
+    return first, ranks, allowed
+
+
+def _by_value(sets: list[range], values: Mapping[range, int], tree: list[range]) -> list[range]:
+    """All ranks, then by falling value; what the sample never used comes last, the tree's blocks before others.
+
+    Values are integers: powers of floats may differ between machines.
+    """
+    everyone = max(sets, key=len)
+    in_tree = set(tree)
+
+    def key(block: range) -> tuple[bool, int, bool]:
+        return block != everyone, -values[block], block not in in_tree
+
+    return sorted(sets, key=key)
+
+
+def _widest_first(sets: list[range]) -> list[range]:
+    return sorted(dict.fromkeys(sets), key=lambda block: (-len(block), block.start))
+
+
+def _candidates(num_ranks: int, per_node: int) -> list[range]:
+    """Every degree in a node, from either end; across nodes four degrees per doubling, at all starts of that grain."""
+    sets = []
+    for first in range(0, num_ranks, per_node):
+        stop = min(first + per_node, num_ranks)
+        for degree in range(2, stop - first + 1):
+            sets += [range(start, start + degree) for start in range(first, stop - degree + 1, degree)]
+            sets += [range(end - degree, end) for end in range(stop, first + degree - 1, -degree)]
+    octave = per_node
+    while octave < num_ranks:
+        grain = max(1, octave // 4)
+        for degree in range(octave + grain, min(2 * octave, num_ranks) + 1, grain):
+            starts = [*range(0, num_ranks - degree + 1, grain), num_ranks - degree]
+            sets += [range(start, start + degree) for start in starts]
+        octave *= 2
+    return sets
 
 
 def _by_level(num_ranks: int, per_node: int) -> list[range]:
@@ -48,15 +140,6 @@ def _three_quarters(num_ranks: int, per_node: int) -> list[range]:
         wide.append(range(nodes * per_node))
         nodes *= 2
     return wide
-
-
-def flat(sets: list[range], num_ranks: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """The sets back to back (offsets, ranks), and which degrees they have ([num_ranks + 1], 1 or 0)."""
-    first = np.concatenate(([0], np.cumsum([len(block) for block in sets], dtype=np.int64)))
-    ranks = np.concatenate([np.arange(block.start, block.stop) for block in sets]).astype(np.int64)
-    allowed = np.zeros(num_ranks + 1, dtype=np.int64)
-    allowed[[1, *(len(block) for block in sets)]] = 1
-    return first, ranks, allowed
 
 
 def _halves(block: range, per_node: int) -> tuple[range, range]:

@@ -35,12 +35,17 @@ def _compiled(function: Any, **options: Any) -> Any:
         return njit(nogil=True, **options)(function)
 
 
+def kept_in(compiled: Any) -> str | None:
+    """The folder in which numba keeps a function compiled; None without one, or under NUMBA_DISABLE_JIT."""
+    return compiled.stats.cache_path if hasattr(compiled, "stats") else None
+
+
 def discard_stale_kernels(compiled: Any) -> None:
     """Remove what an older version of this package left compiled, in the folder where `compiled` is kept.
 
     numba compares only the file in which a function stands; the functions that it calls stand in others.
     """
-    folder = compiled.stats.cache_path
+    folder = kept_in(compiled)
     if folder is None:
         return
     package = Path(__file__).parent

@@ -30,6 +30,7 @@ class Machine(NamedTuple):
         beta: seconds of a micro-batch beside its work.
         intra, inter: seconds in which the ring moves one token, inside a node and across nodes.
         hop: seconds of a ring hop beside its bytes.
+        exposed: share of a ring's seconds that no attention hides.
         set_first, set_ranks: the rank sets that rings may use, back to back, widest first; none: any.
         allowed: [num_ranks + 1] 1 for each degree that a group may have.
     """
@@ -41,6 +42,7 @@ class Machine(NamedTuple):
     intra: float
     inter: float
     hop: float
+    exposed: float
     set_first: Int64Array
     set_ranks: Int64Array
     allowed: Int64Array
@@ -54,13 +56,20 @@ class Tree(NamedTuple):
 
 
 @inlined
+def ring_seconds(tokens: int, degree: int, crosses: bool, machine: Machine) -> float:
+    """Seconds of a pack's ring, hidden or not; the same formula as `cost.model.ring_seconds`."""
+    per_token = machine.inter if crosses else machine.intra
+    return per_token * tokens * (degree - 1) / degree + machine.hop * (degree - 1)
+
+
+@inlined
 def pack_seconds(attention: float, linear: float, tokens: int, degree: int, crosses: bool, machine: Machine) -> float:
     """Predicted seconds of a pack; the same formula as `cost.model.group_seconds`."""
     if degree == 1:
         return machine.beta + linear + attention
-    per_token = machine.inter if crosses else machine.intra
-    ring = per_token * tokens * (degree - 1) / degree + machine.hop * (degree - 1)
-    return machine.beta + linear / degree + max(attention / degree, ring)
+    ring = ring_seconds(tokens, degree, crosses, machine)
+    exposed = machine.exposed * ring
+    return machine.beta + linear / degree + max(attention / degree, ring - exposed) + exposed
 
 
 @kernel

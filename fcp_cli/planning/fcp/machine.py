@@ -6,18 +6,17 @@ import numpy as np
 
 from fcp_cli.cost.model import Work
 from fcp_cli.plan.step import Int64Array
-from fcp_cli.planning.fcp.catalogue import flat, rank_sets
+from fcp_cli.planning.fcp.catalogue import flat
 from fcp_cli.planning.fcp.core import Machine, Sequences
 from fcp_cli.planning.problem import Problem
 
 
-def machine_of(problem: Problem, max_groups: int | None = None) -> Machine:
-    """Ranks, budget and cost of a problem; with `max_groups`, rings use only so many rank sets."""
+def machine_of(problem: Problem, rank_sets: list[range] | None = None) -> Machine:
+    """Ranks, budget and cost of a problem; rings may use the given rank sets (widest first) only, or any."""
     c, bandwidth = problem.profile.coefficients, problem.profile.bandwidth
     sets = np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64), np.ones(problem.num_ranks + 1, dtype=np.int64)
-    if max_groups is not None and problem.num_ranks > 1:
-        blocks = rank_sets(max_groups, num_ranks=problem.num_ranks, ranks_per_node=problem.ranks_per_node)
-        sets = flat(blocks, problem.num_ranks)
+    if rank_sets:
+        sets = flat(rank_sets, problem.num_ranks)
     return Machine(
         num_ranks=problem.num_ranks,
         per_node=min(problem.ranks_per_node, problem.num_ranks),
@@ -26,6 +25,7 @@ def machine_of(problem: Problem, max_groups: int | None = None) -> Machine:
         intra=c.ring_bytes_per_token / bandwidth.intra_node,
         inter=c.ring_bytes_per_token / bandwidth.inter_node,
         hop=c.ring_hop_seconds,
+        exposed=c.exposed_ring_share,
         set_first=sets[0],
         set_ranks=sets[1],
         allowed=sets[2],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import GlobalBatches
 from fcp_cli.planning.bounds import lower_bound_seconds, simple_bound_seconds
 from fcp_cli.planning.fcp import iteration, microbatch
+from fcp_cli.planning.fcp.catalogue import Trial, choose_sets
+from fcp_cli.planning.fcp.compiling import kept_in
 from fcp_cli.planning.fcp.core import Machine, Sequences
 from fcp_cli.planning.fcp.machine import by_falling_work, machine_of
 from fcp_cli.planning.fcp.sand import CLOSED
@@ -27,6 +30,8 @@ _TARGETS_PER_WAVE = 24  # candidate targets looked at for each wave
 _FILLS_PER_WAVE = 16  # of which so many are filled
 _PORTFOLIO_RANKS = 128  # up to so many ranks plainer schedules are tried too,
 _CLOSE_ENOUGH = 0.01, 0.03  # where the gap to the proven bound is larger than this: up to 32 ranks, and above
+_CHOOSING_STEPS = 16  # planned anew and anew to choose rank sets under a limit
+_PRICED_STEPS = 16  # planned with and without a limit
 _EXCHANGES = 300_000  # pairs of sequences compared in one round of balancing; more for more than 1,024 sequences
 
 
@@ -40,22 +45,57 @@ def make_solver(batches: GlobalBatches, *, max_groups: int | None = None) -> Fcp
     Raises:
         UsageError: max_groups < 1.
     """
-    options = {} if max_groups is None else {"max_groups": max_groups}
-    return FcpSolver(problem=batches.problem, machine=machine_of(batches.problem, max_groups), options=options)
+    problem = batches.problem
+    if max_groups is None:
+        return FcpSolver(problem=problem, machine=machine_of(problem))
+    options = {"max_groups": max_groups}
+    sample = [batches.batch(step) for step in _spread(len(batches), _CHOOSING_STEPS)]
+
+    def limited_to(sets: list[range]) -> FcpSolver:
+        return FcpSolver(problem=problem, machine=machine_of(problem, sets), options=options)
+
+    return limited_to(
+        choose_sets(
+            max_groups,
+            num_ranks=problem.num_ranks,
+            ranks_per_node=problem.ranks_per_node,
+            trial=lambda sets: _trial(limited_to(sets), sample),
+        )
+    )
+
+
+def _trial(solver: FcpSolver, sample: list[Batch]) -> Trial:
+    seconds, uses = 0.0, Counter[range]()
+    for batch in sample:
+        found = solver.assign(batch)
+        seconds += makespan_seconds(found, batch, solver.problem)
+        degrees = np.diff(found.rank_offsets)
+        firsts = found.ranks[found.rank_offsets[:-1]]
+        rings = zip(firsts[degrees > 1].tolist(), degrees[degrees > 1].tolist(), strict=True)
+        uses.update(range(first, first + degree) for first, degree in rings)
+    return Trial(seconds=seconds, uses=uses)
+
+
+def _spread(steps: int, most: int, phase: float = 0.0) -> list[int]:
+    """At most so many steps, evenly spaced over a plan; a phase of 0.5 gives those between."""
+    count = min(steps, most)
+    return [int((k + phase) * steps / count) for k in range(count)]
 
 
 def is_compiled(sync: Sync) -> bool:
     """Whether an earlier run left the search of this sync compiled on disk."""
     search: Any = iteration.schedule if sync == "iteration" else microbatch.search
-    folder = search.stats.cache_path
+    folder = kept_in(search)
     return folder is not None and any(Path(folder).glob(f"*.{search.__name__}-*.nbi"))
 
 
-def group_limit_price(batches: GlobalBatches, max_groups: int, *, sampled_steps: int = 8) -> float:
-    """What a limit on rank sets costs: predicted seconds with it / without it - 1, over steps spread over the plan."""
-    limited, free = make_solver(batches, max_groups=max_groups), make_solver(batches)
-    steps = np.unique(np.linspace(0, len(batches) - 1, min(sampled_steps, len(batches))).astype(int)).tolist()
-    sample = [batches.batch(step) for step in steps]
+def group_limit_price(limited: FcpSolver, batches: GlobalBatches) -> float:
+    """What a limit on rank sets costs: predicted seconds with it / without it - 1, over steps spread over the plan.
+
+    Where the plan is long enough, other steps than those that the sets were chosen on.
+    """
+    free = make_solver(batches)
+    sample = [batches.batch(step) for step in _spread(len(batches), _PRICED_STEPS, phase=0.5)]
     seconds = [sum(makespan_seconds(s.assign(b), b, batches.problem) for b in sample) for s in (limited, free)]
     return seconds[0] / seconds[1] - 1.0
 

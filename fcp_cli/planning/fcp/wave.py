@@ -21,6 +21,7 @@ from fcp_cli.planning.fcp.core import (
     first_with_room,
     make_tree,
     pack_seconds,
+    ring_seconds,
     set_room,
 )
 
@@ -52,6 +53,7 @@ class Wave(NamedTuple):
     bucket: Int64Array
     next_node: Int64Array
     used: Int64Array
+    used_before: Int64Array
     bins: Int64Array
 
 
@@ -72,6 +74,7 @@ def make_wave(sequences: int, machine: Machine) -> Any:
         np.zeros(machine.per_node + 1, dtype=np.int64),
         np.zeros(nodes, dtype=np.int64),
         np.zeros(num_ranks, dtype=np.int64),
+        np.zeros(num_ranks + 1, dtype=np.int64),
         np.zeros(1, dtype=np.int64),
     )
 
@@ -81,6 +84,7 @@ def _reset(machine: Machine, wave: Wave) -> None:
     wave.bins[0] = 0
     wave.first[0] = 0
     wave.used[:] = 0
+    wave.used_before[:] = 0
     wave.bucket[:] = -1
     for node in range(len(wave.free) - 1, -1, -1):
         wave.free[node] = min(machine.per_node, machine.num_ranks - node * machine.per_node)
@@ -167,22 +171,48 @@ def _place_ring(i: int, target: float, left: int, sequences: Sequences, machine:
 
 @kernel
 def _place_in_catalogue(i: int, target: float, sequences: Sequences, machine: Machine, wave: Wave) -> int:
-    """Put a long sequence on the narrowest free rank set that ends by target; its degree, or 0."""
+    """Put a long sequence on the narrowest free rank set that ends by target; its degree, or 0.
+
+    Of several sets of one degree, that which leaves the shortest runs of free ranks beside it.
+    """
     attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
+    chosen, degree, tightest = -1, 0, 0
     for s in range(len(machine.set_first) - 2, -1, -1):
-        ranks = machine.set_ranks[machine.set_first[s] : machine.set_first[s + 1]]
-        degree = len(ranks)
-        if degree * machine.budget < tokens:
+        width = machine.set_first[s + 1] - machine.set_first[s]
+        if chosen >= 0 and width > degree:
+            break
+        if width * machine.budget < tokens:
             continue
-        if pack_seconds(attention, linear, tokens, degree, degree > machine.per_node, machine) > target + _SLACK:
+        if pack_seconds(attention, linear, tokens, width, width > machine.per_node, machine) > target + _SLACK:
             continue
-        is_free = True
-        for r in ranks:
-            is_free = is_free and wave.used[r] == 0
-        if is_free:
-            _lay(i, _open_on(ranks, machine, wave), sequences, wave)
-            return degree
-    return 0
+        first = machine.set_ranks[machine.set_first[s]]
+        if wave.used_before[first + width] > wave.used_before[first]:
+            continue
+        low, high = 0, machine.num_ranks
+        if width <= machine.per_node:
+            low = first - first % machine.per_node
+            high = min(high, low + machine.per_node)
+        before, after = _free_beside(first, first + width, low, high, wave.used)
+        run = (before + after) * machine.num_ranks + min(before, after)
+        if chosen < 0 or run < tightest:
+            chosen, degree, tightest = s, width, run
+    if chosen >= 0:
+        ranks = machine.set_ranks[machine.set_first[chosen] : machine.set_first[chosen + 1]]
+        _lay(i, _open_on(ranks, machine, wave), sequences, wave)
+        for rank in range(ranks[0], machine.num_ranks):
+            wave.used_before[rank + 1] = wave.used_before[rank] + wave.used[rank]
+    return degree
+
+
+@kernel
+def _free_beside(first: int, stop: int, low: int, high: int, used: Int64Array) -> Any:
+    """Free ranks right before and right after the ranks first..stop, as far as low..high."""
+    before, after = first, stop
+    while before > low and used[before - 1] == 0:
+        before -= 1
+    while after < high and used[after] == 0:
+        after += 1
+    return first - before, after - stop
 
 
 @kernel
@@ -200,12 +230,18 @@ def _open_on(ranks: Int64Array, machine: Machine, wave: Wave) -> int:
     return int(b)
 
 
+@inlined
+def _free_seconds(b: int, target: float, machine: Machine, wave: Wave) -> float:
+    """Rank-seconds that bin b has left, where attention hides of its ring what it can."""
+    degree = wave.degree[b]
+    exposed = machine.exposed * ring_seconds(wave.tokens[b], degree, wave.crosses[b] > 0, machine)
+    return float(degree * (target - machine.beta - exposed) - wave.attention[b] - wave.linear[b])
+
+
 @kernel
 def _room(b: int, target: float, machine: Machine, tree: Tree, wave: Wave) -> None:
     """Tell the tree what bin b has left."""
-    degree = wave.degree[b]
-    seconds = degree * (target - machine.beta) - wave.attention[b] - wave.linear[b]
-    set_room(tree, b, seconds, degree * machine.budget - wave.tokens[b])
+    set_room(tree, b, _free_seconds(b, target, machine, wave), wave.degree[b] * machine.budget - wave.tokens[b])
 
 
 @kernel
@@ -296,10 +332,9 @@ def outlook(
     for b in range(wave.bins[0]):
         degree = wave.degree[b]
         free_tokens = degree * machine.budget - wave.tokens[b]
-        free_seconds = degree * (target - machine.beta) - wave.attention[b] - wave.linear[b]
         ring = machine.inter if wave.crosses[b] else machine.intra
-        if ring * (degree - 1) * wave.tokens[b] < wave.attention[b]:
-            seconds += free_seconds
+        if (1.0 - machine.exposed) * ring * (degree - 1) * wave.tokens[b] < wave.attention[b]:
+            seconds += _free_seconds(b, target, machine, wave)
             room += free_tokens
     for k in range(small):
         i = later[k]
@@ -329,6 +364,11 @@ def fill_wave(
     """Fill a wave from the sequences alive[:count]; those left go to left_over. How many are left."""
     rest, small, _ranks_left, _refused = place_rings(target, alive, count, left_over, later, sequences, machine, wave)
     if len(machine.set_first) > 1:
+        if pair:
+            for s in range(len(machine.set_first) - 1):
+                ranks = machine.set_ranks[machine.set_first[s] : machine.set_first[s + 1]]
+                if len(ranks) == 2 and wave.used[ranks[0]] == 0 and wave.used[ranks[1]] == 0:
+                    _open_on(ranks, machine, wave)
         for rank in range(machine.num_ranks):
             if wave.used[rank] == 0:
                 _open_on(np.array([rank]), machine, wave)

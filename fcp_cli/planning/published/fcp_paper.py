@@ -17,7 +17,7 @@ their ranks are free.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,14 +48,16 @@ class _Wave:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FcpPaperSolver:
-    """Plans each step on its own, without randomness."""
+    """Plans each step on its own, without randomness; with one cut and one number of waves, nothing is swept."""
 
     problem: Problem
     name: str = "fcp-paper"
+    cuts: Sequence[str] = _CUTS
+    wave_counts: int = _WAVE_COUNTS
 
     @property
     def options(self) -> Mapping[str, Any]:
-        return {"cuts": list(_CUTS), "wave_counts": _WAVE_COUNTS}
+        return {"cuts": list(self.cuts), "wave_counts": self.wave_counts}
 
     def assign(self, batch: Batch) -> Assignment:
         """The best candidate of the sweep over cuts and numbers of waves."""
@@ -65,15 +67,15 @@ class FcpPaperSolver:
 
     def _candidates(self, batch: Batch) -> Iterator[Assignment]:
         fewest = -(-int(batch.work.tokens.sum()) // (self.problem.num_ranks * self.problem.tokens_per_rank))
-        for cut in _CUTS:
+        for cut in self.cuts:
             feasible = 0
             # With as many waves as sequences every cut is feasible: each wave then holds one sequence.
-            for waves in range(fewest, max(fewest + _WAVE_COUNTS, len(batch.rows) + 1)):
+            for waves in range(fewest, max(fewest + self.wave_counts, len(batch.rows) + 1)):
                 assignment = self._plan_waves(batch, cut_waves(cut, batch.work.tokens, waves))
                 if assignment is not None:
                     feasible += 1
                     yield assignment
-                if feasible and waves >= fewest + _WAVE_COUNTS - 1:
+                if feasible and waves >= fewest + self.wave_counts - 1:
                     break
 
     def _plan_waves(self, batch: Batch, wave_of: IntArray) -> Assignment | None:

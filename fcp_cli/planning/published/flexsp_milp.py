@@ -145,7 +145,7 @@ class _Program:
         return LinearConstraint(held, -np.inf, 0.0)
 
     def _times(self) -> list[LinearConstraint]:
-        """The makespan is at least fixed + linear + attention, and at least fixed + linear + ring."""
+        """The makespan is at least fixed + linear + attention + exposed ring, and at least fixed + linear + ring."""
         c, bandwidth = self.problem.profile.coefficients, self.problem.profile.bandwidth
         degree = self.degree[None, :].astype(np.float64)
         linear = self.buckets.linear_seconds[:, None] / degree
@@ -154,8 +154,9 @@ class _Program:
         ring = c.ring_bytes_per_token * self.buckets.tokens[:, None] * (degree - 1.0) / degree / speed
         fixed = np.full(len(self.degree), c.microbatch_seconds)
         hops = c.ring_hop_seconds * (self.degree - 1.0)
+        share = c.exposed_ring_share
         return [
-            LinearConstraint(self._rows(linear + attention, fixed, -1.0), -np.inf, 0.0),
+            LinearConstraint(self._rows(linear + attention + share * ring, fixed + share * hops, -1.0), -np.inf, 0.0),
             LinearConstraint(self._rows(linear + ring, fixed + hops, -1.0), -np.inf, 0.0),
         ]
 

@@ -7,29 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fcp_cli.cost.profile import parse_cost_profile
 from fcp_cli.errors import UsageError
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.fcp.catalogue import rank_sets
+from fcp_cli.planning.fcp.catalogue import Trial, choose_sets, tree_sets
 from fcp_cli.planning.fcp.solver import group_limit_price, make_solver
-from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import make_solver as make_named_solver
-
-_PROFILE = """\
-format: fcp-cost-profile/1
-model: m
-cluster: c
-origin: assumed
-coefficients:
-  attention_seconds_per_token2: 6.451e-9
-  linear_seconds_per_token: 2.838e-4
-  ring_bytes_per_token: 442368
-  microbatch_seconds: 0.1
-bandwidth_bytes_per_second: {intra_node: 50.0e+9, inter_node: 12.0e+9}
-"""
+from tests.planning.examples import example_problem
 
 
 def some_batches(sync: Sync, *, num_ranks: int = 16, ranks_per_node: int = 4) -> GlobalBatches:
@@ -37,19 +23,13 @@ def some_batches(sync: Sync, *, num_ranks: int = 16, ranks_per_node: int = 4) ->
     drawn = 500 * (np.random.default_rng(5).pareto(1.0, 400) + 1)
     return GlobalBatches(
         LengthTable(name="lengths", length_tokens=drawn.clip(64, 4096 * num_ranks).astype(np.int64)),
-        Problem(
-            num_ranks=num_ranks,
-            ranks_per_node=ranks_per_node,
-            tokens_per_rank=4096,
-            sync=sync,
-            profile=parse_cost_profile(_PROFILE, name="test"),
-        ),
+        example_problem(sync, num_ranks=num_ranks, ranks_per_node=ranks_per_node, tokens_per_rank=4096),
         BatchSettings(global_batch_size=100),
     )
 
 
 @pytest.mark.parametrize("sync", ["iteration", "microbatch"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15)
 @given(max_groups=st.integers(1, 20), num_ranks=st.integers(2, 20), ranks_per_node=st.integers(1, 8))
 def test_no_more_rank_sets_than_allowed(sync: Sync, max_groups: int, num_ranks: int, ranks_per_node: int) -> None:
     batches = some_batches(sync, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
@@ -63,23 +43,64 @@ def test_no_more_rank_sets_than_allowed(sync: Sync, max_groups: int, num_ranks: 
 
 
 def test_whole_nodes_come_before_parts_of_nodes() -> None:
-    sets = rank_sets(7, num_ranks=16, ranks_per_node=4)
+    sets = tree_sets(7, num_ranks=16, ranks_per_node=4)
     assert [(s.start, s.stop) for s in sets] == [(0, 16), (0, 8), (8, 16), (0, 4), (4, 8), (8, 12), (12, 16)]
 
 
 def test_three_nodes_are_a_set_before_parts_of_nodes() -> None:
-    assert range(12) in rank_sets(8, num_ranks=16, ranks_per_node=4)
+    assert range(12) in tree_sets(8, num_ranks=16, ranks_per_node=4)
 
 
 def test_no_set_is_listed_twice() -> None:
     for num_ranks in range(2, 40):
-        sets = rank_sets(100, num_ranks=num_ranks, ranks_per_node=3)
+        sets = tree_sets(100, num_ranks=num_ranks, ranks_per_node=3)
         assert len(set(sets)) == len(sets)
+
+
+def test_the_sets_that_a_sample_uses_most_are_kept() -> None:
+    used = {range(16): 1, range(5): 30, range(8, 11): 20, range(4, 8): 10}
+
+    def trial(sets: list[range]) -> Trial:
+        return Trial(seconds=10.0 - sum(s in sets for s in used), uses={s: n for s, n in used.items() if s in sets})
+
+    assert choose_sets(4, num_ranks=16, ranks_per_node=8, trial=trial) == [
+        range(16),
+        range(5),
+        range(4, 8),
+        range(8, 11),
+    ]
+
+
+def test_the_tree_is_kept_where_no_choice_is_quicker() -> None:
+    sets = choose_sets(5, num_ranks=16, ranks_per_node=4, trial=lambda sets: Trial(seconds=1.0, uses={}))
+    assert sets == tree_sets(5, num_ranks=16, ranks_per_node=4)
+
+
+@settings(max_examples=25)
+@given(max_groups=st.integers(1, 40), num_ranks=st.integers(2, 40), ranks_per_node=st.integers(1, 9), data=st.data())
+def test_chosen_sets_keep_to_nodes_and_to_the_limit_and_hold_all_ranks(
+    max_groups: int, num_ranks: int, ranks_per_node: int, data: st.DataObject
+) -> None:
+    generator = np.random.default_rng(data.draw(st.integers(0, 99)))
+
+    def trial(sets: list[range]) -> Trial:
+        return Trial(seconds=float(generator.random()), uses={s: int(generator.integers(9)) for s in sets})
+
+    sets = choose_sets(max_groups, num_ranks=num_ranks, ranks_per_node=ranks_per_node, trial=trial)
+    assert len(set(sets)) == len(sets) <= max_groups
+    assert range(num_ranks) in sets
+    assert all(s.start // ranks_per_node == s[-1] // ranks_per_node for s in sets if len(s) <= ranks_per_node)
 
 
 def test_the_price_of_a_limit_grows_as_the_limit_falls() -> None:
     batches = some_batches("iteration")
-    assert group_limit_price(batches, 1) > group_limit_price(batches, 15)
+    prices = [group_limit_price(make_solver(batches, max_groups=limit), batches) for limit in (1, 15)]
+    assert prices[0] > prices[1]
+
+
+def test_under_waves_sixteen_rank_sets_do_nearly_as_well_as_any() -> None:
+    batches = some_batches("microbatch")
+    assert group_limit_price(make_solver(batches, max_groups=16), batches) < 0.02
 
 
 def test_a_limit_of_no_groups_is_refused() -> None:

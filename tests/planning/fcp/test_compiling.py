@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from fcp_cli.planning.fcp.compiling import discard_stale_kernels
+from tests.patience import PATIENCE_SECONDS
 
 
 def kept_in(folder: Path | None) -> SimpleNamespace:
@@ -42,5 +43,43 @@ def test_the_planner_compiles_where_nothing_can_be_written() -> None:
         "assert core.make_tree.stats.cache_path is None\n"
     )
     subprocess.run(
-        [sys.executable, "-c", program], check=True, timeout=120, env={**os.environ, "PYTHONPATH": str(Path.cwd())}
+        [sys.executable, "-c", program],
+        check=True,
+        timeout=PATIENCE_SECONDS,
+        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
     )
+
+
+_HASH_OF_PLANS = """
+import hashlib
+import numpy as np
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.fcp.solver import make_solver
+from fcp_cli.planning.run import plan_step
+from tests.planning.examples import example_problem, long_tail
+
+digest = hashlib.sha256()
+for sync in ("iteration", "microbatch"):
+    batches = GlobalBatches(long_tail(120), example_problem(sync), BatchSettings(global_batch_size=41))
+    solver = make_solver(batches)
+    for batch in batches:
+        step = plan_step(batch, batches.problem, solver)
+        for values in (step.ranks, step.sequences, step.start_seconds, step.seconds, np.array(step.bound_seconds)):
+            digest.update(values.tobytes())
+print(digest.hexdigest())
+"""
+
+
+def test_compiled_and_interpreted_planners_make_the_same_plan_to_the_last_bit() -> None:
+    def printed(**environment: str) -> str:
+        run = subprocess.run(
+            [sys.executable, "-c", _HASH_OF_PLANS],
+            check=True,
+            timeout=PATIENCE_SECONDS,
+            text=True,
+            capture_output=True,
+            env={**os.environ, "PYTHONPATH": str(Path.cwd()), **environment},
+        )
+        return run.stdout
+
+    assert printed() == printed(NUMBA_DISABLE_JIT="1")

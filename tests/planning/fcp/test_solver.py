@@ -75,7 +75,7 @@ SYNCS = pytest.mark.parametrize("sync", ["iteration", "microbatch"])
 
 
 @SYNCS
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_batch_on_any_machine_gets_a_legal_plan_that_no_bound_exceeds(sync: Sync, data: st.DataObject) -> None:
     num_ranks = data.draw(st.integers(1, 24), label="num_ranks")

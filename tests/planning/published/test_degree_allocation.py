@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 from fcp_cli.manifest.table import FloatArray, IntArray
 from fcp_cli.planning.published.degree_allocation import (
-    allocate_as_printed,
-    allocate_by_dynamic_programme,
     allocate_by_threshold,
     at_most_table,
     degrees_used,
 )
+from tests.planning.published.printed_allocations import allocate_as_printed, allocate_by_dynamic_programme
 
 
 @st.composite
@@ -45,7 +44,7 @@ def best_by_trying_all(table: FloatArray) -> float:
     )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(exact_tables())
 def test_threshold_dynamic_programme_and_printed_algorithm_equal_exhaustive_search(exact: FloatArray) -> None:
     num_ranks = exact.shape[1]
@@ -58,7 +57,7 @@ def test_threshold_dynamic_programme_and_printed_algorithm_equal_exhaustive_sear
         assert makespan(exact, degrees) == best
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(exact_tables(most_packs=20, most_ranks=40))
 def test_threshold_and_dynamic_programme_agree_on_larger_tables(exact: FloatArray) -> None:
     table, num_ranks = at_most_table(exact), exact.shape[1]

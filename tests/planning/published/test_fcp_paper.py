@@ -6,15 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fcp_cli.plan.metadata import Sync
-from fcp_cli.planning.assemble import assemble
+from fcp_cli.planning.assemble import assemble, makespan_seconds
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.published.fcp_paper import cut_waves, make_solver
+from fcp_cli.planning.published.fcp_paper import FcpPaperSolver, cut_waves, make_solver
 from tests.planning.examples import example_problem, long_tail, table_of
 
 SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.one_of(st.integers(1, 4000), st.integers(1, 6 * 1000)), min_size=1, max_size=50),
     sync=st.sampled_from(SYNCS),
@@ -48,6 +48,18 @@ def test_the_long_sequence_of_a_wave_gets_the_ranks_that_short_ones_can_spare() 
     assert degrees[60_000] >= 6
 
 
+@pytest.mark.parametrize("cut", ["arrival", "sorted", "balanced"])
+def test_one_setting_alone_is_never_quicker_than_the_best_of_all(cut: str) -> None:
+    problem = example_problem("microbatch")
+    batches = GlobalBatches(long_tail(), problem, BatchSettings(global_batch_size=100))
+    batch = batches.batch(0)
+    alone = FcpPaperSolver(problem=problem, cuts=[cut], wave_counts=1).assign(batch)
+    fewest = -(-int(batch.work.tokens.sum()) // (problem.num_ranks * problem.tokens_per_rank))
+    assert alone.wave.max() + 1 >= fewest
+    best = make_solver(batches).assign(batch)
+    assert makespan_seconds(alone, batch, problem) >= makespan_seconds(best, batch, problem)
+
+
 @pytest.mark.parametrize("sync", SYNCS)
 def test_the_same_batch_gives_the_same_answer(sync: Sync) -> None:
     batches = GlobalBatches(long_tail(), example_problem(sync), BatchSettings(global_batch_size=100))
@@ -56,7 +68,7 @@ def test_the_same_batch_gives_the_same_answer(sync: Sync) -> None:
         assert np.array_equal(getattr(one, name), getattr(two, name))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 10_000), min_size=1, max_size=40),
     waves=st.integers(1, 10),

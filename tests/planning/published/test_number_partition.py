@@ -3,7 +3,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fcp_cli.planning.published.number_partition import partition
@@ -11,7 +11,6 @@ from fcp_cli.planning.published.number_partition import partition
 weights = st.lists(st.integers(0, 100).map(float), max_size=30)
 
 
-@settings(deadline=None)
 @given(weights, st.integers(1, 6), st.booleans())
 def test_every_item_lies_in_one_part(items: list[float], parts: int, equal_counts: bool) -> None:
     found = partition(items, parts, equal_counts=equal_counts)
@@ -19,14 +18,12 @@ def test_every_item_lies_in_one_part(items: list[float], parts: int, equal_count
     assert sorted(item for part in found for item in part) == list(range(len(items)))
 
 
-@settings(deadline=None)
 @given(weights, st.integers(1, 6))
 def test_equal_counts_differ_by_one_at_most(items: list[float], parts: int) -> None:
     counts = [len(part) for part in partition(items, parts, equal_counts=True)]
     assert max(counts) - min(counts) <= 1
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 30).map(float), min_size=1, max_size=7), st.integers(2, 3))
 def test_the_heaviest_part_is_within_the_known_ratio_of_the_best(items: list[float], parts: int) -> None:
     heaviest = max(sum(items[i] for i in part) for part in partition(items, parts))

@@ -18,7 +18,7 @@ def batches_of(sync: Sync, lengths: list[int], size: int = 1000) -> GlobalBatche
     return GlobalBatches(table_of(lengths), example_problem(sync), BatchSettings(global_batch_size=size))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.one_of(st.integers(1, 4000), st.integers(1, 16 * 16384)), min_size=1, max_size=60),
     sync=st.sampled_from(SYNCS),

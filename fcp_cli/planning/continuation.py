@@ -1,0 +1,153 @@
+"""What a trained run has left of its plan, to be planned again for another number of ranks.
+
+The global batches stay exactly as the old plan has them, so that the run goes on as if nothing had happened: same
+batches, same steps, same schedule. Only who computes what changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fcp_cli.cost.model import sequence_work
+from fcp_cli.errors import OverlongError
+from fcp_cli.manifest.table import IntArray, LengthTable
+from fcp_cli.plan.metadata import Continuation, OverlongReport, PlanMetadata, pack_rows, unpack_rows
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.step import Int32Array, Int64Array
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches, step_seed
+from fcp_cli.planning.problem import Batch, Problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemainingSteps:
+    """The steps of a plan that are not trained yet.
+
+    Attributes:
+        continues: what went before.
+        offsets: [steps + 1] where each step's sequences begin.
+        rows, lengths: manifest row and planned tokens of each sequence.
+        overlong: what the plan did about overlong sequences.
+    """
+
+    continues: Continuation
+    offsets: Int64Array
+    rows: IntArray
+    lengths: Int32Array
+    overlong: OverlongReport
+
+
+def remaining_steps(reader: PlanReader, first_step: int) -> RemainingSteps:
+    """What a plan has from `first_step` on, and which sequences of that epoch come before.
+
+    Raises:
+        PlanError: the plan is damaged.
+    """
+    metadata = reader.metadata
+    trained = _trained_before(reader, first_step)
+    steps = list(reader.steps(first_step))
+    return RemainingSteps(
+        continues=Continuation(
+            plan_hash=metadata.plan_hash,
+            num_ranks=metadata.num_ranks,
+            first_step=first_step,
+            trained=pack_rows(trained),
+        ),
+        offsets=np.cumsum([0, *(len(step.sequences) for step in steps)], dtype=np.int64),
+        rows=np.concatenate([step.sequences for step in steps]),
+        lengths=np.concatenate([step.lengths for step in steps]),
+        overlong=metadata.overlong,
+    )
+
+
+def _trained_before(reader: PlanReader, first_step: int) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    """[manifest rows] which of them the epoch of `first_step` has trained in the steps before."""
+    metadata = reader.metadata
+    epoch_start = first_step - first_step % max(metadata.steps_per_epoch, 1)
+    trained = np.zeros(metadata.manifest.rows, dtype=np.bool_)
+    if metadata.continues is not None and epoch_start < metadata.first_step:
+        trained |= unpack_rows(metadata.continues.trained, metadata.manifest.rows)
+    for step in reader.steps(epoch_start):
+        if step.step >= first_step:
+            break
+        trained[step.sequences] = True
+    return trained
+
+
+def settings_of(metadata: PlanMetadata) -> BatchSettings:
+    """How the plan's manifest was cut into global batches."""
+    return BatchSettings(
+        global_batch_size=metadata.global_batch_size,
+        seed=metadata.seed,
+        shuffle=metadata.shuffle,
+        epochs=metadata.epochs,
+        last_batch=metadata.last_batch,
+        max_length=metadata.overlong.max_length,
+        overlong=metadata.overlong.policy,
+        step_limit=metadata.step_limit,
+    )
+
+
+class RemainingBatches(GlobalBatches):
+    """The global batches of `remaining`: `batch(0)` is the first that is not trained yet.
+
+    Raises:
+        OverlongError: a sequence that is left fits no group of the ranks planned for.
+    """
+
+    def __init__(
+        self, table: LengthTable, problem: Problem, settings: BatchSettings, remaining: RemainingSteps
+    ) -> None:
+        _require_room(table, problem, remaining)
+        self.problem = problem
+        self.settings = settings
+        self.rows = np.unique(remaining.rows)
+        self.overlong = remaining.overlong
+        lengths = table.length_tokens.copy()
+        lengths[remaining.rows] = remaining.lengths
+        self.table = replace(table, length_tokens=lengths)
+        self.continues = remaining.continues
+        self._remaining = remaining
+
+    def __len__(self) -> int:
+        return len(self._remaining.offsets) - 1
+
+    def batch(self, step: int) -> Batch:
+        """The global batch of the how-manieth step that is left."""
+        members = slice(self._remaining.offsets[step], self._remaining.offsets[step + 1])
+        rows = self._remaining.rows[members]
+        number = self._remaining.continues.first_step + step
+        return Batch(
+            step=number,
+            rows=rows,
+            lengths=self._remaining.lengths[members],
+            work=sequence_work(self.table.take(rows), self.problem.profile),
+            seed=step_seed(self.settings.seed, number),
+        )
+
+
+def batches_to_plan(
+    table: LengthTable, problem: Problem, settings: BatchSettings, remaining: RemainingSteps | None
+) -> GlobalBatches:
+    """All global batches of a manifest, or those that a trained run has left.
+
+    Raises:
+        OverlongError, ManifestError: some sequences cannot be planned, or none are left.
+    """
+    if remaining is None:
+        return GlobalBatches(table, problem, settings)
+    return RemainingBatches(table, problem, settings, remaining)
+
+
+def _require_room(table: LengthTable, problem: Problem, remaining: RemainingSteps) -> None:
+    capacity = problem.num_ranks * problem.tokens_per_rank
+    longest = int(np.argmax(remaining.lengths))
+    tokens = int(remaining.lengths[longest])
+    if tokens > capacity:
+        raise OverlongError(
+            f"{table.name}: row {remaining.rows[longest]} ({tokens} tokens) is still to be trained, but "
+            f"{problem.num_ranks} ranks of {problem.tokens_per_rank} tokens hold at most {capacity}; give "
+            f"--tokens-per-rank {-(-tokens // problem.num_ranks)}, or at least "
+            f"{-(-tokens // problem.tokens_per_rank)} --ranks"
+        )
