@@ -16,11 +16,12 @@ import pyarrow.compute as pc
 
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.manifest.table import LengthTable
-from fcp_cli.plan.metadata import PlanMetadata, steps_per_epoch
+from fcp_cli.plan.metadata import PlanMetadata, unpack_rows
 from fcp_cli.plan.pricing import profile_seconds
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.timeline import start_times
+from fcp_cli.words import counted
 
 _TOLERANCE = 1e-6  # relative, of predicted seconds
 
@@ -58,6 +59,7 @@ def check_plan(path: Path, *, manifest: LengthTable | None = None) -> Iterator[F
     if manifest is not None and manifest.content_hash() != metadata.manifest.content_hash:
         yield Finding(message=f"{manifest.name} is not the manifest {metadata.manifest.name} that it was made from")
         manifest = None
+    yield from _check_devices(metadata, profile)
     order_findings = list(_check_order(reader))
     yield from order_findings
     if order_findings:
@@ -65,13 +67,14 @@ def check_plan(path: Path, *, manifest: LengthTable | None = None) -> Iterator[F
     coverage = _Coverage(metadata, manifest)
     groups: set[bytes] = set()
     steps = 0
+    yield from coverage.begin()
     for step in reader.steps():
         steps += 1
         yield from coverage.add(step)
         yield from check_step(step, metadata, profile, manifest if coverage.knows(step) else None)
         groups.update(step.ring_groups())
     if steps != metadata.steps:
-        yield Finding(message=f"it has {steps} steps, its metadata says {metadata.steps}")
+        yield Finding(message=f"it has {counted(steps, 'step')}, its metadata says {metadata.steps}")
     if len(groups) != metadata.distinct_groups:
         yield Finding(
             message=f"it has {len(groups)} distinct groups of degree > 1, its metadata says {metadata.distinct_groups}"
@@ -91,9 +94,24 @@ def check_step(
         yield from _check_times(step, metadata, profile, manifest)
 
 
+def _check_devices(metadata: PlanMetadata, profile: CostProfile) -> Iterator[Finding]:
+    """A plan that says what its ranks are made of has the times of such ranks, and keeps pipelines in step."""
+    if metadata.devices_per_rank == 1:
+        return
+    if metadata.pipeline_parallel > 1 and metadata.sync != "microbatch":
+        yield Finding(
+            message=f"pipeline_parallel is {metadata.pipeline_parallel}, which needs sync microbatch, but sync is "
+            f"{metadata.sync}"
+        )
+    for key in ("tensor_parallel", "pipeline_parallel"):
+        planned, priced = getattr(metadata, key), profile.measurement.get(key)
+        if isinstance(priced, int) and priced != planned:
+            yield Finding(message=f"{key} is {planned}, but its times are from a cost profile for {priced}")
+
+
 def _check_order(reader: PlanReader) -> Iterator[Finding]:
     """Rows are ordered by (step, order), both counting from 0; lists of a row belong together."""
-    last_step, last_order = -1, -1
+    last_step, last_order = reader.metadata.first_step - 1, -1
     totals: tuple[float, float] | None = None  # of the last row
     for table in reader.tables():
         step = table.column("step").to_numpy()
@@ -154,7 +172,8 @@ def _check_budget(step: StepPlan, metadata: PlanMetadata) -> Iterator[Finding]:
     capacity = metadata.tokens_per_rank * step.degrees
     over = step.tokens > capacity
     for order in np.flatnonzero(over)[:1].tolist():
-        message = f"{step.tokens[order]} tokens on {step.degrees[order]} ranks, which hold {capacity[order]}"
+        tokens, ranks = counted(step.tokens[order], "token"), counted(step.degrees[order], "rank")
+        message = f"{tokens} on {ranks}, where {capacity[order]:,} fit"
         yield Finding(step=step.step, order=order, message=message)
 
 
@@ -228,15 +247,26 @@ class _Coverage:
     def __init__(self, metadata: PlanMetadata, manifest: LengthTable | None) -> None:
         self._metadata = metadata
         self._manifest = manifest
-        dropped = metadata.overlong.sequences if metadata.overlong.policy == "drop" else 0
-        self._planned_rows = metadata.manifest.rows - dropped
-        self._steps_per_epoch = steps_per_epoch(self._planned_rows, metadata.global_batch_size, metadata.last_batch)
+        self._planned_rows = metadata.planned_rows
+        self._steps_per_epoch = metadata.steps_per_epoch
         self._seen = np.zeros(metadata.manifest.rows, dtype=np.bool_)
-        self._steps = 0
+        if metadata.continues is not None:
+            self._seen |= unpack_rows(metadata.continues.trained, metadata.manifest.rows)
+        self._steps = metadata.first_step
 
     def knows(self, step: StepPlan) -> bool:
         """Whether all of a step's sequences are rows of the manifest."""
         return bool(((step.sequences >= 0) & (step.sequences < len(self._seen))).all())
+
+    def begin(self) -> Iterator[Finding]:
+        """A plan that continues a run has as many trained sequences as the steps of the epoch before it."""
+        trained = int(self._seen.sum())
+        due = self._metadata.first_step % max(self._steps_per_epoch, 1) * self._metadata.global_batch_size
+        if trained != due:
+            yield Finding(
+                message=f"it goes on from step {self._metadata.first_step} with {trained} sequences of the epoch "
+                f"trained, where {due} are due"
+            )
 
     def add(self, step: StepPlan) -> Iterator[Finding]:
         """Count a step; at the end of an epoch, all of it must have been seen."""
@@ -246,7 +276,8 @@ class _Coverage:
         index = (self._steps - 1) % max(self._steps_per_epoch, 1)
         wanted = min(size, self._planned_rows - index * size)
         if len(step.sequences) != wanted:
-            yield Finding(step=step.step, message=f"{len(step.sequences)} sequences, where {wanted} are due")
+            message = f"{counted(len(step.sequences), 'sequence')} instead of {wanted}"
+            yield Finding(step=step.step, message=message)
         if index + 1 == self._steps_per_epoch:
             self._seen[:] = False
 
@@ -254,7 +285,7 @@ class _Coverage:
         rows = step.sequences
         if not self.knows(step):
             row = rows[_first((rows < 0) | (rows >= len(self._seen)))]
-            yield Finding(step=step.step, message=f"sequence {row} of a manifest of {len(self._seen)} rows")
+            yield Finding(step=step.step, message=f"sequence {row} of a manifest of {counted(len(self._seen), 'row')}")
             return
         values, counts = np.unique(rows, return_counts=True)
         again = values[(counts > 1) | self._seen[values]]
@@ -294,7 +325,7 @@ class _Coverage:
         if self._metadata.step_limit is not None:
             due = min(due, self._metadata.step_limit)
         if self._steps != due:
-            yield Finding(message=f"it has {self._steps} steps, where its settings make {due}")
+            yield Finding(message=f"it has {counted(self._steps, 'step')}, where its settings make {due}")
 
 
 def _first(mask: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> int:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
+import numpy as np
+import numpy.typing as npt
+
 from fcp_cli.errors import PlanError
 
 FORMAT = "fcp-plan/1"
+CONTINUED_FORMAT = "fcp-plan/2"  # as 1, but its steps are numbered on from another plan's
 METADATA_KEY = b"fcp"
 
 Sync = Literal["iteration", "microbatch"]
@@ -48,6 +55,42 @@ class OverlongReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Continuation:
+    """What went before a plan for the rest of a run; its steps are numbered on.
+
+    Attributes:
+        plan_hash, num_ranks: of the plan that the run followed until then.
+        first_step: optimizer step that the plan begins with; all before it are trained.
+        trained: the rows that the epoch of `first_step` has trained before; see `pack_rows`.
+    """
+
+    plan_hash: str
+    num_ranks: int
+    first_step: int
+    trained: str
+
+
+def pack_rows(mask: npt.NDArray[np.bool_]) -> str:
+    """A mask over the manifest's rows as text: base64 of zlib of one bit per row."""
+    return base64.b64encode(zlib.compress(np.packbits(mask).tobytes(), 9)).decode()
+
+
+def unpack_rows(text: str, rows: int) -> npt.NDArray[np.bool_]:
+    """[rows] the mask that `pack_rows` made.
+
+    Raises:
+        ValueError: it is damaged, or of another number of rows.
+    """
+    try:
+        packed = np.frombuffer(zlib.decompress(base64.b64decode(text, validate=True)), dtype=np.uint8)
+    except (binascii.Error, zlib.error) as error:
+        raise ValueError(str(error)) from error
+    if len(packed) != -(-rows // 8):
+        raise ValueError(f"{8 * len(packed)} bits for {rows} rows")
+    return np.unpackbits(packed, count=rows).astype(np.bool_)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlanMetadata:
     """Everything needed to follow, check and reproduce a plan.
 
@@ -58,6 +101,7 @@ class PlanMetadata:
         step_limit: only that many first steps were planned; None: all.
         solver_options: whatever the solver was given beside the common settings.
         cost_profile: the whole text of the YAML.
+        continues: what the plan goes on from; None: it begins with step 0.
         plan_hash: content hash over rows and metadata; see `hashing`.
         created: ISO time, outside the hash.
     """
@@ -80,19 +124,61 @@ class PlanMetadata:
     solver_options: Mapping[str, Any] = field(default_factory=dict)
     manifest: ManifestReference
     cost_profile: str
+    continues: Continuation | None = None
     steps: int = 0
     distinct_groups: int = 0
     plan_hash: str = ""
     created: str = ""
 
+    @property
+    def devices_per_rank(self) -> int:
+        """Devices, and processes, that hold one model replica together."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the whole job."""
+        return self.num_ranks * self.devices_per_rank
+
+    @property
+    def first_step(self) -> int:
+        """The number of its first step."""
+        return 0 if self.continues is None else self.continues.first_step
+
+    @property
+    def end_step(self) -> int:
+        """One more than the number of its last step: optimizer steps of the whole run."""
+        return self.first_step + self.steps
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of a whole epoch, whatever part of it is planned."""
+        return steps_per_epoch(self.planned_rows, self.global_batch_size, self.last_batch)
+
+    @property
+    def planned_rows(self) -> int:
+        """Rows of the manifest that an epoch goes over, before a last batch is dropped."""
+        dropped = self.overlong.sequences if self.overlong.policy == "drop" else 0
+        return self.manifest.rows - dropped
+
+    @property
+    def format(self) -> str:
+        return FORMAT if self.continues is None else CONTINUED_FORMAT
+
     def hashed_json(self) -> bytes:
         """The part of the metadata that the plan hash covers, in one canonical form."""
-        document = {"format": FORMAT, **asdict(self)}
+        document = self._document()
         del document["plan_hash"], document["created"]
         return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
 
     def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, **asdict(self)})
+        return json.dumps(self._document())
+
+    def _document(self) -> dict[str, Any]:
+        document = {"format": self.format, **asdict(self)}
+        if self.continues is None:  # plans that were written before there was such a key keep their hash
+            del document["continues"]
+        return document
 
     def with_totals(self, *, steps: int, distinct_groups: int) -> PlanMetadata:
         return replace(self, steps=steps, distinct_groups=distinct_groups)
@@ -113,15 +199,20 @@ def parse_metadata(raw: Mapping[bytes, bytes] | None, *, name: str) -> PlanMetad
         raise PlanError(f"{name}: the plan's metadata is damaged: {error}") from error
     if str(found).startswith("fcp-manifest/"):
         raise PlanError(f"{name} is a manifest, not a plan; make one with 'fcp plan {name} -o plan.parquet'")
-    if found != FORMAT:
-        raise PlanError(f"{name} has format {found!r}; this fcp reads {FORMAT!r}")
+    if found not in (FORMAT, CONTINUED_FORMAT):
+        raise PlanError(f"{name} has format {found!r}; this fcp reads {FORMAT!r} and {CONTINUED_FORMAT!r}")
     known = {f.name for f in fields(PlanMetadata)}
     try:
         document["manifest"] = ManifestReference(**document["manifest"])
         document["overlong"] = OverlongReport(**document.get("overlong", {}))
+        if document.get("continues") is not None:
+            document["continues"] = Continuation(**document["continues"])
         metadata = PlanMetadata(**{key: value for key, value in document.items() if key in known})
     except (KeyError, TypeError) as error:
         raise PlanError(f"{name}: the plan's metadata is damaged: {error}") from error
+    if found != metadata.format:
+        has = "no" if metadata.continues is None else "a"
+        raise PlanError(f"{name}: the plan's metadata is damaged: format {found!r} with {has} key 'continues'")
     for key, value, wanted in _wrong_values(metadata):
         raise PlanError(f"{name}: the plan's metadata is damaged: {key} is {value!r}, not {wanted}")
     return metadata
@@ -146,9 +237,25 @@ def _wrong_values(metadata: PlanMetadata) -> Iterator[tuple[str, Any, str]]:
     for key, value in (("manifest.rows", metadata.manifest.rows), ("overlong.sequences", metadata.overlong.sequences)):
         if not _is_whole(value, 0):
             yield key, value, "a whole number of at least 0"
+    if metadata.continues is not None:
+        yield from _wrong_continuation(metadata.continues, metadata.manifest.rows)
     for key in ("solver", "cost_profile", "plan_hash"):
         if not isinstance(getattr(metadata, key), str):
             yield key, getattr(metadata, key), "a text"
+
+
+def _wrong_continuation(continues: Continuation, rows: int) -> Iterator[tuple[str, Any, str]]:
+    for key in ("num_ranks", "first_step"):
+        if not _is_whole(getattr(continues, key), 1):
+            yield f"continues.{key}", getattr(continues, key), "a whole number of at least 1"
+    for key in ("plan_hash", "trained"):
+        if not isinstance(getattr(continues, key), str):
+            yield f"continues.{key}", getattr(continues, key), "a text"
+            return
+    try:
+        unpack_rows(continues.trained, rows)
+    except ValueError as error:
+        yield "continues.trained", str(error), f"a mask of {rows} rows"
 
 
 def _is_whole(value: Any, least: int) -> bool:

@@ -14,6 +14,7 @@ from fcp_cli.plan.hashing import PlanHasher
 from fcp_cli.plan.metadata import PlanMetadata, parse_metadata
 from fcp_cli.plan.schema import SCHEMA, steps_from_arrow
 from fcp_cli.plan.step import StepPlan
+from fcp_cli.words import first_sentence
 
 
 class PlanReader:
@@ -30,8 +31,11 @@ class PlanReader:
         except FileNotFoundError as error:
             raise PlanError(f"there is no plan {path}; make one with 'fcp plan MANIFEST -o {path}'") from error
         except (pa.ArrowException, OSError) as error:
+            if path.is_dir():
+                raise PlanError(f"{path} is a folder, not a plan; name the plan file in it") from error
             raise PlanError(
-                f"{path} cannot be read as Parquet: it is damaged or not a plan ({_first_line(error)})"
+                f"{path} cannot be read as Parquet ({first_sentence(error)}): it is truncated, damaged or not a plan; "
+                "make one with 'fcp plan MANIFEST'"
             ) from error
         self.metadata: PlanMetadata = parse_metadata(self._key_values(), name=str(path))
         self._check_columns()
@@ -71,7 +75,9 @@ class PlanReader:
                 if meta.num_rows and not skippable:
                     yield self._without_nulls(self._file.read_row_group(group, columns=SCHEMA.names))
         except (pa.ArrowException, OSError) as error:
-            raise PlanError(f"{self.path} is damaged: {_first_line(error)}") from error
+            raise PlanError(
+                f"{self.path} is damaged ({first_sentence(error)}); make it again with 'fcp plan' or copy it again"
+            ) from error
 
     def _without_nulls(self, table: pa.Table) -> pa.Table:
         for name in SCHEMA.names:
@@ -93,7 +99,3 @@ def _same_type(found: pa.DataType, wanted: pa.DataType) -> bool:
     if pa.types.is_list(wanted):
         return bool(pa.types.is_list(found) and found.value_type == wanted.value_type)
     return bool(found == wanted)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -35,8 +35,9 @@ class PlanWriter:
 
     def append(self, step: StepPlan) -> None:
         """Add the next step."""
-        if step.step != self._steps:
-            raise ValueError(f"step {step.step} appended where step {self._steps} is due")
+        due = self.metadata.first_step + self._steps
+        if step.step != due:
+            raise ValueError(f"step {step.step} appended where step {due} is due")
         self._steps += 1
         self._pending.append(step)
         self._pending_rows += len(step)

@@ -14,7 +14,7 @@ from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.check import check_plan
 from fcp_cli.plan.metadata import OverlongReport, Sync
 from tests.plan.plans import Columns, rewritten, small_plan
-from tests.planning.examples import long_tail, table_of
+from tests.planning.examples import PROFILE, long_tail, table_of
 
 
 def findings(plan: Path, manifest: LengthTable | None = None) -> list[str]:
@@ -51,7 +51,7 @@ def test_a_plan_just_made_is_sound(tmp_path: Path, sync: Sync) -> None:
     assert findings(rewritten(plan, row_group_size=3), long_tail(60)) == []
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     lengths=st.lists(st.one_of(st.integers(1, 5000), st.integers(1, 200_000)), min_size=4, max_size=40),
     sync=st.sampled_from(["iteration", "microbatch"]),
@@ -132,7 +132,7 @@ def test_a_pack_over_budget_is_found(plan: Path) -> None:
         row = widest(columns)
         columns["ranks"][row] = columns["ranks"][row][:1]
 
-    assert any("which hold 8192" in finding for finding in findings(rewritten(plan, edit=edit)))
+    assert any("where 8,192 fit" in finding for finding in findings(rewritten(plan, edit=edit)))
 
 
 def test_a_rank_without_a_row_is_found(plan: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_missing_sequence_is_found(plan: Path) -> None:
         columns["sequences"][row].pop()
         columns["lengths"][row].pop()
 
-    assert any("19 sequences, where 20 are due" in finding for finding in findings(rewritten(plan, edit=edit)))
+    assert any("19 sequences instead of 20" in finding for finding in findings(rewritten(plan, edit=edit)))
 
 
 def test_a_missing_epoch_is_found(plan: Path) -> None:
@@ -273,3 +273,14 @@ def test_metadata_that_nothing_could_work_with_is_refused(plan: Path, key: str, 
 def test_a_damaged_cost_profile_is_refused(plan: Path) -> None:
     with pytest.raises(ProfileError, match="the plan's cost profile is not a cost profile"):
         findings(rewritten(plan, cost_profile="x: 1"))
+
+
+def test_a_pipeline_needs_waves_and_the_times_of_its_own_devices(plan: Path, waves: Path) -> None:
+    assert findings(rewritten(waves, tensor_parallel=2, pipeline_parallel=2)) == []
+    assert findings(rewritten(plan, pipeline_parallel=2)) == [
+        "pipeline_parallel is 2, which needs sync microbatch, but sync is iteration"
+    ]
+    profile = PROFILE + "\nmeasurement: {tensor_parallel: 4, pipeline_parallel: 1}\n"
+    assert findings(rewritten(plan, tensor_parallel=2, cost_profile=profile)) == [
+        "tensor_parallel is 2, but its times are from a cost profile for 4"
+    ]

@@ -86,7 +86,7 @@ def assert_same(found: list[StepPlan], wanted: list[StepPlan]) -> None:
         assert (one.makespan_seconds, one.bound_seconds) == (other.makespan_seconds, other.bound_seconds)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(content=steps(), first=st.integers(0, 5))
 def test_what_is_written_is_read_back_from_any_step_on(
     tmp_path_factory: pytest.TempPathFactory, content: list[StepPlan], first: int
@@ -100,7 +100,7 @@ def test_what_is_written_is_read_back_from_any_step_on(
     assert replace(reader.metadata, **unfinished) == METADATA  # type: ignore[arg-type]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(content=steps(), row_group_size=st.integers(1, 8), first=st.integers(0, 4))
 def test_row_groups_and_writer_do_not_matter(
     tmp_path_factory: pytest.TempPathFactory, content: list[StepPlan], row_group_size: int, first: int
@@ -111,7 +111,7 @@ def test_row_groups_and_writer_do_not_matter(
     assert_same(list(foreign.steps(first)), content[first:])
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(content=steps(), data=st.data())
 def test_any_other_content_has_another_hash(
     tmp_path_factory: pytest.TempPathFactory, content: list[StepPlan], data: st.DataObject
@@ -172,8 +172,13 @@ def test_a_foreign_parquet_file_is_no_plan(tmp_path: Path) -> None:
 def test_a_file_that_is_not_parquet_is_no_plan(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "plan.parquet"
     path.write_bytes(content)
-    with pytest.raises(PlanError, match="cannot be read as Parquet: it is damaged or not a plan"):
+    with pytest.raises(PlanError, match=r"cannot be read as Parquet \(.*\): it is truncated, damaged or not a plan"):
         PlanReader(path)
+
+
+def test_a_folder_is_no_plan(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="is a folder, not a plan; name the plan file in it"):
+        PlanReader(tmp_path)
 
 
 @pytest.mark.parametrize("kept", [0.05, 0.5, 0.99])
@@ -199,9 +204,9 @@ def test_damage_inside_a_plan_is_recognised(tmp_path: Path) -> None:
 def test_a_plan_of_a_later_format_is_refused(tmp_path: Path) -> None:
     plan = small_plan(tmp_path / "plan.parquet")
     table = pq.read_table(plan)
-    raw = table.schema.metadata[b"fcp"].replace(b"fcp-plan/1", b"fcp-plan/2")
+    raw = table.schema.metadata[b"fcp"].replace(b"fcp-plan/1", b"fcp-plan/3")
     pq.write_table(table.replace_schema_metadata({b"fcp": raw}), plan)
-    with pytest.raises(PlanError, match="has format 'fcp-plan/2'; this fcp reads 'fcp-plan/1'"):
+    with pytest.raises(PlanError, match="has format 'fcp-plan/3'; this fcp reads 'fcp-plan/1' and 'fcp-plan/2'"):
         PlanReader(plan)
 
 

@@ -30,7 +30,7 @@ def test_a_wave_starts_when_the_slowest_of_the_wave_before_has_ended() -> None:
     assert starts.tolist() == [0.0, 0.0, 3.0, 5.0, 5.0]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(st.sets(st.integers(0, 6), min_size=1), st.floats(0, 10)),
