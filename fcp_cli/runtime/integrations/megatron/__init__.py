@@ -1,0 +1,7 @@
+"""Megatron training scripts under a plan, unmodified: what is hooked, and why, is in docs/megatron.md.
+
+`schedule` hooks the call that runs a step's micro-batches, and hands it those of the plan (`follow`), with data that it
+reads from the script's own data set (`samples`). `model` makes attention and rotary embeddings of a GPTModel follow the
+micro-batch of the call. `checks` refuses what none of this can do right, and `probe` compares numbers before the first
+step.
+"""

@@ -1,0 +1,244 @@
+"""What must be true of Megatron, its configuration and its model before a plan can be followed: else one line."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
+from typing import Any
+
+from fcp_cli.errors import RunError
+
+KNOWN_TO_WORK = ("0.16.1",)
+_OLDEST = (0, 16, 1)
+
+
+def check_schedules(schedules: ModuleType) -> None:
+    """The version, and what is called in `megatron.core.pipeline_parallel.schedules`.
+
+    Raises:
+        RunError: too old, or changed.
+    """
+    found = megatron_version()
+    if _numbers(found) < _OLDEST:
+        raise RunError(f"megatron-core {found} cannot follow a plan; {_advice()}")
+    require(schedules, "get_forward_backward_func", ())
+    wanted = ("forward_step_func", "data_iterator", "model", "num_microbatches", "micro_batch_size", "forward_only")
+    for name in ("forward_backward_no_pipelining", "forward_backward_pipelining_without_interleaving"):
+        require(schedules, name, wanted)
+
+
+def check_model_classes() -> None:
+    """What is hooked in models.
+
+    Raises:
+        RunError: a class or an argument is missing.
+    """
+    from megatron.core import packed_seq_params, parallel_state
+    from megatron.core.models.common.embeddings import rotary_pos_embedding
+    from megatron.core.models.gpt import gpt_model
+    from megatron.core.transformer import attention
+
+    require(gpt_model, "GPTModel.forward", ("input_ids", "packed_seq_params"))
+    require(attention, "Attention.forward", ("rotary_pos_emb", "packed_seq_params"))
+    require(
+        packed_seq_params,
+        "PackedSeqParams",
+        ("qkv_format", "max_seqlen_q", "cu_seqlens_q", "cp_group", "local_cp_size"),
+    )
+    require(rotary_pos_embedding, "RotaryEmbedding.get_rotary_seq_len", ("packed_seq_params",))
+    require(parallel_state, "get_data_parallel_group", ("with_context_parallel",))
+
+
+def require(
+    module: ModuleType, path: str, parameters: Sequence[str], *, found: str | None = None, advice: str | None = None
+) -> None:
+    """Raise RunError unless `path` (a name, or Class.method) is in the module and takes these parameters.
+
+    Args:
+        found: what the module belongs to, with its version; megatron-core by default.
+        advice: versions known to work.
+    """
+    found, advice = found or f"megatron-core {megatron_version()}", advice or _advice()
+    target: Any = module
+    for name in path.split("."):
+        target = getattr(target, name, None)
+    if target is None:
+        raise RunError(f"{found} has no {module.__name__}.{path}; {advice}")
+    taken = inspect.signature(target).parameters
+    for name in parameters:
+        if name not in taken:
+            raise RunError(f"{found}: {module.__name__}.{path} takes no {name}; {advice}")
+
+
+def megatron_version() -> str:
+    """Of the megatron-core that is imported."""
+    from megatron.core import package_info
+
+    return str(package_info.__version__)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
+
+
+def _advice() -> str:
+    return f"versions known to work: {', '.join(KNOWN_TO_WORK)}; pip install megatron-core=={KNOWN_TO_WORK[-1]}"
+
+
+def check_chunks(model: Any) -> Any:
+    """The one model chunk that the schedule is given.
+
+    Raises:
+        RunError: there are several, or they are sharded with FSDP.
+    """
+    chunks = model if isinstance(model, list) else [model]
+    if len(chunks) > 1:
+        raise RunError(f"the model has {len(chunks)} chunks (virtual pipeline), which a plan cannot drive; use one")
+    if "FullyShardedDataParallel" in type(chunks[0]).__name__:
+        raise RunError(
+            "the model is sharded with FSDP, whose ranks must run equally many micro-batches, which has not been made "
+            "to work under Megatron; use DistributedDataParallel, with the distributed optimizer if memory is short"
+        )
+    return chunks[0]
+
+
+def check_config(config: Any) -> None:
+    """The transformer's configuration.
+
+    Raises:
+        RunError: it asks for something that a plan cannot follow.
+    """
+    hybrid = bool(getattr(config, "hybrid_context_parallel", False))
+    if config.context_parallel_size != 1 or hybrid:
+        raise RunError(
+            f"the job has context parallel {config.context_parallel_size}{' (hybrid)' if hybrid else ''}; a plan makes "
+            "the groups itself: start with --context-parallel-size 1, all other ranks as data parallel"
+        )
+    check_settings(config)
+
+
+def check_settings(config: Any) -> None:
+    """As `check_config`, but for context parallelism, which is not the same under MindSpeed."""
+    for is_refused, reason in _refusals(config):
+        if is_refused:
+            raise RunError(reason)
+
+
+def _refusals(config: Any) -> Iterable[tuple[bool, str]]:
+    """Whether each thing is asked for, and what is said then. Settings that a version does not have count as off."""
+
+    def setting(name: str) -> Any:
+        return getattr(config, name, None)
+
+    yield (
+        not config.calculate_per_token_loss,
+        "the loss is averaged per micro-batch, which weighs tokens by how the plan packs them; add "
+        "--calculate-per-token-loss (TransformerConfig.calculate_per_token_loss)",
+    )
+    yield (
+        bool(config.attention_dropout),
+        f"attention dropout is {config.attention_dropout}, which a ring cannot repeat; add --attention-dropout 0",
+    )
+    yield bool(setting("multi_latent_attention")), "multi-latent attention (MLA) cannot follow a plan"
+    yield (
+        bool(setting("mtp_num_layers")),
+        "multi-token prediction (MTP) shifts tokens from rank to rank and cannot follow a plan",
+    )
+    if setting("num_moe_experts"):
+        yield from _moe_refusals(setting)
+    variant = setting("experimental_attention_variant")
+    yield variant is not None, f"the attention variant {variant} cannot follow a plan"
+    yield (
+        setting("cuda_graph_impl") not in (None, "none") or bool(setting("enable_cuda_graph")),
+        "CUDA graphs need the same shapes in every micro-batch, which a plan does not have; leave them off",
+    )
+    window = setting("window_size")
+    yield window is not None, f"sliding-window attention ({window}) cannot follow a plan"
+    softmax = setting("softmax_type")
+    yield softmax not in (None, "vanilla"), f"the softmax type {softmax} cannot follow a plan; only vanilla can"
+    yield bool(setting("qk_clip")), "QK clipping needs the scores of an attention that a plan replaces; leave it off"
+    yield bool(setting("fp8") or setting("fp4")), "FP8 and FP4 have not been tried under a plan; train in bf16"
+
+
+def _moe_refusals(setting: Callable[[str], Any]) -> Iterable[tuple[bool, str]]:
+    """What makes a token's experts, or its loss, depend on the tokens that it shares a rank with."""
+    coefficients = setting("moe_aux_loss_coeff")
+    yield (
+        any(coefficients) if isinstance(coefficients, list) else bool(coefficients),
+        f"the router's auxiliary loss (coefficient {coefficients}) is made of one rank's tokens of a micro-batch, "
+        "which the plan chooses; set --moe-aux-loss-coeff 0 and balance with --moe-router-enable-expert-bias",
+    )
+    yield (
+        bool(setting("moe_z_loss_coeff")),
+        f"the router's z-loss (coefficient {setting('moe_z_loss_coeff')}) counts padding, too; leave "
+        "--moe-z-loss-coeff out",
+    )
+    yield (
+        setting("moe_expert_capacity_factor") is not None,
+        "experts of limited capacity drop tokens by what else is in the micro-batch, which the plan chooses; leave "
+        "--moe-expert-capacity-factor out",
+    )
+    yield (
+        setting("moe_router_load_balancing_type") == "sinkhorn",
+        "sinkhorn routing depends on what else is in the micro-batch, which the plan chooses; set "
+        "--moe-router-load-balancing-type none",
+    )
+    is_random = setting("moe_input_jitter_eps") is not None or bool(setting("moe_router_force_load_balancing"))
+    yield (
+        is_random,
+        "experts are routed to at random, which no plan repeats; leave input jitter and forced balancing out",
+    )
+    yield (
+        bool(setting("overlap_moe_expert_parallel_comm")),
+        "overlapped expert communication runs forwards and backwards by another schedule, which is not hooked; leave "
+        "--overlap-moe-expert-parallel-comm out",
+    )
+    dispatcher = setting("moe_token_dispatcher_type")
+    yield (
+        (setting("expert_model_parallel_size") or 1) > 1 and dispatcher == "allgather",
+        "expert parallel with the token dispatcher allgather needs equally many tokens on all ranks; set "
+        "--moe-token-dispatcher-type alltoall",
+    )
+
+
+def check_layers(model: Any) -> None:
+    """The attention layers of a GPTModel.
+
+    Raises:
+        RunError: one is of a kind whose calls are not hooked.
+    """
+    for layer in attention_layers(model):
+        core = type(layer.core_attention).__name__
+        if core not in ("DotProductAttention", "TEDotProductAttention"):
+            raise RunError(f"the model attends with {core}, not DotProductAttention or TEDotProductAttention")
+
+
+def attention_layers(model: Any) -> list[Any]:
+    """Of a GPTModel; at least one.
+
+    Raises:
+        RunError: one is not plain causal self-attention.
+    """
+    from megatron.core.transformer.attention import Attention, SelfAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    if not layers:
+        raise RunError("the model has no attention layer that a plan can drive (Mamba, or a stage without layers)")
+    for layer in layers:
+        if type(layer).forward is not SelfAttention.forward:
+            raise RunError(f"the model has a {type(layer).__name__}, whose forward is its own; a plan cannot follow it")
+        if layer.attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
+            raise RunError(f"the model attends with a {layer.attn_mask_type.name} mask; a plan is for causal attention")
+    return layers
+
+
+def check_waves(pipeline_parallel: int, expert_parallel: int, sync: str) -> None:
+    """Raise RunError if ranks would wait for each other in a circle."""
+    for kind, size in (("pipeline", pipeline_parallel), ("expert", expert_parallel)):
+        if size > 1 and sync != "microbatch":
+            raise RunError(
+                f"the job has {kind} parallel {size}, whose ranks must run equally many micro-batches, but the plan "
+                f"has sync {sync}; plan with 'fcp plan --sync microbatch'"
+            )

@@ -1,0 +1,332 @@
+"""One Megatron process following a plan: every call of the schedule gets the next step's micro-batches of its rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from fcp_cli.errors import RunError
+from fcp_cli.runtime.agreement import agree_on_plan
+from fcp_cli.runtime.cursor import PlanCursor
+from fcp_cli.runtime.integrations.megatron import checks
+from fcp_cli.runtime.integrations.megatron.micro_batch import PlannedMicroBatch, current_micro_batch
+from fcp_cli.runtime.integrations.megatron.model import device_of, unwrapped
+from fcp_cli.runtime.integrations.megatron.probe import probe
+from fcp_cli.runtime.integrations.megatron.samples import (
+    LOSS_MASK,
+    LoadedStep,
+    LocalShard,
+    Samples,
+    find_samples,
+    load_shard,
+    load_steps,
+)
+from fcp_cli.runtime.integrations.megatron.stack import Stack
+from fcp_cli.runtime.integrations.megatron.transformer_engine import Rings, make_rings, wants_rings
+from fcp_cli.runtime.prefetch import Prefetched
+from fcp_cli.runtime.ring import Ring
+from fcp_cli.runtime.transport import ProcessTransport
+from fcp_cli.runtime.world import ProcessWorld
+
+_STEPS_AHEAD = 2
+_PROBE_VARIABLE = "FCP_PROBE"
+
+
+class Follower:
+    """Made in the first training step of the process, on all of them. `planned` is called once per step.
+
+    Args:
+        plan: plan file.
+        arguments: of the schedule's first call.
+        stack: what the model is built with.
+
+    Raises:
+        FcpError: the plan, the model, its configuration or the data cannot be followed; on every process.
+    """
+
+    def __init__(self, plan: Path, arguments: Mapping[str, Any], stack: Stack) -> None:
+        self.stack = stack
+        chunk = checks.check_chunks(arguments["model"])
+        self._config = get_model_config(chunk)
+        model = unwrapped(chunk)
+        self.stack.check(self._config, model)
+        self._device = device_of(model)
+        self._plan = plan
+        tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
+        pipeline_parallel = parallel_state.get_pipeline_model_parallel_world_size()
+        self.metadata = agree_on_plan(
+            ProcessWorld(),
+            plan,
+            self._device,
+            tensor_parallel=tensor_parallel,
+            pipeline_parallel=pipeline_parallel,
+        )
+        expert_parallel = parallel_state.get_expert_model_parallel_world_size()
+        checks.check_waves(pipeline_parallel, expert_parallel, self.metadata.sync)
+        if pipeline_parallel > 1:
+            self._config.variable_seq_lengths = True  # stages tell each other the shapes, which now differ
+        # The processes that hold the same part of the model, one per rank of the plan.
+        self._peers = dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
+        self._rank = self._peers.index(dist.get_rank())
+        self._transport = ProcessTransport.create(self._device)
+        self._multiple = self.stack.tokens_multiple * (tensor_parallel if self._config.sequence_parallel else 1)
+        self._engine: Rings | None = None
+        if not self.stack.even_chunks and wants_rings(model):  # a stack with a ring of its own keeps that
+            self._engine = make_rings(model, plan, self._peers, self._device, multiple=self._multiple)
+        even_chunks = self.stack.even_chunks or self._engine is not None
+        self._load = partial(load_shard, rank=self._rank, multiple=self._multiple, even_chunks=even_chunks)
+        self._layers = self.stack.hook(model, self._transport)
+        self._chunk = chunk
+        self._is_announced = False
+        self._iterator: Any = None
+        self._steps: Prefetched[LoadedStep] | None = None
+        self._current: LoadedStep | None = None
+        self._first_step = self._next_step = 0
+
+    def run(self, schedule: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """The schedule's next step: what it returns for the plan's micro-batches instead of the script's."""
+        planned = self.planned(arguments)
+        with self.stack.around_step():
+            reports = schedule(**planned)
+        return self.stack.totals(reports)
+
+    def planned(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The schedule's arguments for the next step of the plan, given those of the script.
+
+        Raises:
+            RunError: the plan is at its end, or the script's global batch is not the plan's.
+        """
+        given = arguments["data_iterator"]
+        data_iterator = given[0] if isinstance(given, list) else given
+        if data_iterator is not self._iterator:
+            self._open(data_iterator)
+        step = self._step(is_repeated=getattr(data_iterator, "replaying", False))
+        self._check_batch(step, arguments)
+        if not self._is_announced:
+            self._announce(step, self._probe(step))
+            self._is_announced = True
+        batches = _Batches(self, step, counts_tokens=step.plan.step == self._first_step)
+        return {
+            **arguments,
+            "forward_step_func": batches.wrap(arguments["forward_step_func"]),
+            "data_iterator": [batches] if isinstance(given, list) else batches,
+            "num_microbatches": len(step.shards),
+            "micro_batch_size": 1,
+        }
+
+    def _open(self, data_iterator: Any) -> None:
+        """Begin to read where the script's sampler begins, which is where its checkpoint ended."""
+        samples = find_samples(data_iterator)
+        size = self.metadata.global_batch_size
+        step, rest = divmod(samples.consumed, size)
+        if rest:
+            raise RunError(
+                f"{samples.consumed} samples were consumed, not a multiple of the plan's global batch of {size}; "
+                "resume from a checkpoint that was trained under this plan"
+            )
+        if self._iterator is not None and step != self._next_step:
+            raise RunError(
+                f"the script's new data loader begins at sample {samples.consumed} (step {step} of the plan), but step "
+                f"{self._next_step} comes next; a plan's epochs are one sequence of steps, so keep counting samples"
+            )
+        self._check_rows(samples)
+        if self._steps is not None:
+            self._steps.close()
+        cursor = PlanCursor(self._plan, self._rank, first_step=step)
+        loaded = load_steps(cursor, samples, self._load)
+        self._steps = Prefetched(loaded, depth=_STEPS_AHEAD, name="fcp-loader")
+        self._iterator, self._first_step, self._next_step = data_iterator, step, step
+
+    def _probe(self, step: LoadedStep) -> str:
+        """Compare numbers before the first step, where that can be done; what came out of it."""
+        if not self._probe_is_wanted():
+            return f"not probed ({_PROBE_VARIABLE}=0)"
+        if not self.stack.runs_alone:
+            return "not probed (MindSpeed)"
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            return "not probed (pipeline parallel)"
+        if parallel_state.get_expert_model_parallel_world_size() > 1:
+            return "not probed (expert parallel)"
+        if self._config.hidden_dropout:
+            return "not probed (hidden dropout)"
+        if not hasattr(self._chunk, "zero_grad_buffer"):
+            return "not probed (no DistributedDataParallel)"
+        difference = probe(
+            self._chunk,
+            step.plan.rows,
+            self.enter,
+            load=self._load,
+            rank=self._rank,
+            multiple=self._multiple,
+            group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        )
+        return f"probe: gradients within {difference:.0e}"
+
+    def _probe_is_wanted(self) -> bool:
+        """What rank 0 was told: nodes that started later may see a run directory that is not new to them."""
+        wanted = torch.tensor(int(os.environ.get(_PROBE_VARIABLE) != "0"), device=self._device)
+        ProcessWorld().broadcast(wanted)
+        return bool(wanted)
+
+    def _announce(self, step: LoadedStep, probed: str) -> None:
+        if dist.get_rank() == 0:
+            print(
+                f"fcp: following {self._plan} (plan hash {self.metadata.plan_hash[:12]}) from step {step.plan.step} of "
+                f"{self.metadata.steps}, {self.metadata.num_ranks} ranks, sync {self.metadata.sync}; "
+                f"{self.stack.name}, {self._layers} attention layers hooked"
+                f"{f' on {self._engine}' if self._engine is not None else ''}; {probed}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _check_rows(self, samples: Samples) -> None:
+        rows = self.metadata.manifest.rows
+        if len(samples.dataset) < rows:
+            raise RunError(
+                f"the script's data set has {len(samples.dataset)} samples, but the plan's manifest "
+                f"{self.metadata.manifest.name} has {rows} rows; build the manifest from this data set"
+            )
+
+    def _step(self, *, is_repeated: bool) -> LoadedStep:
+        """The next step; the same again where Megatron reruns one to see whether its result was a hardware fault."""
+        if is_repeated and self._current is not None:
+            return self._current
+        assert self._steps is not None
+        step = next(self._steps, None)
+        if step is None:
+            raise RunError(
+                f"the plan {self._plan} ends after {self.metadata.steps} steps, but the script trains on; plan more "
+                "with 'fcp plan --epochs'"
+            )
+        self._current, self._next_step = step, step.plan.step + 1
+        return step
+
+    def _check_batch(self, step: LoadedStep, arguments: Mapping[str, Any]) -> None:
+        """Learning-rate schedule, log and checkpoint of the script count samples: they must be the plan's."""
+        ranks = parallel_state.get_data_parallel_world_size()
+        per_rank, size = arguments["num_microbatches"], arguments["micro_batch_size"]
+        if per_rank * size * ranks != step.plan.sequences:
+            raise RunError(
+                f"step {step.plan.step} of the plan has {step.plan.sequences} sequences, but the script trains on "
+                f"{per_rank * size * ranks} ({ranks} ranks x {per_rank} micro-batches of {size}); give it "
+                f"--global-batch-size {self.metadata.global_batch_size}, or plan with the script's"
+            )
+
+    def enter(self, shard: LocalShard) -> PlannedMicroBatch:
+        """The shard with its ring, ready for one forward."""
+        row, layout = shard.row, shard.layout
+        ranks = tuple(self._peers[rank] for rank in row.ranks)
+        tokens = shard.positions.shape[0]
+        return PlannedMicroBatch(
+            row=row,
+            batch=shard.batch,
+            ring=Ring(layout=layout, index=shard.member, ranks=ranks, transport=self._transport),
+            positions=shard.positions.to(self._device, non_blocking=True),
+            is_planned=shard.is_planned.to(self._device, non_blocking=True),
+            longest_tokens=max(layout.lengths, default=1),
+            # To Transformer Engine, an idle rank's padding is a sequence.
+            packed=None if self._engine is None else self._engine.sequences(ranks, layout.lengths or (tokens,)),
+        )
+
+    def check_forward(self, micro_batch: PlannedMicroBatch, *, read: int) -> None:
+        """Whether the forward that just ended followed the plan.
+
+        Raises:
+            RunError: it did not.
+        """
+        place = f"step {micro_batch.row.step}, micro-batch {micro_batch.row.order}"
+        if not read and parallel_state.is_pipeline_first_stage():
+            raise RunError(f"{place}: the script's forward step never asked its data iterator for the batch")
+        if micro_batch.ring.attention_calls != self._layers:
+            raise RunError(
+                f"{place}: {micro_batch.ring.attention_calls} of {self._layers} attention layers ran on the plan's "
+                f"group; something in the model hides the call's packed_seq_params from them"
+            )
+
+
+class _Batches:
+    """What the script gets for its data iterator in one step: the batch of the micro-batch whose forward is running.
+
+    `counts_tokens` compares the script's count of tokens with its loss mask, for which the host waits for the device.
+    """
+
+    def __init__(self, follower: Follower, step: LoadedStep, *, counts_tokens: bool) -> None:
+        self._follower = follower
+        self._shards: Iterator[LocalShard] = iter(step.shards)
+        self._micro_batch: PlannedMicroBatch | None = None
+        self._read = 0
+        self._counts_tokens = counts_tokens
+
+    def __iter__(self) -> _Batches:
+        return self
+
+    def __next__(self) -> Mapping[str, Any]:
+        if self._micro_batch is None or self._read:
+            raise RunError(
+                "the script asked its data iterator for a batch outside of a forward step, or for a second one; under "
+                "a plan each forward step has one batch"
+            )
+        self._read += 1
+        return self._micro_batch.batch
+
+    def wrap(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+        """The script's forward step, once per micro-batch, within that micro-batch."""
+
+        def planned_forward_step(data_iterator: Any, model: Any, *rest: Any) -> tuple[Any, Any]:
+            micro_batch = self._follower.enter(next(self._shards))
+            self._micro_batch, self._read = micro_batch, 0
+            token = current_micro_batch.set(micro_batch)
+            try:
+                with self._follower.stack.around_script():
+                    output, loss_function = forward_step(data_iterator, model, *rest)
+            finally:
+                current_micro_batch.reset(token)
+            self._follower.check_forward(micro_batch, read=self._read)
+            counted = micro_batch if self._counts_tokens else None
+            return output, _checked_loss(loss_function, counted, self._follower.stack)
+
+        return planned_forward_step
+
+
+def _checked_loss(
+    loss_function: Callable[..., Any] | None, counted: PlannedMicroBatch | None, stack: Stack
+) -> Callable[..., Any] | None:
+    """Refuse what would weigh tokens by how the plan packs them.
+
+    Megatron multiplies a loss that comes without a count by its static group's size and divides it by the number of
+    micro-batches.
+    """
+    if loss_function is None:
+        return None
+
+    def checked(output: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with stack.around_script():
+            found = loss_function(output, *args, **kwargs)
+        if not isinstance(found, tuple) or len(found) != 3:
+            raise RunError(
+                "the script's loss function returns (loss, report), a mean over its micro-batch; under a plan it must "
+                "return (sum of token losses, number of tokens, report), as with --calculate-per-token-loss"
+            )
+        if counted is not None and LOSS_MASK in counted.batch:
+            _check_count(int(found[1]), int(counted.batch[LOSS_MASK].sum()), counted)
+        return found
+
+    return checked
+
+
+def _check_count(counted: int, masked: int, micro_batch: PlannedMicroBatch) -> None:
+    if counted != masked:
+        raise RunError(
+            f"step {micro_batch.row.step}, micro-batch {micro_batch.row.order}: the script's loss function counts "
+            f"{counted} tokens, but its data iterator's loss mask has {masked}; it must return the sum of that mask"
+        )

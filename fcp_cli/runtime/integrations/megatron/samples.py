@@ -1,0 +1,204 @@
+"""A rank's own samples of the plan, out of the data set behind the script's data iterator.
+
+Megatron gives every data-parallel rank a DataLoader over the whole data set and a sampler that knows how many samples
+were consumed. Nothing is drawn from that iterator: each rank reads the rows that its plan names from the data set and
+keeps the tokens that it holds. Since the place in the plan is derived from the samples consumed, resuming needs nothing
+that Megatron's own checkpoint does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fcp_cli.errors import RunError
+from fcp_cli.plan.step import MicroBatch
+from fcp_cli.runtime.cursor import RankStep
+from fcp_cli.runtime.layout import ShardLayout, shard_layout
+
+TOKENS = "tokens"
+LOSS_MASK = "loss_mask"
+POSITIONS = "position_ids"
+ATTENTION_MASK = "attention_mask"
+
+# Random samplers hand out the data set in an order of their own, and count ahead of training.
+_RANDOM_SAMPLER = "MegatronPretrainingRandomSampler"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    """Where a script's samples come from.
+
+    Attributes:
+        dataset: random access by manifest row; an item is a mapping with "tokens" and tensors as long as they are.
+        collate: the data loader's own, from a list of items to a batch.
+        consumed: samples that were trained on before.
+    """
+
+    dataset: Any
+    collate: Callable[[Sequence[Mapping[str, Tensor]]], Mapping[str, Any]]
+    consumed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalShard:
+    """What one rank holds of one row, on the host.
+
+    Attributes:
+        row: in the plan.
+        member: this rank's place in its group.
+        layout: which tokens each member holds.
+        batch: as the script's data iterator shall give it.
+        positions: [tokens] int64, of each token within its own sequence.
+        is_planned: [tokens] bool; padding is not.
+    """
+
+    row: MicroBatch
+    member: int
+    layout: ShardLayout
+    batch: Mapping[str, Any]
+    positions: Tensor
+    is_planned: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedStep:
+    """One step of one rank."""
+
+    plan: RankStep
+    shards: tuple[LocalShard, ...]
+
+
+def find_samples(data_iterator: Any) -> Samples:
+    """The data set behind a data iterator, and how far training has come.
+
+    Raises:
+        RunError: the iterator hides its data set, or its sampler does not tell how many samples were consumed.
+    """
+    inner = data_iterator
+    while hasattr(inner, "iterable"):  # megatron.core.rerun_state_machine.RerunDataIterator
+        inner = inner.iterable
+    dataset = getattr(inner, "_dataset", None)  # of the iterator of a torch DataLoader
+    if dataset is None or not hasattr(dataset, "__getitem__"):
+        raise RunError(
+            f"the data iterator is a {type(inner).__name__}, behind which no data set with random access can be found; "
+            "give Megatron iter(DataLoader(...)) on every rank, tensor-parallel ones too (--dataloader-type single)"
+        )
+    sampler = _sampler(inner)
+    consumed = getattr(sampler, "consumed_samples", None)
+    if consumed is None or type(sampler).__name__ == _RANDOM_SAMPLER:
+        raise RunError(
+            f"the data loader's sampler, a {type(sampler).__name__}, does not say where training resumes in the plan; "
+            "use one with a fixed attribute consumed_samples, like MegatronPretrainingSampler"
+        )
+    return Samples(dataset=dataset, collate=inner._collate_fn, consumed=int(consumed))
+
+
+def _sampler(iterator: Any) -> Any:
+    """Of a DataLoader's iterator: the batch sampler that the loader was given, else its sampler."""
+    index_sampler = iterator._index_sampler
+    if hasattr(index_sampler, "consumed_samples"):
+        return index_sampler
+    return getattr(index_sampler, "sampler", index_sampler)
+
+
+def load_steps(
+    steps: Iterable[RankStep], samples: Samples, load: Callable[[MicroBatch, Samples], LocalShard]
+) -> Iterator[LoadedStep]:
+    """Load a rank's shards, step by step.
+
+    Args:
+        steps: what to load.
+        samples: where from.
+        load: `load_shard` for the rank.
+
+    Raises:
+        RunError: an item has no tokens, or fewer than the plan says.
+    """
+    for step in steps:
+        yield LoadedStep(plan=step, shards=tuple(load(row, samples) for row in step.rows))
+
+
+def load_shard(
+    row: MicroBatch, samples: Samples, *, rank: int, multiple: int = 1, even_chunks: bool = False
+) -> LocalShard:
+    """A rank's part of one row, padded with zeros: tokens that no planned token sees and whose loss mask is 0.
+
+    A rank without tokens gets padding only, so that it takes part in every forward and backward with weight zero.
+
+    Args:
+        row: one that this rank takes part in.
+        samples: where its sequences come from.
+        rank: of the plan.
+        multiple: shards are padded to a multiple of so many tokens, as sequence parallelism needs it.
+        even_chunks: pad each sequence, as `padded_lengths` says; rings of others need it.
+    """
+    member = row.ranks.index(rank)
+    padded = padded_lengths(row.lengths, row.degree, multiple) if even_chunks else row.lengths
+    layout = shard_layout(padded, row.degree)
+    index = torch.from_numpy(layout.index(member))
+    positions = torch.from_numpy(layout.position_ids(member))
+    padding = _padding(len(positions), multiple)
+    items = [_item(samples, at, length) for at, length in zip(row.sequences, row.lengths, strict=True)]
+    ends = [most - length for most, length in zip(padded, row.lengths, strict=True)]
+    if not items:
+        items, ends = [_item(samples, 0, 0)], [0]
+
+    def shard_of(whole: Sequence[Tensor]) -> Tensor:
+        ended = [pad(tensor, (0, end)) for tensor, end in zip(whole, ends, strict=True)]
+        return pad(torch.cat(ended, dim=-1)[..., index], (0, padding))
+
+    shard = {name: shard_of([item[name] for item in items]) for name in items[0]}
+    positions = pad(positions, (0, padding))
+    if shard.get(POSITIONS, positions).dim() == 1:  # those of several axes (mRoPE) are the data set's own
+        shard[POSITIONS] = positions
+    # The plan says which tokens see each other; a script that passes a mask on must find one all the same.
+    shard[ATTENTION_MASK] = torch.zeros(1, 1, 1, dtype=torch.bool)
+    return LocalShard(
+        row=row,
+        member=member,
+        layout=layout,
+        batch=samples.collate([shard]),
+        positions=positions,
+        is_planned=shard_of([torch.ones(item[TOKENS].shape[-1], dtype=torch.bool) for item in items]),
+    )
+
+
+def padded_lengths(lengths: Sequence[int], degree: int, multiple: int) -> tuple[int, ...]:
+    """What rings in equal chunks make of a pack: all of a sequence's 2 x degree chunks are equally long.
+
+    Args:
+        lengths: tokens of each sequence.
+        degree: of the ring.
+        multiple: what the tokens of a shard must be a multiple of.
+    """
+    return tuple(length + _padding(length, 2 * degree * multiple) for length in lengths)
+
+
+def _padding(tokens: int, multiple: int) -> int:
+    return max(-(-tokens // multiple), 1) * multiple - tokens
+
+
+def _item(samples: Samples, at: int, length: int) -> dict[str, Tensor]:
+    """What an item of the data set holds per token, cut to the plan's length."""
+    found = samples.dataset[at]
+    if not isinstance(found, Mapping) or TOKENS not in found:
+        names = ", ".join(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
+        raise RunError(
+            f"row {at} of the data set has no {TOKENS!r}, only {names}; its items must be dictionaries with it"
+        )
+    tokens = len(found[TOKENS])
+    if tokens < length:
+        raise RunError(
+            f"row {at} of the data set has {tokens} tokens but {length} in the plan: the plan was made from another "
+            "manifest; build it again with 'fcp manifest build' and 'fcp plan'"
+        )
+    tensors = {name: torch.as_tensor(value) for name, value in found.items() if name != ATTENTION_MASK}
+    return {
+        name: tensor[..., :length] for name, tensor in tensors.items() if tensor.dim() and tensor.shape[-1] == tokens
+    }

@@ -1,0 +1,78 @@
+"""What a model is built with: what differs where Megatron's own parts have been replaced by others (MindSpeed)."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from fcp_cli.runtime.integrations.megatron import checks
+from fcp_cli.runtime.integrations.megatron.model import hook_model
+from fcp_cli.runtime.transport import ProcessTransport
+
+
+class Stack(Protocol):
+    """One way to run a GPTModel under a plan.
+
+    Attributes:
+        tokens_multiple: what the tokens of a shard must be a multiple of.
+        even_chunks: whether sequences are padded until all chunks are equally long.
+        runs_alone: whether a rank can run a sequence by itself without a hook.
+    """
+
+    tokens_multiple: int
+    even_chunks: bool
+    runs_alone: bool
+
+    @property
+    def name(self) -> str:
+        """With its version, for messages."""
+        ...
+
+    def check(self, config: Any, model: Any) -> None:
+        """Raise RunError if this configuration, or this model, cannot follow a plan."""
+        ...
+
+    def hook(self, model: Any, transport: ProcessTransport) -> int:
+        """Make the model follow the micro-batch of each call; returns how many attention layers it has."""
+        ...
+
+    def around_step(self) -> AbstractContextManager[None]:
+        """Within it, the schedule runs one step."""
+        ...
+
+    def around_script(self) -> AbstractContextManager[None]:
+        """Within it, the script's forward step and its loss function run."""
+        ...
+
+    def totals(self, reports: Any) -> Any:
+        """What the script gets from the schedule, given what its loss function reported per micro-batch."""
+        ...
+
+
+class MegatronStack:
+    """megatron-core alone, with a static context-parallel group of one rank, in which nothing has to be switched."""
+
+    tokens_multiple = 1
+    even_chunks = False
+    runs_alone = True
+
+    @property
+    def name(self) -> str:
+        return f"megatron-core {checks.megatron_version()}"
+
+    def check(self, config: Any, model: Any) -> None:
+        checks.check_model_classes()
+        checks.check_config(config)
+        checks.check_layers(model)
+
+    def hook(self, model: Any, transport: ProcessTransport) -> int:
+        return hook_model(model)
+
+    def around_step(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def around_script(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def totals(self, reports: Any) -> Any:
+        return reports

@@ -1,0 +1,163 @@
+"""Transformer Engine's own ring attention under a plan.
+
+It takes its ring from a process group, so every rank set of the plan gets one: made once, on all processes, in one
+order. It cuts sequences into equal chunks, so they are padded to a multiple of 2 x degree. The group is given with each
+call and taken away after it; backward and recomputation keep what the call was given.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor, nn
+
+from fcp_cli.errors import RunError
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.runtime.integrations.megatron.samples import padded_lengths
+from fcp_cli.runtime.transport import ProcessTransport
+
+MOST_GROUPS = 64
+"""A communicator of NCCL takes several hundred megabytes of each of its devices."""
+
+_VARIABLE = "FCP_ATTENTION"
+_ENGINE, _OWN = "transformer-engine", "ring"
+_CORE = "TEDotProductAttention"
+_PEER_TO_PEER = "p2p"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rings:
+    """The process groups of a plan, as one process sees them.
+
+    Attributes:
+        groups: of the rank sets that it is in, by their processes.
+        count: of the plan's rank sets of degree > 1.
+        padding: padded tokens / tokens of the plan - 1.
+        device: of the process.
+    """
+
+    groups: Mapping[tuple[int, ...], dist.ProcessGroup]
+    count: int
+    padding: float
+    device: torch.device
+
+    def __str__(self) -> str:
+        return f"Transformer Engine ({self.count} process groups, {self.padding:.1%} padding)"
+
+    def sequences(self, ranks: tuple[int, ...], lengths: Sequence[int]) -> PackedSeqParams:
+        """A pack on the ring of these processes, in Megatron's words.
+
+        Args:
+            ranks: global, in ring order.
+            lengths: tokens of each sequence, with padding.
+        """
+        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(self.device, non_blocking=True)
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=ends,
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
+            # Without a group, a local size of 1 says that this call has no ring.
+            local_cp_size=len(ranks),
+            cp_group=self.groups[ranks] if len(ranks) > 1 else None,
+        )
+
+
+def wants_rings(model: nn.Module) -> bool:
+    """Whether Transformer Engine attends: it does where the model has it, unless FCP_ATTENTION says otherwise.
+
+    Raises:
+        RunError: the variable asks for what is not there.
+    """
+    wanted = os.environ.get(_VARIABLE) or None
+    if wanted not in (None, _ENGINE, _OWN):
+        raise RunError(f"{_VARIABLE} is {wanted}; it must be {_ENGINE} or {_OWN}")
+    has_engine = bool(_cores(model))
+    if wanted == _ENGINE and not has_engine:
+        raise RunError(
+            f"{_VARIABLE} is {_ENGINE}, but the model does not attend with it; unset it, or build the model with "
+            "--transformer-impl transformer_engine"
+        )
+    return has_engine and wanted != _OWN
+
+
+def make_rings(model: nn.Module, plan: Path, peers: Sequence[int], device: torch.device, *, multiple: int) -> Rings:
+    """Make and warm up the process groups of a plan. Collective: all processes call it, once.
+
+    Never `new_group(use_local_synchronization=True)`: with groups that overlap, it deadlocks.
+
+    Args:
+        model: whose attention gets what a ring needs beside a group.
+        plan: plan file.
+        peers: the process of each rank of the plan that holds the same part of the model as this one.
+        device: of this process.
+        multiple: what the tokens of a shard must be a multiple of.
+
+    Raises:
+        RunError: the plan has too many rank sets.
+    """
+    rank_sets, padding = _read(plan, multiple)
+    if len(rank_sets) > MOST_GROUPS:
+        raise RunError(
+            f"the plan {plan} has {len(rank_sets)} distinct groups, and Transformer Engine needs a communicator for "
+            f"each, of several hundred MB on every device; plan with 'fcp plan --max-groups {MOST_GROUPS}', or set "
+            f"{_VARIABLE}={_OWN} for the ring of fcp, which needs none"
+        )
+    for core in _cores(model):
+        core.cp_comm_type = _PEER_TO_PEER
+        if type(core).cp_stream is None:  # Megatron makes it only for a static group
+            type(core).cp_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    groups = {}
+    for members in _members(rank_sets, peers):
+        group = dist.new_group(list(members))
+        if dist.get_rank() in members and group is not None:
+            ProcessTransport(group, device).warm_up(device)
+            groups[members] = group
+    return Rings(groups=groups, count=len(rank_sets), padding=padding, device=device)
+
+
+def attend(core: Any, run: Callable[..., Tensor], arguments: Mapping[str, Any]) -> Tensor:
+    """One call of Megatron's core attention on packed tokens: [tokens, heads * head_dim] -> [tokens, 1, the same].
+
+    Args:
+        core: the module, which keeps the group that it was given last.
+        run: its forward, with queries, keys and values.
+        arguments: by name, among them the pack.
+    """
+    try:
+        return run(**arguments).unsqueeze(1)
+    finally:
+        core.set_context_parallel_group(None, None, None, _PEER_TO_PEER)
+
+
+def _cores(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if type(module).__name__ == _CORE]
+
+
+def _read(plan: Path, multiple: int) -> tuple[list[tuple[int, ...]], float]:
+    """The plan's rank sets of degree > 1, in one order for all processes, and the share of padding."""
+    rank_sets: set[tuple[int, ...]] = set()
+    tokens = padded = 0
+    for step in PlanReader(plan).steps():
+        for row in step.micro_batches():
+            tokens += row.tokens
+            padded += sum(padded_lengths(row.lengths, row.degree, multiple))
+            if row.degree > 1:
+                rank_sets.add(row.ranks)
+    return sorted(rank_sets, key=lambda ranks: (len(ranks), ranks)), padded / max(tokens, 1) - 1
+
+
+def _members(rank_sets: Iterable[tuple[int, ...]], peers: Sequence[int]) -> list[tuple[int, ...]]:
+    """The processes of each group: a rank of the plan may be several, each with its own part of the model."""
+    columns: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(columns, tuple(peers))
+    return [tuple(column[rank] for rank in ranks) for ranks in rank_sets for column in sorted(set(columns))]

@@ -1,0 +1,98 @@
+"""Lets megatron-core run on the CPU: its calls of CUDA become calls of nothing, and its CUDA tensors CPU tensors.
+
+For tests alone. Import it before megatron.core.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_TO_FLOAT = torch.Tensor.float
+
+
+class _OnCpu(TorchFunctionMode):
+    """Tensors that are asked for on a GPU or in page-locked memory are made on the CPU."""
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        if function is torch.Tensor.cuda:
+            return args[0]
+        if isinstance(named.get("device"), (str, int, torch.device)) and "cpu" not in str(named["device"]):
+            named["device"] = "cpu"
+        named.pop("pin_memory", None)
+        return function(*args, **named)
+
+
+class _Stream:
+    def synchronize(self) -> None: ...
+
+    def wait_stream(self, other: Any) -> None: ...
+
+    def record_event(self) -> _Stream:
+        return self  # also waits for nothing
+
+
+def _install() -> None:
+    warnings.simplefilter("ignore")
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: "cpu"
+    cuda.current_stream = cuda.default_stream = lambda *_: _Stream()
+    cuda.Stream, cuda.stream = _Stream, lambda _: nullcontext()
+    for name in ("synchronize", "empty_cache", "set_rng_state", "manual_seed"):
+        setattr(cuda, name, lambda *_, **__: None)
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    # Not in the mode above, which is off in forwards that are recomputed within `Tensor.backward`.
+    torch.Tensor.float = _keep_fp64(torch.Tensor.float)  # type: ignore[method-assign]
+    torch.softmax = _keep_fp64(torch.softmax)
+    _OnCpu().__enter__()  # type: ignore[no-untyped-call]
+
+
+def _keep_fp64(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Cross entropy and routers round to fp32, and gradients could not be compared to 1e-12."""
+
+    def exact(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if tensor.dtype != torch.float64:
+            return function(tensor, *args, **kwargs)
+        return tensor if function is _TO_FLOAT else function(tensor, *args, **{**kwargs, "dtype": None})
+
+    return exact
+
+
+def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron's leaves a tensor that is on the CPU already a tensor, which no all-to-all takes for sizes."""
+    return tensor.numpy() if as_numpy and tensor is not None else tensor
+
+
+def _layer_norm(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.LayerNorm:
+    """Megatron's fused norms sum their gradients over a sequence that tensor parallelism splits; torch's refuses to."""
+    norm = torch.nn.LayerNorm(hidden_size, eps)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return norm
+
+
+_install()
+
+from megatron.core.fusions import fused_softmax  # noqa: E402
+from megatron.core.transformer.moe import moe_utils, token_dispatcher  # noqa: E402
+from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
+
+WrappedTorchNorm.__new__ = _layer_norm
+# Asked for in forwards that are recomputed within `Tensor.backward`, where the mode above is off.
+fused_softmax.get_default_causal_mask = lambda length: torch.ones(length, length, dtype=torch.bool).triu(1)
+# Megatron 0.16.1 asks whether it is None, but does not define it where there is no Transformer Engine.
+moe_utils.te_general_gemm = None
+token_dispatcher.maybe_move_tensor_to_cpu = _to_cpu

@@ -1,0 +1,478 @@
+"""One rank of a job that runs many plans through Megatron's own schedule and DDP; leaves `CASE-RANK.pickle` for each.
+
+Run by torchrun as `-m tests.runtime.megatron.gradient_worker FOLDER`, which holds the plans.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest import mock
+
+import tests.runtime.megatron.tiny as tiny  # isort: skip  first: it lets megatron run on the CPU
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+
+from fcp_cli.errors import FcpError
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.runtime.integrations.megatron import checks, transformer_engine
+from fcp_cli.runtime.integrations.megatron import model as hooks
+from fcp_cli.runtime.integrations.megatron.follow import Follower
+from fcp_cli.runtime.integrations.megatron.micro_batch import current_micro_batch
+from fcp_cli.runtime.integrations.megatron.stack import MegatronStack
+from tests.patience import PATIENCE_SECONDS
+from tests.runtime.megatron.fake_transformer_engine import megatron_wrapper
+
+Result = TypeVar("Result")
+finalize: Any = sys.modules["megatron.core.distributed.finalize_model_grads"]  # the package has a function of its name
+
+SWITCHING, EQUAL_SHAPES, WAVES = "switching.parquet", "equal_shapes.parquet", "waves.parquet"
+TENSOR, PIPELINE = "tensor.parquet", "pipeline.parquet"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One way to run a plan.
+
+    Attributes:
+        plan: file name.
+        settings: of the transformer.
+        ddp: of Megatron's DDP.
+        rope: kind of position embedding.
+        two_forwards: run one forward ahead of the backwards, as pipelines do; only waves allow that.
+        broken: what the integration is left without.
+        probes: although it is broken.
+        tensor_parallel, pipeline_parallel: processes per rank of the plan.
+        expert_parallel: ranks that share the experts.
+        engine: Transformer Engine attends (Megatron's wrapper, over a fake of what it wraps).
+    """
+
+    plan: str = SWITCHING
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    ddp: Mapping[str, Any] = field(default_factory=dict)
+    rope: str = "rope"
+    two_forwards: bool = False
+    broken: str = ""
+    probes: bool = False
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
+    engine: bool = False
+
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+CASES: Mapping[str, Case] = {
+    "plain": Case(),
+    "recomputed": Case(settings=FULL),
+    "core attention recomputed": Case(settings={"recompute_granularity": "selective"}),
+    "two forwards": Case(plan=WAVES, two_forwards=True),
+    "two forwards recomputed": Case(plan=WAVES, two_forwards=True, settings=FULL),
+    "overlapped": Case(ddp={"overlap_grad_reduce": True, "bucket_size": 1000}),
+    "distributed optimizer": Case(ddp={"use_distributed_optimizer": True, "bucket_size": 1000}),
+    "waves": Case(plan=WAVES),
+    "yarn": Case(rope="yarn"),
+    "mrope": Case(rope="mrope", settings={"mrope_section": [2, 1, 1]}),
+    "engine": Case(engine=True),
+    "engine two forwards recomputed": Case(plan=WAVES, two_forwards=True, settings=FULL, engine=True),
+    "engine core attention recomputed": Case(settings={"recompute_granularity": "selective"}, engine=True),
+    "without rotary": Case(plan=EQUAL_SHAPES, broken="rotary"),
+    "without binding": Case(plan=EQUAL_SHAPES, two_forwards=True, settings=FULL, broken="binding"),
+    "without positions": Case(rope="mrope", settings={"mrope_section": [2, 1, 1]}, broken="positions"),
+}  # fmt: skip
+
+
+# What must stop with one line: it is left in place of gradients.
+REFUSED: Mapping[str, Case] = {
+    "probe": Case(rope="mrope", settings={"mrope_section": [2, 1, 1]}, broken="positions", probes=True),
+    "probe of rotary tables": Case(broken="rotary rows", probes=True),
+    "too many groups": Case(engine=True, broken="few groups"),
+    "per-token loss": Case(settings={"calculate_per_token_loss": False}),
+    "other parallelism": Case(plan=TENSOR),
+    "loss pair": Case(broken="loss pair"),
+    "loss count": Case(broken="loss count"),
+    "other batch": Case(plan=EQUAL_SHAPES, broken="other batch"),
+}
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 24,
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "alltoall",
+    "add_bias_linear": False,
+}
+# Balanced without a loss: after every step each expert's bias moves by the tokens that it had. So far that it matters.
+BALANCED = {
+    **EXPERTS,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.05,
+}
+SEQUENCE_PARALLEL = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+# On two ranks of the plan, with two processes each.
+PARALLEL_CASES: Mapping[str, Case] = {
+    "tensor": Case(plan=TENSOR, tensor_parallel=2, settings={"tensor_model_parallel_size": 2}),
+    "tensor recomputed": Case(plan=TENSOR, tensor_parallel=2, settings={"tensor_model_parallel_size": 2, **FULL}),
+    "sequence": Case(plan=TENSOR, tensor_parallel=2, settings=SEQUENCE_PARALLEL),
+    "pipeline": Case(plan=PIPELINE, pipeline_parallel=2, settings={"pipeline_model_parallel_size": 2}),
+    "pipeline recomputed": Case(
+        plan=PIPELINE, pipeline_parallel=2, settings={"pipeline_model_parallel_size": 2, **FULL}
+    ),
+    "engine sequence": Case(plan=TENSOR, tensor_parallel=2, settings=SEQUENCE_PARALLEL, engine=True),
+    "experts": Case(settings=EXPERTS),
+    "balanced experts": Case(settings=BALANCED),
+    "balanced experts recomputed": Case(plan=WAVES, settings={**BALANCED, **FULL}),
+    "expert parallel": Case(plan=WAVES, expert_parallel=2, settings={**BALANCED, "expert_model_parallel_size": 2}),
+}
+# What only a share of the processes has, and one process has not.
+SHARED = (*SEQUENCE_PARALLEL, "pipeline_model_parallel_size", "expert_model_parallel_size")
+
+
+def lengths_of(plan: Path) -> list[int]:
+    found: dict[int, int] = {}
+    for step in PlanReader(plan).steps():
+        found.update(zip(step.sequences.tolist(), step.lengths.tolist(), strict=True))
+    return [found[row] for row in range(len(found))]
+
+
+def global_batches(plan: Path) -> Iterator[list[int]]:
+    for step in PlanReader(plan).steps():
+        yield sorted(step.sequences.tolist())
+
+
+Named = Mapping[str, Tensor]
+
+
+def worst_error_in_parallel(plan: Path, case: Case) -> float:
+    """Largest difference of this process's share of the gradient from one process's, relative to its largest entry."""
+    alone = tiny.config(**{name: value for name, value in case.settings.items() if name not in SHARED})
+    whole = tiny.build(alone, rope=case.rope)
+    dataset = tiny.Sequences(lengths_of(plan))
+    expected = []
+    for rows in global_batches(plan):
+        gradient_alone(whole, dataset, rows)
+        expected.append({name: gradient(parameter).clone() for name, parameter in whole.named_parameters()})
+        if alone.moe_router_enable_expert_bias:  # by the counts of all processes, which are equal
+            finalize._update_router_expert_bias([whole], alone)
+            finalize.reset_model_temporary_tensors(alone, [whole])
+    parallel_state.destroy_model_parallel()
+    initialize(case.tensor_parallel, case.pipeline_parallel, case.expert_parallel)
+    settings, model = wrapped(case, weights=dict(whole.named_parameters()))
+    found = steps_planned(plan, case, dataset, settings, model, lambda: own_gradients(model))
+    parallel_state.destroy_model_parallel()
+    initialize(1, 1)
+    errors = [
+        float((own - share(named[name], parameter, case)).abs().max() / max(g.abs().max() for g in named.values()))
+        for named, gradients in zip(expected, found, strict=True)
+        for name, (parameter, own) in gradients.items()
+    ]
+    return max(errors)
+
+
+def gradient(parameter: Any) -> Tensor:
+    """An expert that no token was routed to has none."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def own_gradients(model: DistributedDataParallel) -> dict[str, tuple[Tensor, Tensor]]:
+    """By the name in the whole model: this process's parameter and its gradient."""
+    return {
+        name: (parameter, parameter.main_grad.clone())
+        for name, parameter in whole_names(hooks.unwrapped(model)).items()
+    }
+
+
+def whole_names(gpt: Any) -> dict[str, Any]:
+    """Parameters of a pipeline stage, and of some of the experts, by their names in the whole model."""
+    first = gpt.decoder.layers[0].layer_number - 1
+    experts = gpt.config.num_moe_experts or 0
+    first_expert = parallel_state.get_expert_model_parallel_rank() * experts // gpt.config.expert_model_parallel_size
+    found = {}
+    for name, parameter in gpt.named_parameters():
+        parts = name.split(".")
+        if parts[:2] == ["decoder", "layers"]:
+            parts[2] = str(int(parts[2]) + first)
+        if "local_experts" in parts:
+            place = parts.index("local_experts") + 1
+            parts[place] = str(int(parts[place]) + first_expert)
+        found[".".join(parts)] = parameter
+    return found
+
+
+def share(whole: Tensor, parameter: Any, case: Case) -> Tensor:
+    """What tensor parallelism leaves of a whole parameter, or its gradient, to this process."""
+    if case.tensor_parallel == 1 or not getattr(parameter, "tensor_model_parallel", False):
+        return whole
+    rank = dist.get_rank() % case.tensor_parallel
+    return whole.chunk(case.tensor_parallel, dim=parameter.partition_dim)[rank]
+
+
+def initialize(tensor_parallel: int, pipeline_parallel: int, expert_parallel: int = 1) -> None:
+    parallel_state.initialize_model_parallel(
+        tensor_parallel,
+        pipeline_parallel,
+        expert_model_parallel_size=expert_parallel,
+        create_gloo_process_groups=False,
+        order="tp-cp-ep-dp-pp",
+    )
+
+
+def gradients_alone(plan: Path, case: Case) -> np.ndarray:
+    """[steps, parameters] of one process that runs sequence by sequence with Megatron's own attention."""
+    dataset = tiny.Sequences(lengths_of(plan), axes=3 if case.rope == "mrope" else 1)
+    model = tiny.build(tiny.config(**{**case.settings, "recompute_granularity": None}), rope=case.rope)
+    return np.stack([gradient_alone(model, dataset, rows) for rows in global_batches(plan)])
+
+
+def gradient_alone(model: Any, dataset: tiny.Sequences, rows: list[int]) -> np.ndarray:
+    model.zero_grad()
+    tokens = sum(float(dataset[row]["loss_mask"].sum()) for row in rows)
+    for row in rows:
+        batch = {name: tensor.unsqueeze(0) for name, tensor in dataset[row].items()}
+        output, loss = tiny.forward_step(iter([batch]), model)
+        (loss(output)[0] / tokens).backward()
+    return torch.cat([gradient(parameter).flatten() for parameter in model.parameters()]).numpy()
+
+
+def gradients_planned(plan: Path, case: Case) -> np.ndarray:
+    """[steps, parameters] of this rank, with groups that change with every micro-batch."""
+    dataset = tiny.Sequences(lengths_of(plan), axes=3 if case.rope == "mrope" else 1)
+    settings, model = wrapped(case)
+    return np.stack(steps_planned(plan, case, dataset, settings, model, lambda: _reduced_gradient(model)))
+
+
+def wrapped(case: Case, *, weights: Named | None = None) -> tuple[Any, DistributedDataParallel]:
+    """A model in Megatron's DDP, with these weights of a whole model."""
+    settings = tiny.config(**case.settings)
+    gpt = tiny.build(settings, rope=case.rope, core=megatron_wrapper() if case.engine else None)
+    if weights is not None:
+        with torch.no_grad():
+            for name, parameter in whole_names(gpt).items():
+                parameter.copy_(share(weights[name], parameter, case))
+    ddp_config = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": False, **case.ddp})
+    model = DistributedDataParallel(settings, ddp_config, gpt)
+    settings.finalize_model_grads_func = finalize_model_grads
+    settings.no_sync_func = model.no_sync
+    return settings, model
+
+
+def steps_planned(
+    plan: Path,
+    case: Case,
+    dataset: tiny.Sequences,
+    settings: Any,
+    model: DistributedDataParallel,
+    take: Callable[[], Result],
+) -> list[Result]:
+    """What `take` finds after each step of the plan."""
+    batches = list(global_batches(plan))
+    arguments = {
+        "forward_step_func": _FORWARD_STEPS.get(case.broken, tiny.forward_step),
+        "data_iterator": tiny.data_iterator(dataset),
+        "model": [model],
+        "num_microbatches": len(batches[0]) // parallel_state.get_data_parallel_world_size(),
+        "micro_batch_size": 1,
+        "seq_length": 128,
+        "forward_only": False,
+    }
+    # What is broken on purpose must come through to the gradients; that the probe sees it is tested on its own.
+    os.environ["FCP_PROBE"] = "0" if case.broken and not case.probes else "1"
+    most_groups = 1 if case.broken == "few groups" else transformer_engine.MOST_GROUPS
+    with mock.patch.object(transformer_engine, "MOST_GROUPS", most_groups):
+        follower = Follower(plan, arguments, MegatronStack())
+    _break(case.broken, model)
+    run = two_forwards if case.two_forwards else schedules.get_forward_backward_func()
+    found = []
+    for _ in batches:
+        model.zero_grad_buffer()
+        run(**follower.planned(arguments))
+        found.append(take())
+    return found
+
+
+def two_forwards(
+    *, forward_step_func: Callable[..., Any], data_iterator: Any, model: Any, num_microbatches: int, **_: Any
+) -> None:
+    """Forward, forward, backward, backward: what pipelines do."""
+    (chunk,), (batches,) = model, data_iterator if isinstance(data_iterator, list) else [data_iterator]
+    losses, tokens = [], torch.zeros((), dtype=torch.int)
+    with chunk.no_sync():
+        for number in range(num_microbatches):
+            output, loss_function = forward_step_func(batches, chunk)
+            loss, count, _report = loss_function(output)
+            losses.append(loss)
+            tokens += count
+            if len(losses) == 2:
+                losses.pop(0).backward()
+            del number
+        for loss in losses:
+            loss.backward()
+    finalize_model_grads([chunk], tokens)
+
+
+def _reduced_gradient(model: DistributedDataParallel) -> np.ndarray:
+    """Of all parameters; under a distributed optimizer each rank has reduced only its part of each bucket."""
+    if model.ddp_config.use_distributed_optimizer:
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        for buffer in model.buffers:
+            for bucket in buffer.buckets:
+                own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather(list(bucket.grad_data.chunk(group.size())), own, group=group)
+    found: np.ndarray = torch.cat([parameter.main_grad.flatten() for parameter in model.parameters()]).numpy().copy()
+    return found
+
+
+def _break(what: str, model: DistributedDataParallel) -> None:
+    """Take one hook away."""
+    gpt = hooks.unwrapped(model)
+    if what == "rotary":
+        gpt.rotary_pos_emb._forward_hooks.clear()
+    elif what == "rotary rows":
+        gpt.rotary_pos_emb._forward_hooks.clear()
+        gpt.rotary_pos_emb.register_forward_hook(_first_rows)
+    elif what == "binding":  # the group of the latest forward, wherever a forward is recomputed
+        for layer in gpt.decoder.layers:
+            core = layer.self_attention.core_attention
+            core.forward = partial(_latest_group, core.forward)
+        gpt.register_forward_pre_hook(_remember)
+    elif what == "positions":
+        gpt.register_forward_pre_hook(_contiguous_positions, with_kwargs=True)
+
+
+def _forward_step_of_pairs(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
+    output, loss = tiny.forward_step(data_iterator, model)
+    return output, lambda tensor: loss(tensor)[::2]
+
+
+def _forward_step_that_miscounts(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
+    output, loss = tiny.forward_step(data_iterator, model)
+
+    def miscounted(tensor: Tensor) -> Any:
+        total, _, report = loss(tensor)
+        return total, torch.tensor(tensor.numel() + 1, dtype=torch.int), report
+
+    return output, miscounted
+
+
+def _forward_step_of_another_batch(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
+    batch = next(data_iterator)
+    return tiny.forward_step(iter([{name: tensor[..., :1] for name, tensor in batch.items()}]), model)
+
+
+_FORWARD_STEPS = {
+    "loss pair": _forward_step_of_pairs,
+    "loss count": _forward_step_that_miscounts,
+    "other batch": _forward_step_of_another_batch,
+}
+_latest: list[Any] = []
+
+
+def _remember(*_: Any) -> None:
+    micro_batch = current_micro_batch.get()
+    assert micro_batch is not None
+    _latest[:] = [micro_batch.ring]
+
+
+def _latest_group(original: Callable[..., Tensor], *args: Any, packed_seq_params: Any, **kwargs: Any) -> Tensor:
+    swapped = hooks.RingSequences(qkv_format="sbhd", ring=_latest[0])
+    return original(*args, packed_seq_params=swapped, **kwargs)
+
+
+def _first_rows(module: Any, args: tuple[Any, ...], table: Tensor) -> Tensor | None:
+    """Of the rotary table: as many as the shard has tokens."""
+    micro_batch = current_micro_batch.get()
+    if micro_batch is None:
+        return None
+    return table[torch.arange(micro_batch.tokens) % len(table)]
+
+
+def _contiguous_positions(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Multi-axis positions of the pack's first tokens instead of the shard's."""
+    tokens, positions, *rest = args
+    return (tokens, positions.sort(dim=-1).values, *rest), kwargs
+
+
+def refused_settings(settings: Mapping[str, Any]) -> str:
+    """What is said of a configuration with these settings; Megatron's own checks of them are not asked."""
+    config = tiny.config()
+    for name, value in settings.items():
+        setattr(config, name, value)
+    return message_of(lambda: checks.check_config(config))
+
+
+def refused_models() -> dict[str, str]:
+    """What is said of models that a plan cannot drive."""
+    bidirectional = tiny.build(tiny.config())
+    bidirectional.decoder.layers[1].self_attention.attn_mask_type = AttnMaskType.no_mask
+    no_attention = torch.nn.Linear(1, 1)
+    fsdp = type("FullyShardedDataParallel", (torch.nn.Module,), {})()
+    return {
+        "several chunks": message_of(lambda: checks.check_chunks([no_attention, no_attention])),
+        "FSDP": message_of(lambda: checks.check_chunks([fsdp])),
+        "another model": message_of(lambda: hooks.unwrapped(no_attention)),
+        "no attention": message_of(lambda: checks.check_layers(no_attention)),
+        "bidirectional": message_of(lambda: checks.check_layers(bidirectional)),
+        "pipeline in iterations": message_of(lambda: checks.check_waves(2, 1, "iteration")),
+        "experts in iterations": message_of(lambda: checks.check_waves(1, 2, "iteration")),
+    }
+
+
+def message_of(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except FcpError as error:
+        return str(error)
+    return "no error"
+
+
+def main(folder: Path, names: list[str]) -> None:
+    faulthandler.dump_traceback_later(PATIENCE_SECONDS, exit=True)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)  # else Megatron divides by the number of tokens in fp32
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
+    initialize(1, 1)
+    rank = dist.get_rank()
+    if rank == 0:
+        wanted = json.loads((folder / "settings.json").read_text())
+        refused = {name: refused_settings(settings) for name, settings in wanted.items()}
+        (folder / "refused.json").write_text(json.dumps({**refused, **refused_models()}))
+    for name, case in PARALLEL_CASES.items():
+        if name in names or not names:
+            error = worst_error_in_parallel(folder / case.plan, case)
+            (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(error))
+    for name, case in REFUSED.items():
+        if name in names or not names:
+            try:
+                gradients_planned(folder / case.plan, case)
+                message = "no error"
+            except FcpError as error:
+                message = str(error)
+            (folder / f"{name}-{rank}.refused").write_text(message)
+            dist.barrier()
+    for name in [name for name in names or CASES if name in CASES]:
+        case = CASES[name]
+        found = gradients_planned(folder / case.plan, case)
+        (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(found))
+        if rank == 0:
+            (folder / f"{name}-alone.pickle").write_bytes(pickle.dumps(gradients_alone(folder / case.plan, case)))
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,121 @@
+"""An unmodified Megatron script, started by `fcp launch -- train.py`, beside the same script without fcp."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.planning.examples import PROFILE
+from tests.runtime.launch import ROOT, torchrun
+from tests.runtime.plans import Row, write_plan
+from tests.training.small_runs import run_fcp
+
+pytest.importorskip("megatron.core.package_info", reason="needs megatron-core: pip install megatron-core")
+pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
+
+SCRIPT = ROOT / "tests" / "runtime" / "megatron" / "train.py"
+NUM_RANKS = 4
+STEPS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What one rank wrote down."""
+
+    losses: np.ndarray
+    grad_norms: np.ndarray
+    tokens: list[int]
+    weights: np.ndarray
+
+
+def read(results: Path, rank: int) -> Trained:
+    found: Any = json.loads(results.with_suffix(f".{rank}.json").read_text())
+    records = found["records"]
+    return Trained(
+        losses=np.array([record["loss"] for record in records]),
+        grad_norms=np.array([record["grad_norm"] for record in records]),
+        tokens=[record["tokens"] for record in records],
+        weights=np.array(found["weights"]),
+    )
+
+
+def assert_same(found: Trained, expected: Trained, *, first_step: int = 0) -> None:
+    np.testing.assert_allclose(found.losses, expected.losses[first_step:], rtol=1e-6)
+    np.testing.assert_allclose(found.grad_norms, expected.grad_norms[first_step:], rtol=1e-6)
+    assert found.tokens == expected.tokens[first_step:]
+    error = np.linalg.norm(found.weights - expected.weights) / np.linalg.norm(expected.weights)
+    assert error <= 1e-6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A manifest, its plan in the data set's own order, and what the script gives without fcp."""
+    folder = tmp_path_factory.mktemp("megatron")
+    draw = random.Random(1)
+    lengths = [draw.choice([3, 5, 9, 17, 30, 61, 100]) for _ in range(8 * STEPS)]
+    pq.write_table(pa.table({"length": lengths}), folder / "lengths.parquet")
+    options = ("--ranks", "4", "--ranks-per-node", "4", "--tokens-per-rank", "40", "--global-batch-size", "8")
+    solver = ("--solver", "fcp-paper", "--sync", "iteration")  # needs nothing compiled
+    planned = run_fcp("plan", "lengths.parquet", *options, *solver, "--no-shuffle", "-o", "plan.parquet", folder=folder)
+    assert planned.returncode == 0, planned.stderr
+    torchrun(str(SCRIPT), str(folder / "lengths.parquet"), str(folder / "alone"), num_ranks=NUM_RANKS)
+    return folder
+
+
+def launch(folder: Path, *arguments: str, plan: str = "plan.parquet") -> Any:
+    return run_fcp("launch", "--plan", plan, "--", str(SCRIPT), "lengths.parquet", *arguments, folder=folder)
+
+
+def test_losses_gradient_norms_and_weights_are_those_without_fcp(folder: Path) -> None:
+    done = launch(folder, "planned")
+    assert done.returncode == 0, done.stderr
+    assert "fcp: following " in done.stderr and "from step 0 of 20, 4 ranks, sync iteration" in done.stderr
+    for rank in range(NUM_RANKS):
+        assert_same(read(folder / "planned", rank), read(folder / "alone", rank))
+
+
+def test_a_run_resumes_in_the_middle_of_the_plan_from_megatrons_own_checkpoint(folder: Path) -> None:
+    pytest.importorskip("psutil", reason="megatron-core's dist_checkpointing needs psutil: pip install psutil")
+    halted = launch(folder, "halted", "--steps", "9", "--save", "checkpoint")
+    assert halted.returncode == 0, halted.stderr
+    resumed = launch(folder, "resumed", "--load", "checkpoint")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "from step 9 of 20" in resumed.stderr
+    assert_same(read(folder / "resumed", 0), read(folder / "alone", 0), first_step=9)
+
+
+def test_tensor_parallel_replicas_start_by_themselves_and_train_to_the_same_losses(folder: Path) -> None:
+    options = ("--ranks", "2", "--ranks-per-node", "2", "--tokens-per-rank", "80", "--global-batch-size", "8")
+    making = ("--tensor-parallel", "2", "--no-shuffle", "--solver", "static", "-o", "replicas.parquet")
+    (folder / "profile.yaml").write_text(PROFILE)
+    planned = run_fcp("plan", "lengths.parquet", "--profile", "profile.yaml", *options, *making, folder=folder)
+    assert planned.returncode == 0, planned.stderr
+    arguments = ("--tensor-model-parallel-size", "2", "--steps", "6")
+    done = launch(folder, "replicas", *arguments, plan="replicas.parquet")
+    assert done.returncode == 0, done.stderr
+    assert "starting 4 processes, 2 to a rank of the plan, on this machine" in done.stderr
+    assert "from step 0 of 20, 2 ranks, sync iteration" in done.stderr
+    for process in range(4):
+        found, expected = read(folder / "replicas", process), read(folder / "alone", 0)
+        np.testing.assert_allclose(found.losses, expected.losses[:6], rtol=1e-6)
+        assert found.tokens == expected.tokens[:6]
+
+
+def test_a_script_with_another_global_batch_ends_the_job_with_one_line(folder: Path) -> None:
+    lengths = pq.read_table(folder / "lengths.parquet").column("length").to_pylist()
+    rows = [Row([0, 1, 2, 3], lengths[:4])]
+    write_plan(folder / "small.parquet", [rows], num_ranks=NUM_RANKS, rows=len(lengths))
+    done = launch(folder, "refused", plan="small.parquet")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (
+        1,
+        "error: step 0 of the plan has 4 sequences, but the script trains on 8 (4 ranks x 2 micro-batches of 1); give "
+        "it --global-batch-size 8, or plan with the script's",
+    )

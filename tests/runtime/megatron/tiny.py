@@ -1,0 +1,143 @@
+"""A small GPTModel of real megatron-core, a data set of sequences of any length, and what a training script does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import tests.runtime.megatron.cpu_shim  # noqa: F401  before megatron
+
+import torch  # isort: skip
+from megatron.core import parallel_state  # isort: skip
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
+from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # isort: skip
+from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+from torch import Tensor  # isort: skip
+from torch.utils.data import DataLoader, Dataset  # isort: skip
+
+VOCABULARY = 64
+YARN = {
+    "yarn_rotary_scaling_factor": 4.0,
+    "yarn_original_max_position_embeddings": 16,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_mscale": 1.0,
+    "yarn_mscale_all_dim": 0.0,
+    "yarn_correction_range_round_to_int": True,
+}
+
+
+class Sequences(Dataset[dict[str, Tensor]]):
+    """Random sequences: some tokens carry no loss, the last of each never."""
+
+    def __init__(self, lengths: Sequence[int], *, axes: int = 1) -> None:
+        self._lengths = lengths
+        self._axes = axes
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __getitem__(self, at: int) -> dict[str, Tensor]:
+        draw = torch.Generator().manual_seed(at)
+        length = self._lengths[at]
+        text = torch.randint(VOCABULARY, (length + 1,), generator=draw)
+        loss_mask = (torch.rand(length, generator=draw) < 0.7).to(torch.float64)
+        loss_mask[-1] = 0.0
+        positions = torch.arange(length)
+        if self._axes > 1:  # as of images: every axis counts in its own way
+            positions = torch.stack([positions // (axis + 1) for axis in range(self._axes)])
+        return {
+            "tokens": text[:-1],
+            "labels": text[1:],
+            "loss_mask": loss_mask,
+            "position_ids": positions,
+            "attention_mask": torch.ones(1, length, length, dtype=torch.bool).triu(1),
+        }
+
+
+class ConsumedSampler:
+    """Megatron's sampler: each rank's samples of one micro-batch, going on after those that were consumed."""
+
+    def __init__(self, total: int, consumed_samples: int, rank: int, ranks: int) -> None:
+        self.total_samples = total
+        self.consumed_samples = consumed_samples
+        self._rank = rank
+        self._ranks = ranks
+
+    def __len__(self) -> int:
+        return self.total_samples
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for first in range(self.consumed_samples, self.total_samples - self._ranks + 1, self._ranks):
+            yield [first + self._rank]
+
+
+def data_iterator(dataset: Sequences, *, consumed: int = 0) -> Iterator[dict[str, Tensor]]:
+    rank = parallel_state.get_data_parallel_rank()
+    ranks = parallel_state.get_data_parallel_world_size()
+    return iter(DataLoader(dataset, batch_sampler=ConsumedSampler(len(dataset), consumed, rank, ranks)))
+
+
+def config(**changes: Any) -> TransformerConfig:
+    settings: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "ffn_hidden_size": 48,
+        "params_dtype": torch.float64,
+        "use_cpu_initialization": True,
+        "perform_initialization": True,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "gradient_accumulation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "attention_softmax_in_fp32": False,
+        "calculate_per_token_loss": True,
+        "pipeline_dtype": torch.float64,
+        "deallocate_pipeline_outputs": False,
+    }
+    return TransformerConfig(**{**settings, **changes})
+
+
+def build(settings: TransformerConfig, *, rope: str = "rope", core: Any = None) -> GPTModel:
+    """Equal weights at every call, on every rank; `core` is another core attention than Megatron's local one."""
+    spec = get_gpt_layer_local_spec(num_experts=settings.num_moe_experts, qk_layernorm=False)
+    if core is not None:
+        spec.submodules.self_attention.submodules.core_attention = core
+    if rope == "yarn":
+        for name, value in YARN.items():  # what Megatron's command line puts there
+            setattr(settings, name, value)
+    model_parallel_cuda_manual_seed(0)
+    torch.manual_seed(0)
+    model: GPTModel = GPTModel(
+        config=settings,
+        transformer_layer_spec=spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=128,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type=rope,
+        rotary_base=100,
+        share_embeddings_and_output_weights=False,
+    )
+    return model.to(settings.params_dtype)  # norms are made in fp32
+
+
+def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
+    """As in Megatron's own scripts: nothing in it knows of plans."""
+    batch = next(data_iterator)
+    positions = batch["position_ids"]
+    if positions.dim() == 3:  # [batch, axes, tokens]; Megatron wants the axes first
+        positions = positions.transpose(0, 1)
+    output = model(batch["tokens"], positions, batch["attention_mask"], labels=batch["labels"])
+    return output, partial(loss_function, batch["loss_mask"])
+
+
+def loss_function(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    loss = (output.flatten() * loss_mask.flatten()).sum()
+    tokens = loss_mask.sum().to(torch.int)
+    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.to(loss.dtype)])}

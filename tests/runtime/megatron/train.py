@@ -1,0 +1,106 @@
+"""A Megatron training script that knows nothing of fcp: `train.py LENGTHS RESULTS --steps N [--save F] [--load F]`.
+
+It does what a script on top of megatron-core does: parallel state, GPTModel, DDP, Megatron's optimizer, schedule and
+finalize_model_grads, a data loader that goes on after the samples consumed, and checkpoints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import tests.runtime.megatron.tiny as tiny  # isort: skip  first: it lets megatron run on the CPU
+
+import pyarrow.parquet as pq
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+GLOBAL_BATCH_SIZE = 8
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("lengths", type=Path)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--load", type=Path)
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    return parser.parse_args()
+
+
+def state_of(model: Any, optimizer: Any, consumed: int, *, is_loading: bool = False) -> dict[str, Any]:
+    """What Megatron's own training loop saves with --ckpt-format torch_dist."""
+    weights = model.module.sharded_state_dict()
+    return {
+        "model": weights,
+        "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading),
+        "consumed_train_samples": consumed,
+    }
+
+
+def main() -> None:
+    arguments = parse()
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    dist.init_process_group("gloo")
+    tensor_parallel = arguments.tensor_model_parallel_size
+    parallel_state.initialize_model_parallel(tensor_parallel, create_gloo_process_groups=True)
+    settings = tiny.config(tensor_model_parallel_size=tensor_parallel)
+    ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=4000)
+    model = DistributedDataParallel(settings, ddp_config, tiny.build(settings))
+    settings.finalize_model_grads_func = finalize_model_grads
+    settings.no_sync_func = model.no_sync
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=0.01, clip_grad=0.0), [model])
+    consumed = 0
+    if arguments.load is not None:
+        saved = dist_checkpointing.load(state_of(model, optimizer, 0, is_loading=True), str(arguments.load))
+        model.module.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        consumed = saved["consumed_train_samples"]
+
+    dataset = tiny.Sequences(pq.read_table(arguments.lengths).column("length").to_pylist())
+    iterator = tiny.data_iterator(dataset, consumed=consumed)
+    forward_backward = get_forward_backward_func()
+    micro_batches = GLOBAL_BATCH_SIZE // parallel_state.get_data_parallel_world_size()
+    records: list[dict[str, Any]] = []
+    while consumed < arguments.steps * GLOBAL_BATCH_SIZE:
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        reports = forward_backward(
+            forward_step_func=tiny.forward_step,
+            data_iterator=iterator,
+            model=[model],
+            num_microbatches=micro_batches,
+            seq_length=128,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        loss, tokens = (sum(report["lm loss"] for report in reports) + torch.zeros(2)).clone()
+        total = torch.stack([loss, tokens])
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        norm = torch.cat([parameter.main_grad.flatten() for parameter in model.parameters()]).norm()
+        optimizer.step()
+        consumed += GLOBAL_BATCH_SIZE
+        records.append({"loss": float(total[0] / total[1]), "tokens": int(total[1]), "grad_norm": float(norm)})
+    if arguments.save is not None:
+        arguments.save.mkdir(exist_ok=True)
+        dist_checkpointing.save(state_of(model, optimizer, consumed), str(arguments.save))
+    weights = torch.cat([parameter.flatten() for parameter in model.parameters()]).tolist()
+    arguments.results.with_suffix(f".{dist.get_rank()}.json").write_text(
+        json.dumps({"records": records, "weights": weights})
+    )
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)  # gloo's threads sometimes die in the interpreter's teardown
+
+
+if __name__ == "__main__":
+    main()
