@@ -1,0 +1,6 @@
+"""Megatron training scripts on MindSpeed under a plan, unmodified: what is hooked, and why, is in docs/mindspeed.md.
+
+Data, schedule and loss are those of `integrations.megatron`; `stack` is what differs. Attention stays MindSpeed's ring:
+`placement` answers for Megatron and MindSpeed, call by call, who belongs to the ring, and `attention` binds a ring to
+each call. `checks` refuses what none of this can do right.
+"""

@@ -1,0 +1,149 @@
+"""MindSpeed's ring attention on the ring of each call.
+
+The ring comes with the call's PackedSeqParams, which every layer hands down and recomputation keeps. Only the core
+attention is told of packed sequences: megatron-core 0.12 would else rotate queries and keys by its static group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import Attention
+from torch import Tensor, nn
+
+from fcp_cli.errors import RunError
+from fcp_cli.runtime.integrations.megatron.micro_batch import current_micro_batch
+from fcp_cli.runtime.integrations.megatron.model import PARAMS, RingSequences
+from fcp_cli.runtime.integrations.mindspeed.placement import Placement, placed, wrap_everywhere
+from fcp_cli.runtime.layout import CACHED_LAYOUTS
+from fcp_cli.runtime.ring import Ring
+
+_UNFLATTEN = "mindspeed.core.context_parallel.utils.unflatten_softmax"
+
+_sequences: ContextVar[RingSequences | None] = ContextVar("sequences_of_the_layer", default=None)
+
+
+def hook_layer(layer: Attention, *, group: dist.ProcessGroup) -> None:
+    """Make one attention layer attend on the ring of the call, over `group`. Its modules stay what they are."""
+    layer.forward = partial(_attention, layer.forward)
+    layer._checkpointed_attention_forward = partial(_recomputable_core, layer._checkpointed_attention_forward)
+    layer.core_attention.forward = partial(_core_attention, layer.core_attention.forward, group)
+
+
+def hook_rotary(rotary: nn.Module) -> None:
+    """Ask for whole tables: a sliced one would be that of the static group, and is kept for the next call."""
+    rotary.register_forward_pre_hook(_ask_for_whole_table, with_kwargs=True)
+
+
+def _ask_for_whole_table(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    return None if current_micro_batch.get() is None else (args, {**kwargs, "packed_seq": True})
+
+
+def _attention(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """An attention layer's forward: it runs as for a single sequence and hands the ring on to its core attention."""
+    sequences = kwargs.get(PARAMS)
+    if not isinstance(sequences, RingSequences):
+        return original(*args, **kwargs)
+    token = _sequences.set(sequences)
+    try:
+        return original(*args, **{**kwargs, PARAMS: None})
+    finally:
+        _sequences.reset(token)
+
+
+def _recomputable_core(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The core attention, to be recomputed alone in backward, when the layer's call is over: it gets the ring now."""
+    return original(*args, **{**kwargs, PARAMS: _sequences.get() or kwargs.get(PARAMS)})
+
+
+def _core_attention(
+    original: Callable[..., Tensor],
+    group: dist.ProcessGroup,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """Megatron's signature of a core attention; query [tokens, 1, heads, head_dim] -> [tokens, 1, heads * head_dim].
+
+    MindSpeed's takes packed sequences as [tokens, heads, head_dim].
+    """
+    given = kwargs.get(PARAMS)
+    sequences = given if isinstance(given, RingSequences) else _sequences.get()
+    if sequences is None or sequences.ring is None:
+        return original(query, key, value, attention_mask, *args, **kwargs)
+    ring = sequences.ring
+    ring.attention_calls += 1
+    packed = _local_sequences(_local_lengths(ring) or (query.shape[0],), query.device)
+    shards = [tensor.squeeze(1) for tensor in (query, key, value)]
+    with placed(Placement(ranks=ring.ranks, index=ring.index, group=group)):
+        _check_placement(ring)
+        out = original(*shards, None, *args, **{**kwargs, PARAMS: packed})
+    return out.reshape(query.shape[0], 1, -1)
+
+
+def _local_lengths(ring: Ring) -> tuple[int, ...]:
+    """Of each sequence, the tokens that this member holds; none on an idle rank."""
+    return tuple((ring.layout.fronts(ring.index) + ring.layout.backs(ring.index)).tolist())
+
+
+@lru_cache(maxsize=CACHED_LAYOUTS)
+def _local_sequences(lengths: tuple[int, ...], device: torch.device) -> PackedSeqParams:
+    """MindSpeed's description of a shard: where each sequence ends, and the rows of its front and its back chunk."""
+    sizes = torch.tensor(lengths)
+    ends = sizes.cumsum(0)
+    is_front = torch.arange(int(ends[-1])) < (ends - sizes // 2).repeat_interleave(sizes)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+    packed.kv_index = is_front.nonzero().flatten().to(device)
+    packed.q_index = (~is_front).nonzero().flatten().to(device)
+    return packed
+
+
+def _check_placement(ring: Ring) -> None:
+    """MindSpeed can take its patches away and put them on again (`repatch`): then its ring would be the static one."""
+    from mindspeed.core.context_parallel import dot_product_attention
+
+    asked = dot_product_attention.get_ring_ranks_for_inter_window_kv()
+    if tuple(asked) != ring.ranks or parallel_state.get_context_parallel_world_size() != ring.degree:
+        raise RunError(
+            "something has taken away the hooks that tell MindSpeed's attention of the plan's groups (MindSpeed's "
+            "repatch?); it must not be called after the first training step"
+        )
+
+
+def mend_unflatten() -> bool:
+    """Replace MindSpeed's `unflatten_softmax` if it fails on this version, as it does without its fused update.
+
+    It regards a transposed tensor through `view`, which needs its elements in order: with several heads they are not.
+    """
+    from mindspeed.core.context_parallel import utils
+
+    try:
+        utils.unflatten_softmax(torch.zeros(2, 2, 8), [2])
+    except RuntimeError:
+        wrap_everywhere(_UNFLATTEN, unflatten_softmax_wrapper)
+        return True
+    return False
+
+
+def unflatten_softmax_wrapper(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same with `reshape`: [tokens, heads, 8] in the order of tokens -> head by head within each sequence."""
+
+    def unflatten_softmax(x: Tensor, sub_seq_len: list[int]) -> Tensor:
+        heads, lanes = x.shape[1:]
+        rows = torch.split_with_sizes(x.reshape(-1, lanes), [length * heads for length in sub_seq_len])
+        merged = torch.cat([part.reshape(-1, heads, lanes).transpose(0, 1).reshape(-1, lanes) for part in rows])
+        return merged.view(x.shape)
+
+    return unflatten_softmax

@@ -1,0 +1,106 @@
+"""What Megatron and MindSpeed are told when a call asks who it shares its sequences, or its gradients, with.
+
+Both keep one static answer in module globals and read it, through functions, wherever they need it. Those functions
+are wrapped: within a call that has a placement they answer with it, and otherwise as before. The globals stay as they
+are, so that whatever runs beside the call, or after it, is not touched.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch.distributed as dist
+
+_PARALLEL_STATE = "megatron.core.parallel_state"
+_RINGS = "mindspeed.core.context_parallel.model_parallel_utils"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """Where a call runs; what is left out stays Megatron's static answer.
+
+    Attributes:
+        ranks: global ranks of the ring, in its order.
+        index: this process's place in `ranks`.
+        group: process group that carries the ring; may have more members, since MindSpeed's ring names global ranks.
+        data: process group of data-parallel sums, whether asked for with context parallelism or without.
+    """
+
+    ranks: tuple[int, ...] = ()
+    index: int = 0
+    group: dist.ProcessGroup | None = None
+    data: dist.ProcessGroup | None = None
+
+
+_current: ContextVar[Placement | None] = ContextVar("current_placement", default=None)
+
+# By the function that is asked: the answer, or None to leave it to the function itself.
+_ANSWERS: Mapping[str, Callable[[Placement], Any]] = {
+    f"{_PARALLEL_STATE}.get_context_parallel_group": lambda placement: placement.group,
+    f"{_PARALLEL_STATE}.get_context_parallel_global_ranks": lambda placement: list(placement.ranks) or None,
+    f"{_PARALLEL_STATE}.get_context_parallel_world_size": lambda placement: len(placement.ranks) or None,
+    f"{_PARALLEL_STATE}.get_context_parallel_rank": lambda placement: placement.index if placement.ranks else None,
+    f"{_PARALLEL_STATE}.get_data_parallel_group": lambda placement: placement.data,
+    f"{_RINGS}.get_ring_ranks_for_intra_window": lambda placement: list(_own(placement)) or None,
+    f"{_RINGS}.get_ring_ranks_for_inter_window_kv": lambda placement: list(placement.ranks) or None,
+    f"{_RINGS}.get_ring_ranks_for_inter_window_dkv": lambda placement: list(placement.ranks) or None,
+}
+
+
+def _own(placement: Placement) -> tuple[int, ...]:
+    return placement.ranks[placement.index : placement.index + 1]
+
+
+@contextmanager
+def placed(placement: Placement) -> Iterator[None]:
+    """Within it, calls of this thread have the placement."""
+    token = _current.set(placement)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def hook_parallel_state() -> None:
+    """Make the functions of `_ANSWERS` answer with the placement of the call, for all who have imported them."""
+    for path, answer in _ANSWERS.items():
+        wrap_everywhere(path, _answering(answer))
+
+
+def _answering(answer: Callable[[Placement], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def placement_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            placement = _current.get()
+            found = None if placement is None else answer(placement)
+            return original(*args, **kwargs) if found is None else found
+
+        return asked
+
+    return placement_wrapper
+
+
+def wrap_everywhere(path: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the function at `path` by `wrapper` of it, in its module and in all that have imported it by name.
+
+    MindSpeed's own patch manager does it where there is one, so that it knows of it; it takes for a wrapper what has a
+    name that ends in `wrapper`.
+    """
+    manager = getattr(sys.modules.get("mindspeed.patch_utils"), "MindSpeedPatchesManager", None)
+    if manager is not None:
+        manager.register_patch(path, wrapper)
+        manager.apply_patches()
+        return
+    home, name = path.rsplit(".", 1)
+    original = getattr(importlib.import_module(home), name)
+    wrapped = wrapper(original)
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is original:
+            setattr(module, name, wrapped)

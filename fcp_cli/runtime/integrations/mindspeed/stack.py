@@ -1,0 +1,99 @@
+"""megatron-core whose attention, and more, has been replaced by MindSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from fcp_cli.runtime.integrations.megatron.model import hook_model
+from fcp_cli.runtime.integrations.mindspeed import checks
+from fcp_cli.runtime.integrations.mindspeed.attention import hook_layer, hook_rotary, mend_unflatten
+from fcp_cli.runtime.integrations.mindspeed.placement import Placement, hook_parallel_state, placed
+from fcp_cli.runtime.transport import ProcessTransport
+
+
+class MindSpeedStack:
+    """MindSpeed keeps its static context-parallel group of two or more ranks, and is told another one call by call.
+
+    A script's own code runs as that of a rank that is alone: what it would slice for, multiply by or sum over the
+    static group stays as it is. Gradients are counted over all ranks, where megatron-core 0.12 leaves the members of a
+    context-parallel group out, since it expects each to have counted for all of them.
+    """
+
+    tokens_multiple = 2  # of an idle rank: MindSpeed halves every sequence
+    even_chunks = True
+    runs_alone = False
+
+    @property
+    def name(self) -> str:
+        return checks.name()
+
+    def check(self, config: Any, model: Any) -> None:
+        checks.check_targets()
+        checks.check_config(config)
+        checks.check_layers(model)
+
+    def hook(self, model: Any, transport: ProcessTransport) -> int:
+        self._all = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        alone = parallel_state.get_tensor_model_parallel_group()  # of one rank, as was checked
+        self._alone = Placement(ranks=(dist.get_rank(),), group=alone, data=alone)
+        hook_parallel_state()
+        mend_unflatten()
+        layers = hook_model(model, partial(hook_layer, group=transport.group))
+        if getattr(model, "rotary_pos_emb", None) is not None and model.position_embedding_type != "mrope":
+            hook_rotary(model.rotary_pos_emb)
+        return layers
+
+    def around_step(self) -> AbstractContextManager[None]:
+        return placed(Placement(data=self._all))
+
+    @contextmanager
+    def around_script(self) -> Iterator[None]:
+        from mindspeed.args_utils import get_full_args
+
+        settings = get_full_args()
+        static = settings.context_parallel_size
+        settings.context_parallel_size = 1
+        try:
+            with placed(self._alone):
+                yield
+        finally:
+            settings.context_parallel_size = static
+
+    def totals(self, reports: Any) -> Any:
+        """One report for all micro-batches of all ranks: sums and counts that each script's call had of its own only.
+
+        What is not such a pair is averaged over this rank's micro-batches.
+        """
+        if not reports or not all(isinstance(report, dict) for report in reports):
+            return reports
+        columns = {key: [report[key] for report in reports] for key in reports[0]}
+        pairs = {key: _summed(values) for key, values in columns.items() if _is_pair(values[0])}
+        if pairs:
+            totals = torch.stack(list(pairs.values()))
+            dist.all_reduce(totals, group=self._all)
+            pairs = dict(zip(pairs, totals, strict=True))
+        means = {key: sum(values) / len(values) for key, values in columns.items() if key not in pairs}
+        return [{**means, **{key: (total[0], total[1]) for key, total in pairs.items()}}]
+
+
+def _is_pair(value: Any) -> bool:
+    """A sum of losses and the number of tokens, as Megatron's training loop takes them."""
+    return len(value) == 2 if isinstance(value, (tuple, list)) else isinstance(value, Tensor) and value.numel() == 2
+
+
+def _summed(values: list[Any]) -> Tensor:
+    return torch.stack([_pair(value) for value in values]).sum(0)
+
+
+def _pair(value: Any) -> Tensor:
+    total, count = value
+    total = torch.as_tensor(total)
+    return torch.stack([total, torch.as_tensor(count).to(total)]).detach()

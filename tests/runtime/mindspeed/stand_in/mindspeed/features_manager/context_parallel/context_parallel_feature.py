@@ -1,0 +1,15 @@
+"""Puts MindSpeed's context parallelism into Megatron."""
+
+from typing import Any
+
+
+class ContextParallelFeature:
+    def register_patches(self, patch_manager: Any, args: Any) -> None:
+        from mindspeed.core.context_parallel.dot_product_attention import MindSpeedCPDotProductAttention
+        from mindspeed.core.context_parallel.model_parallel_utils import initialize_model_parallel_cp_wrapper
+
+        home = "megatron.core.transformer.dot_product_attention"
+        patch_manager.register_patch(f"{home}.DotProductAttention", MindSpeedCPDotProductAttention)
+        patch_manager.register_patch(
+            "megatron.core.parallel_state.initialize_model_parallel", initialize_model_parallel_cp_wrapper
+        )
