@@ -1,4 +1,4 @@
-"""Unmodified Hugging Face decoders under a plan, through transformers' own attention interface.
+"""Unmodified Hugging Face models under a plan, through transformers' own attention interface.
 
     model = AutoModelForCausalLM.from_pretrained(...)
     prepare(model)
@@ -7,6 +7,10 @@
 
 The ring is bound to each call of the model: a hook adds it to the keyword arguments, which transformers hands down to
 every layer and keeps for recomputation. So gradient checkpointing, in both its modes, uses the right ring.
+
+A vision-language model keeps its encoder's own attention. Before its forward, a hook runs the encoder on the parts that
+this rank was given, takes the embeddings to the ranks that hold their tokens, and hands them on as
+`mm_encoder_outputs`, which is transformers' own way of bringing embeddings.
 
 No mask function is registered beside the attention: transformers then builds no mask at all, which also spares a wait
 for the device in every forward.
@@ -17,38 +21,71 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor, nn
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.ring import attention, current_ring
+from fcp_cli.runtime.exchange import exchange
+from fcp_cli.runtime.integrations import internvl, qwen3_vl
+from fcp_cli.runtime.ring import Ring, attention, current_ring
+from fcp_cli.runtime.visuals import VisualShard
 
 NAME = "fcp"
 """The attention implementation's name in transformers."""
 
 
+_VISION_FAMILIES: dict[str, Any] = {"qwen3_vl": qwen3_vl, "internvl": internvl}
+"""Model type -> the module that knows what its encoder takes and gives."""
+
+
 def prepare(model: transformers.PreTrainedModel) -> None:
     """Make a decoder's attention run on the ring of the current micro-batch. Do it before DDP or `fully_shard`.
+
+    Of a vision-language model, freeze the encoder before or after; it then runs without a graph.
 
     To evaluate or generate outside a plan, go back with ``model.set_attn_implementation("sdpa")``.
 
     Raises:
         RunError: the model attends in a way that a ring of shards cannot follow.
     """
-    _check_config(model.config)
+    text = _text_config(model.config)
+    _check_config(text)
     transformers.AttentionInterface.register(NAME, _attention_forward)
-    model.set_attn_implementation(NAME)
-    model.config.use_cache = False
+    model.set_attn_implementation(NAME if text is model.config else {"text_config": NAME})
+    text.use_cache = False
     for module in model.modules():
         if isinstance(module, transformers.PreTrainedModel):
             module.register_forward_pre_hook(_bind_ring, with_kwargs=True)
+    if text is not model.config:
+        _encoder_owner(model).register_forward_pre_hook(_bring_embeddings, with_kwargs=True)
+
+
+def _text_config(config: Any) -> Any:
+    """The language model's configuration; refuses models that fcp does not know how to take apart."""
+    if not hasattr(config, "vision_config"):
+        return config
+    if config.model_type not in _VISION_FAMILIES:
+        known = ", ".join(_VISION_FAMILIES)
+        raise RunError(f"a {config.model_type} model is not a plain decoder, nor one of {known}; prepare its decoder")
+    return config.text_config
+
+
+def _encoder_owner(model: transformers.PreTrainedModel) -> nn.Module:
+    """The module that calls the encoder: the base model below the head."""
+    owner: nn.Module = model.base_model
+    if "mm_encoder_outputs" not in inspect.signature(owner.forward).parameters:
+        raise RunError(
+            f"transformers {transformers.__version__} cannot be given a vision encoder's outputs; install 5.23 or newer"
+        )
+    return owner
 
 
 def _check_config(config: Any) -> None:
     """Refuse what is known before the first forward."""
     name = config.model_type
-    if hasattr(config, "vision_config") or getattr(config, "is_encoder_decoder", False):
-        raise RunError(f"a {name} model is not a plain decoder; prepare its language model")
+    if getattr(config, "is_encoder_decoder", False):
+        raise RunError(f"a {name} model is not a plain decoder; prepare its decoder")
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if kinds:
         raise RunError(f"the {name} model has layers of {', '.join(sorted(kinds))}; a plan is for full attention only")
@@ -62,7 +99,7 @@ def _bind_ring(
     module: transformers.PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Before each forward of a model: add the current ring to the call, and refuse what would be ignored or wrong."""
-    if module.config._attn_implementation != NAME:
+    if module.config.get_text_config()._attn_implementation != NAME:
         return None
     ring = kwargs.get("ring") or current_ring.get()
     if ring is None:
@@ -83,7 +120,42 @@ _REFUSED_ARGUMENTS = {
     "attention_mask": "leave it out: the plan says which tokens belong together",
     "labels": "leave them out and use micro_batch.loss(logits)",
     "past_key_values": "leave them out: training keeps no cache",
+    "pixel_values": "leave them out: fetch gives images with their sequence",
+    "pixel_values_videos": "leave them out: fetch gives videos with their sequence",
 }
+
+
+def _bring_embeddings(
+    module: transformers.PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Before each forward of a vision-language model: encode this rank's parts, bring the embeddings of its tokens.
+
+    Every rank runs the encoder once for every micro-batch, with or without images, so that gradients exist everywhere
+    and the collectives of DDP and FSDP2 meet.
+    """
+    ring: Ring | None = kwargs.get("ring")
+    if ring is None:
+        return None  # not under a plan
+    family = _VISION_FAMILIES[module.config.model_type]
+    with torch.set_grad_enabled(torch.is_grad_enabled() and _is_trained(module)):
+        embeddings = encode_visuals(module, ring.visuals)
+    ring.encoder_calls += 1
+    if ring.visuals is None:
+        return args, {**kwargs, "mm_encoder_outputs": family.encoder_outputs(embeddings[:0], ())}
+    arrived = exchange(embeddings, ring.visuals.route, ring.transport)
+    return args, {**kwargs, "mm_encoder_outputs": family.encoder_outputs(arrived, ring.visuals.kinds)}
+
+
+def encode_visuals(model: nn.Module, shard: VisualShard | None) -> Tensor:
+    """[embeddings, levels, hidden] of a share of images and videos, by the encoder of a vision-language base model."""
+    found: Tensor = _VISION_FAMILIES[model.config.model_type].encode(model, shard)  # type: ignore[union-attr, index]
+    return found
+
+
+def _is_trained(module: nn.Module) -> bool:
+    """Whether anything besides the language model has a gradient."""
+    parts = [part for name, part in module.named_children() if name != "language_model"]
+    return any(parameter.requires_grad for part in parts for parameter in part.parameters())
 
 
 def _attention_forward(

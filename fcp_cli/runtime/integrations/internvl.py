@@ -1,0 +1,100 @@
+"""InternVL: its sequences as a plan runs them, and what its encoder takes and gives.
+
+Images and frames are square tiles of one size, which the encoder sees one by one: a part is a tile, all weigh alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fcp_cli.errors import RunError
+from fcp_cli.runtime.visuals import Kind, VisualPart, VisualSequence, VisualShard
+
+Tiles: TypeAlias = "Tensor | Callable[[int, int], Tensor]"
+"""A processor's tiles [tiles, channels, height, width], or a function that gives tiles start to stop when asked."""
+
+
+def visual_sequence(
+    config: Any, input_ids: Any, *, labels: Any = None, pixel_values: Tiles | None = None
+) -> VisualSequence:
+    """One sequence, from what the model's processor returns for it.
+
+    Args:
+        config: of the whole model (`InternVLConfig`).
+        input_ids: [tokens] with placeholders, `image_seq_length` for each tile.
+        labels: [tokens], -100 where a token is not to be learned; None learns every token.
+        pixel_values: the tiles of its images and frames; a function is called only on the rank that encodes them.
+
+    Raises:
+        RunError: placeholders that do not fit the tiles.
+    """
+    ids = np.asarray(input_ids, dtype=np.int64)
+    places = np.flatnonzero(ids == config.image_token_id)
+    size = config.image_seq_length
+    tiles, rest = divmod(len(places), size)
+    given = tiles if pixel_values is None or callable(pixel_values) else len(pixel_values)
+    if rest or given != tiles or (tiles and pixel_values is None):
+        raise RunError(
+            f"a sequence has {len(places)} placeholders (token {config.image_token_id}), {size} for each tile, but "
+            f"{'no' if pixel_values is None else given} tiles; give the processor's pixel_values of this very sequence"
+        )
+    starts = places[::size]
+    apart = np.flatnonzero(places[size - 1 :: size] - starts != size - 1)
+    if len(apart):
+        raise RunError(f"the {size} placeholders from token {starts[apart[0]]} on are not all together")
+    side = round(size**0.5 / config.downsample_ratio)
+    return VisualSequence(
+        tokens=ids,
+        labels=labels,
+        parts=tuple(
+            VisualPart(
+                kind="image",
+                start_token=start,
+                num_tokens=size,
+                work=1.0,
+                grid=(side, side),
+                pixels=partial(_tile, pixel_values, number),
+            )
+            for number, start in enumerate(starts.tolist())
+            if pixel_values is not None
+        ),
+    )
+
+
+def encode(model: Any, shard: VisualShard | None) -> Tensor:
+    """[embeddings, 1, hidden] of this member's tiles; of a blank one, as small as can be, where it has none.
+
+    Args:
+        model: the `InternVLModel`.
+        shard: what to encode.
+    """
+    tower = model.vision_tower
+    if shard is not None and shard.pixels is not None:
+        tiles = shard.pixels
+    else:
+        side = round(1 / model.config.downsample_ratio) * model.config.vision_config.patch_size[0]
+        tiles = torch.zeros(1, 3, side, side)
+    found = model.get_image_features(tiles.to(tower.device, tower.dtype), return_dict=True)
+    return found.pooler_output.flatten(0, 1).unsqueeze(1)  # type: ignore[no-any-return]
+
+
+def encoder_outputs(embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]:
+    """What the model's forward takes in place of pixels.
+
+    Args:
+        embeddings: [visual tokens of this rank, 1, hidden].
+        kinds: of each; all are images here.
+    """
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    return {"image": BaseModelOutputWithPooling(pooler_output=embeddings.transpose(0, 1))}
+
+
+def _tile(tiles: Tiles, number: int) -> Tensor:
+    return tiles(number, number + 1) if callable(tiles) else tiles[number : number + 1]

@@ -1,0 +1,173 @@
+"""Qwen3-VL: its sequences as a plan runs them, and what its encoder takes and gives.
+
+    def fetch(row):
+        inputs = processor(...)  # or what of it was kept
+        return visual_sequence(model.config, inputs.input_ids[0], image_grid_thw=inputs.image_grid_thw, ...)
+
+A frame pair of a video is encoded like an image of its size: the encoder attends within one frame pair only, and
+neither its positions nor its patches know of time. That is what lets a video be shared out frame by frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fcp_cli.errors import RunError
+from fcp_cli.runtime.layout import IntArray
+from fcp_cli.runtime.visuals import Kind, VisualPart, VisualSequence, VisualShard
+
+Pixels: TypeAlias = "Tensor | Callable[[int, int], Tensor]"
+"""A processor's pixel rows [patches, values], or a function that gives rows start to stop of them when asked."""
+
+
+def visual_sequence(
+    config: Any,
+    input_ids: Any,
+    *,
+    labels: Any = None,
+    image_grid_thw: Any = None,
+    video_grid_thw: Any = None,
+    pixel_values: Pixels | None = None,
+    pixel_values_videos: Pixels | None = None,
+) -> VisualSequence:
+    """One sequence, from what the model's processor returns for it.
+
+    Args:
+        config: of the whole model (`Qwen3VLConfig`).
+        input_ids: [tokens] with placeholders.
+        labels: [tokens], -100 where a token is not to be learned; None learns every token.
+        image_grid_thw, video_grid_thw: [images or videos, 3] patches in time, height and width.
+        pixel_values, pixel_values_videos: their pixels; a function is called only on the rank that encodes them.
+
+    Raises:
+        RunError: placeholders that do not fit the grids.
+    """
+    ids = np.asarray(input_ids, dtype=np.int64)
+    images = _parts(config, ids, "image", image_grid_thw, pixel_values)
+    videos = _parts(config, ids, "video", video_grid_thw, pixel_values_videos)
+    parts = tuple(sorted((*images, *videos), key=lambda part: part.start_token))
+    merge = config.vision_config.spatial_merge_size
+    return VisualSequence(
+        tokens=ids, labels=labels, parts=parts, position_ids=_position_ids(len(ids), parts, merge) if parts else None
+    )
+
+
+def encode(model: Any, shard: VisualShard | None) -> Tensor:
+    """[embeddings, 1 + deepstack levels, hidden] of this member's parts; of a blank patch where it has none.
+
+    The blank one keeps every rank in step with hooks of DDP and FSDP; nobody asks for its embedding.
+
+    Args:
+        model: the `Qwen3VLModel`.
+        shard: what to encode.
+    """
+    visual = model.visual
+    if shard is not None and shard.pixels is not None:
+        pixels, grids = shard.pixels, [(1, *part.grid) for part in shard.parts]
+    else:
+        merge = visual.spatial_merge_size
+        pixels = torch.zeros(merge * merge, _pixel_values(model.config.vision_config), device=visual.device)
+        grids = [(1, merge, merge)]
+    found = visual(
+        pixels.to(visual.device, visual.dtype), grid_thw=torch.tensor(grids, device=visual.device), return_dict=True
+    )
+    return torch.stack((found.pooler_output, *found.deepstack_features), dim=1)
+
+
+def encoder_outputs(embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]:
+    """What the model's forward takes in place of pixels.
+
+    Both kinds are always there, be they empty, so that every rank's graph has a path to its encoder.
+
+    Args:
+        embeddings: [visual tokens of this rank, 1 + deepstack levels, hidden].
+        kinds: of each.
+    """
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
+
+    outputs: dict[str, Any] = {}
+    for kind in ("image", "video"):
+        chosen = embeddings[[index for index, found in enumerate(kinds) if found == kind]]
+        first, *deepstack = chosen.unbind(1)
+        per_image: Any = (first,), [(level,) for level in deepstack]  # tuples of one tensor for each image
+        outputs[kind] = BaseModelOutputWithDeepstackFeatures(
+            pooler_output=per_image[0], deepstack_features=per_image[1]
+        )
+    return outputs
+
+
+def _parts(config: Any, ids: IntArray, kind: Kind, grid_thw: Any, pixels: Pixels | None) -> Iterator[VisualPart]:
+    """The parts of all images or of all videos of a sequence, in the order of their placeholders."""
+    vision = config.vision_config
+    places = np.flatnonzero(ids == (config.image_token_id if kind == "image" else config.video_token_id))
+    grids = np.zeros((0, 3), dtype=np.int64) if grid_thw is None else np.asarray(grid_thw, dtype=np.int64)
+    area = vision.spatial_merge_size**2
+    wanted = int(grids.prod(axis=1).sum()) // area
+    if wanted != len(places):
+        raise RunError(
+            f"a sequence has {len(places)} {kind} placeholders (token {ids[places[0]] if len(places) else 'none'}), "
+            f"but its grids make {wanted} tokens; give the processor's {kind}_grid_thw of this very sequence"
+        )
+    if pixels is None:
+        if not wanted:
+            return
+        raise RunError(f"a sequence has {kind}s but no {'pixel_values' if kind == 'image' else 'pixel_values_videos'}")
+    token = patch = 0
+    for frames, height, width in grids.tolist():
+        patches, tokens = height * width, height * width // area
+        for _ in range(frames):
+            start = int(places[token])
+            if places[token + tokens - 1] - start != tokens - 1:
+                raise RunError(f"the {tokens} {kind} placeholders from token {start} on are not all together")
+            yield VisualPart(
+                kind=kind,
+                start_token=start,
+                num_tokens=tokens,
+                work=_work(vision, patches),
+                grid=(height, width),
+                pixels=partial(_rows, pixels, patch, patch + patches),
+            )
+            token, patch = token + tokens, patch + patches
+
+
+def _rows(pixels: Pixels, start: int, stop: int) -> Tensor:
+    return pixels(start, stop) if callable(pixels) else pixels[start:stop]
+
+
+def _work(vision: Any, patches: int) -> float:
+    """Multiplications of one encoder layer: six matrix products per patch, two products of attention per pair."""
+    hidden: int = vision.hidden_size
+    per_patch: int = hidden * (4 * hidden + 2 * vision.intermediate_size + 2 * patches)
+    return float(patches * per_patch)
+
+
+def _position_ids(length: int, parts: Sequence[VisualPart], merge: int) -> IntArray:
+    """[3, length] time, height and width of each token, as `Qwen3VLModel.get_rope_index` counts them.
+
+    Text counts on all three alike; a part stands still in time, and the text after it goes on behind its longer side.
+    """
+    positions = np.empty((3, length), dtype=np.int64)
+    at = position = 0
+    for part in parts:
+        text = part.start_token - at
+        positions[:, at : part.start_token] = position + np.arange(text)
+        position += text
+        height, width = part.grid[0] // merge, part.grid[1] // merge
+        at = part.start_token + part.num_tokens
+        positions[0, part.start_token : at] = position
+        positions[1, part.start_token : at] = position + np.repeat(np.arange(height), width)
+        positions[2, part.start_token : at] = position + np.tile(np.arange(width), height)
+        position += max(height, width)
+    positions[:, at:] = position + np.arange(length - at)
+    return positions
+
+
+def _pixel_values(vision: Any) -> int:
+    """Values of one row of pixels."""
+    return int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
