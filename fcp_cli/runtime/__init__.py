@@ -1,9 +1,18 @@
-"""What runs inside the training job: follow a plan, switch rings per micro-batch, sum gradients over all ranks."""
+"""What runs inside the training job: follow a plan, switch rings per micro-batch, sum gradients over all ranks.
 
-from fcp_cli.runtime.loader import Fetch
-from fcp_cli.runtime.ring import Ring, attention, current_ring
-from fcp_cli.runtime.session import LocalMicroBatch, Session, Step, start, steps
-from fcp_cli.runtime.timing import MicroBatchTiming
+The names are imported on first use: `python -m fcp_cli.runtime` prepares a script's environment before torch is read.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fcp_cli.runtime.loader import Fetch
+    from fcp_cli.runtime.ring import Ring, attention, current_ring
+    from fcp_cli.runtime.session import LocalMicroBatch, Session, Step, start, steps
+    from fcp_cli.runtime.timing import MicroBatchTiming
 
 __all__ = [
     "Fetch",
@@ -17,3 +26,26 @@ __all__ = [
     "start",
     "steps",
 ]
+
+_MODULES = {
+    "Fetch": "loader",
+    "LocalMicroBatch": "session",
+    "MicroBatchTiming": "timing",
+    "Ring": "ring",
+    "Session": "session",
+    "Step": "session",
+    "attention": "ring",
+    "current_ring": "ring",
+    "start": "session",
+    "steps": "session",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,21 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
 from fcp_cli.errors import FcpError, PlanError, RunError
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.runtime.world import World
+from fcp_cli.runtime.layout import IntArray
+
+if TYPE_CHECKING:
+    import torch
+
+    from fcp_cli.runtime.world import World
 
 _HEX_DIGITS_PER_WORD = 4  # words of 16 bits: small enough for every back end's int32 reductions
-_WORDS = 16
+_HASH_WORDS = 16
 
 
-def agree_on_plan(world: World, path: Path, device: torch.device) -> PlanMetadata:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fingerprint:
+    """What one rank found under the plan's path.
+
+    Attributes:
+        words: [17] int64 to be shown to all ranks: 1 if the plan can be followed, and its hash; else zeros.
+        metadata: of the plan, or None.
+        error: why it cannot be followed, or None.
+    """
+
+    words: IntArray
+    metadata: PlanMetadata | None = None
+    error: FcpError | None = None
+
+
+def agree_on_plan(
+    world: World, path: Path, device: torch.device, *, tensor_parallel: int = 1, pipeline_parallel: int = 1
+) -> PlanMetadata:
     """Read the plan on every rank, prove that its content is what its hash says, and compare the hash over all ranks.
+
+    Args:
+        world: all processes.
+        path: of the plan.
+        device: where the processes' collectives want their tensors.
+        tensor_parallel, pipeline_parallel: how many processes the job joins to one rank of the plan.
 
     Returns:
         The plan's metadata, the same on every rank.
@@ -25,15 +55,57 @@ def agree_on_plan(world: World, path: Path, device: torch.device) -> PlanMetadat
         PlanError: this rank's file is missing, damaged, or was edited.
         RunError: another rank's file is; ranks have different plans; or the plan is for another number of ranks.
     """
-    metadata, error = _try_to_read(path)
-    unusable = _ranks_where(world, error is not None, device)
-    if error is not None:
-        raise error
-    if unusable or metadata is None:
+    import torch
+
+    mine = fingerprint(path)
+    table = torch.zeros((world.size, len(mine.words)), dtype=torch.int32, device=device)
+    table[world.rank] = torch.from_numpy(mine.words).to(device=device, dtype=torch.int32)
+    world.all_reduce_sum(table)
+    return require_agreement(
+        path,
+        mine,
+        table.cpu().numpy().astype(np.int64),
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+    )
+
+
+def fingerprint(path: Path) -> Fingerprint:
+    """Read and prove a plan; what is wrong with it is kept, so that all ranks stop together."""
+    try:
+        metadata = read_proven(path)
+    except FcpError as error:
+        return Fingerprint(words=np.zeros(1 + _HASH_WORDS, dtype=np.int64), error=error)
+    return Fingerprint(words=np.array([1, *_hash_words(metadata.plan_hash)], dtype=np.int64), metadata=metadata)
+
+
+def require_agreement(
+    path: Path, mine: Fingerprint, table: IntArray, *, tensor_parallel: int = 1, pipeline_parallel: int = 1
+) -> PlanMetadata:
+    """Stop, on every rank alike, unless all ranks can follow one plan that was made for as many ranks.
+
+    Args:
+        path: of the plan, for messages.
+        mine: what this rank found.
+        table: [processes, words] what each process found.
+        tensor_parallel, pipeline_parallel: of the job.
+
+    Raises:
+        FcpError: as `agree_on_plan`.
+    """
+    if mine.error is not None:
+        raise mine.error
+    unusable = np.flatnonzero(table[:, 0] == 0).tolist()
+    if unusable or mine.metadata is None:
         raise RunError(f"{_name(unusable)} cannot follow the plan {path}; the line that it printed says why")
-    _compare_hashes(world, path, metadata.plan_hash, device)
-    _check_size(world, path, metadata)
-    return metadata
+    different = np.flatnonzero((table != table[0]).any(axis=1)).tolist()
+    if different:
+        raise RunError(
+            f"{_name(different)} has another plan than rank 0 under {path} (plan hash here "
+            f"{mine.metadata.plan_hash[:12]}); put one plan file where all ranks read it"
+        )
+    _check_size(len(table), path, mine.metadata, tensor_parallel, pipeline_parallel)
+    return mine.metadata
 
 
 def read_proven(path: Path) -> PlanMetadata:
@@ -48,48 +120,28 @@ def read_proven(path: Path) -> PlanMetadata:
     return reader.metadata
 
 
-def _try_to_read(path: Path) -> tuple[PlanMetadata | None, FcpError | None]:
-    try:
-        return read_proven(path), None
-    except FcpError as error:
-        return None, error
+def _hash_words(plan_hash: str) -> list[int]:
+    digits = plan_hash.ljust(_HASH_WORDS * _HEX_DIGITS_PER_WORD, "0")
+    return [int(digits[i : i + _HEX_DIGITS_PER_WORD], 16) for i in range(0, len(digits), _HEX_DIGITS_PER_WORD)]
 
 
-def _compare_hashes(world: World, path: Path, plan_hash: str, device: torch.device) -> None:
-    digits = plan_hash.ljust(_WORDS * _HEX_DIGITS_PER_WORD, "0")
-    words = [int(digits[i : i + _HEX_DIGITS_PER_WORD], 16) for i in range(0, len(digits), _HEX_DIGITS_PER_WORD)]
-    mine = torch.tensor(words, dtype=torch.int32, device=device)
-    first = mine.clone()
-    world.broadcast(first)
-    different = _ranks_where(world, not torch.equal(mine, first), device)
-    if different:
-        raise RunError(
-            f"{_name(different)} has another plan than rank 0 under {path} (plan hash here {plan_hash[:12]}); "
-            "put one plan file where all ranks read it"
-        )
-
-
-def _check_size(world: World, path: Path, metadata: PlanMetadata) -> None:
-    if world.size != metadata.num_ranks:
-        raise RunError(
-            f"the plan {path} is for {metadata.num_ranks} ranks but {world.size} were launched; launch "
-            f"{metadata.num_ranks}, or make a plan for {world.size} with "
-            f"'fcp plan {metadata.manifest.name} --ranks {world.size} -o {path}'"
-        )
-    if metadata.tensor_parallel * metadata.pipeline_parallel != 1:
+def _check_size(
+    launched: int, path: Path, metadata: PlanMetadata, tensor_parallel: int, pipeline_parallel: int
+) -> None:
+    planned = (metadata.tensor_parallel, metadata.pipeline_parallel)
+    # A plan of ranks that says nothing of what they are made of fits any.
+    if planned not in ((1, 1), (tensor_parallel, pipeline_parallel)):
         raise RunError(
             f"the plan {path} has tensor parallel {metadata.tensor_parallel} and pipeline parallel "
-            f"{metadata.pipeline_parallel}, which this runtime does not drive; plan with both 1"
+            f"{metadata.pipeline_parallel}, but this job {tensor_parallel} and {pipeline_parallel}; plan with the job's"
         )
-
-
-def _ranks_where(world: World, condition: bool, device: torch.device) -> list[int]:
-    """The ranks on which `condition` holds; the same list everywhere."""
-    flags = torch.zeros(world.size, dtype=torch.int32, device=device)
-    flags[world.rank] = int(condition)
-    world.all_reduce_sum(flags)
-    ranks: list[int] = flags.nonzero().flatten().tolist()
-    return ranks
+    ranks = launched // (tensor_parallel * pipeline_parallel)
+    if ranks != metadata.num_ranks:
+        raise RunError(
+            f"the plan {path} is for {metadata.num_ranks} ranks but {ranks} were launched; launch "
+            f"{metadata.num_ranks}, or make a plan for {ranks} with "
+            f"'fcp plan {metadata.manifest.name} --ranks {ranks} -o {path}'"
+        )
 
 
 def _name(ranks: list[int]) -> str:

@@ -12,6 +12,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import MicroBatch, StepPlan
+from fcp_cli.runtime.injection.followed import note_follower
 from fcp_cli.runtime.prefetch import Prefetched
 
 _STEPS_AHEAD = 4
@@ -57,11 +58,17 @@ class PlanCursor:
 
     def __init__(self, path: Path, rank: int, *, first_step: int = 0, ahead: int = _STEPS_AHEAD) -> None:
         self._reader = PlanReader(path)
+        note_follower(path)
         self.path = path
         self.rank = rank
-        if not 0 <= first_step <= self.metadata.steps:
+        if first_step < self.metadata.first_step:
             raise RunError(
-                f"step {first_step} is not in {path}, which ends after {self.metadata.steps} steps; "
+                f"step {first_step} is not in {path}, which goes on from step {self.metadata.first_step} of a run; "
+                f"load its checkpoint and pass first_step={self.metadata.first_step}"
+            )
+        if first_step > self.metadata.end_step:
+            raise RunError(
+                f"step {first_step} is not in {path}, which ends after {self.metadata.end_step} steps; "
                 "plan more with 'fcp plan --epochs'"
             )
         self._steps = Prefetched(self._read(first_step), depth=ahead, name="fcp-plan-cursor")

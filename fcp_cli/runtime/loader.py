@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,11 +15,15 @@ from fcp_cli.errors import RunError
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.cursor import RankStep
+from fcp_cli.runtime.followed_step import IGNORED, require_length
 from fcp_cli.runtime.layout import ShardLayout, shard_layout
-from fcp_cli.runtime.loss import IGNORED, next_token_labels
+from fcp_cli.runtime.loss import next_token_labels
+from fcp_cli.runtime.visuals import VisualPart, VisualSequence, VisualShard, visual_shard
 
 Fetch: TypeAlias = Callable[[int], Any]
 """From a manifest row to the sequence's tokens, or to (tokens, labels); arrays, tensors or lists of integers.
+
+A sequence with images or videos is a `VisualSequence`; beside such, a text-only one may be either.
 
 Labels are as long as the tokens and belong to them one by one, as Hugging Face data sets have them (-100 where the
 token is not to be learned, a prompt for example); shifting them to the next token is done here.
@@ -28,7 +32,7 @@ token is not to be learned, a prompt for example); shifting them to the next tok
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """What one rank holds of one micro-batch; all tensors [1, tokens] int64.
+    """What one rank holds of one micro-batch; all tensors [1, tokens] int64, positions perhaps [axes, 1, tokens].
 
     A rank that holds no token (an idle row, or a pack with fewer tokens than ranks) gets one pad token outside every
     sequence, with an ignored label, so that it takes part in every forward and backward with weight zero.
@@ -39,6 +43,7 @@ class Shard:
         layout: who holds which tokens.
         input_ids, position_ids: tokens, and their positions within their own sequences.
         labels: the token after each, -100 at the end of a sequence.
+        visuals: this rank's part in the pack's images and videos; None where it has none.
     """
 
     row: MicroBatch
@@ -47,6 +52,17 @@ class Shard:
     input_ids: Tensor
     position_ids: Tensor
     labels: Tensor
+    visuals: VisualShard | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sequence:
+    """One sequence, cut to the plan's length: [tokens] ids and next-token labels, and what `VisualSequence` adds."""
+
+    tokens: Tensor
+    labels: Tensor
+    position_ids: Tensor | None = None
+    parts: tuple[VisualPart, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,9 +101,9 @@ def load_steps(
 
 
 def fetches_labels(path: Path, first_step: int, fetch: Fetch) -> bool:
-    """Whether `fetch` returns (tokens, labels), from the first sequence to be trained; the same on every rank."""
+    """Whether `fetch` returns labels, from the first sequence to be trained; the same on every rank."""
     for step in PlanReader(path).steps(first_step):
-        return isinstance(fetch(int(step.sequences[0])), tuple)
+        return _has_labels(fetch(int(step.sequences[0])))
     return False
 
 
@@ -96,39 +112,70 @@ def load_shard(row: MicroBatch, fetch: Fetch, *, rank: int, labelled: bool = Fal
     member = row.ranks.index(rank)
     layout = shard_layout(row.lengths, row.degree)
     place = partial(Shard, row=row, member=member, layout=layout)
+    sequences = [_sequence(fetch, at, length, labelled) for at, length in zip(row.sequences, row.lengths, strict=True)]
+    visuals = visual_shard([sequence.parts for sequence in sequences], layout, ranks=row.ranks, member=member)
     if not layout.tokens(member):
         pad = torch.zeros((1, 1), dtype=torch.int64)
-        return place(input_ids=pad, position_ids=pad.clone(), labels=torch.full_like(pad, IGNORED))
-    sequences = [_sequence(fetch, at, length, labelled) for at, length in zip(row.sequences, row.lengths, strict=True)]
+        return place(input_ids=pad, position_ids=pad.clone(), labels=torch.full_like(pad, IGNORED), visuals=visuals)
     index = torch.from_numpy(layout.index(member))
     return place(
-        input_ids=torch.cat([tokens for tokens, _ in sequences])[index].unsqueeze(0),
-        position_ids=torch.from_numpy(layout.position_ids(member)).unsqueeze(0),
-        labels=torch.cat([labels for _, labels in sequences])[index].unsqueeze(0),
+        input_ids=torch.cat([sequence.tokens for sequence in sequences])[index].unsqueeze(0),
+        position_ids=_position_ids(sequences, layout, member, index),
+        labels=torch.cat([sequence.labels for sequence in sequences])[index].unsqueeze(0),
+        visuals=visuals,
     )
 
 
-def _sequence(fetch: Fetch, at: int, length: int, labelled: bool) -> tuple[Tensor, Tensor]:
-    """Tokens and next-token labels of one sequence, cut to the plan's length."""
+def _position_ids(sequences: list[_Sequence], layout: ShardLayout, member: int, index: Tensor) -> Tensor:
+    """[1, tokens], or [axes, 1, tokens] where a sequence of the pack brings its own; the others count on all axes."""
+    given = [sequence.position_ids for sequence in sequences if sequence.position_ids is not None]
+    if not given:
+        return torch.from_numpy(layout.position_ids(member)).unsqueeze(0)
+    axes = len(given[0])
+    whole = [
+        torch.arange(len(sequence.tokens)).expand(axes, -1) if sequence.position_ids is None else sequence.position_ids
+        for sequence in sequences
+    ]
+    return torch.cat(whole, dim=1)[:, index].unsqueeze(1)
+
+
+def _sequence(fetch: Fetch, at: int, length: int, labelled: bool) -> _Sequence:
     found = fetch(at)
-    if isinstance(found, tuple) != labelled:
+    if _has_labels(found) != labelled:
         raise RunError(
             f"fetch returned {'no ' if labelled else ''}labels for row {at} of the data, unlike for the first"
         )
-    tokens = _tokens(found[0] if labelled else found)
-    if len(tokens) < length:
-        raise RunError(
-            f"row {at} of the data has {len(tokens)} tokens but {length} in the plan: the plan was made from another "
-            "manifest; build it again with 'fcp manifest build' and 'fcp plan'"
-        )
-    if not labelled:
-        return tokens[:length], next_token_labels(tokens[:length])
-    labels = _tokens(found[1])
+    visual = found if isinstance(found, VisualSequence) else None
+    given, given_labels = (visual.tokens, visual.labels) if visual else found if labelled else (found, None)
+    tokens = _tokens(given)
+    require_length(len(tokens), length, row=at)
+    labels = tokens if given_labels is None else _tokens(given_labels)
     if len(labels) != len(tokens):
         raise RunError(
             f"row {at} of the data has {len(tokens)} tokens but {len(labels)} labels; fetch must return as many"
         )
-    return tokens[:length], next_token_labels(labels[:length])
+    return _Sequence(
+        tokens=tokens[:length],
+        labels=next_token_labels(labels[:length]),
+        position_ids=_given_positions(visual, at, len(tokens), length),
+        parts=visual.parts if visual else (),
+    )
+
+
+def _given_positions(visual: VisualSequence | None, at: int, tokens: int, length: int) -> Tensor | None:
+    if visual is None or visual.position_ids is None:
+        return None
+    positions = torch.from_numpy(visual.position_ids)
+    if positions.dim() != 2 or positions.shape[1] != tokens:
+        raise RunError(
+            f"row {at} of the data has {tokens} tokens but position_ids of shape {tuple(positions.shape)}; "
+            "fetch must return [axes, tokens]"
+        )
+    return positions[:, :length]
+
+
+def _has_labels(found: Any) -> bool:
+    return found.labels is not None if isinstance(found, VisualSequence) else isinstance(found, tuple)
 
 
 def _tokens(values: Any) -> Tensor:
@@ -142,11 +189,10 @@ def _prepare_hops(shard: Shard, *, packed: bool) -> None:
 
 
 def _pinned(shard: Shard) -> Shard:
-    return Shard(
-        row=shard.row,
-        member=shard.member,
-        layout=shard.layout,
+    return replace(
+        shard,
         input_ids=shard.input_ids.pin_memory(),
         position_ids=shard.position_ids.pin_memory(),
         labels=shard.labels.pin_memory(),
+        visuals=None if shard.visuals is None else shard.visuals.map_pixels(Tensor.pin_memory),
     )

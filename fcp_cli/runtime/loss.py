@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-IGNORED = -100  # label of a token that has no next token to predict, as everywhere in PyTorch
+from fcp_cli.runtime.followed_step import IGNORED
 
 
 def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:

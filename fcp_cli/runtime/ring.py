@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,28 +21,27 @@ from torch.autograd.function import once_differentiable
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.kernels import AttentionKernel, lse_dtype, select_kernel
-from fcp_cli.runtime.layout import Hop, ShardLayout
+from fcp_cli.runtime.layout import ShardLayout
+from fcp_cli.runtime.ring_member import RingMember
 from fcp_cli.runtime.rows import add, merge, take
-from fcp_cli.runtime.transport import Handle, Transport
+from fcp_cli.runtime.transport import Handle, Transport, Waits, drive
 
-Result = TypeVar("Result")
-Waits = Generator[Handle, None, Result]
+if TYPE_CHECKING:
+    from fcp_cli.runtime.visuals import VisualShard
 
 
-class Ring:
-    """The group of one micro-batch, as one of its members sees it. Cheap to make: nothing is communicated.
-
-    Not a dataclass: FSDP2 copies those among a module's arguments, and the calls of a copy would not be counted here.
+class Ring(RingMember):
+    """The group of one micro-batch, as one of its members sees it.
 
     Attributes:
-        layout: which tokens each member holds.
-        index: this member's place in `ranks`.
-        ranks: global ranks of the members, in ring order.
         transport: carries the hops; None is enough for degree 1.
-        attention_calls: how often `attention` ran on it; the session stops a job whose model never calls it.
+        visuals: this member's part in the pack's images and videos; None where the pack has none.
+        backward_calls: how often the backward of its attention calls ran.
+        not_yet: why its backward must not run now, since ranks would wait for each other; "" where it may.
+        encoder_calls: how often a vision encoder ran for it.
     """
 
-    __slots__ = ("attention_calls", "index", "layout", "ranks", "transport")
+    __slots__ = ("backward_calls", "encoder_calls", "not_yet", "transport", "visuals")
 
     def __init__(
         self,
@@ -50,32 +49,15 @@ class Ring:
         index: int = 0,
         ranks: tuple[int, ...] = (0,),
         transport: Transport | None = None,
+        visuals: VisualShard | None = None,
     ) -> None:
-        assert len(ranks) == layout.degree, (ranks, layout)
-        assert 0 <= index < len(ranks), index
+        super().__init__(layout, index, ranks)
         assert len(ranks) == 1 or transport is not None, "a ring of several members needs a transport"
-        self.layout = layout
-        self.index = index
-        self.ranks = ranks
         self.transport = transport
-        self.attention_calls = 0
-
-    @property
-    def degree(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that this member holds, without padding."""
-        return self.layout.tokens(self.index)
-
-    def source(self, hop: int) -> int:
-        """The member whose keys and values this member holds at `hop`: its own at hop 0, then its predecessors'."""
-        return (self.index - hop) % self.degree
-
-    def work(self, hop: int, *, packed: bool = True) -> tuple[Hop, ...]:
-        """What this member computes at `hop`; see `ShardLayout.hops`."""
-        return self.layout.hops(self.index, self.source(hop), packed=packed)
+        self.visuals = visuals
+        self.backward_calls = 0
+        self.not_yet = ""
+        self.encoder_calls = 0
 
 
 current_ring: ContextVar[Ring | None] = ContextVar("current_ring", default=None)
@@ -103,7 +85,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring | None = None, scal
     if ring is None:
         ring = _implicit_ring()
     q, k, v = _autocast(q, k, v)
-    _check_shapes(q, k, v, ring)
+    if not q.dtype == k.dtype == v.dtype:
+        raise RunError(f"q, k and v have different types: {q.dtype}, {k.dtype}, {v.dtype}")
+    ring.check_shapes(q, k, v)
     ring.attention_calls += 1
     out: Tensor = RingAttention.apply(q, k, v, ring, q.shape[-1] ** -0.5 if scale is None else scale)  # type: ignore[no-untyped-call]
     return out
@@ -115,7 +99,7 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, scale: float) -> Tensor:
         tokens = ring.tokens
-        out, lse = _drive(ring_forward(ring, _pack(q, tokens), _pack(k, tokens), _pack(v, tokens), scale))
+        out, lse = drive(ring_forward(ring, _pack(q, tokens), _pack(k, tokens), _pack(v, tokens), scale))
         ctx.ring, ctx.scale = ring, scale
         ctx.save_for_backward(q, k, v, out, lse)
         return _unpack(out, q.shape[2])
@@ -123,9 +107,12 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.ring.not_yet:
+            raise RunError(ctx.ring.not_yet)
+        ctx.ring.backward_calls += 1
         q, k, v, out, lse = ctx.saved_tensors
         tokens, padded = ctx.ring.tokens, q.shape[2]
-        grads = _drive(
+        grads = drive(
             ring_backward(
                 ctx.ring,
                 _pack(grad_out, tokens),
@@ -305,17 +292,6 @@ def _unpack(packed: Tensor, padded: int) -> Tensor:
     return packed.transpose(0, 1).unsqueeze(0)
 
 
-def _drive(pass_: Waits[Result]) -> Result:
-    """Run a pass over a real transport: wait wherever it waits."""
-    while True:
-        try:
-            handle = next(pass_)
-        except StopIteration as stop:
-            result: Result = stop.value
-            return result
-        handle.wait()
-
-
 def _implicit_ring() -> Ring:
     if torch._C._current_graph_task_id() != -1:
         raise RunError(
@@ -337,17 +313,3 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
-
-
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> None:
-    if q.dim() != 4 or q.shape[0] != 1:
-        raise RunError(f"attention takes q of shape [1, heads, tokens, head_dim], got {tuple(q.shape)}: pack the batch")
-    if k.shape != v.shape or k.shape[2:] != q.shape[2:] or k.shape[0] != 1 or q.shape[1] % k.shape[1]:
-        raise RunError(f"k {tuple(k.shape)} and v {tuple(v.shape)} do not fit q {tuple(q.shape)}")
-    if not q.dtype == k.dtype == v.dtype:
-        raise RunError(f"q, k and v have different types: {q.dtype}, {k.dtype}, {v.dtype}")
-    if q.shape[2] < ring.tokens:
-        raise RunError(
-            f"rank {ring.ranks[ring.index]} holds {ring.tokens} tokens of this micro-batch, but q has {q.shape[2]}: "
-            "feed the model the micro-batch's own shard"
-        )

@@ -11,7 +11,6 @@ for step in session.steps(model):
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +25,7 @@ from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.agreement import agree_on_plan
 from fcp_cli.runtime.cursor import PlanCursor
+from fcp_cli.runtime.followed_step import FollowedStep, plan_path
 from fcp_cli.runtime.gradients import GradientSync, gradient_sync
 from fcp_cli.runtime.loader import Fetch, LoadedStep, Shard, fetches_labels, load_steps
 from fcp_cli.runtime.loss import token_loss_sum
@@ -36,6 +36,10 @@ from fcp_cli.runtime.transport import ProcessTransport, Transport
 from fcp_cli.runtime.world import ProcessWorld, World, join_process_group, local_device
 
 _STEPS_AHEAD = 2
+_NO_ATTENTION = (
+    "the model's forward never called fcp_cli.runtime.attention with its ring; call it in place of the model's own "
+    "attention, or use fcp_cli.runtime.integrations.transformers.prepare(model)"
+)
 
 
 def start(plan: str | Path | None = None, fetch: Fetch | None = None, *, device: torch.device | None = None) -> Session:
@@ -50,7 +54,7 @@ def start(plan: str | Path | None = None, fetch: Fetch | None = None, *, device:
         PlanError: the plan is missing, damaged or was edited.
         RunError: ranks have different plans, or the plan is for another number of ranks; on all ranks.
     """
-    path = _plan_path(plan)
+    path = plan_path(plan)
     device = device or local_device()
     owns_process_group = join_process_group(device)
     world = ProcessWorld()
@@ -71,15 +75,6 @@ def steps(
 ) -> Generator[Step, None, None]:
     """`start(plan, fetch).steps(model, first_step=first_step)`, for a loop that needs nothing else."""
     return start(plan, fetch).steps(model, first_step=first_step)
-
-
-def _plan_path(plan: str | Path | None) -> Path:
-    given = plan or os.environ.get("FCP_PLAN")
-    if not given:
-        raise RunError(
-            "no plan was given; pass plan=..., set FCP_PLAN, or start the script with 'fcp launch --plan PLAN'"
-        )
-    return Path(given)
 
 
 class Session:
@@ -116,6 +111,10 @@ class Session:
     @property
     def rank(self) -> int:
         return self.world.rank
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """Copy what the loader prepared, without waiting where it is in page-locked memory."""
+        return tensor.to(self.device, non_blocking=True)
 
     def steps(self, model: nn.Module | None = None, *, first_step: int = 0) -> Generator[Step, None, None]:
         """The plan's steps from `first_step` on, each to be iterated to its end before the next. Every rank calls it.
@@ -179,7 +178,8 @@ class LocalMicroBatch:
 
     Attributes:
         row: the micro-batch in the plan.
-        input_ids, position_ids, labels: [1, tokens] int64 on the session's device; at least one token.
+        input_ids, labels: [1, tokens] int64 on the session's device; at least one token.
+        position_ids: the same, or [axes, 1, tokens] where `fetch` gave positions of its own.
         ring: what `attention` runs on; current while the loop body runs, to be passed on where that may be too late.
         is_last: whether it is this rank's last of the step.
     """
@@ -216,21 +216,15 @@ class LocalMicroBatch:
         return loss_sum * self._factor / self._divisor
 
 
-class Step:
+class Step(FollowedStep):
     """One optimizer step of one rank: iterate it, to the end, for the micro-batches.
 
     While a micro-batch is out, its ring is current for `attention`, and gradients are reduced only by the last one.
     After the last, gradients are sums over all ranks and the optimizer may step.
-
-    Attributes:
-        index: optimizer step, from 0.
-        predicted_seconds, bound_seconds: the plan's makespan and lower bound.
     """
 
     def __init__(self, session: Session, sync: GradientSync, loaded: LoadedStep, tokens: int | Tensor) -> None:
-        self.index = loaded.plan.step
-        self.predicted_seconds = loaded.plan.makespan_seconds
-        self.bound_seconds = loaded.plan.bound_seconds
+        super().__init__(loaded.plan)
         self._session = session
         self._sync = sync
         self._shards = loaded.shards
@@ -238,11 +232,6 @@ class Step:
         self._divisor = tokens.clamp(min=1) if isinstance(tokens, Tensor) else max(tokens, 1)
         self._micro_batches: list[LocalMicroBatch] = []
         self._marks: list[tuple[Any, Any]] = []
-        self._finished = False
-
-    def __len__(self) -> int:
-        """Micro-batches of this rank."""
-        return len(self._shards)
 
     @property
     def tokens(self) -> int:
@@ -263,26 +252,33 @@ class Step:
         )
 
     def __iter__(self) -> Iterator[LocalMicroBatch]:
-        if self._micro_batches:
-            raise RunError(f"step {self.index} was iterated twice; each of its micro-batches runs once")
+        self._begin()
         try:
             for position, shard in enumerate(self._shards):
                 is_last = position == len(self._shards) - 1
                 begin = self._session.clock.mark()
                 self._sync.before_micro_batch(is_last=is_last)
                 micro_batch = self._enter(shard, is_last=is_last)
+                self._order_backwards(is_last=is_last)
                 yield micro_batch
                 self._marks.append((begin, self._session.clock.mark()))
-            self._require_attention()
+                self._num_run += 1
+            self._require_calls()
             self._sync.reduce()
-            self._finished = True
+            self._is_finished = True
         finally:
             current_ring.set(None)
             self._sync.restore()
 
     def _enter(self, shard: Shard, *, is_last: bool) -> LocalMicroBatch:
         session = self._session
-        ring = Ring(layout=shard.layout, index=shard.member, ranks=shard.row.ranks, transport=session.transport)
+        ring = Ring(
+            layout=shard.layout,
+            index=shard.member,
+            ranks=shard.row.ranks,
+            transport=session.transport,
+            visuals=None if shard.visuals is None else shard.visuals.map_pixels(session.to_device),
+        )
         current_ring.set(ring)
         micro_batch = LocalMicroBatch(
             shard, ring, session.device, is_last=is_last, factor=self._sync.loss_factor, divisor=self._divisor
@@ -290,25 +286,35 @@ class Step:
         self._micro_batches.append(micro_batch)
         return micro_batch
 
-    def _require_attention(self) -> None:
-        """A model that kept its own attention would let sequences of a pack, or shards of one, go their own ways."""
+    def _order_backwards(self, *, is_last: bool) -> None:
+        """Where ranks have different numbers of micro-batches, backwards that are held back must wait for all forwards.
+
+        In between, one rank would begin a backward while another of its ring begins a forward, and both would wait.
+        """
+        earlier = [micro_batch.ring for micro_batch in self._micro_batches[:-1]]
+        holds_back = any(ring.attention_calls and not ring.backward_calls for ring in earlier)
+        if self._session.metadata.sync != "iteration" or not holds_back:
+            return
+        for ring in earlier:
+            ring.not_yet = "" if is_last else self._too_early
+
+    @property
+    def _too_early(self) -> str:
+        return (
+            f"step {self.index}: the backward of an earlier micro-batch runs between the forwards of later ones; under "
+            "sync iteration ranks have different numbers of them and would wait for each other: run each backward "
+            "before the next forward, or all forwards first, or plan with 'fcp plan --sync microbatch'"
+        )
+
+    def _require_calls(self) -> None:
         for micro_batch in self._micro_batches:
             row = micro_batch.row
-            shares = row.degree > 1 or len(row.sequences) > 1
-            if shares and not micro_batch.ring.attention_calls:
+            self._require_attention(row, micro_batch.ring, _NO_ATTENTION)
+            if micro_batch.ring.visuals is not None and not micro_batch.ring.encoder_calls:
                 raise RunError(
-                    f"step {self.index}, micro-batch {row.order}, degree {row.degree}, {len(row.sequences)} sequences: "
-                    "the model's forward never called fcp_cli.runtime.attention with its ring; call it in place of the "
-                    "model's own attention, or use fcp_cli.runtime.integrations.transformers.prepare(model)"
+                    f"step {self.index}, micro-batch {row.order} has images or videos, but no vision encoder ran for "
+                    "it; train a vision-language model that fcp_cli.runtime.integrations.transformers.prepare accepts"
                 )
-
-    def require_finished(self) -> None:
-        """Raise RunError unless every micro-batch was run."""
-        if not self._finished:
-            raise RunError(
-                f"step {self.index}: {len(self._marks)} of {len(self)} micro-batches were run; "
-                "iterate each step to its end"
-            )
 
     def reduced_loss(self) -> float:
         """The step's loss as one process would report it: token losses of all ranks / tokens of the global batch.

@@ -29,6 +29,21 @@ class Handle(Protocol):
     def wait(self) -> None: ...
 
 
+Waits = Generator[Handle, None, Result]
+"""A pass over a transport, written as a generator that yields each handle it must wait for."""
+
+
+def drive(pass_: Waits[Result]) -> Result:
+    """Run a pass over a real transport: wait wherever it waits."""
+    while True:
+        try:
+            handle = next(pass_)
+        except StopIteration as stop:
+            result: Result = stop.value
+            return result
+        handle.wait()
+
+
 class Transport(Protocol):
     """Carries the hops of one rank."""
 
@@ -36,7 +51,7 @@ class Transport(Protocol):
         """Start one hop.
 
         Args:
-            kind: what travels ("kv" or "dkv"); for records and messages, not for matching.
+            kind: what travels ("kv", "dkv", "rows" or "drows"); for records and messages, not for matching.
             send: contiguous tensor for global rank `to`, or None.
             receive: contiguous tensor to fill from global rank `source`, or None.
         """
@@ -64,21 +79,28 @@ class ProcessTransport:
         group = dist.new_group(list(range(dist.get_world_size())))
         assert group is not None
         transport = cls(group, device)
-        transport._warm_up(device)
+        transport.warm_up(device)
         return transport
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Of all ranks, for rings of others that name global ranks."""
+        return self._group
 
     def start(self, kind: str, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> Handle:
         if self._staged:
             return _StagedHop(self._group, send, to, receive, source)
         return _Hop(_batch(self._group, send, to, receive, source))
 
-    def _warm_up(self, device: torch.device) -> None:
+    def warm_up(self, device: torch.device) -> None:
+        """Collective over the group: a reduction and one hop around it."""
         token = torch.zeros(1, device="cpu" if self._staged else device)
         dist.all_reduce(token, group=self._group)
-        rank, size = dist.get_rank(), dist.get_world_size()
-        if size > 1:
+        ranks = dist.get_process_group_ranks(self._group)
+        place = ranks.index(dist.get_rank())
+        if len(ranks) > 1:
             sent, received = torch.zeros(1, device=device), torch.empty(1, device=device)
-            self.start("warm-up", sent, (rank + 1) % size, received, (rank - 1) % size).wait()
+            self.start("warm-up", sent, ranks[(place + 1) % len(ranks)], received, ranks[place - 1]).wait()
 
 
 def _batch(group: dist.ProcessGroup, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> list[Any]:
@@ -142,7 +164,7 @@ class ThreadTransport:
         timeout_seconds: how long a receive waits, so that a wrong order fails instead of hanging.
     """
 
-    def __init__(self, mailbox: Mailbox, rank: int, timeout_seconds: float = 30.0) -> None:
+    def __init__(self, mailbox: Mailbox, rank: int, timeout_seconds: float = 300.0) -> None:
         self._mailbox = mailbox
         self._rank = rank
         self._timeout_seconds = timeout_seconds
@@ -189,7 +211,7 @@ class _Delivery:
         self.receive.copy_(message)
 
 
-def run_lockstep(members: Sequence[Generator[Handle, None, Result]]) -> list[Result]:
+def run_lockstep(members: Sequence[Waits[Result]]) -> list[Result]:
     """Drive the generators of all members of a ring in one thread; their results, in order.
 
     Each generator yields the handle it waits for. Raises: RunError when no member can go on.

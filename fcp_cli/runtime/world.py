@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import os
-from typing import Protocol
+import sys
+from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from fcp_cli.errors import RunError
+
+# How long the ranks of msrun wait for each other at the start; it sets this variable for them.
+_MSRUN_SECONDS = "MS_TOPO_TIMEOUT"
 
 
 class World(Protocol):
@@ -44,6 +52,26 @@ class ProcessWorld:
         dist.broadcast(tensor, src=0)
 
 
+def _meet(rank: int, size: int, seconds: int) -> Any:
+    """The store where the ranks that msrun started meet; unlike torchrun, it does not bring nodes together first.
+
+    Raises:
+        RunError: not all of them came in time.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store = torch._C._distributed_c10d.TCPStore(
+            host, port, size, is_master=rank == 0, timeout=timedelta(seconds=seconds)
+        )
+    except RuntimeError as error:
+        raise RunError(
+            f"the ranks did not come together at {host}:{port} within {seconds} s; start all nodes with the same plan, "
+            "make sure that --master-addr and --master-port are node 0's own, or wait longer with --join-timeout"
+        ) from error
+    store.set_timeout(dist.default_pg_timeout)
+    return store
+
+
 def local_device() -> torch.device:
     """The device of this process: its local rank's CUDA or NPU device where there is one, else the CPU.
 
@@ -69,8 +97,25 @@ def join_process_group(device: torch.device) -> bool:
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
     backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}[device.type]
-    if "RANK" in os.environ:
+    if "RANK" in os.environ and _MSRUN_SECONDS in os.environ:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(
+            backend, store=_meet(rank, size, int(os.environ[_MSRUN_SECONDS])), rank=rank, world_size=size
+        )
+    elif "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    atexit.register(leave_process_group)
     return True
+
+
+def leave_process_group() -> None:
+    """Destroy what is left of torch.distributed when a script has come to its end, before the interpreter does.
+
+    Gloo's threads may still hold a tensor of the last collective, and a thread that needs Python while Python ends
+    aborts the process: a job whose work was done would fail. After an exception nothing is done here: it may have
+    left a collective that will never end, and the job fails in any case.
+    """
+    if dist.is_initialized() and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()

@@ -14,10 +14,12 @@ class FakeNpu:
     Args:
         head_major: whether a segment's statistics lie in memory as [heads, rows, 8] in spite of their shape, as some
             releases have it, or in the order that the shape says.
+        stats_dtype: of the statistics; fp32 on an NPU.
     """
 
-    def __init__(self, *, head_major: bool) -> None:
+    def __init__(self, *, head_major: bool, stats_dtype: torch.dtype = torch.float32) -> None:
         self.head_major = head_major
+        self.stats_dtype = stats_dtype
         self.calls: list[dict[str, Any]] = []
 
     def npu_fusion_attention(
@@ -30,8 +32,8 @@ class FakeNpu:
             weights = (scores - top.unsqueeze(-1)).exp()
             total = weights.sum(-1)
             outs.append((weights @ v / total.unsqueeze(-1)).transpose(0, 1).to(query.dtype))
-            largest.append(top.to(torch.float32))
-            totals.append(total.to(torch.float32))
+            largest.append(top.to(self.stats_dtype))
+            totals.append(total.to(self.stats_dtype))
         empty = torch.empty(0)
         return torch.cat(outs), self._stats(largest), self._stats(totals), empty, 0, 0, 0
 
@@ -88,7 +90,7 @@ class FakeNpu:
         if self.head_major:
             flat = torch.cat([part.reshape(-1) for part in rows])
             shape = (flat.numel() // len(rows[0]), len(rows[0]), 8)
-            return flat.unsqueeze(-1).expand(-1, 8).reshape(shape)
+            return flat.unsqueeze(-1).expand(-1, 8).reshape(shape).contiguous()
         return torch.cat([part.t() for part in rows]).unsqueeze(-1).expand(-1, -1, 8).contiguous()
 
     def _unstats(self, stats: Tensor, lengths: list[int]) -> list[Tensor]:

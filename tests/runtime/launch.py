@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.patience import PATIENCE_SECONDS
+
 ROOT = Path(__file__).parents[2]
 
 
-def torchrun(*program: str, num_ranks: int, timeout_seconds: float = 280.0, **environment: str) -> None:
+def torchrun(*program: str, num_ranks: int, timeout_seconds: float = PATIENCE_SECONDS, **environment: str) -> None:
     """Run `program` (as after `torchrun`) on gloo ranks; a failing rank fails the test with what it said."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     done = subprocess.run(

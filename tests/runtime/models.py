@@ -62,12 +62,17 @@ def build(case: Case) -> tuple[nn.Module, Callable[[LocalMicroBatch], Tensor]]:
 
     decoder = hugging_face(case.family, case.dtype)
     prepare(decoder)
-    if case.recompute != "off":
-        decoder.train()
-        enable = getattr(decoder, "activation_checkpointing_enable", decoder.gradient_checkpointing_enable)  # 4.x
-        enable({"use_reentrant": case.recompute == "reentrant"})
+    recompute(decoder, case.recompute)
     wrapped = wrap(decoder, case.wrapping, list(decoder.get_submodule("model.layers").children()))
     return wrapped, lambda mb: wrapped(input_ids=mb.input_ids, position_ids=mb.position_ids).logits
+
+
+def recompute(model: Any, how: Recomputation) -> None:
+    """Switch a transformers model's recomputation on."""
+    if how != "off":
+        model.train()
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # 4.x
+        enable({"use_reentrant": how == "reentrant"})
 
 
 def hugging_face(family: Family, dtype: torch.dtype) -> transformers.PreTrainedModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,17 +23,29 @@ class Row(NamedTuple):
     wave: int = -1
 
 
-def write_plan(path: Path, steps: Sequence[Sequence[Row]], *, num_ranks: int, sync: Sync = "iteration") -> Path:
-    """Write a plan whose sequences are numbered in order of appearance."""
+def write_plan(
+    path: Path,
+    steps: Sequence[Sequence[Row]],
+    *,
+    num_ranks: int,
+    sync: Sync = "iteration",
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    rows: int = 1 << 20,
+) -> Path:
+    """Write a plan whose sequences are numbered in order of appearance, of a manifest of so many rows."""
     sequences = 0
-    with plan_writer(path, _metadata(num_ranks, sync)) as writer:
-        for number, rows in enumerate(steps):
-            writer.append(make_step(rows, step=number, first_sequence=sequences))
-            sequences += sum(len(row.lengths) for row in rows)
+    metadata = replace(
+        _metadata(num_ranks, sync, rows), tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel
+    )
+    with plan_writer(path, metadata) as writer:
+        for number, step in enumerate(steps):
+            writer.append(make_step(step, step=number, first_sequence=sequences))
+            sequences += sum(len(row.lengths) for row in step)
     return path
 
 
-def _metadata(num_ranks: int, sync: Sync) -> PlanMetadata:
+def _metadata(num_ranks: int, sync: Sync, rows: int) -> PlanMetadata:
     return PlanMetadata(
         fcp_version="test",
         num_ranks=num_ranks,
@@ -43,7 +56,7 @@ def _metadata(num_ranks: int, sync: Sync) -> PlanMetadata:
         seed=0,
         shuffle=False,
         solver="by hand",
-        manifest=ManifestReference(name="lengths.parquet", rows=1 << 20, content_hash="0" * 64),
+        manifest=ManifestReference(name="lengths.parquet", rows=rows, content_hash="0" * 64),
         cost_profile="",
     )
 

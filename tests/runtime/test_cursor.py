@@ -12,6 +12,7 @@ from fcp_cli.errors import PlanError, RunError
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runtime.cursor import PlanCursor
 from fcp_cli.runtime.prefetch import Prefetched
+from tests.patience import PATIENCE_SECONDS
 from tests.runtime.plans import Row, random_steps, write_plan
 
 STEPS = [
@@ -21,7 +22,7 @@ STEPS = [
 ]
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.integers(1, 12), st.sampled_from([0, 3]), st.integers(0, 10**6))
 def test_each_rank_gets_its_rows_in_the_steps_order(
     tmp_path_factory: pytest.TempPathFactory, num_ranks: int, ahead: int, seed: int
@@ -87,7 +88,7 @@ def test_no_more_than_depth_items_are_made_ahead() -> None:
     prefetched = Prefetched(items(), depth=3, name="test")
     assert next(prefetched) == 0
     for _ in range(5):  # the one taken, three waiting, and the one in the thread's hands
-        assert reached.acquire(timeout=10)
+        assert reached.acquire(timeout=PATIENCE_SECONDS)
     assert not reached.acquire(timeout=0.05)
     prefetched.close()
     assert made == [0, 1, 2, 3, 4]

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import fcp_cli.runtime as runtime
+from tests.patience import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.torch
 
@@ -32,5 +33,7 @@ def test_training_and_verifying_need_neither_the_planner_nor_the_command_line() 
         "unwanted = ('fcp_cli.planning', 'fcp_cli.cost', 'typer', 'rich')\n"
         "print(*[name for name in sys.modules if name.startswith(unwanted)])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=True
+    )
     assert done.stdout.split() == []

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from fcp_cli.errors import RunError
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.cursor import PlanCursor
+from fcp_cli.runtime.followed_step import IGNORED
 from fcp_cli.runtime.layout import shard_layout
 from fcp_cli.runtime.loader import fetches_labels, load_shard, load_steps
-from fcp_cli.runtime.loss import IGNORED
 from tests.runtime.plans import Row, write_plan
 
 pytestmark = pytest.mark.torch
@@ -60,10 +60,7 @@ def test_the_shards_of_a_ring_hold_every_token_once_with_its_position_and_next_t
 
 @pytest.mark.parametrize(("lengths", "degree", "rank"), [((), 1, 10), ((1,), 4, 12)], ids=["idle", "fewer than ranks"])
 def test_a_rank_without_tokens_gets_one_that_counts_nothing(lengths: tuple[int, ...], degree: int, rank: int) -> None:
-    def never(row: int) -> None:
-        raise AssertionError("nothing needs fetching")
-
-    shard = load_shard(micro_batch(lengths, degree), never, rank=rank)
+    shard = load_shard(micro_batch(lengths, degree), numbered, rank=rank)
     assert shard.input_ids.shape == (1, 1)
     assert shard.position_ids.tolist() == [[0]]
     assert shard.labels.tolist() == [[IGNORED]]

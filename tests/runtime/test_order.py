@@ -33,7 +33,7 @@ def collective(name: str, batch: int, group: str = "world") -> Operation:
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=4).map(tuple),
     degree=st.integers(2, 6),
 )
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_what_a_ring_does_is_in_order(lengths: tuple[int, ...], degree: int) -> None:
     _, operations = run_recorded(make_example(lengths, (2, 1), head_dim=8), tuple(range(degree)))
     check_order(operations)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.patience import PATIENCE_SECONDS
 from tests.runtime.launch import ROOT, torchrun
 from tests.runtime.plans import Row, write_plan
 
@@ -31,7 +32,7 @@ def test_following_a_plan_changes_at_most_five_lines() -> None:
 def test_four_ranks_end_with_the_weights_of_one_process(tmp_path: Path) -> None:
     write_plan(tmp_path / "plan.parquet", planned_steps(), num_ranks=4)
     command = [sys.executable, str(WORKER), str(EXAMPLE / "before.py"), str(tmp_path / "before")]
-    subprocess.run(command, check=True, timeout=120)
+    subprocess.run(command, check=True, timeout=PATIENCE_SECONDS)
     torchrun(
         str(WORKER),
         str(EXAMPLE / "after.py"),

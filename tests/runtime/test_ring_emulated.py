@@ -163,10 +163,7 @@ def _shard(tensor: Tensor, index: Tensor, pad: int) -> Tensor:
 def run_members(example: Example, degree: int, step: Callable[[Member], None], pad: int = 0) -> list[Member]:
     """Run `step(member)` on a thread per member."""
     layout, mailbox, ranks = shard_layout(example.lengths, degree), Mailbox(), tuple(range(degree))
-    members = [
-        Member(example, Ring(layout, rank, ranks, ThreadTransport(mailbox, rank, timeout_seconds=20.0)), pad)
-        for rank in ranks
-    ]
+    members = [Member(example, Ring(layout, rank, ranks, ThreadTransport(mailbox, rank)), pad) for rank in ranks]
     with ThreadPoolExecutor(degree) as pool:
         list(pool.map(step, members))
     return members
@@ -265,7 +262,7 @@ def test_two_forwards_may_come_before_the_first_backward() -> None:
     mailbox = Mailbox()
 
     def step(rank: int) -> list[Member]:
-        transport = ThreadTransport(mailbox, rank, timeout_seconds=20.0)
+        transport = ThreadTransport(mailbox, rank)
         rings = [Ring(layout, rank, (0, 1), transport) for layout in layouts]
         members = [Member(example, ring) for example, ring in zip((first, second), rings, strict=True)]
         outs = []

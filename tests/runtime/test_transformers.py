@@ -130,6 +130,15 @@ def test_attention_that_a_ring_cannot_follow_is_refused_before_training(
         prepare(decoder)
 
 
+def test_a_vision_language_model_that_fcp_cannot_take_apart_is_refused_by_name() -> None:
+    from fcp_cli.runtime.integrations.transformers import prepare
+
+    decoder = hugging_face("llama", torch.float64)
+    decoder.config.vision_config = object()
+    with pytest.raises(RunError, match=r"a llama model is not a plain decoder, nor one of qwen3_vl, internvl; .*"):
+        prepare(decoder)
+
+
 @pytest.mark.parametrize("argument", ["softcap", "s_aux", "dropout", "sliding_window"])
 def test_what_a_layer_asks_of_attention_is_not_left_out_in_silence(micro_batch: Ring, argument: str) -> None:
     from fcp_cli.runtime.integrations.transformers import _attention_forward

@@ -24,6 +24,7 @@ from fcp_cli.runtime.layout import shard_layout
 from fcp_cli.runtime.order import Operation, check_order
 from fcp_cli.runtime.ring import Ring, attention, current_ring
 from fcp_cli.runtime.transport import ProcessTransport, RecordingTransport, Transport
+from tests.patience import PATIENCE_SECONDS
 from tests.runtime.reference import HEADS, PACKS, absolute_error, packed_attention
 
 MODES = ["plain", "reentrant", "non-reentrant"]
@@ -144,9 +145,9 @@ def run_step(jobs: list[Job], rank: int, transport: Transport) -> float:
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(100, exit=True)
+    faulthandler.dump_traceback_later(PATIENCE_SECONDS, exit=True)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     transport = ProcessTransport.create(torch.device("cpu"))
     transport._staged = "--staged" in sys.argv

@@ -20,6 +20,7 @@ from fcp_cli.errors import FcpError
 from fcp_cli.runtime.session import start
 from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, plain_attend, ring_attend
 from fcp_cli.verification.replay import Replayed, gradients_on_rank
+from tests.patience import PATIENCE_SECONDS
 from tests.runtime.models import VOCAB_SIZE, Case, build, wrap
 
 WAVES, ITERATION = "waves.parquet", "iteration.parquet"
@@ -78,9 +79,9 @@ def error_cases(folder: Path, rank: int) -> Mapping[str, Callable[[], Any]]:
 
 
 def main(folder: Path) -> None:
-    faulthandler.dump_traceback_later(250, exit=True)
+    faulthandler.dump_traceback_later(PATIENCE_SECONDS, exit=True)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
     rank = dist.get_rank()
 
     def leave(name: str, result: Any) -> None:

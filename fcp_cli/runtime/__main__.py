@@ -1,0 +1,54 @@
+"""`python -m fcp_cli.runtime -- SCRIPT ARGS`: run a training script under the plan in FCP_PLAN."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+
+from fcp_cli.errors import FcpError
+from fcp_cli.runtime.injection.install import install
+from fcp_cli.runtime.injection.program import parse_program, run_program
+from fcp_cli.runtime.injection.ranks import is_scheduler
+
+
+def main() -> None:
+    """Run the program that the command line names; its exit status and its exceptions are this process's own."""
+    if is_scheduler(os.environ):
+        return
+    atexit.register(_end_failed_rank)  # the first to be registered is the last to run
+    try:
+        program = parse_program(sys.argv[1:])
+        install(os.environ)
+        run_program(program)
+    except FcpError as error:
+        print(f"error: {error}", file=sys.stderr)
+        _failed.append(error.exit_status)
+        sys.exit(error.exit_status)
+    except SystemExit as error:
+        _failed.append(error.code if isinstance(error.code, int) else int(error.code is not None))
+        raise
+    except KeyboardInterrupt:  # Python ends itself by the signal
+        raise
+    except BaseException:
+        _failed.append(1)
+        raise
+
+
+_failed: list[int] = []  # the exit status of a program that ended with an exception
+
+
+def _end_failed_rank() -> None:
+    """End here a rank that has failed, after its last words and all exit handlers.
+
+    Threads of a backend that still need Python while the interpreter ends abort the process: then neither its status
+    nor its last line would say why it failed.
+    """
+    if any(_failed):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_failed[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Calls a function right after a module was imported, whoever imports it and whenever, without importing it first."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+Hook = Callable[[ModuleType], None]
+
+
+def after_import(hooks: Mapping[str, Hook]) -> None:
+    """Call each hook with its module once the module's own code has run, before its importer sees it.
+
+    So `from module import name` already gives what the hook put under the name. A module that was imported before is
+    hooked now.
+    """
+    waiting = dict(hooks)
+    for name in hooks:
+        module = sys.modules.get(name)
+        if module is not None:
+            waiting.pop(name)(module)
+    sys.meta_path.insert(0, _HookingFinder(waiting))
+
+
+class _HookingFinder(MetaPathFinder):
+    """Lets the other finders find a module, and wraps its loader."""
+
+    def __init__(self, waiting: dict[str, Hook]) -> None:
+        self._waiting = waiting
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self._waiting:
+            return None
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = find(fullname, path, target) if finder is not self and find else None
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _HookingLoader(spec.loader, self._waiting.pop(fullname))
+                return spec
+        return None
+
+
+class _HookingLoader(Loader):
+    """Loads as the wrapped loader does and then calls the hook; the module remembers only the wrapped one."""
+
+    def __init__(self, wrapped: Loader, hook: Hook) -> None:
+        self._wrapped = wrapped
+        self._hook = hook
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapped, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._wrapped.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._wrapped
+        module.__loader__ = self._wrapped
+        self._wrapped.exec_module(module)
+        self._hook(module)

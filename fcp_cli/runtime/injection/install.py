@@ -1,0 +1,90 @@
+"""Prepares a process for a script under a plan: its rank, the hooks on frameworks, and the watch over both."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import MutableMapping
+from types import ModuleType, TracebackType
+from typing import Any
+
+from fcp_cli.errors import FcpError, RunError, UsageError
+from fcp_cli.runtime.injection.followed import is_followed
+from fcp_cli.runtime.injection.imports import Hook, after_import
+from fcp_cli.runtime.injection.ranks import torch_variables
+
+PLAN_VARIABLE = "FCP_PLAN"
+
+
+def install(environment: MutableMapping[str, str]) -> None:
+    """Make this process one rank of a job under a plan; nothing is imported yet.
+
+    Args:
+        environment: of this process; gets torch's variables where msrun started it.
+
+    Raises:
+        UsageError: no plan is named.
+        RunError: it cannot be known which rank this is.
+    """
+    if not environment.get(PLAN_VARIABLE):
+        raise UsageError(f"{PLAN_VARIABLE} names no plan; set it, or start the script with 'fcp launch --plan PLAN'")
+    environment.update(torch_variables(environment))
+    sys.excepthook = _one_line_errors
+    after_import(
+        {
+            "torch.distributed.distributed_c10d": _leave_at_exit,
+            "torch.optim.optimizer": _watch_optimizers,
+            **_framework_hooks(),
+        }
+    )
+
+
+def _framework_hooks() -> dict[str, Hook]:
+    """By module: what an integration changes in it. Each imports its integration only when it is called."""
+    return {"megatron.core.pipeline_parallel.schedules": _hook_megatron}
+
+
+def _hook_megatron(schedules: ModuleType) -> None:
+    from fcp_cli.runtime.integrations.megatron.schedule import hook_schedules
+
+    hook_schedules(schedules)
+
+
+def _watch_optimizers(optimizer: ModuleType) -> None:
+    """Before the first optimizer step of the process, make sure that its gradients came from the plan."""
+
+    def check(*_: Any) -> None:
+        handle.remove()
+        require_followed()
+
+    handle = optimizer.register_optimizer_step_pre_hook(check)
+
+
+def _leave_at_exit(_: ModuleType) -> None:
+    """Many scripts end without `destroy_process_group`."""
+
+    def leave() -> None:
+        from fcp_cli.runtime.world import leave_process_group
+
+        leave_process_group()
+
+    atexit.register(leave)
+
+
+def require_followed() -> None:
+    """Raise RunError if the script trains but nothing that it does follows the plan."""
+    if not is_followed():
+        raise RunError(
+            f"{sys.argv[0]} trains, but nothing in it follows the plan {os.environ.get(PLAN_VARIABLE)}: it neither "
+            "iterates over fcp_cli.runtime.steps nor trains through a framework that fcp hooks; see docs/runtime.md, "
+            "or start it without hooks by 'fcp launch --inject none'"
+        )
+
+
+def _one_line_errors(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """fcp's own errors are for the user and say what mends them; others keep their traceback."""
+    if isinstance(error, FcpError):
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, traceback)

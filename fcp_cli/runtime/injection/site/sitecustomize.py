@@ -1,0 +1,50 @@
+"""Read by every Python that starts with this folder on PYTHONPATH: prepares the ranks of a job under a plan.
+
+For jobs whose own shell script starts the ranks (`fcp launch --inject env`). Every other process is left alone: one
+that is no rank, one without a plan. A sitecustomize of the site itself is run too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+
+def _prepare_rank() -> None:
+    # Python goes on without a sitecustomize that fails, and the script would train without the plan: so end here.
+    try:
+        from fcp_cli.errors import FcpError
+        from fcp_cli.runtime.injection.install import install
+        from fcp_cli.runtime.injection.ranks import is_scheduler
+    except ImportError as error:
+        _end(f"fcp cannot be imported by {sys.executable}, which runs this rank ({error}); install fcp-cli there", 1)
+    if is_scheduler(os.environ):
+        os._exit(0)
+    try:
+        install(os.environ)
+    except FcpError as error:
+        _end(str(error), error.exit_status)
+
+
+def _end(message: str, status: int) -> None:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    os._exit(status)
+
+
+def _run_site_own() -> None:
+    """The next sitecustomize on the path, which this one hides."""
+    here = str(Path(__file__).resolve().parent)
+    others = [entry for entry in sys.path if str(Path(entry or ".").resolve()) != here]
+    spec = PathFinder.find_spec("sitecustomize", others)
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
+
+
+if os.environ.get("FCP_PLAN") and ("RANK" in os.environ or "MS_ROLE" in os.environ):
+    _prepare_rank()
+_run_site_own()

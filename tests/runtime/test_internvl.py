@@ -1,0 +1,61 @@
+"""Sequences with tiles as InternVL's processor gives them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fcp_cli.errors import RunError
+
+pytest.importorskip("transformers")
+
+from fcp_cli.runtime.integrations.internvl import encode, visual_sequence
+from tests.runtime.internvl_models import IMAGE, config, model
+from tests.runtime.vision_models import assert_exchange_keeps_encoder_gradients
+
+pytestmark = [pytest.mark.torch, pytest.mark.hf]
+
+TILE = [IMAGE] * 4
+
+
+def test_every_tile_is_a_part_and_read_when_asked() -> None:
+    asked: list[tuple[int, int]] = []
+
+    def pixels(start: int, stop: int) -> torch.Tensor:
+        asked.append((start, stop))
+        return torch.zeros(stop - start, 3, 8, 8)
+
+    found = visual_sequence(config(), [1, *TILE, *TILE, 2, *TILE], pixel_values=pixels)
+    assert [(part.start_token, part.num_tokens, part.grid) for part in found.parts] == [
+        (1, 4, (4, 4)),
+        (5, 4, (4, 4)),
+        (10, 4, (4, 4)),
+    ]
+    assert found.position_ids is None
+    found.parts[2].pixels()
+    assert asked == [(2, 3)]
+
+
+def test_a_rank_without_tiles_encodes_as_little_as_can_be() -> None:
+    """One merged patch: its embedding is there, and nobody asks for it."""
+    assert encode(model().model, None).shape == (1, 1, 32)
+
+
+def test_the_exchange_keeps_the_gradient_of_every_parameter_of_encoder_and_projector() -> None:
+    assert_exchange_keeps_encoder_gradients("internvl", range(5), members=3)
+
+
+@pytest.mark.parametrize(
+    ("ids", "pixels", "message"),
+    [
+        (TILE[:3], torch.zeros(1, 3, 8, 8), r"has 3 placeholders \(token 60\), 4 for each tile, but 1 tiles"),
+        (TILE, torch.zeros(2, 3, 8, 8), r"has 4 placeholders \(token 60\), 4 for each tile, but 2 tiles"),
+        (TILE, None, r"4 for each tile, but no tiles; give the processor's pixel_values of this very sequence"),
+        ([*TILE[:2], 5, *TILE[:2]], torch.zeros(1, 3, 8, 8), "the 4 placeholders from token 0 on are not all together"),
+    ],
+)
+def test_tiles_that_do_not_fit_the_placeholders_are_refused(ids: list[int], pixels: Any, message: str) -> None:
+    with pytest.raises(RunError, match=message):
+        visual_sequence(config(), ids, pixel_values=pixels)

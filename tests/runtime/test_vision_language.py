@@ -1,0 +1,143 @@
+"""Unmodified vision-language models under a plan: encoder, exchange and language model against one process."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fcp_cli.errors import RunError
+from fcp_cli.runtime.order import check_order
+from fcp_cli.runtime.transport import RecordingTransport
+from fcp_cli.verification.replay import Replayed, gradients_on_rank, thread_session
+from fcp_cli.verification.threads import Meeting, run_ranks
+from tests.runtime.launch import torchrun
+from tests.runtime.plans import Row, write_plan
+
+pytest.importorskip("transformers")
+
+from tests.runtime.vision_models import FAMILIES, Family, VisionCase, alone, build, fetch, rows, unmodified
+from tests.runtime.workers.vision_worker import CASES, ITERATION, WAVES
+
+pytestmark = [pytest.mark.torch, pytest.mark.hf]
+
+NUM_RANKS = 4
+TOLERANCE = 1e-11
+
+
+def steps(family: Family) -> list[list[Row]]:
+    """Groups {3,1}, {2,2} and {4}; packs of text alone, one image, many images, video, and of several of them."""
+    make = partial(rows, family=family)
+    return [
+        make(([0, 1, 3], [0, 1, 2]), ([2], [3]), ([1], [4])),
+        make(([0, 2], [0]), ([1, 3], [1, 2, 3]), ([2, 3], [4]), first=5),
+        make(([0, 1, 2, 3], [0, 1, 2, 3, 4]), first=10),
+        [*make(([1, 2], [0]), ([1, 2, 3], [1, 2, 3, 4]), first=15), Row([0])],
+    ]
+
+
+def waves(family: Family) -> list[list[Row]]:
+    """The same groups under FSDP2, where every rank runs as many micro-batches; one wave without any image."""
+    make = partial(rows, family=family)
+    return [
+        make(([0, 1, 3], [0, 1, 2]), ([2], [3]), wave=0) + make(([0, 2], [4, 0]), ([1, 3], [1, 2, 3]), first=4, wave=1),
+        make(([0, 1, 2, 3], [4, 0, 1, 2, 3, 4]), first=9, wave=0),
+        [*make(([1, 2, 3], [0]), first=15, wave=0), Row([0], wave=0)],
+    ]
+
+
+def assert_agrees(found: Replayed, expected: Replayed) -> None:
+    assert np.abs(found.gradients - expected.gradients).max() <= TOLERANCE
+    assert np.abs(found.losses - expected.losses).max() <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        VisionCase(),
+        VisionCase(frozen=True, recompute="non-reentrant"),
+        VisionCase(family="internvl", recompute="non-reentrant"),
+    ],
+    ids=str,
+)
+def test_threads_compute_the_gradients_of_one_process_in_an_order_that_cannot_deadlock(
+    case: VisionCase, tmp_path: Path
+) -> None:
+    plan = write_plan(tmp_path / "plan.parquet", steps(case.family), num_ranks=NUM_RANKS)
+    built = [build(case) for _ in range(NUM_RANKS)]  # transformers sets dtypes globally while it builds: not on threads
+
+    def run(meeting: Meeting, rank: int) -> tuple[Replayed, RecordingTransport]:
+        session = thread_session(plan, fetch(case), meeting, rank)
+        record = session.transport = RecordingTransport(session.transport)
+        return gradients_on_rank(session, *built[rank]), record
+
+    expected = alone(case, plan)
+    ranks = run_ranks(NUM_RANKS, run)
+    for found, _ in ranks:
+        assert_agrees(found, expected)
+    check_order({rank: record.operations for rank, (_, record) in enumerate(ranks)})
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_reference_has_a_gradient_in_every_trained_parameter(family: Family, frozen: bool) -> None:
+    """Else agreement would say nothing of the encoder, its projector or the deepstack."""
+    models = FAMILIES[family]
+    model = unmodified(VisionCase(family=family, frozen=frozen))
+    for row in range(5):
+        torch.autograd.backward(models.logits_alone(model, models.inputs_of(row)).square().mean())
+    for name, parameter in model.named_parameters():
+        if frozen and "language_model" not in name and "lm_head" not in name:
+            assert parameter.grad is None, name
+        else:
+            assert parameter.grad is not None and parameter.grad.abs().max() > 1e-6, name
+
+
+def test_pixels_belong_to_the_data_not_to_the_call(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path / "plan.parquet", [rows(([0], [0]))], num_ranks=1)
+    model, _ = build(VisionCase())
+    session = thread_session(plan, fetch(VisionCase()), Meeting(1), 0)
+    for micro_batch in next(session.steps(model)):
+        with pytest.raises(RunError, match=r"was given pixel_values, .*; leave them out: fetch gives images"):
+            model(
+                input_ids=micro_batch.input_ids,
+                position_ids=micro_batch.position_ids,
+                pixel_values=torch.zeros(4, 96),
+            )
+        break
+
+
+@cache
+def gloo_job() -> dict[str, list[Replayed]]:
+    """Case -> what each rank computed; one launch serves all cases."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_plans(folder)
+        torchrun("-m", "tests.runtime.workers.vision_worker", name, num_ranks=NUM_RANKS)
+        found: dict[str, list[Replayed]] = {}
+        for path in sorted(folder.glob("*.pickle")):
+            found.setdefault(path.stem.rpartition("-")[0], []).append(pickle.loads(path.read_bytes()))
+        return found
+
+
+def write_plans(folder: Path) -> None:
+    for family in FAMILIES:
+        write_plan(folder / f"{family}-{ITERATION}", steps(family), num_ranks=NUM_RANKS)
+        write_plan(folder / f"{family}-{WAVES}", waves(family), num_ranks=NUM_RANKS, sync="microbatch")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", CASES)
+def test_gloo_ranks_compute_the_gradients_of_one_process(name: str, tmp_path: Path) -> None:
+    plan, case = CASES[name]
+    write_plans(tmp_path)
+    expected = alone(case, tmp_path / f"{case.family}-{plan}")
+    ranks = gloo_job()[name]
+    assert len(ranks) == NUM_RANKS
+    for found in ranks:
+        assert_agrees(found, expected)

@@ -1,0 +1,107 @@
+"""Which member encodes which part of a pack's images and videos, and whose tokens they become."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fcp_cli.errors import RunError
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.visuals import VisualPart, VisualSequence, VisualShard, share_out, visual_shard
+from fcp_cli.verification.replay import thread_session
+from fcp_cli.verification.threads import Meeting
+from tests.runtime.plans import Row, write_plan
+
+pytestmark = pytest.mark.torch
+
+
+@given(st.lists(st.floats(1.0, 1e6), min_size=1, max_size=60), st.integers(1, 9))
+def test_no_member_encodes_more_than_its_share_and_one_part(work: list[float], members: int) -> None:
+    loads = np.bincount(share_out(work, members), weights=work, minlength=members)
+    assert loads.sum() == pytest.approx(sum(work))
+    assert loads.max() <= (sum(work) / members + max(work) * (1 - 1 / members)) * (1 + 1e-9)
+
+
+def least_possible(work: list[float], members: int) -> float:
+    """Largest load of the best of all ways to share out."""
+    loads = [
+        sorted(np.bincount(way, weights=work, minlength=members)) for way in product(range(members), repeat=len(work))
+    ]
+    return float(min(load[-1] for load in loads))
+
+
+@given(st.lists(st.floats(1.0, 100.0), min_size=1, max_size=7), st.integers(1, 3))
+def test_few_parts_are_shared_out_nearly_as_evenly_as_can_be(work: list[float], members: int) -> None:
+    loads = np.bincount(share_out(work, members), weights=work, minlength=members)
+    assert loads.max() <= 1.125 * least_possible(work, members)
+
+
+@given(st.integers(1, 400), st.integers(1, 9))
+def test_parts_of_one_size_are_shared_out_to_the_last_one(parts: int, members: int) -> None:
+    counts = np.bincount(share_out([1.0] * parts, members), minlength=members)
+    assert counts.max() == -(-parts // members)
+
+
+def part(start_token: int, num_tokens: int, work: float = 1.0) -> VisualPart:
+    """One whose pixels are its tokens' positions."""
+    return VisualPart(
+        kind="image",
+        start_token=start_token,
+        num_tokens=num_tokens,
+        work=work,
+        grid=(2, 2 * num_tokens),
+        pixels=lambda: torch.arange(start_token, start_token + num_tokens),
+    )
+
+
+def shards(lengths: Sequence[int], parts: Sequence[Sequence[VisualPart]], degree: int) -> list[VisualShard]:
+    layout = shard_layout(tuple(lengths), degree)
+    found = [visual_shard(parts, layout, ranks=tuple(range(degree)), member=member) for member in range(degree)]
+    assert None not in found
+    return [shard for shard in found if shard is not None]
+
+
+def test_the_members_of_a_ring_share_a_video_whoever_holds_its_tokens() -> None:
+    """Sixteen frames of ten tokens behind 400 tokens of text: their tokens lie with one member, their work with all."""
+    layout = shard_layout((560,), 4)
+    frames = [part(400 + 10 * i, 10) for i in range(16)]
+    assert len({member for member in range(4) for at in layout.position_ids(member).tolist() if at >= 420}) < 4
+    assert [len(shard.parts) for shard in shards([560], [frames], 4)] == [4, 4, 4, 4]
+
+
+def test_an_image_may_span_several_shards_and_its_pixels_are_read_once() -> None:
+    found = shards([40], [[part(3, 30)]], 3)
+    assert sum(shard.pixels is not None for shard in found) == 1
+    assert sum(len(shard.kinds) for shard in found) == 30
+    assert all(len(shard.kinds) > 0 for shard in found)
+
+
+def test_a_pack_without_images_has_no_share() -> None:
+    assert visual_shard([(), ()], shard_layout((5, 6), 2), ranks=(0, 1), member=0) is None
+
+
+def test_of_a_sequence_that_the_plan_cuts_the_tokens_left_are_filled() -> None:
+    (shard,) = shards([10], [[part(2, 4), part(8, 5), part(20, 5)]], 1)
+    assert [one.start_token for one in shard.parts] == [2, 8]  # the third lies beyond the cut
+    assert shard.route.sends[0].tolist() == [0, 1, 2, 3, 4, 5]  # of 9 embeddings, those of 6 tokens
+
+
+def test_parts_out_of_order_are_refused() -> None:
+    with pytest.raises(RunError, match=r"part at token 5 .* begins before the one before it ends, at 6"):
+        shards([10], [[part(2, 4), part(5, 2)]], 1)
+
+
+def test_images_without_an_encoder_stop_the_job(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path / "plan.parquet", [[Row([0], [9])]], num_ranks=1)
+    session = thread_session(plan, lambda row: VisualSequence(tokens=range(9), parts=(part(2, 4),)), Meeting(1), 0)
+    step = next(session.steps())
+    with pytest.raises(RunError, match="step 0, micro-batch 0 has images or videos, but no vision encoder ran for it"):
+        for micro_batch in step:
+            micro_batch.ring.attention_calls += 1

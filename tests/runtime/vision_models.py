@@ -1,0 +1,172 @@
+"""Small vision-language models under a plan, and what one process computes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.runtime.exchange import exchange
+from fcp_cli.runtime.integrations.transformers import encode_visuals
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.loss import next_token_labels, token_loss_sum
+from fcp_cli.runtime.session import LocalMicroBatch
+from fcp_cli.runtime.transport import ThreadTransport
+from fcp_cli.runtime.visuals import VisualSequence, visual_shard
+from fcp_cli.verification.replay import Replayed, take_gradient
+from fcp_cli.verification.threads import Meeting, run_ranks
+from tests.runtime import internvl_models, qwen3_vl_models
+from tests.runtime.models import Recomputation, Wrapping, recompute, wrap
+from tests.runtime.plans import Row
+
+Family = Literal["qwen3_vl", "internvl"]
+FAMILIES: dict[Family, Any] = {"qwen3_vl": qwen3_vl_models, "internvl": internvl_models}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisionCase:
+    """One way to run a plan."""
+
+    family: Family = "qwen3_vl"
+    frozen: bool = False
+    recompute: Recomputation = "off"
+    wrapping: Wrapping = "none"
+    labelled: bool = False
+
+
+def rows(
+    *packs: tuple[Sequence[int], Sequence[int]], first: int = 0, wave: int = -1, family: Family = "qwen3_vl"
+) -> list[Row]:
+    """Micro-batches of (ranks, kinds), whose sequences are numbered on from `first`, which is a multiple of 5.
+
+    Plans number sequences in order of appearance, so the kinds of a whole plan must be 0, 1, 2, 3, 4, 0, ... in order.
+    """
+    made, number = [], first
+    for ranks, kinds in packs:
+        assert list(kinds) == [(number + i) % 5 for i in range(len(kinds))], (number, kinds)
+        made.append(
+            Row(ranks, [len(FAMILIES[family].inputs_of(number + i).input_ids) for i in range(len(kinds))], wave)
+        )
+        number += len(kinds)
+    return made
+
+
+def unmodified(case: VisionCase) -> Any:
+    """The transformers model in fp64; equal weights at every call, none zero or alike as initialisation leaves some."""
+    torch.manual_seed(0)
+    model = FAMILIES[case.family].model().double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    if case.frozen:
+        model.requires_grad_(False)
+        model.model.language_model.requires_grad_(True)
+        model.lm_head.requires_grad_(True)
+    return model
+
+
+def fetch(case: VisionCase) -> Any:
+    family = FAMILIES[case.family]
+
+    def sequence(row: int) -> VisualSequence:
+        inputs = family.inputs_of(row)
+        found: VisualSequence = family.sequence(inputs, inputs.labels if case.labelled else None)
+        return found
+
+    return sequence
+
+
+def build(case: VisionCase) -> tuple[nn.Module, Any]:
+    """One rank's model and its forward; collective where the wrapping is."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    from fcp_cli.runtime.integrations.transformers import prepare
+
+    model = unmodified(case)
+    prepare(model)
+    recompute(model, case.recompute)
+    layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    wrapped = wrap(model, case.wrapping, layers)
+
+    def forward(micro_batch: LocalMicroBatch) -> Tensor:
+        logits: Tensor = wrapped(input_ids=micro_batch.input_ids, position_ids=micro_batch.position_ids).logits
+        return logits
+
+    return wrapped, forward
+
+
+def alone(case: VisionCase, plan: Path) -> Replayed:
+    """Sequence by sequence in one process, positions and encoder as transformers has them."""
+    model = unmodified(case)
+    losses, gradients = [], []
+    for step in PlanReader(plan).steps():
+        found = [FAMILIES[case.family].inputs_of(row) for row in step.sequences.tolist()]
+        labels = [next_token_labels(torch.from_numpy(one.labels if case.labelled else one.input_ids)) for one in found]
+        tokens = sum(int((one != -100).sum()) for one in labels)
+        total = 0.0
+        for one, label in zip(found, labels, strict=True):
+            loss = token_loss_sum(FAMILIES[case.family].logits_alone(model, one), label[None]) / tokens
+            torch.autograd.backward(loss)
+            total += float(loss.detach())
+        losses.append(total)
+        gradients.append(take_gradient(model))
+    return Replayed(losses=np.array(losses), gradients=np.stack(gradients))
+
+
+def assert_exchange_keeps_encoder_gradients(family: Family, numbers: Sequence[int], *, members: int) -> None:
+    """Members of a ring encode their shares and exchange them; one process encodes all in one call, exchanging nothing.
+
+    Every visual embedding has a random weight in the loss. The gradient of every parameter behind them, deepstack
+    mergers and projector included, must agree within 1e-11 of that parameter's own largest entry.
+    """
+    found = [FAMILIES[family].sequence(FAMILIES[family].inputs_of(number), None) for number in numbers]
+    layout = shard_layout(tuple(len(one.tokens) for one in found), members)
+    whole = shard_layout(layout.lengths, 1)
+    parts = [one.parts for one in found]
+    case = VisionCase(family=family)
+    models = [unmodified(case) for _ in range(members)]  # transformers sets dtypes globally: not on threads
+    alone_shard = visual_shard(parts, whole, ranks=(0,), member=0)
+    assert alone_shard is not None
+    reference = unmodified(case)
+    embeddings = encode_visuals(reference.model, alone_shard)
+    weights = torch.randn(embeddings.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    torch.autograd.backward((embeddings * weights).sum())
+    at_token = np.full(layout.total_tokens, -1)
+    bases = np.cumsum(layout.lengths) - layout.lengths
+    visual_tokens = np.concatenate(
+        [
+            base + np.arange(part.start_token, part.start_token + part.num_tokens)
+            for base, own in zip(bases, parts, strict=True)
+            for part in own
+        ]
+    )
+    at_token[visual_tokens] = np.arange(len(visual_tokens))
+
+    def run(meeting: Meeting, rank: int) -> None:
+        shard = visual_shard(parts, layout, ranks=tuple(range(members)), member=rank)
+        assert shard is not None
+        arrived = exchange(
+            encode_visuals(models[rank].model, shard), shard.route, ThreadTransport(meeting.mailbox, rank, 120.0)
+        )
+        own = at_token[layout.index(rank)]
+        torch.autograd.backward((arrived * weights[own[own >= 0]]).sum())
+
+    run_ranks(members, run)
+    compared = 0
+    for name, parameter in reference.model.named_parameters():
+        if name.startswith("language_model"):
+            continue
+        summed = sum(
+            torch.zeros_like(parameter) if other.grad is None else other.grad
+            for other in (model.model.get_parameter(name) for model in models)
+        )
+        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+        assert (summed - parameter.grad).abs().max() <= 1e-11 * parameter.grad.abs().max(), name
+        compared += 1
+    assert compared > 10

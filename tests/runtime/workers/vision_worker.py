@@ -1,0 +1,55 @@
+"""One rank of a job that trains a vision-language model in many ways; each leaves `CASE-RANK.pickle` in a folder.
+
+Run by torchrun as `-m tests.runtime.workers.vision_worker FOLDER`. The folder holds the plans.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import pickle
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fcp_cli.runtime.session import start
+from fcp_cli.verification.replay import gradients_on_rank
+from tests.patience import PATIENCE_SECONDS
+from tests.runtime.vision_models import VisionCase, build, fetch
+
+WAVES, ITERATION = "waves.parquet", "iteration.parquet"
+
+CASES: Mapping[str, tuple[str, VisionCase]] = {
+    "plain": (ITERATION, VisionCase()),
+    "frozen": (ITERATION, VisionCase(frozen=True)),
+    "labels": (ITERATION, VisionCase(labelled=True)),
+    "recomputed": (ITERATION, VisionCase(recompute="non-reentrant")),
+    "recomputed reentrant": (ITERATION, VisionCase(recompute="reentrant")),
+    "frozen recomputed": (ITERATION, VisionCase(frozen=True, recompute="non-reentrant")),
+    "ddp": (ITERATION, VisionCase(wrapping="ddp", recompute="non-reentrant")),
+    "ddp frozen": (ITERATION, VisionCase(wrapping="ddp", frozen=True)),
+    "fsdp": (WAVES, VisionCase(wrapping="fsdp")),
+    "fsdp recomputed": (WAVES, VisionCase(wrapping="fsdp", recompute="non-reentrant")),
+    "fsdp frozen": (WAVES, VisionCase(wrapping="fsdp", frozen=True)),
+    "internvl": (ITERATION, VisionCase(family="internvl")),
+    "internvl ddp frozen": (ITERATION, VisionCase(family="internvl", wrapping="ddp", frozen=True)),
+    "internvl fsdp recomputed": (WAVES, VisionCase(family="internvl", wrapping="fsdp", recompute="non-reentrant")),
+}
+
+
+def main(folder: Path) -> None:
+    faulthandler.dump_traceback_later(PATIENCE_SECONDS, exit=True)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
+    for name, (plan, case) in CASES.items():
+        with start(folder / f"{case.family}-{plan}", fetch(case)) as session:
+            found = gradients_on_rank(session, *build(case))
+        (folder / f"{name}-{dist.get_rank()}.pickle").write_bytes(pickle.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
