@@ -15,34 +15,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fcp_cli.errors import RunError
-
-FORMAT = "fcp-checkpoint/1"
-_PREFIX = "step-"
-
-Sharding = Literal["replicated", "sharded"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointHeader:
-    """What must agree before anything is loaded, and what a person wants to know about a checkpoint."""
-
-    step: int
-    plan_hash: str
-    num_ranks: int
-    sharding: Sharding
-    model: str
-    torch: str
+from fcp_cli.training.checkpoint_header import FORMAT, PREFIX, CheckpointHeader, checkpoints
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +54,7 @@ def save_checkpoint(
     Raises:
         RunError: this rank cannot write (disk full, no permission).
     """
-    final = folder / f"{_PREFIX}{header.step:08d}"
+    final = folder / f"{PREFIX}{header.step:08d}"
     partial = folder / f".{final.name}.partial"
     try:
         if rank == 0:
@@ -109,62 +93,73 @@ def _prune(folder: Path, keep: int) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
-    return sorted(path.parent for path in folder.glob(f"{_PREFIX}*/checkpoint.json"))
-
-
-def read_header(checkpoint: Path) -> CheckpointHeader:
-    """Read what a checkpoint says about itself.
-
-    Raises:
-        RunError: it is damaged or of another format.
-    """
-    path = checkpoint / "checkpoint.json"
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        found = document.pop("format", None)
-        if found != FORMAT:
-            raise RunError(f"{path} has format {found!r}; this fcp reads {FORMAT!r}")
-        return CheckpointHeader(**document)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise RunError(f"{path} is damaged ({error}); remove {checkpoint} to resume from the one before") from error
-
-
-def check_header(header: CheckpointHeader, wanted: CheckpointHeader, *, checkpoint: Path) -> None:
-    """Refuse to resume under another plan, number of ranks, model or sharding.
-
-    Raises:
-        RunError: names what differs.
-    """
-    if header.plan_hash != wanted.plan_hash:
-        raise RunError(
-            f"{checkpoint} was made under the plan {header.plan_hash[:12]}, but this one is {wanted.plan_hash[:12]}; "
-            "resume with that plan, or start a new run without --resume"
-        )
-    for name in ("num_ranks", "model", "sharding"):
-        then, now = getattr(header, name), getattr(wanted, name)
-        if then != now:
-            raise RunError(
-                f"{checkpoint} was made with {name.replace('_', ' ')} {then}, but this run has {now}; "
-                "start a new run without --resume"
-            )
-
-
-def load_checkpoint(checkpoint: Path, state: TrainState, *, sharding: Sharding, rank: int) -> None:
+def load_checkpoint(
+    checkpoint: Path, state: TrainState, *, header: CheckpointHeader, rank: int, num_ranks: int
+) -> None:
     """Put a checkpoint back into the live objects; bit for bit what was saved.
+
+    On another number of ranks than it was saved on, shards are cut anew. A rank that was not there before keeps the
+    random generators that it started with.
 
     Raises:
         RunError: a file is missing or damaged, or its tensors are not this model's.
     """
-    name = f"state-{rank:05d}.pt" if sharding == "sharded" else "state.pt"
-    saved = _read_tensors(checkpoint / name)
     try:
+        saved = _saved_state(checkpoint, state, header, rank, num_ranks)
         _restore_model(state.model, saved["model"])
         _restore_optimizer(state.optimizer, saved["optimizer"])
     except (KeyError, ValueError, RuntimeError) as error:
-        raise RunError(f"{checkpoint / name} does not fit this model: {_first_line(error)}") from error
-    _restore_random_states(_read_tensors(checkpoint / f"rng-{rank:05d}.pt"), state.device)
+        raise RunError(f"{checkpoint} does not fit this model: {_first_line(error)}") from error
+    if rank < header.num_ranks:
+        _restore_random_states(_read_tensors(checkpoint / f"rng-{rank:05d}.pt"), state.device)
+
+
+def _saved_state(
+    checkpoint: Path, state: TrainState, header: CheckpointHeader, rank: int, num_ranks: int
+) -> dict[str, Any]:
+    """What this rank loads: the one state, its own shard, or a shard cut from those of other ranks."""
+    if header.sharding == "replicated":
+        return _read_tensors(checkpoint / "state.pt")
+    if header.num_ranks == num_ranks:
+        return _read_tensors(checkpoint / f"state-{rank:05d}.pt")
+    # Mapped, so that a rank that needs a part of every shard does not hold them all.
+    shards = [_read_tensors(checkpoint / f"state-{saved:05d}.pt", mapped=True) for saved in range(header.num_ranks)]
+    return _resharded(shards, state)
+
+
+def _resharded(shards: Sequence[dict[str, Any]], state: TrainState) -> dict[str, Any]:
+    """This rank's shard of every tensor, out of the shards of all ranks that saved it."""
+    first = shards[0]
+    live = dict(_named_tensors(state.model))
+    if live.keys() != first["model"].keys():
+        raise ValueError(f"the names {sorted(live.keys() ^ first['model'].keys())[:3]} are in one of them only")
+    parameters = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
+    moments = {
+        index: {
+            name: _own_part([shard["optimizer"]["state"][index][name] for shard in shards], parameters[index])
+            for name in entries
+        }
+        for index, entries in first["optimizer"]["state"].items()
+    }
+    return {
+        "model": {name: _own_part([s["model"][name] for s in shards], tensor) for name, tensor in live.items()},
+        "optimizer": {**first["optimizer"], "state": moments},
+    }
+
+
+def _own_part(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    """This rank's rows of a tensor whose rows the ranks shared out as `fully_shard` does; a scalar is everybody's."""
+    if not isinstance(like, DTensor) or not parts[0].dim():
+        return parts[0].clone()
+    whole = torch.cat(list(parts))
+    rows = -(-whole.shape[0] // like.device_mesh.size())  # of each rank, less at the end
+    return whole.narrow(0, *_range_of(like.device_mesh.get_local_rank(), rows, whole.shape[0])).clone()
+
+
+def _range_of(rank: int, rows: int, total: int) -> tuple[int, int]:
+    """Start and length of a rank's rows."""
+    start = min(rank * rows, total)
+    return start, min(rows, total - start)
 
 
 def _captured(state: TrainState) -> dict[str, Any]:
@@ -250,9 +245,10 @@ def _write_tensors(path: Path, value: Any) -> None:
         os.fsync(file.fileno())
 
 
-def _read_tensors(path: Path) -> Any:
+def _read_tensors(path: Path, *, mapped: bool = False) -> dict[str, Any]:
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        return saved
     except Exception as error:  # torch raises many kinds for a damaged file; all mean the same here
         raise RunError(
             f"{path} cannot be read ({_first_line(error)}); remove {path.parent} to resume from the one before"
@@ -265,6 +261,6 @@ def _first_line(error: BaseException) -> str:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove what a kill during a save left behind; called by one rank at the start of a run."""
-    for leftover in folder.glob(f".{_PREFIX}*.partial"):
+    for leftover in folder.glob(f".{PREFIX}*.partial"):
         with suppress(OSError):
             shutil.rmtree(leftover)

@@ -8,20 +8,22 @@ import numpy as np
 
 from fcp_cli.errors import ManifestError, RunError
 from fcp_cli.manifest.header import manifest_source
-from fcp_cli.manifest.tokens import SyntheticTokens, TokenReader, open_tokens
+from fcp_cli.manifest.tokens import SyntheticTokens, TokenReader, open_media, open_tokens
 from fcp_cli.plan.reader import PlanReader
 
 
 def open_data(
     plan: Path, manifest: Path | None, *, vocab_size: int, seed: int, length_column: str = "length"
 ) -> TokenReader:
-    """The tokens of a manifest's source, or random ones of the plan's lengths where `manifest` is None.
+    """The tokens of a manifest's source, or random ones of the plan's lengths.
+
+    They are random where `manifest` is None, or was built from sizes of images and videos.
 
     Raises:
         ManifestError: the manifest has no source with tokens, or the source is gone.
         RunError: the tokens do not fit the model's vocabulary.
     """
-    if manifest is None:
+    if manifest is None or open_media(manifest) is not None:
         return SyntheticTokens(planned_lengths(plan), vocab_size, seed)
     tokens = open_tokens(manifest, length_column=length_column)
     if tokens.vocab_size > vocab_size:

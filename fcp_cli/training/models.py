@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from fcp_cli.profiling.models import ModelSpec, load_model
+from fcp_cli.profiling.hf_config import whole_config
+from fcp_cli.profiling.models import load_model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,12 +23,10 @@ class BuiltModel:
     Attributes:
         model: on the device; its `forward` takes input_ids and position_ids.
         parameters: how many there are, a tied one once.
-        dropped: parts of the described model that are not trained here, for a note; else "".
     """
 
     model: nn.Module
     parameters: int
-    dropped: str = ""
 
 
 def model_vocab_size(name: str) -> int:
@@ -39,7 +38,9 @@ def model_vocab_size(name: str) -> int:
     return load_model(name).vocab_size
 
 
-def build_model(name: str, *, seed: int, device: torch.device, recompute: bool = False) -> BuiltModel:
+def build_model(
+    name: str, *, seed: int, device: torch.device, recompute: bool = False, freeze_vision: bool = False
+) -> BuiltModel:
     """Random weights from `seed`, equal on all ranks, in float32.
 
     Args:
@@ -47,49 +48,69 @@ def build_model(name: str, *, seed: int, device: torch.device, recompute: bool =
         seed: of the initialisation; torch's generator is left seeded with it.
         device: where the model ends up.
         recompute: drop the activations of each layer in forward and compute them again in backward.
+        freeze_vision: do not train what is not language model; nothing to do for a model that has no more.
 
     Raises:
         ProfileError: there is no such model.
         RunError: its attention is not plain causal attention.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     from fcp_cli.runtime.integrations.transformers import prepare
 
-    spec = load_model(name)
+    config = model_config(name)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(_config(name, spec), dtype=torch.float32)  # type: ignore[no-untyped-call]
+    family = AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
+    model: Any = family.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     prepare(model)
+    if freeze_vision and has_vision(config):
+        model.base_model.requires_grad_(False)
+        model.base_model.language_model.requires_grad_(True)
     if recompute:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # Its name before transformers 5 still works there, with a warning.
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
     model.to(device).train()
-    return BuiltModel(
-        model=model,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        dropped="its vision encoder" if spec.vision is not None else "",
-    )
+    return BuiltModel(model=model, parameters=sum(parameter.numel() for parameter in model.parameters()))
 
 
-def _config(name: str, spec: ModelSpec) -> Any:
-    """The transformers configuration: a config.json as it stands, or the figures of a description."""
+def model_config(name: str) -> Any:
+    """The transformers configuration: a config.json as it stands, or the figures of a description.
+
+    A vision-language model that fcp cannot take apart gives its language model alone.
+
+    Raises:
+        ProfileError: there is no such model.
+    """
     from transformers import AutoConfig
 
+    spec = load_model(name)
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     if path.suffix == ".json":
         document = json.loads(path.read_text(encoding="utf-8"))
-        document = document.get("text_config") or document.get("llm_config") or document
+        if document.get("model_type") not in ("qwen3_vl", "internvl"):
+            document = document.get("text_config") or document.get("llm_config") or document
         model_type, arguments = document.pop("model_type"), document
         model_type = {"qwen3_vl_text": "qwen3"}.get(model_type, model_type)
     else:
-        model_type, arguments = spec.text_config()
-    return AutoConfig.for_model(model_type, **{**arguments, "use_cache": False})
+        model_type, arguments = whole_config(spec)
+    config = AutoConfig.for_model(model_type, **arguments)
+    config.get_text_config().use_cache = False
+    return config
+
+
+def has_vision(config: Any) -> bool:
+    """Whether a transformers configuration is of a vision-language model."""
+    return hasattr(config, "vision_config")
 
 
 def shard_model(model: nn.Module, *, device: torch.device, dtype: torch.dtype) -> None:
     """Shard weights, gradients and optimizer states over all ranks (FSDP2), layer by layer, in place."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for layer in model.model.layers:  # type: ignore[union-attr]
+    for layer in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -32,6 +32,7 @@ class TrainSettings:
         max_grad_norm: global gradient norm to clip to; 0 turns clipping off.
         dtype: of the matrix products; weights and optimizer states stay float32. `auto` is bfloat16 on an accelerator.
         recompute: drop each layer's activations in forward and compute them again in backward.
+        freeze_vision: train the language model only; the vision encoder runs without backward.
         checkpoint_every: steps between checkpoints; 0 saves only at the end and on Ctrl-C.
         keep_checkpoints: the newest so many stay.
         log_every: steps between two lines of progress where there is no terminal.
@@ -54,6 +55,7 @@ class TrainSettings:
     device: str = "auto"
     dtype: str = "auto"
     recompute: bool = False
+    freeze_vision: bool = False
     checkpoint_every: int = 100
     keep_checkpoints: int = 2
     resume: bool = False

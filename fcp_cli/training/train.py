@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
 from collections.abc import Sequence
 
@@ -41,8 +43,15 @@ def _is_lost_connection(error: RuntimeError) -> bool:
 
 
 def _fail(error: FcpError) -> int:
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {_who()}{error}", file=sys.stderr)
     return error.exit_status
+
+
+def _who() -> str:
+    """Which of several ranks speaks."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return ""
+    return f"rank {os.environ['RANK']} on {socket.gethostname()}: "
 
 
 def _out_of_memory(error: BaseException) -> FcpError:

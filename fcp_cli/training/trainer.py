@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -21,28 +22,24 @@ import torch.distributed as dist
 from fcp_cli.console import note
 from fcp_cli.errors import RunError
 from fcp_cli.launching.spec import RunPaths
+from fcp_cli.manifest.read import read_manifest
+from fcp_cli.manifest.tokens import open_media
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.runtime import Session, Step, start
-from fcp_cli.training.checkpoint import (
-    CheckpointHeader,
-    TrainState,
-    check_header,
-    checkpoints,
-    load_checkpoint,
-    read_header,
-    remove_leftovers,
-    save_checkpoint,
-)
+from fcp_cli.runtime import Fetch, Session, Step, start
+from fcp_cli.training.checkpoint import TrainState, load_checkpoint, remove_leftovers, save_checkpoint
+from fcp_cli.training.checkpoint_header import CheckpointHeader, check_header, checkpoints, read_header
 from fcp_cli.training.data import open_data
-from fcp_cli.training.exchange import exchange
 from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.metrics import StepMeasurement
-from fcp_cli.training.models import build_model, model_vocab_size, shard_model
+from fcp_cli.training.models import build_model, has_vision, model_config, model_vocab_size, shard_model
 from fcp_cli.training.optimizer import clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
 from fcp_cli.training.progress import short_count
 from fcp_cli.training.report import Report, run_record
 from fcp_cli.training.settings import TrainSettings
+from fcp_cli.training.timings import gather_timings
+from fcp_cli.training.visuals import SyntheticVisuals
+from fcp_cli.words import counted
 
 
 def train(settings: TrainSettings, stop: StopRequest) -> bool:
@@ -55,18 +52,28 @@ def train(settings: TrainSettings, stop: StopRequest) -> bool:
         FcpError: the plan, the data, the model, the run directory or a checkpoint is at fault.
     """
     _require_free(settings)
-    vocab_size = model_vocab_size(settings.model)
-    fetch = open_data(
-        settings.plan,
-        settings.manifest,
-        vocab_size=vocab_size,
-        seed=settings.seed,
-        length_column=settings.length_column,
-    )
+    fetch = _open_data(settings)
+    if has_vision(model_config(settings.model)) and not isinstance(fetch, SyntheticVisuals):
+        settings = replace(settings, freeze_vision=True)  # weight decay would shrink what no image trains
     with start(settings.plan, fetch, device=_device(settings.device)) as session:
         trainer = Trainer(settings, session)
         with closing(trainer):
             return trainer.run(stop)
+
+
+def _open_data(settings: TrainSettings) -> Fetch:
+    config = model_config(settings.model)
+    media = None if settings.manifest is None else open_media(settings.manifest)
+    if settings.manifest is not None and media is not None and has_vision(config):
+        lengths = read_manifest(settings.manifest, length_column=settings.length_column).length_tokens
+        return SyntheticVisuals(media, lengths, config, seed=settings.seed)
+    return open_data(
+        settings.plan,
+        settings.manifest,
+        vocab_size=model_vocab_size(settings.model),
+        seed=settings.seed,
+        length_column=settings.length_column,
+    )
 
 
 def _require_free(settings: TrainSettings) -> None:
@@ -91,7 +98,7 @@ class Trainer:
         self.settings = settings
         self.session = session
         self.paths = RunPaths(run_dir=settings.run_dir)
-        self.last_step = min(settings.steps or session.metadata.steps, session.metadata.steps)
+        self.last_step = min(settings.steps or session.metadata.end_step, session.metadata.end_step)
         self.is_sharded = session.metadata.sync == "microbatch"
         self.dtype = _dtype(settings.dtype, session.device)
         built = build_model(
@@ -100,6 +107,7 @@ class Trainer:
             # fully_shard moves one layer after the other, so that no device ever holds the whole model
             device=torch.device("cpu") if self.is_sharded else session.device,
             recompute=settings.recompute,
+            freeze_vision=settings.freeze_vision,
         )
         self.model = built.model
         if self.is_sharded:
@@ -108,7 +116,7 @@ class Trainer:
         self.first_step = self._resume() if settings.resume else 0
         self._report = self._open_report(built.parameters) if session.rank == 0 else None
         _require_shared(self.paths, session)
-        self._tell(built.parameters, built.dropped)
+        self._tell(built.parameters)
 
     def run(self, stop: StopRequest) -> bool:
         """Train until the last step, or until a rank is asked to stop; a checkpoint is there either way."""
@@ -140,12 +148,12 @@ class Trainer:
                 logits = self.model(input_ids=micro_batch.input_ids, position_ids=micro_batch.position_ids).logits
             micro_batch.loss(logits).backward()  # type: ignore[no-untyped-call]
         grad_norm = clip_gradients(self.model, self.settings.max_grad_norm)
-        learning_rate = learning_rate_at(step.index, settings=self.settings, plan_steps=self.session.metadata.steps)
+        learning_rate = learning_rate_at(step.index, settings=self.settings, plan_steps=self.session.metadata.end_step)
         set_learning_rate(self.optimizer, learning_rate)
         self.optimizer.step()
         loss = step.reduced_loss()
         timings = [(timing.order, timing.start_seconds, timing.seconds) for timing in step.timings]
-        stopping, ranks = exchange(plan, timings, stop=bool(stop))
+        stopping, ranks = gather_timings(plan, timings, stop=bool(stop))
         measured = StepMeasurement(
             step=step.index,
             loss=loss,
@@ -189,13 +197,19 @@ class Trainer:
         if not found:
             return 0
         header = read_header(found[-1])
-        check_header(header, self._header(header.step), checkpoint=found[-1])
+        check_header(header, self._header(header.step), self.session.metadata, checkpoint=found[-1])
         if header.step >= self.last_step:
             raise RunError(
                 f"{found[-1]} has finished {header.step} of {self.last_step} steps: nothing is left to resume; give a "
                 "larger --steps, or make a plan of more steps with 'fcp plan --epochs'"
             )
-        load_checkpoint(found[-1], self._state, sharding=header.sharding, rank=self.session.rank)
+        load_checkpoint(
+            found[-1],
+            self._state,
+            header=header,
+            rank=self.session.rank,
+            num_ranks=self.session.metadata.num_ranks,
+        )
         return header.step
 
     @property
@@ -224,17 +238,18 @@ class Trainer:
         )
         return Report(self.settings, run)
 
-    def _tell(self, parameters: int, dropped: str) -> None:
+    def _tell(self, parameters: int) -> None:
         if self.session.rank != 0:
             return
         metadata = self.session.metadata
         kind = str(self.dtype).removeprefix("torch.")
         note(
-            f"{self.settings.model}: {short_count(parameters)} parameters in {kind} on {metadata.num_ranks} ranks "
-            f"({self.session.device.type}), steps {self.first_step + 1} to {self.last_step} of {metadata.steps}"
+            f"{self.settings.model}: {short_count(parameters)} parameters in {kind} on "
+            f"{counted(metadata.num_ranks, 'rank')} ({self.session.device.type}), "
+            f"steps {self.first_step + 1} to {self.last_step} of {metadata.end_step}"
         )
-        if dropped:
-            note(f"{self.settings.model} is trained without {dropped}: the bundled trainer trains language models")
+        if not all(parameter.requires_grad for parameter in self.model.parameters()):
+            note(f"the vision encoder of {self.settings.model} is frozen")
 
     def close(self) -> None:
         if self._report is not None:

@@ -15,6 +15,7 @@ from fcp_cli.manifest.tokenizer import open_tokenizer
 from fcp_cli.plan.metadata import ManifestReference, PlanMetadata, Sync
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.writer import plan_writer
+from tests.patience import PATIENCE_SECONDS
 
 NUM_RANKS = 4
 SEQUENCES_PER_STEP = 6
@@ -53,14 +54,22 @@ def write_manifest(folder: Path) -> Path:
 
 
 def write_small_plan(
-    path: Path, manifest: Path, *, steps: int, sync: Sync = "iteration", num_ranks: int = NUM_RANKS, model: str = ""
+    path: Path,
+    manifest: Path,
+    *,
+    steps: int,
+    sync: Sync = "iteration",
+    num_ranks: int = NUM_RANKS,
+    ranks_per_node: int | None = None,
+    model: str = "",
+    cost_profile: str = "",
 ) -> Path:
     """A plan over the manifest's rows, in order and again from the start, as often as it takes."""
     table = read_manifest(manifest)
     metadata = PlanMetadata(
         fcp_version="test",
         num_ranks=num_ranks,
-        ranks_per_node=num_ranks,
+        ranks_per_node=ranks_per_node or num_ranks,
         sync=sync,
         global_batch_size=SEQUENCES_PER_STEP,
         tokens_per_rank=4096,
@@ -68,7 +77,7 @@ def write_small_plan(
         shuffle=False,
         solver="by hand",
         manifest=ManifestReference(name=manifest.name, rows=len(table), content_hash=table.content_hash()),
-        cost_profile=f"model: {model}\n" if model else "",
+        cost_profile=cost_profile or (f"model: {model}\n" if model else ""),
     )
     with plan_writer(path, metadata) as writer:
         for number in range(steps):
@@ -117,8 +126,21 @@ def fcp_command(*words: str) -> list[str]:
     return [sys.executable, "-m", "fcp_cli", *words]
 
 
-def run_fcp(*words: str, folder: Path, timeout_seconds: float = 240) -> subprocess.CompletedProcess[str]:
+def run_fcp(*words: str, folder: Path, timeout_seconds: float = PATIENCE_SECONDS) -> subprocess.CompletedProcess[str]:
     """Run `fcp ...` in a folder to its end."""
     return subprocess.run(
         fcp_command(*words), cwd=folder, capture_output=True, text=True, timeout=timeout_seconds, check=False
     )
+
+
+def ranks_in(folder: Path) -> list[int]:
+    """Live processes whose plan is in this folder."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (entry / "environ").read_bytes()
+        except OSError:
+            continue
+        if f"FCP_PLAN={folder}".encode() in environment:
+            found.append(int(entry.name))
+    return found

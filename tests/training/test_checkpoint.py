@@ -7,16 +7,10 @@ import pytest
 import torch
 
 from fcp_cli.errors import RunError
-from fcp_cli.training.checkpoint import (
-    CheckpointHeader,
-    TrainState,
-    check_header,
-    checkpoints,
-    load_checkpoint,
-    read_header,
-    remove_leftovers,
-    save_checkpoint,
-)
+from fcp_cli.plan.metadata import Continuation
+from fcp_cli.training.checkpoint import TrainState, load_checkpoint, remove_leftovers, save_checkpoint
+from fcp_cli.training.checkpoint_header import CheckpointHeader, check_header, checkpoints, read_header
+from tests.launching.jobs import plan_metadata
 
 pytestmark = pytest.mark.torch
 
@@ -56,7 +50,7 @@ def test_a_loaded_checkpoint_goes_on_bit_for_bit(tmp_path: Path) -> None:
     path = save(tmp_path, state)
     wanted = next_loss(state)
     other = make_state(1)
-    load_checkpoint(path, other, sharding="replicated", rank=0)
+    load_checkpoint(path, other, header=HEADER, rank=0, num_ranks=1)
     assert next_loss(other) == wanted
 
 
@@ -87,20 +81,20 @@ def test_a_damaged_checkpoint_says_how_to_go_on(tmp_path: Path) -> None:
     path = save(tmp_path, make_state(0))
     (path / "state.pt").write_bytes((path / "state.pt").read_bytes()[:500])
     with pytest.raises(RunError, match=r"state\.pt cannot be read .*; remove .*step-00000005 to resume from the one"):
-        load_checkpoint(path, make_state(1), sharding="replicated", rank=0)
+        load_checkpoint(path, make_state(1), header=HEADER, rank=0, num_ranks=1)
 
 
 def test_code_in_a_checkpoint_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, make_state(0))
     torch.save({"model": {}, "optimizer": Path.cwd}, path / "state.pt")
     with pytest.raises(RunError, match="cannot be read"):
-        load_checkpoint(path, make_state(1), sharding="replicated", rank=0)
+        load_checkpoint(path, make_state(1), header=HEADER, rank=0, num_ranks=1)
 
 
 def test_a_checkpoint_of_another_model_does_not_fit(tmp_path: Path) -> None:
     path = save(tmp_path, make_state(0, width=4))
     with pytest.raises(RunError, match=r"does not fit this model: 0\.weight is \(4, 4\), not \(3, 3\)"):
-        load_checkpoint(path, make_state(1), sharding="replicated", rank=0)
+        load_checkpoint(path, make_state(1), header=HEADER, rank=0, num_ranks=1)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +107,25 @@ def test_a_checkpoint_of_another_model_does_not_fit(tmp_path: Path) -> None:
     ],
 )
 def test_resuming_under_other_conditions_is_refused(change: dict[str, object], message: str) -> None:
+    wanted = replace(HEADER, **change)  # type: ignore[arg-type]
     with pytest.raises(RunError, match=message):
-        check_header(HEADER, replace(HEADER, **change), checkpoint=Path("step-00000005"))  # type: ignore[arg-type]
+        check_header(HEADER, wanted, plan_metadata(plan_hash=wanted.plan_hash), checkpoint=Path("step-00000005"))
+
+
+def test_a_plan_that_goes_on_from_the_checkpoint_may_have_other_ranks_but_no_other_model() -> None:
+    continues = Continuation(plan_hash=HEADER.plan_hash, num_ranks=1, first_step=5, trained="")
+    wanted = replace(HEADER, plan_hash="b" * 64, num_ranks=3)
+    plan = plan_metadata(plan_hash=wanted.plan_hash, num_ranks=3, continues=continues)
+    check_header(HEADER, wanted, plan, checkpoint=Path("step-00000005"))
+    with pytest.raises(RunError, match="was made with model tiny, but this run has big"):
+        check_header(HEADER, replace(wanted, model="big"), plan, checkpoint=Path("step-00000005"))
+    with pytest.raises(RunError) as error:
+        path = Path("run/checkpoints/step-00000006")
+        check_header(replace(HEADER, step=6), wanted, plan, checkpoint=path)
+    assert str(error.value) == (
+        "run/checkpoints/step-00000006 has finished 6 steps, but the plan bbbbbbbbbbbb goes on from step 5; make it "
+        "again with 'fcp plan --continue-from run --ranks 3'"
+    )
 
 
 def test_a_foreign_header_is_refused(tmp_path: Path) -> None:

@@ -36,7 +36,6 @@ def test_the_tiny_model_has_the_parameters_that_its_description_counts() -> None
     built = build_model("qwen3-tiny", seed=0, device=CPU)
     assert built.parameters == load_model("qwen3-tiny").parameters
     assert type(built.model).__name__ == "Qwen3ForCausalLM"
-    assert built.dropped == ""
 
 
 def test_equal_seeds_give_equal_weights() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fcp_cli.training.optimizer import clip_gradients, learning_rate_at, make_optimizer
@@ -25,7 +25,6 @@ def test_the_schedule_rises_to_the_peak_and_falls_to_the_floor() -> None:
     assert rates[13:] == [pytest.approx(0.1)] * 2
 
 
-@settings(deadline=None)
 @given(warmup=st.integers(0, 50), steps=st.integers(1, 200), step=st.integers(0, 300))
 def test_the_rate_is_positive_and_never_above_the_peak(warmup: int, steps: int, step: int) -> None:
     chosen = settings_with(learning_rate=0.5, warmup_steps=warmup)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,9 +21,10 @@ import pytest
 import torch
 
 from fcp_cli.launching import processes
-from fcp_cli.training.checkpoint import checkpoints
+from fcp_cli.profiling.shipped import shipped_profile_path
+from fcp_cli.training.checkpoint_header import checkpoints
 from fcp_cli.training.metrics import read_metrics
-from tests.training.small_runs import fcp_command, run_fcp, write_manifest, write_small_plan
+from tests.training.small_runs import fcp_command, ranks_in, run_fcp, write_manifest, write_small_plan
 
 pytestmark = [pytest.mark.distributed, pytest.mark.hf]
 
@@ -68,7 +70,7 @@ def killed(folder: Path, broken: Path) -> Ended:
     words = (*SETTINGS, "--checkpoint-every", "5", "--run-dir", str(broken))
     with launched(*words, folder=folder) as (process, read_to):
         read_to("step 7/")
-        (agent,) = processes.children(process.pid)
+        (agent,) = filter(processes.children, processes.children(process.pid))  # its guard starts nothing
         os.kill(processes.children(agent)[2], signal.SIGKILL)
         return read_to(None)
 
@@ -105,19 +107,6 @@ def launched(*words: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str],
             processes.kill_tree(process.pid)
 
 
-def ranks_in(folder: Path) -> list[int]:
-    """Live processes whose plan is in this folder."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (entry / "environ").read_bytes()
-        except OSError:
-            continue
-        if f"FCP_PLAN={folder}".encode() in environment:
-            found.append(int(entry.name))
-    return found
-
-
 def steps_of(run_dir: Path) -> list[tuple[Any, ...]]:
     """What must not depend on interruptions, per step."""
     return [
@@ -141,7 +130,10 @@ def same_bits(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 def test_a_killed_rank_ends_the_job_and_is_named(killed: Ended) -> None:
     assert killed.status == 1
     assert killed.ranks_left == []
-    assert "error: rank 2 was ended by signal 9 (out of memory?); its whole output is in " in killed.printed
+    assert (
+        f"error: rank 2 on {socket.gethostname()} was ended by signal 9 (out of memory?); its whole output is in "
+        in (killed.printed)
+    )
     assert "Traceback" not in killed.printed
 
 
@@ -164,6 +156,40 @@ def test_a_run_that_was_killed_and_resumed_equals_one_that_was_not(
     assert steps == steps_of(straight)[: len(steps)]
     for checkpoint in checkpoints(broken / "checkpoints"):
         assert same_bits(tensors_of(checkpoint), tensors_of(straight / "checkpoints" / checkpoint.name))
+
+
+def cut(run_dir: Path, finished: Path, *, step: int) -> None:
+    """A run that stopped after `step`: a copy of a finished one whose later checkpoints were never made."""
+    shutil.copytree(finished, run_dir)
+    for path in checkpoints(run_dir / "checkpoints"):
+        if path.name != f"step-{step:08d}":
+            shutil.rmtree(path)
+
+
+def go_on(folder: Path, run_dir: str, *, ranks: int, steps: int) -> list[tuple[Any, ...]]:
+    """Plan what is left of a run for other ranks, resume it, and return all its steps."""
+    profile = shipped_profile_path("qwen3-tiny")
+    words = ("--ranks", str(ranks), "--solver", "fcp-paper", "--profile", str(profile), "-o", f"{run_dir}.parquet")
+    planned = run_fcp("plan", "--continue-from", run_dir, *words, folder=folder)
+    assert planned.returncode == 0, planned.stderr
+    command = f"fcp launch --run-dir {run_dir} --resume --plan {run_dir}.parquet"
+    assert planned.stderr.splitlines()[-1] == f"wrote {run_dir}.parquet; next: {command}"
+    ended = run_fcp(*command.split()[1:], "--steps", str(steps), folder=folder)
+    assert ended.returncode == 0, ended.stderr
+    return steps_of(folder / run_dir)
+
+
+def assert_same_trajectory(ours: list[tuple[Any, ...]], theirs: list[tuple[Any, ...]]) -> None:
+    """Same steps, tokens and learning rates; losses and gradient norms as near as float32 sums in another order are."""
+    for (step, loss, tokens, norm, rate), wanted in zip(ours, theirs, strict=True):
+        assert (step, tokens, rate) == (wanted[0], wanted[2], wanted[4])
+        assert loss == pytest.approx(wanted[1], rel=2e-6)
+        assert norm == pytest.approx(wanted[3], rel=1e-4)
+
+
+def test_a_run_that_loses_a_rank_goes_on_as_if_nothing_had_happened(folder: Path, straight: Path) -> None:
+    cut(folder / "fewer", straight, step=3)
+    assert_same_trajectory(go_on(folder, "fewer", ranks=3, steps=6), steps_of(straight)[:6])
 
 
 def test_metrics_have_the_promised_fields(straight: Path) -> None:
@@ -207,7 +233,7 @@ def test_the_loss_falls_on_real_text(straight: Path) -> None:
     assert losses[-1] < losses[0] - 1.0
 
 
-def test_a_sharded_run_resumes_bit_for_bit(folder: Path) -> None:
+def test_a_sharded_run_resumes_bit_for_bit_and_on_more_ranks(folder: Path) -> None:
     words = ("launch", "--plan", "waves.parquet", "--model", "qwen3-tiny", "--checkpoint-every", "2")
     ended = run_fcp(*words, "--run-dir", "whole", folder=folder)
     assert ended.returncode == 0, ended.stderr
@@ -222,3 +248,5 @@ def test_a_sharded_run_resumes_bit_for_bit(folder: Path) -> None:
             for run in ("resumed", "whole")
         )
         assert same_bits(ours, theirs)
+    cut(folder / "more", folder / "whole", step=2)
+    assert_same_trajectory(go_on(folder, "more", ranks=3, steps=4), steps_of(folder / "whole"))

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fcp_cli.errors import UsageError
@@ -14,7 +14,6 @@ from fcp_cli.training.settings import TrainSettings, parse_settings
 REQUIRED: dict[str, Any] = {"plan": Path("plan.parquet"), "model": "qwen3-tiny", "run_dir": Path("run dir")}
 
 
-@settings(deadline=None)
 @given(
     steps=st.none() | st.integers(1, 10**9),
     learning_rate=st.floats(0, 10, allow_nan=False),

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.training.exchange import decode, encode, most_micro_batches
+from fcp_cli.training.timings import decode, encode, most_micro_batches
 from tests.training.small_runs import write_manifest, write_small_plan
 
 pytestmark = pytest.mark.torch
 
 
-def test_timings_of_all_ranks_survive_the_exchange(tmp_path: Path) -> None:
+def test_timings_of_all_ranks_survive_the_gathering(tmp_path: Path) -> None:
     plan_path = write_small_plan(tmp_path / "plan.parquet", write_manifest(tmp_path), steps=1)
     plan = next(PlanReader(plan_path).steps())
     most = most_micro_batches(plan)

@@ -53,7 +53,7 @@ def most_micro_batches(plan: StepPlan) -> int:
     return int(torch.bincount(torch.from_numpy(plan.ranks.astype("int64"))).max())
 
 
-def exchange(
+def gather_timings(
     plan: StepPlan, timings: Sequence[tuple[int, float, float]], *, stop: bool
 ) -> tuple[bool, list[list[MicroBatchTiming]]]:
     """Tell all ranks this rank's timings and stop request; returns everybody's, the same on every rank."""

@@ -1,0 +1,95 @@
+"""What a checkpoint says about itself, and which a run has. Imports no torch: `fcp plan` and `fcp launch` look, too."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fcp_cli.errors import RunError
+from fcp_cli.plan.metadata import PlanMetadata
+
+FORMAT = "fcp-checkpoint/1"
+PREFIX = "step-"
+
+Sharding = Literal["replicated", "sharded"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointHeader:
+    """What must agree before anything is loaded, and what a person wants to know about a checkpoint."""
+
+    step: int
+    plan_hash: str
+    num_ranks: int
+    sharding: Sharding
+    model: str
+    torch: str
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The whole checkpoints of a run, oldest first."""
+    return sorted(path.parent for path in folder.glob(f"{PREFIX}*/checkpoint.json"))
+
+
+def read_header(checkpoint: Path) -> CheckpointHeader:
+    """Read what a checkpoint says about itself.
+
+    Raises:
+        RunError: it is damaged or of another format.
+    """
+    path = checkpoint / "checkpoint.json"
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        found = document.pop("format", None)
+        if found != FORMAT:
+            raise RunError(f"{path} has format {found!r}; this fcp reads {FORMAT!r}")
+        return CheckpointHeader(**document)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise RunError(f"{path} is damaged ({error}); remove {checkpoint} to resume from the one before") from error
+
+
+def check_header(header: CheckpointHeader, wanted: CheckpointHeader, plan: PlanMetadata, *, checkpoint: Path) -> None:
+    """Refuse to resume under another plan, number of ranks, model or sharding; a plan may go on from another's.
+
+    Args:
+        header: of the checkpoint.
+        wanted: of the one that the run would save now.
+        plan: that shall be followed now.
+        checkpoint: for messages.
+
+    Raises:
+        RunError: names what differs.
+    """
+    check_plan_of(header, plan, checkpoint=checkpoint)
+    same_plan = header.plan_hash == plan.plan_hash
+    for name in ("num_ranks", "model", "sharding") if same_plan else ("model", "sharding"):
+        then, now = getattr(header, name), getattr(wanted, name)
+        if then != now:
+            raise RunError(
+                f"{checkpoint} was made with {name.replace('_', ' ')} {then}, but this run has {now}; "
+                "start a new run without --resume"
+            )
+
+
+def check_plan_of(header: CheckpointHeader, plan: PlanMetadata, *, checkpoint: Path) -> None:
+    """A checkpoint belongs to the plan it was made under, or to one that goes on from exactly there.
+
+    Raises:
+        RunError: it does not.
+    """
+    if header.plan_hash == plan.plan_hash:
+        return
+    continues = plan.continues
+    if continues is None or continues.plan_hash != header.plan_hash:
+        raise RunError(
+            f"{checkpoint} was made under the plan {header.plan_hash[:12]}, but this one is {plan.plan_hash[:12]}; "
+            "resume with that plan, or start a new run without --resume"
+        )
+    if continues.first_step != header.step:
+        raise RunError(
+            f"{checkpoint} has finished {header.step} steps, but the plan {plan.plan_hash[:12]} goes on from step "
+            f"{continues.first_step}; make it again with 'fcp plan --continue-from {checkpoint.parent.parent} --ranks "
+            f"{plan.num_ranks}'"
+        )

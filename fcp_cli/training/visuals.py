@@ -1,0 +1,124 @@
+"""Made-up images and videos of the sizes that a manifest records, with made-up text around them.
+
+Everything about a sequence but its content is real: how many tokens it has, which of them are visual, and the patches
+that the encoder runs. A row is the same on every rank and in every run; pixels are drawn only where they are encoded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fcp_cli.errors import RunError
+from fcp_cli.manifest.sources.media import MediaRecords
+from fcp_cli.manifest.table import IntArray
+from fcp_cli.manifest.vision import InternVision, QwenVision, Visual
+from fcp_cli.runtime.followed_step import IGNORED
+from fcp_cli.runtime.integrations import internvl, qwen3_vl
+from fcp_cli.runtime.visuals import VisualSequence
+
+
+class SyntheticVisuals:
+    """A `Fetch` over the rows of a manifest that was built from sizes of images and videos.
+
+    Args:
+        records: the sizes.
+        lengths: [rows] tokens of each sequence.
+        config: of the whole model.
+        seed: of text and pixels.
+
+    Raises:
+        RunError: the manifest was counted for a model with other patches.
+    """
+
+    def __init__(self, records: MediaRecords, lengths: IntArray, config: Any, *, seed: int) -> None:
+        self._records = records
+        self._lengths = lengths
+        self._config = config
+        self._seed = seed
+        _require_same_patches(records, config)
+
+    def __call__(self, row: int) -> VisualSequence:
+        images, videos = self._records(row)
+        ids = self._ids(row, images, videos)
+        labels = np.where(np.isin(ids, self._placeholders), IGNORED, ids)
+        if self._config.model_type == "internvl":
+            return internvl.visual_sequence(
+                self._config, ids, labels=labels, pixel_values=lambda start, stop: self._tiles(row, start, stop)
+            )
+        return qwen3_vl.visual_sequence(
+            self._config,
+            ids,
+            labels=labels,
+            image_grid_thw=_grids(images),
+            video_grid_thw=_grids(videos),
+            pixel_values=lambda start, stop: self._patches(row, 0, start, stop),
+            pixel_values_videos=lambda start, stop: self._patches(row, 1, start, stop),
+        )
+
+    @property
+    def _placeholders(self) -> list[int]:
+        return [self._config.image_token_id, getattr(self._config, "video_token_id", self._config.image_token_id)]
+
+    def _ids(self, row: int, images: tuple[Visual, ...], videos: tuple[Visual, ...]) -> IntArray:
+        """[length] random text with the placeholders of one part after each piece of it, and the rest at the end."""
+        image, video = self._placeholders
+        parts = [(image, self._part_tokens(visual)) for visual in images for _ in range(visual.grid[0])]
+        parts += [(video, self._part_tokens(visual)) for visual in videos for _ in range(visual.grid[0])]
+        text_tokens = int(self._lengths[row]) - sum(count for _, count in parts)
+        generator = np.random.default_rng([self._seed, row])
+        text = generator.integers(0, min(image, video), text_tokens, np.int64)
+        gap = text_tokens // (len(parts) + 1)
+        pieces = [
+            np.concatenate((text[i * gap : (i + 1) * gap], np.full(count, placeholder)))
+            for i, (placeholder, count) in enumerate(parts)
+        ]
+        return np.concatenate((*pieces, text[len(parts) * gap :]))
+
+    def _part_tokens(self, visual: Visual) -> int:
+        _, height, width = visual.grid
+        if self._config.model_type == "internvl":
+            return int(self._config.image_seq_length)
+        return height * width // int(self._config.vision_config.spatial_merge_size) ** 2
+
+    def _patches(self, row: int, kind: int, start: int, stop: int) -> Tensor:
+        vision = self._config.vision_config
+        values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        return self._noise((row, kind, start), (stop - start, values))
+
+    def _tiles(self, row: int, start: int, stop: int) -> Tensor:
+        vision = self._config.vision_config
+        return self._noise((row, start), (stop - start, vision.num_channels, *vision.image_size))
+
+    def _noise(self, key: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        generator = np.random.default_rng([self._seed, *key])
+        return torch.from_numpy(generator.standard_normal(shape, np.float32))
+
+
+def _grids(visuals: tuple[Visual, ...]) -> IntArray:
+    return np.array([visual.grid for visual in visuals], dtype=np.int64).reshape(-1, 3)
+
+
+def _require_same_patches(records: MediaRecords, config: Any) -> None:
+    """The manifest's tokens hold for one way to cut pictures."""
+    processor, vision = records.processor, config.vision_config
+    if config.model_type == "qwen3_vl" and isinstance(processor, QwenVision):
+        counted = (processor.patch_size, processor.merge_size, processor.temporal_patch_size)
+        wanted = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
+    elif config.model_type == "internvl" and isinstance(processor, InternVision):
+        counted = (processor.tile_pixels, processor.patch_size, processor.tokens_per_tile)
+        wanted = (vision.image_size[0], vision.patch_size[0], config.image_seq_length)
+    else:
+        family = "qwen3-vl" if config.model_type == "qwen3_vl" else "internvl"
+        raise RunError(
+            f"{records.path} was counted with the processor {records.processor.describe()['name']}, but the model is "
+            f"of the family {family}; build the manifest again with --processor {family}"
+        )
+    if counted != wanted:
+        raise RunError(
+            f"{records.path} was counted for patches {counted}, but the model's are {wanted} (see its vision figures); "
+            "build the manifest again with --processor and the folder of the model's checkpoint"
+        )

@@ -1,0 +1,128 @@
+"""The bundled trainer on made-up images and clips."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from fcp_cli.errors import RunError
+from fcp_cli.files import shipped
+from fcp_cli.manifest.read import read_manifest
+from fcp_cli.manifest.synth import Scale, write_media_records
+from fcp_cli.manifest.tokens import open_media
+from tests.manifest.datasets import build
+from tests.training.small_runs import write_small_plan
+
+pytest.importorskip("transformers")
+
+from fcp_cli.training.models import build_model, model_config
+from fcp_cli.training.train import main
+from fcp_cli.training.visuals import SyntheticVisuals
+
+pytestmark = [pytest.mark.torch, pytest.mark.hf]
+
+ROWS = 12
+
+
+def manifest_of(folder: Path, processor: str = "qwen3-vl", *, fps: float | None = None) -> Path:
+    scale = Scale(short_side=32, frames_per_second=fps)
+    write_media_records(folder / "sizes.jsonl", "mixed", ROWS, seed=1, scale=scale, advance=lambda done: None)
+    build(folder / "sizes.jsonl", folder / "lengths.parquet", kind="media", processor=processor)
+    return folder / "lengths.parquet"
+
+
+def visuals(manifest: Path, model: str = "qwen3-vl-tiny") -> SyntheticVisuals:
+    records = open_media(manifest)
+    assert records is not None
+    return SyntheticVisuals(records, read_manifest(manifest).length_tokens, model_config(model), seed=0)
+
+
+@pytest.mark.parametrize(("processor", "model"), [("qwen3-vl", "qwen3-vl-tiny"), ("internvl", "internvl3-2b")])
+def test_made_up_sequences_have_the_tokens_and_patches_of_the_manifest(
+    processor: str, model: str, tmp_path: Path
+) -> None:
+    manifest = manifest_of(tmp_path, processor)
+    fetch, table = visuals(manifest, model), read_manifest(manifest)
+    assert table.vision_patches is not None
+    for row in range(ROWS):
+        sequence = fetch(row)
+        assert len(sequence.tokens) == len(sequence.labels) == table.length_tokens[row]
+        assert sum(part.grid[0] * part.grid[1] for part in sequence.parts) == table.vision_patches[row]
+        assert (sequence.labels == -100).sum() == sum(part.num_tokens for part in sequence.parts)
+
+
+def test_a_row_is_the_same_on_every_rank_and_its_pixels_are_those_of_its_part(tmp_path: Path) -> None:
+    manifest = manifest_of(tmp_path)
+    one, other = visuals(manifest)(4), visuals(manifest)(4)
+    assert np.array_equal(one.tokens, other.tokens)
+    assert one.parts
+    for part, again in zip(one.parts, other.parts, strict=True):
+        assert part.pixels().shape == (part.grid[0] * part.grid[1], 3 * 2 * 16 * 16)
+        assert torch.equal(part.pixels(), again.pixels())
+
+
+@pytest.mark.parametrize(
+    ("processor", "model", "message"),
+    [
+        ("internvl", "qwen3-vl-tiny", "counted with the processor internvl, but the model is of the family qwen3-vl"),
+        ("qwen3-vl", "internvl3-2b", "build the manifest again with --processor internvl"),
+    ],
+)
+def test_a_manifest_of_another_family_is_refused(processor: str, model: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=message):
+        visuals(manifest_of(tmp_path, processor), model)
+
+
+def run(folder: Path, *words: str, model: str = "qwen3vl-tiny") -> list[dict[str, Any]]:
+    """The step records of a run of one rank, in this process."""
+    plan = write_small_plan(folder / "plan.parquet", folder / "lengths.parquet", steps=1, num_ranks=1)
+    arguments = ["--plan", str(plan), "--manifest", str(folder / "lengths.parquet"), "--run-dir", str(folder / "run")]
+    assert main([*arguments, "--model", model, "--device", "cpu", *words]) == 0
+    records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if record["kind"] == "step"]
+
+
+@pytest.mark.parametrize("words", [(), ("--freeze-vision", "--recompute")], ids=["trained", "frozen, recomputed"])
+def test_the_tiny_model_trains_on_images_and_clips(words: tuple[str, ...], tmp_path: Path) -> None:
+    manifest_of(tmp_path)
+    steps = run(tmp_path, *words, "--learning-rate", "1e-2", "--warmup-steps", "0")
+    assert len(steps) == 1
+    assert all(0 < step["loss"] < 8 and step["grad_norm"] > 0 for step in steps)
+
+
+def test_a_small_internvl_trains_on_the_same_sizes(tmp_path: Path) -> None:
+    document = yaml.safe_load((shipped("profiles") / "models" / "qwen3-vl-tiny.yaml").read_text())
+    tower = {"depth": 1, "hidden_size": 16, "num_heads": 2, "ffn_size": 16, "out_hidden_size": 128, "merge_size": 2}
+    document |= {"name": "internvl-tiny", "aliases": [], "architecture": "internvl", "vision": {
+        **tower, "kind": "internvit", "patch_size": 14, "temporal_patch_size": 1, "image_size": 56
+    }}  # fmt: skip
+    (tmp_path / "internvl-tiny.yaml").write_text(yaml.safe_dump(document))
+    images: dict[str, Any] = {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 56, "width": 56}}
+    images |= {"min_patches": 1, "max_patches": 4, "crop_to_patches": True}
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": images, "image_seq_length": 4}))
+    manifest_of(tmp_path, str(tmp_path), fps=0.5)
+    (step,) = run(tmp_path, model=str(tmp_path / "internvl-tiny.yaml"))
+    assert 0 < step["loss"] < 8
+    assert step["grad_norm"] > 0
+
+
+def test_a_frozen_encoder_has_nothing_to_train() -> None:
+    built: Any = build_model("qwen3-vl-tiny", seed=0, device=torch.device("cpu"), freeze_vision=True).model
+    trained = {name.split(".")[1] for name, parameter in built.named_parameters() if parameter.requires_grad}
+    assert trained == {"language_model"}
+    assert not any(parameter.requires_grad for parameter in built.base_model.visual.parameters())
+
+
+def test_a_vision_model_on_text_alone_leaves_its_encoder_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": "ab" * n}) + "\n" for n in range(1, ROWS + 1)))
+    build(tmp_path / "texts.jsonl", tmp_path / "lengths.parquet", kind="jsonl")
+    assert len(run(tmp_path)) == 1
+    assert "the vision encoder of qwen3vl-tiny is frozen" in capsys.readouterr().err
