@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
+from fcp_cli.runtime.followed_step import IGNORED
 from fcp_cli.runtime.loader import Fetch
-from fcp_cli.runtime.loss import IGNORED, next_token_labels, token_loss_sum
+from fcp_cli.runtime.loss import next_token_labels, token_loss_sum
 from fcp_cli.runtime.order import Operation
 from fcp_cli.runtime.session import LocalMicroBatch, Session
 from fcp_cli.runtime.transport import RecordingTransport, ThreadTransport

@@ -94,7 +94,7 @@ def verify(plan: Path, *, num_steps: int = 3, first_step: int = 0, max_length: i
         )
     steps = list(islice(PlanReader(plan).steps(first_step), num_steps))
     if not steps:
-        raise RunError(f"{plan} has {metadata.steps} steps, none from step {first_step} on")
+        raise RunError(f"{plan} ends after step {metadata.end_step - 1}: there is none from step {first_step} on")
     longest = max(int(step.lengths.max()) for step in steps)
     scale = min(1.0, max_length / longest)
     scaled = [_scaled(step, scale, number) for number, step in enumerate(steps)]
@@ -121,7 +121,7 @@ def _scaled(step: StepPlan, scale: float, number: int) -> StepPlan:
 
 def _write(path: Path, metadata: PlanMetadata, steps: Sequence[StepPlan]) -> Path:
     """The steps as a plan file of their own, so that all of the runtime takes part in replaying them."""
-    with plan_writer(path, replace(metadata, tensor_parallel=1, pipeline_parallel=1)) as writer:
+    with plan_writer(path, replace(metadata, tensor_parallel=1, pipeline_parallel=1, continues=None)) as writer:
         for step in steps:
             writer.append(step)
     return path

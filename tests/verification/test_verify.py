@@ -14,7 +14,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import fcp_cli.commands  # noqa: F401  registers the verbs
 from fcp_cli.app import app
 from fcp_cli.errors import PlanError, RunError
 from fcp_cli.plan.step import MicroBatch
@@ -134,7 +133,7 @@ def test_more_ranks_than_can_be_emulated_are_refused(tmp_path: Path) -> None:
 
 
 def test_steps_beyond_the_plan_are_refused(plan: Path) -> None:
-    with pytest.raises(RunError, match="has 2 steps, none from step 2 on"):
+    with pytest.raises(RunError, match="ends after step 1: there is none from step 2 on"):
         verify(plan, first_step=2)
 
 
