@@ -3,40 +3,48 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from fcp_cli.launching.request import Launch
+from fcp_cli.launching.inject import without_entry
+from fcp_cli.launching.local import local_spec
+from fcp_cli.launching.node_command import node_argv, shell_command
+from fcp_cli.launching.resolve import Launch
 from fcp_cli.launching.run_dirs import FORMAT
-from fcp_cli.launching.torchrun import shell_command, torchrun_argv
+from fcp_cli.launching.spec import MODEL_VARIABLE
+from fcp_cli.launching.targets.catalog import LOCAL, JobFile
 from fcp_cli.training.settings import TrainSettings
 
 # Said elsewhere in the document, or true of one start only.
 _NOT_REMEMBERED = ("plan", "model", "run_dir", "manifest", "resume", "quiet")
 
 
-def launch_document(launch: Launch) -> dict[str, Any]:
-    """Everything that decides what runs, with the command of every node."""
+def launch_document(launch: Launch, files: Sequence[JobFile] = ()) -> dict[str, Any]:
+    """Everything that decides what runs, with the command of every node, or the files that start it on a cluster."""
     spec, settings = launch.spec, launch.settings
-    nodes = range(spec.num_nodes)
+    specs = [local_spec(launch, node) for node in range(spec.num_nodes)] if launch.target == LOCAL else []
     return {
         "format": FORMAT,
         "plan": str(spec.plan),
         "plan_hash": launch.metadata.plan_hash,
         "num_ranks": launch.metadata.num_ranks,
         "run_dir": str(spec.run_dir),
-        "model": settings.model if settings is not None else spec.environment.get("FCP_MODEL"),
+        "model": settings.model if settings is not None else spec.environment.get(MODEL_VARIABLE),
         "manifest": _text(settings.manifest) if settings is not None else None,
         "training": None if settings is None else _remembered(settings),
-        "program": [*spec.program, *(() if settings is not None else spec.arguments)],
+        "program": list(spec.program) if settings is not None else without_entry([*spec.program, *spec.arguments]),
+        "target": launch.target,
+        "launcher": spec.launcher,
         "num_nodes": spec.num_nodes,
         "processes_per_node": spec.processes_per_node,
         "environment": spec.job_environment(),
         "commands": [
-            {"node": node, "argv": torchrun_argv(spec, node_rank=node), "shell": shell_command(spec, node_rank=node)}
-            for node in nodes
+            {"node": node, "argv": node_argv(each, node_rank=node), "shell": shell_command(each, node_rank=node)}
+            for node, each in enumerate(specs)
         ],
+        "files": [{"name": file.name, "text": file.text} for file in files],
     }
 
 

@@ -1,140 +1,193 @@
-"""What `fcp env` tells: versions, devices and communication libraries, for an issue or a colleague."""
+"""The environment that each stack needs, and why. Pure: a job and a machine in, variables out.
+
+What the user has exported always wins; `checks.py` warns where that is known to break.
+"""
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
-import os
-import platform
-import re
-import shutil
-import sys
-from pathlib import Path
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from fcp_cli import __version__
-from fcp_cli.errors import FcpError
-from fcp_cli.launching.machine import find_machine, load_torch
+from fcp_cli.launching.job import Job
+from fcp_cli.launching.machine import Machine
 
-_PACKAGES = (
-    "numpy",
-    "pyarrow",
-    "numba",
-    "scipy",
-    "torch",
-    "torch-npu",
-    "transformers",
-    "tokenizers",
-    "tensorboard",
-    "mindspore",
-    "mindspeed",
-    "megatron-core",
-    "transformer-engine",
-    "flash-attn",
+# Communicators of a job under a plan: torch.distributed's own, and the one that carries every ring.
+COMMUNICATORS = 2
+# HCCL keeps a buffer to send and one to receive for each communicator.
+HCCL_BUFFERS = 2
+HCCL_PORTS = 16
+_HCCL_DEFAULT_MB = 200
+_HCCL_LEAST_MB = 32
+_HCCL_MOST_MB = 400
+_HCCL_SHARE = 0.05  # of a device's memory, for all communicators
+_HCCL_BASE_PORT = 25_809
+_MEGABYTE = 1 << 20
+_YOURS = "your environment"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variable:
+    """One variable of the job.
+
+    Attributes:
+        value: what the ranks will see; "" where each node finds its own when it starts.
+        reason: why it is set at all.
+        source: where the value comes from.
+        is_given: whether the user had set it, so that fcp leaves it alone.
+    """
+
+    name: str
+    value: str
+    reason: str
+    source: str
+    is_given: bool = False
+
+
+def job_variables(
+    job: Job, machine: Machine, given: Mapping[str, str], *, interface: str | None = None
+) -> tuple[Variable, ...]:
+    """Every variable of the job's stack, in the order of `--explain`.
+
+    Args:
+        job: what is launched.
+        machine: where `fcp launch` runs.
+        given: the user's environment, which wins.
+        interface: this machine's network interface towards node 0, where there are several nodes.
+    """
+    wanted = [*_common(job, machine, interface), *_STACKS.get(job.stack, _nothing)(job, interface)]
+    return tuple(_respecting(variable, given) for variable in wanted)
+
+
+def set_by_fcp(variables: Sequence[Variable]) -> dict[str, str]:
+    """What has to be added to the user's environment."""
+    return {variable.name: variable.value for variable in variables if variable.value and not variable.is_given}
+
+
+def _respecting(variable: Variable, given: Mapping[str, str]) -> Variable:
+    value = given.get(variable.name)
+    if value is None:
+        return variable
+    source = _YOURS if value == variable.value else f"{_YOURS}; fcp would set {variable.value}"
+    return replace(variable, value=value, source=source, is_given=True)
+
+
+def _common(job: Job, machine: Machine, interface: str | None) -> Iterator[Variable]:
+    if machine.device == "cpu" and job.num_nodes == 1:
+        yield Variable(
+            name="OMP_NUM_THREADS",
+            value=str(machine.threads_per_rank(job.processes_per_node)),
+            reason="threads of a rank; torchrun would give it one",
+            source=f"{machine.num_cores} cores over {job.processes_per_node} ranks",
+        )
+    if job.num_nodes > 1:
+        yield _interface("GLOO_SOCKET_IFNAME", interface, job, "gloo")
+
+
+def _interface(name: str, interface: str | None, job: Job, user: str) -> Variable:
+    where = "this machine's" if interface else "each node's own"
+    return Variable(
+        name=name,
+        value=interface or "",
+        reason=f"the network between nodes, for {user}",
+        source=f"{where} route to {job.master_addr}",
+    )
+
+
+def _connections(job: Job) -> Variable:
+    """One hardware queue keeps kernels in the order of their launch; FSDP2 needs a second one to prefetch weights."""
+    # A pipeline has the same sync, and tensor parallelism needs the one order; neither is FSDP2's.
+    is_sharded = job.metadata.sync == "microbatch" and job.metadata.devices_per_rank == 1
+    return Variable(
+        name="CUDA_DEVICE_MAX_CONNECTIONS",
+        value="2" if is_sharded else "1",
+        reason="FSDP2 gathers weights beside attention; 1 would serialise them"
+        if is_sharded
+        else "a ring's hop starts before the attention that hides it",
+        source=f"the plan's sync, {job.metadata.sync}"
+        if job.metadata.devices_per_rank == 1
+        else f"the plan's ranks of {job.metadata.devices_per_rank} devices",
+    )
+
+
+def _cuda(job: Job, interface: str | None) -> Iterator[Variable]:
+    yield _connections(job)
+    yield Variable(
+        name="PYTORCH_CUDA_ALLOC_CONF",
+        value="expandable_segments:True",
+        reason="micro-batches of changing sizes would fragment device memory",
+        source="fcp's default for CUDA",
+    )
+    if job.num_nodes > 1:
+        yield _interface("NCCL_SOCKET_IFNAME", interface, job, "NCCL's bootstrap")
+
+
+def _ascend(job: Job, interface: str | None) -> Iterator[Variable]:
+    yield _connections(job)
+    yield from _ASCEND_CONSTANTS
+    yield _hccl_buffer(job)
+    yield _hccl_port(job)
+    if job.num_nodes > 1:
+        yield _interface("HCCL_SOCKET_IFNAME", interface, job, "HCCL's bootstrap")
+        yield _interface("TP_SOCKET_IFNAME", interface, job, "torch_npu's store")
+
+
+def _ascend_constant(name: str, value: str, reason: str) -> Variable:
+    return Variable(name=name, value=value, reason=reason, source="fcp's default for Ascend")
+
+
+_ASCEND_CONSTANTS = (
+    _ascend_constant("HCCL_CONNECT_TIMEOUT", "1200", "seconds for all ranks to connect; 120, its default, is too few"),
+    _ascend_constant("HCCL_EXEC_TIMEOUT", "3600", "seconds that a rank may wait for a slower one; not below the above"),
+    _ascend_constant(
+        "PYTORCH_NPU_ALLOC_CONF",
+        "expandable_segments:True",
+        "micro-batches of changing sizes would fragment device memory",
+    ),
+    _ascend_constant("TASK_QUEUE_ENABLE", "2", "operators are queued by a second thread; most per second"),
+    _ascend_constant("CPU_AFFINITY_CONF", "1", "each rank's threads stay on cores near its device"),
+    _ascend_constant("ACLNN_CACHE_LIMIT", "100000", "operators of changing shapes are found again"),
+    _ascend_constant("ASCEND_GLOBAL_LOG_LEVEL", "3", "CANN logs errors only"),
+    _ascend_constant("ASCEND_SLOG_PRINT_TO_STDOUT", "0", "CANN's log stays out of the ranks' output"),
 )
-# Settings that change how a job starts or communicates; values of other variables are nobody's business.
-_VARIABLES = (
-    "FCP_",
-    "OMP_NUM_THREADS",
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "ASCEND_HOME_PATH",
-    "ASCEND_RT_VISIBLE_DEVICES",
-    "NCCL_",
-    "HCCL_",
-    "GLOO_SOCKET_IFNAME",
-    "TP_SOCKET_IFNAME",
-    "PYTORCH_",
-    "TORCH_DEVICE_BACKEND_AUTOLOAD",
-    "SLURM_JOB_ID",
-)
-_NOT_INSTALLED = "not installed"
 
 
-def environment_report() -> dict[str, Any]:
-    """Versions, devices, libraries and settings; never raises, since it is asked for when something is broken."""
-    return {
-        "fcp": __version__,
-        "python": f"{platform.python_version()} ({sys.executable})",
-        "system": platform.platform(),
-        "cpu_cores": os.cpu_count(),
-        "packages": {name: _version(name) for name in _PACKAGES},
-        "devices": _devices(),
-        "communication": _communication(),
-        "cann": _cann_version(),
-        "launchers": {name: shutil.which(name) for name in ("torchrun", "msrun", "sbatch", "srun")},
-        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)},
-    }
+def _hccl_buffer(job: Job) -> Variable:
+    """Large enough for a hop in one piece, small enough that all communicators take a twentieth of the memory."""
+    hop, profile = job.hop_bytes, job.profile
+    megabytes = _HCCL_DEFAULT_MB if hop is None else min(max(math.ceil(hop / _MEGABYTE), _HCCL_LEAST_MB), _HCCL_MOST_MB)
+    capacity = profile.memory.capacity_bytes if profile is not None else 0.0
+    if capacity:
+        affordable = int(_HCCL_SHARE * capacity / (COMMUNICATORS * HCCL_BUFFERS * _MEGABYTE))
+        megabytes = max(1, min(megabytes, affordable))
+    source = (
+        "HCCL's own default: the model's keys and values are not known"
+        if hop is None
+        else f"a ring's hop of {hop / _MEGABYTE:.0f} MB at {job.metadata.tokens_per_rank:,} tokens per rank"
+    )
+    total = COMMUNICATORS * HCCL_BUFFERS * megabytes
+    return Variable(
+        name="HCCL_BUFFSIZE",
+        value=str(megabytes),
+        reason=f"MB of a buffer; each of the plan's {COMMUNICATORS} communicators has {HCCL_BUFFERS}",
+        source=f"{source}; {total} MB per device in all",
+    )
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _hccl_port(job: Job) -> Variable:
+    base = _HCCL_BASE_PORT
+    if base <= job.master_port < base + HCCL_PORTS:
+        base += HCCL_PORTS
+    return Variable(
+        name="HCCL_IF_BASE_PORT",
+        value=str(base),
+        reason=f"first of {HCCL_PORTS} ports; 60000, its default, is one that Linux hands out to others",
+        source=f"fcp's default for Ascend, clear of --master-port {job.master_port}",
+    )
 
 
-def _devices() -> dict[str, Any]:
-    """What ranks would run on, or why there is nothing."""
-    try:
-        machine = find_machine()
-    except FcpError as error:
-        return {"device": None, "error": str(error)}
-    names = []
-    if machine.device != "cpu":
-        module = getattr(load_torch(), machine.device)
-        names = [module.get_device_name(index) for index in range(machine.num_devices)]
-    return {
-        "device": machine.device,
-        "names": names,
-        "cuda": load_torch().version.cuda,
-        "usable_cores": machine.num_cores,
-        "most_ranks": machine.most_ranks,
-        "memory_bytes": machine.memory_bytes,
-    }
+def _nothing(job: Job, interface: str | None) -> Iterator[Variable]:
+    return iter(())
 
 
-def _communication() -> dict[str, str | None]:
-    """Back ends of torch.distributed, with versions where they tell one."""
-    try:
-        torch = load_torch()
-    except FcpError:
-        return {}
-    distributed = torch.distributed
-    if not distributed.is_available():
-        return {}
-    found: dict[str, str | None] = {"gloo": "available" if distributed.is_gloo_available() else None, "nccl": None}
-    if distributed.is_nccl_available() and torch.cuda.is_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    found["hccl"] = "available" if getattr(distributed, "is_hccl_available", lambda: False)() else None
-    return found
-
-
-def _cann_version() -> str | None:
-    """Of the CANN toolkit whose set_env.sh was sourced, else of the one at its usual place."""
-    home = os.environ.get("ASCEND_HOME_PATH", "/usr/local/Ascend/ascend-toolkit/latest")
-    for path in sorted(Path(home).glob("**/ascend_toolkit_install.info"))[:1]:
-        match = re.search(r"^version=(.+)$", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
-        return match[1].strip() if match else f"unknown version in {home}"
-    return None
-
-
-def report_lines(report: dict[str, Any]) -> list[str]:
-    """The report as `- name: value` lines, ready to be pasted."""
-    lines = [f"- {name}: {report[name]}" for name in ("fcp", "python", "system", "cpu_cores")]
-    lines += [f"- {name}: {version or _NOT_INSTALLED}" for name, version in report["packages"].items()]
-    lines += [f"- devices: {_device_text(report['devices'])}"]
-    lines += [f"- {name}: {state or 'not available'}" for name, state in report["communication"].items()]
-    lines += [f"- CANN: {report['cann'] or 'not found'}"]
-    lines += [f"- {name}: {path or 'not on PATH'}" for name, path in report["launchers"].items()]
-    lines += [f"- {name}={value}" for name, value in report["variables"].items()]
-    return lines
-
-
-def _device_text(devices: dict[str, Any]) -> str:
-    if devices["device"] is None:
-        return str(devices["error"])
-    names = ", ".join(sorted(set(devices["names"]))) or f"{devices['usable_cores']} cores"
-    count = len(devices["names"])
-    toolkit = f" (CUDA {devices['cuda']})" if devices["cuda"] else ""
-    return f"{count} x {names}{toolkit}" if count else f"{devices['device']}, {names}"
+_STACKS = {"cuda": _cuda, "npu": _ascend}

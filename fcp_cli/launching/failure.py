@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
+import signal
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-# torchrun's summary of the failure that it saw first; a rank that a signal ended has a negative exit code.
-_ROOT_CAUSE = re.compile(
-    r"Root Cause.*?rank\s*:\s*(?P<rank>\d+) \(local_rank: (?P<local_rank>\d+)\)\s*exitcode\s*:\s*(?P<status>-?\d+)",
-    re.DOTALL,
-)
-_OWN_ERROR = "error: "
+from fcp_cli.launching import processes
+from fcp_cli.launching.blame import FailedRank, failed_ranks, meeting_problem
+
 _LAST_LINES = 20
 
 
@@ -20,11 +19,15 @@ class Failure:
     """Who failed, and how.
 
     Attributes:
-        rank: global rank, or None where torchrun itself failed.
+        rank: global rank, or None where the launcher itself failed.
         status: exit status of the rank; negative: the signal that ended it.
-        message: the one line that fcp's own code ended with, else "".
+        message: the one line that fcp's own code ended with, or why the nodes did not meet; else "".
         last_lines: the end of its standard error.
         log: the whole of it.
+        is_local_rank_0: whether the log is the one that is copied to the terminal of node 0.
+        launcher: what had started the rank.
+        raised: the exception that ended it, where its traceback tells.
+        is_victim: whether all that is known here is that its connection to another rank broke.
     """
 
     rank: int | None
@@ -32,21 +35,74 @@ class Failure:
     message: str
     last_lines: tuple[str, ...]
     log: Path
-
-    @property
-    def is_local_rank_0(self) -> bool:
-        """Whether the log is the one that is copied to the terminal of node 0."""
-        return self.log.parent.name == "0"
+    is_local_rank_0: bool = False
+    launcher: str = "torchrun"
+    raised: str = ""
+    is_victim: bool = False
 
     def summary(self) -> str:
         """One line: who failed, how, and where the rest can be read."""
         if self.rank is None:
-            return f"torchrun failed with status {self.status} before any rank did; see {self.log}"
+            early = f"{self.launcher} failed with status {self.status} before any rank did; see {self.log}"
+            return self.message or early
         if self.message:
-            return self.message
-        how = f"exited with status {self.status}" if self.status >= 0 else f"was ended by signal {-self.status}"
-        hint = " (out of memory?)" if self.status == -9 else ""
-        return f"rank {self.rank} {how}{hint}; its whole output is in {self.log}"
+            return self.message if self.message.startswith("rank ") else f"{self.who}: {self.message}"
+        if self.is_victim:
+            where = "lost its connection to a rank of another node, which tells why"
+            return f"{self.who} {where}; its whole output is in {self.log}"
+        return f"{self.who} {self._how()}; its whole output is in {self.log}"
+
+    def report(self, *, rank_0_is_shown: bool) -> tuple[tuple[str, ...], str]:
+        """The rank's last words and the summary, less what is on the screen already; both empty where it has said all.
+
+        Args:
+            rank_0_is_shown: what local rank 0 prints was copied to the screen.
+        """
+        is_shown = rank_0_is_shown and self.is_local_rank_0
+        if self.message and is_shown:
+            return (), ""
+        if self.message or is_shown or not self.last_lines:
+            return (), self.summary()
+        return (f"last lines of {self.who}:", *(f"  {line}" for line in self.last_lines)), self.summary()
+
+    @property
+    def who(self) -> str:
+        """The rank and this host, where it ran, or the launcher."""
+        if self.rank is None:
+            return self.launcher
+        return f"rank {self.rank} on {socket.gethostname()}"
+
+    def _how(self) -> str:
+        aborted_after_raising = self.status == -signal.SIGABRT and self.raised
+        if self.status < 0 and not aborted_after_raising:
+            return f"was ended by signal {-self.status}{' (out of memory?)' if self.status == -9 else ''}"
+        return f"failed: {self.raised}" if self.raised else f"exited with status {self.status}"
+
+
+class TorchrunRanks:
+    """The ranks that torchrun has started here: where they print, who failed."""
+
+    streams: tuple[str, ...] = ("stdout", "stderr")
+
+    def __init__(self, log_dir: Path) -> None:
+        self.log = torchrun_log(log_dir)
+        self._log_dir = log_dir
+
+    def rank_0(self, stream: str) -> Path | None:
+        """Where local rank 0 prints to a stream; None until it has been started."""
+        return rank_log(self._log_dir, 0, stream)
+
+    def look(self, pid: int) -> bool:
+        """torchrun ends by itself when a rank fails."""
+        return False
+
+    def ranks(self, pid: int) -> list[int]:
+        """The processes that run."""
+        return processes.children(pid)
+
+    def find_failure(self, status: int) -> Failure:
+        """The rank to blame after torchrun ended with `status`."""
+        return find_failure(self._log_dir, status=status)
 
 
 def torchrun_log(log_dir: Path) -> Path:
@@ -61,32 +117,43 @@ def rank_log(log_dir: Path, local_rank: int, stream: str) -> Path | None:
 
 
 def find_failure(log_dir: Path, *, status: int) -> Failure:
-    """The rank to blame after torchrun ended with `status`.
+    """The rank to blame after torchrun ended with `status`; see `blame`."""
+    launcher_log = torchrun_log(log_dir)
+    said = _text(launcher_log)
+    logs = {int(path.parent.name): path for path in sorted(log_dir.glob("*/attempt_*/*/stderr.log"))}
+    failed = failed_ranks(said, {local_rank: last_lines(path) for local_rank, path in logs.items()})
+    if not failed:
+        return Failure(
+            rank=None,
+            status=status,
+            message=meeting_problem(said),
+            last_lines=last_lines(launcher_log),
+            log=launcher_log,
+        )
+    first = failed[0]
+    log = logs.get(first.local_rank, launcher_log)
+    return failure_of(first, log=log, is_local_rank_0=first.local_rank == 0)
 
-    A rank whose last line is fcp's own error is believed before the one whose end torchrun noticed first: when one rank
-    stops, its peers fail within milliseconds because their connection is gone.
-    """
-    cause = _ROOT_CAUSE.search(_text(torchrun_log(log_dir)))
-    if cause is None:
-        log = torchrun_log(log_dir)
-        return Failure(rank=None, status=status, message="", last_lines=_last_lines(log), log=log)
-    log = rank_log(log_dir, int(cause["local_rank"]), "stderr") or torchrun_log(log_dir)
-    log, message = _own_error(log_dir) or (log, "")
+
+def failure_of(first: FailedRank, *, log: Path, is_local_rank_0: bool = False, launcher: str = "torchrun") -> Failure:
+    """The failure of the rank that is to blame, on this machine."""
     return Failure(
-        rank=int(cause["rank"]), status=int(cause["status"]), message=message, last_lines=_last_lines(log), log=log
+        rank=first.rank,
+        status=first.status,
+        message="" if first.is_victim else first.own_error,
+        last_lines=() if first.is_victim else first.words,
+        log=log,
+        is_local_rank_0=is_local_rank_0,
+        launcher=launcher,
+        raised=first.raised,
+        is_victim=first.is_victim,
     )
 
 
-def _own_error(log_dir: Path) -> tuple[Path, str] | None:
-    for log in sorted(log_dir.glob("*/attempt_*/*/stderr.log")):
-        lines = _last_lines(log)
-        if lines and lines[-1].startswith(_OWN_ERROR):
-            return log, lines[-1].removeprefix(_OWN_ERROR)
-    return None
-
-
-def _last_lines(path: Path) -> tuple[str, ...]:
-    return tuple(line for line in _text(path).splitlines() if line.strip())[-_LAST_LINES:]
+def last_lines(path: Path, *, ignored: re.Pattern[str] | None = None) -> tuple[str, ...]:
+    """The last lines of a log that say something; `ignored`: lines that do not."""
+    lines = (line for line in _text(path).splitlines() if line.strip())
+    return tuple(line for line in lines if ignored is None or not ignored.match(line))[-_LAST_LINES:]
 
 
 def _text(path: Path) -> str:

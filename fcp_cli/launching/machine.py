@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fcp_cli.errors import RunError
@@ -12,6 +13,10 @@ from fcp_cli.errors import RunError
 # Beyond this many processes per core, ranks on a CPU mostly wait for each other.
 _RANKS_PER_CORE = 2
 _LEAST_CPU_RANKS = 8
+
+
+VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+"""What hides devices from a process, by kind."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,12 +28,14 @@ class Machine:
         num_devices: accelerators, or 0 on a CPU.
         num_cores: cores that this process may use.
         memory_bytes: of the host; 0 where it is not known.
+        visible: the setting that hides other devices, like `CUDA_VISIBLE_DEVICES=0`; "" where there is none.
     """
 
     device: str
     num_devices: int
     num_cores: int
     memory_bytes: int = 0
+    visible: str = ""
 
     @property
     def most_ranks(self) -> int:
@@ -40,7 +47,7 @@ class Machine:
     def describe(self) -> str:
         if self.device == "cpu":
             return f"no accelerator, {self.num_cores} CPU cores (gloo)"
-        return f"{self.num_devices} {self.device} devices"
+        return f"{self.num_devices} {self.device} devices{f' with {self.visible}' if self.visible else ''}"
 
     def threads_per_rank(self, ranks: int) -> int:
         return max(1, self.num_cores // ranks)
@@ -70,8 +77,29 @@ def find_machine(device: str = "auto") -> Machine:
     return Machine(
         device=found,
         num_devices=counts.get(found, 0),
-        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        num_cores=_cores(),
         memory_bytes=_memory_bytes(),
+        visible=_visible(found),
+    )
+
+
+def _visible(device: str) -> str:
+    name = VISIBLE_DEVICES.get(device, "")
+    return f"{name}={os.environ[name]}" if name in os.environ else ""
+
+
+def find_machine_without_torch(device: str = "auto") -> Machine:
+    """As `find_machine`, for programs of MindSpore: NPUs are counted by their files in /dev.
+
+    Raises:
+        RunError: there is no device of that kind.
+    """
+    npus = len(list(Path("/dev").glob("davinci[0-9]*")))
+    found = ("npu" if npus else "cpu") if device == "auto" else device
+    if found not in ("cpu", "npu") or (found == "npu" and not npus):
+        raise RunError(f"there is no {found} device here that MindSpore could use; 'fcp env' lists what there is")
+    return Machine(
+        device=found, num_devices=npus if found == "npu" else 0, num_cores=_cores(), memory_bytes=_memory_bytes()
     )
 
 
@@ -104,6 +132,10 @@ def load_torch() -> Any:
             "set_env.sh, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to train on the CPU"
         ) from error
     return torch
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _memory_bytes() -> int:

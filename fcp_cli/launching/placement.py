@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fcp_cli.errors import RunError, UsageError
+import yaml
+
+from fcp_cli.errors import ProfileError, RunError, UsageError
 from fcp_cli.launching.machine import Machine
 from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.profiling.clusters import load_cluster
+
+THIS_MACHINE = "this-machine"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,14 +36,36 @@ def check_ranks(plan: Path, metadata: PlanMetadata, ranks: int | None) -> None:
         )
 
 
-def processes_of(metadata: PlanMetadata) -> int:
-    """Devices that the plan's job needs: each rank is a model replica over TP x PP of them."""
-    return metadata.num_ranks * metadata.tensor_parallel * metadata.pipeline_parallel
-
-
 def planned_nodes(metadata: PlanMetadata) -> int:
-    """Machines that the plan was made for."""
-    return -(-metadata.num_ranks // metadata.ranks_per_node)
+    """Machines that the plan was made for.
+
+    A rank's pipeline stages lie all ranks apart, as Megatron orders its processes: they share a node only where one
+    holds all ranks of a stage, and then as many of them as the cluster's nodes have devices for.
+    """
+    nodes_per_stage = -(-metadata.num_ranks // metadata.ranks_per_node)
+    if nodes_per_stage > 1:
+        return nodes_per_stage * metadata.pipeline_parallel
+    stage_processes = metadata.num_ranks * metadata.tensor_parallel
+    stages_per_node = max(1, (_devices_per_node(metadata) or metadata.num_devices) // stage_processes)
+    return -(-metadata.pipeline_parallel // stages_per_node)
+
+
+def planned_cluster(metadata: PlanMetadata) -> str:
+    """The cluster that the plan's cost profile names; "" where there is none."""
+    try:
+        profile = yaml.safe_load(metadata.cost_profile)
+    except yaml.YAMLError:
+        return ""
+    return str(profile.get("cluster") or "") if isinstance(profile, dict) else ""
+
+
+def _devices_per_node(metadata: PlanMetadata) -> int | None:
+    """Of the plan's cluster; None where that is unknown, or this machine, which is one node whatever its cores."""
+    try:
+        cluster = load_cluster(planned_cluster(metadata))
+    except ProfileError:
+        return None
+    return None if cluster.name == THIS_MACHINE else cluster.devices_per_node
 
 
 def place(plan: Path, metadata: PlanMetadata, machine: Machine, *, nodes: int | None, must_fit: bool) -> Placement:
@@ -55,7 +82,7 @@ def place(plan: Path, metadata: PlanMetadata, machine: Machine, *, nodes: int | 
         RunError: this machine cannot hold its part.
         UsageError: the ranks do not divide over so many nodes.
     """
-    processes = processes_of(metadata)
+    processes = metadata.num_devices
     if nodes is None:
         nodes = 1 if must_fit or processes <= machine.most_ranks else planned_nodes(metadata)
     if nodes < 1 or processes % nodes:
@@ -68,7 +95,7 @@ def place(plan: Path, metadata: PlanMetadata, machine: Machine, *, nodes: int | 
 
 def _too_many(plan: Path, metadata: PlanMetadata, machine: Machine, per_node: int, nodes: int) -> str:
     here = f"{plan} needs {per_node} processes on this machine, which holds {machine.most_ranks} ({machine.describe()})"
-    ranks = max(1, machine.most_ranks // (processes_of(metadata) // metadata.num_ranks))
+    ranks = max(1, machine.most_ranks // (metadata.devices_per_rank))
     fewer = f"plan for fewer ranks with 'fcp plan {metadata.manifest.name} --ranks {ranks} -o {plan}'"
     wanted = max(planned_nodes(metadata), nodes)
     if wanted == 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -15,6 +15,7 @@ from fcp_cli.launching.machine import Machine
 from fcp_cli.launching.spec import RunPaths
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
+from fcp_cli.training.checkpoint_header import check_plan_of, checkpoints, read_header
 
 # float32 weight, gradient and two AdamW moments
 _TRAINING_BYTES_PER_PARAMETER = 16
@@ -49,11 +50,10 @@ def check_trainer(metadata: PlanMetadata, plan: Path, *, needs_transformers: boo
         raise RunError(
             "transformers is not installed here, and the bundled trainer needs it; run: pip install 'fcp-cli[hf]'"
         )
-    devices = metadata.tensor_parallel * metadata.pipeline_parallel
-    if devices > 1:
+    if metadata.devices_per_rank > 1:
         raise RunError(
-            f"{plan} has {devices} devices per rank (tensor x pipeline parallel), but the bundled trainer uses one; "
-            "give your own script: fcp launch ... -- SCRIPT ARGS"
+            f"{plan} has {metadata.devices_per_rank} devices per rank (tensor x pipeline parallel), but the bundled "
+            "trainer uses one; give your own script: fcp launch ... -- SCRIPT ARGS"
         )
 
 
@@ -61,10 +61,10 @@ def check_steps(plan: Path, metadata: PlanMetadata, steps: int | None) -> None:
     """Raises:
     RunError: more steps are asked for than the plan has.
     """
-    if steps is not None and steps > metadata.steps:
+    if steps is not None and steps > metadata.end_step:
         raise RunError(
-            f"--steps is {steps}, but {plan} ends after {metadata.steps}; plan more with 'fcp plan --epochs', or leave "
-            "--steps out"
+            f"--steps is {steps}, but {plan} ends after {metadata.end_step}; plan more with 'fcp plan --epochs', or "
+            "leave --steps out"
         )
 
 
@@ -80,21 +80,36 @@ def check_resumable(run_dir: Path, launched: Mapping[str, Any], metadata: PlanMe
     Raises:
         RunError: it has not, or the plan is another.
     """
-    if launched["plan_hash"] != metadata.plan_hash:
+    saved = checkpoints(RunPaths(run_dir=run_dir).checkpoints)
+    if saved:
+        check_plan_of(read_header(saved[-1]), metadata, checkpoint=saved[-1])
+    elif launched["plan_hash"] != metadata.plan_hash:
         raise RunError(
             f"{run_dir} was trained under the plan {launched['plan_hash'][:12]}, but this one is "
             f"{metadata.plan_hash[:12]}; give the old plan with --plan, or start a new run without --resume"
         )
-    finished = max((int(path.name.removeprefix("step-")) for path in _saved(run_dir)), default=0)
-    if finished >= (steps or metadata.steps):
+    elif metadata.continues is not None:
         raise RunError(
-            f"{run_dir} has finished {finished} of {steps or metadata.steps} steps: nothing is left to resume; give a "
-            "larger --steps, or make a plan of more steps with 'fcp plan --epochs'"
+            f"the plan goes on from step {metadata.first_step}, but {run_dir} has no checkpoint to go on from; start "
+            "anew with a plan of all steps"
+        )
+    finished = read_header(saved[-1]).step if saved else 0
+    if finished >= (steps or metadata.end_step):
+        raise RunError(
+            f"{run_dir} has finished {finished} of {steps or metadata.end_step} steps: nothing is left to resume; give "
+            "a larger --steps, or make a plan of more steps with 'fcp plan --epochs'"
         )
 
 
-def _saved(run_dir: Path) -> Iterator[Path]:
-    return (path.parent for path in RunPaths(run_dir=run_dir).checkpoints.glob("step-*/checkpoint.json"))
+def check_beginning(plan: Path, metadata: PlanMetadata) -> None:
+    """Raises:
+    RunError: a new run is to follow a plan that only goes on from another run.
+    """
+    if metadata.continues is not None:
+        raise RunError(
+            f"{plan} goes on from step {metadata.first_step} of a run under the plan "
+            f"{metadata.continues.plan_hash[:12]}; resume that run: fcp launch --plan {plan} --run-dir RUN --resume"
+        )
 
 
 def check_memory(model: str, parameters: int, machine: Machine, *, ranks_here: int, sharded_over: int) -> None:
@@ -118,6 +133,16 @@ def check_memory(model: str, parameters: int, machine: Machine, *, ranks_here: i
             f"{model} needs {needed / 1e9:.0f} GB for weights, gradients and optimizer on {ranks_here} ranks, but this "
             f"machine has {machine.memory_bytes / 1e9:.0f} GB; try --model qwen3-tiny, or launch on accelerators"
         )
+
+
+def check_space(run_dir: Path, parameters: int, keep_checkpoints: int) -> None:
+    """As `check_run_dir`, but makes nothing: the nearest folder that exists stands for one that does not yet.
+
+    Raises:
+        FcpError: no permission, not a folder, or too little space.
+    """
+    nearest = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
+    _check_run_dir(nearest, parameters, keep_checkpoints)
 
 
 def check_run_dir(run_dir: Path, *, parameters: int, keep_checkpoints: int) -> None:

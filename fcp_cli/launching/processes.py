@@ -24,16 +24,52 @@ def children(pid: int) -> list[int]:
     return [child for child, parent in _parents().items() if parent == pid]
 
 
+def exit_status(pid: int) -> int | None:
+    """How a child of another process ended, while that one has not yet asked; None while it runs, or where it is gone.
+
+    Negative: the signal that ended it.
+    """
+    stat = _stat(pid)
+    return os.waitstatus_to_exitcode(int(stat[_EXIT_CODE])) if stat and stat[_STATE] == "Z" else None
+
+
+def leads_session(pid: int) -> bool:
+    """Whether the process was started as the first of a session of its own."""
+    stat = _stat(pid)
+    return bool(stat) and int(stat[_SESSION]) == pid
+
+
+def started_ticks(pid: int) -> int | None:
+    """Clock ticks from boot to the start of a process; None where there is no /proc or no such process."""
+    stat = _stat(pid)
+    return int(stat[_STARTED]) if stat else None
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """What a process was started with; empty where that cannot be read."""
+    try:
+        entries = (Path("/proc") / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    return dict(os.fsdecode(entry).split("=", 1) for entry in entries if b"=" in entry)
+
+
+# Places in /proc/PID/stat, counted after the command name.
+_STATE, _PARENT, _SESSION, _STARTED, _EXIT_CODE = 0, 1, 3, 19, 49
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat after the command name, which may hold anything; empty where there is none."""
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
 def _parents() -> dict[int, int]:
     """Process to parent, zombies left out."""
-    parents = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, ValueError, IndexError):
-            # The command name may hold anything; what follows its closing bracket does not.
-            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            if state != "Z":
-                parents[int(entry.name)] = int(parent)
-    return parents
+    stats = {int(entry.name): _stat(int(entry.name)) for entry in Path("/proc").glob("[0-9]*")}
+    return {pid: int(stat[_PARENT]) for pid, stat in stats.items() if stat and stat[_STATE] != "Z"}
 
 
 def send(pids: list[int], number: signal.Signals) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -16,11 +16,15 @@ from typing import IO, Literal, Protocol, TextIO
 
 from fcp_cli.errors import RunError
 from fcp_cli.launching import processes
-from fcp_cli.launching.failure import Failure, find_failure, rank_log, torchrun_log
+from fcp_cli.launching.failure import Failure
+from fcp_cli.launching.guard import guarded
+from fcp_cli.launching.node_command import node_argv, node_environment
+from fcp_cli.launching.ranks import Ranks, ranks_of
 from fcp_cli.launching.spec import LaunchSpec
-from fcp_cli.launching.torchrun import torchrun_argv
 
 _POLL_SECONDS = 0.1
+_TRACEBACK = b"Traceback (most recent call last)"
+_HELD_SECONDS = 10.0  # longer than from a lost connection to the end of the job
 
 
 class Process(Protocol):
@@ -59,7 +63,7 @@ class JobOutcome:
     """How a job ended.
 
     Attributes:
-        status: exit status of torchrun; 0 is success.
+        status: exit status of the launcher; 0 is success.
         stopped_by: the signal that fcp was sent and passed on, or None.
         failure: who failed, where a rank did.
     """
@@ -67,6 +71,11 @@ class JobOutcome:
     status: int
     stopped_by: signal.Signals | None
     failure: Failure | None
+
+    @property
+    def agreed_to_stop(self) -> bool:
+        """Whether the ranks stopped together because one of them, perhaps on another node, was told to."""
+        return self.failure is not None and self.failure.status == 128 + signal.SIGINT
 
 
 def run_job(
@@ -79,75 +88,125 @@ def run_job(
     stdout: Literal["stdout", "stderr"] = "stdout",
     runner: Runner | None = None,
 ) -> JobOutcome:
-    """Run one node of a job to its end.
+    """Run the part of a job that is this node's to its end: `run_command` of a specification with `log_dir` set."""
+    assert spec.log_dir is not None
+    return run_command(
+        node_argv(spec, node_rank=node_rank),
+        environment={**os.environ, **node_environment(spec, inherited_path=os.environ.get("PATH", ""))},
+        log_dir=spec.log_dir,
+        shows=shows,
+        watch=watch,
+        announce=announce,
+        stdout=stdout,
+        grace_seconds=spec.grace_seconds,
+        runner=runner,
+    )
+
+
+def run_command(
+    argv: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    log_dir: Path,
+    shows: bool = True,
+    watch: Callable[[], None] = lambda: None,
+    announce: Callable[[str], None] = lambda message: None,
+    stdout: Literal["stdout", "stderr"] = "stdout",
+    grace_seconds: float,
+    runner: Runner | None = None,
+) -> JobOutcome:
+    """Run one node's command to its end.
 
     Args:
-        spec: with `log_dir` set.
-        node_rank: which node this machine is.
+        argv: of the launcher, which puts the ranks' output into `log_dir`.
+        environment: whole.
+        log_dir: made if it is not there.
         shows: whether what local rank 0 prints is copied to fcp's own streams.
         watch: called about ten times a second while the job runs, and once after its end.
         announce: told what happens after Ctrl-C.
         stdout: which of fcp's streams rank 0's standard output goes to.
+        grace_seconds: from SIGTERM or SIGHUP to the end of everything.
         runner: starts the process.
 
     Raises:
         RunError: the command cannot be started.
     """
-    assert spec.log_dir is not None
-    spec.log_dir.mkdir(parents=True, exist_ok=True)
+    log_dir.mkdir(parents=True, exist_ok=True)
+    ranks = ranks_of(argv, log_dir)
     followers = []
     if shows:
-        followers = [_Follower(spec.log_dir, "stdout", stdout), _Follower(spec.log_dir, "stderr", "stderr")]
+        targets = {"stdout": stdout, "stderr": "stderr"}
+        followers = [_Follower(ranks, stream, targets[stream]) for stream in ranks.streams]
 
     def look() -> None:
         for follower in followers:
             follower.copy_new()
         watch()
 
-    with torchrun_log(spec.log_dir).open("wb") as output, _received_signals() as received:
-        process = _start(runner or SubprocessRunner(), spec, node_rank, output)
+    guard = guarded(argv, log_dir=log_dir, grace_seconds=grace_seconds) if runner is None else nullcontext(_unguarded)
+    with ranks.log.open("wb") as output, _received_signals() as received, guard as watch_over:
+        process = _start(runner or SubprocessRunner(), argv, environment, output)
+        watch_over(process.pid)
         try:
-            status = _wait(process, received, look, announce)
+            status = _wait(process, ranks, received, look, announce, grace_seconds)
         finally:
             if process.poll() is None:
                 processes.kill_tree(process.pid)
                 process.wait()
         look()
     stopped_by = received[0] if received else None
-    failure = find_failure(spec.log_dir, status=status) if status and stopped_by is None else None
+    failure = ranks.find_failure(status) if status and stopped_by is None else None
+    for follower in followers:
+        follower.finish(
+            hides_traceback=failure is not None and failure.rank is not None and not failure.is_local_rank_0
+        )
     return JobOutcome(status=status, stopped_by=stopped_by, failure=failure)
 
 
-def _start(runner: Runner, spec: LaunchSpec, node_rank: int, output: IO[bytes]) -> Process:
-    argv = torchrun_argv(spec, node_rank=node_rank)
+def _unguarded(pid: int) -> None:
+    """A process of a runner of the caller's own is the caller's to end."""
+
+
+def _start(runner: Runner, argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> Process:
     try:
-        return runner.start(argv, environment={**os.environ, **spec.job_environment()}, output=output)
+        return runner.start(argv, environment=environment, output=output)
     except OSError as error:
         raise RunError(f"cannot start {argv[0]}: {error.strerror}") from error
 
 
 def _wait(
-    process: Process, received: Sequence[signal.Signals], look: Callable[[], None], announce: Callable[[str], None]
+    process: Process,
+    ranks: Ranks,
+    received: Sequence[signal.Signals],
+    look: Callable[[], None],
+    announce: Callable[[str], None],
+    grace_seconds: float,
 ) -> int:
-    """Wait for the end; the first signal asks the ranks to stop, the second ends everything."""
-    answered = 0
+    """Wait for the end; the first signal asks the ranks to stop, the second ends everything, or time does."""
+    answered, asked_at = 0, 0.0
     while (status := process.poll()) is None:
         look()
         if len(received) > answered:
             answered = len(received)
-            _stop(process, announce, at_once=answered > 1)
+            asked_at = time.monotonic()
+            _stop(process, ranks, announce, at_once=answered > 1)
+        elif answered and received[0] != signal.SIGINT and time.monotonic() - asked_at > grace_seconds:
+            announce(f"the step did not end within {grace_seconds:.0f} s: stopping at once (see --grace)")
+            processes.kill_tree(process.pid)
+        if ranks.look(process.pid):
+            processes.kill_tree(process.pid)
         time.sleep(_POLL_SECONDS)
     return status
 
 
-def _stop(process: Process, announce: Callable[[str], None], *, at_once: bool) -> None:
-    """The ranks are asked directly: torchrun would give them 30 seconds, and a step may take longer."""
-    ranks = processes.children(process.pid)
-    if at_once or not ranks:  # no ranks: torchrun has not come so far as to start them
+def _stop(process: Process, ranks: Ranks, announce: Callable[[str], None], *, at_once: bool) -> None:
+    """The ranks are asked directly: torchrun would give them 30 seconds, msrun none, and a step may take longer."""
+    running = ranks.ranks(process.pid)
+    if at_once or not running:  # none: the launcher has not come so far as to start them
         processes.kill_tree(process.pid)
     else:
         announce("stopping at the end of this step; press Ctrl-C again to stop at once")
-        processes.send(ranks, signal.SIGINT)
+        processes.send(running, signal.SIGINT)
 
 
 @contextmanager
@@ -168,24 +227,51 @@ def _received_signals() -> Iterator[list[signal.Signals]]:
 
 
 class _Follower:
-    """Copies one stream of local rank 0 to one of fcp's own, as it is printed."""
+    """Copies one stream of local rank 0 to one of fcp's own, as it is printed.
 
-    def __init__(self, log_dir: Path, stream: str, target: str) -> None:
-        self._log_dir = log_dir
+    A traceback is held back for a while: where the job ends because another rank failed, rank 0 prints a long one about
+    its lost connection, which would stand above what the failed rank has to say.
+    """
+
+    def __init__(self, ranks: Ranks, stream: str, target: str) -> None:
+        self._ranks = ranks
         self._stream = stream
         self._target = target
         self._path: Path | None = None
         self._offset = 0
+        self._held = b""
+        self._held_since = 0.0
 
     def copy_new(self) -> None:
-        self._path = self._path or rank_log(self._log_dir, 0, self._stream)
+        self._path = self._path or self._ranks.rank_0(self._stream)
         if self._path is None:
             return
         with self._path.open("rb") as file:
             file.seek(self._offset)
             new = file.read()
         self._offset += len(new)
-        if new:
+        if not self._held and _TRACEBACK in new:
+            start = new.rfind(b"\n", 0, new.index(_TRACEBACK)) + 1  # torch writes [rank0]: before it
+            self._write(new[:start])
+            self._held, self._held_since = new[start:], time.monotonic()
+        elif self._held:
+            self._held += new
+        else:
+            self._write(new)
+        if self._held and time.monotonic() - self._held_since > _HELD_SECONDS:
+            self._release()
+
+    def finish(self, *, hides_traceback: bool) -> None:
+        """The job has ended."""
+        if not hides_traceback:
+            self._release()
+
+    def _release(self) -> None:
+        self._write(self._held)
+        self._held = b""
+
+    def _write(self, text: bytes) -> None:
+        if text:
             target: TextIO = getattr(sys, self._target)
-            target.write(new.decode("utf-8", errors="replace"))
+            target.write(text.decode("utf-8", errors="replace"))
             target.flush()

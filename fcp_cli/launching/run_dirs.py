@@ -40,7 +40,12 @@ def _runs_of(name: str, runs: Path) -> list[Path]:
 
 def write_launch(run_dir: Path, document: dict[str, Any]) -> None:
     """Remember how a run was launched, so that --resume need not be told again."""
-    write_text_atomically(RunPaths(run_dir=run_dir).launch, json.dumps(document, indent=2) + "\n")
+    write_text_atomically(RunPaths(run_dir=run_dir).launch, launch_text(document))
+
+
+def launch_text(document: dict[str, Any]) -> str:
+    """The record as it stands in its file."""
+    return json.dumps(document, indent=2) + "\n"
 
 
 def read_launch(run_dir: Path) -> dict[str, Any]:
@@ -57,3 +62,11 @@ def read_launch(run_dir: Path) -> dict[str, Any]:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise RunError(f"{path} is not a launch record of format {FORMAT!r}")
     return document
+
+
+def has_followed(run_dir: Path, plan_hash: str) -> bool:
+    """Whether the latest launch in `run_dir` followed the plan of this hash."""
+    try:
+        return bool(read_launch(run_dir)["plan_hash"] == plan_hash)
+    except RunError:
+        return False

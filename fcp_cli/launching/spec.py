@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
+
+# What starts the ranks of one node.
+Launcher = Literal["torchrun", "msrun"]
 
 # Environment of the job; the runtime inside the script reads them.
 PLAN_VARIABLE = "FCP_PLAN"
 METRICS_VARIABLE = "FCP_METRICS"
 RUN_DIR_VARIABLE = "FCP_RUN_DIR"
+MODEL_VARIABLE = "FCP_MODEL"  # set for a script when --model was given
+PROBE_VARIABLE = "FCP_PROBE"  # for a script: 1 compares numbers before the first step, 0 does not
 
 TRAINER = ("-m", "fcp_cli.training.train")
 
@@ -34,13 +40,33 @@ class RunPaths:
 
     @property
     def logs(self) -> Path:
-        """One folder per start, named by its time; inside, what torchrun and each rank printed."""
+        """One folder per start; inside, what the launcher and each rank printed."""
         return self.run_dir / "logs"
+
+    @property
+    def plan(self) -> Path:
+        """A copy of the plan that the latest start follows."""
+        return self.run_dir / "plan.parquet"
+
+    @property
+    def profile(self) -> Path:
+        """The cost profile that the plan was made with."""
+        return self.run_dir / "profile.yaml"
+
+    @property
+    def versions(self) -> Path:
+        """What was installed where the run was started, as `fcp env --json` prints it."""
+        return self.run_dir / "versions.json"
 
     @property
     def launch(self) -> Path:
         """The commands and environment of the latest start, as `--json` prints them."""
         return self.run_dir / "launch.json"
+
+    @property
+    def heartbeat(self) -> Path:
+        """Whether the latest start is still at work; see `launching.heartbeat`."""
+        return self.run_dir / "heartbeat.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +82,11 @@ class LaunchSpec:
         arguments: what the program is given.
         environment: set for the job beside FCP_PLAN, FCP_METRICS and FCP_RUN_DIR.
         master_addr, master_port: where the nodes meet; used only with several.
+        join_timeout_seconds: how long the nodes wait for each other; None: as long as the launcher does by itself.
+        grace_seconds: from SIGTERM or SIGHUP to the end of everything, whether the step has ended or not.
         log_dir: where each rank's output goes; None leaves it on the terminal.
         python: the interpreter that runs torchrun and the ranks.
+        launcher: what starts the ranks of each node.
     """
 
     plan: Path
@@ -69,8 +98,11 @@ class LaunchSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     master_addr: str = ""
     master_port: int = 29500
+    join_timeout_seconds: int | None = None
+    grace_seconds: int = 45
     log_dir: Path | None = None
     python: str
+    launcher: Launcher = "torchrun"
 
     @property
     def paths(self) -> RunPaths:

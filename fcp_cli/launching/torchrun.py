@@ -5,13 +5,11 @@ torchrun is started as a module of the same interpreter, so that it never is the
 
 from __future__ import annotations
 
-import shlex
-
 from fcp_cli.launching.spec import LaunchSpec
 
 
-def torchrun_argv(spec: LaunchSpec, *, node_rank: int = 0) -> list[str]:
-    """The command of one node.
+def torchrun_argv(spec: LaunchSpec, *, node_rank: int | str = 0) -> list[str]:
+    """The command of one node; its number may be a `shell.variable`, as may be any text of the specification.
 
     On one node torchrun finds a free port by itself; several nodes meet at master_addr:master_port.
     """
@@ -25,12 +23,8 @@ def torchrun_argv(spec: LaunchSpec, *, node_rank: int = 0) -> list[str]:
             f"--master-addr={spec.master_addr}",
             f"--master-port={spec.master_port}",
         ]
+        if spec.join_timeout_seconds is not None:
+            argv += [f"--rdzv-conf=timeout={spec.join_timeout_seconds}"]
     if spec.log_dir is not None:
         argv += [f"--log-dir={spec.log_dir}", "--redirects=3"]
     return [*argv, *spec.program, *spec.arguments]
-
-
-def shell_command(spec: LaunchSpec, *, node_rank: int = 0) -> str:
-    """The command of one node with its environment, quoted: what a person can paste into a POSIX shell."""
-    settings = [f"{name}={value}" for name, value in spec.job_environment().items()]
-    return shlex.join(["env", *settings, *torchrun_argv(spec, node_rank=node_rank)])

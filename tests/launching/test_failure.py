@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
-from fcp_cli.launching.failure import find_failure
+import pytest
+
+from fcp_cli.launching.failure import Failure, find_failure
+
+HOST = socket.gethostname()
 
 SUMMARY = """\
 some.module FAILED
 Failures:
 [1]:
   time      : 2026-01-01_00:00:00
+  host      : localhost
   rank      : 6 (local_rank: 2)
   exitcode  : 1 (pid: 12)
 Root Cause (first observed failure):
@@ -34,22 +40,72 @@ def test_the_rank_that_torchrun_names_is_blamed_with_its_last_words(tmp_path: Pa
     failure = find_failure(logs, status=1)
     assert (failure.rank, failure.status, failure.last_lines) == (5, 1, ("Traceback", "ValueError: odd"))
     log = tmp_path / "id_x/attempt_0/1/stderr.log"
-    assert failure.summary() == f"rank 5 exited with status 1; its whole output is in {log}"
+    assert failure.summary() == f"rank 5 on {HOST} failed: ValueError: odd; its whole output is in {log}"
 
 
 def test_a_rank_that_says_why_is_believed_before_the_one_seen_first(tmp_path: Path) -> None:
     ranks = {1: "lost the connection to another rank", 2: "warning\nerror: row 7 of the data has 3 tokens\n"}
     failure = find_failure(write_logs(tmp_path, torchrun=SUMMARY.format(status=1), ranks=ranks), status=1)
-    assert failure.summary() == "row 7 of the data has 3 tokens"
+    assert failure.summary() == f"rank 6 on {HOST}: row 7 of the data has 3 tokens"
     assert not failure.is_local_rank_0
 
 
 def test_a_killed_rank_is_told_by_its_signal(tmp_path: Path) -> None:
     failure = find_failure(write_logs(tmp_path, torchrun=SUMMARY.format(status=-9), ranks={1: ""}), status=1)
-    assert failure.summary().startswith("rank 5 was ended by signal 9 (out of memory?); its whole output is in ")
+    assert failure.summary().startswith(
+        f"rank 5 on {HOST} was ended by signal 9 (out of memory?); its whole output is in "
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        ("Traceback\nValueError: odd", " failed: ValueError: odd; its whole output is in "),
+        ("fcp_cli.errors.DataError: row 7 has 3 tokens", ": row 7 has 3 tokens"),
+    ],
+)
+def test_an_abort_in_the_teardown_does_not_hide_what_the_rank_said(tmp_path: Path, words: str, cause: str) -> None:
+    ranks = {1: f"{words}\nterminate called without an active exception\n"}
+    failure = find_failure(write_logs(tmp_path, torchrun=SUMMARY.format(status=-6), ranks=ranks), status=1)
+    assert failure.summary().startswith(f"rank 5 on {HOST}{cause}")
 
 
 def test_torchrun_that_fails_by_itself_is_told_so(tmp_path: Path) -> None:
     failure = find_failure(write_logs(tmp_path, torchrun="usage: ...\nerror: no port\n", ranks={}), status=2)
     assert failure.last_lines == ("usage: ...", "error: no port")
     assert failure.summary() == f"torchrun failed with status 2 before any rank did; see {tmp_path / 'torchrun.log'}"
+
+
+def test_nodes_that_do_not_meet_are_told_in_one_line(tmp_path: Path) -> None:
+    said = "torch.distributed.DistStoreError: Timed out after 51 seconds waiting for clients. 1/2 clients joined."
+    failure = find_failure(write_logs(tmp_path, torchrun=said, ranks={}), status=1)
+    assert failure.summary().startswith("only 1 of 2 nodes came together in time; start the others")
+
+
+def test_a_node_with_victims_only_points_to_the_others(tmp_path: Path) -> None:
+    lost = "RuntimeError: Connection closed by peer"
+    logs = write_logs(tmp_path, torchrun=SUMMARY.format(status=1), ranks={1: lost, 2: lost})
+    failure = find_failure(logs, status=1)
+    assert failure.last_lines == ()  # nobody is helped by the words of a victim
+    assert failure.summary().startswith(
+        f"rank 5 on {HOST} lost its connection to a rank of another node, which tells why; its whole output is in "
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "rank_0_is_shown", "told"),
+    [
+        ("", False, ["last lines of rank 0", "  boom", "rank 0"]),
+        ("", True, ["rank 0"]),
+        ("no plan", False, ["rank 0"]),
+        ("no plan", True, []),
+    ],
+)
+def test_what_stands_on_the_screen_is_not_told_again(message: str, rank_0_is_shown: bool, told: list[str]) -> None:
+    failure = Failure(
+        rank=0, status=1, message=message, last_lines=("boom",), log=Path("stderr.log"), is_local_rank_0=True
+    )
+    last_words, summary = failure.report(rank_0_is_shown=rank_0_is_shown)
+    lines = [*last_words, *filter(None, [summary])]
+    assert len(lines) == len(told)
+    assert all(line.startswith(start) for line, start in zip(lines, told, strict=True))

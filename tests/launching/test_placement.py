@@ -6,7 +6,7 @@ import pytest
 
 from fcp_cli.errors import RunError, UsageError
 from fcp_cli.launching.machine import UNKNOWN_MACHINE, Machine
-from fcp_cli.launching.placement import Placement, check_ranks, place
+from fcp_cli.launching.placement import Placement, check_ranks, place, planned_nodes
 from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
 
 PLAN = Path("plan.parquet")
@@ -14,12 +14,19 @@ LAPTOP = Machine(device="cpu", num_devices=0, num_cores=2)
 GPU_NODE = Machine(device="cuda", num_devices=8, num_cores=64)
 
 
-def metadata(num_ranks: int, ranks_per_node: int = 8, tensor_parallel: int = 1) -> PlanMetadata:
+def metadata(
+    num_ranks: int,
+    ranks_per_node: int = 8,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    cluster: str = "h100-8x8",
+) -> PlanMetadata:
     return PlanMetadata(
         fcp_version="test",
         num_ranks=num_ranks,
         ranks_per_node=ranks_per_node,
         tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
         sync="iteration",
         global_batch_size=8,
         tokens_per_rank=1024,
@@ -27,7 +34,7 @@ def metadata(num_ranks: int, ranks_per_node: int = 8, tensor_parallel: int = 1) 
         shuffle=False,
         solver="test",
         manifest=ManifestReference(name="lengths.parquet", rows=8, content_hash=""),
-        cost_profile="",
+        cost_profile=f"cluster: {cluster}",
     )
 
 
@@ -57,6 +64,22 @@ def test_a_rank_of_two_devices_counts_twice() -> None:
     assert placement == Placement(num_nodes=2, processes_per_node=8)
 
 
+@pytest.mark.parametrize(
+    ("plan", "nodes"),
+    [
+        (metadata(8, ranks_per_node=4, tensor_parallel=2), 2),
+        (metadata(8, ranks_per_node=4, tensor_parallel=2, pipeline_parallel=2), 4),
+        (metadata(8, ranks_per_node=8, pipeline_parallel=8), 8),  # a stage fills a node
+        (metadata(2, ranks_per_node=2, tensor_parallel=2, pipeline_parallel=2), 1),  # two stages share a node
+        (metadata(2, ranks_per_node=2, tensor_parallel=2, pipeline_parallel=4), 2),
+        (metadata(2, ranks_per_node=2, tensor_parallel=2, pipeline_parallel=2, cluster="mine"), 1),
+        (metadata(2, ranks_per_node=2, tensor_parallel=2, pipeline_parallel=2, cluster="this-machine"), 1),
+    ],
+)
+def test_a_plan_of_replicas_was_made_for_the_nodes_that_hold_all_their_devices(plan: PlanMetadata, nodes: int) -> None:
+    assert planned_nodes(plan) == nodes
+
+
 def test_too_few_accelerators_suggests_the_cpu() -> None:
     single = Machine(device="cuda", num_devices=1, num_cores=16)
     with pytest.raises(RunError) as error:
@@ -65,6 +88,12 @@ def test_too_few_accelerators_suggests_the_cpu() -> None:
         "plan.parquet needs 4 processes on this machine, which holds 1 (1 cuda devices); plan for fewer ranks with "
         "'fcp plan lengths.parquet --ranks 1 -o plan.parquet', or train on the CPU with --device cpu"
     )
+
+
+def test_devices_that_a_variable_hides_are_told_with_it() -> None:
+    hidden = Machine(device="npu", num_devices=2, num_cores=16, visible="ASCEND_RT_VISIBLE_DEVICES=0,1")
+    with pytest.raises(RunError, match=r"which holds 2 \(2 npu devices with ASCEND_RT_VISIBLE_DEVICES=0,1\)"):
+        place(PLAN, metadata(4), hidden, nodes=None, must_fit=True)
 
 
 def test_nodes_must_divide_the_processes() -> None:

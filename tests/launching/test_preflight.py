@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import pytest
 from fcp_cli.errors import FcpError, PlanError, RunError, UsageError
 from fcp_cli.launching import machine, preflight
 from fcp_cli.launching.machine import Machine
+from fcp_cli.plan.metadata import Continuation
+from fcp_cli.training.checkpoint_header import FORMAT, CheckpointHeader
 from tests.training.small_runs import write_manifest, write_small_plan
 
 
@@ -83,15 +87,40 @@ def test_more_steps_than_planned_is_an_error(plan: Path) -> None:
 
 def test_a_finished_run_has_nothing_to_resume_and_another_plan_is_refused(plan: Path, tmp_path: Path) -> None:
     metadata = preflight.check_plan(plan)
+    with pytest.raises(RunError, match=f"was trained under the plan 0000, but this one is {metadata.plan_hash[:12]}"):
+        preflight.check_resumable(tmp_path, {"plan_hash": "0000"}, metadata, None)
     launched = {"plan_hash": metadata.plan_hash}
     for step in (1, 2):
-        (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
-        (tmp_path / "checkpoints" / f"step-{step:08d}" / "checkpoint.json").touch()
+        write_header(tmp_path, step, metadata.plan_hash)
     preflight.check_resumable(tmp_path, launched, metadata, None)
     with pytest.raises(RunError, match="has finished 2 of 2 steps: nothing is left to resume; give a larger --steps"):
         preflight.check_resumable(tmp_path, launched, metadata, 2)
-    with pytest.raises(RunError, match=f"was trained under the plan 0000, but this one is {metadata.plan_hash[:12]}"):
-        preflight.check_resumable(tmp_path, {"plan_hash": "0000"}, metadata, None)
+    write_header(tmp_path, 2, "f" * 64)
+    with pytest.raises(RunError, match=f"made under the plan ffffffffffff, but this one is {metadata.plan_hash[:12]}"):
+        preflight.check_resumable(tmp_path, launched, metadata, None)
+
+
+def write_header(run_dir: Path, step: int, plan_hash: str) -> None:
+    """A checkpoint as far as it is looked at before anything is started."""
+    header = CheckpointHeader(
+        step=step, plan_hash=plan_hash, num_ranks=4, sharding="replicated", model="qwen3-tiny", torch="2"
+    )
+    folder = run_dir / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "checkpoint.json").write_text(json.dumps({"format": FORMAT, **asdict(header)}))
+
+
+def test_a_plan_that_goes_on_from_a_run_begins_no_new_one(plan: Path, tmp_path: Path) -> None:
+    metadata = replace(
+        preflight.check_plan(plan),
+        continues=Continuation(plan_hash="0" * 64, num_ranks=8, first_step=7, trained=""),
+    )
+    with pytest.raises(
+        RunError, match="goes on from step 7 of a run under the plan 000000000000; resume that run: fcp"
+    ):
+        preflight.check_beginning(plan, metadata)
+    with pytest.raises(RunError, match=r"the plan goes on from step 7, but .* has no checkpoint to go on from"):
+        preflight.check_resumable(tmp_path, {"plan_hash": metadata.plan_hash}, metadata, None)
 
 
 def test_a_model_larger_than_the_hosts_memory_is_an_error() -> None:

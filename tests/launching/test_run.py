@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -16,6 +17,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.launching import processes
 from fcp_cli.launching.run import run_job
 from fcp_cli.launching.spec import LaunchSpec
+from tests.patience import PATIENCE_SECONDS
 
 
 class FakeRunner:
@@ -151,4 +153,19 @@ def test_a_tree_of_sessions_is_killed_to_the_last_leaf() -> None:
         assert len(below) == 1
         processes.kill_tree(parent.pid)
         assert parent.stdout.read() == ""  # both ends of the pipe are gone
-        assert parent.wait(timeout=10) == -signal.SIGKILL
+        assert parent.wait(timeout=PATIENCE_SECONDS) == -signal.SIGKILL
+
+
+def test_how_a_child_of_another_process_ended_is_seen_before_that_one_asks() -> None:
+    parent_of_dead = (
+        "import subprocess, time; p = subprocess.Popen(['sh', '-c', 'exit 7']); print(p.pid); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-u", "-c", parent_of_dead], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert processes.exit_status(parent.pid) is None
+        end = time.monotonic() + PATIENCE_SECONDS
+        while (status := processes.exit_status(child)) is None and time.monotonic() < end:
+            time.sleep(0.01)
+        parent.kill()
+    assert status == 7

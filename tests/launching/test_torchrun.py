@@ -6,8 +6,9 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
+from fcp_cli.launching.node_command import shell_command
 from fcp_cli.launching.spec import TRAINER, LaunchSpec
-from fcp_cli.launching.torchrun import shell_command, torchrun_argv
+from fcp_cli.launching.torchrun import torchrun_argv
 
 SPEC = LaunchSpec(
     plan=Path("/data/plan.parquet"),

@@ -1,0 +1,63 @@
+"""What a plan that nobody made yet would say, so that a dry run can show the whole command of a job."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from fcp_cli import __version__
+from fcp_cli.console import Origins
+from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
+from fcp_cli.planning.settings import ASSUMED_GLOBAL_BATCH_SIZE, ASSUMED_TOKENS_PER_RANK
+from fcp_cli.profiling.clusters import load_cluster
+from fcp_cli.profiling.models import load_model
+from fcp_cli.profiling.shipped import EXAMPLE_CLUSTER, shipped_profile_path
+
+
+def assumed_plan(plan: Path, model: str, ranks: int | None, manifest: Path, assumed: Origins) -> PlanMetadata:
+    """The metadata of a plan for a model on the example cluster.
+
+    Args:
+        plan: where the plan would be.
+        model: shipped name, or a description.
+        ranks: as given, else the cluster's devices.
+        manifest: that it would be made from.
+        assumed: is told all of it, with the command that makes the plan.
+
+    Raises:
+        ProfileError: there is no such model.
+    """
+    cluster = load_cluster(EXAMPLE_CLUSTER)
+    name = load_model(model).name
+    num_ranks = ranks or cluster.num_devices
+    per_node = min(cluster.devices_per_node, num_ranks)
+    assumed.assume(
+        "--plan", plan, f"not there yet; make it with: {_commands(name, num_ranks, per_node, manifest, plan)}"
+    )
+    if ranks is None:
+        assumed.assume("--ranks", num_ranks, f"{cluster.nodes} nodes of {per_node}: the cluster {cluster.name}")
+    profile = shipped_profile_path(model)
+    return PlanMetadata(
+        fcp_version=__version__,
+        num_ranks=num_ranks,
+        ranks_per_node=per_node,
+        sync="iteration",
+        global_batch_size=ASSUMED_GLOBAL_BATCH_SIZE,
+        tokens_per_rank=ASSUMED_TOKENS_PER_RANK,
+        seed=0,
+        shuffle=True,
+        solver="",
+        manifest=ManifestReference(name=manifest.name, rows=0, content_hash=""),
+        cost_profile=profile.read_text(encoding="utf-8") if profile.is_file() else f"model: {name}\n",
+    )
+
+
+def _commands(model: str, num_ranks: int, per_node: int, manifest: Path, plan: Path) -> str:
+    profile = ["fcp", "profile", "--analytic", "--model", model, "--cluster", EXAMPLE_CLUSTER, "-o", "profile.yaml"]
+    ranks = ["--ranks", str(num_ranks), "--ranks-per-node", str(per_node)]
+    return f"{shlex.join(profile)} && {shlex.join(['fcp', 'plan', str(manifest), *ranks, '-o', str(plan)])}"
+
+
+def is_assumed(metadata: PlanMetadata) -> bool:
+    """Whether there is no file behind it: a plan that was made has a hash."""
+    return not metadata.plan_hash

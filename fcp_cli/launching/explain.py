@@ -1,0 +1,64 @@
+"""What `fcp launch --explain` shows: every variable of the job, why it is set, and where its value comes from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fcp_cli.launching.environment import Variable
+from fcp_cli.launching.resolve import Launch
+from fcp_cli.launching.spec import METRICS_VARIABLE, MODEL_VARIABLE, PLAN_VARIABLE, RUN_DIR_VARIABLE
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+# What fcp tells the job itself: reason and source.
+_OWN = {
+    PLAN_VARIABLE: ("the plan that all ranks follow", "--plan, or the folder"),
+    METRICS_VARIABLE: ("where rank 0 writes what it measured", "the run directory"),
+    RUN_DIR_VARIABLE: ("where everything of the run goes", "--run-dir, or a new one"),
+    MODEL_VARIABLE: ("the model, for your script", "--model"),
+}
+
+
+def explained(launch: Launch) -> tuple[Variable, ...]:
+    """All variables of the job: fcp's own, then those of the stack."""
+    environment = launch.spec.job_environment()
+    own = [
+        Variable(name=name, value=environment[name], reason=reason, source=source)
+        for name, (reason, source) in _OWN.items()
+        if name in environment
+    ]
+    return (*own, *launch.variables)
+
+
+def explanation_document(launch: Launch) -> dict[str, Any]:
+    """JSON values, for `--json`."""
+    return {
+        "stack": launch.job.stack,
+        "variables": [
+            {
+                "name": variable.name,
+                "value": variable.value,
+                "reason": variable.reason,
+                "source": variable.source,
+                "set_by_fcp": not variable.is_given,
+            }
+            for variable in explained(launch)
+        ],
+    }
+
+
+def explanation_table(launch: Launch) -> Table:
+    """Three columns that fit 80 characters; a long value is folded below its name."""
+    from rich.box import SIMPLE_HEAD
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
+    table.add_column("variable", width=28, overflow="fold")
+    table.add_column("why", width=25)
+    table.add_column("value from", width=23)
+    for variable in explained(launch):
+        value = variable.value or "(found on the node)"
+        table.add_row(f"{variable.name}\n{escape(value)}", escape(variable.reason), escape(variable.source))
+    return table

@@ -1,0 +1,296 @@
+"""What is here: versions, devices, libraries, network and settings. `fcp env` shows it, `checks` judges it.
+
+Collected in one place, and never raising: it is asked for when something is broken.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib.metadata
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from fcp_cli import __version__
+from fcp_cli.errors import FcpError
+from fcp_cli.launching import network
+from fcp_cli.launching.job import Job
+from fcp_cli.launching.machine import Machine, find_machine, load_torch
+from fcp_cli.launching.msrun import path_of_python
+
+_PACKAGES = (
+    "numpy",
+    "pyarrow",
+    "numba",
+    "scipy",
+    "torch",
+    "torch-npu",
+    "transformers",
+    "tokenizers",
+    "tensorboard",
+    "mindspore",
+    "mindspeed",
+    "megatron-core",
+    "transformer-engine",
+    "flash-attn",
+)
+_PROGRAMS = ("python", "python3", "torchrun", "msrun", "sbatch", "srun", "pdsh")
+# Settings that change how a job starts or communicates; values of other variables are nobody's business.
+_VARIABLES = (
+    "FCP_",
+    "OMP_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_LAUNCH_BLOCKING",
+    "ASCEND_",
+    "ACLNN_CACHE_LIMIT",
+    "TASK_QUEUE_ENABLE",
+    "CPU_AFFINITY_CONF",
+    "NCCL_",
+    "HCCL_",
+    "GLOO_SOCKET_IFNAME",
+    "TP_SOCKET_IFNAME",
+    "PYTORCH_",
+    "TORCH_DEVICE_BACKEND_AUTOLOAD",
+    "SLURM_JOB_ID",
+    "SLURM_NNODES",
+    "SLURM_NODEID",
+)
+_WAY_SECONDS = 10.0
+_NOT_INSTALLED = "not installed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """This machine, and what it sees of a job.
+
+    Attributes:
+        packages, programs: name to version or path; None where it is not there.
+        machine: devices of one kind; None if torch cannot tell, and then `machine_error` says why.
+        device_names, device_memory_bytes: of every accelerator, and of the smallest.
+        cann_home: what CANN's set_env.sh exported; `has_hccl` tells whether its library is found.
+        open_files: most files and sockets that a process may have open; 0 where it is not known.
+        variables: those of the environment that change how a job starts or communicates.
+        master_addresses, master_is_here: of the job's node 0, where there are several nodes.
+        way_problem: why this node, if it is not node 0, cannot reach node 0.
+        port_problem: why node 0 cannot listen where the nodes shall meet.
+        hosts_here: which of the job's listed hosts are this machine.
+    """
+
+    fcp: str = __version__
+    python: str = sys.executable
+    python_version: str = ""
+    system: str = ""
+    host: str = ""
+    cpu_cores: int = 1
+    packages: Mapping[str, str | None] = field(default_factory=dict)
+    programs: Mapping[str, str | None] = field(default_factory=dict)
+    machine: Machine | None = None
+    machine_error: str = ""
+    device_names: tuple[str, ...] = ()
+    device_memory_bytes: int = 0
+    cuda_version: str | None = None
+    communication: Mapping[str, str | None] = field(default_factory=dict)
+    cann_home: str | None = None
+    cann_version: str | None = None
+    has_hccl: bool = False
+    interfaces: tuple[str, ...] = ()
+    open_files: int = 0
+    variables: Mapping[str, str] = field(default_factory=dict)
+    master_addresses: tuple[str, ...] = ()
+    master_is_here: bool = False
+    way_problem: str = ""
+    port_problem: str = ""
+    hosts_here: tuple[int, ...] = ()
+
+
+def collect_facts(
+    job: Job | None = None, *, machine: Machine | None = None, added: Mapping[str, str] = MappingProxyType({})
+) -> Facts:
+    """Look around; with a job, also at what this machine sees of it.
+
+    Args:
+        job: what is about to be launched here.
+        machine: where it is known already.
+        added: variables that it will have beside those of the environment.
+    """
+    machine, error = (machine, "") if machine is not None else _machine()
+    meets = job is not None and job.num_nodes > 1 and job.node_rank is not None
+    return Facts(
+        python_version=platform.python_version(),
+        system=platform.platform(),
+        host=socket.gethostname(),
+        cpu_cores=os.cpu_count() or 1,
+        packages={name: _version(name) for name in _PACKAGES},
+        programs={name: shutil.which(name, path=_path_of_job(job)) for name in _PROGRAMS},
+        machine=machine,
+        machine_error=error,
+        **_devices(machine),
+        communication=_communication(),
+        cann_home=os.environ.get("ASCEND_HOME_PATH"),
+        cann_version=_cann_version(),
+        has_hccl=_has_library("hccl"),
+        interfaces=network.interfaces(),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        variables={
+            name: value for name, value in sorted({**os.environ, **added}.items()) if name.startswith(_VARIABLES)
+        },
+        **(_meeting(job) if meets and job is not None else {}),
+    )
+
+
+def _meeting(job: Job) -> dict[str, Any]:
+    addresses = network.addresses_of(job.master_addr)
+    return {
+        "master_addresses": addresses,
+        "way_problem": _way_problem(job) if job.node_rank and addresses else "",
+        "master_is_here": network.is_here(job.master_addr),
+        "port_problem": _port_problem(job) if job.node_rank == 0 else "",
+        "hosts_here": tuple(number for number, host in enumerate(job.hosts) if network.is_here(host)),
+    }
+
+
+def _way_problem(job: Job) -> str:
+    """Node 0 may not listen yet, but its machine must be there; no use to wait for one that is not."""
+    return network.way_problem(job.master_addr, job.master_port, seconds=_WAY_SECONDS)
+
+
+def _port_problem(job: Job) -> str:
+    """Under msrun, torch meets at the port after the scheduler's."""
+    ports = (job.master_port, job.master_port + 1) if job.launcher == "msrun" else (job.master_port,)
+    return next(filter(None, map(network.port_problem, ports)), "")
+
+
+def _path_of_job(job: Job | None) -> str | None:
+    """PATH as the job will have it; None: as it is."""
+    if job is None or job.launcher != "msrun":
+        return None
+    return path_of_python(sys.executable, os.environ.get("PATH", ""))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _machine() -> tuple[Machine | None, str]:
+    try:
+        return find_machine(), ""
+    except FcpError as error:
+        return None, str(error)
+
+
+def _devices(machine: Machine | None) -> dict[str, Any]:
+    """What ranks would run on."""
+    if machine is None:
+        return {}
+    try:
+        torch = load_torch()
+    except FcpError:  # a head node that only prints commands
+        return {}
+    found: dict[str, Any] = {"cuda_version": torch.version.cuda}
+    if machine.num_devices:
+        module = getattr(torch, machine.device)
+        indices = range(machine.num_devices)
+        found["device_names"] = tuple(module.get_device_name(index) for index in indices)
+        found["device_memory_bytes"] = min(int(module.get_device_properties(index).total_memory) for index in indices)
+    return found
+
+
+def _communication() -> dict[str, str | None]:
+    """Back ends of torch.distributed, with versions where they tell one."""
+    try:
+        torch = load_torch()
+    except FcpError:
+        return {}
+    distributed = torch.distributed
+    if not distributed.is_available():
+        return {}
+    found: dict[str, str | None] = {"gloo": "available" if distributed.is_gloo_available() else None, "nccl": None}
+    if distributed.is_nccl_available() and torch.cuda.is_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    found["hccl"] = "available" if getattr(distributed, "is_hccl_available", lambda: False)() else None
+    return found
+
+
+def _cann_version() -> str | None:
+    """Of the CANN toolkit whose set_env.sh was sourced, else of the one at its usual place."""
+    home = os.environ.get("ASCEND_HOME_PATH", "/usr/local/Ascend/ascend-toolkit/latest")
+    for path in sorted(Path(home).glob("**/ascend_toolkit_install.info"))[:1]:
+        match = re.search(r"^version=(.+)$", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+        return match[1].strip() if match else f"unknown version in {home}"
+    return None
+
+
+def _has_library(name: str) -> bool:
+    """Whether the loader would find lib<name>.so: on LD_LIBRARY_PATH, which set_env.sh extends, or where it always
+    looks."""
+    folders = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":"))
+    return any((Path(folder) / f"lib{name}.so").exists() for folder in folders) or bool(ctypes.util.find_library(name))
+
+
+def facts_document(facts: Facts) -> dict[str, Any]:
+    """JSON values, for `fcp env --json`."""
+    machine = facts.machine
+    devices: dict[str, Any] = {"device": None, "error": facts.machine_error}
+    if machine is not None:
+        devices = {
+            "device": machine.device,
+            "names": list(facts.device_names),
+            "memory_bytes": facts.device_memory_bytes or None,
+            "cuda": facts.cuda_version,
+            "usable_cores": machine.num_cores,
+            "most_ranks": machine.most_ranks,
+            "host_memory_bytes": machine.memory_bytes,
+        }
+    return {
+        "fcp": facts.fcp,
+        "python": f"{facts.python_version} ({facts.python})",
+        "system": facts.system,
+        "cpu_cores": facts.cpu_cores,
+        "packages": dict(facts.packages),
+        "devices": devices,
+        "communication": dict(facts.communication),
+        "cann": facts.cann_version,
+        "cann_sourced": facts.cann_home is not None,
+        "hccl_library": facts.has_hccl,
+        "programs": dict(facts.programs),
+        "interfaces": list(facts.interfaces),
+        "open_files": facts.open_files,
+        "variables": dict(facts.variables),
+    }
+
+
+def facts_lines(facts: Facts) -> list[str]:
+    """The facts as `- name: value` lines, ready to be pasted."""
+    cann = f"{facts.cann_version or 'not found'}, set_env.sh {'' if facts.cann_home else 'not '}sourced"
+    lines = [f"- fcp: {facts.fcp}", f"- python: {facts.python_version} ({facts.python})"]
+    lines += [f"- system: {facts.system}", f"- cpu cores: {facts.cpu_cores}"]
+    lines += [f"- {name}: {version or _NOT_INSTALLED}" for name, version in facts.packages.items()]
+    lines += [f"- devices: {_device_text(facts)}"]
+    lines += [f"- {name}: {state or 'not available'}" for name, state in facts.communication.items()]
+    lines += [f"- CANN: {cann}, libhccl.so {'' if facts.has_hccl else 'not '}found"]
+    lines += [f"- {name}: {path or 'not on PATH'}" for name, path in facts.programs.items()]
+    lines += [f"- interfaces: {', '.join(facts.interfaces) or 'unknown'}", f"- open files: {facts.open_files}"]
+    return [*lines, *(f"- {name}={value}" for name, value in facts.variables.items())]
+
+
+def _device_text(facts: Facts) -> str:
+    if facts.machine is None:
+        return facts.machine_error
+    names = ", ".join(sorted(set(facts.device_names))) or f"{facts.machine.num_cores} cores"
+    toolkit = f" (CUDA {facts.cuda_version})" if facts.cuda_version else ""
+    memory = f", {facts.device_memory_bytes / 1e9:.0f} GB each" if facts.device_memory_bytes else ""
+    count = len(facts.device_names)
+    return f"{count} x {names}{memory}{toolkit}" if count else f"{facts.machine.device}, {names}"

@@ -1,0 +1,87 @@
+"""Ends a launcher and its ranks when fcp is gone: `kill -9`, or a kernel short of memory, leaves it no time to.
+
+A program of its own, started before the launcher: fcp holds the other end of its standard input, which the system
+closes when fcp ends, however that comes. Unlike a death signal of the kernel (PR_SET_PDEATHSIG), this needs no code
+between fork and exec, does not hang on the thread that started the launcher, and lets the ranks end their step: of a
+SIGTERM, msrun dies without its ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fcp_cli.launching import processes
+from fcp_cli.launching.ranks import ranks_of
+
+_POLL_SECONDS = 0.2
+
+
+@contextmanager
+def guarded(argv: Sequence[str], *, log_dir: Path, grace_seconds: float) -> Iterator[Callable[[int], None]]:
+    """Within, the launcher whose process is told to the yielded function does not outlive this process.
+
+    Args:
+        argv: of the launcher.
+        log_dir: where it puts the ranks' output.
+        grace_seconds: that the ranks have for their step, once they are asked to stop.
+    """
+    guard = subprocess.Popen(
+        [sys.executable, "-m", "fcp_cli.launching.guard"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # neither Ctrl-C nor what ends fcp's whole group ends it
+    )
+    stdin = guard.stdin
+    assert stdin is not None
+
+    def watch_over(pid: int) -> None:
+        told = {"pid": pid, "started": processes.started_ticks(pid), "argv": list(argv)}
+        line = json.dumps({**told, "log_dir": str(log_dir.absolute()), "grace_seconds": grace_seconds})
+        with suppress(BrokenPipeError):  # somebody ended the guard: the job goes on without
+            stdin.write(line.encode() + b"\n")
+            stdin.flush()
+
+    try:
+        yield watch_over
+    finally:
+        guard.kill()  # before its input closes
+        with suppress(BrokenPipeError):
+            stdin.close()
+        guard.wait()
+
+
+def main() -> None:
+    """Wait for the end of fcp, then ask the ranks that it started to stop, and end everything when they have."""
+    line = sys.stdin.readline()
+    sys.stdin.read()
+    if not line.endswith("\n"):  # fcp had not started anything
+        return
+    told = json.loads(line)
+    pid, started = told["pid"], told["started"]
+    ranks = ranks_of(told["argv"], Path(told["log_dir"]))
+
+    def is_there() -> bool:
+        """It, and no other process that was given its number; always false where there is no /proc."""
+        return started is not None and processes.started_ticks(pid) == started
+
+    if is_there():
+        processes.send(ranks.ranks(pid), signal.SIGINT)
+    end = time.monotonic() + told["grace_seconds"]
+    while is_there() and ranks.ranks(pid) and time.monotonic() < end:
+        time.sleep(_POLL_SECONDS)
+    if is_there():
+        processes.kill_tree(pid)
+
+
+if __name__ == "__main__":
+    os.chdir("/")  # it keeps no folder busy
+    main()

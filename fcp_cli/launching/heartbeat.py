@@ -1,0 +1,123 @@
+"""Whether the launcher of a run is at work, seen from any machine that shares the run's folder.
+
+While a job runs, its launcher touches one small file every few seconds, and at the end it writes there how it ended. A
+process that was killed writes nothing: then the file goes stale, which a slow step does not make it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Literal
+
+from fcp_cli.files import write_text_atomically
+from fcp_cli.launching import processes
+
+FORMAT = "fcp-heartbeat/1"
+End = Literal["finished", "interrupted", "failed"]
+
+_BEAT_SECONDS = 5.0
+_STALE_HERE_SECONDS = 15.0  # on the launcher's machine, where its process is known to have gone
+_STALE_SECONDS = 120.0  # elsewhere: shared file systems show times up to a minute late
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heartbeat:
+    """What the launcher wrote, and how long ago it gave a sign of life.
+
+    Attributes:
+        host, pid, process_started: of the launcher; the last tells it from a later process of the same number, and is
+            None where there is no /proc.
+        started: ISO time of the launch.
+        ended: how the job ended, or None.
+        age_seconds: since the last sign of life.
+    """
+
+    host: str
+    pid: int
+    process_started: int | None
+    started: str
+    ended: End | None
+    age_seconds: float
+
+    @property
+    def is_gone(self) -> bool:
+        """The launcher ended without a word: it was killed, or its machine was."""
+        if self.ended is not None:
+            return False
+        if self.host != socket.gethostname():
+            return self.age_seconds > _STALE_SECONDS
+        return not self._lives_here() and self.age_seconds > _STALE_HERE_SECONDS
+
+    def _lives_here(self) -> bool:
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass  # another user's, and alive
+        return self.process_started is None or processes.started_ticks(self.pid) == self.process_started
+
+
+class Pulse:
+    """Given to the launcher while its job runs: `beat` often, and set `ended` before leaving."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.ended: End = "failed"
+        self._path = path
+        self._last = time.monotonic()
+
+    def beat(self) -> None:
+        """Touch the file, at most every few seconds; a full or lost disk must not end the job."""
+        if self._path is None or time.monotonic() - self._last < _BEAT_SECONDS:
+            return
+        self._last = time.monotonic()
+        with suppress(OSError):
+            os.utime(self._path)
+
+
+@contextmanager
+def beating(path: Path | None) -> Iterator[Pulse]:
+    """Keep a heartbeat file for the length of a job; None keeps none. A job left by an exception has failed."""
+    pulse = Pulse(path)
+    if path is None:
+        yield pulse
+        return
+    launcher = {
+        "format": FORMAT,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "process_started": processes.started_ticks(os.getpid()),
+        "started": datetime.now(timezone.utc).isoformat(),
+    }
+    write_text_atomically(path, json.dumps({**launcher, "ended": None}) + "\n")
+    try:
+        yield pulse
+    finally:
+        write_text_atomically(path, json.dumps({**launcher, "ended": pulse.ended}) + "\n")
+
+
+def read_heartbeat(path: Path) -> Heartbeat | None:
+    """The heartbeat of a run; None where there is none, as for a job that `fcp launch` did not start."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        age = time.time() - path.stat().st_mtime
+        if document["format"] != FORMAT:
+            return None
+        return Heartbeat(
+            host=str(document["host"]),
+            pid=int(document["pid"]),
+            process_started=document["process_started"],
+            started=str(document["started"]),
+            ended=document["ended"],
+            age_seconds=max(0.0, age),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

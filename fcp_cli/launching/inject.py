@@ -1,0 +1,122 @@
+"""How a script of the user's comes to follow the plan: started through the runtime's entry, or by its environment."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import fcp_cli.runtime.injection
+from fcp_cli.errors import RunError
+from fcp_cli.launching.environment import Variable
+from fcp_cli.launching.run_dirs import has_followed
+from fcp_cli.launching.spec import METRICS_VARIABLE, PLAN_VARIABLE, PROBE_VARIABLE, RUN_DIR_VARIABLE, RunPaths
+
+Inject: TypeAlias = Literal["entry", "env", "none"]
+
+ENTRY = ("-m", "fcp_cli.runtime")
+"""Prepares the rank and then runs the program that follows a `--`."""
+
+_SITE = Path(fcp_cli.runtime.injection.__file__).parent / "site"
+
+
+def through_entry(program: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What the launcher starts, and its arguments, so that `program` (a script or -m module, and its arguments) runs
+    with the hooks in place.
+    """
+    return ENTRY, ("--", *program)
+
+
+def without_entry(words: Sequence[str]) -> list[str]:
+    """The user's own program out of what `through_entry` made."""
+    start = len(ENTRY) + 1
+    return list(words[start:] if tuple(words[:start]) == (*ENTRY, "--") else words)
+
+
+def is_mindspore_script(script: Path) -> bool:
+    """Whether a script imports MindSpore and not torch, anywhere in it; what does not parse is said when it runs."""
+    try:
+        tree = ast.parse(script.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return False
+    imported = {name.partition(".")[0] for node in ast.walk(tree) for name in _imported_by(node)}
+    return "mindspore" in imported and "torch" not in imported
+
+
+def _imported_by(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnCommand:
+    """A command that starts the ranks itself.
+
+    Attributes:
+        argv: as it was typed.
+        environment: set for it; its ranks inherit the hooks from there.
+    """
+
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+
+    @property
+    def shell(self) -> str:
+        return shlex.join(["env", *(f"{name}={value}" for name, value in self.environment.items()), *self.argv])
+
+
+def probe_variable(wanted: bool | None, *, run_dir: Path, plan_hash: str, given: Mapping[str, str]) -> Variable:
+    """Whether a script's numbers are compared before its first step.
+
+    Args:
+        wanted: what --probe or --no-probe says; None: neither was given.
+        run_dir: of the run; one that has followed the same plan before holds numbers that were compared then.
+        plan_hash: of the plan.
+        given: the user's environment.
+    """
+    value, source, is_given = given.get(PROBE_VARIABLE), "your environment", True
+    if wanted is not None:
+        value, source, is_given = str(int(wanted)), "--probe" if wanted else "--no-probe", False
+    elif value is None:
+        is_first = not has_followed(run_dir, plan_hash)
+        source = (
+            "the first run of this plan in the run directory"
+            if is_first
+            else "the run directory has run this plan before"
+        )
+        value, is_given = str(int(is_first)), False
+    reason = "a tiny step on the plan's groups against one alone; wrong numbers stop the job"
+    return Variable(name=PROBE_VARIABLE, value=value, reason=reason, source=source, is_given=is_given)
+
+
+def own_command(argv: Sequence[str], *, plan: Path, run_dir: Path, probe: Variable) -> OwnCommand:
+    """The command with the environment that makes its ranks follow `plan`."""
+    paths = [str(_SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        PLAN_VARIABLE: str(plan.absolute()),
+        METRICS_VARIABLE: str(RunPaths(run_dir=run_dir.absolute()).metrics),
+        RUN_DIR_VARIABLE: str(run_dir.absolute()),
+        probe.name: probe.value,
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+    return OwnCommand(argv=tuple(argv), environment=environment)
+
+
+def become(command: OwnCommand) -> None:
+    """Replace this process by the command: its output, its signals and its exit status are its own.
+
+    Raises:
+        RunError: it cannot be started.
+    """
+    try:
+        os.execvpe(command.argv[0], command.argv, {**os.environ, **command.environment})
+    except OSError as error:
+        raise RunError(
+            f"cannot start {command.argv[0]}: {error.strerror}; --inject env runs a command that starts the ranks "
+            "itself, like 'bash train.sh' or 'torchrun ...'; leave it out for a Python script"
+        ) from error

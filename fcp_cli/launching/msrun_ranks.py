@@ -1,0 +1,118 @@
+"""The ranks that msrun has started here: who they are, where they print, who failed.
+
+msrun joins a rank's two streams in `worker_RANK.log`. When a rank fails it kills the others and then waits for its
+scheduler, for minutes; and it names the first failed rank by number, not by time. So ranks are watched from outside.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fcp_cli.launching import processes
+from fcp_cli.launching.blame import FailedRank, by_blame, said
+from fcp_cli.launching.failure import Failure, failure_of, last_lines
+
+_LOCAL_WORKERS = "--local_worker_num="
+_ROLE, _WORKER, _SCHEDULER, _RANK = "MS_ROLE", "MS_WORKER", "MS_SCHED", "MS_NODE_ID"
+# How long the other ranks have for their last words.
+_GRACE_SECONDS = 3.0
+_NOTICE = re.compile(r"Worker process (?P<process>\d+) exit with exception\. Error code: (?P<status>-?\d+)")
+# What MindSpore's own code logs; it may come after a rank's last words.
+_CHATTER = re.compile(r"^\[(DEBUG|INFO|WARNING)\] ")
+
+
+class MsrunRanks:
+    """Of one node. `look` must be called often while msrun runs."""
+
+    streams: tuple[str, ...] = ("stdout",)
+
+    def __init__(self, argv: Sequence[str], log_dir: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.log = log_dir / "msrun.log"
+        self._log_dir = log_dir
+        self._expected = next(
+            int(word.removeprefix(_LOCAL_WORKERS)) for word in argv if word.startswith(_LOCAL_WORKERS)
+        )
+        self._clock = clock
+        self._ranks: dict[int, int] = {}  # process to global rank
+        self._scheduler: int | None = None
+        self._failed: tuple[int | None, int] | None = None  # rank (None: the scheduler) and status
+        self._ends_at = 0.0
+
+    def rank_0(self, stream: str) -> Path | None:
+        """Where global rank 0 prints; None until it has been started, or on another node than its own."""
+        path = self._worker_log(0)
+        return path if path.is_file() else None
+
+    def look(self, pid: int) -> bool:
+        """Note who has ended; True if the job failed and msrun must be ended."""
+        self._find(pid)
+        if self._failed is None:
+            self._failed = self._first_failed()
+            self._ends_at = self._clock() + _GRACE_SECONDS
+        return self._failed is not None and self._clock() > self._ends_at
+
+    def ranks(self, pid: int) -> list[int]:
+        """The processes that run."""
+        self._find(pid)
+        alive = set(processes.children(pid))
+        return [process for process in self._ranks if process in alive]
+
+    def find_failure(self, status: int) -> Failure:
+        """The rank to blame after msrun ended with `status`; see `blame`.
+
+        Its last words are always told at the end: rank 0's were shown, but as output, and among MindSpore's messages.
+        """
+        rank, status = self._failed or self._told() or (None, status)
+        if rank is None:
+            log = self._launcher_log()
+            return Failure(
+                rank=None,
+                status=status,
+                message="",
+                last_lines=last_lines(log, ignored=_CHATTER),
+                log=log,
+                launcher="msrun",
+            )
+        numbers = sorted(self._ranks.values())
+        words = {local: last_lines(self._worker_log(each), ignored=_CHATTER) for local, each in enumerate(numbers)}
+        local_rank = numbers.index(rank)
+        seen = FailedRank(rank=rank, local_rank=local_rank, status=status, words=said(words[local_rank]))
+        first = by_blame([seen], words)[0]
+        return failure_of(first, log=self._worker_log(first.rank), launcher="msrun")
+
+    def _find(self, pid: int) -> None:
+        """Those that msrun has started since the last look; a signal may come between two."""
+        if len(self._ranks) == self._expected:
+            return
+        for child in processes.children(pid):
+            environment = processes.environment_of(child)
+            # msrun's `tail` has the environment of a rank, but shares msrun's session.
+            if environment.get(_ROLE) == _WORKER and _RANK in environment and processes.leads_session(child):
+                self._ranks[child] = int(environment[_RANK])
+            elif environment.get(_ROLE) == _SCHEDULER:
+                self._scheduler = child
+
+    def _first_failed(self) -> tuple[int | None, int] | None:
+        """By msrun's own words, or by what it has not asked yet. It says whom it found before it kills the others."""
+        for process, rank in self._ranks.items():
+            if status := processes.exit_status(process):
+                return self._told() or (rank, status)
+        if self._scheduler is not None and (status := processes.exit_status(self._scheduler)):
+            return None, status
+        return None
+
+    def _told(self) -> tuple[int, int] | None:
+        found = _NOTICE.search(self.log.read_text(encoding="utf-8", errors="replace"))
+        rank = self._ranks.get(int(found["process"])) if found is not None else None
+        return None if found is None or rank is None else (rank, int(found["status"]))
+
+    def _worker_log(self, rank: int) -> Path:
+        return self._log_dir / f"worker_{rank}.log"
+
+    def _launcher_log(self) -> Path:
+        """The scheduler's log where that is what failed, else msrun's own."""
+        scheduler = self._log_dir / "scheduler.log"
+        return scheduler if self._failed is not None and scheduler.is_file() else self.log

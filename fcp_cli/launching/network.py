@@ -1,0 +1,113 @@
+"""What this machine's network looks like: interfaces, the way to another node, ports."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import ipaddress
+import socket
+import struct
+from contextlib import suppress
+
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+_LAST_PORT = 65535
+_PROBE_PORT = 9  # nothing is sent: connecting a datagram socket only picks a route
+
+
+def interfaces() -> tuple[str, ...]:
+    """Names of the network interfaces, loopback included."""
+    with suppress(OSError):
+        return tuple(name for _, name in socket.if_nameindex())
+    return ()
+
+
+def addresses_of(host: str) -> tuple[str, ...]:
+    """The addresses that a host name means here; empty where it means nothing."""
+    with suppress(OSError, UnicodeError):
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+    return ()
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address never leaves the machine; a name that is no address does not count."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    return False
+
+
+def interface_towards(host: str) -> str | None:
+    """The interface that traffic to another host leaves by; None where there is no way out, or nothing tells."""
+    local = _local_address_towards(host)
+    if local is None or is_loopback(local):
+        return None
+    return next((name for name in interfaces() if _ipv4_of(name) == local), None)
+
+
+def is_here(host: str) -> bool:
+    """Whether a host name means this machine: whether its address can be bound."""
+    return any(_can_bind(address) for address in addresses_of(host))
+
+
+def way_problem(host: str, port: int, *, seconds: float) -> str:
+    """Why another machine cannot be reached; "" where it can, whether something listens at its port yet or not."""
+    try:
+        socket.create_connection((host, port), timeout=seconds).close()
+    except ConnectionRefusedError:
+        return ""
+    except TimeoutError:
+        return f"it did not answer within {seconds:.0f} s"
+    except (OSError, UnicodeError) as error:
+        return str(getattr(error, "strerror", None) or error).lower()
+    return ""
+
+
+def port_problem(port: int) -> str:
+    """Why nothing can listen on a port of this machine; "" if something can."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # As torch's store does: connections of a job that just ended do not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen(1)
+        except OSError as error:
+            return "in use by another process" if error.errno == errno.EADDRINUSE else str(error.strerror)
+    return ""
+
+
+def free_ports(first: int, count: int) -> int:
+    """The first port from `first` on that nobody uses, nor the `count - 1` after it; `first` where there is none."""
+    for port in range(first, _LAST_PORT - count):
+        if all(_is_unused(port + i) for i in range(count)):
+            return port
+    return first
+
+
+def _is_unused(port: int) -> bool:
+    """Connections of a job that just ended do count: MindSpore's scheduler waits half a minute for them to go."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", port))
+        return True
+    return False
+
+
+def _local_address_towards(host: str) -> str | None:
+    with suppress(OSError, UnicodeError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, _PROBE_PORT))
+        return str(probe.getsockname()[0])
+    return None
+
+
+def _ipv4_of(interface: str) -> str | None:
+    request = struct.pack("256s", interface.encode()[:15])
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+    return None
+
+
+def _can_bind(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((address, 0))
+        return True
+    return False

@@ -1,0 +1,157 @@
+"""What a generated script or a container starts on its node: runs the launcher's command that follows `--`, watches it.
+
+The same code as behind `fcp launch` on one machine: SIGINT, SIGTERM and SIGHUP let the ranks finish their step, local
+rank 0 of node 0 is shown, a failed rank is named with its last words, and no process stays behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+from fcp_cli.errors import FcpError, RunError
+from fcp_cli.files import write_text_atomically
+from fcp_cli.launching.heartbeat import beating
+from fcp_cli.launching.msrun import path_of_python
+from fcp_cli.launching.network import interface_towards, port_problem
+from fcp_cli.launching.record import write_record
+from fcp_cli.launching.run import JobOutcome, run_command
+from fcp_cli.launching.spec import PLAN_VARIABLE, RUN_DIR_VARIABLE, RunPaths
+from fcp_cli.plan.reader import PlanReader
+
+_GRACE_SECONDS = 280  # Slurm is asked to send SIGTERM 300 seconds before it ends the job
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status: 0, 1 where it failed, 128 + the signal that stopped it."""
+    own, command = _split(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="python -m fcp_cli.launching.node", allow_abbrev=False)
+    parser.add_argument("--node-rank", type=int, required=True)
+    parser.add_argument("--log-dir", type=Path, required=True)
+    parser.add_argument("--master-addr", default="", help="of node 0")
+    parser.add_argument("--master-port", type=int, help="where node 0 will listen")
+    parser.add_argument(
+        "--interface-for",
+        action="append",
+        default=[],
+        metavar="VARIABLE",
+        help="set it to the network interface towards --master-addr, unless it is set",
+    )
+    parser.add_argument("--record", type=Path, help="resolved launch, for the run directory: --resume reads it there")
+    options = parser.parse_args(own)
+    if not command:
+        parser.error("the command to run comes after --")
+    try:
+        return _run(command, options, _environment(options))
+    except (FcpError, OSError) as error:
+        _say(f"error: node {options.node_rank}: {error}")
+        return 1
+
+
+def _run(command: Sequence[str], options: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    heartbeat, is_first = None, options.node_rank == 0
+    if is_first and options.master_port is not None:
+        _check_port(options.master_port)
+    if is_first and RUN_DIR_VARIABLE in environment:
+        paths = RunPaths(run_dir=Path(environment[RUN_DIR_VARIABLE]))
+        _write_record(paths, Path(environment[PLAN_VARIABLE]), options.record)
+        heartbeat = paths.heartbeat
+    with beating(heartbeat) as pulse:
+        outcome = run_command(
+            command,
+            environment=environment,
+            log_dir=options.log_dir,
+            shows=is_first,
+            watch=pulse.beat,
+            announce=_say,
+            grace_seconds=_GRACE_SECONDS,
+        )
+        pulse.ended = "finished" if not outcome.status else "interrupted" if _was_stopped(outcome) else "failed"
+    return _report(outcome, shows=is_first)
+
+
+def _check_port(port: int) -> None:
+    problem = port_problem(port)
+    if problem:
+        raise RunError(f"port {port} of {socket.gethostname()} is {problem}; choose another with --master-port")
+
+
+def _write_record(paths: RunPaths, plan: Path, launch: Path | None) -> None:
+    """What the job really follows, and what is installed where it really runs."""
+    paths.run_dir.mkdir(parents=True, exist_ok=True)
+    write_record(paths.run_dir, plan, PlanReader(plan).metadata)
+    if launch is not None:
+        try:
+            write_text_atomically(paths.launch, launch.read_text(encoding="utf-8"))
+        except OSError as error:
+            _say(f"warning: cannot read {launch} ({error.strerror}): 'fcp launch --resume' will not know this run")
+
+
+def _environment(options: argparse.Namespace) -> dict[str, str]:
+    found = {**_interfaces(options.interface_for, options.master_addr), **os.environ}
+    # Whatever looks for `python` finds this one: msrun does.
+    return {**found, "PATH": path_of_python(sys.executable, found.get("PATH", ""))}
+
+
+def _interfaces(variables: Sequence[str], master_addr: str) -> dict[str, str]:
+    """Only the node itself knows by which interface it reaches node 0."""
+    interface = interface_towards(master_addr) if variables else None
+    return dict.fromkeys(variables, interface) if interface else {}
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    at = list(words).index("--") if "--" in words else len(words)
+    return list(words[:at]), list(words[at + 1 :])
+
+
+def _was_stopped(outcome: JobOutcome) -> bool:
+    """By a signal here, or because the ranks agreed to stop when another node was told to."""
+    return outcome.agreed_to_stop or (outcome.stopped_by is not None and outcome.status != 0)
+
+
+def _report(outcome: JobOutcome, *, shows: bool) -> int:
+    """Say how it ended; returns the exit status."""
+    if _was_stopped(outcome):
+        stopped_by = outcome.stopped_by or signal.SIGINT
+        _say(f"error: stopped by {stopped_by.name}" if outcome.stopped_by else "error: stopped with the other nodes")
+        return 128 + stopped_by
+    if outcome.failure is None:
+        return 0
+    last_words, summary = outcome.failure.report(rank_0_is_shown=shows)
+    for line in last_words:
+        _say(line)
+    if summary:
+        _say(f"error: {summary}")
+    return 1
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+class _Lasting:
+    """A stream whose reader may go away: a closed connection must not end a step before its checkpoint."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+
+if __name__ == "__main__":
+    sys.stdout, sys.stderr = _Lasting(sys.stdout), _Lasting(sys.stderr)
+    sys.exit(main())

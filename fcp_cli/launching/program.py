@@ -1,0 +1,59 @@
+"""The user's own program, as it was typed after `--`, and what the launcher starts for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from fcp_cli.console import Origins
+from fcp_cli.errors import UsageError
+from fcp_cli.launching.inject import is_mindspore_script, through_entry
+from fcp_cli.launching.request import LaunchRequest
+
+
+def started_program(request: LaunchRequest) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What the launcher starts for the user's program, and its arguments."""
+    program, arguments = _program(request), program_arguments(request)
+    return (program, arguments) if request.inject == "none" else through_entry((*program, *arguments))
+
+
+def program_arguments(request: LaunchRequest) -> tuple[str, ...]:
+    """What follows the script or the module."""
+    return request.program[2 if request.program[0] == "-m" else 1 :]
+
+
+def program_name(request: LaunchRequest) -> str:
+    """What its run directory is called after."""
+    return Path(_program(request)[-1]).stem
+
+
+def is_mindspore(request: LaunchRequest) -> bool:
+    """Whether the program is a script for MindSpore, whose ranks need no torch."""
+    return bool(request.program) and is_mindspore_script(Path(request.program[0]))
+
+
+def for_mindspore(request: LaunchRequest, assumed: Origins) -> LaunchRequest:
+    """MindSpore's ranks meet through msrun's scheduler, which is a process that runs the script, too.
+
+    Raises:
+        UsageError: another launcher shall start it.
+    """
+    script = request.program[0]
+    if request.launcher != "msrun":
+        raise UsageError(f"{script} imports mindspore, whose ranks meet only under msrun; add --launcher msrun")
+    if request.inject == "entry":
+        assumed.assume("--inject", "none", f"{script} imports mindspore, and msrun's scheduler has to run it, too")
+    return replace(request, inject="none")
+
+
+def _program(request: LaunchRequest) -> tuple[str, ...]:
+    first, *rest = request.program
+    if first == "-m":
+        if not rest:
+            raise UsageError("-m after -- needs the name of a module")
+        return ("-m", rest[0])
+    if first.startswith("-"):
+        raise UsageError(f"after -- comes a script or '-m MODULE', not {first}; the trainer's options go before --")
+    if not Path(first).is_file():
+        raise UsageError(f"there is no script {first}")
+    return (first,)

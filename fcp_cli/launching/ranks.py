@@ -1,0 +1,43 @@
+"""The ranks of one node, whichever launcher starts them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from fcp_cli.launching.failure import Failure, TorchrunRanks
+from fcp_cli.launching.msrun_ranks import MsrunRanks
+
+
+class Ranks(Protocol):
+    """The ranks of this node, as one of the launchers starts them.
+
+    Attributes:
+        log: what the launcher itself says.
+        streams: names of what a rank prints to.
+    """
+
+    log: Path
+    streams: tuple[str, ...]
+
+    def rank_0(self, stream: str) -> Path | None:
+        """Where local rank 0 prints to a stream; None until it has been started."""
+        ...
+
+    def look(self, pid: int) -> bool:
+        """Called often while the launcher runs, as process `pid`; True if it must be ended, because a rank failed."""
+        ...
+
+    def ranks(self, pid: int) -> list[int]:
+        """The processes of the ranks that run."""
+        ...
+
+    def find_failure(self, status: int) -> Failure:
+        """Who failed, after the launcher ended with `status`."""
+        ...
+
+
+def ranks_of(argv: Sequence[str], log_dir: Path) -> Ranks:
+    """Those that a launcher's command starts; their output is in `log_dir`."""
+    return MsrunRanks(argv, log_dir) if Path(argv[0]).name == "msrun" else TorchrunRanks(log_dir)

@@ -1,0 +1,31 @@
+"""What a run directory holds so that one can say later what ran: the plan, its cost profile, and what was installed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from fcp_cli.files import replaced_atomically, write_text_atomically
+from fcp_cli.launching.facts import collect_facts, facts_document
+from fcp_cli.launching.spec import RunPaths
+from fcp_cli.plan.metadata import PlanMetadata
+
+
+def write_record(run_dir: Path, plan: Path, metadata: PlanMetadata) -> None:
+    """Copy the plan, write out its cost profile, and list the versions of this machine.
+
+    Args:
+        run_dir: that is there.
+        plan: that the run follows.
+        metadata: of the plan.
+
+    Raises:
+        FcpError: the run directory cannot be written.
+    """
+    paths = RunPaths(run_dir=run_dir)
+    if plan != paths.plan:  # a resumed run follows its own copy
+        with replaced_atomically(paths.plan) as temporary:
+            shutil.copyfile(plan, temporary)
+    write_text_atomically(paths.profile, metadata.cost_profile)
+    write_text_atomically(paths.versions, json.dumps(facts_document(collect_facts()), indent=2) + "\n")

@@ -1,0 +1,37 @@
+"""Commands as text: quoted so that every word arrives unchanged, some with variables that only the node knows."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+
+# No argument of a process can hold it, so it never stands in a real word.
+_MARK = "\0"
+
+
+def variable(name: str) -> str:
+    """A stretch of a word that is the value of a variable on the machine that runs the command."""
+    return f"{_MARK}{name}{_MARK}"
+
+
+def quote(word: str) -> str:
+    """As shlex.quote; variables stand in double quotes, as in --node-rank="$SLURM_NODEID"."""
+    if not word:
+        return "''"
+    pieces = enumerate(word.split(_MARK))
+    return "".join(f'"${piece}"' if index % 2 else _quote_literal(piece) for index, piece in pieces)
+
+
+def _quote_literal(text: str) -> str:
+    return shlex.quote(text) if text else ""
+
+
+def join(words: Iterable[str]) -> str:
+    """A command line for a POSIX shell."""
+    return " ".join(map(quote, words))
+
+
+def kubernetes_word(word: str) -> str:
+    """As a container's command takes it: no shell, but $(NAME) is replaced and $$ is a dollar sign."""
+    pieces = enumerate(word.split(_MARK))
+    return "".join(f"$({piece})" if index % 2 else piece.replace("$", "$$") for index, piece in pieces)

@@ -1,0 +1,115 @@
+"""The targets of `fcp launch`: which files each is made of, and how a node learns its number there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fcp_cli.errors import UsageError
+from fcp_cli.launching import shell
+from fcp_cli.launching.shell import variable
+from fcp_cli.launching.targets.job import ClusterJob, NodeFacts, template_values
+from fcp_cli.launching.targets.templates import render, shipped_template
+
+LOCAL = "local"
+HOSTFILE = "hostfile"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobFile:
+    """A generated file: its name and whole text."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """Where a job runs that this machine only describes.
+
+    Attributes:
+        template: of the file that starts a node's ranks, without suffix; `--template` replaces it.
+        others: further files, rendered by shipped templates of the same values.
+        node: how a node learns its number and the first node's address.
+        ready: makes a word ready for the template; see `template_values`.
+        start: what is typed to start the job, given the folder of its files.
+    """
+
+    template: str
+    others: tuple[str, ...] = ()
+    node: Callable[[ClusterJob], NodeFacts]
+    ready: Callable[[str], str] = shell.quote
+    start: Callable[[Path], tuple[str, ...]]
+
+
+TARGETS = {
+    "scripts": Target(
+        template="node.sh",
+        others=("start.sh", HOSTFILE),
+        node=lambda job: NodeFacts(
+            rank=variable("NODE_RANK"),
+            master_addr=variable("MASTER_ADDR"),
+            log_name=f"{variable('STARTED')}-node{variable('NODE_RANK')}",
+        ),
+        start=lambda folder: ("bash", str(folder / "start.sh")),
+    ),
+    "slurm": Target(
+        template="job.sbatch",
+        node=lambda job: NodeFacts(
+            rank=variable("SLURM_NODEID"),
+            master_addr=variable("MASTER_ADDR"),
+            log_name=f"slurm-{variable('SLURM_JOB_ID')}-node{variable('SLURM_NODEID')}",
+        ),
+        start=lambda folder: ("sbatch", str(folder / "job.sbatch")),
+    ),
+    "pytorchjob": Target(
+        template="pytorchjob.yaml",
+        node=lambda job: NodeFacts(
+            rank=variable("RANK"),
+            master_addr=variable("MASTER_ADDR"),
+            log_name=f"{job.name}-node{variable('RANK')}",
+        ),
+        ready=shell.kubernetes_word,
+        start=lambda folder: ("kubectl", "apply", "-f", str(folder / "pytorchjob.yaml")),
+    ),
+    "volcano": Target(
+        template="volcano.yaml",
+        node=lambda job: NodeFacts(
+            rank=variable("VC_TASK_INDEX"),
+            # The svc plugin gives every pod this name: job-task-index.job
+            master_addr=f"{job.name}-node-0.{job.name}",
+            log_name=f"{job.name}-node{variable('VC_TASK_INDEX')}",
+        ),
+        ready=shell.kubernetes_word,
+        start=lambda folder: ("kubectl", "apply", "-f", str(folder / "volcano.yaml")),
+    ),
+}
+
+
+def job_files(target: Target, job: ClusterJob, *, template: Path | None = None) -> tuple[JobFile, ...]:
+    """The files of a job, the one that starts a node's ranks first. Nothing is written.
+
+    Args:
+        target: one of `TARGETS`.
+        job: what is launched.
+        template: a site's own, instead of the target's.
+
+    Raises:
+        UsageError: a template has a mistake, or a word cannot be written in UTF-8.
+    """
+    values = template_values(job, target.node(job), target.ready)
+    own = template or shipped_template(target.template)
+    rendered = [(target.template, own), *((name, shipped_template(name)) for name in target.others)]
+    files = tuple(JobFile(name=name, text=render(path, values)) for name, path in rendered)
+    for file in files:
+        _check_text(file)
+    return files
+
+
+def _check_text(file: JobFile) -> None:
+    try:
+        file.text.encode()
+    except UnicodeEncodeError as error:
+        found = file.text[error.start : error.end]
+        raise UsageError(f"{file.name} cannot hold {found!a}: an argument or a path is not UTF-8 text") from error

@@ -1,0 +1,209 @@
+"""From what was typed about a cluster to a `ClusterJob`: fills in the rest, and says what it assumed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fcp_cli.console import Origins
+from fcp_cli.errors import ProfileError, UsageError
+from fcp_cli.launching.environment import Variable
+from fcp_cli.launching.machine import UNKNOWN_MACHINE, Machine
+from fcp_cli.launching.placement import THIS_MACHINE, planned_cluster
+from fcp_cli.launching.spec import LaunchSpec
+from fcp_cli.launching.targets.catalog import LOCAL, TARGETS
+from fcp_cli.launching.targets.hostfile import read_hostfile
+from fcp_cli.launching.targets.job import ClusterJob, Mount, job_name
+from fcp_cli.plan.metadata import PlanMetadata
+
+_KUBERNETES = ("pytorchjob", "volcano")
+# Which targets an option belongs to; where no target is named, the first of them is meant.
+_OPTIONS_OF = {
+    "hostfile": ("scripts",),
+    "sbatch_options": ("slurm",),
+    "image": _KUBERNETES,
+    "mounts": _KUBERNETES,
+    "setup": ("scripts", "slurm"),
+    "job_name": ("slurm", *_KUBERNETES),
+    "template": tuple(TARGETS),
+    "python": tuple(TARGETS),
+}
+# Where no --target is named, these options say which is meant; the others fit several.
+_TELLING = ("hostfile", "sbatch_options", "image")
+_FLAGS = {"sbatch_options": "--sbatch-option", "mounts": "--mount", "job_name": "--job-name"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterRequest:
+    """What was typed about where the job runs; None or empty is what was not.
+
+    Attributes:
+        mounts: as `CLAIM:/path`.
+        python: the interpreter on the nodes.
+    """
+
+    target: str | None = None
+    hostfile: Path | None = None
+    template: Path | None = None
+    setup: tuple[str, ...] = ()
+    sbatch_options: tuple[str, ...] = ()
+    image: str | None = None
+    mounts: tuple[str, ...] = ()
+    python: str | None = None
+    job_name: str | None = None
+
+
+def choose_target(request: ClusterRequest) -> str:
+    """The target that was named, or that an option belongs to; else `local`.
+
+    Raises:
+        UsageError: there is no such target, or an option has no meaning for it.
+    """
+    if request.target is not None and request.target not in (LOCAL, *TARGETS):
+        raise UsageError(f"--target is {request.target!r}; it must be one of {', '.join((LOCAL, *TARGETS))}")
+    told = next((_OPTIONS_OF[name][0] for name in _TELLING if getattr(request, name)), LOCAL)
+    target = request.target or told
+    for name, targets in _OPTIONS_OF.items():
+        if getattr(request, name) and target not in targets:
+            flag = _FLAGS.get(name, f"--{name}")
+            raise UsageError(f"{flag} is for --target {' or '.join(targets)}, not for {target}")
+    return target
+
+
+def refuse_local_options(target: str, *, node_rank: int | None, master_addr: str | None) -> None:
+    """Options that would do nothing are a misunderstanding.
+
+    Raises:
+        UsageError: one was given.
+    """
+    given = {"--node-rank": node_rank, "--master-addr": master_addr}
+    for flag, value in given.items():
+        if value is not None:
+            raise UsageError(f"{flag} is for --target {LOCAL}; under {target} every node finds it by itself")
+
+
+def hosts_of(request: ClusterRequest, num_nodes: int | None) -> tuple[str, ...]:
+    """The nodes that were listed; empty where none were.
+
+    Raises:
+        UsageError: the hostfile has a mistake, or another number of lines than there are nodes.
+    """
+    if request.hostfile is None:
+        return ()
+    hosts = read_hostfile(request.hostfile)
+    if num_nodes is not None and num_nodes != len(hosts):
+        raise UsageError(f"{request.hostfile} lists {len(hosts)} hosts, but --nodes says {num_nodes}")
+    return hosts
+
+
+def cluster_machine(
+    device: str, metadata: PlanMetadata, find_machine: Callable[[], Machine], assumed: Origins
+) -> Machine:
+    """The machines that the job will run on, of which only the kind of device is known here.
+
+    Args:
+        device: as given; `auto` takes that of the cluster that the plan was made for.
+        metadata: of the plan.
+        find_machine: looks at this machine, where the plan was made for it.
+        assumed: is told what was chosen.
+    """
+    if device == "auto":
+        cluster = planned_cluster(metadata)
+        device = find_machine().device if cluster == THIS_MACHINE else _device_kind(cluster)
+        assumed.assume("--device", device, f"the plan's cost profile is of {cluster or 'an unknown cluster'}")
+    return replace(UNKNOWN_MACHINE, device=device)
+
+
+def _device_kind(cluster: str) -> str:
+    """`npu` for clusters of Ascend devices, else `cuda`: schedulers hand out accelerators of one of the two kinds."""
+    from fcp_cli.profiling.clusters import load_cluster
+
+    try:
+        return "npu" if "ascend" in load_cluster(cluster).device.lower() else "cuda"
+    except ProfileError:
+        return "npu" if "ascend" in cluster.lower() else "cuda"
+
+
+def complete_job(
+    request: ClusterRequest,
+    target: str,
+    spec: LaunchSpec,
+    variables: Sequence[Variable],
+    *,
+    device: str,
+    hosts: tuple[str, ...],
+    assumed: Origins,
+) -> ClusterJob:
+    """Everything that the templates of a target need.
+
+    Args:
+        request: what was typed.
+        target: one of `TARGETS`.
+        spec: as if the job ran here.
+        variables: of the job's stack; those that the user has set here are set on the nodes, too.
+        device: kind of the nodes' devices.
+        hosts: that were listed.
+        assumed: is told what was filled in.
+
+    Raises:
+        UsageError: an option cannot be used as it is.
+    """
+    is_container = target in _KUBERNETES
+    if target == "scripts" and not hosts:
+        hosts = tuple(f"node{k}" for k in range(spec.num_nodes))
+        assumed.assume("--hostfile", f"{hosts[0]} to {hosts[-1]}", "names to replace by those of your nodes")
+    return ClusterJob(
+        spec=replace(
+            spec,
+            python=_python(request, is_container=is_container, assumed=assumed),
+            environment={**spec.environment, **{v.name: v.value for v in variables if v.value}},
+        ),
+        name=job_name(request.job_name or spec.run_dir.name),
+        device=device,
+        directory=Path.cwd(),
+        interface_variables=tuple(v.name for v in variables if not v.value),
+        hosts=hosts,
+        setup=request.setup,
+        sbatch_options=tuple(map(_sbatch_option, request.sbatch_options)),
+        image=_image(request) if is_container else "",
+        mounts=_mounts(request, spec, assumed) if is_container else (),
+    )
+
+
+def _python(request: ClusterRequest, *, is_container: bool, assumed: Origins) -> str:
+    if request.python is not None or is_container:
+        return request.python or "python"
+    assumed.assume("--python", sys.executable, "it must be there on every node")
+    return sys.executable
+
+
+def _sbatch_option(text: str) -> str:
+    option = text.removeprefix("#SBATCH").strip()
+    if not option.startswith("-") or len(option.splitlines()) != 1:
+        raise UsageError(
+            f"--sbatch-option {text!r} is not one option of sbatch; give it as --sbatch-option=--partition=gpu"
+        )
+    return option
+
+
+def _image(request: ClusterRequest) -> str:
+    if request.image is None:
+        raise UsageError("containers need --image: the name of one with fcp, torch and your code")
+    return request.image
+
+
+def _mounts(request: ClusterRequest, spec: LaunchSpec, assumed: Origins) -> tuple[Mount, ...]:
+    mounts = tuple(map(_mount, request.mounts))
+    for path in (spec.plan, spec.run_dir):
+        if not any(path.is_relative_to(mount.path) for mount in mounts):
+            assumed.assume(str(path), "in the image", "no --mount CLAIM:PATH covers it")
+    return mounts
+
+
+def _mount(text: str) -> Mount:
+    claim, colon, path = text.partition(":")
+    if not claim or not colon or not path.startswith("/"):
+        raise UsageError(f"--mount is {text!r}; it must be CLAIM:/path, a persistent volume claim and where it appears")
+    return Mount(claim=claim, path=path)

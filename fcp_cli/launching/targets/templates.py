@@ -1,0 +1,114 @@
+"""Renders the templates in `launchers/`, or a site's own. A name that is not there is an error with its line."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+import shlex
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from fcp_cli.errors import UsageError
+from fcp_cli.files import shipped
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+SUFFIX = ".j2"
+
+
+def shipped_template(name: str) -> Path:
+    """The template that fcp brings along."""
+    return shipped("launchers") / f"{name}{SUFFIX}"
+
+
+def render(template: Path, values: Mapping[str, Any]) -> str:
+    """Fill in one template. It may extend or include shipped ones, and files beside it.
+
+    Args:
+        template: jinja2, in UTF-8.
+        values: by the names that it uses.
+
+    Raises:
+        UsageError: it cannot be read, has a mistake, or uses a name that is not in `values`; the line is named.
+    """
+    import jinja2
+
+    try:
+        text = template.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"cannot read the template {template}: {reason}") from error
+    environment = _environment(template)
+    try:
+        # Compiled under its own path, so that a traceback through it has its line numbers.
+        code = environment.compile(text, name=template.name, filename=str(template))
+        return environment.template_class.from_code(environment, code, environment.make_globals(None)).render(values)
+    except jinja2.TemplateSyntaxError as error:
+        where = error.filename or str(template)
+        raise UsageError(f"{where}, line {error.lineno}: {error.message}") from error
+    except jinja2.TemplateNotFound as error:
+        raise UsageError(
+            f"{_place(error, template)}: there is no template {error.name} to extend or include"
+        ) from error
+    except jinja2.UndefinedError as error:
+        raise UsageError(f"{_place(error, template)}: {error.message}{_nearest(str(error.message), values)}") from error
+    except Exception as error:  # a template is a program: whatever it raises is its mistake
+        raise UsageError(f"{_place(error, template)}: {type(error).__name__}: {error}") from error
+
+
+def _environment(template: Path) -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader([shipped("launchers"), template.parent]),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # the files are programs and YAML, not web pages; `quote` and `yaml` escape for those
+    )
+    environment.filters["quote"] = lambda value: shlex.quote(str(value))
+    environment.filters["yaml"] = yaml_scalar
+    environment.filters["lines"] = command_lines
+    return environment
+
+
+def command_lines(words: Sequence[str], indent: int) -> str:
+    """Quoted words over several lines of a script, each option with its value, continued `indent` columns in."""
+    lines = [words[0]]
+    for before, word in itertools.pairwise(words):
+        is_option = word.lstrip("'").startswith("-")
+        # An interpreter and its -m stay together; so do an option and what follows it, unless it has its value.
+        runs_module = word == "-m" and lines[-1] == before
+        if (is_option and not runs_module) or before == "--" or (before.startswith("-") and "=" in before):
+            lines.append(word)
+        else:
+            lines[-1] += f" {word}"
+    return f" \\\n{' ' * indent}".join(lines)
+
+
+def yaml_scalar(value: Any) -> str:
+    """A text or number in YAML on one line, whatever characters it holds."""
+    style = '"' if isinstance(value, str) else None
+    text: str = yaml.safe_dump(value, default_style=style, width=math.inf, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _place(error: BaseException, template: Path) -> str:
+    """The innermost line of a template that the error passed through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    templates = {str(template.parent), str(shipped("launchers"))}
+    found = [frame for frame in frames if str(Path(frame.filename).parent) in templates]
+    return f"{found[-1].filename}, line {found[-1].lineno}" if found else str(template)
+
+
+def _nearest(message: str, values: Mapping[str, Any]) -> str:
+    """What may have been meant by the name in "'jb_name' is undefined"."""
+    near = difflib.get_close_matches(message.split("'")[1] if "'" in message else "", list(values), n=1)
+    return f"; did you mean {near[0]!r}?" if near else "; docs/launching.md lists the variables of a template"

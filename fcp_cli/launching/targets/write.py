@@ -1,0 +1,50 @@
+"""Puts generated files into a folder, and hands a job to Slurm."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from fcp_cli.errors import FcpError, RunError
+from fcp_cli.files import write_text_atomically
+from fcp_cli.launching.targets.catalog import JobFile
+
+
+def write_files(folder: Path, files: Sequence[JobFile], *, overwrite: bool) -> None:
+    """Write all files, each whole, into a folder that is made if it is not there.
+
+    Raises:
+        FcpError: a file is there already and `overwrite` is off, or the folder cannot be written; nothing was written.
+    """
+    for file in files:
+        if not overwrite and (folder / file.name).exists():
+            raise FcpError(f"{folder / file.name} is there already; replace it with --force, or choose another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FcpError(f"cannot make the folder {folder}: {error.strerror}") from error
+    for file in files:
+        write_text_atomically(folder / file.name, file.text)
+
+
+def require_sbatch() -> None:
+    """Raises:
+    RunError: this is no machine that jobs are submitted from.
+    """
+    if shutil.which("sbatch") is None:
+        raise RunError("there is no sbatch on this machine; write the script with -o DIR and submit it where Slurm is")
+
+
+def submit(argv: Sequence[str]) -> str:
+    """Run sbatch; returns what it said.
+
+    Raises:
+        RunError: it refused the job; its own words are passed on.
+    """
+    result = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if result.returncode:
+        words = (result.stderr.strip() or result.stdout.strip() or f"status {result.returncode}").splitlines()
+        raise RunError(f"sbatch did not take the job: {words[-1].removeprefix('sbatch: error: ')}")
+    return result.stdout.strip()

@@ -1,0 +1,87 @@
+"""What a run directory tells `fcp plan --continue-from`: which plan the run followed, and how far it came."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fcp_cli.errors import RunError
+from fcp_cli.launching.run_dirs import read_launch
+from fcp_cli.launching.spec import RunPaths
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.training.checkpoint_header import check_plan_of, checkpoints, read_header
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedRun:
+    """A run of the bundled trainer that stopped before its plan's end.
+
+    Attributes:
+        plan: that it followed last; proven to be whole.
+        first_step: that is not trained yet: the one after its newest checkpoint.
+        manifest: of the plan.
+        length_column: of the manifest.
+        model: that it trains.
+    """
+
+    plan: Path
+    first_step: int
+    manifest: Path
+    length_column: str
+    model: str
+
+
+def read_trained_run(run_dir: Path, *, manifest: Path | None = None) -> TrainedRun:
+    """Look at a run directory; `manifest` is where the plan's manifest is, if somebody said.
+
+    Raises:
+        PlanError: the run's plan is gone, damaged or edited.
+        RunError: it holds no run of the bundled trainer, no checkpoint, nothing that is left, or no manifest is found.
+    """
+    launched = read_launch(run_dir)
+    if launched["training"] is None:
+        raise RunError(
+            f"{run_dir} ran {' '.join(launched['program'])}, whose checkpoints fcp cannot read; only runs of the "
+            "bundled trainer can be continued"
+        )
+    plan = _plan(run_dir, launched)
+    reader = PlanReader(plan)
+    if reader.content_hash() != reader.metadata.plan_hash:
+        raise RunError(f"{plan} was edited since {run_dir} followed it: its content does not match its plan hash")
+    saved = checkpoints(RunPaths(run_dir=run_dir).checkpoints)
+    if not saved:
+        raise RunError(
+            f"{run_dir} has no checkpoint, so nothing that it trained is kept; plan anew with 'fcp plan "
+            f"{reader.metadata.manifest.name} --ranks N'"
+        )
+    header = read_header(saved[-1])
+    check_plan_of(header, reader.metadata, checkpoint=saved[-1])
+    if header.step >= reader.metadata.end_step:
+        raise RunError(f"{run_dir} has finished all {header.step} steps of its plan: nothing is left to plan")
+    return TrainedRun(
+        plan=plan,
+        first_step=header.step,
+        manifest=_manifest(manifest, launched, plan, reader.metadata.manifest.name),
+        length_column=launched["training"].get("length_column", "length"),
+        model=launched["model"],
+    )
+
+
+def _plan(run_dir: Path, launched: dict[str, Any]) -> Path:
+    """The run's own copy; the file that it was launched with may be another plan by now."""
+    copy = RunPaths(run_dir=run_dir).plan
+    return copy if copy.is_file() else Path(launched["plan"])
+
+
+def _manifest(given: Path | None, launched: dict[str, Any], plan: Path, name: str) -> Path:
+    if given is not None:
+        return given
+    remembered = [Path(launched["manifest"])] if launched["manifest"] else []
+    places = [*remembered, Path(launched["plan"]).parent / name, plan.parent / name, Path(name)]
+    found = next((path for path in places if path.is_file()), None)
+    if found is None:
+        raise RunError(
+            f"{plan} was made from {name}, which is not beside it; name it: fcp plan {name} --continue-from ..."
+        )
+    return found

@@ -1,0 +1,118 @@
+"""What the bundled trainer is told: its model, its data and its run directory, as the plan has them unless said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fcp_cli.console import Origins
+from fcp_cli.errors import RunError, UsageError
+from fcp_cli.launching import preflight
+from fcp_cli.launching.assumed_plan import is_assumed
+from fcp_cli.launching.request import LaunchRequest, run_dir_of
+from fcp_cli.launching.run_dirs import read_launch
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.training.settings import TrainSettings
+
+
+def trainer_settings(request: LaunchRequest, plan: Path, metadata: PlanMetadata, assumed: Origins) -> TrainSettings:
+    """What the bundled trainer is told."""
+    preflight.check_trainer(metadata, plan, needs_transformers=request.runs_here)
+    model = _model(request.model, metadata, assumed)
+    if request.plan is None and not is_assumed(metadata):
+        assumed.assume("--plan", plan, "it is in this folder")
+    settings = TrainSettings(
+        plan=plan.absolute(),
+        model=model,
+        manifest=None if request.synthetic else _manifest(request, plan, metadata, assumed),
+        run_dir=run_dir_of(request, Path(model).stem).absolute(),
+        resume=request.resume,
+        **request.training,
+    )
+    _tell_about_vision(metadata, settings, assumed)
+    if not is_assumed(metadata):
+        preflight.check_steps(plan, metadata, settings.steps)
+    if request.resume:
+        preflight.check_resumable(settings.run_dir, read_launch(settings.run_dir), metadata, settings.steps)
+    else:
+        preflight.check_beginning(plan, metadata)
+    return settings
+
+
+def _model(given: str | None, metadata: PlanMetadata, assumed: Origins) -> str:
+    """The model that was named, else the one whose cost profile the plan was made with."""
+    planned = _planned_model(metadata)
+    if given is None and planned is None:
+        raise UsageError(
+            "name the model to train with --model, for example --model qwen3-tiny, or give a script after --"
+        )
+    if given is None:
+        assumed.assume("--model", planned, "the plan's cost profile")
+    return given or str(planned)
+
+
+def _tell_about_vision(metadata: PlanMetadata, settings: TrainSettings, assumed: Origins) -> None:
+    """A plan that was priced with a trained encoder does not balance a frozen one, nor the other way round."""
+    planned = (_planned_profile(metadata).get("measurement") or {}).get("freeze_vision")
+    if planned is not None and planned != settings.freeze_vision:
+        kinds = ("a trained", "a frozen")
+        mend = "fcp profile --analytic --freeze-vision" if settings.freeze_vision else "fcp profile --analytic"
+        assumed.assume(
+            "cost profile", f"that of {kinds[planned]} vision encoder", f"the run has {kinds[not planned]} one; {mend}"
+        )
+
+
+def _planned_model(metadata: PlanMetadata) -> str | None:
+    return _planned_profile(metadata).get("model")
+
+
+def _planned_profile(metadata: PlanMetadata) -> dict[str, Any]:
+    """The cost profile that the plan carries, as it was written; empty where it carries none."""
+    try:
+        profile = yaml.safe_load(metadata.cost_profile)
+    except yaml.YAMLError:
+        return {}
+    return profile if isinstance(profile, dict) else {}
+
+
+def _manifest(request: LaunchRequest, plan: Path, metadata: PlanMetadata, assumed: Origins) -> Path | None:
+    """The manifest to read tokens through; None trains on random ones."""
+    from fcp_cli.manifest.tokens import open_media
+    from fcp_cli.training.data import has_tokens
+
+    name = metadata.manifest.name
+    beside = (plan.parent / name, Path(name))
+    manifest = request.manifest or next((path for path in beside if path.exists()), None)
+    if manifest is None and is_assumed(metadata):
+        assumed.assume("--manifest", name, "not there yet: 'fcp manifest build' makes it")
+        return Path(name).absolute()
+    if manifest is None:
+        raise RunError(
+            f"{plan} was made from {name}, which is not beside it; say where it is with --manifest, or train on random "
+            "tokens with --synthetic"
+        )
+    length_column = request.training.get("length_column", "length")
+    if not is_assumed(metadata):
+        _check_manifest(manifest, length_column, plan, metadata)
+    if not has_tokens(manifest, length_column=length_column):
+        if open_media(manifest) is not None:
+            assumed.assume("text and pixels", "random", f"{manifest} holds sizes of images and videos only")
+            return manifest.absolute()
+        assumed.assume("tokens", "random", f"{manifest} holds lengths only, no source of tokens")
+        return None
+    if request.manifest is None:
+        assumed.assume("--manifest", manifest, "the plan was made from it")
+    return manifest.absolute()
+
+
+def _check_manifest(manifest: Path, length_column: str, plan: Path, metadata: PlanMetadata) -> None:
+    """The plan's sequences are rows of one manifest; another one would be trained in silence."""
+    from fcp_cli.manifest.read import read_manifest
+
+    if read_manifest(manifest, length_column=length_column).content_hash() != metadata.manifest.content_hash:
+        raise RunError(
+            f"{manifest} is not the manifest that {plan} was made from, or it was changed since; plan again with "
+            f"'fcp plan {manifest} -o {plan}', or name the right one with --manifest"
+        )

@@ -1,0 +1,463 @@
+"""Every preflight check by its message, and the sound launch that passes them all."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from fcp_cli.launching import network
+from fcp_cli.launching.checks import CHECKS, check_launch
+from fcp_cli.launching.environment import job_variables, set_by_fcp
+from fcp_cli.launching.facts import Facts
+from fcp_cli.launching.job import Job
+from tests.launching.jobs import CPU, GPUS, NPUS, job, plan_metadata
+
+MACHINES = {"cpu": CPU, "cuda": GPUS, "npu": NPUS}
+
+
+def facts_of(stack: str, **changed: Any) -> Facts:
+    """A node on which nothing is wrong; `variables` are the user's."""
+    machine = MACHINES[stack]
+    given: dict[str, str] = changed.pop("variables", {})
+    own = set_by_fcp(job_variables(job(stack), machine, given, interface="eth0"))
+    values: dict[str, Any] = {
+        "python": "/venv/bin/python3",
+        "host": "node-a",
+        "packages": {"torch": "2.7.1", "torch-npu": "2.7.1.post2" if stack == "npu" else None, "transformers": "5.0"},
+        "programs": {"python3": "/venv/bin/python3", "msrun": "/venv/bin/msrun", "pdsh": "/usr/bin/pdsh"},
+        "machine": machine,
+        "device_memory_bytes": 0 if stack == "cpu" else 64 << 30,
+        "cann_home": "/usr/local/Ascend/cann",
+        "has_hccl": True,
+        "interfaces": ("lo", "eth0", "eth1"),
+        "open_files": 65_536,
+        "variables": {**own, **given},
+        "master_addresses": ("10.0.0.1",),
+        "master_is_here": True,
+        "hosts_here": (0,),
+    }
+    return Facts(**{**values, **changed})
+
+
+def found(stack: str, *, of: dict[str, Any] | None = None, **facts: Any) -> list[str]:
+    """`severity: message` of everything that is wrong; `of` changes the job, the rest the facts."""
+    findings = check_launch(job(stack, **(of or {})), facts_of(stack, **facts))
+    return [f"{finding.severity}: {finding.message}" for finding in findings]
+
+
+# A plan whose model is smaller than the shared memory of a CPU node's eight ranks.
+SMALL = {"metadata": plan_metadata(model="qwen3-tiny")}
+
+
+@pytest.mark.parametrize("stack", ["cpu", "cuda", "npu"])
+def test_a_sound_launch_passes_every_check(stack: str) -> None:
+    assert found(stack, of={"hosts": ("10.0.0.1", "10.0.0.2"), **(SMALL if stack == "cpu" else {})}) == []
+
+
+def test_each_check_finds_something_in_some_test_below() -> None:
+    """A new check without a case here would never be seen to work."""
+    broken = {
+        check.__name__
+        for stack, of, facts, _ in CASES
+        for check in CHECKS
+        if list(check(job(stack, **of), facts_of(stack, **facts)))
+    }
+    assert broken == {check.__name__ for check in CHECKS}
+
+
+MEASURED = plan_metadata().cost_profile.replace("origin: analytic", "origin: measured")
+CASES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    (
+        "cuda",
+        {"master_addr": "localhost", "node_rank": None},
+        {},
+        "error: --master-addr localhost is another machine on each of 2 nodes; give node 0's address",
+    ),
+    (
+        "cuda",
+        {"master_addr": "node-a"},
+        {"master_addresses": ("127.0.1.1",)},
+        "error: --master-addr node-a is 127.0.1.1 on node-a, which is another machine on each of 2 nodes; give node "
+        "0's address on the network between nodes",
+    ),
+    (
+        "cuda",
+        {"master_addr": "nowhere"},
+        {"master_addresses": (), "master_is_here": False},
+        "error: --master-addr nowhere is unknown on node-a; give an IP address, or a name that every node can resolve",
+    ),
+    (
+        "cuda",
+        {},
+        {"master_is_here": False},
+        "warning: --master-addr 10.0.0.1 is no address of node-a, but --node-rank 0 makes this node 0; give this "
+        "machine's address, or the right --node-rank",
+    ),
+    (
+        "cuda",
+        {"node_rank": 1},
+        {},
+        "warning: --master-addr 10.0.0.1 is this machine, node-a, but --node-rank is 1; only node 0 has that address",
+    ),
+    (
+        "cuda",
+        {},
+        {"port_problem": "in use by another process"},
+        "error: --master-port 29500 of node-a is in use by another process; give all nodes another one, or find who "
+        "has it with: ss -ltnp 'sport = :29500'",
+    ),
+    (
+        "cuda",
+        {"master_port": 80},
+        {},
+        "warning: --master-port 80 is one that only root may use; give one from 1024 to 32767",
+    ),
+    (
+        "npu",
+        {},
+        {"variables": {"HCCL_IF_BASE_PORT": "29490"}},
+        "error: --master-port 29500 is one of HCCL's own: HCCL_IF_BASE_PORT=29490 takes 16 ports; give a --master-port "
+        "outside 29490 to 29505",
+    ),
+    (
+        "cuda",
+        {"hosts": ("10.0.0.1", "10.0.0.1")},
+        {},
+        "error: 10.0.0.1 is listed 2 times among the hosts; name each node once",
+    ),
+    (
+        "cuda",
+        {"hosts": ("10.0.0.1",)},
+        {},
+        "error: 1 hosts are listed for 2 nodes; list each node once",
+    ),
+    (
+        "cuda",
+        {"hosts": ("10.0.0.2", "10.0.0.1")},
+        {},
+        "error: --master-addr 10.0.0.1 is not the first of the hosts, 10.0.0.2; leave --master-addr out, or list node "
+        "0 first",
+    ),
+    (
+        "cuda",
+        {"hosts": ("10.0.0.1", "10.0.0.2")},
+        {"hosts_here": ()},
+        "error: this machine, node-a, is none of the hosts (10.0.0.1, 10.0.0.2); list its address",
+    ),
+    (
+        "cuda",
+        {"hosts": ("10.0.0.1", "10.0.0.2"), "node_rank": 1},
+        {"master_is_here": False},
+        "error: --node-rank is 1, but this machine, node-a, is host 0 of the list; give --node-rank 0",
+    ),
+    (
+        "npu",
+        {},
+        {"variables": {"HCCL_SOCKET_IFNAME": "bond0"}},
+        "error: HCCL_SOCKET_IFNAME=bond0 is no interface of node-a, which has lo, eth0, eth1; export one of them",
+    ),
+    (
+        "cpu",
+        SMALL,
+        {"variables": {"GLOO_SOCKET_IFNAME": "lo"}},
+        "error: GLOO_SOCKET_IFNAME=lo is the loopback interface, which reaches no other node; export another of lo, "
+        "eth0, eth1",
+    ),
+    (
+        "cuda",
+        {},
+        {"variables": {"NCCL_SOCKET_IFNAME": "eth1"}},
+        "warning: the nodes talk over different interfaces (GLOO_SOCKET_IFNAME=eth0, NCCL_SOCKET_IFNAME=eth1); export "
+        "the same one in all of them",
+    ),
+    (
+        "cuda",
+        {},
+        {"variables": {"SLURM_NNODES": "4"}},
+        "warning: Slurm allocated 4 nodes, but the job runs on 2; give --nodes 4, or submit with --nodes=2",
+    ),
+    (
+        "cuda",
+        {"num_nodes": 4, "processes_per_node": 4},
+        {},
+        "warning: plan.parquet counts 8 ranks per node, but 4 run on each of 4: its rings would cross nodes unseen; "
+        "plan with --ranks-per-node 4",
+    ),
+    (
+        "cuda",
+        {"model": "qwen3-4b"},
+        {},
+        "warning: plan.parquet was made with the cost profile of qwen3-8b, not of qwen3-4b: its times and token budget "
+        "are another model's; plan again with a profile from 'fcp profile --model qwen3-4b'",
+    ),
+    (
+        "cuda",
+        {"metadata": plan_metadata(tokens_per_rank=16_384, cost_profile=MEASURED), "model": "qwen3-8b"},
+        {},
+        "error: plan.parquet lets a rank hold 16,384 tokens, 181.2 GB with the model, but a device here has 68.7 GB; "
+        "plan with --tokens-per-rank 4507",
+    ),
+    (
+        "cuda",
+        {"is_bundled": False, "metadata": plan_metadata(tokens_per_rank=16_384, cost_profile=MEASURED)},
+        {},
+        "warning: plan.parquet lets a rank hold 16,384 tokens, 181.2 GB with qwen3-8b, the plan's model, but a device "
+        "here has 68.7 GB; plan with --tokens-per-rank 4507",
+    ),
+    (
+        "cuda",
+        {"model": "qwen3-8b"},
+        {"device_memory_bytes": 8_000_000_000},
+        "warning: plan.parquet lets a rank hold 4,000 tokens, 58.2 GB with the model, but a device here has 8.0 GB; "
+        "the model alone is larger, so choose a smaller one",
+    ),
+    (
+        "cpu",
+        {**SMALL, "node_rank": 1},
+        {"way_problem": "no route to host", "master_is_here": False},
+        "error: --master-addr 10.0.0.1 cannot be reached from node-a: no route to host; give node 0's address on the "
+        "network between nodes, and let port 29500 through its firewall",
+    ),
+    (
+        "npu",
+        {},
+        {"variables": {"HCCL_BUFFSIZE": "4000"}},
+        "warning: HCCL_BUFFSIZE=4000 takes 16.8 GB of each device's 69 GB for 2 communicators; unset it to let fcp "
+        "choose",
+    ),
+    (
+        "npu",
+        {"is_bundled": False, "metadata": plan_metadata(tokens_per_rank=4000, distinct_groups=200)},
+        {},
+        "warning: plan.parquet has 200 distinct groups: a framework that makes a communicator for each would take up "
+        "to 13 GB per device; plan with --max-groups, or use fcp_cli.runtime, which makes one for all",
+    ),
+    (
+        "cuda",
+        {},
+        {"open_files": 256},
+        "warning: a process may open 256 files, but a rank of 16 may need 576; raise it with: ulimit -n 576",
+    ),
+    (
+        "npu",
+        {},
+        {"variables": {"HCCL_CONNECT_TIMEOUT": "120"}},
+        "warning: HCCL_CONNECT_TIMEOUT=120 s is short for ranks that load a model first; export at least 300, or unset "
+        "it",
+    ),
+    (
+        "npu",
+        {},
+        {"variables": {"HCCL_EXEC_TIMEOUT": "600"}},
+        "warning: HCCL_CONNECT_TIMEOUT=1200 is above HCCL_EXEC_TIMEOUT=600: a slow start would be taken for a hang; "
+        "export the second at least as large as the first",
+    ),
+    (
+        "npu",
+        {"metadata": plan_metadata(sync="microbatch")},
+        {"variables": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}},
+        "warning: CUDA_DEVICE_MAX_CONNECTIONS=1 makes FSDP2 wait for its weights before each layer; export 2, or unset "
+        "it",
+    ),
+    (
+        "cuda",
+        {"metadata": plan_metadata(tensor_parallel=2, ranks_per_node=4)},
+        {"variables": {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}},
+        "warning: CUDA_DEVICE_MAX_CONNECTIONS=8 breaks the order that tensor parallelism overlaps in; export 1",
+    ),
+    (
+        "cuda",
+        {"is_bundled": False, "arguments": ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size=1")},
+        {},
+        "error: the script has --tensor-model-parallel-size 2, but plan.parquet was made for 1; plan with "
+        "--tensor-parallel 2, or launch the script with the plan's",
+    ),
+    (
+        "cuda",
+        {"metadata": plan_metadata(num_ranks=8, ranks_per_node=4, pipeline_parallel=2, sync="microbatch")},
+        {},
+        "warning: plan.parquet counts 4 ranks per node, but 8 run on each of 2: its rings would cross nodes unseen; "
+        "plan with --ranks-per-node 8",
+    ),
+    (
+        "cuda",
+        {
+            "metadata": plan_metadata(num_ranks=8, pipeline_parallel=2, sync="microbatch"),
+            "is_bundled": False,
+            "arguments": ("--use-tp-pp-dp-mapping",),
+        },
+        {},
+        "warning: plan.parquet counts 8 ranks per node, but 4 run on each of 2: its rings would cross nodes unseen; "
+        "plan with --ranks-per-node 4",
+    ),
+    (
+        "npu",
+        {},
+        {"variables": {"ASCEND_LAUNCH_BLOCKING": "1"}},
+        "warning: ASCEND_LAUNCH_BLOCKING=1 makes every kernel wait for the one before, so no hop is hidden; unset it",
+    ),
+    (
+        "npu",
+        {},
+        {"variables": {"ASCEND_RT_VISIBLE_DEVICES": "0,1,2,3"}},
+        "error: ASCEND_RT_VISIBLE_DEVICES=0,1,2,3 shows 4 devices, but 8 processes run on this node; unset it, or plan "
+        "for 4 ranks per node",
+    ),
+    (
+        "cpu",
+        SMALL,
+        {"variables": {"OMP_NUM_THREADS": "8"}},
+        "warning: OMP_NUM_THREADS=8 x 8 ranks = 64 threads on 8 cores; unset it to let fcp share the cores",
+    ),
+    (
+        "npu",
+        {},
+        {"variables": {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}},
+        "warning: TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading torch_npu; unset it, or import torch_npu in "
+        "the script",
+    ),
+    (
+        "npu",
+        {},
+        {"cann_home": None},
+        "error: ASCEND_HOME_PATH is not set: CANN was not sourced; run: source "
+        "/usr/local/Ascend/ascend-toolkit/set_env.sh",
+    ),
+    (
+        "npu",
+        {},
+        {"has_hccl": False},
+        "error: libhccl.so is not found though ASCEND_HOME_PATH is /usr/local/Ascend/cann; run: source "
+        "/usr/local/Ascend/ascend-toolkit/set_env.sh",
+    ),
+    (
+        "npu",
+        {},
+        {"packages": {"torch": "2.13.0+cpu", "torch-npu": "2.7.1"}},
+        "error: torch_npu 2.7.1 is not made for torch 2.13.0+cpu; run: pip install 'torch_npu==2.13.0.*'",
+    ),
+    (
+        "npu",
+        {},
+        {"packages": {"torch": "2.7.1", "torch-npu": None}},
+        "error: torch_npu is not installed; run: pip install 'fcp-cli[npu]'",
+    ),
+    (
+        "cuda",
+        {},
+        {"packages": {"torch": "2.6.0"}},
+        "error: torch 2.6.0 is too old; fcp needs 2.7 or newer: pip install 'torch>=2.7'",
+    ),
+    (
+        "cuda",
+        {},
+        {"packages": {"torch": "2.7.1", "transformers": "4.9.1"}},
+        "error: transformers 4.9.1 is too old for the bundled trainer; run: pip install 'transformers>=4.56'",
+    ),
+    (
+        "npu",
+        {"launcher": "msrun"},
+        {"programs": {"python3": "/usr/bin/python3", "msrun": "/venv/bin/msrun"}},
+        "error: msrun runs the python3 of PATH, which is /usr/bin/python3, not /venv/bin/python3; run fcp from an "
+        "environment whose folder has a python3: python3 -m venv makes one",
+    ),
+    (
+        "npu",
+        {"launcher": "msrun"},
+        {"programs": {"python3": "/venv/bin/python3"}},
+        "error: msrun is neither beside this Python nor on PATH; it comes with MindSpore: pip install "
+        "'fcp-cli[mindspore]'",
+    ),
+    (
+        "npu",
+        {"is_bundled": False},
+        {"programs": {}},
+        "warning: pdsh is not installed, and MindSpeed-MM hangs without it on several nodes; install pdsh",
+    ),
+    (
+        "npu",
+        {"is_bundled": False, "arguments": ("--context-parallel-algo", "ulysses_cp_algo")},
+        {},
+        "error: --context-parallel-algo ulysses_cp_algo keeps the groups of its start, so no plan can change them; use "
+        "megatron_cp_algo",
+    ),
+    (
+        "npu",
+        {"is_bundled": False, "arguments": ("--context-parallel-size=4", "--seq-length=1001")},
+        {},
+        "error: --seq-length 1001 is not divisible by 2 x --context-parallel-size 4, which MindSpeed demands at its "
+        "start; use 1000",
+    ),
+]
+
+
+@pytest.mark.parametrize(("stack", "of", "facts", "message"), CASES)
+def test_what_is_wrong_is_one_line_with_its_mend(
+    stack: str, of: dict[str, Any], facts: dict[str, Any], message: str
+) -> None:
+    assert message in found(stack, of=of, **facts)
+
+
+def test_errors_come_before_warnings() -> None:
+    findings = found("npu", variables={"HCCL_CONNECT_TIMEOUT": "120"}, cann_home=None)
+    assert [finding.split(":")[0] for finding in findings] == ["error", "warning"]
+
+
+def test_a_missing_interface_is_told_when_no_route_gave_one() -> None:
+    variables = facts_of("cuda").variables
+    facts = facts_of("cuda")
+    without = {name: value for name, value in variables.items() if not name.endswith("IFNAME")}
+    assert [finding.message for finding in check_launch(job("cuda"), _with(facts, variables=without))] == [
+        f"{name} is not set, and no route to 10.0.0.1 tells it; export it on every node"
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    ]
+
+
+def _with(facts: Facts, **changed: Any) -> Facts:
+    from dataclasses import replace
+
+    return replace(facts, **changed)
+
+
+@pytest.mark.parametrize("value", ["eth", "=eth0", "^lo,docker", "eth1,eth0"])
+def test_the_spellings_of_nccl_for_interfaces_are_understood(value: str) -> None:
+    of = {"num_nodes": 2}
+    messages = found("cuda", of=of, variables={"NCCL_SOCKET_IFNAME": value, "GLOO_SOCKET_IFNAME": value})
+    assert messages == []
+
+
+def test_a_dry_run_for_other_machines_judges_only_what_holds_on_all_of_them() -> None:
+    elsewhere: Job = job("npu", node_rank=None)
+    assert check_launch(elsewhere, Facts(variables={"HCCL_CONNECT_TIMEOUT": "1200"})) == []
+
+
+def test_a_port_that_somebody_listens_on_is_found() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        assert network.port_problem(port) == "in use by another process"
+    assert network.port_problem(port) == ""
+
+
+def test_this_machines_own_addresses_are_recognised() -> None:
+    assert network.is_here("127.0.0.1")
+    assert not network.is_here("nowhere.invalid")
+    assert network.addresses_of("nowhere.invalid") == ()
+    assert network.interface_towards("127.0.0.1") is None  # loopback leads to no other node
+
+
+def test_a_script_of_mindspore_s_needs_no_torch_npu() -> None:
+    packages = {"torch": "2.7.1", "torch-npu": None}
+    of = {"launcher": "msrun", "needs_torch": False, "is_bundled": False}
+    assert found("npu", of=of, packages=packages) == []
+
+
+def test_ports_that_are_free_together_are_found() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        port = taken.getsockname()[1]
+        assert network.free_ports(port - 1, count=2) > port
+    assert network.free_ports(65_534, count=2) == 65_534  # beyond the last, whoever listens says what is wrong

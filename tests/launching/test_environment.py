@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fcp_cli.launching.environment import Variable, job_variables, set_by_fcp
+from fcp_cli.launching.job import argument
+from tests.launching.jobs import CPU, GPUS, NPUS, job, plan_metadata
+
+
+def variables(stack: str = "npu", given: dict[str, str] | None = None, **changed: Any) -> dict[str, Variable]:
+    machine = {"cpu": CPU, "cuda": GPUS, "npu": NPUS}[stack]
+    found = job_variables(job(stack, **changed), machine, given or {}, interface="eth0")
+    return {variable.name: variable for variable in found}
+
+
+def test_ranks_on_one_cpu_share_its_cores() -> None:
+    found = variables("cpu", num_nodes=1, processes_per_node=4)
+    assert set_by_fcp(list(found.values())) == {"OMP_NUM_THREADS": "2"}
+    assert found["OMP_NUM_THREADS"].source == "8 cores over 4 ranks"
+
+
+@pytest.mark.parametrize(
+    ("stack", "names"),
+    [
+        ("cpu", {"GLOO_SOCKET_IFNAME"}),
+        ("cuda", {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}),
+        ("npu", {"GLOO_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"}),
+    ],
+)
+def test_several_nodes_talk_over_the_interface_that_leads_to_node_0(stack: str, names: set[str]) -> None:
+    found = variables(stack)
+    assert {name for name in found if name.endswith("IFNAME")} == names
+    assert {found[name].value for name in names} == {"eth0"}
+    assert {found[name].source for name in names} == {"this machine's route to 10.0.0.1"}
+    assert not {name for name in variables(stack, num_nodes=1) if name.endswith("IFNAME")}
+
+
+def test_a_machine_that_prints_commands_for_others_names_no_interface_of_its_own() -> None:
+    found = job_variables(job("npu", node_rank=None), NPUS, {})
+    assert "HCCL_SOCKET_IFNAME" not in set_by_fcp(found)
+    (hccl,) = (variable for variable in found if variable.name == "HCCL_SOCKET_IFNAME")
+    assert (hccl.value, hccl.source) == ("", "each node's own route to 10.0.0.1")
+
+
+@pytest.mark.parametrize("stack", ["cuda", "npu"])
+def test_fsdp2_gets_two_hardware_queues_and_everything_else_one(stack: str) -> None:
+    sharded = variables(stack, metadata=plan_metadata(sync="microbatch"))["CUDA_DEVICE_MAX_CONNECTIONS"]
+    assert (sharded.value, sharded.source) == ("2", "the plan's sync, microbatch")
+    assert variables(stack)["CUDA_DEVICE_MAX_CONNECTIONS"].value == "1"
+
+
+def test_hccl_buffers_hold_one_hop_of_the_plans_rings() -> None:
+    found = variables(metadata=plan_metadata(tokens_per_rank=16_384))["HCCL_BUFFSIZE"]
+    assert found.value == "64"  # keys and values: 2 x 8 heads x 128 x 2 bytes x 16,384 tokens
+    assert found.source == "a ring's hop of 64 MB at 16,384 tokens per rank; 256 MB per device in all"
+    assert found.reason == "MB of a buffer; each of the plan's 2 communicators has 2"
+
+
+def test_hccl_buffers_never_take_more_than_a_twentieth_of_the_memory() -> None:
+    text = plan_metadata().cost_profile.replace("capacity_bytes: 58880000000.0", "capacity_bytes: 4294967296")
+    assert variables(metadata=plan_metadata(cost_profile=text, tokens_per_rank=16_384))["HCCL_BUFFSIZE"].value == "51"
+
+
+def test_without_a_known_model_hccl_buffers_stay_at_their_default() -> None:
+    found = variables(metadata=plan_metadata(model=""))["HCCL_BUFFSIZE"]
+    assert found.value == "200"
+    assert found.source.startswith("HCCL's own default: the model's keys and values are not known")
+
+
+def test_hccl_ports_keep_clear_of_the_master_port() -> None:
+    assert variables()["HCCL_IF_BASE_PORT"].value == "25809"
+    assert variables(master_port=25_820)["HCCL_IF_BASE_PORT"].value == "25825"
+
+
+def test_what_the_user_exported_wins_and_is_left_alone() -> None:
+    given = {"HCCL_CONNECT_TIMEOUT": "7200", "TASK_QUEUE_ENABLE": "2", "OTHER": "x"}
+    found = variables(given=given)
+    assert found["HCCL_CONNECT_TIMEOUT"].value == "7200"
+    assert found["HCCL_CONNECT_TIMEOUT"].source == "your environment; fcp would set 1200"
+    assert found["TASK_QUEUE_ENABLE"].source == "your environment"
+    assert not set_by_fcp(list(found.values())).keys() & given.keys()
+
+
+def test_each_variable_says_why_and_from_where() -> None:
+    for stack in ("cpu", "cuda", "npu"):
+        for variable in variables(stack).values():
+            assert variable.reason, variable.name
+            assert variable.source, variable.name
+
+
+def test_a_scripts_arguments_are_read_in_both_spellings() -> None:
+    words = ("--cp", "2", "--seq-length=4096", "--cp", "4", "--flag")
+    assert argument(words, "--cp") == "4"
+    assert argument(words, "--seq-length") == "4096"
+    assert argument(words, "--flag") == ""
+    assert argument(words, "--none") is None

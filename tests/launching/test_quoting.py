@@ -1,0 +1,142 @@
+"""Arguments, paths and environment values arrive unchanged through every target, whatever characters they hold."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from fcp_cli.errors import UsageError
+from fcp_cli.launching.spec import LaunchSpec
+from fcp_cli.launching.targets.catalog import TARGETS, job_files
+from fcp_cli.launching.targets.job import ClusterJob
+from tests.launching.cluster_jobs import FakeCluster, allocation, cluster_job
+
+# Stands for the interpreter: writes down its arguments and one variable, each ended by NUL.
+_PROBE = r"""
+printf '%s\0' "$@" > "$OUT"
+printf '%s\0' "$NOTE" >> "$OUT"
+pwd >> "$OUT"
+"""
+WORDS = st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20), max_size=4)
+AWKWARD = [
+    "two words",
+    "it's",
+    '"quoted"',
+    "$HOME `id` $(id)",
+    "back\\slash",
+    "new\nline\r\n",
+    "",
+    "#",
+    "*",
+    "~",
+    "é😀",
+    "!",
+]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A cluster whose interpreter only tells what it was given."""
+
+    cluster: FakeCluster
+    folder: Path
+
+    def job(self, arguments: list[str], note: str) -> ClusterJob:
+        here = self.folder / "it's a folder"
+        here.mkdir(exist_ok=True)
+        job = cluster_job(device="cpu")
+        spec: LaunchSpec = replace(
+            job.spec,
+            python=str(self.folder / "bin" / "probe"),
+            arguments=tuple(arguments),
+            environment={"NOTE": note},
+        )
+        return replace(job, spec=spec, directory=here, setup=())
+
+    def heard(self) -> tuple[list[str], str, str]:
+        """What the interpreter was given, the variable NOTE, and where it ran."""
+        *words, note, here = (self.folder / "heard").read_bytes().decode().split("\0")
+        return words, note, here
+
+    def run(self, target: str, job: ClusterJob) -> subprocess.CompletedProcess[str]:
+        for file in job_files(TARGETS[target], job):
+            (self.folder / file.name).write_bytes(file.text.encode())
+        start = {
+            "scripts": ("bash", str(self.folder / "node.sh"), "0"),
+            "slurm": ("bash", str(self.folder / "job.sbatch")),
+        }[target]
+        more = allocation(2) if target == "slurm" else {}
+        return self.cluster.run(*start, OUT=str(self.folder / "heard"), **more)
+
+
+@pytest.fixture
+def probe(tmp_path: Path) -> Probe:
+    cluster = FakeCluster(tmp_path)
+    cluster.add("probe", _PROBE)
+    cluster.add("srun", 'while [[ $1 == --* ]]; do shift; done; SLURM_NODEID=0 "$@"')  # one node is enough here
+    return Probe(cluster, tmp_path)
+
+
+@pytest.mark.parametrize("target", ["scripts", "slurm"])
+def test_every_argument_goes_through_the_scripts_and_a_real_bash(probe: Probe, target: str) -> None:
+    @given(arguments=WORDS, note=st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20))
+    @example(arguments=AWKWARD, note="\n".join(AWKWARD))
+    @settings(max_examples=15)
+    def check(arguments: list[str], note: str) -> None:
+        job = probe.job(arguments, note)
+        result = probe.run(target, job)
+        assert result.returncode == 0, result.stderr
+        words, heard_note, here = probe.heard()
+        assert words[words.index("fcp_cli.training.train") + 1 :] == arguments
+        assert heard_note == note
+        assert here.rstrip("\n") == str(job.directory)
+
+    check()
+
+
+@pytest.mark.parametrize("target", ["pytorchjob", "volcano"])
+@given(arguments=WORDS, note=st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20))
+@example(arguments=AWKWARD, note="\n".join(AWKWARD))
+@settings(max_examples=40)
+def test_every_argument_goes_through_a_manifest(target: str, arguments: list[str], note: str) -> None:
+    job = cluster_job()
+    job = replace(job, spec=replace(job.spec, arguments=tuple(arguments), environment={"NOTE": note}))
+    (file,) = job_files(TARGETS[target], job)
+    for container in _containers(yaml.safe_load(file.text)):
+        environment = {"RANK": "3", "MASTER_ADDR": "host", "VC_TASK_INDEX": "3"}
+        words = [_kubernetes_expanded(word, environment) for word in container["command"]]
+        assert words[words.index("fcp_cli.training.train") + 1 :] == arguments
+        assert "--node-rank=3" in words
+        values = {entry["name"]: _kubernetes_expanded(entry["value"], environment) for entry in container["env"]}
+        assert values["NOTE"] == note
+
+
+def _containers(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    spec = document["spec"]
+    for part in [*spec.get("pytorchReplicaSpecs", {}).values(), *spec.get("tasks", ())]:
+        yield from part["template"]["spec"]["containers"]
+
+
+def _kubernetes_expanded(word: str, environment: dict[str, str]) -> str:
+    """What a kubelet makes of a word: $$ is a dollar sign, $(NAME) a value, anything else stays."""
+
+    def expand(match: re.Match[str]) -> str:
+        return "$" if match[0] == "$$" else environment.get(match[1], match[0])
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", expand, word)
+
+
+def test_a_word_that_is_not_text_is_one_line() -> None:
+    job = cluster_job()
+    job = replace(job, spec=replace(job.spec, arguments=("\udc80",)))
+    with pytest.raises(UsageError, match=r"node.sh cannot hold '.udc80': an argument or a path is not UTF-8 text"):
+        job_files(TARGETS["scripts"], job)

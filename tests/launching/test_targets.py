@@ -1,0 +1,198 @@
+"""Targets: what belongs to which, hostfiles, a site's own templates, files that are not overwritten."""
+
+from __future__ import annotations
+
+import re
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from fcp_cli.errors import FcpError, RunError, UsageError
+from fcp_cli.launching import node
+from fcp_cli.launching.targets.catalog import TARGETS, JobFile, job_files
+from fcp_cli.launching.targets.hostfile import read_hostfile
+from fcp_cli.launching.targets.job import job_name, template_values
+from fcp_cli.launching.targets.request import ClusterRequest, choose_target
+from fcp_cli.launching.targets.templates import yaml_scalar
+from fcp_cli.launching.targets.write import submit, write_files
+from tests.launching.cluster_jobs import FakeCluster, cluster_job
+
+
+def test_the_options_tell_the_target() -> None:
+    assert choose_target(ClusterRequest()) == "local"
+    assert choose_target(ClusterRequest(hostfile=Path("hosts"))) == "scripts"
+    assert choose_target(ClusterRequest(sbatch_options=("--partition=gpu",))) == "slurm"
+    assert choose_target(ClusterRequest(image="fcp:1")) == "pytorchjob"
+    assert choose_target(ClusterRequest(image="fcp:1", target="volcano")) == "volcano"
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (
+            ClusterRequest(target="lsf"),
+            "--target is 'lsf'; it must be one of local, scripts, slurm, pytorchjob, volcano",
+        ),
+        (ClusterRequest(target="slurm", image="x"), "--image is for --target pytorchjob or volcano, not for slurm"),
+        (ClusterRequest(job_name="a"), "--job-name is for --target slurm or pytorchjob or volcano, not for local"),
+        (
+            ClusterRequest(template=Path("a.j2")),
+            "--template is for --target scripts or slurm or pytorchjob or volcano, not for local",
+        ),
+    ],
+)
+def test_an_option_without_meaning_is_refused(request_: ClusterRequest, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        choose_target(request_)
+    assert str(error.value) == message
+
+
+def test_a_hostfile_takes_comments_and_slots(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("# rack 1\nnode-a slots=8\n\n  10.0.0.2   # spare\nroot@node-c\n")
+    assert read_hostfile(hosts) == ("node-a", "10.0.0.2", "root@node-c")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a\nb\na\n", "line 3: a stands in line 1 already; list each node once"),
+        ("# nobody\n", "lists no host; write one address a line, node 0 first"),
+        ("127.0.1.1\nb\n", "line 1: 127.0.1.1 means another machine on each of 2 nodes; give its address"),
+        ("a\nlocalhost\n", "line 2: localhost means another machine on each of 2 nodes; give its address"),
+    ],
+)
+def test_a_hostfile_that_cannot_be_meant_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text(text)
+    with pytest.raises(UsageError) as error:
+        read_hostfile(hosts)
+    assert str(error.value).endswith(message)
+
+
+def test_a_site_changes_one_part_of_a_shipped_template(tmp_path: Path) -> None:
+    template = tmp_path / "my_site.sbatch.j2"
+    template.write_text(
+        '{% extends "job.sbatch.j2" %}\n'
+        "{% block directives %}\n{{ super() }}#SBATCH --account=ml\n{% endblock %}\n"
+        "{% block setup %}\nmodule load fcp\n{% endblock %}\n"
+    )
+    shipped, own = (job_files(TARGETS["slurm"], cluster_job(), template=path)[0] for path in (None, template))
+    assert own.name == "job.sbatch"
+    added = set(own.text.splitlines()) - set(shipped.text.splitlines())
+    assert added == {"#SBATCH --account=ml", "module load fcp"}
+
+
+def test_a_site_writes_its_own_template(tmp_path: Path) -> None:
+    template = tmp_path / "bsub.j2"
+    template.write_text("#BSUB -n {{ num_nodes }} -J {{ job_name }}\n{{ command | lines(2) }}\n")
+    assert job_files(TARGETS["slurm"], cluster_job(), template=template)[0].text.startswith(
+        "#BSUB -n 2 -J qwen3-8b-001\n/shared/venv/bin/python -m fcp_cli.launching.node \\\n  --node-rank="
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a\n{{ job_nme }}\n", "line 2: 'job_nme' is undefined; did you mean 'job_name'?"),
+        ("{{ zebra }}", "line 1: 'zebra' is undefined; docs/launching.md lists the variables of a template"),
+        ("a\n\n{% if %}\n", "line 3: Expected an expression, got 'end of statement block'"),
+        ("{{ plan | shout }}", "line 1: No filter named 'shout'."),
+        ("a\n{{ num_nodes // 0 }}", "line 2: ZeroDivisionError: integer division or modulo by zero"),
+        ("a\n{% include 'b' %}", "line 2: there is no template b to extend or include"),
+    ],
+)
+def test_a_mistake_in_a_template_is_one_line_with_its_number(tmp_path: Path, text: str, message: str) -> None:
+    template = tmp_path / "site.sh.j2"
+    template.write_text(text)
+    with pytest.raises(UsageError) as error:
+        job_files(TARGETS["scripts"], cluster_job(), template=template)
+    assert str(error.value) == f"{template}, {message}"
+
+
+def test_a_template_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot read the template .*no\.j2: No such file"):
+        job_files(TARGETS["slurm"], cluster_job(), template=tmp_path / "no.j2")
+
+
+def test_files_are_not_overwritten_unless_forced(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "job"
+    files = (JobFile(name="a", text="1"), JobFile(name="b", text="2"))
+    write_files(folder, files, overwrite=False)
+    (folder / "a").unlink()
+    with pytest.raises(FcpError, match=r"/b is there already; replace it with --force"):
+        write_files(folder, files, overwrite=False)
+    assert not (folder / "a").exists()  # nothing is half-written
+    write_files(folder, (JobFile(name="b", text="3"),), overwrite=True)
+    assert (folder / "b").read_text() == "3"
+
+
+def test_what_slurm_says_against_a_job_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = FakeCluster(tmp_path)
+    cluster.add("sbatch", 'echo "sbatch: error: Batch job submission failed: Invalid partition" >&2; exit 1')
+    monkeypatch.setenv("PATH", cluster.environment()["PATH"])
+    with pytest.raises(RunError) as error:
+        submit(("sbatch", "job.sbatch"))
+    assert str(error.value) == "sbatch did not take the job: Batch job submission failed: Invalid partition"
+
+
+def test_names_are_what_kubernetes_takes() -> None:
+    assert job_name("Qwen3_VL 8B.001") == "qwen3-vl-8b-001"
+    assert job_name("7b") == "fcp-7b"
+    assert job_name("ß/") == "fcp"
+    assert len(job_name("x" * 99)) == 40
+
+
+@pytest.mark.parametrize("value", ["yes", "a: b #c", "é\u2028\x7f\x85\n\r\t\\\"'", "😀\ufeff", "", "1e3"])
+def test_yaml_gives_every_text_back(value: str) -> None:
+    import yaml
+
+    assert yaml.safe_load(f"key: {yaml_scalar(value)}") == {"key": value}
+    assert "\n" not in yaml_scalar(value)
+
+
+def test_a_node_says_what_its_launcher_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--node-rank=1", f"--log-dir={tmp_path / 'logs'}", "--", sys.executable, "-c"]
+    assert node.main([*words, "import sys; print('no such port'); sys.exit(3)"]) == 1
+    assert capfd.readouterr().err == (
+        "last lines of torchrun:\n  no such port\nerror: torchrun failed with status 3 before any rank did; see "
+        f"{tmp_path}/logs/torchrun.log\n"
+    )
+    assert node.main([*words, "pass"]) == 0
+
+
+def test_a_node_knows_its_own_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OF_THE_USER", "eth7")
+    monkeypatch.delenv("FOUND", raising=False)
+    monkeypatch.setattr(node, "interface_towards", {"10.0.0.1": "eth0"}.get)
+    told = tmp_path / "told"
+    options = ["--interface-for=FOUND", "--interface-for=OF_THE_USER", "--master-addr=10.0.0.1"]
+    script = f"import os; open({str(told)!r}, 'w').write(os.environ['FOUND'] + ' ' + os.environ['OF_THE_USER'])"
+    command = [sys.executable, "-c", script]
+    assert node.main(["--node-rank=0", f"--log-dir={tmp_path}", *options, "--", *command]) == 0
+    assert told.read_text() == "eth0 eth7"
+
+
+def test_the_documentation_lists_every_variable_of_a_template() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "launching.md").read_text()
+    table = text[text.index("| variable | what it holds |") :].split("\n\n")[0]
+    listed = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    target = TARGETS["slurm"]
+    job = cluster_job()
+    assert listed == set(template_values(job, target.node(job), target.ready))
+
+
+def test_a_port_in_use_is_one_line_before_anything_starts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        words = ["--node-rank=0", f"--log-dir={tmp_path / 'logs'}", f"--master-port={port}", "--", sys.executable]
+        assert node.main(words) == 1
+    assert capfd.readouterr().err == (
+        f"error: node 0: port {port} of {socket.gethostname()} is in use by another process; choose another with "
+        "--master-port\n"
+    )
+    assert not (tmp_path / "logs").exists()
