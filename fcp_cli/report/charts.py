@@ -33,6 +33,8 @@ CONFIG: Spec = {
         "labelColor": "currentColor",
         "titleColor": "currentColor",
         "orient": "top",
+        "titleOrient": "left",
+        "titlePadding": 8,
         "titleFontWeight": "normal",
     },
     "rule": {"color": "currentColor"},
@@ -58,7 +60,8 @@ class DegreeColours:
 
     def encoding(self) -> Spec:
         scale = {"domain": self.domain, "range": list(_PALETTE[: len(self.domain)])}
-        return {"field": "colour", "type": "ordinal", "title": "degree", "scale": scale}
+        legend = {"columns": 5}  # more in a row would be cut off on a phone
+        return {"field": "colour", "type": "ordinal", "title": "degree", "scale": scale, "legend": legend}
 
 
 def _range_label(degree: int, largest: int) -> str:
@@ -101,6 +104,7 @@ def step_chart(series: Columns, drift: Columns | None) -> Spec:
     """Planned seconds, lower bound and measured seconds over the steps."""
     names = [name for name in _SERIES if name != "measured" or drift is not None]
     lines = [_line(series, "planned", "planned", names), _line(series, "bound", "lower bound", names)]
+    lines[1]["mark"]["strokeDash"] = [5, 5]  # a good plan lies on its bound; dashed, both show
     if drift is not None:
         lines.append(_line(drift, "seconds", "measured", names))
     return _chart("Step time over the steps of the plan", 200, layer=lines)
@@ -122,16 +126,27 @@ def _line(columns: Columns, field: str, name: str, names: list[str]) -> Spec:
     }
 
 
-def gantt_chart(bars: Columns, ends: Columns, colours: DegreeColours, *, num_ranks: int, first: int) -> Spec:
-    """Rank x time of the step that the page's parameter `chosen` names; `ends`: lines to draw at its end and bound."""
-    chosen = {"filter": "datum.step == chosen"}
-    marks = {"type": "rect", "stroke": "currentColor", "strokeOpacity": 0.35, "strokeWidth": 0.5}
+# What the lines of a Gantt chart mark -> their dashes; the colours are taken by the degrees.
+_ENDS = {"lower bound": [2, 3], "planned end": [7, 3], "measured end": [1, 0]}
+
+
+def gantt_chart(
+    bars: Columns, ends: Columns, colours: DegreeColours, *, num_ranks: int, first: int | None = None
+) -> Spec:
+    """Rank x time of one step.
+
+    Args:
+        bars: rectangles of one step, or of all that can be chosen.
+        ends: where to draw lines, and `what` each of them is; charts of one step share a time axis if they share these.
+        first: the step to begin with; the page's parameter `chosen` then says which to draw. None: there is only one.
+    """
+    chosen = [{"filter": "datum.step == chosen"}] if first is not None else []
     rectangles = {
         "data": csv(colours.with_labels(bars)),
-        "transform": [chosen, {"calculate": "datum.end - datum.start", "as": "seconds"}],
-        "mark": marks,
+        "transform": [*chosen, {"calculate": "datum.end - datum.start", "as": "seconds"}],
+        "mark": {"type": "rect", "stroke": "currentColor", "strokeOpacity": 0.35, "strokeWidth": 0.5},
         "encoding": {
-            "x": _x("start", "seconds from the start of the step", scale={"nice": False}),
+            "x": _x("start", "seconds from the start of the step", scale={"nice": False, "zero": True}),
             "x2": {"field": "end"},
             "y": _y("rank", "rank", scale=_ranks(num_ranks), axis={"tickMinStep": 1, "grid": False}),
             "y2": {"field": "top"},
@@ -142,18 +157,37 @@ def gantt_chart(bars: Columns, ends: Columns, colours: DegreeColours, *, num_ran
             ],
         },
     }
-    rules = {
-        "data": csv(ends),
-        "transform": [chosen],
-        "mark": {"type": "rule", "strokeDash": [4, 3], "strokeWidth": 1.2},
-        "encoding": {"x": {"field": "at", "type": "quantitative"}, "tooltip": [{"field": "what"}, {"field": "at"}]},
-    }
     return _chart(
         "Gantt chart of one step: ranks over time, coloured by degree",
         min(640, max(140, 14 * num_ranks)),
-        params=[{"name": "chosen", "value": first}],
-        layer=[rectangles, rules],
+        layer=[rectangles, _end_rules(ends, chosen)],
+        **({"params": [{"name": "chosen", "value": first}]} if first is not None else {}),
     )
+
+
+def _end_rules(ends: Columns, chosen: list[Spec]) -> Spec:
+    names = [name for name in _ENDS if name in ends["what"]]
+    return {
+        "data": csv(ends),
+        "transform": chosen,
+        "mark": {"type": "rule", "strokeWidth": 1.5},
+        "encoding": {
+            "x": {"field": "at", "type": "quantitative"},
+            "strokeDash": {
+                "field": "what",
+                "type": "nominal",
+                "title": None,
+                "scale": {"domain": names, "range": [_ENDS[name] for name in names]},
+                "legend": {
+                    "symbolType": "stroke",
+                    "symbolSize": 500,
+                    "symbolStrokeColor": "currentColor",
+                    "orient": "bottom",  # beside the degrees it would be cut off on a phone
+                },
+            },
+            "tooltip": [{"field": "what"}, {"field": "at"}],
+        },
+    }
 
 
 def _ranks(num_ranks: int) -> Spec:
@@ -167,7 +201,7 @@ def heat_chart(cells: Columns, *, num_ranks: int) -> Spec:
         "Heat map of idle time: ranks over steps",
         min(420, max(120, 12 * num_ranks)),
         data=csv(cells),
-        mark="rect",
+        mark={"type": "rect", "aria": False},  # thousands of cells would bury the rest of the page for a screen reader
         encoding={
             "x": _x("step", "step", scale={"nice": False, "zero": False}, axis={"tickMinStep": 1, "grid": False}),
             "x2": {"field": "step_end"},
@@ -177,7 +211,8 @@ def heat_chart(cells: Columns, *, num_ranks: int) -> Spec:
                 "field": "idle",
                 "type": "quantitative",
                 "title": "idle share",
-                "scale": {"scheme": "viridis", "domainMin": 0},
+                # Never stretched over less than 10 %: a plan that hardly waits should look like one.
+                "scale": {"scheme": "viridis", "domain": [0, max(0.1, float(np.max(np.asarray(cells["idle"]))))]},
                 "legend": {"format": ".1%", "gradientLength": 180},
             },
             "tooltip": [*_tooltip(step="from step", rank="from rank"), _percent("idle", "idle")],
@@ -234,7 +269,9 @@ def mix_chart(mix: Columns, colours: DegreeColours) -> Spec:
         data=csv(colours.with_labels(mix)),
         mark={"type": "bar", "stroke": "currentColor", "strokeOpacity": 0.25, "strokeWidth": 0.4},
         encoding={
-            "x": _x("share", "share", aggregate="sum", axis={"format": ".0%"}, scale={"domain": [0, 1]}),
+            "x": _x(
+                "share", "share", aggregate="sum", axis={"format": ".0%", "tickCount": 10}, scale={"domain": [0, 1]}
+            ),
             "y": {"field": "measure", "type": "nominal", "title": None, "sort": None},
             "color": colours.encoding(),
             "order": {"field": "degree", "type": "quantitative"},

@@ -75,6 +75,8 @@ def comparison_document(contenders: Sequence[Contender], problem: Problem, *, st
     return {
         "num_ranks": problem.num_ranks,
         "ranks_per_node": problem.ranks_per_node,
+        "tensor_parallel": problem.tensor_parallel,
+        "pipeline_parallel": problem.pipeline_parallel,
         "tokens_per_rank": problem.tokens_per_rank,
         "profile": {
             "model": problem.profile.model,

@@ -22,8 +22,17 @@ from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.report import charts
 from fcp_cli.report.page_data import Columns, PlanPicture, joined
 from fcp_cli.report.run_picture import RunPicture
+from fcp_cli.words import counted
 
 _TEMPLATE = Path(__file__).with_name("page.html")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speedup:
+    """Predicted gain over the best static plan: `factor` is None where it is not known, and `remark` says more."""
+
+    factor: float | None
+    remark: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,16 +44,16 @@ class Report:
         plan: what was gathered from the plan.
         run: what was gathered from the metrics, if any.
         run_name: of the metrics file.
-        speedup: over the best static plan in words, or why it is not known.
+        speedup: over the best static plan.
         warnings: one line each, about inputs that could not be used whole.
     """
 
     name: str
     metadata: PlanMetadata
     plan: PlanPicture
+    speedup: Speedup
     run: RunPicture | None = None
     run_name: str = ""
-    speedup: tuple[str, str] = ("", "")
     warnings: list[str] = field(default_factory=list)
 
     def html(self) -> str:
@@ -62,6 +71,21 @@ class Report:
             charts=document.replace("</", "<\\/"),
         )
 
+    def figures(self) -> dict[str, Any]:
+        """The headline as JSON values; totals are over the steps that were looked at."""
+        summary = self.plan.summary
+        measured = self.run.totals() if self.run is not None and not self.run.is_empty else None
+        return {
+            "plan_hash": self.metadata.plan_hash,
+            "steps_of_plan": self.metadata.steps,
+            **summary.to_json(),
+            "tokens_per_second": summary.tokens / summary.makespan_seconds,
+            "speedup_over_static": self.speedup.factor,
+            "distinct_groups": self.metadata.distinct_groups,
+            "measured": measured,
+            "warnings": self.warnings,
+        }
+
     @property
     def _colours(self) -> charts.DegreeColours:
         return charts.DegreeColours(self.plan.summary.degrees)
@@ -69,8 +93,9 @@ class Report:
     def _subtitle(self) -> str:
         meta = self.metadata
         return (
-            f"{meta.steps:,} steps on {meta.num_ranks:,} ranks, {meta.ranks_per_node} per node, at most "
-            f"{meta.tokens_per_rank:,} tokens each; planned by {meta.solver}, sync {meta.sync}, seed {meta.seed}."
+            f"{counted(meta.steps, 'step')} on {counted(meta.num_ranks, 'rank')}, {meta.ranks_per_node} per node, "
+            f"at most {counted(meta.tokens_per_rank, 'token')} each; "
+            f"planned by {meta.solver}, sync {meta.sync}, seed {meta.seed}."
         )
 
     def _footer(self) -> str:
@@ -89,7 +114,8 @@ class Report:
         yield "idle", f"{summary.idle_fraction:.2%}", "of all rank-seconds"
         rate = summary.tokens / summary.makespan_seconds
         yield "tokens/s", f"{rate:,.0f}", f"{rate / self.metadata.num_ranks:,.0f} per rank"
-        yield "speed-up", *self.speedup
+        speedup = self.speedup
+        yield "speed-up", "not known" if speedup.factor is None else f"{speedup.factor:.2f}x", speedup.remark
         yield "distinct groups", f"{self.metadata.distinct_groups:,}", "rank sets of degree over 1"
         if self.run is not None and not self.run.is_empty:
             yield from self._measured_headline(self.run.totals())
@@ -124,13 +150,15 @@ class Report:
             yield "chart-slowest", charts.slowest_chart(self.run.slowest_ranks())
 
     def _step_ends(self) -> Columns:
-        """Dashed lines of the Gantt chart: a step's makespan and its lower bound."""
-        ends, steps = self.plan.ends(), list(self.plan.chosen_steps())
-        return {
-            "step": np.repeat(np.array(steps), 2),
-            "at": np.array([at for step in steps for at in ends[step]]),
-            "what": ["planned end", "lower bound"] * len(steps),
-        }
+        """Lines of the Gantt charts: a step's lower bound, its planned end, and its measured one."""
+        ends, measured = self.plan.ends(), self.run.ends if self.run is not None else {}
+        rows = []
+        for step in self.plan.chosen_steps():
+            planned, bound = ends[step]
+            rows += [(step, bound, "lower bound"), (step, planned, "planned end")]
+            rows += [(step, measured[step], "measured end")] if step in measured else []
+        steps, at, what = zip(*rows, strict=True)
+        return {"step": np.array(steps), "at": np.array(at), "what": list(what)}
 
     def _boundaries(self) -> Columns:
         boundaries = self.plan.degree_boundaries()
@@ -180,7 +208,7 @@ class Report:
     def _run_sections(self) -> Iterator[str]:
         assert self.run is not None
         left_out = self.run.warm_up_steps
-        warm_up = f" Left out: {left_out} warm-up step{'s' if left_out > 1 else ''}." if left_out else ""
+        warm_up = f" Left out: {counted(left_out, 'warm-up step')}." if left_out else ""
         yield '<div class="pair">'
         caption = (
             "Each dot is a micro-batch, by its slowest rank; on the dashed line the prediction is right." + warm_up
@@ -213,9 +241,10 @@ class Report:
         picker = (
             '<div class="steps"><label for="step">Step</label>'
             f'<select id="step">{"".join(options)}</select>'
-            '<button type="button" id="former">Former</button><button type="button" id="next">Next</button></div>'
+            '<button type="button" id="previous">Previous</button><button type="button" id="next">Next</button></div>'
         )
-        caption = f"Who computes when. Dashed lines: the lower bound and the planned end.{whole}"
+        axis = " Both charts have the same time axis." if has_measured else ""
+        caption = f"Who computes when; lines mark the ends.{axis}{whole}"
         figures = _figure("chart-gantt")
         if has_measured:
             figures = f"<p>Planned</p>{figures}<p>Measured</p>{_figure('chart-measured')}"
@@ -248,7 +277,7 @@ class Report:
 
 
 def _up_to(count: int, what: str) -> str:
-    return f"one {what}" if count == 1 else f"up to {count} {what}s"
+    return f"one {what}" if count == 1 else f"up to {counted(count, what)}"
 
 
 def _card(label: str, value: str, remark: str) -> str:

@@ -65,6 +65,7 @@ class HeatMap:
 
     steps: int
     num_ranks: int
+    first_step: int = 0
     total: FloatArray = field(init=False)
     count: FloatArray = field(init=False)
 
@@ -76,15 +77,15 @@ class HeatMap:
 
     def add(self, step: int, idle: FloatArray) -> None:
         """`idle`: [num_ranks] share of the step in which each rank waits."""
-        column = step * self.columns // self.steps
+        column = (step - self.first_step) * self.columns // self.steps
         self.total[column] += np.bincount(self._row_of_rank, weights=idle, minlength=self.rows)
         self.count[column] += np.bincount(self._row_of_rank, minlength=self.rows)
 
     def cells(self) -> Columns:
         column, row = np.nonzero(self.count)
         return {
-            "step": -(-column * self.steps // self.columns),
-            "step_end": -(-(column + 1) * self.steps // self.columns),
+            "step": self.first_step - (-column * self.steps // self.columns),
+            "step_end": self.first_step - (-(column + 1) * self.steps // self.columns),
             "rank": -(-row * self.num_ranks // self.rows),
             "rank_end": -(-(row + 1) * self.num_ranks // self.rows),
             "idle": self.total[column, row] / self.count[column, row],
@@ -110,7 +111,7 @@ class PlanPicture:
         meta = self.metadata
         self.every = max(1, -(-meta.steps * meta.num_ranks // _RANK_STEPS_READ))
         self.summary = PlanSummary(num_ranks=meta.num_ranks)
-        self.heat = HeatMap(steps=meta.steps, num_ranks=meta.num_ranks)
+        self.heat = HeatMap(steps=meta.steps, num_ranks=meta.num_ranks, first_step=meta.first_step)
         self.lengths = np.zeros((meta.num_ranks + 1, _LENGTH_BINS), dtype=np.int64)
         self.peak_tokens = np.zeros(meta.num_ranks, dtype=np.int64)
         self.groups: dict[int, set[int]] = {}
@@ -122,7 +123,7 @@ class PlanPicture:
         self._widest: StepPlan | None = None
 
     def wants(self, step: int) -> bool:
-        return step % self.every == 0
+        return (step - self.metadata.first_step) % self.every == 0
 
     def add(self, step: StepPlan) -> None:
         meta = self.metadata
@@ -147,7 +148,7 @@ class PlanPicture:
         if self._chosen_steps is None:
             count = max(3, min(_MOST_GANTT_STEPS, _GANTT_BARS // max(len(bars_of(step)["order"]), 1)))
             looked_at = -(-self.metadata.steps // self.every)
-            self._chosen_steps = {i * self.every for i in evenly_spaced(looked_at, count)}
+            self._chosen_steps = {self.metadata.first_step + i * self.every for i in evenly_spaced(looked_at, count)}
         if step.step in self._chosen_steps:
             self._chosen[step.step] = bars_of(step)
 

@@ -9,6 +9,7 @@ from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.step import MicroBatch, StepPlan
 from fcp_cli.plan.summary import PlanSummary
 from fcp_cli.report.bars import bar
+from fcp_cli.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,21 +39,34 @@ def speedup_text(speedup: float, static_degree: int, sampled: int, steps: int) -
 
 
 def _headline(metadata: PlanMetadata, summary: PlanSummary) -> dict[str, str]:
-    shape = f"{metadata.num_ranks} ranks, {metadata.ranks_per_node} per node, {metadata.tokens_per_rank:,} tokens each"
+    each = counted(metadata.tokens_per_rank, "token")
+    shape = f"{counted(metadata.num_ranks, 'rank')}, {metadata.ranks_per_node} per node, {each} each"
     lines = {
-        "plan": f"{summary.steps:,} steps by {metadata.solver}, sync {metadata.sync}, seed {metadata.seed}",
+        "plan": f"{counted(summary.steps, 'step')} by {metadata.solver}, sync {metadata.sync}, seed {metadata.seed}",
         "ranks": shape,
-        "sequences": f"{summary.sequences:,} with {summary.tokens:,} tokens{_left_out(metadata)}",
+        **({"devices": devices_text(metadata)} if metadata.devices_per_rank > 1 else {}),
+        "sequences": f"{summary.sequences:,} with {counted(summary.tokens, 'token')}{_left_out(metadata)}",
         "step time": f"{summary.mean_step_seconds:.4g} s mean, slowest {summary.slowest_step_seconds:.4g} s "
         f"(step {summary.slowest_step})",
         "gap": f"{summary.gap:.2%} over the lower bound of {summary.bound_seconds / max(summary.steps, 1):.4g} s",
         "idle": f"{summary.idle_fraction:.2%} of all rank-seconds",
-        "groups": f"{metadata.distinct_groups:,} distinct rank sets of degree > 1",
+        "groups": f"{counted(metadata.distinct_groups, 'distinct rank set')} of degree > 1",
     }
+    if metadata.continues is not None:
+        before = metadata.continues
+        lines["continues"] = f"{before.num_ranks} ranks under {before.plan_hash[:16]}, from step {before.first_step} on"
     if metadata.solver_options:
         lines["options"] = ", ".join(f"{name} {value}" for name, value in metadata.solver_options.items())
     lines["hash"] = metadata.plan_hash[:16]
     return lines
+
+
+def devices_text(metadata: PlanMetadata) -> str:
+    """What the plan's ranks are made of."""
+    return (
+        f"{metadata.devices_per_rank} per rank (tensor parallel {metadata.tensor_parallel}, pipeline parallel "
+        f"{metadata.pipeline_parallel}), {metadata.num_devices:,} in all"
+    )
 
 
 def _left_out(metadata: PlanMetadata) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fcp_cli.cost.profile import CostProfile
+from fcp_cli.cost.profile import FORMAT_1, FORMAT_2, CostProfile
 from fcp_cli.profiling.explain import (
     Difference,
     break_even_tokens,
@@ -39,19 +39,42 @@ def reading(profile: CostProfile, degrees: Sequence[int]) -> list[str]:
     largest = max(degrees)
     hidden = hidden_ring_tokens(profile, degree=largest, tier="intra_node")
     if hidden is not None:
-        lines.append(f"Attention hides a ring of degree {largest} inside a node from {hidden:,.0f} tokens on.")
+        what = "what may hide of a ring" if profile.coefficients.exposed_ring_share else "a ring"
+        lines.append(f"Attention hides {what} of degree {largest} inside a node from {hidden:,.0f} tokens on.")
     across = hidden_ring_tokens(profile, degree=largest, tier="inter_node")
-    if across is not None:
+    if across is not None and across != hidden:
         lines.append(f"Across nodes it does so from {across:,.0f} tokens on.")
     budget = profile.memory.tokens_per_rank()
     if budget is None:
         lines.append("Token budget: not known, the memory block is empty; fcp plan needs --tokens-per-rank.")
     else:
         lines.append(f"Token budget: {budget:,} tokens per rank and micro-batch.")
-    step = profile.measurement.get("step_seconds")
+    lines += _formats(profile)
+    measured = profile.measurement
+    if measured.get("shares_cores"):
+        lines.append(
+            f"Measured with {measured['ranks_per_node']} ranks on {measured['cores']} cores: times include that."
+        )
+    encoder = measured.get("vision_encoder") or {}
+    if "trained" in encoder or "frozen" in encoder:
+        kind = "frozen" if encoder["freeze_vision"] else "trained"
+        lines.append(f"Vision encoder: timed trained and frozen; this profile is for a {kind} one.")
+    step = measured.get("step_seconds")
     if step:
         lines.append(f"Beside its micro-batches a step takes {float(step):.4g} s (gradient sum, clipping, AdamW).")
     return lines
+
+
+def _formats(profile: CostProfile) -> list[str]:
+    """Which version of the model predicts what was held out how well, where both were tried."""
+    errors: Mapping[str, float] = profile.measurement.get("held_out_error_percent_by_format") or {}
+    if FORMAT_1 not in errors or FORMAT_2 not in errors:
+        return []
+    one, two = errors[FORMAT_1], errors[FORMAT_2]
+    if profile.format == FORMAT_1:
+        return [f"{FORMAT_1}: held-out error {one:.1f} %; an exposed share of the ring would make it {two:.1f} %."]
+    share = profile.coefficients.exposed_ring_share
+    return [f"{FORMAT_2}: {share:.0%} of a ring is exposed; held-out error {two:.1f} %, {one:.1f} % without this."]
 
 
 def print_errors(console: Console, profile: CostProfile) -> None:
@@ -74,12 +97,31 @@ def print_errors(console: Console, profile: CostProfile) -> None:
         fitted = profile.measurement["fitted_error_percent"]
         table.add_section()
         table.add_row("all", "", f"{fitted:.2f} %", "", f"{total:.2f} %")
+    _add_encoder_errors(table, profile.measurement.get("vision_encoder") or {})
     console.print(table)
+
+
+def _add_encoder_errors(table: Table, encoder: Mapping[str, Any]) -> None:
+    """Rows of a measured vision encoder, which has no degree: every rank runs its own parts."""
+    fits = [(name, encoder[name]) for name in ("trained", "frozen") if name in encoder]
+    if fits:
+        table.add_section()
+    for name, fit in fits:
+        held_out = fit.get("held_out_error_percent")
+        table.add_row(
+            f"encoder, {name}",
+            str(fit["fitted_points"]),
+            f"{fit['fitted_error_percent']:.2f} %",
+            str(fit["held_out_points"]),
+            "-" if held_out is None else f"{held_out:.2f} %",
+        )
 
 
 def print_differences(console: Console, first: CostProfile, second: CostProfile, rows: Sequence[Difference]) -> None:
     """Two profiles side by side."""
-    table = _table("figure", f"{first.model} ({first.origin})", f"{second.model} ({second.origin})", "ratio")
+    for name, profile in (("first", first), ("second", second)):
+        console.print(f"{name}: {profile.model} on {profile.cluster}, {profile.origin}", markup=False)
+    table = _table("figure", "first", "second", "ratio")
     for row in rows:
         ratio = "same" if row.first == row.second else "-" if row.ratio is None else f"{row.ratio:.3f}"
         table.add_row(row.path.split(".")[-1], f"{row.first:.4g}", f"{row.second:.4g}", ratio)

@@ -7,6 +7,8 @@ lines out, and remembers in `problems` what it left out.
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +17,10 @@ from typing import Any
 import numpy as np
 
 from fcp_cli.errors import RunError
+from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.step import FloatArray, Int64Array
 from fcp_cli.training.metrics import FORMAT
+from fcp_cli.words import counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,8 +54,16 @@ class RunStep:
 _TIMING_FIELDS = ("order", "degree", "tokens", "predicted_seconds", "start_seconds", "seconds")
 
 
-def run_step(record: dict[str, Any]) -> RunStep:
-    """The arrays of one `step` record; KeyError, TypeError or ValueError where it is not one."""
+def run_step(record: dict[str, Any], *, num_ranks: int | None = None) -> RunStep:
+    """The arrays of one `step` record.
+
+    Args:
+        record: as `training.metrics` writes it.
+        num_ranks: of the job, where it is known.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is not one, or holds what no run can have measured.
+    """
     rows = [
         (rank["rank"], *(timing[name] for name in _TIMING_FIELDS))
         for rank in record["ranks"]
@@ -59,7 +71,7 @@ def run_step(record: dict[str, Any]) -> RunStep:
     ]
     table = np.array(rows, dtype=np.float64).reshape(len(rows), 1 + len(_TIMING_FIELDS)).T
     loss = record["loss"]
-    return RunStep(
+    step = RunStep(
         step=int(record["step"]),
         seconds=float(record["seconds"]),
         predicted_seconds=float(record["predicted_seconds"]),
@@ -75,6 +87,14 @@ def run_step(record: dict[str, Any]) -> RunStep:
         start_seconds=table[5],
         busy_seconds=table[6],
     )
+    whole = (step.seconds, step.predicted_seconds)
+    if step.step < 0 or not all(math.isfinite(value) and value > 0 for value in whole):
+        raise ValueError("a step that no run can have measured")
+    if not (np.isfinite(table).all() and (table >= 0).all() and math.isfinite(step.idle_fraction)):
+        raise ValueError("times or counts that no run can have measured")
+    if num_ranks is not None and (step.ranks >= num_ranks).any():
+        raise ValueError("a rank outside the job")
+    return step
 
 
 @dataclass(kw_only=True, slots=True)
@@ -84,12 +104,14 @@ class RunFile:
     Attributes:
         run: the first `run` record, or the latest that was met.
         plan_hash: where given, steps that another plan drove are left out.
+        plan_steps: where given, steps that are not among these are left out.
         problems: one line each, complete once the steps have been read.
     """
 
     path: Path
     run: dict[str, Any]
     plan_hash: str | None = None
+    plan_steps: range | None = None
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -104,7 +126,8 @@ class RunFile:
         """The steps in the file's order; with `every` = k only each k-th is parsed."""
         self.problems.clear()
         damaged: list[int] = []
-        foreign = found = 0
+        left_out: Counter[str] = Counter()
+        found, before = 0, -1
         for number, line in _lines(self.path):
             is_step = line.startswith('{"kind":"step"') or '"kind": "step"' in line[:40]
             found += is_step
@@ -114,18 +137,20 @@ class RunFile:
             if record is None:
                 damaged.append(number)
             elif isinstance(record, RunStep):
-                if self._is_foreign():
-                    foreign += 1
-                else:
+                reason = self._reason_against(record, before)
+                if reason is None:
+                    before = record.step
                     yield record
-        self._report(damaged, foreign, found)
+                else:
+                    left_out[reason] += 1
+        self._report(damaged, left_out, found)
 
     def _parse(self, line: str) -> RunStep | dict[str, Any] | None:
         """A step, a record of another kind, or None for a damaged line; a `run` record becomes the current one."""
         try:
             record = json.loads(line)
             if record["kind"] == "step":
-                return run_step(record)
+                return run_step(record, num_ranks=self.num_ranks)
             if record["kind"] == "run":
                 int(record["num_ranks"]), int(record["ranks_per_node"])
                 self.run = record
@@ -133,44 +158,59 @@ class RunFile:
             return None
         return dict(record)
 
-    def _is_foreign(self) -> bool:
-        return self.plan_hash is not None and self.run.get("plan_hash") != self.plan_hash
+    def _reason_against(self, step: RunStep, before: int) -> str | None:
+        if self.plan_hash is not None and self.run.get("plan_hash") != self.plan_hash:
+            return "another plan's"
+        if self.plan_steps is not None and step.step not in self.plan_steps:
+            return "not in the plan"
+        return "repeated or out of order" if step.step <= before else None
 
-    def _report(self, damaged: list[int], foreign: int, found: int) -> None:
+    def _report(self, damaged: list[int], left_out: Counter[str], found: int) -> None:
         if damaged:
             where = f"line {damaged[0]}" + (f" and {len(damaged) - 1} more" if len(damaged) > 1 else "")
             self.problems.append(f"{self.path}: {where} cut short or damaged; left out")
-        if foreign:
-            self.problems.append(f"{self.path}: {foreign} steps follow another plan; left out")
+        for reason, count in left_out.items():
+            self.problems.append(f"{self.path}: left out {counted(count, 'step')}: {reason}")
         if not found:
             self.problems.append(f"{self.path} has no finished steps yet")
 
 
-def open_run(path: Path, *, plan_hash: str | None = None) -> RunFile:
+def open_run(path: Path, *, plan: PlanMetadata | None = None) -> RunFile:
     """Open the metrics of a run.
 
     Args:
         path: metrics.jsonl, or the run's folder.
-        plan_hash: the plan that the pictures are of.
+        plan: the plan that the pictures are of.
 
     Raises:
         RunError: there is no such file, it is empty, not metrics of a run, or of another plan altogether.
     """
-    path = metrics_path(path)
+    name, path = path, metrics_path(path)
     try:
         _, first = next(_lines(path), (0, ""))
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunError(f"cannot read the metrics {path}: {error}") from error
+    except FileNotFoundError as error:
+        raise RunError(_nothing_at(name)) from error
+    except OSError as error:
+        raise RunError(f"cannot read the metrics {path}: {error.strerror}") from error
     if not first:
         raise RunError(f"{path} is empty: the run has written no metrics yet")
-    run = RunFile(path=path, run={}, plan_hash=plan_hash)
+    run = RunFile(path=path, run={})
     record = run._parse(first)
     if not isinstance(record, dict) or record.get("format") != FORMAT or not run.run:
         raise RunError(f'{path} is not the metrics of a run: expected a first line with "format": "{FORMAT}"')
-    if plan_hash is not None and plan_hash not in _plan_hashes(path):
-        theirs = str(run.run.get("plan_hash"))[:12]
-        raise RunError(f"{path} is of another plan: its hash is {theirs}, this plan's {plan_hash[:12]}")
+    if plan is not None:
+        run.plan_hash, run.plan_steps = plan.plan_hash, range(plan.first_step, plan.end_step)
+        if plan.plan_hash not in _plan_hashes(path):
+            theirs = str(run.run.get("plan_hash"))[:12]
+            raise RunError(f"{path} is of another plan: its hash is {theirs}, this plan's {plan.plan_hash[:12]}")
     return run
+
+
+def _nothing_at(path: Path) -> str:
+    if (path / "launch.json").is_file():
+        return f"the run {path} has written no metrics yet"
+    what = "has no metrics.jsonl" if path.is_dir() else "does not exist"
+    return f"{path} {what}; name the folder that 'fcp launch' printed"
 
 
 def metrics_path(path: Path) -> Path:

@@ -24,6 +24,7 @@ class RunPicture:
         num_ranks: of the job.
         chosen: the steps whose measured Gantt charts are wanted.
         steps: measured steps that were given, warm-up included.
+        bars, ends: of the chosen steps, their rectangles and their seconds.
     """
 
     num_ranks: int
@@ -31,6 +32,7 @@ class RunPicture:
     steps: int = 0
     warm_up_steps: int = 0
     bars: dict[int, Columns] = field(default_factory=dict)
+    ends: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._series: list[tuple[float, ...]] = []
@@ -42,6 +44,7 @@ class RunPicture:
         self.steps += 1
         if step.step in self.chosen:
             self.bars[step.step] = measured_bars(step)
+            self.ends[step.step] = step.seconds
         if step.warm_up:
             self.warm_up_steps += 1
             return

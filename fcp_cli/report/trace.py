@@ -2,7 +2,8 @@
 
 Events follow the Trace Event Format of Chromium's trace viewer: one process per node, one thread per rank, one
 complete event ("X") per micro-batch and rank, and a flow ("s", "t", "f") through the members of each ring.
-Times are microseconds.
+Times are whole microseconds: a start and a duration rounded apart would let neighbours overlap by a nanosecond, and
+Perfetto leaves overlapping events out. Process and thread ids start at 1: Perfetto takes thread 0 for the idle task.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fcp_cli.report.run_file import RunStep
 Event = dict[str, Any]
 Kind = Literal["planned", "measured"]
 
-_STEPS_PID = 0  # the process whose tracks hold whole steps; nodes follow it
+_STEPS_PID = 1  # the process whose tracks hold whole steps; nodes follow it
 _KINDS: tuple[Kind, ...] = ("planned", "measured")
 # Sequences named in the arguments of one event; a pack of thousands would make the file unreadable.
 _MOST_SEQUENCES = 256
@@ -44,13 +45,14 @@ class TraceBuilder:
 
     def names(self, kinds: Iterable[Kind]) -> Iterator[Event]:
         """Metadata events: names and order of processes and threads."""
-        yield from _named("process", _STEPS_PID, 0, "steps", 0)
+        yield from _named("process", _STEPS_PID, 1, "steps", 0)
         for kind in kinds:
-            yield from _named("thread", _STEPS_PID, _KINDS.index(kind), kind, _KINDS.index(kind))
+            yield from _named("thread", **self._track(kind, None), name=kind, index=_KINDS.index(kind))
             for node in range(-(-self.num_ranks // self.ranks_per_node)):
-                yield from _named("process", self._pid(kind, node), 0, f"node {node} {kind}", self._pid(kind, node))
+                first = self._track(kind, node * self.ranks_per_node)
+                yield from _named("process", **first, name=f"node {node} {kind}", index=first["pid"])
             for rank in range(self.num_ranks):
-                yield from _named("thread", self._pid_of_rank(kind, rank), rank, f"rank {rank}", rank)
+                yield from _named("thread", **self._track(kind, rank), name=f"rank {rank}", index=rank)
 
     def step(self, planned: StepPlan | None, measured: RunStep | None) -> Iterator[Event]:
         """The events of one step, planned, measured or both."""
@@ -110,8 +112,9 @@ class TraceBuilder:
         self, kind: Kind, rank: int | None, name: str, start_seconds: float, seconds: float, args: dict[str, Any]
     ) -> Event:
         """A complete event on a rank's track, or on the track of whole steps."""
+        begin, end = self._microseconds(start_seconds), self._microseconds(start_seconds + seconds)
         event = {"name": name, "cat": kind, "ph": "X", **self._track(kind, rank)}
-        return {**event, "ts": self._microseconds(start_seconds), "dur": round(seconds * 1e6, 3), "args": args}
+        return {**event, "ts": begin, "dur": end - begin, "args": args}
 
     def _flow(self, kind: Kind, members: list[tuple[int, float]]) -> Iterator[Event]:
         """Arrows through the members of a ring, earliest first: an arrow cannot point back in time."""
@@ -124,20 +127,17 @@ class TraceBuilder:
             event |= {"id": self._flows, **self._track(kind, rank), "ts": self._microseconds(start)}
             yield {**event, "bp": "e"} if i == last else event
 
-    def _microseconds(self, seconds: float) -> float:
-        return round((self.clock_seconds + seconds) * 1e6, 3)
+    def _microseconds(self, seconds: float) -> int:
+        return round((self.clock_seconds + seconds) * 1e6)
 
     def _track(self, kind: Kind, rank: int | None) -> dict[str, int]:
         if rank is None:
-            return {"pid": _STEPS_PID, "tid": _KINDS.index(kind)}
-        return {"pid": self._pid_of_rank(kind, rank), "tid": rank}
-
-    def _pid_of_rank(self, kind: Kind, rank: int) -> int:
-        return self._pid(kind, rank // self.ranks_per_node)
+            return {"pid": _STEPS_PID, "tid": 1 + _KINDS.index(kind)}
+        return {"pid": self._pid(kind, rank // self.ranks_per_node), "tid": 1 + rank}
 
     def _pid(self, kind: Kind, node: int) -> int:
         """Planned and measured tracks of one node stand next to each other."""
-        return 1 + len(_KINDS) * node + _KINDS.index(kind)
+        return 1 + _STEPS_PID + len(_KINDS) * node + _KINDS.index(kind)
 
 
 def _name(order: int, degree: int) -> str:

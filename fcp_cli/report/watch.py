@@ -6,14 +6,18 @@ import json
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from fcp_cli.errors import RunError
+from fcp_cli.launching.heartbeat import Heartbeat
 from fcp_cli.report.bars import bar
+from fcp_cli.report.run_file import run_step
 from fcp_cli.training.metrics import FORMAT
 from fcp_cli.training.progress import clock, short_count, short_seconds
+from fcp_cli.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -21,6 +25,10 @@ if TYPE_CHECKING:
 _WINDOW_STEPS = 20  # over which pace, rates and idle shares are averaged
 _RANKS_SHOWN = 16
 _BAR_COLUMNS = 28
+# A run that nobody vouches for is given up after this long, or after this many of its steps.
+_SILENT_SECONDS, _SILENT_STEPS = 300.0, 20.0
+
+Standing = Literal["running", "finished", "interrupted", "failed", "gone", "silent"]
 
 
 class RunTail:
@@ -71,17 +79,14 @@ class RunTail:
         return [*start, *steps]
 
 
-_STEP_FIELDS = frozenset({"step", "loss", "tokens", "seconds", "predicted_seconds", "idle_fraction", "ranks"})
-
-
 def _parsed(lines: list[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
-        try:
+        with suppress(KeyError, TypeError, ValueError):
             record = json.loads(line)
-        except ValueError:
-            continue
-        if record.get("kind") == "run" or (record.get("kind") == "step" and record.keys() >= _STEP_FIELDS):
-            yield record
+            if record["kind"] == "step":
+                run_step(record)  # proves it
+            if record["kind"] in ("run", "step"):
+                yield record
 
 
 @dataclass(slots=True)
@@ -135,9 +140,10 @@ class RunState:
                 idle[rank["rank"]] = idle.get(rank["rank"], 0.0) + rank["idle_seconds"]
         return {rank: total / seconds for rank, total in sorted(idle.items())}
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, standing: Standing) -> dict[str, Any]:
         """JSON values; rates and shares are means over the last steps."""
-        document: dict[str, Any] = {"model": self.run.get("model"), "steps": self.steps, "finished": self.finished}
+        document: dict[str, Any] = {"model": self.run.get("model"), "steps": self.steps, "standing": standing}
+        document["finished"] = standing == "finished"
         if self.last is None:
             return {**document, "step": None}
         return {
@@ -152,25 +158,66 @@ class RunState:
             "idle_of_ranks": list(self.idle_of_ranks().values()),
         }
 
+    def standing(self, heartbeat: Heartbeat | None, *, quiet_seconds: float) -> Standing:
+        """Whether the run goes on, and if not, how it ended.
 
-def run_view(state: RunState, *, quiet_seconds: float, ascii_only: bool) -> Group:
-    """The whole view, at most 80 columns wide."""
+        Args:
+            heartbeat: of its launcher; None for a job that `fcp launch` did not start.
+            quiet_seconds: since the run wrote last. The ranks of a launcher that was killed may go on without it.
+        """
+        starts_anew = heartbeat is not None and heartbeat.started > self.run.get("started", "")
+        if self.finished and not (starts_anew and heartbeat is not None and heartbeat.ended is None):
+            return "finished"
+        if heartbeat is not None:
+            return heartbeat.ended or ("gone" if heartbeat.is_gone and not self._moves(quiet_seconds) else "running")
+        steps_seconds = _SILENT_STEPS * self.mean("seconds") if self.last is not None else 0.0
+        return "silent" if quiet_seconds > max(_SILENT_SECONDS, steps_seconds) else "running"
+
+    def remark(self, standing: Standing, heartbeat: Heartbeat | None, *, quiet_seconds: float) -> str | None:
+        """One line about a run that ended unfinished, or that has not moved for long; None about any other."""
+        if standing == "running":
+            return self._quiet_remark(heartbeat, quiet_seconds)
+        where = f"after step {self.last['step'] + 1} of {self.steps}" if self.last else "before its first step"
+        if standing == "gone" and heartbeat is not None:
+            since = clock(heartbeat.age_seconds)
+            return f"dead {where}: its launcher on {heartbeat.host} is gone, its last sign of life was {since} ago"
+        if standing == "silent":
+            return f"probably dead {where}: nothing new for {clock(quiet_seconds)}, and no launcher vouches for it"
+        if standing == "failed":
+            return f"failed {where}; what its ranks printed is in its folder logs"
+        return f"interrupted {where}" if standing == "interrupted" else None
+
+    def _quiet_remark(self, heartbeat: Heartbeat | None, quiet_seconds: float) -> str | None:
+        if heartbeat is not None and heartbeat.is_gone:
+            return f"its launcher on {heartbeat.host} is gone; its ranks may go on without it"
+        if self.last is None or self._moves(quiet_seconds):
+            return None
+        what = "the run may have stopped" if heartbeat is None else "its launcher is at work"
+        return f"no new step for {clock(quiet_seconds)}: {what}"
+
+    def _moves(self, quiet_seconds: float) -> bool:
+        """Whether the last step is no longer ago than five usual ones, or a minute."""
+        return self.last is not None and quiet_seconds <= max(60.0, 5.0 * self.mean("seconds"))
+
+
+def run_view(state: RunState, remark: str | None, *, ascii_only: bool) -> Group:
+    """The whole view, at most 80 columns wide, and the remark below it."""
     from rich.console import Group
     from rich.text import Text
 
-    return Group(*(Text(line, no_wrap=True, overflow="ellipsis") for line in _lines(state, quiet_seconds, ascii_only)))
+    lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in _lines(state, ascii_only)]
+    return Group(*lines, *([Text(remark, style="bold")] if remark else []))
 
 
-def _lines(state: RunState, quiet_seconds: float, ascii_only: bool) -> Iterator[str]:
+def _lines(state: RunState, ascii_only: bool) -> Iterator[str]:
     run = state.run
     device = run.get("device_name") or run.get("device", "")
-    yield f"{run.get('model', 'run')} on {run.get('num_ranks', '?')} ranks, {device}"
+    if run:
+        yield f"{run.get('model', 'run')} on {counted(int(run.get('num_ranks', 0)), 'rank')}, {device}"
     if state.last is None:
         yield "no finished step yet"
         return
     yield from _figures(state, ascii_only)
-    if not state.finished and quiet_seconds > max(60.0, 5.0 * state.mean("seconds")):
-        yield f"no new step for {clock(quiet_seconds)}: the run may have stopped"
     yield from _rank_lines(state.idle_of_ranks(), ascii_only)
 
 

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fcp_cli.cost.model import group_seconds, sequence_work
+from fcp_cli.cost.model import group_seconds, ring_seconds, sequence_work
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.pricing import planned_sequences
 from fcp_cli.plan.step import MicroBatch, StepPlan
 from fcp_cli.planning.problem import Problem
+from fcp_cli.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,7 +32,8 @@ class Alternative:
         tokens_per_rank: most tokens that a rank would hold.
         fits: whether that is within the token budget.
         crosses_nodes: as planned; at another degree, whether no node is large enough.
-        seconds, attention_seconds, ring_seconds: predicted; the longer of the last two is part of the first.
+        seconds, attention_seconds, ring_seconds: predicted; the longer of the last two is part of the first. The ring's
+            are those that attention can hide: all of them but for a profile's `exposed_ring_share`.
         end_seconds: when it would end if it started as planned.
     """
 
@@ -114,15 +116,8 @@ def _priced(
             crosses_nodes=crosses,
         )
     )
-    # With no attention to hide it, what a group takes beyond start-up and linear work is its ring.
-    bare = group_seconds(
-        problem.profile,
-        attention_seconds=0.0,
-        linear_seconds=0.0,
-        tokens=row.tokens,
-        degree=degree,
-        crosses_nodes=crosses,
-    )
+    ring = ring_seconds(problem.profile, tokens=row.tokens, degree=degree, crosses_nodes=crosses)
+    exposed = problem.profile.coefficients.exposed_ring_share * ring
     held = -(-row.tokens // degree)
     return Alternative(
         degree=degree,
@@ -131,7 +126,7 @@ def _priced(
         crosses_nodes=crosses,
         seconds=seconds,
         attention_seconds=float(attention) / degree,
-        ring_seconds=float(bare) - problem.profile.coefficients.microbatch_seconds,
+        ring_seconds=float(ring - exposed),
         end_seconds=row.start_seconds + seconds,
     )
 
@@ -158,7 +153,7 @@ def _against_fewer(row: MicroBatch, priced: dict[int, Alternative], step: StepPl
 def _against_more(row: MicroBatch, priced: dict[int, Alternative], step: StepPlan, problem: Problem) -> Reason:
     more, own = priced.get(row.degree + 1), priced[row.degree]
     if more is None:
-        return Reason(degree=row.degree + 1, bound="ranks", text=f"there are only {problem.num_ranks} ranks")
+        return Reason(degree=row.degree + 1, bound="ranks", text=f"there are only {counted(problem.num_ranks, 'rank')}")
     gain = own.seconds - more.seconds
     extra = more.rank_seconds / own.rank_seconds - 1.0
     if more.crosses_nodes and not own.crosses_nodes:
@@ -172,7 +167,12 @@ def _against_more(row: MicroBatch, priced: dict[int, Alternative], step: StepPla
         return Reason(degree=more.degree, bound="topology", text=text)
     limit, what = _time_limit(row, step)
     slack = limit - own.end_seconds
-    text = f"{gain:.3f} s sooner for {extra:.1%} more rank-seconds; it already ends {slack:.3f} s before {what}"
+    text = f"{gain:.3f} s sooner for {extra:.1%} more rank-seconds; "
+    if slack > 1e-3 * limit:
+        text += f"it already ends {slack:.3f} s before {what}"
+    else:
+        idle = step.idle_fraction(problem.num_ranks)
+        text += f"it ends with {what}, and one more rank would leave other work; ranks idle {idle:.1%} of the step"
     return Reason(degree=more.degree, bound="balance", text=text)
 
 
@@ -197,12 +197,12 @@ def _introduction(explanation: Explanation) -> Iterator[str]:
     row = explanation.row
     yield (
         f"step {row.step}, micro-batch {row.order}: degree {row.degree}, {_sequences(len(row.sequences))}, "
-        f"{row.tokens:,} tokens, longest {max(row.lengths):,}"
+        f"{counted(row.tokens, 'token')}, longest {max(row.lengths):,}"
     )
 
 
 def _sequences(count: int) -> str:
-    return "one sequence" if count == 1 else f"{count} sequences"
+    return "one sequence" if count == 1 else counted(count, "sequence")
 
 
 def _table(explanation: Explanation) -> Any:

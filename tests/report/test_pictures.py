@@ -132,6 +132,16 @@ def test_warm_up_counts_in_no_figure(run: RunPicture, reader: PlanReader) -> Non
     assert np.asarray(run.drift()["step"]).tolist() == [1, 2, 3]
 
 
+def test_rates_and_idle_time_are_over_the_measured_seconds(run: RunPicture, reader: PlanReader) -> None:
+    steps = [measured(step, 8) for step in reader.steps(1)]
+    seconds = sum(step.seconds for step in steps)
+    computed = sum(timing.seconds for step in steps for rank in step.ranks for timing in rank)
+    totals = run.totals()
+    assert totals["idle"] == pytest.approx(1.0 - computed / (8 * seconds))
+    assert totals["tokens_per_second"] == pytest.approx(sum(step.tokens for step in steps) / seconds)
+    assert totals["step_seconds"] == pytest.approx(np.median([step.seconds for step in steps]))
+
+
 def test_few_degrees_have_a_colour_each() -> None:
     assert DegreeColours([3, 1, 8]).domain == ["1", "3", "8"]
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ from fcp_cli.errors import RunError
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.report.run_file import open_run
 from tests.report.runs import make_example_plan, measured, run_record, write_run
+
+MICRO_BATCH = {"order": 0, "degree": 1, "tokens": 9, "predicted_seconds": 1.0, "start_seconds": 0.0, "seconds": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +80,55 @@ def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"cannot read the metrics .*gone\.jsonl"):
+    with pytest.raises(RunError, match=r"gone\.jsonl does not exist; name the folder that 'fcp launch' printed"):
         open_run(tmp_path / "gone.jsonl")
+    with pytest.raises(RunError, match=r"has no metrics\.jsonl; name the folder"):
+        open_run(tmp_path)
+    (tmp_path / "launch.json").write_text("{}")
+    with pytest.raises(RunError, match="has written no metrics yet"):
+        open_run(tmp_path)
 
 
 def test_the_metrics_of_another_plan_are_refused(plan: Path, tmp_path: Path) -> None:
     path = write_run(tmp_path / "metrics.jsonl", plan)
-    with pytest.raises(RunError, match=r"is of another plan: its hash is .*, this plan's 0123456789ab"):
-        open_run(path, plan_hash="0123456789abcdef")
+    other = make_example_plan(tmp_path / "other.parquet", seed=1)
+    with pytest.raises(RunError, match=rf"is of another plan: its hash is .*, this plan's {other.plan_hash[:12]}"):
+        open_run(path, plan=other)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"step": -5},
+        {"seconds": 0.0},
+        {"seconds": float("nan")},
+        {"predicted_seconds": 0.0},
+        {"tokens": "many"},
+        {"ranks": [{"rank": 99, "micro_batches": [MICRO_BATCH]}]},
+        {"ranks": [{"rank": 1, "micro_batches": [{**MICRO_BATCH, "seconds": float("inf")}]}]},
+        {"ranks": [{"rank": 1, "micro_batches": [{**MICRO_BATCH, "start_seconds": -1.0}]}]},
+    ],
+)
+def test_what_no_run_can_have_measured_counts_as_damage(plan: Path, tmp_path: Path, damage: dict[str, object]) -> None:
+    path = write_run(tmp_path / "metrics.jsonl", plan)
+    lines = path.read_text().splitlines()
+    lines[2] = json.dumps({**json.loads(lines[2]), **damage}, separators=(",", ":"))
+    path.write_text("\n".join(lines) + "\n")
+    run = open_run(path)
+    assert [step.step for step in run.steps()] == [0, 2, 3]
+    assert run.problems == [f"{path}: line 3 cut short or damaged; left out"]
+
+
+def test_a_step_that_is_not_in_the_plan_hides_no_other(plan: Path, tmp_path: Path) -> None:
+    reader = PlanReader(plan)
+    steps = [measured(step, 8).record() for step in reader.steps()]
+    records = [run_record(reader.metadata, plan), steps[0], {**steps[1], "step": 77}, *steps[2:], steps[3]]
+    run = open_run(write_run(tmp_path / "metrics.jsonl", plan, records=records), plan=reader.metadata)
+    assert [step.step for step in run.steps()] == [0, 2, 3]
+    assert run.problems == [
+        f"{run.path}: left out 1 step: not in the plan",
+        f"{run.path}: left out 1 step: repeated or out of order",
+    ]
 
 
 def test_steps_resumed_under_another_plan_are_left_out(plan: Path, tmp_path: Path) -> None:
@@ -97,6 +141,6 @@ def test_steps_resumed_under_another_plan_are_left_out(plan: Path, tmp_path: Pat
         *steps[2:],
     ]
     path = write_run(tmp_path / "metrics.jsonl", plan, records=records)
-    run = open_run(path, plan_hash=reader.metadata.plan_hash)
+    run = open_run(path, plan=reader.metadata)
     assert [step.step for step in run.steps()] == [0, 1]
-    assert run.problems == [f"{path}: 2 steps follow another plan; left out"]
+    assert run.problems == [f"{path}: left out 2 steps: another plan's"]

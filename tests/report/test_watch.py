@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fcp_cli.errors import RunError
+from fcp_cli.launching.heartbeat import End, Heartbeat, beating, read_heartbeat
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.report.watch import RunState, RunTail, run_view
 from tests.report.runs import make_example_plan, measured, run_record, write_run
@@ -90,18 +95,118 @@ def test_a_run_is_finished_after_its_last_step(lines: list[str], tmp_path: Path)
     state = state_of(path)
     assert state.finished
     assert state.seconds_left == 0
-    assert len(state.to_json()["idle_of_ranks"]) == 8
+    assert len(state.to_json("finished")["idle_of_ranks"]) == 8
+
+
+def heartbeat(**changes: Any) -> Heartbeat:
+    """Of this very process, alive and well."""
+    values = {"host": socket.gethostname(), "pid": os.getpid(), "process_started": None, "ended": None}
+    return Heartbeat(**{**values, "started": "2026-01-01T00:00:00+00:00", "age_seconds": 1.0, **changes})
 
 
 def test_a_finished_run_is_not_said_to_be_stuck(lines: list[str], tmp_path: Path) -> None:
-    from rich.console import Console
-
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    console = Console(width=80)
-    with console.capture() as capture:
-        console.print(run_view(state_of(tmp_path / "metrics.jsonl"), quiet_seconds=1e6, ascii_only=False))
-    assert "finished" in capture.get()
-    assert "no new step" not in capture.get()
+    state = state_of(tmp_path / "metrics.jsonl")
+    assert state.standing(None, quiet_seconds=1e6) == "finished"
+    assert state.remark("finished", None, quiet_seconds=1e6) is None
+
+
+def test_a_slow_step_is_told_from_a_dead_run(lines: list[str], tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(lines[:3]))
+    state = state_of(tmp_path / "metrics.jsonl")
+    slow = heartbeat()
+    assert state.standing(slow, quiet_seconds=1e5) == "running"
+    remark = state.remark("running", slow, quiet_seconds=1e5)
+    assert remark == "no new step for 27:46:40: its launcher is at work"
+    killed = heartbeat(pid=2**22 + 1, age_seconds=20.0)
+    quiet = max(60.0, 5.0 * state.mean("seconds")) + 1.0
+    assert state.standing(killed, quiet_seconds=quiet) == "gone"
+    remark = state.remark("gone", killed, quiet_seconds=quiet)
+    assert remark == (
+        f"dead after step 2 of 4: its launcher on {socket.gethostname()} is gone, its last sign of life was 0:20 ago"
+    )
+
+
+def test_ranks_that_go_on_without_their_launcher_are_watched_on(lines: list[str], tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(lines[:3]))
+    state = state_of(tmp_path / "metrics.jsonl")
+    killed = heartbeat(pid=2**22 + 1, age_seconds=500.0)
+    assert state.standing(killed, quiet_seconds=2.0) == "running"
+    assert "its ranks may go on without it" in str(state.remark("running", killed, quiet_seconds=2.0))
+
+
+@pytest.mark.parametrize(("age_seconds", "standing"), [(100.0, "running"), (130.0, "gone")])
+def test_a_launcher_on_another_machine_is_judged_by_its_heartbeat(age_seconds: float, standing: str) -> None:
+    elsewhere = heartbeat(host="elsewhere", pid=2**22 + 1, age_seconds=age_seconds)
+    assert RunState().standing(elsewhere, quiet_seconds=0.0) == standing
+
+
+def test_a_later_process_with_the_launchers_number_is_not_taken_for_it() -> None:
+    assert heartbeat(process_started=1, age_seconds=60.0).is_gone
+    assert not heartbeat(age_seconds=60.0).is_gone
+
+
+@pytest.mark.parametrize(
+    ("ended", "remark"),
+    [
+        ("interrupted", "interrupted after step 2 of 4"),
+        ("failed", "failed after step 2 of 4; what its ranks printed is in its folder logs"),
+    ],
+)
+def test_how_a_run_ended_is_said(lines: list[str], tmp_path: Path, ended: End, remark: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(lines[:3]))
+    state = state_of(tmp_path / "metrics.jsonl")
+    standing = state.standing(heartbeat(ended=ended), quiet_seconds=0.0)
+    assert (standing, state.remark(standing, None, quiet_seconds=0.0)) == (ended, remark)
+
+
+def test_without_a_launcher_a_run_is_given_up_after_long_silence(lines: list[str], tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(lines[:3]))
+    state = state_of(tmp_path / "metrics.jsonl")
+    assert state.standing(None, quiet_seconds=299.0) == "running"
+    limit = max(300.0, 20 * state.mean("seconds"))
+    assert state.standing(None, quiet_seconds=limit + 1) == "silent"
+    assert "probably dead after step 2 of 4" in str(state.remark("silent", None, quiet_seconds=limit + 1))
+
+
+def test_a_finished_run_that_is_started_again_goes_on(lines: list[str], tmp_path: Path) -> None:
+    """Until its ranks have written, the metrics are those of the start before."""
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    state = state_of(tmp_path / "metrics.jsonl")
+    assert state.standing(heartbeat(started="2026-01-02T00:00:00+00:00"), quiet_seconds=0.0) == "running"
+
+
+def test_a_heartbeat_lasts_as_long_as_the_job_and_then_says_how_it_ended(tmp_path: Path) -> None:
+    path = tmp_path / "heartbeat.json"
+    assert read_heartbeat(path) is None
+    with beating(path) as pulse:
+        alive = read_heartbeat(path)
+        assert alive is not None and alive.ended is None and not alive.is_gone
+        pulse.ended = "finished"
+    ended = read_heartbeat(path)
+    assert ended is not None and ended.ended == "finished"
+    with pytest.raises(RunError), beating(path):
+        raise RunError("the job cannot be started")
+    failed = read_heartbeat(path)
+    assert failed is not None and failed.ended == "failed"
+
+
+def test_a_heartbeat_keeps_its_file_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, now = tmp_path / "heartbeat.json", 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with beating(path) as pulse:
+        os.utime(path, (1.0, 1.0))
+        pulse.beat()
+        assert path.stat().st_mtime == 1.0  # too early
+        now += 6.0
+        pulse.beat()
+        assert path.stat().st_mtime > 1.0
+
+
+def test_a_damaged_heartbeat_counts_as_none(tmp_path: Path) -> None:
+    for text in ("", "[]", '{"format":"fcp-heartbeat/1"}', '{"format":"other/1"}'):
+        (tmp_path / "heartbeat.json").write_text(text)
+        assert read_heartbeat(tmp_path / "heartbeat.json") is None
 
 
 def test_a_resumed_run_counts_from_its_latest_start(plan: Path, tmp_path: Path) -> None:
@@ -121,7 +226,7 @@ def test_the_view_fits_80_columns(lines: list[str], tmp_path: Path, ascii_only: 
     path.write_text("".join(lines[:4]))
     console = Console(width=80)
     with console.capture() as capture:
-        console.print(run_view(state_of(path), quiet_seconds=600.0, ascii_only=ascii_only))
+        console.print(run_view(state_of(path), "no new step for 10:00: its launcher is at work", ascii_only=ascii_only))
     text = capture.get()
     assert max(len(line) for line in text.splitlines()) <= 80
     assert text.isascii() == ascii_only

@@ -72,3 +72,11 @@ def test_all_ranks_are_the_most(tmp_path: Path) -> None:
         if row.degree == 7
     )
     assert (widest.reasons[-1].bound, widest.reasons[-1].text) == ("ranks", "there are only 7 ranks")
+
+
+def test_a_group_that_ends_with_its_step_is_not_said_to_end_before_it(explanations: list[Explanation]) -> None:
+    against_more = [
+        explanation.reasons[-1] for explanation in explanations if explanation.reasons[-1].bound == "balance"
+    ]
+    assert against_more
+    assert not any("ends 0.000 s before" in reason.text for reason in against_more)

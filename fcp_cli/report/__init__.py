@@ -1,0 +1,1 @@
+"""Plans and runs for people: tables, pictures, pages, traces, a live view."""

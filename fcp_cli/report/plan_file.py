@@ -1,0 +1,115 @@
+"""A plan as pictures need it: forgiving of what an editor or a script did to it.
+
+`plan.check` proves a plan; this shows what can be shown of any, leaves out steps that no picture could hold, and
+remembers in `problems` that the file was edited and what was left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from fcp_cli.errors import PlanError
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.step import StepPlan
+
+_QUICK_BYTES = 100_000_000  # the hash of a larger file takes longer than a look at one of its steps should
+
+
+@dataclass(kw_only=True, slots=True)
+class PlanFile:
+    """An open plan.
+
+    Attributes:
+        problems: one line each, complete once the steps have been read to the end.
+    """
+
+    reader: PlanReader
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def path(self) -> Path:
+        return self.reader.path
+
+    @property
+    def metadata(self) -> PlanMetadata:
+        return self.reader.metadata
+
+    def steps(self, first: int = 0) -> Generator[StepPlan, None, None]:
+        """The steps from `first` on that can be shown, in order."""
+        left_out, reason, before = 0, "", first - 1
+        try:
+            for step in self.reader.steps(first):
+                fault = "out of order" if step.step <= before else _fault(step, self.metadata)
+                if fault is None:
+                    before = step.step
+                    yield step
+                else:
+                    reason = reason or f"step {step.step}: {fault}"
+                    left_out += 1
+        finally:  # also when the caller has seen enough
+            if left_out:
+                more = f", and {left_out - 1} more" if left_out > 1 else ""
+                self.problems.append(f"{self.path}: left out {reason}{more}")
+
+    def step(self, wanted: int) -> StepPlan:
+        """One step.
+
+        Raises:
+            PlanError: it is not in the file, or cannot be shown.
+        """
+        with closing(self.steps(wanted)) as steps:
+            found = next((step for step in steps if step.step == wanted), None)
+        if found is None:
+            raise self.nothing_to_show(f"step {wanted}")
+        return found
+
+    def nothing_to_show(self, what: str = "any step") -> PlanError:
+        """The error where nothing is left of what was asked for, and why."""
+        left_out = [problem.partition("left out ")[2] for problem in self.problems if "left out " in problem]
+        reason = f" ({left_out[-1]})" if left_out else ""
+        return PlanError(f"{self.path} does not hold {what} that can be shown{reason}; see: fcp check {self.path}")
+
+
+def open_plan(path: Path, *, quickly: bool = False) -> PlanFile:
+    """Open a plan; whether its content is what its hash says stands in `problems`.
+
+    Args:
+        path: the plan.
+        quickly: do not read a large file whole for that.
+
+    Raises:
+        PlanError: there is no such file, it is no plan, or it is damaged.
+    """
+    plan = PlanFile(reader=PlanReader(path))
+    if quickly and path.stat().st_size > _QUICK_BYTES:
+        return plan
+    stated = plan.metadata.plan_hash
+    if plan.reader.content_hash() != stated:
+        plan.problems.append(f"{path} was edited: its hash is not {stated[:12]} any more; see: fcp check {path}")
+    return plan
+
+
+def _fault(step: StepPlan, metadata: PlanMetadata) -> str | None:
+    """Why no picture can hold a step; None for any that was planned."""
+    num_ranks = metadata.num_ranks
+    if not metadata.first_step <= step.step < metadata.end_step:
+        return f"the plan ends with step {metadata.end_step - 1}"
+    if (step.degrees < 1).any():
+        return "a micro-batch has no ranks"
+    outside = (step.ranks < 0) | (step.ranks >= num_ranks)
+    if outside.any():
+        return f"rank {step.ranks[outside.argmax()]} of a job of {num_ranks}"
+    if len(step.lengths) != len(step.sequences):
+        return f"{len(step.sequences)} sequences have {len(step.lengths)} lengths"
+    if (step.lengths < 1).any():
+        return "a sequence has no tokens"
+    times = np.concatenate([step.start_seconds, step.seconds, [step.makespan_seconds, step.bound_seconds]])
+    if not np.isfinite(times).all() or times.min() < 0 or times[-2:].min() <= 0:
+        return "times that are negative, zero or no numbers"
+    return None

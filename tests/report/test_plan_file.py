@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fcp_cli.errors import PlanError
+from fcp_cli.report.plan_file import open_plan
+from tests.report.edited_plans import Edit, change_column, edited
+from tests.report.runs import make_example_plan
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "plan.parquet"
+    make_example_plan(path)
+    return path
+
+
+def test_a_plan_as_it_was_made_has_no_problems(plan: Path) -> None:
+    file = open_plan(plan)
+    assert [step.step for step in file.steps()] == [0, 1, 2, 3]
+    assert file.problems == []
+
+
+def test_an_edited_plan_is_shown_and_said_to_be_edited(plan: Path, tmp_path: Path) -> None:
+    file = open_plan(edited(plan, tmp_path / "edited.parquet", change_column("seconds", lambda seconds: seconds * 0.9)))
+    assert len(list(file.steps())) == 4
+    assert file.problems == [
+        f"{file.path} was edited: its hash is not {file.metadata.plan_hash[:12]} any more; see: fcp check {file.path}"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        (change_column("ranks", lambda ranks: [rank + 100 for rank in ranks], step=1), r"rank 10\d of a job of 8"),
+        (change_column("ranks", lambda ranks: [], step=1), "a micro-batch has no ranks"),
+        (change_column("lengths", lambda lengths: lengths[1:], step=1), r"\d+ sequences have \d+ lengths"),
+        (change_column("lengths", lambda lengths: [0] * len(lengths), step=1), "a sequence has no tokens"),
+        (change_column("step_seconds", lambda _: 0.0, step=1), "times that are negative, zero or no numbers"),
+        (change_column("step_bound_seconds", lambda _: float("nan"), step=1), "times that are negative, zero or no"),
+        (lambda rows: [{**row, "step": row["step"] + 9 * (row["step"] == 1)} for row in rows], ""),
+        (change_column("start_seconds", lambda _: -1.0, step=1), "times that are negative, zero or no numbers"),
+    ],
+)
+def test_a_step_that_no_picture_can_hold_is_left_out_and_the_rest_is_shown(
+    plan: Path, tmp_path: Path, edit: Edit, reason: str
+) -> None:
+    file = open_plan(edited(plan, tmp_path / "edited.parquet", edit))
+    assert {step.step for step in file.steps()} >= {2, 3}
+    assert 1 not in {step.step for step in file.steps()}
+    with pytest.raises(PlanError, match=rf"does not hold step 1 that can be shown.*{reason}.*; see: fcp check"):
+        file.step(1)
+
+
+def test_rows_in_another_order_do_not_pass_for_another_step(plan: Path, tmp_path: Path) -> None:
+    file = open_plan(edited(plan, tmp_path / "edited.parquet", lambda rows: rows[::-1]))
+    assert [step.step for step in file.steps()] == [3]
+    assert file.problems[1:] == [f"{file.path}: left out step 2: out of order, and 2 more"]
+    with pytest.raises(PlanError, match="does not hold step 0 that can be shown"):
+        file.step(0)
+
+
+def test_a_large_file_is_not_read_whole_for_one_step(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = edited(plan, tmp_path / "edited.parquet", change_column("seconds", lambda seconds: seconds * 0.9))
+    monkeypatch.setattr("fcp_cli.report.plan_file._QUICK_BYTES", 10)
+    assert open_plan(path, quickly=True).problems == []
+    assert len(open_plan(path).problems) == 1
