@@ -4,18 +4,20 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint types unit clean
+.PHONY: demo test test-msrun lint types unit browser pictures study clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[torch,hf,report]" --group dev
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[torch,hf,report,megatron,video]" --group dev
 	touch $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-test: lint types unit
+# Types beside the tests, which wait for the processes that they start a third of their time.
+test: $(STAMP)
+	$(MAKE) --no-print-directory --jobs=2 lint types unit
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -27,5 +29,32 @@ types: $(STAMP)
 unit: $(STAMP)
 	$(BIN)/python -m pytest
 
+# Pages and traces in a headless Chromium (`apt install chromium`); `make test` runs these tests too once this was run.
+browser: $(STAMP)
+	$(BIN)/python -m pip install --quiet --group browser
+	$(BIN)/python -m pytest -m browser
+
+# The pictures of README and docs, from plans made on the spot; some minutes, nearly all for plans of 16,384 ranks.
+pictures: $(STAMP)
+	$(BIN)/python -m benchmarks.picture docs/pictures
+	$(BIN)/python -m benchmarks.planner growth --picture docs/pictures/planner-growth.svg
+
+# The papers' study by simulation, docs/study.md and its pictures; some minutes.
+study: $(STAMP)
+	$(BIN)/python -m benchmarks.study
+
+# Real msrun jobs. MindSpore needs numpy 1 and is a download of 800 MB, so it has an environment of its own.
+MSRUN_VENV  ?= .venv-msrun
+MSRUN_STAMP := $(MSRUN_VENV)/.installed
+
+$(MSRUN_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(MSRUN_VENV)
+	$(MSRUN_VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(MSRUN_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[torch,hf,mindspore]" --group dev
+	touch $(MSRUN_STAMP)
+
+test-msrun: $(MSRUN_STAMP)
+	$(MSRUN_VENV)/bin/python -m pytest -m mindspore
+
 clean:
-	rm -rf $(VENV) demo
+	rm -rf $(VENV) $(MSRUN_VENV) demo

@@ -1,6 +1,6 @@
-"""The `fcp` command: one thin file per verb in `fcp_cli/commands/`.
+"""The `fcp` command, put together from the verbs in `fcp_cli/commands/`.
 
-Nothing heavy is imported here: `fcp --help` answers in under 0.3 s. Precedence of every setting is
+No verb imports anything heavy at its top: `fcp --help` answers in under 0.3 s. Precedence of every setting is
 flag > FCP_<COMMAND>_<FLAG> environment variable > YAML config (`fcp.yaml` or --config) > default,
 which is what click's auto_envvar_prefix and default_map give.
 """
@@ -11,57 +11,29 @@ import errno
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from fcp_cli import __version__
+from fcp_cli.command_line import App, RootGroup
+from fcp_cli.commands.check import check
+from fcp_cli.commands.compare import compare
+from fcp_cli.commands.env import env
+from fcp_cli.commands.inspect import inspect
+from fcp_cli.commands.launch import launch
+from fcp_cli.commands.manifest import manifest_app
+from fcp_cli.commands.plan import plan
+from fcp_cli.commands.profile import profile_app
+from fcp_cli.commands.report import report
+from fcp_cli.commands.trace import trace
+from fcp_cli.commands.verify import verify
+from fcp_cli.commands.watch import watch
 from fcp_cli.config import read_config
-from fcp_cli.console import human, verbosity
-from fcp_cli.errors import FcpError, Interrupted
+from fcp_cli.console import print_error, verbosity
+from fcp_cli.errors import FcpError
 
-
-class RootGroup(TyperGroup):
-    """Gives Ctrl-C its own exit status (click alone would make it 1), and keeps help short."""
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        command = super().get_command(ctx, cmd_name)
-        if command is not None:
-            _hide_environment(command)
-        return command
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            raise Interrupted("interrupted; nothing was left half-written") from None
-        except typer.BadParameter as error:
-            error.message += _origin(error)
-            raise
-
-
-def _origin(error: typer.BadParameter) -> str:
-    """Where a wrong value comes from if it was not typed: nobody looks for a flag in a command that has none."""
-    if error.ctx is None or error.param is None or not error.param.name:
-        return ""
-    source = error.ctx.get_parameter_source(error.param.name)
-    if source is not None and source.name == "DEFAULT_MAP":
-        return f" (set in {error.ctx.find_root().obj})"
-    if source is not None and source.name == "ENVIRONMENT":
-        return f" (set by {error.ctx.auto_envvar_prefix}_{error.param.name.upper()})"
-    return ""
-
-
-def _hide_environment(command: Any) -> None:
-    """The epilog names the variables once by their rule; a line per option would double the length of every help."""
-    for parameter in command.params:
-        parameter.show_envvar = False
-    for subcommand in getattr(command, "commands", {}).values():
-        _hide_environment(subcommand)
-
-
-app = typer.Typer(
+app = App(
     name="fcp",
     cls=RootGroup,
     no_args_is_help=True,
@@ -71,6 +43,10 @@ app = typer.Typer(
     epilog="Every option can also be set by FCP_<COMMAND>_<OPTION> in the environment, or in fcp.yaml. "
     "Exit status: 0 done, 1 the input or the plan is at fault, 2 wrong usage.",
 )
+for _verb in (check, compare, env, inspect, launch, plan, report, trace, verify, watch):
+    app.command()(_verb)
+app.add_typer(manifest_app, name="manifest")
+app.add_typer(profile_app, name="profile")
 
 
 def _show_version(wanted: bool) -> None:
@@ -105,12 +81,10 @@ def root(
 
 def main() -> None:
     """Run `fcp`; an FcpError becomes one line on stderr and its exit status."""
-    import fcp_cli.commands  # noqa: F401  registers the verbs
-
     try:
         app()
     except FcpError as error:
-        human_error(str(error))
+        print_error(str(error))
         sys.exit(error.exit_status)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of a pipe is gone: nobody is left to tell
@@ -118,15 +92,7 @@ def main() -> None:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        human_error("cannot write to standard output: no space left on device")
+        print_error("cannot write to standard output: no space left on device")
         # What is left in the buffer would fail again, with a traceback, when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-
-
-def human_error(message: str) -> None:
-    """Print one line on stderr, even under -q."""
-    console = human()
-    console.quiet = False
-    console.print("[bold red]error:[/] ", end="")
-    console.print(message, markup=False, soft_wrap=True)

@@ -35,6 +35,14 @@ def note(message: str) -> None:
     human().print(message, markup=False, soft_wrap=True)
 
 
+def print_error(message: str) -> None:
+    """Print one line on stderr, even under -q."""
+    console = human()
+    console.quiet = False
+    console.print("[bold red]error:[/] ", end="")
+    console.print(message, markup=False, soft_wrap=True)
+
+
 def print_json(document: Mapping[str, Any]) -> None:
     """Print the one document of `--json` on stdout."""
     sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")

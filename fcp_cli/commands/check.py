@@ -8,13 +8,12 @@ from typing import Annotated
 
 import typer
 
-from fcp_cli.app import app
 from fcp_cli.console import human, note, print_json
+from fcp_cli.words import counted
 
 _MOST_SHOWN = 10
 
 
-@app.command()
 def check(
     plan: Annotated[Path, typer.Argument(metavar="[PLAN]", help="The plan to check.")] = Path("plan.parquet"),
     manifest: Annotated[Path | None, typer.Option(help="Its manifest, to check lengths and all times against.")] = None,
@@ -40,4 +39,4 @@ def check(
     if findings:
         raise typer.Exit(1)
     if not json:
-        note(f"{plan} is sound: {metadata.steps} steps, hash {metadata.plan_hash[:16]}")
+        note(f"{plan} is sound: {counted(metadata.steps, 'step')}, hash {metadata.plan_hash[:16]}")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from fcp_cli.app import app
 from fcp_cli.commands.planning_options import (
     BATCHES,
     CLUSTER,
@@ -17,15 +17,18 @@ from fcp_cli.commands.planning_options import (
     Manifest,
     MaxLength,
     Overlong,
+    PipelineParallel,
     Profile,
     Ranks,
     RanksPerNode,
     Seed,
     Shuffle,
+    TensorParallel,
     TokensPerRank,
 )
 from fcp_cli.console import Origins, human, note, print_json, progress
 from fcp_cli.errors import UsageError
+from fcp_cli.words import counted
 
 if TYPE_CHECKING:
     from fcp_cli.plan.metadata import Sync
@@ -37,12 +40,13 @@ _MILP_SECONDS = 5.0  # as FlexSP itself
 _ASKED_FOR_ONLY = ("flexsp",)  # takes minutes a step
 
 
-@app.command()
 def compare(
     manifest: Manifest,
     profile: Profile = None,
     ranks: Ranks = None,
     ranks_per_node: RanksPerNode = None,
+    tensor_parallel: TensorParallel = None,
+    pipeline_parallel: PipelineParallel = None,
     tokens_per_rank: TokensPerRank = None,
     headroom: Headroom = 0.0,
     sync: Annotated[
@@ -70,15 +74,17 @@ def compare(
     from fcp_cli.report.compare_table import comparison_document, print_comparison
 
     names = _names(solvers)
-    syncs = SYNCS if sync is None else (sync,)
     request = PlanRequest(
         manifest=manifest,
         profile=profile,
         ranks=ranks,
         ranks_per_node=ranks_per_node,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
         tokens_per_rank=tokens_per_rank,
         headroom=headroom,
         global_batch_size=global_batch_size,
+        sync=sync or "microbatch",  # which a pipeline needs; without one, both are compared
         seed=seed,
         shuffle=shuffle,
         max_length=max_length,
@@ -89,6 +95,12 @@ def compare(
     origins = Origins()
     inputs = resolve(request, origins)
     origins.report()
+    syncs = SYNCS if sync is None and inputs.problem.pipeline_parallel == 1 else (inputs.problem.sync,)
+    if inputs.problem.profile.common_ground is not None:
+        note(
+            "strategies are compared under version 1 of the cost model, the profile's common_ground; fcp plan uses all"
+        )
+        inputs = replace(inputs, problem=replace(inputs.problem, profile=inputs.problem.profile.under_version_1()))
     contenders, compared_steps = _run(inputs, names, syncs, milp_seconds)
     if json:
         print_json(comparison_document(contenders, inputs.problem, steps=compared_steps))
@@ -142,7 +154,8 @@ def _run(
 def _headline(inputs: PlanInputs, steps: int) -> str:
     problem = inputs.problem
     return (
-        f"{problem.num_ranks} ranks, {problem.ranks_per_node} per node, {problem.tokens_per_rank:,} tokens each; "
-        f"{inputs.settings.global_batch_size} sequences a step, {steps} step{'s' if steps > 1 else ''}; "
+        f"{counted(problem.num_ranks, 'rank')}, {problem.ranks_per_node} per node, "
+        f"{counted(problem.tokens_per_rank, 'token')} each; "
+        f"{counted(inputs.settings.global_batch_size, 'sequence')} a step, {counted(steps, 'step')}; "
         f"{problem.profile.model} on {problem.profile.cluster} ({problem.profile.origin})"
     )

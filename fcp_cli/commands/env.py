@@ -7,20 +7,18 @@ from typing import Annotated
 
 import typer
 
-from fcp_cli.app import app
 from fcp_cli.console import note, print_json
 
 
-@app.command()
 def env(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
 ) -> None:
     """Show versions, devices and communication libraries, ready to be pasted into an issue."""
-    from fcp_cli.launching.environment import environment_report, report_lines
+    from fcp_cli.launching.facts import collect_facts, facts_document, facts_lines
 
-    report = environment_report()
+    facts = collect_facts()
     if json:
-        print_json(report)
+        print_json(facts_document(facts))
         return
     note("Copy and paste this block into your issue:\n")
-    sys.stdout.write("".join(f"{line}\n" for line in report_lines(report)))
+    sys.stdout.write("".join(f"{line}\n" for line in facts_lines(facts)))

@@ -9,20 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fcp_cli.app import app
+from fcp_cli.command_line import App
 from fcp_cli.console import human, note, print_json, progress
 from fcp_cli.errors import UsageError
 from fcp_cli.files import refuse_to_overwrite
+from fcp_cli.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from fcp_cli.manifest.sources.detect import SourceOptions
     from fcp_cli.manifest.summary import ManifestSummary
-    from fcp_cli.manifest.table import LengthTable
 
-manifest_app = typer.Typer(no_args_is_help=True, help="Build or show a length manifest: how long every sequence is.")
-app.add_typer(manifest_app, name="manifest")
+manifest_app = App(no_args_is_help=True, help="Build or show a length manifest: how long every sequence is.")
 
 _BAR_CELLS = 22
 _KINDS = ("text", "jsonl", "parquet", "arrow", "megatron", "media", "auto")
@@ -32,7 +31,9 @@ _KINDS = ("text", "jsonl", "parquet", "arrow", "megatron", "media", "auto")
 def build(
     source: Annotated[
         Path,
-        typer.Argument(help="Folder of text files; JSONL, Parquet or Arrow file, or a folder of them; Megatron .idx."),
+        typer.Argument(
+            help="Folder of text files; JSONL, Parquet, Arrow or tar file, or a folder of them; Megatron .idx."
+        ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The manifest to write.")] = Path("lengths.parquet"),
     kind: Annotated[
@@ -60,7 +61,7 @@ def build(
         str | None,
         typer.Option(
             metavar="NAME|FOLDER",
-            help="Of media (a JSONL of image and video sizes): qwen3-vl, internvl or the folder of a checkpoint.",
+            help="Of media (sizes of images and videos): qwen3-vl, internvl or the folder of a checkpoint.",
         ),
     ] = None,
     vocab_size: Annotated[
@@ -96,7 +97,7 @@ def build(
     with _advancing(opened.units, kind) as advance:
         built = build_manifest(opened, output, advance=advance)
     for reason, count in built.skipped.items():
-        note(f"left out {count} {reason} {'sequence' if count == 1 else 'sequences'}")
+        note(f"left out {counted(count, f'{reason} sequence')}")
     _report(output, "length", json=json, extra={"skipped": built.skipped})
     note(f"wrote {output}; next: fcp plan {output}")
 
@@ -111,6 +112,39 @@ def show(
 ) -> None:
     """Show counts, percentiles and a histogram of the lengths of a manifest."""
     _report(path, length_column, json=json, extra={})
+
+
+@manifest_app.command()
+def synth(
+    name: Annotated[str, typer.Argument(metavar="DATASET", help="msrvtt, internvid, openvid, or mixed.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The JSON lines to write.")] = Path("sizes.jsonl"),
+    rows: Annotated[int, typer.Option(min=1, help="Sequences.")] = 10_000,
+    seed: Annotated[int, typer.Option(min=0, help="Of the draw.")] = 0,
+    short_side: Annotated[
+        int | None,
+        typer.Option(min=1, help="Scale pictures to so many pixels on their shorter side, for small models."),
+    ] = None,
+    fps: Annotated[
+        float | None,
+        typer.Option(min=0.01, help="Frames per second of the clips (30); InternVL takes every frame it is given."),
+    ] = None,
+) -> None:
+    """Make up sizes of images and videos that follow published data sets, and say where the figures are from.
+
+    mixed is a fifth text alone, a fifth one image, a fifth two to eight images, and clips of all three sets.
+    """
+    from fcp_cli.manifest.synth import CLIP_SETS, NAMES, Scale, write_media_records
+
+    if name not in NAMES:
+        raise UsageError(f"{name} is none of {', '.join(NAMES)}")
+    scale = Scale(short_side=short_side, frames_per_second=fps)
+    with progress() as bar:
+        task = bar.add_task("drawing", total=rows)
+        write_media_records(output, name, rows, seed=seed, scale=scale, advance=lambda done: bar.advance(task, done))
+    for clips in [name] if name in CLIP_SETS else CLIP_SETS:
+        for figure, source in CLIP_SETS[clips].sources.items():
+            note(f"{clips} {figure}: {source}")
+    note(f"wrote {rows:,} records to {output}; next: fcp manifest build {output} --kind media --processor qwen3-vl")
 
 
 def _note_unused(description: dict[str, Any], options: SourceOptions) -> None:
@@ -149,14 +183,12 @@ def _report(path: Path, length_column: str, *, json: bool, extra: dict[str, Any]
         head = {"manifest": str(path), "content_hash": table.content_hash(), "source": source}
         print_json(head | summary.as_json() | extra)
     else:
-        _print_summary(human(), table, source, summary)
+        _print_summary(human(), source, summary)
     for remark in remarks(table):
         note(remark)
 
 
-def _print_summary(
-    console: Console, table: LengthTable, source: dict[str, Any] | None, summary: ManifestSummary
-) -> None:
+def _print_summary(console: Console, source: dict[str, Any] | None, summary: ManifestSummary) -> None:
     from rich.table import Table
 
     facts = Table.grid(padding=(0, 2))

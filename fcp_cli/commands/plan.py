@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from fcp_cli.app import app
 from fcp_cli.commands.planning_options import (
     BATCHES,
     CLUSTER,
@@ -17,19 +17,21 @@ from fcp_cli.commands.planning_options import (
     Headroom,
     LastBatch,
     LengthColumn,
-    Manifest,
     MaxLength,
     Overlong,
+    PipelineParallel,
     Profile,
     Ranks,
     RanksPerNode,
     Seed,
     Shuffle,
+    TensorParallel,
     TokensPerRank,
 )
 from fcp_cli.console import Origins, human, note, print_json, progress
 from fcp_cli.errors import UsageError
 from fcp_cli.files import refuse_to_overwrite
+from fcp_cli.words import duration
 
 if TYPE_CHECKING:
     from fcp_cli.plan.step import StepPlan
@@ -37,12 +39,16 @@ if TYPE_CHECKING:
     from fcp_cli.planning.settings import PlanInputs
 
 
-@app.command()
 def plan(
-    manifest: Manifest,
+    context: typer.Context,
+    manifest: Annotated[
+        Path | None, typer.Argument(metavar="MANIFEST", help="Parquet with lengths; - reads JSON lines from stdin.")
+    ] = None,
     profile: Profile = None,
     ranks: Ranks = None,
     ranks_per_node: RanksPerNode = None,
+    tensor_parallel: TensorParallel = None,
+    pipeline_parallel: PipelineParallel = None,
     tokens_per_rank: TokensPerRank = None,
     headroom: Headroom = 0.0,
     sync: Annotated[
@@ -74,6 +80,12 @@ def plan(
     workers: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Planning processes (as many as pay).")
     ] = None,
+    continue_from: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN_DIR", help="Plan what a stopped run has left, in the same batches, for other --ranks."
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the same plan after an interruption.")] = False,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="The plan to write; - is stdout.")
@@ -86,6 +98,26 @@ def plan(
     """
     from fcp_cli.planning.settings import PlanRequest, resolve
 
+    making = _Making(solver=solver, max_groups=max_groups, workers=workers, resume=resume)
+    if continue_from is not None:
+        _refuse_settings_of_the_run(context)
+        _continue(
+            continue_from,
+            _Changes(
+                manifest=manifest,
+                profile=profile,
+                ranks=ranks,
+                ranks_per_node=ranks_per_node,
+                tokens_per_rank=tokens_per_rank,
+                headroom=headroom,
+            ),
+            making,
+            None if _is_default(context, "output") else output,
+            json=json,
+        )
+        return
+    if manifest is None:
+        raise UsageError("name the MANIFEST to plan, like 'fcp plan dataset.parquet', or a run with --continue-from")
     if json and str(output) == "-":
         raise UsageError("--json and -o - both want stdout; write the plan to a file")
     if resume and str(output) == "-":
@@ -96,6 +128,8 @@ def plan(
         profile=profile,
         ranks=ranks,
         ranks_per_node=ranks_per_node,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
         tokens_per_rank=tokens_per_rank,
         headroom=headroom,
         global_batch_size=global_batch_size,
@@ -112,7 +146,6 @@ def plan(
     origins = Origins()
     inputs = resolve(request, origins)
     origins.report()
-    making = _Making(solver=solver, max_groups=max_groups, workers=workers, resume=resume)
     if str(output) == "-":
         _plan_to_stdout(inputs, making)
     else:
@@ -129,14 +162,93 @@ class _Making:
     resume: bool
 
 
-def _plan_to_file(inputs: PlanInputs, making: _Making, output: Path, json: bool, origins: Origins) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Changes:
+    """What may differ between a run and its continuation; None is as it was."""
+
+    manifest: Path | None
+    profile: Path | None
+    ranks: int | None
+    ranks_per_node: int | None
+    tokens_per_rank: int | None
+    headroom: float
+
+
+# What makes a run's batches and its way of training; it goes on as it began.
+_OF_THE_RUN = (
+    "tensor_parallel",
+    "pipeline_parallel",
+    "sync",
+    "global_batch_size",
+    "seed",
+    "shuffle",
+    "epochs",
+    "max_length",
+    "overlong",
+    "last_batch",
+    "length_column",
+    "steps",
+)
+
+
+def _is_default(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is None or source.name == "DEFAULT"
+
+
+def _refuse_settings_of_the_run(context: typer.Context) -> None:
+    for name in _OF_THE_RUN:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise UsageError(f"--{name.replace('_', '-')} cannot change within a run; leave it out of --continue-from")
+
+
+def _continue(run_dir: Path, changes: _Changes, making: _Making, output: Path | None, *, json: bool) -> None:
+    """Plan what a run has left."""
+    from fcp_cli.launching.trained_run import read_trained_run
+    from fcp_cli.planning.settings import ContinuationRequest, resolve_continuation
+
+    if changes.ranks is None:
+        raise UsageError("--continue-from needs --ranks: how many go on with the run")
+    run = read_trained_run(run_dir, manifest=changes.manifest)
+    output = output or Path(f"plan-from-step-{run.first_step}.parquet")
+    if str(output) == "-":
+        raise UsageError("--continue-from writes a file, not to stdout; name one with -o")
+    refuse_to_overwrite(output, run.plan, run.manifest, changes.profile)
+    origins = Origins()
+    inputs = resolve_continuation(
+        ContinuationRequest(
+            plan=run.plan,
+            first_step=run.first_step,
+            manifest=run.manifest,
+            length_column=run.length_column,
+            ranks=changes.ranks,
+            ranks_per_node=changes.ranks_per_node,
+            tokens_per_rank=changes.tokens_per_rank,
+            headroom=changes.headroom,
+            profile=changes.profile,
+        ),
+        origins,
+    )
+    origins.report()
+    go_on = f"fcp launch --run-dir {shlex.quote(str(run_dir))} --resume --plan {shlex.quote(str(output))}"
+    _plan_to_file(inputs, making, output, json, origins, go_on=go_on)
+
+
+def _plan_to_file(
+    inputs: PlanInputs, making: _Making, output: Path, json: bool, origins: Origins, *, go_on: str | None = None
+) -> None:
     result, sample = _make(inputs, making, output)
-    extra = _extra(result, sample, inputs) | _limit(inputs, making)
+    extra = _extra(result, sample, inputs) | _limit(result, inputs)
     if json:
         print_json(_document(result, output, extra, origins))
     else:
         _show(result, extra)
-    note(f"wrote {output}; next: fcp launch --model {inputs.problem.profile.model} --plan {output}")
+    trains = f"--plan {output} -- SCRIPT ARGS"  # the bundled trainer's ranks are of one device
+    if result.metadata.devices_per_rank == 1:
+        trains = f"--model {inputs.problem.profile.model} --plan {output}"
+    go_on = go_on or f"fcp launch {trains}"
+    note(f"wrote {output}; next: {go_on}")
 
 
 def _plan_to_stdout(inputs: PlanInputs, making: _Making) -> None:
@@ -154,12 +266,12 @@ def _plan_to_stdout(inputs: PlanInputs, making: _Making) -> None:
 def _make(inputs: PlanInputs, making: _Making, output: Path) -> tuple[PlanResult, list[StepPlan]]:
     """The plan, and the sample of its steps that the static baseline is compared on."""
     from fcp_cli.planning.baseline import baseline_steps
-    from fcp_cli.planning.batches import GlobalBatches
     from fcp_cli.planning.run import make_plan
 
-    total = len(GlobalBatches(inputs.table, inputs.problem, inputs.settings))
+    batches = inputs.batches()
+    total, first_step = len(batches), batches.first_step
     _note_compilation(inputs, making.solver)
-    sampled, sample = set(baseline_steps(total)), []
+    sampled, sample = set(baseline_steps(total, first_step=first_step)), []
     with progress() as bar:
         task = bar.add_task(f"planning with {making.solver}", total=total)
 
@@ -178,6 +290,7 @@ def _make(inputs: PlanInputs, making: _Making, output: Path) -> tuple[PlanResult
             workers=making.workers,
             resume=making.resume,
             on_step=on_step,
+            remaining=inputs.remaining,
         )
     return result, sample
 
@@ -191,15 +304,15 @@ def _note_compilation(inputs: PlanInputs, solver: str) -> None:
         note("compiling the planner: half a minute, once on this machine")
 
 
-def _limit(inputs: PlanInputs, making: _Making) -> dict[str, Any]:
+def _limit(result: PlanResult, inputs: PlanInputs) -> dict[str, Any]:
     """What a limit on rank sets costs."""
-    if making.max_groups is None:
+    if "max_groups" not in result.solver.options:
         return {}
-    from fcp_cli.planning.batches import GlobalBatches
-    from fcp_cli.planning.fcp.solver import group_limit_price
+    from fcp_cli.planning.fcp.solver import FcpSolver, group_limit_price
 
-    batches = GlobalBatches(inputs.table, inputs.problem, inputs.settings)
-    return {"max_groups": making.max_groups, "max_groups_price": group_limit_price(batches, making.max_groups)}
+    assert isinstance(result.solver, FcpSolver), "no other solver limits its groups"
+    limit = result.solver.options["max_groups"]
+    return {"max_groups": limit, "max_groups_price": group_limit_price(result.solver, inputs.batches())}
 
 
 def _extra(result: PlanResult, sample: list[StepPlan], inputs: PlanInputs) -> dict[str, Any]:
@@ -228,7 +341,8 @@ def _show(result: PlanResult, extra: dict[str, Any]) -> None:
 
     steps = result.summary.steps
     static = speedup_text(extra["speedup_over_static"], extra["static_degree"], extra["static_sample_steps"], steps)
-    planning = f"{extra['planning_milliseconds_per_step']:.3g} ms per step, {extra['planning_seconds']:.3g} s in all"
+    per_step = duration(extra["planning_milliseconds_per_step"] / 1e3)
+    planning = f"{per_step} per step, {duration(extra['planning_seconds'])} in all"
     lines = {"speed-up": static, "planning": planning}
     if "max_groups" in extra:
         lines["group limit"] = f"{extra['max_groups']} rank sets cost {extra['max_groups_price']:.2%} of the step time"
@@ -244,6 +358,8 @@ def _document(result: PlanResult, output: Path, extra: dict[str, Any], origins: 
         "solver_options": dict(metadata.solver_options),
         "num_ranks": metadata.num_ranks,
         "ranks_per_node": metadata.ranks_per_node,
+        "tensor_parallel": metadata.tensor_parallel,
+        "pipeline_parallel": metadata.pipeline_parallel,
         "tokens_per_rank": metadata.tokens_per_rank,
         "sync": metadata.sync,
         "global_batch_size": metadata.global_batch_size,

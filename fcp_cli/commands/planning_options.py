@@ -25,6 +25,13 @@ RanksPerNode = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", rich_help_panel=CLUSTER, help="Ranks that share a node (the profile's cluster)."),
 ]
+TensorParallel = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="T", rich_help_panel=CLUSTER, help="Devices a layer is cut over (the profile's)."),
+]
+PipelineParallel = Annotated[
+    int | None, typer.Option(min=1, metavar="P", rich_help_panel=CLUSTER, help="Stages of a pipeline (the profile's).")
+]
 TokensPerRank = Annotated[
     int | None,
     typer.Option(

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fcp_cli.app import app
+from fcp_cli.command_line import App
 from fcp_cli.console import Origins, human, note, print_json, progress
 from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.files import refuse_to_overwrite
+from fcp_cli.words import counted
 
 if TYPE_CHECKING:
     from fcp_cli.cost.profile import CostProfile
     from fcp_cli.profiling.measure import MeasureSettings
     from fcp_cli.profiling.samples import SamplesFile
 
-profile_app = typer.Typer(help="Measure what micro-batches cost here, or compute it; show, refit and compare profiles.")
-app.add_typer(profile_app, name="profile")
+profile_app = App(help="Measure what micro-batches cost here, or compute it; show, refit and compare profiles.")
 
 _ANALYTIC = "Without measuring"
 _WHERE = "Where and how long"
@@ -105,6 +105,10 @@ def profile(
     recompute: Annotated[
         bool, typer.Option("--recompute", help="Recompute activations in backward.", rich_help_panel=_ANALYTIC)
     ] = False,
+    freeze_vision: Annotated[
+        bool,
+        typer.Option("--freeze-vision", help="For jobs that train only the language model of a vision model."),
+    ] = False,
     precision: Annotated[
         str, typer.Option(help="bf16 (fp32 master weights), amp (autocast) or fp32.", rich_help_panel=_ANALYTIC)
     ] = "bf16",
@@ -123,7 +127,7 @@ def profile(
     name = str(hf_config) if hf_config is not None else model
     origins = Origins()
     if from_samples is not None:
-        _finish(_fitted(from_samples), output, json, origins)
+        _finish(_fitted(from_samples, freeze_vision), output, json, origins)
         return
     from fcp_cli.profiling.choices import JobChoice, MeasureChoice, choose_measurement, computed_profile
 
@@ -135,6 +139,7 @@ def profile(
             zero_stage=zero,
             recompute=recompute,
             precision=precision,
+            freeze_vision=freeze_vision,
         )
         _finish(computed_profile(name, cluster, job, origins), output, json, origins)
         return
@@ -151,12 +156,13 @@ def profile(
         layers=tuple(_integers(layers or "", "--layers")),
         budget_minutes=budget_minutes,
         samples=samples or _samples_beside(output),
+        freeze_vision=freeze_vision,
     )
     settings = choose_measurement(choice, origins)
     if nodes > 1:
         _print_cluster_command(settings, output, fresh)
     else:
-        _finish(_measured(settings, fresh, origins), output, json, origins)
+        _finish(_measured(settings, fresh, origins, freeze_vision), output, json, origins)
 
 
 @profile_app.command()
@@ -202,7 +208,7 @@ def fit(
     before = load_cost_profile(profile) if profile is not None else None
     result = refit([samples_of_run(path, plan=plan, skip_steps=skip_steps) for path in metrics], before=before)
     note(
-        f"{result.num_fitted} micro-batches fitted, {result.num_held_out} held out; held-out error "
+        f"{counted(result.num_fitted, 'micro-batch')} fitted, {result.num_held_out} held out; held-out error "
         f"before {result.held_out_before_percent:.1f} %, after {result.held_out_after_percent:.1f} %"
     )
     if result.kept:
@@ -244,7 +250,7 @@ def diff(
         print_differences(human(), a, b, rows)
 
 
-def _measured(settings: MeasureSettings, fresh: bool, origins: Origins) -> CostProfile:
+def _measured(settings: MeasureSettings, fresh: bool, origins: Origins, freeze_vision: bool) -> CostProfile:
     from fcp_cli.profiling.assemble import profile_from_samples
     from fcp_cli.profiling.measure import prepare_samples
 
@@ -253,7 +259,7 @@ def _measured(settings: MeasureSettings, fresh: bool, origins: Origins) -> CostP
     if prepare_samples(settings, fresh=fresh):
         note(f"going on with the measurement in {settings.samples}; --fresh begins anew")
     try:
-        return profile_from_samples(_run_with_bar(settings))
+        return profile_from_samples(_run_with_bar(settings), freeze_vision=freeze_vision)
     except KeyboardInterrupt:
         note(f"what was measured is kept in {settings.samples}; the same command goes on from there")
         raise
@@ -284,11 +290,11 @@ def _print_cluster_command(settings: MeasureSettings, output: Path, fresh: bool)
     sys.stdout.write(cluster_command(settings, request, master="MASTER_ADDR") + "\n")
 
 
-def _fitted(path: Path) -> CostProfile:
+def _fitted(path: Path, freeze_vision: bool) -> CostProfile:
     from fcp_cli.profiling.assemble import profile_from_samples
     from fcp_cli.profiling.samples import read_samples
 
-    return profile_from_samples(read_samples(path))
+    return profile_from_samples(read_samples(path), freeze_vision=freeze_vision)
 
 
 def _finish(found: CostProfile, output: Path, json: bool, origins: Origins) -> None:
@@ -331,7 +337,8 @@ def _write(found: CostProfile, output: Path) -> None:
         sys.stdout.write(text)
         return
     write_text_atomically(output, text)
-    note(f"wrote {output} ({found.origin}); next: fcp profile show {output}, or fcp plan dataset.parquet")
+    plan = "fcp plan dataset.parquet" + ("" if output == Path("profile.yaml") else f" --profile {output}")
+    note(f"wrote {output} ({found.origin}); next: fcp profile show {output}, or {plan}")
 
 
 def _document(found: CostProfile) -> dict[str, Any]:

@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fcp_cli.app import app
-from fcp_cli.console import note, progress
-from fcp_cli.errors import FcpError, PlanError, RunError
+from fcp_cli.console import note, print_json, progress
+from fcp_cli.errors import FcpError, RunError
+from fcp_cli.words import counted
 
 if TYPE_CHECKING:
     from fcp_cli.manifest.table import LengthTable
-    from fcp_cli.plan.reader import PlanReader
     from fcp_cli.plan.step import StepPlan
+    from fcp_cli.report.page import Speedup
     from fcp_cli.report.page_data import PlanPicture
+    from fcp_cli.report.plan_file import PlanFile
     from fcp_cli.report.run_file import RunFile
     from fcp_cli.report.run_picture import RunPicture
 
@@ -23,7 +24,6 @@ _SPEEDUP_SEQUENCES = 16_384  # planned anew to find the best static plan
 _METRICS_BYTES = 200_000_000  # beyond this only each k-th measured step is read
 
 
-@app.command()
 def report(
     plan: Annotated[Path, typer.Argument(metavar="[PLAN]", help="The plan to show.")] = Path("plan.parquet"),
     metrics: Annotated[
@@ -33,6 +33,7 @@ def report(
         Path | None, typer.Option(help="The plan's manifest, where it has mask or vision columns.")
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
+    json: Annotated[bool, typer.Option("--json", help="Print its figures as one JSON document on stdout.")] = False,
 ) -> None:
     """Show a plan as one page that opens anywhere: figures, Gantt charts, idle time, lengths, degrees, memory.
 
@@ -40,56 +41,61 @@ def report(
     """
     from fcp_cli.files import refuse_to_overwrite, write_text_atomically
     from fcp_cli.manifest.read import read_manifest
-    from fcp_cli.plan.reader import PlanReader
     from fcp_cli.report.page import Report, javascript_bundle
+    from fcp_cli.report.plan_file import open_plan
 
     if not output.parent.is_dir():
         raise FcpError(f"cannot write {output}: there is no folder {output.parent}")
     refuse_to_overwrite(output, plan, metrics, manifest)
-    reader, table = PlanReader(plan), read_manifest(manifest) if manifest is not None else None
+    file, table = open_plan(plan), read_manifest(manifest) if manifest is not None else None
     javascript_bundle()  # before the work: it may be missing
-    picture, sample = _look_at_plan(reader)
-    run, measured, warnings = _look_at_run(metrics, reader, picture)
+    picture, sample = _look_at_plan(file)
+    run, measured, problems = _look_at_run(metrics, file, picture)
     page = Report(
         name=plan.name,
-        metadata=reader.metadata,
+        metadata=file.metadata,
         plan=picture,
         run=measured,
         run_name=str(run.path) if run is not None else "",
-        speedup=_speedup(reader, sample, picture.longest_tokens, table),
-        warnings=warnings,
-    ).html()
-    write_text_atomically(output, page)
-    for warning in warnings:
+        speedup=_speedup(file, sample, picture.longest_tokens, table),
+        warnings=[*file.problems, *problems],
+    )
+    text = page.html()
+    write_text_atomically(output, text)
+    size = len(text.encode())
+    if json:
+        written = {"report": str(output), "bytes": size, "plan": str(plan)}
+        print_json({**written, "metrics": str(run.path) if run is not None else None, **page.figures()})
+    for warning in page.warnings:
         note(f"warning: {warning}")
-    note(f"{output}: {len(page.encode()) / 1e6:.1f} MB, {picture.summary.steps:,} of {reader.metadata.steps:,} steps")
+    note(f"{output}: {size / 1e6:.1f} MB, {picture.summary.steps:,} of {counted(file.metadata.steps, 'step')}")
 
 
-def _look_at_plan(reader: PlanReader) -> tuple[PlanPicture, list[StepPlan]]:
+def _look_at_plan(file: PlanFile) -> tuple[PlanPicture, list[StepPlan]]:
     """The pictures of a plan, and the steps to compare with a static plan."""
     from fcp_cli.report.page_data import PlanPicture, evenly_spaced
 
-    meta = reader.metadata
-    if not meta.steps:
-        raise PlanError(f"{reader.path} has no steps to show")
+    meta = file.metadata
     picture, sample = PlanPicture(metadata=meta), []
     compared = max(2, min(32, _SPEEDUP_SEQUENCES // meta.global_batch_size))
     looked_at = -(-meta.steps // picture.every)
-    sampled = {i * picture.every for i in evenly_spaced(looked_at, compared)}
+    sampled = {meta.first_step + i * picture.every for i in evenly_spaced(looked_at, compared)}
     with progress() as bar:
         task = bar.add_task("reading the plan", total=meta.steps)
-        for step in reader.steps():
+        for step in file.steps():
             picture.glance(step)
             if picture.wants(step.step):
                 picture.add(step)
             if step.step in sampled:
                 sample.append(step)
             bar.advance(task)
+    if not sample:
+        raise file.nothing_to_show()
     return picture, sample
 
 
 def _look_at_run(
-    metrics: Path | None, reader: PlanReader, picture: PlanPicture
+    metrics: Path | None, file: PlanFile, picture: PlanPicture
 ) -> tuple[RunFile | None, RunPicture | None, list[str]]:
     """The run, its pictures, and a line for whatever could not be used."""
     from fcp_cli.report.run_file import open_run
@@ -98,11 +104,11 @@ def _look_at_run(
     if metrics is None:
         return None, None, []
     try:
-        run = open_run(metrics, plan_hash=reader.metadata.plan_hash)
+        run = open_run(metrics, plan=file.metadata)
     except RunError as error:
         return None, None, [f"{error}; the page shows the plan alone"]
     chosen = frozenset(picture.chosen_steps())
-    measured = RunPicture(num_ranks=reader.metadata.num_ranks, chosen=chosen)
+    measured = RunPicture(num_ranks=file.metadata.num_ranks, chosen=chosen)
     every = max(1, run.path.stat().st_size // _METRICS_BYTES)
     for step in run.steps(every=every):
         measured.add(step)
@@ -112,15 +118,16 @@ def _look_at_run(
     return run, measured if measured.steps else None, warnings
 
 
-def _speedup(reader: PlanReader, sample: list[StepPlan], longest: int, table: LengthTable | None) -> tuple[str, str]:
-    """The predicted gain over the best static plan, and its remark."""
+def _speedup(file: PlanFile, sample: list[StepPlan], longest: int, table: LengthTable | None) -> Speedup:
+    """The predicted gain over the best static plan."""
     from fcp_cli.planning.baseline import static_speedup
     from fcp_cli.planning.problem import problem_of
+    from fcp_cli.report.page import Speedup
 
-    problem = problem_of(reader.metadata, name=str(reader.path))
+    problem = problem_of(file.metadata, name=str(file.path))
     found = static_speedup(sample, problem, longest_tokens=longest, manifest=table)
     if found is None:
-        return "not known", "times depend on more than lengths: give --manifest"
-    speedup, solver = found
-    where = "" if len(sample) == reader.metadata.steps else f", on {len(sample)} of {reader.metadata.steps:,} steps"
-    return f"{speedup:.2f}x", f"over the best static plan, degree {solver.degree}{where}"
+        return Speedup(factor=None, remark="times depend on more than lengths: give --manifest")
+    factor, solver = found
+    where = "" if len(sample) == file.metadata.steps else f", on {len(sample)} of {file.metadata.steps:,} steps"
+    return Speedup(factor=factor, remark=f"over the best static plan, degree {solver.degree}{where}")

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from fcp_cli.app import app
-from fcp_cli.console import note
+from fcp_cli.console import note, print_json
 from fcp_cli.errors import FcpError, RunError, UsageError
 from fcp_cli.files import refuse_to_overwrite
+from fcp_cli.words import counted
 
 if TYPE_CHECKING:
-    from fcp_cli.plan.reader import PlanReader
+    from fcp_cli.plan.metadata import PlanMetadata
     from fcp_cli.plan.step import StepPlan
+    from fcp_cli.report.plan_file import PlanFile
     from fcp_cli.report.run_file import RunFile, RunStep
     from fcp_cli.report.trace import Kind
 
 
-@app.command()
 def trace(
     inputs: Annotated[
         list[Path], typer.Argument(metavar="PLAN|RUN.jsonl...", help="A plan, the metrics of a run, or both.")
@@ -30,6 +30,9 @@ def trace(
     output: Annotated[Path, typer.Option("--output", "-o", help="The trace; .gz compresses it, - is stdout.")] = Path(
         "trace.json"
     ),
+    json: Annotated[
+        bool, typer.Option("--json", help="Print what was written as one JSON document on stdout.")
+    ] = False,
 ) -> None:
     """Write a trace for ui.perfetto.dev: a track per rank, an event per micro-batch, arrows between a ring's ranks.
 
@@ -39,35 +42,61 @@ def trace(
 
     refuse_to_overwrite(output, *inputs)
     wanted = parse_steps(steps)
-    reader, run = _open(inputs)
-    if reader is not None and wanted.start >= reader.metadata.steps:
-        raise UsageError(f"{reader.path} has steps 0 to {reader.metadata.steps - 1}, not --steps {steps}")
-    count, seconds = _write(output, _Source(reader, run, wanted))
-    for problem in run.problems if run is not None else ():
+    if json and str(output) == "-":
+        raise UsageError("--json and -o - both want stdout; name a file with -o")
+    plan, run, problems = _open(inputs)
+    if plan is not None and not _overlaps(wanted, plan.metadata):
+        first, end = plan.metadata.first_step, plan.metadata.end_step
+        raise UsageError(f"{plan.path} has steps {first} to {end - 1}, not --steps {steps}")
+    source = _Source(plan, run, wanted)
+    events = _write(output, source)
+    problems += [*(plan.problems if plan is not None else ()), *(run.problems if run is not None else ())]
+    if json:
+        print_json(_document(output, source, events, problems))
+    for problem in problems:
         note(f"warning: {problem}")
     if str(output) != "-":
-        note(f"{output}: {count:,} events over {seconds:,.1f} s; open it at https://ui.perfetto.dev")
+        seconds = source.builder.clock_seconds
+        note(f"{output}: {counted(events, 'event')} over {seconds:,.1f} s; open it at https://ui.perfetto.dev")
 
 
-def _open(inputs: list[Path]) -> tuple[PlanReader | None, RunFile | None]:
-    """The plan and the run among what was named; a run that does not fit the plan is said and left out."""
-    from fcp_cli.plan.reader import PlanReader
+def _document(output: Path, source: _Source, events: int, problems: list[str]) -> dict[str, Any]:
+    plan, run = source.plan, source.run
+    return {
+        "trace": str(output),
+        "bytes": output.stat().st_size,
+        "plan": str(plan.path) if plan is not None else None,
+        "metrics": str(run.path) if run is not None else None,
+        "plan_hash": plan.metadata.plan_hash if plan is not None else run.run.get("plan_hash") if run else None,
+        "steps": source.steps,
+        "events": events,
+        "seconds": source.builder.clock_seconds,
+        "warnings": problems,
+    }
+
+
+def _overlaps(wanted: range, metadata: PlanMetadata) -> bool:
+    return wanted.start < metadata.end_step and wanted.stop > metadata.first_step
+
+
+def _open(inputs: list[Path]) -> tuple[PlanFile | None, RunFile | None, list[str]]:
+    """The plan and the run among what was named, and a line about a run that does not fit the plan and is left out."""
+    from fcp_cli.report.plan_file import open_plan
     from fcp_cli.report.run_file import open_run
 
     plans = [path for path in inputs if _is_parquet(path)]
     runs = [path for path in inputs if path not in plans]
     if len(plans) > 1 or len(runs) > 1:
         raise UsageError("give one plan, the metrics of one run, or one of each")
-    reader = PlanReader(plans[0]) if plans else None
+    plan = open_plan(plans[0]) if plans else None
     if not runs:
-        return reader, None
+        return plan, None, []
     try:
-        return reader, open_run(runs[0], plan_hash=reader.metadata.plan_hash if reader is not None else None)
+        return plan, open_run(runs[0], plan=plan.metadata if plan is not None else None), []
     except RunError as error:
-        if reader is None:
+        if plan is None:
             raise
-        note(f"warning: {error}; the trace shows the plan alone")
-        return reader, None
+        return plan, None, [f"{error}; the trace shows the plan alone"]
 
 
 def _is_parquet(path: Path) -> bool:
@@ -81,23 +110,23 @@ def _is_parquet(path: Path) -> bool:
 class _Source:
     """Pairs planned and measured steps, and makes their events."""
 
-    def __init__(self, reader: PlanReader | None, run: RunFile | None, wanted: range) -> None:
+    def __init__(self, plan: PlanFile | None, run: RunFile | None, wanted: range) -> None:
         from fcp_cli.report.trace import TraceBuilder
 
-        self.reader, self.run, self.wanted = reader, run, wanted
-        shape = reader.metadata if reader is not None else run
+        self.plan, self.run, self.wanted, self.steps = plan, run, wanted, 0
+        shape = plan.metadata if plan is not None else run
         assert shape is not None
         self.builder = TraceBuilder(num_ranks=shape.num_ranks, ranks_per_node=shape.ranks_per_node)
         self.kinds: list[Kind] = []
-        if reader is not None:
+        if plan is not None:
             self.kinds.append("planned")
         if run is not None:
             self.kinds.append("measured")
 
     def description(self) -> dict[str, Any]:
         document: dict[str, Any] = {"format": "fcp-trace/1"}
-        if self.reader is not None:
-            document |= {"plan": str(self.reader.path), "plan_hash": self.reader.metadata.plan_hash}
+        if self.plan is not None:
+            document |= {"plan": str(self.plan.path), "plan_hash": self.plan.metadata.plan_hash}
         if self.run is not None:
             document |= {"metrics": str(self.run.path), "run": self.run.run}
         return document
@@ -105,13 +134,17 @@ class _Source:
     def events(self) -> Iterator[dict[str, Any]]:
         yield from self.builder.names(self.kinds)
         for planned, measured in self._pairs():
+            self.steps += 1
             yield from self.builder.step(planned, measured)
         if not self.builder.clock_seconds:
-            raise RunError("there are no steps to draw; see --steps, and whether the run has finished one")
+            if self.plan is not None:
+                raise self.plan.nothing_to_show()
+            why = "; ".join(self.run.problems) if self.run is not None and self.run.problems else "see --steps"
+            raise RunError(f"there are no steps to draw: {why}")
 
     def _pairs(self) -> Iterator[tuple[StepPlan | None, RunStep | None]]:
         measured = self._measured()
-        if self.reader is None:
+        if self.plan is None:
             yield from ((None, step) for step in measured)
             return
         ahead = next(measured, None)
@@ -123,8 +156,8 @@ class _Source:
             pass  # to the end of the file: only then is it known what was left out
 
     def _planned(self) -> Iterator[StepPlan]:
-        assert self.reader is not None
-        for step in self.reader.steps(self.wanted.start):
+        assert self.plan is not None
+        for step in self.plan.steps(self.wanted.start):
             if step.step not in self.wanted:
                 return
             yield step
@@ -133,8 +166,8 @@ class _Source:
         return (step for step in (self.run.steps() if self.run is not None else ()) if step.step in self.wanted)
 
 
-def _write(output: Path, source: _Source) -> tuple[int, float]:
-    """Events written, and seconds that the trace covers."""
+def _write(output: Path, source: _Source) -> int:
+    """Write the trace; how many events it has."""
     import gzip
 
     from fcp_cli.files import replaced_atomically
@@ -151,8 +184,7 @@ def _write(output: Path, source: _Source) -> tuple[int, float]:
             return _write_to(file, source)
 
 
-def _write_to(file: TextIO, source: _Source) -> tuple[int, float]:
+def _write_to(file: TextIO, source: _Source) -> int:
     from fcp_cli.report.trace import write_trace
 
-    count = write_trace(file, source.events(), source=source.description())
-    return count, source.builder.clock_seconds
+    return write_trace(file, source.events(), source=source.description())

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fcp_cli.app import app
 from fcp_cli.console import human, note, print_json
+from fcp_cli.words import counted
 
 if TYPE_CHECKING:
     from fcp_cli.verification.verify import Verification
 
 
-@app.command()
 def verify(
     plan: Annotated[Path, typer.Option(help="The plan to verify.")] = Path("plan.parquet"),
     steps: Annotated[int, typer.Option(min=1, help="Steps to replay.")] = 3,
@@ -88,9 +87,10 @@ def _show(verification: Verification) -> None:
 
 
 def _how(verification: Verification) -> str:
-    ranks = f"{verification.num_ranks} ranks as {verification.ranks_are}"
+    ranks = f"{counted(verification.num_ranks, 'rank')} as {verification.ranks_are}"
     if verification.ranks_are == "threads":
         ranks += " of one process (more than 8)"
     if verification.scale < 1.0:
-        ranks += f"; lengths scaled by {verification.scale:.3g} to at most {verification.longest_tokens} tokens"
+        longest = counted(verification.longest_tokens, "token")
+        ranks += f"; lengths scaled by {verification.scale:.3g} to at most {longest}"
     return f"{verification.plan}: {ranks}"

@@ -3,46 +3,50 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fcp_cli.app import app
 from fcp_cli.console import human, note, print_json
 from fcp_cli.errors import RunError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fcp_cli.report.watch import RunState, RunTail
+    from fcp_cli.report.watch import RunState, RunTail, Standing
 
 
-@app.command()
 def watch(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's folder, or its metrics.jsonl.")],
-    every: Annotated[int, typer.Option(min=1, help="Through a pipe: steps between two lines.")] = 10,
+    every: Annotated[int, typer.Option(min=1, help="Through a pipe: steps between two lines.")] = 1,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Show the state now and end.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the state now as one JSON document on stdout.")] = False,
 ) -> None:
     """Follow a run: loss, tokens/s, measured against planned time, idle time per rank, time left.
 
-    Ends when the run ends. Through a pipe it prints plain lines.
+    Ends when the run ends: exit status 0 where it finished, 1 where it was interrupted, failed, or died without a word.
+    Through a pipe it prints plain lines.
     """
     from fcp_cli.report.watch import RunState, RunTail
 
-    tail, state, console = RunTail(_metrics(run_dir)), RunState(), human()
+    console = human()
+    watched = _Watched(tail=RunTail(_metrics(run_dir)), state=RunState(), ascii_only=console.options.ascii_only)
     if once or json:
-        _show_once(tail, state, console, json=json)
+        _show_once(watched, console, json=json)
         return
     try:
         if console.is_terminal:
-            _follow_live(tail, state, console, interval)
+            _follow_live(watched, console, interval)
         else:
-            _follow_lines(tail, state, console, interval, every)
+            _follow_lines(watched, console, interval, every)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None  # nothing of the watcher's was lost; the run goes on
+    if watched.standing != "finished":
+        raise RunError(f"{run_dir}: {watched.remark()}")
 
 
 def _metrics(run_dir: Path) -> Path:
@@ -56,59 +60,77 @@ def _metrics(run_dir: Path) -> Path:
     return run_dir / "metrics.jsonl"
 
 
-def _show_once(tail: RunTail, state: RunState, console: Console, *, json: bool) -> None:
+@dataclass(kw_only=True)
+class _Watched:
+    """A run, and what was last known of it; `look` first."""
+
+    tail: RunTail
+    state: RunState
+    ascii_only: bool
+    quiet_seconds: float = field(init=False, default=0.0)
+
+    def look(self, show: Callable[[dict[str, Any]], None] = lambda record: None) -> Standing:
+        """Take in what is new, showing each record, and say whether the run goes on.
+
+        The heartbeat is read first: a run that has ended by then has written all that will come.
+        """
+        from fcp_cli.launching.heartbeat import read_heartbeat
+        from fcp_cli.launching.spec import RunPaths
+
+        paths = RunPaths(run_dir=self.tail.path.parent)
+        self.heartbeat = read_heartbeat(paths.heartbeat)
+        for record in self.tail.poll():
+            self.state.feed(record)
+            show(record)
+        self.quiet_seconds = _quiet_seconds(self.tail.path, paths.launch)
+        self.standing = self.state.standing(self.heartbeat, quiet_seconds=self.quiet_seconds)
+        return self.standing
+
+    def remark(self) -> str | None:
+        return self.state.remark(self.standing, self.heartbeat, quiet_seconds=self.quiet_seconds)
+
+
+def _show_once(watched: _Watched, console: Console, *, json: bool) -> None:
     from fcp_cli.report.watch import run_view
 
-    for record in tail.poll():
-        state.feed(record)
+    standing = watched.look()
     if json:
-        print_json(state.to_json())
-    elif not state.run:
-        raise RunError(f"{tail.path} has no metrics yet")
-    else:
-        console.print(run_view(state, quiet_seconds=_quiet_seconds(tail), ascii_only=console.options.ascii_only))
+        print_json(watched.state.to_json(standing))
+        return
+    if not watched.state.run and standing == "running":
+        raise RunError(f"{watched.tail.path} has no metrics yet")
+    console.print(run_view(watched.state, watched.remark(), ascii_only=watched.ascii_only))
 
 
-def _follow_live(tail: RunTail, state: RunState, console: Console, interval: float) -> None:
+def _follow_live(watched: _Watched, console: Console, interval: float) -> None:
     from rich.live import Live
 
     from fcp_cli.report.watch import run_view
 
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
-            for record in tail.poll():
-                state.feed(record)
-            quiet = 0.0 if state.finished else _quiet_seconds(tail)
-            live.update(run_view(state, quiet_seconds=quiet, ascii_only=console.options.ascii_only), refresh=True)
-            if state.finished:
+            standing = watched.look()
+            remark = watched.remark() if standing == "running" else None  # an end is said below the view
+            live.update(run_view(watched.state, remark, ascii_only=watched.ascii_only), refresh=True)
+            if standing != "running":
                 return
             time.sleep(interval)
 
 
-def _follow_lines(tail: RunTail, state: RunState, console: Console, interval: float, every: int) -> None:
+def _follow_lines(watched: _Watched, console: Console, interval: float, every: int) -> None:
     from fcp_cli.training.progress import TrainingProgress
 
-    lines = TrainingProgress(console, every=every)
-    while True:
-        for record in tail.poll():
-            state.feed(record)
-            lines.feed(record)
-        if state.finished:
-            return
-        if not state.run:
-            note(f"waiting for {tail.path}")
-            _wait_for(tail.path, interval)
+    lines, waits = TrainingProgress(console, every=every), False
+    while watched.look(lines.feed) == "running":
+        if not watched.state.run and not waits:
+            note(f"waiting for {watched.tail.path}")
+            waits = True
         time.sleep(interval)
 
 
-def _wait_for(path: Path, interval: float) -> None:
-    while not path.is_file() or not path.stat().st_size:
-        time.sleep(interval)
-
-
-def _quiet_seconds(tail: RunTail) -> float:
-    """Seconds since the run wrote last."""
-    try:
-        return max(0.0, time.time() - tail.path.stat().st_mtime)
-    except FileNotFoundError:
-        return 0.0
+def _quiet_seconds(*paths: Path) -> float:
+    """Seconds since the first of the files that exists was written."""
+    for path in paths:
+        if path.is_file():
+            return max(0.0, time.time() - path.stat().st_mtime)
+    return 0.0

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_SECONDS
+
 HEAVY = ("torch", "numba", "scipy", "pyarrow", "numpy", "transformers", "yaml")
 
 
@@ -20,7 +22,7 @@ def fcp(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> subpro
         env={**os.environ, **(env or {})},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_SECONDS,
     )
 
 
@@ -33,7 +35,9 @@ def test_help_imports_nothing_heavy() -> None:
         "    main()\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])\n"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=True
+    )
     assert result.stdout.strip() == "[]"
 
 
@@ -43,8 +47,24 @@ def test_the_version_is_printed_alone(tmp_path: Path) -> None:
     assert result.stdout.startswith("fcp ")
 
 
-def test_an_unknown_verb_is_wrong_usage(tmp_path: Path) -> None:
-    assert fcp("pan", cwd=tmp_path).returncode == 2
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("pan",), ("no such command 'pan'", " --help'")),
+        (("plan", "a", "--rank", "3"), ("no such option: --rank", " plan --help'")),
+        (("plan", "a", "--ranks", "0"), ("invalid value for '--ranks': ", " plan --help'")),
+        (("plan", "a", "--sync", "waves"), ("invalid value for '--sync': 'waves' is not one of", "--help'")),
+        (("profile", "diff", "a"), ("missing argument ", " profile diff --help'")),
+    ],
+)
+def test_wrong_usage_is_one_line_that_names_the_help(
+    tmp_path: Path, words: tuple[str, ...], told: tuple[str, str]
+) -> None:
+    result = fcp(*words, cwd=tmp_path)
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"error: {told[0]}")
+    assert line.endswith(told[1])
 
 
 @pytest.mark.parametrize(
@@ -80,3 +100,24 @@ def test_no_config_ignores_the_file_in_the_folder(tmp_path: Path) -> None:
     result = fcp("--no-config", "plan", "absent.parquet", cwd=tmp_path)
     assert result.returncode == 1
     assert "absent.parquet" in result.stderr
+
+
+def test_quiet_stands_before_or_behind_a_verb(tmp_path: Path) -> None:
+    for words in (("-q", "launch"), ("launch", "-q"), ("launch", "--quiet")):
+        result = fcp(*words, "--model", "qwen3-tiny", "--dry-run", "--ranks", "64", cwd=tmp_path)
+        assert (result.returncode, result.stderr) == (0, ""), words
+    loud = fcp("launch", "--model", "qwen3-tiny", "--dry-run", "--run-dir", "-q", "--", "-m", "x", "-q", cwd=tmp_path)
+    assert "assumed --plan" in loud.stderr  # there, it is a value, or somebody else's word
+    assert loud.stdout.splitlines()[-1].endswith("x -q")
+
+
+@pytest.mark.parametrize(
+    ("verb", "usage"),
+    [
+        (("plan",), "plan [OPTIONS] [MANIFEST]"),
+        (("check",), "check [OPTIONS] [PLAN]"),
+        (("manifest", "build"), "manifest build [OPTIONS] SOURCE"),
+    ],
+)
+def test_usage_is_written_as_everybody_writes_it(tmp_path: Path, verb: tuple[str, ...], usage: str) -> None:
+    assert f" {usage} " in " ".join(fcp(*verb, "--help", cwd=tmp_path).stdout.split())

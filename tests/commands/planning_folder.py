@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fcp_cli import app
+from tests.patience import PATIENCE_SECONDS
 from tests.planning.examples import PROFILE
 
 EIGHT_RANKS = ("--ranks", "8", "--ranks-per-node", "4", "--tokens-per-rank", "4096", "--global-batch-size", "24")
@@ -45,7 +46,7 @@ def fcp_process(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedP
         env={**os.environ, "COLUMNS": "80", "NO_COLOR": "1", **env},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=PATIENCE_SECONDS,
     )
 
 

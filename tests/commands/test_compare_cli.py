@@ -13,7 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
+from tests.patience import PATIENCE_SECONDS
 from tests.planning.examples import PROFILE
 
 SETTINGS = ("--ranks", "8", "--ranks-per-node", "4", "--tokens-per-rank", "4096", "--global-batch-size", "48")
@@ -26,7 +28,7 @@ def fcp(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "COLUMNS": "80", "NO_COLOR": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=PATIENCE_SECONDS,
     )
 
 
@@ -95,3 +97,20 @@ def test_an_unknown_strategy_is_one_line_and_status_2(folder: Path) -> None:
     assert result.returncode == 2
     assert result.stderr.startswith("error: --solvers 'fcp,best': choose from fcp,")
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_profile_of_version_2_is_compared_under_its_common_ground(folder: Path, tmp_path: Path) -> None:
+    ground = yaml.safe_load(PROFILE)
+    costs = {name: ground[name] for name in ("coefficients", "bandwidth_bytes_per_second")}
+    richer = {**ground, "format": "fcp-cost-profile/2", "common_ground": costs}
+    richer["coefficients"] = {**costs["coefficients"], "linear_seconds_per_token": 1.0, "exposed_ring_share": 0.5}
+    (tmp_path / "richer.yaml").write_text(yaml.safe_dump(richer))
+    tables = []
+    for profile in (folder / "profile.yaml", tmp_path / "richer.yaml"):
+        arguments = ("--profile", str(profile), *SETTINGS, "--solvers", "static", "--json")
+        result = fcp("compare", "dataset.parquet", *arguments, cwd=folder)
+        assert result.returncode == 0, result.stderr
+        tables.append(json.loads(result.stdout)["strategies"][0])
+    assert "compared under version 1 of the cost model" in result.stderr
+    seconds = [[row["step_seconds"] for row in table["outcomes"].values()] for table in tables]
+    assert seconds[0] == seconds[1]

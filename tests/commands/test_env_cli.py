@@ -6,11 +6,10 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-import fcp_cli.commands  # noqa: F401  registers the verbs
 from fcp_cli import __version__
 from fcp_cli.app import app
 from fcp_cli.errors import RunError
-from fcp_cli.launching import environment
+from fcp_cli.launching import facts
 
 
 def test_the_block_to_paste_goes_to_stdout_alone() -> None:
@@ -38,7 +37,7 @@ def test_a_broken_torch_is_told_not_raised(monkeypatch: pytest.MonkeyPatch) -> N
     def broken() -> None:
         raise RunError("torch does not import here (libhccl.so)")
 
-    monkeypatch.setattr(environment, "find_machine", broken)
-    monkeypatch.setattr(environment, "load_torch", broken)
-    lines = environment.report_lines(environment.environment_report())
+    monkeypatch.setattr(facts, "find_machine", broken)
+    monkeypatch.setattr(facts, "load_torch", broken)
+    lines = facts.facts_lines(facts.collect_facts())
     assert "- devices: torch does not import here (libhccl.so)" in lines

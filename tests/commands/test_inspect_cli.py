@@ -9,6 +9,7 @@ import pytest
 
 from fcp_cli.plan.reader import PlanReader
 from tests.commands.planning_folder import EIGHT_RANKS, assert_one_error_line, fcp, fcp_process, write_dataset
+from tests.report.edited_plans import change_column, edited
 
 
 @pytest.fixture(scope="module", params=["iteration", "microbatch"])
@@ -65,3 +66,13 @@ def test_the_tables_are_plain_ascii_where_the_terminal_is(planned: Path) -> None
     result = fcp_process("inspect", cwd=planned, PYTHONIOENCODING="ascii", LC_ALL="C")
     assert result.returncode == 0
     assert result.stderr.isascii()
+
+
+def test_an_edited_plan_is_shown_with_a_warning(planned: Path, tmp_path: Path) -> None:
+    edited(planned / "plan.parquet", tmp_path / "edited.parquet", change_column("seconds", lambda t: 0.9 * t))
+    for arguments in ([], ["--step", "1"]):
+        result = fcp("inspect", "edited.parquet", *arguments, cwd=tmp_path)
+        assert result.returncode == 0
+        assert result.stderr.splitlines()[-1].startswith("warning: edited.parquet was edited: ")
+        document = json.loads(fcp("inspect", "edited.parquet", *arguments, "--json", cwd=tmp_path).stdout)
+        assert len(document["warnings"]) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ import pytest
 
 from fcp_cli import app
 from fcp_cli.errors import RunError
-from fcp_cli.launching import machine
+from fcp_cli.launching import machine, network
+from fcp_cli.launching.heartbeat import read_heartbeat
 from fcp_cli.launching.machine import Machine
+from fcp_cli.launching.run_dirs import FORMAT, write_launch
 from tests.training.small_runs import run_fcp, write_manifest, write_small_plan
 
 
@@ -39,6 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("launch")
     manifest = write_manifest(folder)
     write_small_plan(folder / "plan.parquet", manifest, steps=3, model="qwen3-tiny")
+    write_small_plan(folder / "plan1.parquet", manifest, steps=1, num_ranks=1)
     write_small_plan(folder / "plan8.parquet", manifest, steps=1, num_ranks=8)
     write_small_plan(folder / "plan64.parquet", manifest, steps=1, num_ranks=64)
     pq.write_table(pq.read_table(manifest, columns=["length"]).replace_schema_metadata(None), folder / "bare.parquet")
@@ -81,8 +85,9 @@ def test_with_nothing_more_it_says_what_it_assumed(fcp: Fcp, folder: Path) -> No
         "OMP_NUM_THREADS=1",
         sys.executable,
         *("-m", "torch.distributed.run", "--nproc-per-node=4", "--standalone"),
+        *(f"--log-dir={run_dir}/logs/start-001", "--redirects=3"),
         *("-m", "fcp_cli.training.train", "--plan", f"{folder}/plan.parquet", "--model", "qwen3-tiny"),
-        *("--run-dir", str(run_dir), "--manifest", f"{folder}/lengths.parquet"),
+        *("--run-dir", str(run_dir), "--manifest", f"{folder}/lengths.parquet", "--quiet"),
     ]
     assert not (folder / "runs").exists()
 
@@ -91,6 +96,19 @@ def test_a_manifest_of_lengths_alone_trains_on_random_tokens_and_says_so(fcp: Fc
     result = fcp("--plan", "bare_plan.parquet", "--model", "qwen3-tiny", "--dry-run")
     assert result.err == "assumed tokens = random (bare.parquet holds lengths only, no source of tokens)\n"
     assert "--manifest" not in result.out
+
+
+def test_a_plan_that_was_priced_for_a_trained_encoder_says_so_to_a_frozen_one(fcp: Fcp, folder: Path) -> None:
+    profile = "qwen3-vl-tiny\nmeasurement: {freeze_vision: false}"
+    write_small_plan(folder / "vision_plan.parquet", folder / "lengths.parquet", steps=1, model=profile)
+    words = ("--plan", "vision_plan.parquet", "--dry-run")
+    result = fcp(*words, "--freeze-vision")
+    assert (
+        "assumed cost profile = that of a trained vision encoder (the run has a frozen one; fcp profile --analytic "
+        "--freeze-vision)"
+    ) in result.err
+    assert "--freeze-vision" in result.out
+    assert "vision encoder" not in fcp(*words).err
 
 
 def test_a_plan_beyond_this_machine_prints_a_command_per_node(fcp: Fcp) -> None:
@@ -103,6 +121,7 @@ def test_a_plan_beyond_this_machine_prints_a_command_per_node(fcp: Fcp) -> None:
     for node, command in enumerate(document["commands"]):
         assert command["node"] == node
         assert command["argv"][4:7] == ["--nnodes=2", f"--node-rank={node}", "--master-addr=10.0.0.1"]
+        assert any(word.endswith(f"/logs/start-001-node{node}") for word in command["argv"])
     assert "one command per node, 32 processes each; all nodes must see" in result.err
 
 
@@ -110,11 +129,36 @@ def test_a_script_gets_the_job_instead_of_the_trainer(fcp: Fcp, folder: Path) ->
     (folder / "mine.py").write_text("")
     result = fcp("--model", "qwen3-tiny", "--dry-run", "--", "mine.py", "--lr", "a b")
     words = shlex.split(result.out)
-    assert words[-3:] == ["mine.py", "--lr", "a b"]
+    assert words[-6:] == ["-m", "fcp_cli.runtime", "--", "mine.py", "--lr", "a b"]
     assert "FCP_MODEL=qwen3-tiny" in words
     assert f"FCP_RUN_DIR={folder}/runs/mine-001" in words
     module = shlex.split(fcp("--dry-run", "--", "-m", "my.module", "--flag").out)
-    assert module[-3:] == ["-m", "my.module", "--flag"]
+    assert module[-6:] == ["-m", "fcp_cli.runtime", "--", "-m", "my.module", "--flag"]
+    assert json.loads(fcp("--dry-run", "--json", "--", "mine.py", "x").out)["program"] == ["mine.py", "x"]
+
+
+def test_a_script_is_started_bare_where_no_hooks_are_wanted(fcp: Fcp, folder: Path) -> None:
+    (folder / "mine.py").write_text("")
+    words = shlex.split(fcp("--inject", "none", "--dry-run", "--", "mine.py", "x").out)
+    assert words[-3:] == ["--redirects=3", "mine.py", "x"]
+
+
+def test_a_command_of_ones_own_gets_the_hooks_by_its_environment(
+    fcp: Fcp, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    words = shlex.split(fcp("--inject", "env", "--dry-run", "--", "bash", "train.sh", "a b").out)
+    site = Path(app.__file__).parent / "runtime" / "injection" / "site"
+    assert words == [
+        "env",
+        f"FCP_PLAN={folder}/plan.parquet",
+        f"FCP_METRICS={folder}/runs/bash-001/metrics.jsonl",
+        f"FCP_RUN_DIR={folder}/runs/bash-001",
+        "FCP_PROBE=1",
+        f"PYTHONPATH={site}:/mine",
+        *("bash", "train.sh", "a b"),
+    ]
+    assert (site / "sitecustomize.py").is_file()
 
 
 def test_a_head_node_without_torch_still_prints_commands(fcp: Fcp, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +208,16 @@ def test_a_head_node_without_torch_still_prints_commands(fcp: Fcp, monkeypatch: 
         (("--plan", "plan8.parquet"), 2, "name the model to train with --model, for example --model qwen3-tiny, or "
          "give a script after --"),
         (("--learning-rate", "-1"), 2, "--learning-rate is -1.0; it must be at least 0"),
+        (("--inject", "all", "--", "x.py"), 2, "--inject is all; it must be entry, env or none"),
+        (("--inject", "env"), 2, "--inject is for a script or command of your own, given after --"),
+        (("--inject", "env", "--nodes", "2", "--", "bash"), 2, "--nodes is for jobs that fcp starts; tell it to bash"),
+        (("--inject", "env", "--json", "--", "bash"), 2, "--json with --inject env needs --dry-run: the output of the "
+         "command is its own"),
+        (("--inject", "env", "--", "./no.sh"), 1, "cannot start ./no.sh: No such file or directory; --inject env runs "
+         "a command that starts the ranks itself, like 'bash train.sh' or 'torchrun ...'; leave it out for a Python "
+         "script"),
+        (("--probe",), 2, "--probe and --no-probe are for a script of your own, given after --; see also 'fcp verify'"),
+        (("--probe", "--inject", "none", "--", "x.py"), 2, "--probe needs the hooks that --inject none leaves out"),
         (("--resume",), 1, "there is no run in the folder runs to resume; name one with --run-dir"),
         (("--", "nope.py"), 2, "there is no script nope.py"),
         (("--", "--x", "3"), 2, "after -- comes a script or '-m MODULE', not --x; the trainer's options go before --"),
@@ -201,7 +255,9 @@ def test_a_resumed_run_keeps_its_settings_unless_told_otherwise(fcp: Fcp, tmp_pa
     (tmp_path / "launch.json").write_text(fcp(*words, "--json").out)
     resumed = shlex.split(fcp("--run-dir", str(tmp_path), "--resume", "--steps", "3", "--dry-run").out)
     trainer = resumed[resumed.index("fcp_cli.training.train") + 1 :]
-    assert trainer[4:] == ["--run-dir", str(tmp_path), "--steps", "3", "--learning-rate", "0.01", "--resume"]
+    assert trainer[4:] == [
+        *("--run-dir", str(tmp_path), "--steps", "3", "--learning-rate", "0.01", "--resume", "--quiet")
+    ]
 
 
 def test_a_run_directory_in_use_is_not_overwritten(fcp: Fcp, tmp_path: Path) -> None:
@@ -232,6 +288,169 @@ def test_a_users_script_runs_on_all_ranks_and_the_rank_that_fails_is_named(folde
     failed = run_fcp("launch", "--", "script.py", "2", folder=folder)
     assert failed.returncode == 1
     lines = failed.stderr.splitlines()
-    assert lines[-2] == "  I am the one"
-    assert lines[-1].startswith("error: rank 2 exited with status 1; its whole output is in ")
+    host = socket.gethostname()
+    assert lines[-3:-1] == [f"last lines of rank 2 on {host}:", "  I am the one"]
+    assert lines[-1].startswith(f"error: rank 2 on {host} exited with status 1; its whole output is in ")
     assert Path(lines[-1].split(" is in ")[1]).read_text() == "I am the one\n"
+    beats = map(read_heartbeat, sorted((folder / "runs").glob("*/heartbeat.json")))
+    assert [beat and beat.ended for beat in beats] == ["finished", "failed"]
+
+
+_TELL_LAUNCHER = """
+import json, os
+from pathlib import Path
+argv = Path(f"/proc/{os.getppid()}/cmdline").read_text().split(chr(0))[:-1]
+print(json.dumps([argv, {name: os.environ[name] for name in os.environ if name.startswith(("FCP_", "OMP_"))}]))
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="needs /proc")
+def test_a_dry_run_prints_exactly_what_runs(folder: Path) -> None:
+    (folder / "tell.py").write_text(_TELL_LAUNCHER)
+    words = ("launch", "--plan", "plan1.parquet", "--run-dir", "told")
+    (folder / "told" / "logs" / "start-001").mkdir(parents=True)  # of an earlier start
+    printed = shlex.split(run_fcp(*words, "--dry-run", "--", "tell.py", "a b", folder=folder).stdout)
+    done = run_fcp(*words, "--", "tell.py", "a b", folder=folder)
+    assert done.returncode == 0, done.stderr
+    argv, environment = json.loads(done.stdout)
+    settings = dict(word.split("=", 1) for word in printed[1 : -len(argv)])
+    assert (printed[0], printed[-len(argv) :]) == ("env", argv)
+    assert f"--log-dir={folder}/told/logs/start-002" in argv
+    assert settings.items() <= environment.items()
+    assert json.loads((folder / "told" / "launch.json").read_text())["commands"][0]["argv"] == argv
+
+
+def test_explain_says_why_each_variable_is_set_and_starts_nothing(
+    fcp: Fcp, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    result = fcp("--explain")
+    assert result.status == 0
+    assert all(len(line) <= 80 for line in result.out.splitlines())
+    assert "your environment; fcp" in result.out
+    document = json.loads(fcp("--explain", "--json").out)
+    assert document["stack"] == "cpu"
+    assert document["variables"][-1] == {
+        "name": "OMP_NUM_THREADS",
+        "value": "3",
+        "reason": "threads of a rank; torchrun would give it one",
+        "source": "your environment; fcp would set 1",
+        "set_by_fcp": False,
+    }
+    assert not (folder / "runs" / "qwen3-tiny-001").exists()
+
+
+def test_the_first_run_of_a_plan_is_probed_and_a_later_one_in_its_directory_is_not(
+    fcp: Fcp, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "mine.py").write_text("")
+
+    def probe(*words: str) -> tuple[str, str, bool]:
+        document = json.loads(fcp(*words, "--run-dir", "mine", "--explain", "--json", "--", "mine.py").out)
+        (found,) = (variable for variable in document["variables"] if variable["name"] == "FCP_PROBE")
+        return found["value"], found["source"], found["set_by_fcp"]
+
+    def hash_of_plan(*words: str) -> str:
+        return str(json.loads(fcp(*words, "--dry-run", "--json", "--", "mine.py").out)["plan_hash"])
+
+    first = ("1", "the first run of this plan in the run directory", True)
+    assert probe() == first
+    assert probe("--no-probe") == ("0", "--no-probe", True)
+    (folder / "mine").mkdir()
+    write_launch(folder / "mine", {"format": FORMAT, "plan_hash": "that of another plan"})
+    assert probe() == first
+    write_launch(folder / "mine", {"format": FORMAT, "plan_hash": hash_of_plan()})
+    assert probe() == ("0", "the run directory has run this plan before", True)
+    assert probe("--probe") == ("1", "--probe", True)
+    monkeypatch.setenv("FCP_PROBE", "1")
+    assert probe() == ("1", "your environment", False)
+    assert probe("--no-probe") == ("0", "--no-probe", True)
+    document = json.loads(fcp("--inject", "none", "--explain", "--json", "--", "mine.py").out)
+    assert "FCP_PROBE" not in [variable["name"] for variable in document["variables"]]
+
+
+def test_a_head_node_explains_the_environment_of_devices_that_it_does_not_have(
+    fcp: Fcp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_device(device: str = "auto") -> Machine:
+        raise RunError(f"there is no {device} device here")
+
+    monkeypatch.setattr(machine, "find_machine", no_device)
+    document = json.loads(fcp("--explain", "--device", "npu", "--nodes", "2", "--json").out)
+    values = {variable["name"]: variable["value"] for variable in document["variables"]}
+    assert document["stack"] == "npu"
+    assert (values["HCCL_CONNECT_TIMEOUT"], values["HCCL_SOCKET_IFNAME"]) == ("1200", "")
+
+
+_UNPLANNED = """
+import torch
+weight = torch.nn.Parameter(torch.ones(1))
+weight.grad = torch.ones(1)
+torch.optim.SGD([weight]).step()
+print("trained")
+"""
+
+
+@pytest.mark.distributed
+def test_ranks_that_a_shell_script_starts_are_hooked_and_its_exit_status_is_that_of_the_launch(folder: Path) -> None:
+    (folder / "unplanned.py").write_text(_UNPLANNED)
+    (folder / "train.sh").write_text(
+        f"{shlex.quote(sys.executable)} -m torch.distributed.run --standalone --nproc-per-node 2 $1 || exit 9\n"
+    )
+    (folder / "tell.py").write_text("import os, sys\nprint(os.environ['RANK'], sys.argv[0])\n")
+    fine = run_fcp("launch", "--inject", "env", "--", "bash", "train.sh", "tell.py", folder=folder)
+    assert (fine.returncode, sorted(fine.stdout.splitlines())) == (0, ["0 tell.py", "1 tell.py"])
+    refused = run_fcp("launch", "--inject", "env", "--", "bash", "train.sh", "unplanned.py", folder=folder)
+    assert (refused.returncode, refused.stdout) == (9, "")
+    assert "error: unplanned.py trains, but nothing in it follows the plan" in refused.stderr
+
+
+@pytest.mark.distributed
+def test_a_script_that_trains_without_the_plan_ends_the_whole_job_with_one_line(folder: Path) -> None:
+    (folder / "unplanned.py").write_text(_UNPLANNED)
+    refused = run_fcp("launch", "--", "unplanned.py", folder=folder)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    # rank 0 says so itself, unless another rank was quicker
+    assert "unplanned.py trains, but nothing in it follows the plan" in refused.stderr.splitlines()[-1]
+    bare = run_fcp("launch", "--inject", "none", "--", "unplanned.py", folder=folder)
+    assert (bare.returncode, bare.stdout) == (0, "trained\n")
+
+
+def test_preflight_checks_and_starts_nothing(fcp: Fcp, folder: Path) -> None:
+    before = sorted(folder.rglob("*"))
+    result = fcp("--preflight")
+    assert (result.status, result.last_line) == (0, "preflight: all is well")
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_preflight_tells_all_that_is_wrong_with_its_mend(fcp: Fcp, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "64")
+    monkeypatch.setenv("SLURM_NNODES", "3")
+    result = fcp("--preflight")
+    assert result.status == 0
+    assert result.err.splitlines()[-3:] == [
+        "warning: Slurm allocated 3 nodes, but the job runs on 1; give --nodes 3, or submit with --nodes=1",
+        "warning: OMP_NUM_THREADS=64 x 4 ranks = 256 threads on 2 cores; unset it to let fcp share the cores",
+        "preflight: errors: 0, warnings: 2",
+    ]
+
+
+def test_an_error_of_the_preflight_stops_the_launch_before_anything_is_written(
+    fcp: Fcp, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "addresses_of", lambda host: ("127.0.1.1",))
+    words = ("--nodes", "2", "--node-rank", "0", "--master-addr", "node-a", "--run-dir", "never")
+    result = fcp(*words)
+    assert result.status == 1
+    assert "error: --master-addr node-a is 127.0.1.1 on " in result.err
+    assert not (folder / "never").exists()
+    findings = json.loads(fcp("--preflight", *words, "--json").out)["findings"]
+    assert findings[0]["severity"] == "error"
+    missing = json.loads(fcp("--preflight", "--plan", "gone.parquet", "--json").out)["findings"]
+    assert missing == [
+        {
+            "severity": "error",
+            "message": "there is no plan gone.parquet; make one with 'fcp plan MANIFEST -o gone.parquet'",
+        }
+    ]

@@ -15,6 +15,7 @@ import pytest
 from fcp_cli import app
 from fcp_cli.console import verbosity
 from tests.manifest.datasets import write_jsonl, write_parquet, write_tokenizer, write_tree
+from tests.patience import PATIENCE_SECONDS
 
 
 class Outcome:
@@ -191,7 +192,7 @@ def test_standard_input_is_shown_and_no_colour_reaches_a_pipe(tmp_path: Path) ->
         cwd=tmp_path,
         env=environment(NO_COLOR="1"),
         capture_output=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
     )
     assert result.returncode == 0
     assert b"\x1b" not in result.stderr
@@ -206,7 +207,7 @@ def test_a_terminal_without_utf8_gets_plain_bars(tmp_path: Path) -> None:
         cwd=tmp_path,
         env=environment(PYTHONIOENCODING="ascii"),
         capture_output=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
     )
     assert result.returncode == 0
     assert b" 4 - 8 | 100.0% ######################" in result.stderr
@@ -224,7 +225,7 @@ def test_ctrl_c_while_building_leaves_nothing(tmp_path: Path) -> None:
         writer.write(b'{"text": "abc"}\n')
         writer.flush()
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 130
     assert said.decode().splitlines()[-1] == "error: interrupted; nothing was left half-written"
     assert list(tmp_path.iterdir()) == [fifo]
@@ -239,5 +240,7 @@ def test_manifest_commands_import_no_torch(tmp_path: Path) -> None:
         "print([name for name in ('torch', 'numba', 'scipy', 'transformers') if name in sys.modules])\n"
     )
     write_parquet(tmp_path / "m.parquet", {"length": [1, 2]})
-    result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
     assert result.stdout.strip() == "[]"

@@ -19,6 +19,7 @@ from fcp_cli.manifest.read import read_manifest
 from fcp_cli.plan.check import check_plan
 from fcp_cli.plan.reader import PlanReader
 from tests.commands.planning_folder import EIGHT_RANKS, assert_one_error_line, fcp, write_dataset
+from tests.patience import PATIENCE_SECONDS
 
 FAST = ("--solver", "static")
 
@@ -109,7 +110,7 @@ def test_a_plan_goes_through_a_pipe(folder: Path) -> None:
             cwd=folder,
             stdout=stdout,
             check=True,
-            timeout=120,
+            timeout=PATIENCE_SECONDS,
         )
     assert list(check_plan(folder / "piped.parquet")) == []
     assert "plan.parquet" not in names(folder)
@@ -122,7 +123,7 @@ def test_lengths_come_from_standard_input(folder: Path) -> None:
         input='{"length": 100}\n200\n300\n',
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_SECONDS,
     )
     assert result.returncode == 0, result.stderr
     assert PlanReader(folder / "plan.parquet").metadata.manifest.rows == 3
@@ -137,7 +138,12 @@ def test_planning_imports_no_torch(folder: Path) -> None:
         "print([name for name in ('torch', 'transformers') if name in sys.modules])\n"
     )
     result = subprocess.run(
-        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", program],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=True,
     )
     assert result.stdout.strip() == "[]"
 
@@ -209,7 +215,7 @@ def test_a_full_standard_output_is_one_line(folder: Path) -> None:
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=120,
+            timeout=PATIENCE_SECONDS,
         )
     assert result.returncode == 1
     assert result.stderr == "error: cannot write to standard output: no space left on device\n"
@@ -226,7 +232,9 @@ def test_a_full_disk_leaves_the_old_plan_and_nothing_else(folder: Path) -> None:
         "from fcp_cli.app import main\n"
         "main()\n"
     )
-    result = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
     assert "cannot write" in assert_one_error_line(result, 1)
     assert (folder / "plan.parquet").read_text() == "before"
     assert names(folder) == ["dataset.parquet", "plan.parquet", "profile.yaml"]
@@ -242,15 +250,23 @@ def test_ctrl_c_has_status_130_and_leaves_nothing(tmp_path: Path) -> None:
         text=True,
         env={**os.environ, "COLUMNS": "80", "NO_COLOR": "1"},
     )
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not any(name.endswith(".partial") for name in names(tmp_path)):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 130, err
     assert out == ""
     assert "error: interrupted" in err
     assert "Traceback" not in err
     assert names(tmp_path) == ["dataset.parquet", "profile.yaml"]
+
+
+def test_a_plan_of_tensor_parallel_ranks_tells_its_devices_and_how_to_launch_it(folder: Path) -> None:
+    result = fcp("plan", "dataset.parquet", *EIGHT_RANKS, *FAST, "--tensor-parallel", "2", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    assert "devices    2 per rank (tensor parallel 2, pipeline parallel 1), 16 in all" in result.stderr
+    assert "next: fcp launch --plan plan.parquet -- SCRIPT ARGS" in result.stderr
+    assert PlanReader(folder / "plan.parquet").metadata.num_devices == 16

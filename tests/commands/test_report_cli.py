@@ -14,6 +14,8 @@ import pytest
 
 from fcp_cli.report import charts
 from tests.commands import planning_folder
+from tests.patience import PATIENCE_SECONDS
+from tests.report.edited_plans import change_column, edited
 from tests.report.runs import make_example_plan, write_run
 
 vl_convert = pytest.importorskip("vl_convert", reason="fcp report needs the extra 'report'")
@@ -122,6 +124,36 @@ def test_the_metrics_of_another_plan_are_said_on_the_page_and_left_out(plan: Pat
     assert charts_of(page).keys() == PLAN_CHARTS
 
 
+def test_an_edited_plan_is_shown_with_a_warning_on_the_page(plan: Path, tmp_path: Path) -> None:
+    path = edited(plan, tmp_path / "plan.parquet", change_column("seconds", lambda seconds: seconds * 0.9))
+    result = fcp("report", path, "-o", tmp_path / "report.html")
+    assert result.returncode == 0
+    assert len(result.stderr.splitlines()) == 2
+    for text in (result.stderr, (tmp_path / "report.html").read_text()):
+        assert "was edited: its hash is not" in text and "any more; see: fcp check" in text
+
+
+def test_a_plan_without_any_step_to_show_leaves_no_page(plan: Path, tmp_path: Path) -> None:
+    path = edited(plan, tmp_path / "plan.parquet", change_column("step_seconds", lambda seconds: 0.0))
+    result = fcp("report", path, "-o", tmp_path / "report.html")
+    assert (result.returncode, len(result.stderr.splitlines())) == (1, 1)
+    assert "does not hold any step that can be shown (step 0: times that are" in result.stderr
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_the_figures_of_the_page_are_one_json_document(plan: Path, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "metrics.jsonl", plan)
+    result = fcp("report", plan, "--metrics", run, "-o", tmp_path / "report.html", "--json")
+    document = json.loads(result.stdout)
+    assert document["bytes"] == (tmp_path / "report.html").stat().st_size
+    assert (document["steps"], document["steps_of_plan"], document["warnings"]) == (4, 4, [])
+    assert document["measured"]["ratio"] > 1
+    inspected = json.loads(fcp("inspect", plan, "--json").stdout)
+    for name in ("plan_hash", "gap", "idle_fraction", "mean_step_seconds", "degrees"):
+        assert document[name] == inspected[name]
+    assert document["speedup_over_static"] == pytest.approx(inspected["speedup_over_static"])
+
+
 def test_a_run_cut_short_is_shown_as_far_as_it_goes(plan: Path, tmp_path: Path) -> None:
     run = write_run(tmp_path / "metrics.jsonl", plan)
     run.write_text(run.read_text()[:-50])
@@ -155,7 +187,7 @@ def test_mistakes_get_one_line(plan: Path, arguments: list[str], message: str) -
 def test_a_missing_library_is_named_with_the_command_that_installs_it(plan: Path, tmp_path: Path) -> None:
     code = "import sys; sys.modules['vl_convert'] = None; from fcp_cli.app import main; main()"
     command = [sys.executable, "-c", code, "report", str(plan), "-o", str(tmp_path / "report.html")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
     assert result.returncode == 1
     assert "pip install 'fcp-cli[report]'" in result.stderr
     assert not (tmp_path / "report.html").exists()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import planning_folder
+from tests.report.edited_plans import change_column, edited
 from tests.report.runs import make_example_plan, write_run
 
 
@@ -45,13 +46,33 @@ def test_steps_can_be_chosen_and_the_trace_compressed(plan: Path, tmp_path: Path
     assert fcp("trace", plan, "--steps", "1:3", "-o", tmp_path / "trace.json.gz").returncode == 0
     with gzip.open(tmp_path / "trace.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]
-    assert [event["name"] for event in events if event["ph"] == "X" and event["pid"] == 0] == ["step 1", "step 2"]
+    assert [event["name"] for event in events if event["ph"] == "X" and event["pid"] == 1] == ["step 1", "step 2"]
 
 
 def test_a_dash_writes_to_standard_output(plan: Path) -> None:
     result = fcp("trace", plan, "--steps", "0", "-o", "-")
     assert json.loads(result.stdout)["traceEvents"]
     assert result.stderr == ""
+
+
+def test_what_was_written_is_one_json_document(plan: Path, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "metrics.jsonl", plan)
+    result = fcp("trace", plan, run, "--steps", "1:3", "-o", tmp_path / "trace.json", "--json")
+    document = json.loads(result.stdout)
+    assert document["bytes"] == (tmp_path / "trace.json").stat().st_size
+    assert document["events"] == len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"])
+    assert (document["steps"], document["metrics"], document["warnings"]) == (2, str(run), [])
+    refused = fcp("trace", plan, "-o", "-", "--json")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "--json and -o - both want stdout" in refused.stderr
+
+
+def test_an_edited_plan_is_drawn_with_a_warning(plan: Path, tmp_path: Path) -> None:
+    path = edited(plan, tmp_path / "plan.parquet", change_column("seconds", lambda seconds: seconds * 0.9))
+    result = fcp("trace", path, "-o", tmp_path / "trace.json")
+    assert result.returncode == 0
+    assert result.stderr.splitlines()[0].startswith(f"warning: {path} was edited: ")
+    assert categories(tmp_path / "trace.json") == {"planned"}
 
 
 def test_a_trace_never_replaces_what_it_is_drawn_from(plan: Path) -> None:
@@ -82,7 +103,7 @@ def test_truncated_metrics_are_drawn_as_far_as_they_go(plan: Path, tmp_path: Pat
     ("arguments", "status", "message"),
     [
         (["gone.parquet"], 1, "there is no plan gone.parquet"),
-        (["gone.jsonl"], 1, "cannot read the metrics gone.jsonl"),
+        (["gone.jsonl"], 1, "gone.jsonl does not exist; name the folder"),
         (["PLAN", "PLAN"], 2, "give one plan, the metrics of one run, or one of each"),
         (["PLAN", "--steps", "9:"], 2, "has steps 0 to 3, not --steps 9:"),
         (["PLAN", "--steps", "b"], 2, "--steps is 'b'; write A:B"),
@@ -101,5 +122,6 @@ def test_an_empty_run_leaves_no_file(plan: Path, tmp_path: Path) -> None:
     run.write_text(run.read_text().splitlines()[0] + "\n")
     result = fcp("trace", run, "-o", tmp_path / "trace.json")
     assert result.returncode == 1
-    assert "there are no steps to draw" in result.stderr
+    assert "there are no steps to draw: " in result.stderr
+    assert "has no finished steps yet" in result.stderr
     assert list(tmp_path.glob("*trace*")) == []

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from fcp_cli.launching.heartbeat import beating
 from tests.commands.planning_folder import assert_one_error_line, fcp
+from tests.patience import PATIENCE_SECONDS
 from tests.report.runs import make_example_plan, write_run
 
 
@@ -68,6 +73,34 @@ def test_the_state_is_one_json_document(plan: Path, tmp_path: Path) -> None:
     document = json.loads(fcp("watch", ".", "--json", cwd=tmp_path).stdout)
     assert (document["step"], document["steps"], document["finished"]) == (3, 4, True)
     assert len(document["idle_of_ranks"]) == 8
+
+
+def test_an_interrupted_run_ends_the_watch_and_says_so(plan: Path, tmp_path: Path) -> None:
+    path = write_run(tmp_path / "metrics.jsonl", plan)
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
+    with beating(tmp_path / "heartbeat.json") as pulse:
+        pulse.ended = "interrupted"
+    result = fcp("watch", ".", cwd=tmp_path)
+    assert result.returncode == 1
+    lines = result.stderr.splitlines()
+    assert [line.split()[1] for line in lines[:2]] == ["1/4", "2/4"]
+    assert lines[2:] == ["error: .: interrupted after step 2 of 4"]
+    assert json.loads(fcp("watch", ".", "--json", cwd=tmp_path).stdout)["standing"] == "interrupted"
+    once = fcp("watch", ".", "--once", cwd=tmp_path)
+    assert (once.returncode, once.stderr.splitlines()[-1]) == (0, "interrupted after step 2 of 4")
+
+
+def test_a_run_whose_launcher_was_killed_is_said_to_be_dead(plan: Path, tmp_path: Path) -> None:
+    """Killed before its ranks wrote anything, too."""
+    (tmp_path / "launch.json").write_text("{}")
+    code = "import os, sys, pathlib\nfrom fcp_cli.launching.heartbeat import beating\n"
+    code += "with beating(pathlib.Path('heartbeat.json')): os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False, timeout=PATIENCE_SECONDS)
+    os.utime(tmp_path / "heartbeat.json", (time.time() - 60, time.time() - 60))
+    result = fcp("watch", ".", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "dead before its first step: its launcher on" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,97 @@
+"""The part of `fcp launch` that describes a job for a cluster: prints it, writes its files, or hands it to Slurm."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fcp_cli.console import note, print_json
+from fcp_cli.words import counted
+
+if TYPE_CHECKING:
+    from fcp_cli.launching.resolve import Launch
+    from fcp_cli.launching.targets.catalog import JobFile, Target
+
+
+def launch_cluster_job(
+    resolved: Launch, *, template: Path | None, output: Path | None, force: bool, dry_run: bool, json: bool
+) -> None:
+    """Print the files of a job (--dry-run), write them (-o), or write them into the run directory and start the job.
+
+    Only Slurm is asked to start something; for the other targets, the command that does is told.
+    """
+    from fcp_cli.launching.document import launch_document
+    from fcp_cli.launching.run_dirs import launch_text
+    from fcp_cli.launching.spec import RunPaths
+    from fcp_cli.launching.targets.catalog import TARGETS, JobFile, job_files
+
+    assert resolved.cluster_job is not None
+    target, job = TARGETS[resolved.target], resolved.cluster_job
+    if output is not None:
+        job = replace(job, record=RunPaths(run_dir=output.absolute()).launch)
+    files = job_files(target, job, template=template)
+    document = launch_document(resolved, files)
+    note(f"{counted(resolved.spec.num_nodes, 'node')} with {counted(resolved.spec.processes_per_node, 'process')} each")
+    if dry_run:
+        if json:
+            print_json(document)
+        else:
+            _print_files(files)
+    elif output is not None:
+        record = JobFile(name=RunPaths(run_dir=output).launch.name, text=launch_text(document))
+        _write(output, (*files, record), force=force)
+        _tell(target, output)
+        if json:
+            print_json(document)
+    else:
+        answer = _start(resolved, target, files)
+        if json:
+            print_json({**document, "answer": answer})
+
+
+def _print_files(files: Sequence[JobFile]) -> None:
+    """One file as it is, so that it can be piped into a file; several under their names."""
+    for file in files:
+        if len(files) > 1:
+            sys.stdout.write(f"# ---- {file.name}\n")
+        sys.stdout.write(file.text)
+
+
+def _write(folder: Path, files: Sequence[JobFile], *, force: bool) -> None:
+    from fcp_cli.launching.targets.write import write_files
+
+    write_files(folder, files, overwrite=force)
+    note(f"wrote {', '.join(str(folder / file.name) for file in files)}")
+
+
+def _tell(target: Target, folder: Path) -> None:
+    note(f"start the job with: {shlex.join(target.start(folder))}")
+
+
+def _start(resolved: Launch, target: Target, files: Sequence[JobFile]) -> str:
+    """Everything into the run directory, then off; returns what Slurm said, else ""."""
+    from fcp_cli.launching.document import launch_document
+    from fcp_cli.launching.preflight import check_run_dir
+    from fcp_cli.launching.record import write_record
+    from fcp_cli.launching.run_dirs import write_launch
+    from fcp_cli.launching.targets.write import require_sbatch, submit
+
+    run_dir, is_slurm = resolved.spec.run_dir, resolved.target == "slurm"
+    if is_slurm:
+        require_sbatch()
+    check_run_dir(run_dir, parameters=resolved.parameters, keep_checkpoints=resolved.kept_checkpoints)
+    write_record(run_dir, resolved.spec.plan, resolved.metadata)
+    write_launch(run_dir, launch_document(resolved, files))
+    resolved.spec.paths.logs.mkdir(exist_ok=True)
+    _write(run_dir, files, force=True)  # of this run's own earlier start
+    if not is_slurm:
+        _tell(target, run_dir)
+        return ""
+    log = str(resolved.spec.paths.logs / "slurm-%j.log").replace("%", "%%").replace("%%j", "%j")
+    answer = submit(("sbatch", f"--output={log}", *target.start(run_dir)[1:]))
+    note(f"{answer}; its output goes to {resolved.spec.paths.logs}")
+    return answer

@@ -1,0 +1,167 @@
+"""Runs a resolved launch on this machine: shows it while it runs, and says how it ended."""
+
+from __future__ import annotations
+
+import signal
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from fcp_cli.console import human, note, print_json, verbosity
+from fcp_cli.errors import Interrupted, RunError
+from fcp_cli.words import counted
+
+if TYPE_CHECKING:
+    from fcp_cli.launching.failure import Failure
+    from fcp_cli.launching.resolve import Launch
+    from fcp_cli.launching.run import JobOutcome
+
+
+def run_here(resolved: Launch, *, json: bool) -> None:
+    """Start this machine's ranks, show them until all have ended, and report the end.
+
+    Raises:
+        Interrupted: the job was stopped before its time.
+        RunError: a rank failed.
+    """
+    from fcp_cli.launching.document import launch_document
+    from fcp_cli.launching.preflight import check_run_dir
+    from fcp_cli.launching.record import write_record
+    from fcp_cli.launching.run_dirs import write_launch
+
+    spec, node_rank = resolved.spec, resolved.node_rank or 0
+    check_run_dir(spec.run_dir, parameters=resolved.parameters, keep_checkpoints=resolved.kept_checkpoints)
+    if node_rank == 0:
+        write_record(spec.run_dir, spec.plan, resolved.metadata)
+        write_launch(spec.run_dir, launch_document(resolved))
+    where = "this machine" if spec.num_nodes == 1 else f"node {node_rank} of {spec.num_nodes}"
+    count, devices = spec.processes_per_node, resolved.metadata.devices_per_rank
+    what = counted(count, "rank") if devices == 1 else f"{count} processes, {devices} to a rank of the plan,"
+    note(f"starting {what} on {where}; everything goes to {spec.run_dir}")
+    outcome, watcher = _run_watched(resolved, node_rank, json=json)
+    stopped_by = _stopped_by(outcome, bundled=resolved.settings is not None)
+    if stopped_by is not None:
+        _report_stop(resolved, stopped_by)
+    if outcome.failure is not None:
+        _report_failure(outcome.failure, rank_0_is_shown=_shows(resolved))
+    _report_end(resolved, watcher.records, json=json)
+
+
+def _run_watched(resolved: Launch, node_rank: int, *, json: bool) -> tuple[JobOutcome, _Watcher]:
+    from fcp_cli.launching.heartbeat import beating
+    from fcp_cli.launching.local import local_spec
+    from fcp_cli.launching.run import run_job
+
+    spec, bundled = local_spec(resolved, node_rank), resolved.settings is not None
+    watcher = _Watcher(resolved, shows=bundled and node_rank == 0)
+    with beating(spec.paths.heartbeat if node_rank == 0 else None) as pulse:
+
+        def look() -> None:
+            watcher.look()
+            pulse.beat()
+
+        try:
+            outcome = run_job(
+                spec,
+                node_rank=node_rank,
+                shows=_shows(resolved),
+                watch=look,
+                announce=note,
+                # msrun joins a rank's streams, and what the trainer prints there is for people.
+                stdout="stderr" if json or (bundled and spec.launcher == "msrun") else "stdout",
+            )
+        finally:
+            watcher.close()
+        interrupted = _stopped_by(outcome, bundled=bundled) is not None
+        pulse.ended = "interrupted" if interrupted else "failed" if outcome.status else "finished"
+    return outcome, watcher
+
+
+class _Watcher:
+    """Follows the metrics of the bundled trainer, shows them, and keeps the step records' ends for the summary."""
+
+    def __init__(self, resolved: Launch, *, shows: bool) -> None:
+        from datetime import timezone
+
+        from fcp_cli.training.metrics import MetricsTail
+        from fcp_cli.training.progress import TrainingProgress
+
+        every = resolved.settings.log_every if resolved.settings is not None else 1
+        self._tail = MetricsTail(resolved.spec.paths.metrics, since=datetime.now(timezone.utc).isoformat())
+        self._progress = TrainingProgress(human(), every=every) if shows and verbosity.level >= 0 else None
+        self.records: list[dict[str, Any]] = []
+
+    def look(self) -> None:
+        for record in self._tail.poll():
+            if self._progress is not None:
+                self._progress.feed(record)
+            if record["kind"] == "step":
+                self.records = [*self.records[:1], record]
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+
+
+def _shows(resolved: Launch) -> bool:
+    """Rank 0 is shown on its own node; -q silences the bundled trainer, but not what a script prints on purpose."""
+    return not resolved.node_rank and (resolved.settings is None or verbosity.level >= 0)
+
+
+def _stopped_by(outcome: JobOutcome, *, bundled: bool) -> signal.Signals | None:
+    """The signal that ended the job before its time, if one did, here or on another node."""
+    if not bundled:
+        return outcome.stopped_by
+    if outcome.agreed_to_stop:
+        return signal.SIGINT
+    return outcome.stopped_by if outcome.status else None
+
+
+def _report_stop(resolved: Launch, stopped_by: signal.Signals) -> None:
+    from fcp_cli.launching.document import resume_command
+
+    stopped = Interrupted(_stop_message(resolved, resume_command(resolved)))
+    stopped.exit_status = 128 + stopped_by
+    raise stopped
+
+
+def _stop_message(resolved: Launch, resume: str) -> str:
+    if resolved.settings is None:
+        return "interrupted; the script was told to stop"
+    checkpoints = sorted(resolved.spec.paths.checkpoints.glob("step-*/checkpoint.json"))
+    if not checkpoints:
+        return "interrupted before the first checkpoint; nothing was kept but the metrics"
+    step = int(checkpoints[-1].parent.name.removeprefix("step-"))
+    return f"interrupted; {counted(step, 'step')} {'is' if step == 1 else 'are'} saved, go on with: {resume}"
+
+
+def _report_failure(failure: Failure, *, rank_0_is_shown: bool) -> None:
+    last_words, summary = failure.report(rank_0_is_shown=rank_0_is_shown)
+    for line in last_words:
+        note(line)
+    if not summary:
+        raise typer.Exit(1)
+    raise RunError(summary)
+
+
+def _report_end(resolved: Launch, records: list[dict[str, Any]], *, json: bool) -> None:
+    paths = resolved.spec.paths
+    summary: dict[str, Any] = {"run_dir": str(paths.run_dir), "plan_hash": resolved.metadata.plan_hash}
+    if records:
+        first, last = records[0], records[-1]
+        summary |= {"metrics": str(paths.metrics), "first": _ends(first), "last": _ends(last)}
+        note(
+            f"done: steps {first['step'] + 1} to {last['step'] + 1}, loss {_loss(first)} -> {_loss(last)}; "
+            f"metrics in {paths.metrics}"
+        )
+    if json:
+        print_json(summary)
+
+
+def _ends(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: record[name] for name in ("step", "loss", "seconds", "predicted_seconds", "idle_fraction")}
+
+
+def _loss(record: dict[str, Any]) -> str:
+    return "nan" if record["loss"] is None else f"{record['loss']:.4f}"

@@ -1,0 +1,25 @@
+"""Numbers as people read them, in messages and tables."""
+
+from __future__ import annotations
+
+
+def counted(count: int, noun: str) -> str:
+    """1 -> "1 step", 1200 -> "1,200 steps"."""
+    ending = "" if count == 1 else "es" if noun.endswith(("ch", "s", "x")) else "s"
+    return f"{count:,} {noun}{ending}"
+
+
+def first_sentence(error: BaseException) -> str:
+    """What an error says, in its first sentence and without the full stop; libraries go on with guesses."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].partition(". ")[0].rstrip(".")
+
+
+def duration(seconds: float) -> str:
+    """Three digits with the unit that fits: "1.23 ms", "45.6 ms", "2.68 s", "128 s", "21.3 min", "3.5 h"."""
+    if seconds < 1.0:
+        return f"{1e3 * seconds:.3g} ms"
+    if seconds < 600.0:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60.0:.3g} min" if seconds < 36_000.0 else f"{seconds / 3600.0:.3g} h"

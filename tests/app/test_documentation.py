@@ -1,0 +1,59 @@
+"""The documentation holds: its links lead somewhere, and the table of folders is the tree's."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "fcp_cli"
+PAGES = (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
+_ROW = re.compile(r"^\| `fcp_cli/(?P<folder>\w+)/` \|.*\| (?P<imports>[^|]*) \|$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_within_the_documentation_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    local = [link for link in links if not link.startswith(("http://", "https://"))]
+    assert [link for link in local if not _leads_somewhere(page, link)] == []
+
+
+def _leads_somewhere(page: Path, link: str) -> bool:
+    path, _, heading = link.partition("#")
+    target = page.parent / path if path else page
+    return target.exists() and (not heading or heading in _headings(target))
+
+
+def _headings(page: Path) -> set[str]:
+    """As links name them: lower case, dashes for spaces, no other marks."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def test_the_table_of_folders_names_each_folder_and_all_that_it_imports() -> None:
+    table = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    told = {row["folder"]: row["imports"] for row in _ROW.finditer(table)}
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert set(told) == folders
+    untold = {
+        (folder, imported)
+        for folder, imports in told.items()
+        for imported in (_imported_folders(PACKAGE / folder) & folders) - {folder}
+        if not imports.startswith("everything") and not re.search(rf"\b{imported}\b", re.sub(r"\(.*?\)", "", imports))
+    }
+    assert untold == set()
+
+
+def _imported_folders(folder: Path) -> set[str]:
+    """Folders of `fcp_cli` that its modules import from, inside functions and for types, too."""
+    modules: set[str] = set()
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                modules |= {f"{node.module}.{alias.name}" for alias in node.names}
+            elif isinstance(node, ast.Import):
+                modules |= {alias.name for alias in node.names}
+    return {module.split(".")[1] for module in modules if module.startswith("fcp_cli.")}

@@ -1,0 +1,157 @@
+"""`fcp plan --continue-from`: what it refuses and writes. Runs on other ranks: tests/training/test_resume.py."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fcp_cli import app
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.profiling.shipped import shipped_profile_path
+from fcp_cli.training.checkpoint_header import FORMAT, CheckpointHeader
+from tests.training.small_runs import write_manifest, write_small_plan
+
+Fcp = Callable[..., tuple[int, str]]
+PROFILE = str(shipped_profile_path("qwen3-tiny"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with `run`, which has trained two of four steps on four ranks."""
+    plan = write_small_plan(tmp_path / "plan.parquet", write_manifest(tmp_path), steps=4, model="qwen3-tiny")
+    launch = {
+        "format": "fcp-launch/1",
+        "plan": str(plan),
+        "plan_hash": PlanReader(plan).metadata.plan_hash,
+        "model": "qwen3-tiny",
+        "manifest": str(tmp_path / "lengths.parquet"),
+        "training": {},
+        "program": ["-m", "fcp_cli.training.train"],
+    }
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "launch.json").write_text(json.dumps(launch))
+    save(tmp_path, 2)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def save(folder: Path, step: int, plan_hash: str | None = None) -> None:
+    """A checkpoint of the run, as far as planning looks at it."""
+    header = CheckpointHeader(
+        step=step,
+        plan_hash=plan_hash or PlanReader(folder / "plan.parquet").metadata.plan_hash,
+        num_ranks=4,
+        sharding="replicated",
+        model="qwen3-tiny",
+        torch="2.7",
+    )
+    path = folder / "run" / "checkpoints" / f"step-{step:08d}" / "checkpoint.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"format": FORMAT, **asdict(header)}))
+
+
+@pytest.fixture
+def fcp(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Fcp:
+    """Run `fcp plan --continue-from run ...`: exit status and the last line on stderr."""
+
+    def run(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["fcp", "plan", "--continue-from", "run", *words])
+        with pytest.raises(SystemExit) as ended:
+            app.main()
+        return int(ended.value.code or 0), capsys.readouterr().err.splitlines()[-1]
+
+    return run
+
+
+def test_the_plan_is_written_beside_the_old_one_and_the_next_command_named(fcp: Fcp, folder: Path) -> None:
+    before = (folder / "plan.parquet").read_bytes()
+    assert fcp("--ranks", "3", "--profile", PROFILE, "--solver", "fcp-paper") == (
+        0,
+        "wrote plan-from-step-2.parquet; next: fcp launch --run-dir run --resume --plan plan-from-step-2.parquet",
+    )
+    metadata = PlanReader(folder / "plan-from-step-2.parquet").metadata
+    assert (metadata.num_ranks, metadata.first_step, metadata.end_step) == (3, 2, 4)
+    assert (folder / "plan.parquet").read_bytes() == before
+
+
+def test_what_it_needs_and_what_cannot_change_is_told(fcp: Fcp, folder: Path) -> None:
+    assert fcp() == (2, "error: --continue-from needs --ranks: how many go on with the run")
+    for words in (("--seed", "1"), ("--global-batch-size", "8"), ("--sync", "microbatch"), ("--epochs", "2")):
+        assert fcp("--ranks", "3", *words) == (
+            2,
+            f"error: {words[0]} cannot change within a run; leave it out of --continue-from",
+        )
+    status, message = fcp("--ranks", "3", "-o", "plan.parquet", "--profile", PROFILE)
+    assert (status, message) == (2, "error: -o plan.parquet would overwrite the source; name another file with -o")
+
+
+def test_a_run_that_cannot_be_continued_says_why(fcp: Fcp, folder: Path) -> None:
+    save(folder, 4)
+    assert fcp("--ranks", "3") == (
+        1,
+        "error: run has finished all 4 steps of its plan: nothing is left to plan",
+    )
+    save(folder, 5, plan_hash="0" * 64)
+    status, message = fcp("--ranks", "3")
+    assert status == 1
+    assert message.startswith("error: run/checkpoints/step-00000005 was made under the plan 000000000000, but this one")
+
+    shutil.rmtree(folder / "run" / "checkpoints")
+    assert fcp("--ranks", "3") == (
+        1,
+        "error: run has no checkpoint, so nothing that it trained is kept; plan anew with 'fcp plan lengths.parquet "
+        "--ranks N'",
+    )
+    (folder / "run" / "launch.json").unlink()
+    assert fcp("--ranks", "3") == (
+        1,
+        "error: run is not a run that can be resumed: it has no readable launch.json",
+    )
+
+
+def test_a_run_of_ones_own_script_is_its_own_business(fcp: Fcp, folder: Path) -> None:
+    path = folder / "run" / "launch.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "training": None, "program": ["mine.py"]}))
+    assert fcp("--ranks", "3") == (
+        1,
+        "error: run ran mine.py, whose checkpoints fcp cannot read; only runs of the bundled trainer can be continued",
+    )
+
+
+def test_another_manifest_is_refused(fcp: Fcp, folder: Path) -> None:
+    pq.write_table(pa.table({"length": [5, 6, 7]}), folder / "other.parquet")
+    assert fcp("other.parquet", "--ranks", "3", "--profile", PROFILE) == (
+        1,
+        "error: other.parquet is not the manifest lengths.parquet that plan.parquet was made from, or it was changed "
+        "since; name the right one: fcp plan MANIFEST --continue-from ...".replace(
+            "plan.parquet was", f"{folder}/plan.parquet was"
+        ),
+    )
+
+
+def test_a_budget_too_small_for_the_ranks_that_are_left_is_told(fcp: Fcp, folder: Path) -> None:
+    status, message = fcp("--ranks", "1", "--tokens-per-rank", "100", "--profile", PROFILE)
+    assert status == 1
+    assert "is still to be trained, but 1 ranks of 100 tokens hold at most 100; give --tokens-per-rank" in message
+    assert not (folder / "plan-from-step-2.parquet").exists()
+
+
+def test_neither_a_manifest_nor_a_run_is_wrong_usage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+
+    monkeypatch.setattr(sys, "argv", ["fcp", "plan"])
+    with pytest.raises(SystemExit) as ended:
+        app.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "error: name the MANIFEST to plan, like 'fcp plan dataset.parquet', or a run with --continue-from\n"
+    )
