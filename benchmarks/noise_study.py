@@ -7,6 +7,8 @@ at the degree they have without noise; the last figure is the step time over tha
 cost model on the benchmark's length families.
 
 Second table: the plan is right, but every micro-batch takes its predicted time times lognormal noise.
+
+Third table: what ways to plan against such noise would gain.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ STRATEGIES: tuple[tuple[str, Sync], ...] = (
     ("fcp", "microbatch"),
     ("fcp", "iteration"),
 )
+SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")
 _LEAST_FACTOR = 0.05  # a coefficient stays positive
 
 
@@ -53,11 +56,12 @@ class Setup:
     family: str
     ranks: int
     seed: int
+    budget: int = 16_384
 
     def plan(self, profile: CostProfile) -> StepPlan:
         """One step of 512 sequences, planned with a profile, right or wrong."""
         problem = Problem(
-            num_ranks=self.ranks, ranks_per_node=8, tokens_per_rank=16_384, sync=self.sync, profile=profile
+            num_ranks=self.ranks, ranks_per_node=8, tokens_per_rank=self.budget, sync=self.sync, profile=profile
         )
         table = family_table(self.family, sequences=512, seed=self.seed)
         batches = GlobalBatches(table, problem, BatchSettings(global_batch_size=512, shuffle=False))
@@ -154,8 +158,57 @@ def _mean_scattered(solver: str, sync: Sync, ranks: int, sigma: float, draws: in
     return statistics.fmean(slower), statistics.geometric_mean(seconds)
 
 
+def hedges(ranks: int, *, draws: int, seeds: int) -> None:
+    """What plans that hedge against scatter cost without it and gain with it, against the plan that does not."""
+    profile = example_profile()
+    c, b = profile.coefficients, profile.bandwidth
+    slow = Bandwidth(**{f.name: getattr(b, f.name) / 1.2 for f in fields(Bandwidth)})
+    ways = {
+        "as planned": (16_384, profile),
+        "headroom 0.25": (12_288, profile),
+        "headroom 0.5": (8_192, profile),
+        "rings 20 % slower": (16_384, replace(profile, bandwidth=slow)),
+        "attention 10 % slower": (
+            16_384,
+            replace(
+                profile, coefficients=replace(c, attention_seconds_per_token2=1.1 * c.attention_seconds_per_token2)
+            ),
+        ),
+        "micro-batches half as dear": (
+            16_384,
+            replace(profile, coefficients=replace(c, microbatch_seconds=c.microbatch_seconds / 2)),
+        ),
+    }
+    print(f"\n{ranks} ranks, planned with another budget or profile: time per step against the plain plan\n")
+    print("| sync, planned with | " + " | ".join(f"{sigma:.0%}" for sigma in (0.0, *SCATTER)) + " |")
+    print("|---" * (2 + len(SCATTER)) + "|")
+    for sync in SYNCS:
+        plain: list[float] = []
+        for way, (budget, planned_with) in ways.items():
+            setups = [
+                Setup(solver="fcp", sync=sync, family=family, ranks=ranks, seed=seed, budget=budget)
+                for family in FAMILIES
+                for seed in range(seeds)
+            ]
+            plans = [(setup, setup.plan(planned_with)) for setup in setups]
+            means = [_mean_executed(plans, sigma, draws) for sigma in (0.0, *SCATTER)]
+            plain = plain or means
+            cells = [f"{mean / base - 1:+.1%}" for mean, base in zip(means, plain, strict=True)]
+            print(f"| {sync}, {way} | " + " | ".join(cells) + " |", flush=True)
+
+
+def _mean_executed(plans: list[tuple[Setup, StepPlan]], sigma: float, draws: int) -> float:
+    """Geometric mean of step seconds under the right profile with scatter."""
+    taken = []
+    for setup, step in plans:
+        seconds = profile_seconds(step, profile=example_profile(), ranks_per_node=8)
+        scattered = (scattered_seconds(step, seconds, sigma=sigma, seed=draw) for draw in range(draws))
+        taken += [setup.execute(step, noisy_seconds) for noisy_seconds in scattered]
+    return statistics.geometric_mean(taken)
+
+
 def main() -> None:
-    """Print both tables as Markdown."""
+    """Print the tables as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[32, 64])
     parser.add_argument("--draws", type=int, default=8, help="draws of the noise per workload (8)")
@@ -164,6 +217,7 @@ def main() -> None:
     for ranks in options.ranks:
         coefficient_noise(ranks, draws=options.draws, seeds=options.seeds)
     time_scatter(options.ranks[-1], draws=options.draws, seeds=options.seeds)
+    hedges(options.ranks[-1], draws=options.draws, seeds=options.seeds)
 
 
 if __name__ == "__main__":

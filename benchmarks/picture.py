@@ -1,64 +1,200 @@
-"""Growth curves as an SVG: one panel per figure, ranks on a logarithmic axis."""
+"""The pictures of the documentation, drawn from plans that are made on the spot: `make pictures`.
+
+The work is data that every machine has: the source code of Python's own standard library at a token per byte, and the
+synthetic families of `benchmarks.workloads`. The charts are those of `fcp report`.
+"""
 
 from __future__ import annotations
 
-import math
+import argparse
+import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.workloads import FAMILIES, MAX_LENGTH, example_profile, family_table
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.step import StepPlan
+from fcp_cli.plan.summary import PlanSummary
+from fcp_cli.planning.assemble import assemble
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.problem import Problem
+from fcp_cli.planning.solvers import make_solver
+from fcp_cli.report import charts
+from fcp_cli.report.page_data import Columns, HeatMap, bars_of
+
+# Neighbouring cells of a heat map would show the page between them.
+_STYLE = "<style>.mark-rect path { shape-rendering: crispEdges; }</style>"
 
 Curves = Mapping[str, Sequence[tuple[float, float]]]  # label -> (ranks, value)
 
-_WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 360, 220, 60, 40, 90
-_COLOURS = ("#1f6feb", "#d1242f", "#1a7f37", "#8250df")
+RANKS, RANKS_PER_NODE, BATCH_SIZE, STEPS = 64, 8, 64, 12  # as the table that ends `make demo`
+STATIC, FCP = "static", "fcp"
+_WIDTH = 760
+COLOURS = ("#3f8fd2", "#e0702e", "#1fa08a", "#c9487f")  # of curves, in their order
+_INK = "#6e7781"  # contrast of more than 4:1 on white and on near-black, since a README may be shown on either
+
+
+def library_table() -> LengthTable:
+    """The .py files of Python's standard library, a token per byte."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    files = [path for path in sorted(library.rglob("*.py")) if "site-packages" not in path.parts]
+    sizes = np.array([path.stat().st_size for path in files], dtype=np.int64)
+    return LengthTable(name="Python's standard library", length_tokens=sizes[sizes > 0])
+
+
+def planned(table: LengthTable, solver_name: str, *, steps: int) -> list[StepPlan]:
+    """The first steps of a plan for Qwen3-8B, predicted from assumed coefficients."""
+    problem = Problem(
+        num_ranks=RANKS,
+        ranks_per_node=RANKS_PER_NODE,
+        tokens_per_rank=16_384,
+        sync="iteration",
+        profile=example_profile(),
+    )
+    settings = BatchSettings(global_batch_size=BATCH_SIZE, max_length=MAX_LENGTH, overlong="drop", step_limit=steps)
+    batches = GlobalBatches(table, problem, settings)
+    solver = make_solver(solver_name, batches)
+    return [assemble(solver.assign(batch), batch, problem) for batch in batches]
+
+
+def typical_step(plans: Mapping[str, Sequence[StepPlan]]) -> int:
+    """The step whose gain over static is nearest to that of all steps together."""
+    static, ours = (np.array([step.makespan_seconds for step in plans[name]]) for name in (STATIC, FCP))
+    return int(np.abs(static / ours - static.sum() / ours.sum()).argmin())
+
+
+def gantt_spec(plans: Mapping[str, Sequence[StepPlan]]) -> charts.Spec:
+    """One step of the best static plan over the same step of ours, on one time axis."""
+    at = typical_step(plans)
+    colours = charts.DegreeColours({int(d) for steps in plans.values() for d in np.unique(steps[at].degrees)})
+    parts = []
+    for name, steps in plans.items():
+        step = steps[at]
+        ends: Columns = {
+            "at": np.array([step.bound_seconds, step.makespan_seconds]),
+            "what": ["lower bound", "planned end"],
+        }
+        chart = charts.gantt_chart(bars_of(step), ends, colours, num_ranks=RANKS)
+        title = f"{_named(name, step)}: {step.makespan_seconds:.1f} s, ranks idle {step.idle_fraction(RANKS):.1%}"
+        parts.append(sized(chart, 210, title))
+    return {"vconcat": parts, "resolve": {"scale": {"x": "shared"}}, "spacing": 24}
+
+
+def _named(name: str, step: StepPlan) -> str:
+    return f"{name}, degree {step.degrees.max()}" if name == STATIC else name
+
+
+def idle_spec(plans: Mapping[str, Sequence[StepPlan]]) -> charts.Spec:
+    """Idle share of every rank in every step of both plans, on one scale."""
+    parts, most = [], 0.0
+    for name, steps in plans.items():
+        heat = HeatMap(steps=len(steps), num_ranks=RANKS)
+        for step in steps:
+            heat.add(step.step, 1.0 - step.busy_seconds(RANKS) / step.makespan_seconds)
+        cells = heat.cells()
+        most = max(most, float(np.asarray(cells["idle"]).max()))
+        seconds = sum(step.makespan_seconds for step in steps)
+        busy = sum(float(step.busy_seconds(RANKS).sum()) for step in steps)
+        title = f"{_named(name, steps[0])}: {seconds:.0f} s, idle {1 - busy / (RANKS * seconds):.1%}"
+        parts.append({**sized(charts.heat_chart(cells, num_ranks=RANKS), 200, title), "width": 340})
+    for part in parts:
+        part["encoding"]["color"]["scale"]["domain"] = [0, most]
+    return {"hconcat": parts, "spacing": 30}
+
+
+def degrees_spec(plans: Mapping[str, Sequence[StepPlan]]) -> charts.Spec:
+    """Share of each degree in the rank-seconds of our plans of different data."""
+    summaries = {}
+    for name, steps in plans.items():
+        summary = summaries[name] = PlanSummary(num_ranks=RANKS)
+        for step in steps:
+            summary.add(step)
+    rows = [
+        (degree, name, totals.rank_seconds / summary.busy_rank_seconds)
+        for name, summary in summaries.items()
+        for degree, totals in sorted(summary.degrees.items())
+    ]
+    degrees, names, shares = zip(*rows, strict=True)
+    mix: Columns = {"degree": np.array(degrees), "measure": list(names), "share": np.array(shares)}
+    return sized(charts.mix_chart(mix, charts.DegreeColours(degrees)), 34 * len(plans), "share of rank-seconds")
+
+
+def growth_spec(panels: Mapping[str, tuple[Curves, bool]]) -> charts.Spec:
+    """Values over ranks; panels are title -> (curves, whether the value axis is logarithmic)."""
+    return {"hconcat": [curves_spec(title, *panel) for title, panel in panels.items()], "spacing": 40}
+
+
+def curves_spec(title: str, curves: Curves, logarithmic: bool, *, over: str = "ranks") -> charts.Spec:
+    """Curves over numbers that grow by a factor; `over` says what these are."""
+    rows = [(label, ranks, value) for label, points in curves.items() for ranks, value in points]
+    labels, ranks, values = zip(*rows, strict=True)
+    data = charts.csv({"sync": list(labels), "ranks": np.array(ranks), "value": np.array(values)})
+    x = {"type": "quantitative", "title": over, "scale": {"type": "log", "base": 2, "nice": False}}
+    y = {"type": "quantitative", "title": None, "scale": {"type": "log"} if logarithmic else {"zero": True}}
+    colours = {"domain": list(curves), "range": list(COLOURS[: len(curves)])}
+    chart = {
+        "data": data,
+        "mark": {"type": "line", "point": {"size": 25}, "strokeWidth": 1.8},
+        "encoding": {
+            "x": {"field": "ranks", **x, "axis": {"format": "d", "values": sorted(set(ranks))[::2]}},
+            "y": {"field": "value", **y, "axis": {"format": ",~r", "labelOverlap": True}},
+            "color": {"field": "sync", "type": "nominal", "title": None, "scale": colours},
+        },
+    }
+    return {**sized(chart, 220, title), "width": 330}
 
 
 def write_growth(path: Path, panels: Mapping[str, tuple[Curves, bool]]) -> None:
-    """Write one picture: panels are title -> (curves, whether the value axis is logarithmic)."""
-    width = _LEFT + len(panels) * (_WIDTH + _GAP)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {_TOP + _HEIGHT + 60}" '
-        'font-family="sans-serif" font-size="12" fill="#57606a">'
-    ]
-    for number, (title, (curves, logarithmic)) in enumerate(panels.items()):
-        parts += _panel(title, curves, logarithmic, left=_LEFT + number * (_WIDTH + _GAP))
-    path.write_text("\n".join([*parts, "</svg>"]) + "\n", encoding="utf-8")
+    """Write growth curves as one picture; panels as in `growth_spec`."""
+    path.write_text(svg(growth_spec(panels)), encoding="utf-8")
 
 
-def _panel(title: str, curves: Curves, logarithmic: bool, *, left: int) -> list[str]:
-    ranks = sorted({x for points in curves.values() for x, _ in points})
-    most = max(y for points in curves.values() for _, y in points)
-    least = min(y for points in curves.values() for _, y in points)
-    ticks = _ticks(least, most, logarithmic)
-    low, high = ticks[0], ticks[-1]
-
-    def x_of(rank: float) -> float:
-        return left + _WIDTH * math.log2(rank / ranks[0]) / max(math.log2(ranks[-1] / ranks[0]), 1.0)
-
-    def y_of(value: float) -> float:
-        share = math.log(value / low) / math.log(high / low) if logarithmic else (value - low) / (high - low)
-        return _TOP + _HEIGHT * (1.0 - share)
-
-    parts = [f'<text x="{left}" y="{_TOP - 18}" font-size="14" fill="#24292f">{title}</text>']
-    for tick in ticks:
-        y = y_of(tick)
-        parts.append(f'<line x1="{left}" y1="{y:.1f}" x2="{left + _WIDTH}" y2="{y:.1f}" stroke="#d0d7de"/>')
-        parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
-    parts += [
-        f'<text x="{x_of(rank):.1f}" y="{_TOP + _HEIGHT + 18}" text-anchor="middle">{rank:g}</text>'
-        for rank in ranks[::2]
-    ]
-    parts.append(f'<text x="{left + _WIDTH / 2}" y="{_TOP + _HEIGHT + 38}" text-anchor="middle">ranks</text>')
-    for colour, (label, points) in zip(_COLOURS, curves.items(), strict=False):
-        line = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in points)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        x, y = points[-1]
-        parts.append(f'<text x="{x_of(x) + 6:.1f}" y="{y_of(y) + 4:.1f}" fill="{colour}">{label}</text>')
-    return parts
+def sized(chart: charts.Spec, height: int, title: str) -> charts.Spec:
+    """A chart of the page, with a width and a title of its own."""
+    anchor = {"text": title, "anchor": "start", "fontWeight": "normal", "fontSize": 13}
+    anchor |= {"color": "currentColor", "frame": "group"}
+    return {**chart, "width": _WIDTH, "height": height, "title": anchor}
 
 
-def _ticks(least: float, most: float, logarithmic: bool) -> list[float]:
-    if logarithmic:
-        return [10.0**k for k in range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1)]
-    step = 10.0 ** math.floor(math.log10(max(most, 1e-9)))
-    step = step if most / step > 3 else step / 2
-    return [k * step for k in range(math.ceil(most / step) + 1)]
+def svg(spec: charts.Spec) -> str:
+    """The picture of a Vega-Lite specification, with lines and words in one ink for light and dark pages."""
+    import vl_convert
+
+    drawn: str = vl_convert.vegalite_to_svg({**spec, "padding": 12}, config=charts.CONFIG)
+    head, end, rest = drawn.replace("<svg ", f'<svg color="{_INK}" ', 1).partition(">")
+    return f"{head}{end}{_STYLE}{rest}\n"
+
+
+def specs(steps: int) -> dict[str, Any]:
+    """The pictures by file name: of `steps` steps of every data set."""
+    library = library_table()
+    plans = {name: planned(library, name, steps=steps) for name in (STATIC, FCP)}
+    families = {
+        family: planned(family_table(family, sequences=BATCH_SIZE * steps, seed=0), FCP, steps=steps)
+        for family in FAMILIES
+    }
+    return {
+        "step.svg": gantt_spec(plans),
+        "idle.svg": idle_spec(plans),
+        "degrees.svg": degrees_spec({"standard library": plans[FCP], **families}),
+    }
+
+
+def main() -> None:
+    """Write the pictures into a folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("docs/pictures"))
+    parser.add_argument("--steps", type=int, default=STEPS)
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for name, spec in specs(options.steps).items():
+        picture = svg(spec)
+        (options.folder / name).write_text(picture, encoding="utf-8")
+        print(f"{options.folder / name}: {len(picture) / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()

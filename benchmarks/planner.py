@@ -10,6 +10,7 @@ import resource
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -26,7 +27,9 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.bounds import simple_bound_seconds
-from fcp_cli.planning.problem import Problem
+from fcp_cli.planning.problem import Problem, Solver
+from fcp_cli.planning.published.fcp_paper import FcpPaperSolver
+from fcp_cli.planning.published.flexsp import MILP_SECONDS, FlexSP
 from fcp_cli.planning.solvers import make_solver
 
 SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")
@@ -38,8 +41,24 @@ def problem_of(sync: Sync, *, ranks: int, per_node: int, budget: int) -> Problem
     )
 
 
+def solver_of(name: str, batches: GlobalBatches, *, milp_seconds: float) -> Solver:
+    """A solver by its name; `fcp-paper:CUT` is the published algorithm with one cut, into the fewest waves."""
+    if name == "flexsp":
+        return FlexSP(batches.problem, milp_seconds=milp_seconds)
+    if name.startswith("fcp-paper:"):
+        cut = name.removeprefix("fcp-paper:")
+        return cast(Solver, FcpPaperSolver(problem=batches.problem, cuts=[cut], wave_counts=1))
+    return make_solver(name, batches)
+
+
 def plan(
-    table: LengthTable, problem: Problem, solver_name: str, *, batch_size: int, step_limit: int | None = None
+    table: LengthTable,
+    problem: Problem,
+    solver_name: str,
+    *,
+    batch_size: int,
+    step_limit: int | None = None,
+    milp_seconds: float = MILP_SECONDS,
 ) -> list[tuple[StepPlan, float, float]]:
     """(planned step, simple bound, milliseconds of CPU for solver and assembly) of every step."""
     settings = BatchSettings(
@@ -50,8 +69,9 @@ def plan(
         step_limit=step_limit,
     )
     batches = GlobalBatches(table, problem, settings)
-    solver = make_solver(solver_name, batches)
-    solver.assign(batches.batch(0))  # compiled code is loaded now
+    solver = solver_of(solver_name, batches, milp_seconds=milp_seconds)
+    if solver_name == "fcp":
+        solver.assign(batches.batch(0))  # compiled code is loaded now
     rows = []
     for batch in batches:
         started = time.process_time()
@@ -131,8 +151,11 @@ def growth(options: argparse.Namespace) -> None:
 
 
 def groups(options: argparse.Namespace) -> None:
-    """Price of a limit on the rank sets of a plan, over six steps per family, and how many sets there are without."""
-    from fcp_cli.planning.fcp.solver import group_limit_price
+    """Price of a limit on the rank sets of a plan of 32 steps per family, and how many sets there are without.
+
+    The sets are chosen on 16 of the steps and priced on the others.
+    """
+    from fcp_cli.planning.fcp import solver as fcp
 
     print(
         f"{'sync':10} {'budget':>6} {'family':12} {'unlimited':>9} " + " ".join(f"{g:>6} sets" for g in options.limit)
@@ -141,16 +164,56 @@ def groups(options: argparse.Namespace) -> None:
         for budget in (16_384, 8_192):
             for family in FAMILIES:
                 problem = problem_of(sync, ranks=64, per_node=8, budget=budget)
-                table = family_table(family, sequences=512 * 6, seed=0)
+                table = family_table(family, sequences=512 * 32, seed=0)
                 batches = GlobalBatches(table, problem, BatchSettings(global_batch_size=512))
-                solver = make_solver("fcp", batches)
+                solver = fcp.make_solver(batches)
                 steps = [assemble(solver.assign(batch), batch, problem) for batch in batches]
                 sets = {row.ranks for step in steps for row in step.micro_batches() if row.degree > 1}
-                prices = [100 * group_limit_price(batches, limit) for limit in options.limit]
+                prices = [
+                    100 * fcp.group_limit_price(fcp.make_solver(batches, max_groups=limit), batches)
+                    for limit in options.limit
+                ]
                 print(
                     f"{sync:10} {budget:6} {family:12} {len(sets):9} " + " ".join(f"{p:10.2f}%" for p in prices),
                     flush=True,
                 )
+
+
+def rivals(options: argparse.Namespace) -> None:
+    """Step by step against other strategies: their step time over that of fcp under the same sync.
+
+    Their step time over the proven bound is what no planner could gain more than.
+    """
+    print(f"{'sync':10} {'budget':>6} {'strategy':20} {'family':12} their step time over fcp's, per step")
+    for sync in options.sync:
+        ratios: dict[str, list[float]] = defaultdict(list)
+        over_bound: dict[str, list[float]] = defaultdict(list)
+        for budget in options.budget:
+            problem = problem_of(sync, ranks=64, per_node=8, budget=budget)
+            for family in FAMILIES:
+                tables = [family_table(family, sequences=512 * options.steps, seed=seed) for seed in options.seed]
+                ours = [row for table in tables for row in plan(table, problem, "fcp", batch_size=512)]
+                for name in options.rival:
+                    theirs = [
+                        row
+                        for table in tables
+                        for row in plan(table, problem, name, batch_size=512, milp_seconds=options.milp_seconds)
+                    ]
+                    found = [
+                        their.makespan_seconds / our.makespan_seconds
+                        for (their, *_), (our, *_) in zip(theirs, ours, strict=True)
+                    ]
+                    ratios[name] += found
+                    over_bound[name] += [1.0 + their.gap for their, *_ in theirs]
+                    shown = " ".join(f"{ratio:.3f}" for ratio in found)
+                    print(f"{sync:10} {budget:6} {name:20} {family:12} {shown}", flush=True)
+        for name, found in ratios.items():
+            print(
+                f"{sync:10} {'all':>6} {name:20} {'all':12} geometric mean {statistics.geometric_mean(found):.3f}, "
+                f"least {min(found):.3f}, over the bound {statistics.geometric_mean(over_bound[name]):.3f}; "
+                f"quicker than fcp on {sum(ratio < 1 for ratio in found)} of {len(found)} steps",
+                flush=True,
+            )
 
 
 def stream(options: argparse.Namespace) -> None:
@@ -202,6 +265,14 @@ def main() -> None:
     command = commands.add_parser("groups", help=groups.__doc__)
     command.add_argument("--limit", type=int, nargs="+", default=[64, 32, 16])
     command.set_defaults(run=groups)
+    command = commands.add_parser("rivals", help=rivals.__doc__)
+    command.add_argument("--rival", nargs="+", default=["fcp-paper", "fcp-paper:arrival", "static"])
+    command.add_argument("--sync", nargs="+", default=SYNCS, choices=SYNCS)
+    command.add_argument("--budget", type=int, nargs="+", default=[16_384, 8_192])
+    command.add_argument("--seed", type=int, nargs="+", default=[0, 1, 2])
+    command.add_argument("--steps", type=int, default=1, help="per family and seed")
+    command.add_argument("--milp-seconds", type=float, default=MILP_SECONDS, help="limit of each program of flexsp")
+    command.set_defaults(run=rivals)
     command = commands.add_parser("stream", help=stream.__doc__)
     command.add_argument("--sequences", type=int, default=10_000_000)
     command.add_argument("--family", default="github")

@@ -1,15 +1,20 @@
-"""The length distributions that every planner benchmark uses: three web-like families, one adversarial, one real.
+"""The data that every planner benchmark uses: three web-like families, one adversarial, one real, and clips.
 
-Each family is a numpy `default_rng(seed)` draw, rounded up to 64 tokens and cut at 131,072.
+Each family is a numpy `default_rng(seed)` draw, rounded up to 64 tokens and cut at 131,072. Clips are those of `fcp
+manifest synth`.
 """
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import numpy as np
 
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
+from fcp_cli.manifest.build import build_manifest
+from fcp_cli.manifest.sources.detect import SourceOptions, open_source
+from fcp_cli.manifest.synth import Scale, write_media_records
 from fcp_cli.manifest.table import IntArray, LengthTable
 
 MAX_LENGTH = 131_072
@@ -67,3 +72,20 @@ def real_table(path: Path) -> LengthTable:
     from fcp_cli.manifest.read import read_manifest
 
     return read_manifest(path)
+
+
+def media_manifest(name: str, processor: str, rows: int, *, seed: int = 0) -> Path:
+    """A manifest of a made-up data set of clips, in a temporary folder.
+
+    Args:
+        name: one of `fcp_cli.manifest.synth.NAMES`.
+        processor: `qwen3-vl`, `internvl`, or the folder of a checkpoint of Qwen3-VL.
+        rows: sequences.
+        seed: of the sizes.
+    """
+    folder = Path(tempfile.mkdtemp())
+    sizes, manifest = folder / "sizes.jsonl", folder / "lengths.parquet"
+    rate = 2.0 if processor == "internvl" else None  # Qwen3-VL samples two frames per second by itself
+    write_media_records(sizes, name, rows, seed=seed, scale=Scale(frames_per_second=rate), advance=lambda done: None)
+    build_manifest(open_source(sizes, "media", SourceOptions(processor=processor)), manifest)
+    return manifest

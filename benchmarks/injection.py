@@ -1,0 +1,137 @@
+"""What following a plan costs the host in a Megatron script, per micro-batch, beside the same script without fcp.
+
+    python -m benchmarks.injection [--repeats N] [--micro-batches N]
+
+One process on the CPU runs Megatron's own schedule over a small GPTModel of two layers, three ways: (a) as it is; (b)
+with fcp's attention in place of Megatron's, and nothing else of fcp; (c) under a plan, with all hooks. All read the
+same sequences from a data loader, one per micro-batch and on a single rank, and they are so short that no kernel
+hides the host. So (c) - (b) is what the hooks do: reading the plan, cutting, collating and checking a batch, its
+ring, its rotary table; and (b) - (a) is what the other attention saves or costs here.
+
+The ways take turns on one thread, step by step. Processor time is compared, that of the loader's thread included, and
+of each way the least over its steps, which other work on the machine disturbs least. What lets Megatron run on a CPU
+slows down every call of torch, so that the figures are too high rather than too low.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import tests.runtime.megatron.tiny as tiny  # isort: skip  first: it lets megatron run on the CPU
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.package_info import __version__ as megatron_version
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.attention import Attention
+from torch import Tensor
+
+from fcp_cli.runtime.integrations.megatron.follow import Follower
+from fcp_cli.runtime.integrations.megatron.stack import MegatronStack
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.ring import Ring, attention
+from tests.runtime.plans import Row, write_plan
+
+LARGEST_OVERHEAD_SECONDS = 200e-6
+_LENGTH_TOKENS = 16  # so short that kernels do not hide the host
+_WARM_UP = 2  # steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What following a plan costs the host per micro-batch.")
+    parser.add_argument("--repeats", type=int, default=60, help="steps of each way (default 60)")
+    parser.add_argument("--micro-batches", type=int, default=8, help="per step (default 8)")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, megatron-core {megatron_version}, 1 thread, {options.repeats} steps of each way")
+    with tempfile.TemporaryDirectory() as folder:
+        _start_process_group(Path(folder))
+        found = _measured(Path(folder), options.repeats, options.micro_batches)
+    alone, bare, planned = (min(way) for way in zip(*found, strict=True))
+    _tell("(a) megatron alone", alone)
+    _tell("(b) with fcp's attention", bare)
+    _tell("(c) under a plan", planned, f", {planned / alone:.2f} of (a)")
+    verdict = "within" if planned - bare <= LARGEST_OVERHEAD_SECONDS else "OVER"
+    _tell("hooks: (c) - (b)", planned - bare, f", {verdict} the limit of {1e6 * LARGEST_OVERHEAD_SECONDS:.0f} us")
+    os._exit(0)  # gloo's threads sometimes die in the interpreter's teardown
+
+
+def _tell(what: str, seconds: float, rest: str = "") -> None:
+    print(f"{what:<25}{1e6 * seconds:7.0f} us per micro-batch{rest}", flush=True)
+
+
+def _start_process_group(folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+
+
+def _measured(folder: Path, repeats: int, micro_batches: int) -> list[list[float]]:
+    """[repeats][3] processor seconds per micro-batch, of each way in turn."""
+    steps = _WARM_UP + repeats
+    rows = steps * micro_batches
+    row = Row([0], [_LENGTH_TOKENS])
+    plan = write_plan(folder / "plan.parquet", [[row] * micro_batches] * steps, num_ranks=1, rows=rows)
+    alone, bare, planned = (_arguments(rows, micro_batches) for _ in range(3))
+    _attend_with_fcp(bare["model"][0])
+    follower = Follower(plan, planned, MegatronStack())
+    schedule = schedules.get_forward_backward_func()
+    runs = (
+        _step(alone, lambda: schedule(**alone)),
+        _step(bare, lambda: schedule(**bare)),
+        _step(planned, lambda: follower.run(schedule, planned)),
+    )
+    found = [[next(run) / micro_batches for run in runs] for _ in range(steps)]
+    return found[_WARM_UP:]
+
+
+def _attend_with_fcp(model: DistributedDataParallel) -> None:
+    """On one ring that never changes, with nothing around it."""
+    ring = Ring(shard_layout((_LENGTH_TOKENS,), 1))
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        out = attention(*(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)), ring=ring)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.core_attention.forward = attend
+
+
+def _arguments(rows: int, micro_batches: int) -> dict[str, Any]:
+    """Of the schedule, as a script gives them."""
+    settings = tiny.config(params_dtype=torch.float32, pipeline_dtype=torch.float32)
+    ddp_config = DistributedDataParallelConfig()
+    model = DistributedDataParallel(settings, ddp_config, tiny.build(settings))
+    settings.finalize_model_grads_func = finalize_model_grads
+    settings.no_sync_func = model.no_sync
+    return {
+        "forward_step_func": tiny.forward_step,
+        "data_iterator": tiny.data_iterator(tiny.Sequences([_LENGTH_TOKENS] * rows)),
+        "model": [model],
+        "num_microbatches": micro_batches,
+        "micro_batch_size": 1,
+        "seq_length": _LENGTH_TOKENS,
+        "forward_only": False,
+    }
+
+
+def _step(arguments: dict[str, Any], run: Callable[[], Any]) -> Iterator[float]:
+    """Processor seconds of one step after the other."""
+    (model,) = arguments["model"]
+    while True:
+        model.zero_grad_buffer()
+        started = time.process_time()
+        run()
+        yield time.process_time() - started
+
+
+if __name__ == "__main__":
+    main()
