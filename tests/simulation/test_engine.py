@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fcp_cli.errors import PlanError
@@ -15,7 +15,6 @@ from tests.simulation.plans import Row, jobs, make_step, planned_makespan
 Job = tuple[list[Row], int, Sync]
 
 
-@settings(deadline=None)
 @given(jobs())
 def test_without_noise_the_simulated_makespan_is_the_planned_one(job: Job) -> None:
     rows, num_ranks, sync = job
@@ -23,7 +22,6 @@ def test_without_noise_the_simulated_makespan_is_the_planned_one(job: Job) -> No
     assert timeline.makespan_seconds == pytest.approx(planned_makespan(rows, num_ranks, sync), rel=1e-12)
 
 
-@settings(deadline=None)
 @given(jobs())
 def test_as_many_cores_as_ranks_change_nothing(job: Job) -> None:
     rows, num_ranks, sync = job
@@ -32,7 +30,6 @@ def test_as_many_cores_as_ranks_change_nothing(job: Job) -> None:
     np.testing.assert_array_equal(alone.end_seconds, shared.end_seconds)
 
 
-@settings(deadline=None)
 @given(jobs(), st.integers(1, 4), st.integers(0, 2**31))
 def test_a_rank_runs_its_rows_in_order_and_never_two_at_once(job: Job, cores: int, seed: int) -> None:
     rows, num_ranks, sync = job
@@ -46,7 +43,6 @@ def test_a_rank_runs_its_rows_in_order_and_never_two_at_once(job: Job, cores: in
         last_end[span.rank] = span.end_seconds
 
 
-@settings(deadline=None)
 @given(jobs())
 def test_waves_never_overlap(job: Job) -> None:
     rows, num_ranks, _ = job
@@ -57,7 +53,6 @@ def test_waves_never_overlap(job: Job) -> None:
         assert timeline.start_seconds[step.wave == wave].min() >= timeline.end_seconds[step.wave == wave - 1].max()
 
 
-@settings(deadline=None)
 @given(jobs(), st.integers(1, 5))
 def test_processor_sharing_conserves_work(job: Job, cores: int) -> None:
     rows, num_ranks, sync = job
