@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import io
 import os
 import sys
 from collections.abc import MutableMapping
@@ -30,6 +31,7 @@ def install(environment: MutableMapping[str, str]) -> None:
     if not environment.get(PLAN_VARIABLE):
         raise UsageError(f"{PLAN_VARIABLE} names no plan; set it, or start the script with 'fcp launch --plan PLAN'")
     environment.update(torch_variables(environment))
+    _speak_in_lines()
     sys.excepthook = _one_line_errors
     after_import(
         {
@@ -38,6 +40,16 @@ def install(environment: MutableMapping[str, str]) -> None:
             **_framework_hooks(),
         }
     )
+
+
+def _speak_in_lines() -> None:
+    """Have every line leave this process in one piece: ranks share a terminal.
+
+    Launchers start ranks by `python -u`, with which `print` hands on each of its arguments by itself.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _framework_hooks() -> dict[str, Hook]:

@@ -141,6 +141,24 @@ def test_a_script_that_follows_it_is_not(folder: Path) -> None:
     )
 
 
+def test_a_rank_hands_on_whole_lines_so_that_those_of_several_ranks_do_not_mix(folder: Path) -> None:
+    """Seen through a socket that keeps one write apart from the next; launchers start ranks by `python -u`."""
+    (folder / "speak.py").write_text("import sys\nprint('rank', 0, 'speaks')\nprint('and', 'warns', file=sys.stderr)\n")
+    received, sent = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with received, sent:
+        subprocess.run(
+            [sys.executable, "-u", "-m", "fcp_cli.runtime", "--", "speak.py"],
+            cwd=folder,
+            env={**os.environ, "FCP_PLAN": "plan"},
+            stdout=sent.fileno(),
+            stderr=sent.fileno(),
+            timeout=PATIENCE_SECONDS,
+            check=True,
+        )
+        received.setblocking(False)
+        assert [received.recv(100), received.recv(100)] == [b"rank 0 speaks\n", b"and warns\n"]
+
+
 def test_only_ranks_of_a_planned_job_are_prepared_by_the_environment_and_the_sites_own_customisation_runs(
     folder: Path,
 ) -> None:
