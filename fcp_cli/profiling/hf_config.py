@@ -1,4 +1,4 @@
-"""A model's figures as Hugging Face has them: read from a config.json, and given to transformers."""
+"""Reads a model's figures from a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fcp_cli.errors import ProfileError
-
-if TYPE_CHECKING:
-    from fcp_cli.profiling.models import ModelSpec, VisionSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,87 +82,3 @@ def _text_figures(document: Mapping[str, Any], text: Mapping[str, Any], *, where
         "rope_theta": text.get("rope_theta") or rope.get("rope_theta") or 10_000.0,
         "norm_eps": text.get("rms_norm_eps") or 1e-6,
     }
-
-
-def text_config(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
-    """The language model as transformers knows it: (model type, configuration arguments).
-
-    Models with a vision tower give their language backbone: Qwen3 for Qwen3-VL, Qwen2 for InternVL.
-    """
-    model_type = {"qwen3_vl": "qwen3", "internvl": "qwen2"}.get(spec.architecture, spec.architecture)
-    arguments: dict[str, Any] = {
-        "num_hidden_layers": spec.num_layers,
-        "hidden_size": spec.hidden_size,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "intermediate_size": spec.ffn_size,
-        "vocab_size": spec.vocab_size,
-        "tie_word_embeddings": spec.tied_embeddings,
-        "rope_theta": spec.rope_theta,
-        "rms_norm_eps": spec.norm_eps,
-    }
-    return model_type, arguments
-
-
-def whole_config(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
-    """The whole model as transformers knows it: (model type, configuration arguments)."""
-    model_type, text = text_config(spec)
-    if spec.vision is None:
-        return model_type, text
-    image_token, video_token = _placeholders(spec.vocab_size)
-    whole: dict[str, Any] = {"tie_word_embeddings": spec.tied_embeddings, "image_token_id": image_token}
-    if spec.architecture == "internvl":
-        whole |= {"text_config": {"model_type": model_type, **text}, **_internvl_config(spec.vision)}
-        return "internvl", whole
-    text["rope_parameters"] = {
-        "rope_type": "default",
-        "rope_theta": text.pop("rope_theta"),
-        "mrope_section": _mrope_section(spec.head_dim),
-    }
-    whole |= {"video_token_id": video_token, "text_config": text, "vision_config": _qwen3_vl_tower(spec.vision)}
-    return "qwen3_vl", whole
-
-
-def _internvl_config(vision: VisionSpec) -> dict[str, Any]:
-    tower = {
-        "hidden_size": vision.hidden_size,
-        "intermediate_size": vision.ffn_size,
-        "num_hidden_layers": vision.depth,
-        "num_attention_heads": vision.num_heads,
-        "image_size": [vision.image_size] * 2,
-        "patch_size": [vision.patch_size] * 2,
-        "attention_bias": True,
-    }
-    return {
-        "vision_config": tower,
-        "downsample_ratio": 1 / vision.merge_size,
-        "image_seq_length": (vision.image_size // vision.patch_size // vision.merge_size) ** 2,
-    }
-
-
-def _qwen3_vl_tower(vision: VisionSpec) -> dict[str, Any]:
-    return {
-        "hidden_size": vision.hidden_size,
-        "intermediate_size": vision.ffn_size,
-        "depth": vision.depth,
-        "num_heads": vision.num_heads,
-        "patch_size": vision.patch_size,
-        "temporal_patch_size": vision.temporal_patch_size,
-        "spatial_merge_size": vision.merge_size,
-        "out_hidden_size": vision.out_hidden_size,
-        "num_position_embeddings": (vision.image_size // vision.patch_size) ** 2,
-        "deepstack_visual_indexes": list(vision.deepstack_layers),
-    }
-
-
-def _placeholders(vocab_size: int) -> tuple[int, int]:
-    """Tokens of images and of videos: those of Qwen3-VL where the vocabulary reaches so far, else the last two."""
-    image_token, video_token = 151_655, 151_656
-    return (image_token, video_token) if video_token < vocab_size else (vocab_size - 2, vocab_size - 1)
-
-
-def _mrope_section(head_dim: int) -> list[int]:
-    """Rotary frequencies for time, height and width, shared out as Qwen3-VL does: 24, 20, 20 of 64."""
-    side = head_dim // 2 * 20 // 64
-    return [head_dim // 2 - 2 * side, side, side]

@@ -11,7 +11,6 @@ from fcp_cli.errors import UsageError
 from fcp_cli.profiling.analytic import analytic_profile, forward_operations, ring_bytes_per_token
 from fcp_cli.profiling.clusters import load_cluster
 from fcp_cli.profiling.descriptions import shipped_names
-from fcp_cli.profiling.hf_config import text_config, whole_config
 from fcp_cli.profiling.memory import (
     PRECISIONS,
     Parallelism,
@@ -25,6 +24,7 @@ from fcp_cli.profiling.memory import (
 from fcp_cli.profiling.models import VisionSpec, load_model
 from fcp_cli.profiling.samples import Point
 from fcp_cli.profiling.shipped import shipped_profile
+from fcp_cli.profiling.transformers_config import text_config, whole_config
 
 
 def _profile(model: str = "qwen3-8b", **parallelism: Any) -> CostProfile:
