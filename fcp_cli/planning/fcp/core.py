@@ -13,7 +13,7 @@ NO_BIN = -1
 
 
 class Sequences(NamedTuple):
-    """A global batch, by falling work. All arrays are [sequences]; seconds are those of a single rank."""
+    """A global batch, mostly by falling work. All arrays are [sequences]; seconds are those of a single rank."""
 
     attention: FloatArray
     linear: FloatArray

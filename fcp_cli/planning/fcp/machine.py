@@ -32,6 +32,13 @@ def machine_of(problem: Problem, rank_sets: list[range] | None = None) -> Machin
     )
 
 
+def in_batch_order(work: Work) -> Sequences:
+    """The sequences as they stand in the batch."""
+    return Sequences(
+        attention=work.attention_seconds, linear=work.linear_seconds, work=work.total_seconds, tokens=work.tokens
+    )
+
+
 def by_falling_work(work: Work) -> tuple[Int64Array, Sequences]:
     """Positions in the batch by falling work (ties by position), and the sequences in that order."""
     total = work.total_seconds

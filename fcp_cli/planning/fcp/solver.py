@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ from fcp_cli.planning.fcp import iteration, microbatch
 from fcp_cli.planning.fcp.catalogue import Trial, choose_sets
 from fcp_cli.planning.fcp.compiling import kept_in
 from fcp_cli.planning.fcp.core import Machine, Sequences
-from fcp_cli.planning.fcp.machine import by_falling_work, machine_of
+from fcp_cli.planning.fcp.machine import by_falling_work, in_batch_order, machine_of
+from fcp_cli.planning.fcp.one_degree import quickest
 from fcp_cli.planning.fcp.sand import CLOSED
 from fcp_cli.planning.interrupts import interrupts_deferred
 from fcp_cli.planning.problem import Assignment, Batch, Problem
-from fcp_cli.planning.published.static import static_candidates
+from fcp_cli.planning.published.static import StaticSolver, static_degrees
 
 # Amounts of work, counted so that no result depends on how fast the machine is.
 _TARGETS_PER_WAVE = 24  # candidate targets looked at for each wave
@@ -47,12 +48,13 @@ def make_solver(batches: GlobalBatches, *, max_groups: int | None = None) -> Fcp
     """
     problem = batches.problem
     if max_groups is None:
-        return FcpSolver(problem=problem, machine=machine_of(problem))
+        return FcpSolver(problem=problem, machine=machine_of(problem), degrees=np.array(static_degrees(problem)))
     options = {"max_groups": max_groups}
     sample = [batches.batch(step) for step in _spread(len(batches), _CHOOSING_STEPS)]
 
     def limited_to(sets: list[range]) -> FcpSolver:
-        return FcpSolver(problem=problem, machine=machine_of(problem, sets), options=options)
+        degrees = np.array([degree for degree in static_degrees(problem) if _tiled(problem.num_ranks, degree, sets)])
+        return FcpSolver(problem=problem, machine=machine_of(problem, sets), degrees=degrees, options=options)
 
     return limited_to(
         choose_sets(
@@ -62,6 +64,11 @@ def make_solver(batches: GlobalBatches, *, max_groups: int | None = None) -> Fcp
             trial=lambda sets: _trial(limited_to(sets), sample),
         )
     )
+
+
+def _tiled(num_ranks: int, degree: int, sets: list[range]) -> bool:
+    """Whether rings of one degree may run on all ranks side by side."""
+    return degree == 1 or all(range(first, first + degree) in sets for first in range(0, num_ranks, degree))
 
 
 def _trial(solver: FcpSolver, sample: list[Batch]) -> Trial:
@@ -102,10 +109,16 @@ def group_limit_price(limited: FcpSolver, batches: GlobalBatches) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FcpSolver:
-    """Plans whole steps by predicted cost, under either sync."""
+    """Plans whole steps by predicted cost, under either sync.
+
+    Attributes:
+        machine: the ranks, and the rank sets that rings may use.
+        degrees: ascending; those that all groups of a step may have at once.
+    """
 
     problem: Problem
     machine: Machine
+    degrees: Int64Array
     name: str = "fcp"
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -116,30 +129,32 @@ class FcpSolver:
 
     def _assign(self, batch: Batch) -> Assignment:
         order, sequences = by_falling_work(batch.work)
-        lower = simple_bound_seconds(batch.work, self.problem)
         if self.problem.sync == "microbatch":
             found = _assign_waves(order, sequences, self.machine)
         else:
-            found = _assign_timelines(lower, order, sequences, self.machine)
-        seconds = makespan_seconds(found, batch, self.problem)
+            found = self._assign_timelines(batch, order, sequences)
+        return self._static(batch, makespan_seconds(found, batch, self.problem)) or found
+
+    def _assign_timelines(self, batch: Batch, order: Int64Array, sequences: Sequences) -> Assignment:
+        """Timelines or, where few ranks leave a wide gap, waves if they are quicker; these are a valid order, too."""
+        found = _assign_timelines(simple_bound_seconds(batch.work, self.problem), order, sequences, self.machine)
         if self.problem.num_ranks > _PORTFOLIO_RANKS:
             return found
+        seconds = makespan_seconds(found, batch, self.problem)
         close_enough = _CLOSE_ENOUGH[0 if self.problem.num_ranks <= 32 else 1]
         if seconds <= lower_bound_seconds(batch.work, self.problem) * (1.0 + close_enough):
             return found
-        # With few ranks a single sequence weighs much, and a plainer schedule may happen to fit better.
-        others = list(self._plainer(batch, order, sequences))
-        totals = [seconds, *(makespan_seconds(other, batch, self.problem) for other in others)]
-        return [found, *others][int(np.argmin(totals))]
+        waves = _assign_waves(order, sequences, self.machine)
+        waves = replace(waves, wave=np.full_like(waves.wave, -1))
+        return waves if makespan_seconds(waves, batch, self.problem) < seconds else found
 
-    def _plainer(self, batch: Batch, order: Int64Array, sequences: Sequences) -> Iterator[Assignment]:
-        """Waves, which are also a valid order under `iteration`, and every static degree."""
-        if self.problem.sync == "iteration":
-            waves = _assign_waves(order, sequences, self.machine)
-            yield replace(waves, wave=np.full_like(waves.wave, -1))
-        if "max_groups" not in self.options:
-            longest = int(batch.work.tokens.max())
-            yield from (solver.assign(batch) for solver in static_candidates(self.problem, longest))
+    def _static(self, batch: Batch, seconds: float) -> Assignment | None:
+        """The best step of one degree if it takes fewer than these seconds; rings keep to the allowed rank sets."""
+        waves = self.problem.sync == "microbatch"
+        _seconds, degree, even = quickest(seconds, self.degrees, waves, in_batch_order(batch.work), self.machine)
+        if not degree:
+            return None
+        return StaticSolver(problem=self.problem, degree=degree, packing="even" if even else "full").assign(batch)
 
 
 def _assign_waves(order: Int64Array, sequences: Sequences, machine: Machine) -> Assignment:

@@ -8,18 +8,19 @@ sequence) and whether packs are filled up (fewest packs) or evened out (every gr
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from fcp_cli.cost.model import group_seconds
-from fcp_cli.manifest.table import FloatArray, IntArray
+from fcp_cli.manifest.table import IntArray
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import GlobalBatches
-from fcp_cli.planning.packing import first_fit_decreasing, members_by_pack, spread_evenly
+from fcp_cli.planning.fcp.core import Sequences
+from fcp_cli.planning.fcp.machine import in_batch_order, machine_of
+from fcp_cli.planning.fcp.one_degree import even_count, even_packs, full_packs, longest_first, share_out
+from fcp_cli.planning.packing import members_by_pack
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 
 Packing = Literal["full", "even"]
@@ -39,58 +40,34 @@ class StaticSolver:
     def options(self) -> Mapping[str, Any]:
         return {"degree": self.degree, "packing": self.packing}
 
+    def assign(self, batch: Batch) -> Assignment:
+        """Pack, sort the packs by cost, share them out over the groups."""
+        sequences, machine = in_batch_order(batch.work), machine_of(self.problem)
+        pack_of, packs = self._pack(sequences)
+        waves = self.problem.sync == "microbatch"
+        _seconds, by, group = share_out(self.degree, waves, pack_of, packs, sequences, machine)
+        offsets, members = members_by_pack(pack_of, packs)
+        wave = np.arange(packs) // self.num_groups if waves else np.full(packs, -1)
+        return Assignment(
+            wave=wave.astype(np.int32),
+            rank_offsets=np.arange(packs + 1, dtype=np.int64) * self.degree,
+            ranks=(group[:, None] * self.degree + np.arange(self.degree)).ravel().astype(np.int32),
+            member_offsets=np.concatenate(([0], np.cumsum(np.diff(offsets)[by]))),
+            members=np.concatenate([members[offsets[pack] : offsets[pack + 1]] for pack in by.tolist()]),
+        )
+
     @property
     def num_groups(self) -> int:
         return self.problem.num_ranks // self.degree
 
-    def assign(self, batch: Batch) -> Assignment:
-        """Pack, sort the packs by cost, share them out over the groups."""
-        pack_of = self._pack(batch.work.tokens)
-        offsets, members = members_by_pack(pack_of, int(pack_of.max()) + 1)
-        seconds = self._pack_seconds(batch, offsets, members)
-        order = np.argsort(-seconds, kind="stable")
-        if self.problem.sync == "microbatch":
-            wave, group = np.divmod(np.arange(len(order)), self.num_groups)
-        else:
-            wave, group = np.full(len(order), -1), self._least_loaded(seconds[order])
-        sizes = np.diff(offsets)[order]
-        return Assignment(
-            wave=wave.astype(np.int32),
-            rank_offsets=np.arange(len(order) + 1, dtype=np.int64) * self.degree,
-            ranks=(group[:, None] * self.degree + np.arange(self.degree)).ravel().astype(np.int32),
-            member_offsets=np.concatenate(([0], np.cumsum(sizes))),
-            members=np.concatenate([members[offsets[pack] : offsets[pack + 1]] for pack in order.tolist()]),
-        )
-
-    def _pack(self, tokens: IntArray) -> IntArray:
-        capacity = self.degree * self.problem.tokens_per_rank
-        full = first_fit_decreasing(tokens, capacity)
-        if self.packing == "full":
-            return full
-        packs = -(-(int(full.max()) + 1) // self.num_groups) * self.num_groups
-        even = np.unique(spread_evenly(tokens, packs), return_inverse=True)[1]
-        return full if np.bincount(even, weights=tokens).max() > capacity else even
-
-    def _pack_seconds(self, batch: Batch, offsets: IntArray, members: IntArray) -> FloatArray:
-        work, first = batch.work, offsets[:-1]
-        return group_seconds(
-            self.problem.profile,
-            attention_seconds=np.add.reduceat(work.attention_seconds[members], first),
-            linear_seconds=np.add.reduceat(work.linear_seconds[members], first),
-            tokens=np.add.reduceat(work.tokens[members], first),
-            degree=self.degree,
-            # Groups of a degree that does not divide a node lie partly across two: rank packs as if all did.
-            crosses_nodes=self.problem.ranks_per_node % self.degree != 0,
-        )
-
-    def _least_loaded(self, seconds: FloatArray) -> IntArray:
-        """[packs] the group of each pack: longest first, each to the group that is free first."""
-        heap = [(0.0, group) for group in range(self.num_groups)]
-        groups = np.empty(len(seconds), dtype=np.int64)
-        for i, duration in enumerate(seconds.tolist()):
-            busy, groups[i] = heap[0]
-            heapq.heapreplace(heap, (busy + duration, int(groups[i])))
-        return groups
+    def _pack(self, sequences: Sequences) -> tuple[IntArray, int]:
+        capacity, by_tokens = self.degree * self.problem.tokens_per_rank, longest_first(sequences)
+        pack_of, packs = full_packs(capacity, by_tokens, sequences)
+        if self.packing == "even":
+            even_of, even = even_packs(even_count(packs, self.num_groups), capacity, by_tokens, sequences)
+            if even:
+                return even_of, even
+        return pack_of, packs
 
 
 def make_solver(batches: GlobalBatches) -> StaticSolver:
@@ -125,7 +102,12 @@ def _total_seconds(solver: StaticSolver, batches: Sequence[Batch]) -> float:
 
 def static_candidates(problem: Problem, longest_tokens: int) -> Iterator[StaticSolver]:
     """Every degree that divides the ranks and holds the longest sequence, with either packing."""
-    for degree in range(1, problem.num_ranks + 1):
-        if problem.num_ranks % degree == 0 and degree * problem.tokens_per_rank >= longest_tokens:
+    for degree in static_degrees(problem):
+        if degree * problem.tokens_per_rank >= longest_tokens:
             yield StaticSolver(problem=problem, degree=degree, packing="full")
             yield StaticSolver(problem=problem, degree=degree, packing="even")
+
+
+def static_degrees(problem: Problem) -> list[int]:
+    """Every degree that divides the ranks, ascending."""
+    return [degree for degree in range(1, problem.num_ranks + 1) if problem.num_ranks % degree == 0]

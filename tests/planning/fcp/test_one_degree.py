@@ -1,0 +1,47 @@
+"""The compiled packers of the static degrees pack as the plain ones do."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fcp_cli.planning.fcp.core import Sequences
+from fcp_cli.planning.fcp.one_degree import even_count, even_packs, full_packs, longest_first
+from fcp_cli.planning.packing import first_fit_decreasing, spread_evenly
+
+
+def of_lengths(lengths: list[int]) -> Sequences:
+    tokens = np.array(lengths, dtype=np.int64)
+    work = tokens.astype(np.float64)
+    return Sequences(attention=np.zeros_like(work), linear=work, work=work, tokens=tokens)
+
+
+lists_of_lengths = st.lists(st.integers(1, 1000), min_size=1, max_size=60)
+
+
+@settings(max_examples=50)
+@given(lengths=lists_of_lengths, capacity=st.integers(1000, 4000))
+def test_full_packs_are_first_fit_decreasing(lengths: list[int], capacity: int) -> None:
+    sequences = of_lengths(lengths)
+    pack_of, packs = full_packs(capacity, longest_first(sequences), sequences)
+    expected = first_fit_decreasing(sequences.tokens, capacity)
+    assert pack_of.tolist() == expected.tolist()
+    assert packs == expected.max() + 1
+
+
+@settings(max_examples=50)
+@given(lengths=lists_of_lengths, packs=st.integers(1, 20), capacity=st.integers(1000, 4000))
+def test_even_packs_have_like_tokens_or_are_refused(lengths: list[int], packs: int, capacity: int) -> None:
+    sequences = of_lengths(lengths)
+    pack_of, found = even_packs(packs, capacity, longest_first(sequences), sequences)
+    expected = spread_evenly(sequences.tokens, packs)
+    if np.bincount(expected, weights=sequences.tokens).max() > capacity:
+        assert found == 0
+    else:
+        assert pack_of.tolist() == expected.tolist()
+        assert found == len(np.unique(expected))
+
+
+def test_every_group_gets_the_same_number_of_even_packs() -> None:
+    assert [even_count(packs, 4) for packs in (1, 4, 5)] == [4, 4, 8]
