@@ -80,7 +80,12 @@ def send(pids: list[int], number: signal.Signals) -> None:
 
 
 def kill_tree(pid: int) -> None:
-    """End a process and everything below it, now. The process itself goes first, so that it starts nothing anew."""
-    below = descendants(pid)
-    send([pid], signal.SIGKILL)
-    send(below, signal.SIGKILL)
+    """End a process and everything below it, now. All are halted first: what one of them starts meanwhile is seen, too.
+
+    Whoever ran on would leave behind what it starts between the look at the tree and its own end.
+    """
+    halted: list[int] = []
+    while running := [one for one in (pid, *descendants(pid)) if one not in halted]:
+        send(running, signal.SIGSTOP)
+        halted += running
+    send(halted, signal.SIGKILL)

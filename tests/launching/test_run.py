@@ -24,7 +24,7 @@ class FakeRunner:
     """Stands for torchrun: ends with `status` after `polls` looks, and lets local rank 0 print a line on each."""
 
     def __init__(self, *, status: int = 0, polls: int = 2, log_dir: Path) -> None:
-        self.pid = 4_000_000  # beyond what Linux gives out
+        self.pid = 2**22 + 1  # beyond what Linux gives out
         self.argv: list[str] = []
         self.environment: dict[str, str] = {}
         self._status = status
