@@ -37,10 +37,12 @@ def note(message: str) -> None:
 
 def print_error(message: str) -> None:
     """Print one line on stderr, even under -q."""
+    from rich.text import Text
+
     console = human()
     console.quiet = False
-    console.print("[bold red]error:[/] ", end="")
-    console.print(message, markup=False, soft_wrap=True)
+    # In one piece: the ranks and nodes of a job share a terminal.
+    console.print(Text.assemble(("error:", "bold red"), f" {message}"), soft_wrap=True)
 
 
 def print_json(document: Mapping[str, Any]) -> None:

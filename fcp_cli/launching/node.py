@@ -125,15 +125,15 @@ def _report(outcome: JobOutcome, *, shows: bool) -> int:
     if outcome.failure is None:
         return 0
     last_words, summary = outcome.failure.report(rank_0_is_shown=shows)
-    for line in last_words:
-        _say(line)
-    if summary:
-        _say(f"error: {summary}")
+    if said := [*last_words, *([f"error: {summary}"] if summary else [])]:
+        _say("\n".join(said))
     return 1
 
 
 def _say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
+    """In one piece: the nodes of a job share the terminal of whoever started it."""
+    sys.stderr.write(f"{message}\n")
+    sys.stderr.flush()
 
 
 class _Lasting:
