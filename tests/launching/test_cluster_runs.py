@@ -12,6 +12,7 @@ import pytest
 
 from tests.launching.cluster_jobs import FakeCluster
 from tests.patience import PATIENCE_SECONDS
+from tests.ports import unused_port
 from tests.training.small_runs import fcp_command, write_manifest, write_small_plan
 
 pytestmark = [pytest.mark.torch, pytest.mark.distributed]
@@ -50,14 +51,8 @@ def cluster(tmp_path: Path) -> FakeCluster:
     return FakeCluster(tmp_path)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
 def launch(folder: Path, cluster: FakeCluster, *words: str) -> subprocess.CompletedProcess[str]:
-    options = ("--device", "cpu", "--nodes", "2", "--master-port", str(free_port()))
+    options = ("--device", "cpu", "--nodes", "2", "--master-port", str(unused_port()))
     return subprocess.run(
         fcp_command("launch", *options, *words), cwd=folder, env=cluster.environment(), capture_output=True, text=True,
         timeout=PATIENCE_SECONDS, check=False,

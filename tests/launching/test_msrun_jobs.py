@@ -17,8 +17,8 @@ import pytest
 from fcp_cli.errors import RunError
 from fcp_cli.launching.inject import is_mindspore_script
 from fcp_cli.launching.machine import find_machine_without_torch
-from fcp_cli.launching.network import free_ports
 from tests.patience import PATIENCE_SECONDS, wait_until
+from tests.ports import unused_port
 from tests.training.small_runs import fcp_command, run_fcp, write_manifest, write_small_plan
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +62,7 @@ def stop(number, frame):
     sys.exit(130)
 signal.signal(signal.SIGINT, stop)
 pathlib.Path(f"up-{rank}").touch()
-time.sleep(600)
+time.sleep(3600)
 """
 )
 
@@ -160,7 +160,7 @@ def test_two_emulated_nodes_train_together(msrun: str, plans: Path) -> None:
 
 def run_two_nodes(folder: Path, run_dir: Path, *program: str) -> None:
     """Both have the master's address here, so both start a scheduler: torch's ranks do not mind."""
-    where = ("--nodes", "2", "--master-addr", own_address(), "--master-port", str(free_ports(29700, count=2)))
+    where = ("--nodes", "2", "--master-addr", own_address(), "--master-port", str(unused_port(count=2)))
     jobs = [
         subprocess.Popen(
             fcp_command(*launch(*where, "--node-rank", str(node), "--run-dir", str(run_dir), *program)),
@@ -200,7 +200,7 @@ def test_the_rank_that_fails_first_is_named_and_nobody_waits_for_the_scheduler(
     assert last.endswith("worker_2.log")
     if script == _RAISES:
         assert "  ValueError: rank 2 cannot go on" in done.stderr
-    assert processes_in(folder) == []
+    wait_until(lambda: processes_in(folder) == [])
 
 
 _TRAINS = "from fcp_cli import runtime\nruntime.start(fetch=lambda row: [1] * 4096)\n"
@@ -218,7 +218,7 @@ def test_a_master_that_does_not_answer_is_named_in_time(msrun: str, folder: Path
         "nodes with the same plan, make sure that --master-addr and --master-port are node 0's own, or wait longer "
         "with --join-timeout"
     )
-    assert processes_in(folder) == []
+    wait_until(lambda: processes_in(folder) == [])
 
 
 def processes_in(folder: Path) -> list[int]:
@@ -243,7 +243,7 @@ def test_a_signal_to_fcp_asks_the_ranks_and_leaves_no_orphan(msrun: str, folder:
     said = job.communicate(timeout=PATIENCE_SECONDS)[1]
     assert job.returncode == 128 + number, said
     assert sorted(path.name for path in folder.glob("stopped-*")) == [f"stopped-{rank}" for rank in range(4)]
-    assert processes_in(folder) == []
+    wait_until(lambda: processes_in(folder) == [])
 
 
 def test_when_fcp_is_killed_its_ranks_stop_and_msrun_ends(msrun: str, folder: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.patience import PATIENCE_SECONDS
+from tests.ports import unused_port
 from tests.runtime.launch import ROOT
 from tests.runtime.plans import Row, write_plan
 
@@ -209,7 +210,7 @@ def test_ranks_that_msrun_started_meet_in_torch_and_its_scheduler_ends_at_once(f
         "FCP_PLAN": "plan",
         "MS_WORKER_NUM": "2",
         "MS_SCHED_HOST": "127.0.0.1",
-        "MS_SCHED_PORT": str(_free_port() - 1),
+        "MS_SCHED_PORT": str(unused_port() - 1),
         "RANK_ID": "0",
     }
     if how == "environment":
@@ -236,10 +237,3 @@ def test_ranks_that_msrun_started_meet_in_torch_and_its_scheduler_ends_at_once(f
         "",
         *(f"rank {rank} of 2 sum 3\nends with a process group: False\n" for rank in range(2)),
     ]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
