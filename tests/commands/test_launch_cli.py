@@ -292,7 +292,7 @@ def test_a_users_script_runs_on_all_ranks_and_the_rank_that_fails_is_named(folde
     assert lines[-3:-1] == [f"last lines of rank 2 on {host}:", "  I am the one"]
     assert lines[-1].startswith(f"error: rank 2 on {host} exited with status 1; its whole output is in ")
     assert Path(lines[-1].split(" is in ")[1]).read_text() == "I am the one\n"
-    beats = map(read_heartbeat, sorted((folder / "runs").glob("*/heartbeat.json")))
+    beats = map(read_heartbeat, sorted((folder / "runs").glob("script-*/heartbeat.json")))
     assert [beat and beat.ended for beat in beats] == ["finished", "failed"]
 
 

@@ -241,7 +241,7 @@ def test_a_full_disk_leaves_the_old_plan_and_nothing_else(folder: Path) -> None:
 
 
 def test_ctrl_c_has_status_130_and_leaves_nothing(tmp_path: Path) -> None:
-    write_dataset(tmp_path, sequences=20_000)
+    write_dataset(tmp_path, sequences=200_000)  # minutes to plan: it is at it when the signal comes
     process = subprocess.Popen(
         [sys.executable, "-m", "fcp_cli", "plan", "dataset.parquet", *EIGHT_RANKS],
         cwd=tmp_path,

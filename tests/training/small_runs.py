@@ -134,7 +134,7 @@ def run_fcp(*words: str, folder: Path, timeout_seconds: float = PATIENCE_SECONDS
 
 
 def ranks_in(folder: Path) -> list[int]:
-    """Live processes whose plan is in this folder."""
+    """Live processes whose plan is in this folder; one that was killed takes a moment to go."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:

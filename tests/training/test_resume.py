@@ -24,21 +24,23 @@ from fcp_cli.launching import processes
 from fcp_cli.profiling.shipped import shipped_profile_path
 from fcp_cli.training.checkpoint_header import checkpoints
 from fcp_cli.training.metrics import read_metrics
+from tests.patience import wait_until
 from tests.training.small_runs import fcp_command, ranks_in, run_fcp, write_manifest, write_small_plan
 
 pytestmark = [pytest.mark.distributed, pytest.mark.hf]
 
 STEPS = 12
+# A run that is to be stopped in the middle has far more left than it could do before somebody slow has read a line.
+PLANNED_STEPS = 300
 SETTINGS = ("--model", "qwen3-tiny", "--learning-rate", "3e-3", "--log-every", "1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a launch ended: exit status, all that it printed to stderr, and which of its ranks are still there."""
+    """How a launch ended, once none of its ranks was left: exit status, and all that it printed to stderr."""
 
     status: int
     printed: str
-    ranks_left: list[int]
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +48,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as a user has it after `fcp manifest build` and `fcp plan`."""
     folder = tmp_path_factory.mktemp("runs")
     manifest = write_manifest(folder)
-    write_small_plan(folder / "plan.parquet", manifest, steps=STEPS)
+    write_small_plan(folder / "plan.parquet", manifest, steps=PLANNED_STEPS)
     write_small_plan(folder / "waves.parquet", manifest, steps=4, sync="microbatch", num_ranks=2)
     return folder
 
 
 @pytest.fixture(scope="module")
 def straight(folder: Path) -> Path:
-    """All steps, with a checkpoint of each to compare with."""
-    ended = run_fcp("launch", *SETTINGS, "--checkpoint-every", "1", "--keep-checkpoints", str(STEPS), folder=folder)
+    """The first steps, with a checkpoint of each to compare with."""
+    every = ("--steps", str(STEPS), "--checkpoint-every", "1", "--keep-checkpoints", str(STEPS))
+    ended = run_fcp("launch", *SETTINGS, *every, folder=folder)
     assert ended.returncode == 0, ended.stderr
     return folder / "runs" / "qwen3-tiny-001"
 
@@ -66,12 +69,13 @@ def broken(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def killed(folder: Path, broken: Path) -> Ended:
-    """One rank is killed outright, two steps after the checkpoint of step 5."""
-    words = (*SETTINGS, "--checkpoint-every", "5", "--run-dir", str(broken))
-    with launched(*words, folder=folder) as (process, read_to):
+    """One rank is killed outright, two steps after the checkpoint of step 5, or a little later."""
+    every = ("--checkpoint-every", "5", "--keep-checkpoints", str(PLANNED_STEPS))
+    words = (*SETTINGS, *every, "--run-dir", str(broken))
+    with launched(*words, folder=folder) as (_, read_to):
         read_to("step 7/")
-        (agent,) = filter(processes.children, processes.children(process.pid))  # its guard starts nothing
-        os.kill(processes.children(agent)[2], signal.SIGKILL)
+        (rank_2,) = (pid for pid in ranks_in(folder) if processes.environment_of(pid).get("RANK") == "2")
+        os.kill(rank_2, signal.SIGKILL)
         return read_to(None)
 
 
@@ -97,9 +101,11 @@ def launched(*words: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str],
             for line in process.stderr:
                 printed.append(line)
                 if beginning is not None and line.startswith(beginning):
-                    return Ended(status=0, printed=line, ranks_left=[])
+                    return Ended(status=0, printed=line)
             assert beginning is None, "".join(printed)
-            return Ended(status=process.wait(), printed="".join(printed), ranks_left=ranks_in(folder))
+            status = process.wait()
+            wait_until(lambda: ranks_in(folder) == [])
+            return Ended(status=status, printed="".join(printed))
 
         try:
             yield process, read_to
@@ -129,7 +135,6 @@ def same_bits(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 
 def test_a_killed_rank_ends_the_job_and_is_named(killed: Ended) -> None:
     assert killed.status == 1
-    assert killed.ranks_left == []
     assert (
         f"error: rank 2 on {socket.gethostname()} was ended by signal 9 (out of memory?); its whole output is in "
         in (killed.printed)
@@ -139,13 +144,14 @@ def test_a_killed_rank_ends_the_job_and_is_named(killed: Ended) -> None:
 
 def test_ctrl_c_saves_says_how_to_go_on_and_leaves_nothing_running(broken: Path, interrupted: Ended) -> None:
     assert interrupted.status == 130, interrupted.printed
-    assert interrupted.ranks_left == []
     saved = len(steps_of(broken))
-    assert 6 <= saved < STEPS
+    assert 6 <= saved < PLANNED_STEPS
     assert interrupted.printed.splitlines()[-1] == (
         f"error: interrupted; {saved} steps are saved, go on with: fcp launch --run-dir {broken.name} --resume"
     )
-    assert [path.name for path in checkpoints(broken / "checkpoints")] == ["step-00000005", f"step-{saved:08d}"]
+    *every_fifth, last = [path.name for path in checkpoints(broken / "checkpoints")]
+    assert every_fifth == [f"step-{step:08d}" for step in range(5, saved, 5)]
+    assert last == f"step-{saved:08d}"
 
 
 def test_a_run_that_was_killed_and_resumed_equals_one_that_was_not(
@@ -153,9 +159,10 @@ def test_a_run_that_was_killed_and_resumed_equals_one_that_was_not(
 ) -> None:
     steps = steps_of(broken)
     assert [step[0] for step in steps] == list(range(len(steps)))  # none is missing, none appears twice
-    assert steps == steps_of(straight)[: len(steps)]
-    for checkpoint in checkpoints(broken / "checkpoints"):
-        assert same_bits(tensors_of(checkpoint), tensors_of(straight / "checkpoints" / checkpoint.name))
+    assert steps[:STEPS] == steps_of(straight)[: len(steps)]
+    ours, theirs = ({path.name: path for path in checkpoints(run / "checkpoints")} for run in (broken, straight))
+    for name in ours.keys() & theirs.keys():  # all, unless it was stopped very late
+        assert same_bits(tensors_of(ours[name]), tensors_of(theirs[name]))
 
 
 def cut(run_dir: Path, finished: Path, *, step: int) -> None:
