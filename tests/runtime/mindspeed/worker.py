@@ -16,52 +16,28 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
+from unittest import mock
 
-import tests.runtime.megatron.tiny as tiny  # isort: skip  first: it lets megatron run on the CPU
+import tests.runtime.mindspeed.cpu  # isort: skip  # noqa: F401
+import tests.runtime.megatron.tiny as tiny  # isort: skip
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import package_info, parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import schedules
-from torch import Tensor
 
 from fcp_cli.errors import FcpError
 from fcp_cli.runtime.integrations.megatron.schedule import hook_schedules
 from fcp_cli.runtime.integrations.mindspeed import attention
 from tests.patience import PATIENCE_SECONDS
-from tests.runtime.fake_npu import FakeNpu
 from tests.runtime.megatron.gradient_worker import FULL, global_batches, gradient_alone, lengths_of, two_forwards
 
 SWITCHING, WAVES = "switching.parquet", "waves.parquet"
 STATIC_DEGREE = 2
-# As a MindSpeed job has them on its command line, and in its transformer configuration.
-SETTINGS: Mapping[str, Any] = {
-    "context_parallel_size": STATIC_DEGREE,
-    "context_parallel_algo": "megatron_cp_algo",
-    "attention_mask_type": "causal",
-    "cp_window_size": 1,
-    "use_cp_send_recv_overlap": False,
-    "use_fused_ring_attention_update": False,
-    "megatron_cp_in_bnsd": False,
-    "context_parallel_kv_cache_policy": None,
-    "context_parallel_cache_interval": 0,
-    "alibi_fusion_attn_type": None,
-    "tp_2d": False,
-    "tp_y": 1,
-    "reset_attention_mask": False,
-    "use_flash_attn": True,
-    "sparse_mode": 2,
-    "micro_batch_size": 1,
-    "seq_length": 128,
-    "pre_tockens": 65536,
-    "next_tockens": 0,
-}
+OWN_VERSION = "0.12.1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +48,7 @@ class Case:
         plan: file name.
         settings: of the transformer.
         mindspeed: other settings of MindSpeed.
+        rope: kind of position embedding.
         two_forwards: run one forward ahead of the backwards.
         broken: what MindSpeed is left without.
     """
@@ -79,6 +56,7 @@ class Case:
     plan: str = SWITCHING
     settings: Mapping[str, Any] = field(default_factory=dict)
     mindspeed: Mapping[str, Any] = field(default_factory=dict)
+    rope: str = "rope"
     two_forwards: bool = False
     broken: str = ""
 
@@ -91,71 +69,57 @@ CASES: Mapping[str, Case] = {
     "two forwards recomputed": Case(plan=WAVES, two_forwards=True, settings=FULL),
     "without patch manager": Case(broken="patch manager"),
     "keys and values kept": Case(mindspeed={"context_parallel_kv_cache_policy": "full"}),
+    "mrope": Case(rope="mrope", settings={"mrope_section": [2, 1, 1]}),
+    "mrope recomputed": Case(rope="mrope", settings={"mrope_section": [2, 1, 1], **FULL}),
 }
 # What must stop with one line.
 REFUSED: Mapping[str, Case] = {
-    "static degree 1": Case(mindspeed={"context_parallel_size": 1}),
     "ulysses": Case(mindspeed={"context_parallel_algo": "ulysses_cp_algo"}),
-    "window": Case(mindspeed={"cp_window_size": 2}),
-    "overlap": Case(mindspeed={"use_cp_send_recv_overlap": True}),
-    "documents": Case(mindspeed={"reset_attention_mask": True}),
-    "general mask": Case(mindspeed={"attention_mask_type": "general"}),
     "per-token loss": Case(settings={"calculate_per_token_loss": False}),
     "other line": Case(broken="other line"),
     "changed": Case(broken="changed"),
+    "other attention": Case(broken="other attention"),
     "repatched": Case(broken="repatched"),
 }
 
 
 def become_mindspeed() -> argparse.Namespace:
-    """Import MindSpeed and let it put its context parallelism into Megatron, as its adaptor does."""
-    torch_npu = MagicMock()
-    npu = FakeNpu(head_major=True, stats_dtype=torch.float64)
-    torch_npu.npu_fusion_attention = npu.npu_fusion_attention
-    torch_npu.npu_fusion_attention_grad = npu.npu_fusion_attention_grad
-    sys.modules["torch_npu"] = torch_npu
-    setattr(torch, "npu", MagicMock())  # noqa: B010  for type annotations of some versions
-    for native in ("torchair", "mindspeed.op_builder"):  # build kernels, of which none is asked for here
-        sys.modules[native] = MagicMock()
-    try:
-        import megatron.core.extensions.transformer_engine  # noqa: F401
-    except ImportError:  # megatron-core 0.12: the engine is not there, but is patched
-        engine: Any = types.ModuleType("megatron.core.extensions.transformer_engine")
-        engine.TEDotProductAttention = type("TEDotProductAttention", (), {})
-        sys.modules[engine.__name__] = engine
-    from mindspeed import args_utils
+    """Import MindSpeed, which puts itself into Megatron by the command line."""
+    sys.argv = [sys.argv[0], "--context-parallel-size", str(STATIC_DEGREE)]
+    from tests.runtime.mindspeed.train import job_settings
 
-    settings = argparse.Namespace(**SETTINGS)
-    args_utils._MINDSPEED_ARGS = settings
-    from mindspeed.features_manager.context_parallel.context_parallel_feature import (
-        ContextParallelFeature,
-    )
-    from mindspeed.patch_utils import MindSpeedPatchesManager
+    return job_settings(STATIC_DEGREE)
 
-    ContextParallelFeature().register_patches(MindSpeedPatchesManager, settings)
-    MindSpeedPatchesManager.apply_patches()
-    return settings
+
+def gradients_alone(folder: Path) -> Mapping[tuple[str, str], np.ndarray]:
+    """[steps, parameters] of one process, by plan and position embedding, with Megatron's own attention."""
+    found = {}
+    for case in CASES.values():
+        if (case.plan, case.rope) not in found:
+            plan = folder / case.plan
+            section = case.settings.get("mrope_section")
+            model = tiny.build(tiny.config(mrope_section=section), rope=case.rope)
+            alone = [gradient_alone(model, dataset_of(plan, case), rows) for rows in global_batches(plan)]
+            found[case.plan, case.rope] = np.stack(alone)
+    return found
+
+
+def dataset_of(plan: Path, case: Case) -> tiny.Sequences:
+    return tiny.Sequences(lengths_of(plan), axes=3 if case.rope == "mrope" else 1)
 
 
 def gradients_planned(plan: Path, case: Case, settings: argparse.Namespace) -> tuple[np.ndarray, list[Any]]:
     """[steps, parameters] of this rank, and what each step reported."""
-    for name, value in {**SETTINGS, **case.mindspeed}.items():
-        setattr(settings, name, value)
-    dataset = tiny.Sequences(lengths_of(plan))
-    config = tiny.config(**case.settings, context_parallel_size=STATIC_DEGREE)
-    for name, value in vars(settings).items():
-        setattr(config, name, value)
-    config.context_parallel_size = STATIC_DEGREE
-    model = DistributedDataParallel(
-        config, DistributedDataParallelConfig(grad_reduce_in_fp32=False), tiny.build(config)
-    )
-    config.context_parallel_size = settings.context_parallel_size
-    config.finalize_model_grads_func = finalize_model_grads
-    config.no_sync_func = model.no_sync
+    from tests.runtime.mindspeed.train import forward_step, wrapped_model
+
+    with mock.patch.dict(vars(settings), case.mindspeed):
+        _, model = wrapped_model(settings, rope=case.rope, **case.settings)
+    if case.broken == "other attention":
+        model.module.decoder.layers[0].self_attention.core_attention = torch.nn.Identity()
     batches = list(global_batches(plan))
     arguments = {
-        "forward_step_func": partial(forward_step, settings=settings),
-        "data_iterator": tiny.data_iterator(dataset),
+        "forward_step_func": forward_step,
+        "data_iterator": tiny.data_iterator(dataset_of(plan, case)),
         "model": [model],
         "num_microbatches": len(batches[0]) // parallel_state.get_data_parallel_world_size(),
         "micro_batch_size": 1,
@@ -203,33 +167,11 @@ def broken(what: str) -> Iterator[None]:
     try:
         yield
     finally:
-        package_info.__version__ = "0.12.1"
+        package_info.__version__ = OWN_VERSION
         sys.modules["mindspeed.patch_utils"] = held
         if what == "changed":
             utils.unflatten_softmax = unflatten
         hooks.placed = placed
-
-
-def forward_step(data_iterator: Any, model: Any, *, settings: argparse.Namespace) -> tuple[Tensor, Any]:
-    """As in pretrain_gpt.py of megatron-core 0.12, whose batch MindSpeed slices."""
-    from mindspeed.core.context_parallel.get_batch_utils import (
-        get_batch_on_this_cp_rank,
-    )
-
-    batch = get_batch_on_this_cp_rank(dict(next(data_iterator)))
-    output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
-    return output, partial(loss_function, batch["loss_mask"], settings)
-
-
-def loss_function(loss_mask: Tensor, settings: argparse.Namespace, output: Tensor) -> tuple[Tensor, Tensor, Any]:
-    """Likewise: sums over the static group, multiplied by its size; reports are summed over data-parallel ranks."""
-    loss = torch.stack([(output.flatten() * loss_mask.flatten()).sum(), loss_mask.sum()])
-    if settings.context_parallel_size > 1:
-        dist.all_reduce(loss, group=parallel_state.get_context_parallel_group())
-    report = loss.clone().detach()
-    dist.all_reduce(report, group=parallel_state.get_data_parallel_group())
-    tokens = loss[1].clone().detach().to(torch.int)
-    return loss[0] * settings.context_parallel_size, tokens, {"lm loss": (report[0], report[1])}
 
 
 def main(folder: Path) -> None:
@@ -238,13 +180,8 @@ def main(folder: Path) -> None:
     torch.set_default_dtype(torch.float64)
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
     rank = dist.get_rank()
-    package_info.__version__ = "0.12.1"
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-    if rank == 0:
-        for plan in (SWITCHING, WAVES):
-            dataset, model = tiny.Sequences(lengths_of(folder / plan)), tiny.build(tiny.config())
-            alone = np.stack([gradient_alone(model, dataset, rows) for rows in global_batches(folder / plan)])
-            (folder / f"{plan}.pickle").write_bytes(pickle.dumps(alone))
+    alone = gradients_alone(folder) if rank == 0 else {}
     parallel_state.destroy_model_parallel()
     settings = become_mindspeed()
     parallel_state.initialize_model_parallel(context_parallel_size=STATIC_DEGREE, create_gloo_process_groups=False)
@@ -259,6 +196,8 @@ def main(folder: Path) -> None:
     for name, case in CASES.items():
         found = gradients_planned(folder / case.plan, case, settings)
         (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(found))
+        if rank == 0:
+            (folder / f"{name}-alone.pickle").write_bytes(pickle.dumps(alone[case.plan, case.rope]))
         dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()

@@ -7,9 +7,14 @@ class ContextParallelFeature:
     def register_patches(self, patch_manager: Any, args: Any) -> None:
         from mindspeed.core.context_parallel.dot_product_attention import MindSpeedCPDotProductAttention
         from mindspeed.core.context_parallel.model_parallel_utils import initialize_model_parallel_cp_wrapper
+        from mindspeed.core.context_parallel.rotary_pos_embedding_utils import get_pos_emb_on_this_cp_rank
 
         home = "megatron.core.transformer.dot_product_attention"
         patch_manager.register_patch(f"{home}.DotProductAttention", MindSpeedCPDotProductAttention)
         patch_manager.register_patch(
             "megatron.core.parallel_state.initialize_model_parallel", initialize_model_parallel_cp_wrapper
+        )
+        patch_manager.register_patch(
+            "megatron.core.models.common.embeddings.rotary_pos_embedding.get_pos_emb_on_this_cp_rank",
+            get_pos_emb_on_this_cp_rank,
         )

@@ -1,0 +1,62 @@
+"""An unmodified MindSpeed script, started by `fcp launch -- train.py`, beside a Megatron script in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.runtime.launch import ROOT, torchrun
+from tests.runtime.plans import Row, write_plan
+from tests.training.small_runs import run_fcp
+
+pytest.importorskip("megatron.core.package_info", reason="needs megatron-core: pip install megatron-core")
+pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
+
+SCRIPTS = ROOT / "tests" / "runtime"
+STAND_IN = SCRIPTS / "mindspeed" / "stand_in"
+NUM_RANKS = 4
+# {3,1}, {1,3}, {2,2}, {4}, ranks that are no neighbours, single ranks, unequal numbers of micro-batches.
+STEPS = (
+    (Row([0, 1, 2], [7, 30]), Row([3], [5, 1]), Row([0, 1], [13]), Row([2, 3], [41, 2, 3])),
+    (Row([0], [7, 2]), Row([1, 2, 3], [33, 5]), Row([0, 1, 2, 3], [41, 2, 9]), Row([2], [8])),
+    (Row([0, 2], [17, 4]), Row([1, 3], [9]), Row([1], [5]), Row([0, 1, 3], [20, 1]), Row([3], [6]), Row([0], [8])),
+    (Row([0, 1, 2], [10, 11, 12, 13, 14, 15, 16, 17]), Row([3])),
+)
+
+
+def results(path: Path, rank: int) -> Any:
+    return json.loads(path.with_suffix(f".{rank}.json").read_text())
+
+
+def test_losses_gradient_norms_and_weights_are_those_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [length for rows in STEPS for row in rows for length in row.lengths]
+    pq.write_table(pa.table({"length": lengths}), tmp_path / "lengths.parquet")
+    write_plan(tmp_path / "plan.parquet", STEPS, num_ranks=NUM_RANKS, rows=len(lengths))
+    alone = (str(SCRIPTS / "megatron" / "train.py"), str(tmp_path / "lengths.parquet"), str(tmp_path / "alone"))
+    torchrun(*alone, "--steps", str(len(STEPS)), num_ranks=1)
+
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (STAND_IN, ROOT))))
+    script = (str(SCRIPTS / "mindspeed" / "train.py"), "lengths.parquet", "planned", "--steps", str(len(STEPS)))
+    planned = ("launch", "--plan", "plan.parquet", "--", *script, "--context-parallel-size", "2")
+    done = run_fcp(*planned, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "from step 0 of 4, 4 ranks, sync iteration; MindSpeed of a source folder on megatron-core 0.12.1, " in (
+        done.stderr
+    )
+
+    expected = results(tmp_path / "alone", 0)
+    for rank in range(NUM_RANKS):
+        found = results(tmp_path / "planned", rank)
+        for record, wanted in zip(found["records"], expected["records"], strict=True):
+            assert record == pytest.approx(wanted, rel=1e-6)
+        error = np.linalg.norm(np.subtract(found["weights"], expected["weights"]))
+        assert error <= 1e-6 * np.linalg.norm(expected["weights"])
