@@ -141,8 +141,8 @@ def load_shard(
     member = row.ranks.index(rank)
     padded = padded_lengths(row.lengths, row.degree, multiple) if even_chunks else row.lengths
     layout = shard_layout(padded, row.degree)
-    index = torch.from_numpy(layout.index(member))
     positions = torch.from_numpy(layout.position_ids(member))
+    index = torch.from_numpy(layout.index(member)) if row.degree > 1 else None
     padding = _padding(len(positions), multiple)
     items = [_item(samples, at, length) for at, length in zip(row.sequences, row.lengths, strict=True)]
     ends = [most - length for most, length in zip(padded, row.lengths, strict=True)]
@@ -150,11 +150,12 @@ def load_shard(
         items, ends = [_item(samples, 0, 0)], [0]
 
     def shard_of(whole: Sequence[Tensor]) -> Tensor:
-        ended = [pad(tensor, (0, end)) for tensor, end in zip(whole, ends, strict=True)]
-        return pad(torch.cat(ended, dim=-1)[..., index], (0, padding))
+        ended = [_ended(tensor, end) for tensor, end in zip(whole, ends, strict=True)]
+        pack = ended[0] if len(ended) == 1 else torch.cat(ended, dim=-1)
+        return _ended(pack if index is None else pack.index_select(-1, index), padding)
 
     shard = {name: shard_of([item[name] for item in items]) for name in items[0]}
-    positions = pad(positions, (0, padding))
+    positions = _ended(positions, padding)
     if shard.get(POSITIONS, positions).dim() == 1:  # those of several axes (mRoPE) are the data set's own
         shard[POSITIONS] = positions
     # The plan says which tokens see each other; a script that passes a mask on must find one all the same.
@@ -167,6 +168,11 @@ def load_shard(
         positions=positions,
         is_planned=shard_of([torch.ones(item[TOKENS].shape[-1], dtype=torch.bool) for item in items]),
     )
+
+
+def _ended(tensor: Tensor, end: int) -> Tensor:
+    """With so many zeros at its end. Most need none, and torch is slow to add none."""
+    return pad(tensor, (0, end)) if end else tensor
 
 
 def padded_lengths(lengths: Sequence[int], degree: int, multiple: int) -> tuple[int, ...]:
