@@ -11,6 +11,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -96,17 +97,6 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 
-# What must stop with one line: it is left in place of gradients.
-REFUSED: Mapping[str, Case] = {
-    "probe": Case(rope="mrope", settings={"mrope_section": [2, 1, 1]}, broken="positions", probes=True),
-    "probe of rotary tables": Case(broken="rotary rows", probes=True),
-    "too many groups": Case(engine=True, broken="few groups"),
-    "per-token loss": Case(settings={"calculate_per_token_loss": False}),
-    "other parallelism": Case(plan=TENSOR),
-    "loss pair": Case(broken="loss pair"),
-    "loss count": Case(broken="loss count"),
-    "other batch": Case(plan=EQUAL_SHAPES, broken="other batch"),
-}
 EXPERTS = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
@@ -122,6 +112,32 @@ BALANCED = {
     "moe_router_enable_expert_bias": True,
     "moe_router_bias_update_rate": 0.05,
 }
+# What must stop with one line: it is left in place of gradients.
+REFUSED: Mapping[str, Case] = {
+    "probe": Case(rope="mrope", settings={"mrope_section": [2, 1, 1]}, broken="positions", probes=True),
+    "probe of rotary tables": Case(broken="rotary rows", probes=True),
+    "probe of a pipeline": Case(
+        plan=PIPELINE,
+        pipeline_parallel=2,
+        settings={"pipeline_model_parallel_size": 2},
+        broken="rotary rows",
+        probes=True,
+    ),
+    "probe with experts": Case(
+        plan=WAVES,
+        expert_parallel=2,
+        settings={**EXPERTS, "expert_model_parallel_size": 2, "hidden_dropout": 0.1},
+        broken="rotary rows",
+        probes=True,
+    ),
+    "dropout": Case(settings={"hidden_dropout": 0.1}),
+    "too many groups": Case(engine=True, broken="few groups"),
+    "per-token loss": Case(settings={"calculate_per_token_loss": False}),
+    "other parallelism": Case(plan=TENSOR),
+    "loss pair": Case(broken="loss pair"),
+    "loss count": Case(broken="loss count"),
+    "other batch": Case(plan=EQUAL_SHAPES, broken="other batch"),
+}
 SEQUENCE_PARALLEL = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 # On two ranks of the plan, with two processes each.
 PARALLEL_CASES: Mapping[str, Case] = {
@@ -136,6 +152,10 @@ PARALLEL_CASES: Mapping[str, Case] = {
     "experts": Case(settings=EXPERTS),
     "balanced experts": Case(settings=BALANCED),
     "balanced experts recomputed": Case(plan=WAVES, settings={**BALANCED, **FULL}),
+    "balanced experts in sequence": Case(plan=TENSOR, tensor_parallel=2, settings={**BALANCED, **SEQUENCE_PARALLEL}),
+    "balanced experts in a pipeline": Case(
+        plan=PIPELINE, pipeline_parallel=2, settings={**BALANCED, "pipeline_model_parallel_size": 2}
+    ),
     "expert parallel": Case(plan=WAVES, expert_parallel=2, settings={**BALANCED, "expert_model_parallel_size": 2}),
 }
 # What only a share of the processes has, and one process has not.
@@ -169,12 +189,9 @@ def worst_error_in_parallel(plan: Path, case: Case) -> float:
         if alone.moe_router_enable_expert_bias:  # by the counts of all processes, which are equal
             finalize._update_router_expert_bias([whole], alone)
             finalize.reset_model_temporary_tensors(alone, [whole])
-    parallel_state.destroy_model_parallel()
-    initialize(case.tensor_parallel, case.pipeline_parallel, case.expert_parallel)
-    settings, model = wrapped(case, weights=dict(whole.named_parameters()))
-    found = steps_planned(plan, case, dataset, settings, model, lambda: own_gradients(model))
-    parallel_state.destroy_model_parallel()
-    initialize(1, 1)
+    with parallel(case):
+        settings, model = wrapped(case, weights=dict(whole.named_parameters()))
+        found = steps_planned(plan, case, dataset, settings, model, lambda: own_gradients(model))
     errors = [
         float((own - share(named[name], parameter, case)).abs().max() / max(g.abs().max() for g in named.values()))
         for named, gradients in zip(expected, found, strict=True)
@@ -219,6 +236,16 @@ def share(whole: Tensor, parameter: Any, case: Case) -> Tensor:
         return whole
     rank = dist.get_rank() % case.tensor_parallel
     return whole.chunk(case.tensor_parallel, dim=parameter.partition_dim)[rank]
+
+
+@contextmanager
+def parallel(case: Case) -> Iterator[None]:
+    """Within it, processes are joined to ranks as the case says; else each is a rank."""
+    parallel_state.destroy_model_parallel()
+    initialize(case.tensor_parallel, case.pipeline_parallel, case.expert_parallel)
+    yield
+    parallel_state.destroy_model_parallel()
+    initialize(1, 1)
 
 
 def initialize(tensor_parallel: int, pipeline_parallel: int, expert_parallel: int = 1) -> None:
@@ -463,11 +490,8 @@ def main(folder: Path, names: list[str]) -> None:
             (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(error))
     for name, case in REFUSED.items():
         if name in names or not names:
-            try:
-                gradients_planned(folder / case.plan, case)
-                message = "no error"
-            except FcpError as error:
-                message = str(error)
+            with parallel(case):
+                message = message_of(partial(gradients_planned, folder / case.plan, case))
             (folder / f"{name}-{rank}.refused").write_text(message)
             dist.barrier()
     for name in [name for name in names or CASES if name in CASES]:

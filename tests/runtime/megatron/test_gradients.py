@@ -47,7 +47,8 @@ EQUAL = ("plain", "recomputed", "core attention recomputed", "two forwards", "tw
          "distributed optimizer", "waves", "yarn", "mrope", "engine", "engine two forwards recomputed",
          "engine core attention recomputed")  # fmt: skip
 SHARES = ("tensor", "tensor recomputed", "sequence", "pipeline", "pipeline recomputed", "engine sequence", "experts",
-          "balanced experts", "balanced experts recomputed", "expert parallel")  # fmt: skip
+          "balanced experts", "balanced experts recomputed", "balanced experts in sequence",
+          "balanced experts in a pipeline", "expert parallel")  # fmt: skip
 # Name: settings of the transformer, and what is said of them.
 SETTINGS: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "static groups": ({"context_parallel_size": 2}, "the job has context parallel 2; a plan makes the groups itself: "
@@ -142,11 +143,13 @@ def test_without_its_hook_the_gradient_is_wrong_in_silence(folder: Path, case: s
 @pytest.mark.parametrize(
     ("case", "message"),
     [
+        ("probe", "the probe before the first step failed: on the plan's groups attention differs by "),
         (
             "probe of rotary tables",
-            "the probe before the first step failed: on the plan's groups a gradient differs by ",
+            "the probe before the first step failed: on the plan's groups attention differs by ",
         ),
-        ("probe", "the probe before the first step failed: on the plan's groups a gradient differs by "),
+        ("probe of a pipeline", "the probe before the first step failed: on the plan's groups attention differs by "),
+        ("probe with experts", "the probe before the first step failed: on the plan's groups attention differs by "),
         (
             "per-token loss",
             "the loss is averaged per micro-batch, which weighs tokens by how the plan packs them; add ",
@@ -174,6 +177,10 @@ def test_what_goes_wrong_in_a_job_stops_every_rank_with_one_line(folder: Path, c
     for rank in range(NUM_RANKS):
         found = (folder / f"{case}-{rank}.refused").read_text()
         assert message in found and "\n" not in found
+
+
+def test_dropout_outside_of_attention_does_not_disturb_the_probe(folder: Path) -> None:
+    assert (folder / "dropout-0.refused").read_text() == "no error"
 
 
 @pytest.mark.parametrize(

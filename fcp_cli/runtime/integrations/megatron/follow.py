@@ -86,7 +86,7 @@ class Follower:
         even_chunks = self.stack.even_chunks or self._engine is not None
         self._load = partial(load_shard, rank=self._rank, multiple=self._multiple, even_chunks=even_chunks)
         self._layers = self.stack.hook(model, self._transport)
-        self._chunk = chunk
+        self._model = model
         self._is_announced = False
         self._iterator: Any = None
         self._steps: Prefetched[LoadedStep] | None = None
@@ -153,24 +153,10 @@ class Follower:
             return f"not probed ({_PROBE_VARIABLE}=0)"
         if not self.stack.runs_alone:
             return "not probed (MindSpeed)"
-        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-            return "not probed (pipeline parallel)"
-        if parallel_state.get_expert_model_parallel_world_size() > 1:
-            return "not probed (expert parallel)"
-        if self._config.hidden_dropout:
-            return "not probed (hidden dropout)"
-        if not hasattr(self._chunk, "zero_grad_buffer"):
-            return "not probed (no DistributedDataParallel)"
         difference = probe(
-            self._chunk,
-            step.plan.rows,
-            self.enter,
-            load=self._load,
-            rank=self._rank,
-            multiple=self._multiple,
-            group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+            self._model, step.plan.rows, self.enter, load=self._load, rank=self._rank, multiple=self._multiple
         )
-        return f"probe: gradients within {difference:.0e}"
+        return f"probe: attention within {difference:.0e}"
 
     def _probe_is_wanted(self) -> bool:
         """What rank 0 was told: nodes that started later may see a run directory that is not new to them."""

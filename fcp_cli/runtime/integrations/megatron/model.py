@@ -160,14 +160,6 @@ def _count_tokens(router: Any, args: tuple[Any, ...], output: tuple[Tensor, Tens
     router.local_tokens_per_expert += (routing_map.bool() & is_planned[:, None]).sum(dim=0)
 
 
-def forget_expert_counts(model: nn.Module) -> None:
-    """What a forward has counted that is not part of training."""
-    for module in model.modules():
-        counts = getattr(module, "local_tokens_per_expert", None)
-        if counts is not None:
-            counts.zero_()
-
-
 def unwrapped(chunk: nn.Module) -> GPTModel:
     """The GPTModel inside DDP and precision wrappers.
 

@@ -1,153 +1,211 @@
-"""Before the first step: one tiny step on the plan's groups against the same sequences run alone, by Megatron itself.
+"""Before the first step: attention on the plan's groups against the same sequences run alone, by Megatron itself.
 
 A hook that a model class evades, a kernel that is wrong on this device, a group that mixes ranks up: most of these
-change the loss by less than anybody would see in a curve. So gradients are compared.
+change the loss by less than anybody would see in a curve. So what one layer's attention makes of made-up hidden states
+is compared, forward and backward, token by token. Nothing else of the model runs, so that nothing else can disturb it:
+neither dropout, nor experts that get another token by a rounding, nor the other stages of a pipeline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from torch import Tensor, nn
 
 from fcp_cli.errors import RunError
 from fcp_cli.plan.step import MicroBatch
+from fcp_cli.runtime.integrations.megatron.checks import attention_layers
 from fcp_cli.runtime.integrations.megatron.micro_batch import PlannedMicroBatch, current_micro_batch
-from fcp_cli.runtime.integrations.megatron.model import forget_expert_counts, unwrapped
-from fcp_cli.runtime.integrations.megatron.samples import TOKENS, LocalShard, Samples
+from fcp_cli.runtime.integrations.megatron.samples import POSITIONS, TOKENS, LocalShard, Samples
 
-# Relative L2 difference of a gradient that is still rounding.
+# Relative L2 difference of one layer's output, or of the gradient of its input, that is still rounding.
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-_LABELS, _POSITIONS = "labels", "position_ids"
+_HIDDEN, _PLACES = "hidden", "places"
 
 
 def probe(
-    chunk: Any,
+    model: Any,
     rows: Iterable[MicroBatch],
     enter: Callable[[LocalShard], PlannedMicroBatch],
     *,
     load: Callable[[MicroBatch, Samples], LocalShard],
     rank: int,
     multiple: int,
-    group: dist.ProcessGroup,
 ) -> float:
     """Run tiny sequences on the groups of these rows, and alone, and compare. All processes call it.
 
     Args:
-        chunk: the model in its wrapping; its gradient buffers are zeroed.
+        model: GPTModel, or a pipeline's stage of one; its first attention layer is run.
         rows: of this rank, in the plan's order.
         enter: gives a shard its ring.
         load: makes a shard of a row.
         rank: of the plan.
         multiple: what tokens of a shard must be a multiple of.
-        group: the processes that hold the same part of the model, one per rank.
 
     Returns:
-        Relative L2 difference of the gradient of the first layer's query, key and value weights.
+        Largest relative L2 difference of a rank's output, and of the gradient of its hidden states.
 
     Raises:
         RunError: it is more than rounding.
     """
-    tiny = [_tiny(row, multiple) for row in rows]
-    samples = Samples(dataset=_Numbers(_vocabulary(chunk), _axes(chunk)), collate=_collate, consumed=0)
-    weight = unwrapped(chunk).decoder.layers[0].self_attention.linear_qkv.weight
-    with chunk.no_sync():
+    layer = attention_layers(model)[0]
+    weight = next(layer.parameters())
+    tiny = [_tiny(row, multiple) for row in rows if not row.is_idle]
+    lengths = {at: length for row in tiny for at, length in zip(row.sequences, row.lengths, strict=True)}
+    made_up = _MadeUp(lengths, model.config.hidden_size, _axes(model))
+    samples = Samples(dataset=made_up, collate=_collate, consumed=0)
+    differences = [0.0]
+    with _frozen(layer):
         for row in tiny:
-            _backward(chunk, enter(load(row, samples)))
-    grouped = _take_gradient(chunk, weight, group)
-    with chunk.no_sync():  # once more: zeroing the buffers ends it
-        for row in tiny:
-            for at, length in zip(row.sequences, row.lengths, strict=True):
-                if rank == row.ranks[0]:
-                    alone = replace(row, ranks=(rank,), sequences=(at,), lengths=(length,))
-                    _backward_alone(chunk, load(alone, samples), weight.device)
-    expected = _take_gradient(chunk, weight, group)
-    forget_expert_counts(chunk)
-    difference = _worst(float((grouped - expected).norm() / expected.norm().clamp_min(1e-30)), weight.device)
+            shard = load(row, samples)
+            grouped = _attended(model, layer, shard.batch, weight, enter(shard))
+            alone = [
+                _attended(model, layer, load(one, samples).batch, weight)[:, : one.tokens] for one in _alone(row, rank)
+            ]
+            places = shard.batch[_PLACES][0, shard.is_planned] - row.sequences[0]
+            expected = torch.cat(alone, dim=1)[:, places]
+            differences += _differences(grouped[:, shard.is_planned], expected)
+    difference = _worst(differences, weight.device)
     tolerance = _TOLERANCES.get(weight.dtype, 5e-2)
-    if not difference <= tolerance:  # nan too
+    if difference > tolerance:
         raise RunError(
-            f"the probe before the first step failed: on the plan's groups a gradient differs by {difference:.1e} "
+            f"the probe before the first step failed: on the plan's groups attention differs by {difference:.1e} "
             f"(relative) from Megatron's own, and rounding explains {tolerance:.0e}; report it with "
             "the model and the output of fcp env"
         )
     return difference
 
 
-class _Numbers:
-    """Made-up sequences of any length; cut to what the plan says."""
+class _MadeUp:
+    """Made-up sequences, equal on all ranks. Their hidden states stand in for an embedding.
 
-    def __init__(self, vocabulary: int, axes: int) -> None:
-        self._vocabulary = vocabulary
+    Each is numbered by the place of its first token, as a token is by its own.
+    """
+
+    def __init__(self, lengths: Mapping[int, int], hidden_size: int, axes: int) -> None:
+        self._lengths = lengths
+        self._hidden_size = hidden_size
         self._axes = axes
 
     def __getitem__(self, at: int) -> dict[str, Tensor]:
-        numbers = (torch.arange(1 << 16) * (7919 + at) + at) % self._vocabulary
-        positions = torch.arange(1 << 16)
-        if self._axes > 1:
-            positions = positions.expand(self._axes, -1)
-        return {TOKENS: numbers, _LABELS: numbers.roll(-1), _POSITIONS: positions}
+        length = self._lengths[at]
+        draw = torch.Generator().manual_seed(at)
+        positions = torch.arange(length)
+        return {
+            TOKENS: torch.zeros_like(positions),
+            POSITIONS: positions.expand(self._axes, -1) if self._axes > 1 else positions,
+            _HIDDEN: torch.randn(self._hidden_size, length, generator=draw),
+            _PLACES: at + positions,
+        }
 
 
 def _tiny(row: MicroBatch, multiple: int) -> MicroBatch:
-    """Two short sequences that the degree does not divide, on the row's ranks; an idle row stays one."""
-    if row.is_idle:
-        return row
+    """Two short sequences that the degree does not divide, on the row's ranks; others than in every other row."""
     lengths = (multiple * (2 * row.degree + 3), multiple * (row.degree + 1))
-    return replace(row, sequences=(2 * row.order, 2 * row.order + 1), lengths=lengths)
+    first = row.order << 20
+    return replace(row, sequences=(first, first + lengths[0]), lengths=lengths)
 
 
-def _vocabulary(chunk: Any) -> int:
-    return int(min(unwrapped(chunk).vocab_size, 1 << 12))
+def _alone(row: MicroBatch, rank: int) -> Iterator[MicroBatch]:
+    for at, length in zip(row.sequences, row.lengths, strict=True):
+        yield replace(row, ranks=(rank,), sequences=(at,), lengths=(length,))
 
 
-def _axes(chunk: Any) -> int:
-    return 3 if unwrapped(chunk).position_embedding_type == "mrope" else 1
+def _axes(model: Any) -> int:
+    return 3 if model.position_embedding_type == "mrope" else 1
 
 
 def _collate(items: Any) -> dict[str, Tensor]:
     (item,) = items
-    batch = {name: tensor.unsqueeze(0) for name, tensor in item.items()}
-    if batch[_POSITIONS].dim() == 3:
-        batch[_POSITIONS] = batch[_POSITIONS].transpose(0, 1)
-    return batch
+    return {name: tensor.unsqueeze(0) for name, tensor in item.items()}
 
 
-def _backward(chunk: Any, micro_batch: PlannedMicroBatch) -> None:
+def _attended(
+    model: Any, layer: Any, batch: Any, weight: Tensor, micro_batch: PlannedMicroBatch | None = None
+) -> Tensor:
+    """[2, tokens, hidden_size] on the host: the layer's output, and the gradient of its hidden states.
+
+    Without a micro-batch by Megatron's own attention and rotary embedding.
+    """
+    tokens, positions = (batch[name].to(weight.device) for name in (TOKENS, POSITIONS))
+    if positions.dim() == 3:  # [1, axes, tokens]; Megatron wants the axes first
+        positions = positions.transpose(0, 1)
+    hidden = batch[_HIDDEN].permute(2, 0, 1).to(weight.device, weight.dtype).contiguous()
+    wanted = hidden.roll(1, dims=-1)
+    hidden.requires_grad_()
+    is_split = model.config.sequence_parallel
     token = current_micro_batch.set(micro_batch)
     try:
-        losses = _losses(chunk, micro_batch.batch, micro_batch.positions.device)
+        with _only(layer, model.decoder) as outputs:
+            model(tokens, positions, None, scatter_to_sequence_parallel_region(hidden) if is_split else hidden)
     finally:
         current_micro_batch.reset(token)
-    torch.autograd.backward((losses.flatten() * micro_batch.is_planned).sum())
+    (out,) = outputs
+    if is_split:
+        out = gather_from_sequence_parallel_region(out, tensor_parallel_output_grad=False)
+    torch.autograd.backward((out * wanted).sum())
+    assert hidden.grad is not None
+    return torch.stack([out.detach(), hidden.grad]).squeeze(2).to("cpu", torch.float64)
 
 
-def _backward_alone(chunk: Any, shard: LocalShard, device: torch.device) -> None:
-    """By Megatron's own attention and rotary embedding, since no micro-batch is current."""
-    losses = _losses(chunk, shard.batch, device)
-    torch.autograd.backward((losses.flatten() * shard.is_planned.to(device)).sum())
+@contextmanager
+def _only(layer: Any, decoder: Any) -> Iterator[list[Tensor]]:
+    """Of all its layers, the decoder runs this attention alone; what came out of it is in the list."""
+    outputs: list[Tensor] = []
+
+    def attend(
+        hidden_states: Tensor, attention_mask: Any, *, rotary_pos_emb: Any, packed_seq_params: Any, **_: Any
+    ) -> Tensor:
+        out, _bias = layer(
+            hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params
+        )
+        outputs.append(out)
+        return hidden_states[:1]  # of which the last stage makes logits that nobody reads
+
+    decoder.set_input_tensor(None)  # a later stage may have one of an evaluation, and would take its length
+    own = vars(decoder).get("forward")
+    decoder.forward = attend
+    try:
+        yield outputs
+    finally:
+        if own is None:
+            del decoder.forward
+        else:
+            decoder.forward = own
 
 
-def _losses(chunk: Any, batch: Any, device: torch.device) -> Tensor:
-    tokens, labels, positions = (batch[name].to(device) for name in (TOKENS, _LABELS, _POSITIONS))
-    losses: Tensor = chunk(tokens, positions, None, labels=labels)
-    return losses
+@contextmanager
+def _frozen(layer: nn.Module) -> Iterator[None]:
+    """Within it, backwards leave no gradient in the layer's weights, and wake none of DDP's hooks."""
+    trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_()
 
 
-def _take_gradient(chunk: Any, weight: Any, group: dist.ProcessGroup) -> Tensor:
-    """Summed over ranks, in fp32 or more; the model has none afterwards."""
-    gradient: Tensor = weight.main_grad.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
-    chunk.zero_grad_buffer()
-    dist.all_reduce(gradient, group=group)
-    return gradient
+def _differences(found: Tensor, expected: Tensor) -> list[float]:
+    """Relative L2, of [kinds, tokens, hidden_size] for each kind."""
+    error, size = ((tensor.flatten(1).norm(dim=1)) for tensor in (found - expected, expected))
+    relative: list[float] = (error / size.clamp_min(1e-30)).tolist()
+    return relative
 
 
-def _worst(difference: float, device: torch.device) -> float:
-    """Over all processes, so that all stop or none."""
-    found = torch.tensor(difference, device=device)
+def _worst(differences: Iterable[float], device: torch.device) -> float:
+    """Over all processes, so that all stop or none; what is not a number is worse than any."""
+    found = torch.tensor([math.inf if math.isnan(one) else one for one in differences], device=device).max()
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return float(found)
