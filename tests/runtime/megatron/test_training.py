@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fcp_cli.plan.reader import PlanReader
 from tests.planning.examples import PROFILE
 from tests.runtime.launch import ROOT, torchrun
 from tests.runtime.plans import Row, write_plan
@@ -92,19 +93,23 @@ def test_a_run_resumes_in_the_middle_of_the_plan_from_megatrons_own_checkpoint(f
     assert_same(read(folder / "resumed", 0), read(folder / "alone", 0), first_step=9)
 
 
-def test_tensor_parallel_replicas_start_by_themselves_and_train_to_the_same_losses(folder: Path) -> None:
+@pytest.mark.parametrize(("kind", "sync"), [("tensor", "iteration"), ("pipeline", "microbatch")])
+def test_replicas_of_two_processes_start_by_themselves_and_train_to_the_same_losses(
+    folder: Path, kind: str, sync: str
+) -> None:
     options = ("--ranks", "2", "--ranks-per-node", "2", "--tokens-per-rank", "80", "--global-batch-size", "8")
-    making = ("--tensor-parallel", "2", "--no-shuffle", "--solver", "static", "-o", "replicas.parquet")
+    making = (f"--{kind}-parallel", "2", "--sync", sync, "--no-shuffle", "--solver", "static", "-o", f"{kind}.parquet")
     (folder / "profile.yaml").write_text(PROFILE)
     planned = run_fcp("plan", "lengths.parquet", "--profile", "profile.yaml", *options, *making, folder=folder)
     assert planned.returncode == 0, planned.stderr
-    arguments = ("--tensor-model-parallel-size", "2", "--steps", "6")
-    done = launch(folder, "replicas", *arguments, plan="replicas.parquet")
+    groups = {row.ranks for step in PlanReader(folder / f"{kind}.parquet").steps() for row in step.micro_batches()}
+    assert (0, 1) in groups  # replicas share sequences
+    done = launch(folder, kind, f"--{kind}-model-parallel-size", "2", "--steps", "6", plan=f"{kind}.parquet")
     assert done.returncode == 0, done.stderr
     assert "starting 4 processes, 2 to a rank of the plan, on this machine" in done.stderr
-    assert "from step 0 of 20, 2 ranks, sync iteration" in done.stderr
+    assert f"from step 0 of 20, 2 ranks, sync {sync}" in done.stderr and "probe: attention within" in done.stderr
     for process in range(4):
-        found, expected = read(folder / "replicas", process), read(folder / "alone", 0)
+        found, expected = read(folder / kind, process), read(folder / "alone", 0)
         np.testing.assert_allclose(found.losses, expected.losses[:6], rtol=1e-6)
         assert found.tokens == expected.tokens[:6]
 

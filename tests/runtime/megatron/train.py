@@ -33,6 +33,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--save", type=Path)
     parser.add_argument("--load", type=Path)
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
     return parser.parse_args()
 
 
@@ -51,9 +52,9 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     dist.init_process_group("gloo")
-    tensor_parallel = arguments.tensor_model_parallel_size
-    parallel_state.initialize_model_parallel(tensor_parallel, create_gloo_process_groups=True)
-    settings = tiny.config(tensor_model_parallel_size=tensor_parallel)
+    tensor_parallel, pipeline_parallel = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
+    parallel_state.initialize_model_parallel(tensor_parallel, pipeline_parallel, create_gloo_process_groups=True)
+    settings = tiny.config(tensor_model_parallel_size=tensor_parallel, pipeline_model_parallel_size=pipeline_parallel)
     ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=4000)
     model = DistributedDataParallel(settings, ddp_config, tiny.build(settings))
     settings.finalize_model_grads_func = finalize_model_grads
@@ -86,6 +87,7 @@ def main() -> None:
         loss, tokens = (sum(report["lm loss"] for report in reports) + torch.zeros(2)).clone()
         total = torch.stack([loss, tokens])
         dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())  # the last stage has it
         norm = torch.cat([parameter.main_grad.flatten() for parameter in model.parameters()]).norm()
         optimizer.step()
         consumed += GLOBAL_BATCH_SIZE
