@@ -209,25 +209,8 @@ def own_gradients(model: DistributedDataParallel) -> dict[str, tuple[Tensor, Ten
     """By the name in the whole model: this process's parameter and its gradient."""
     return {
         name: (parameter, parameter.main_grad.clone())
-        for name, parameter in whole_names(hooks.unwrapped(model)).items()
+        for name, parameter in tiny.whole_names(hooks.unwrapped(model)).items()
     }
-
-
-def whole_names(gpt: Any) -> dict[str, Any]:
-    """Parameters of a pipeline stage, and of some of the experts, by their names in the whole model."""
-    first = gpt.decoder.layers[0].layer_number - 1
-    experts = gpt.config.num_moe_experts or 0
-    first_expert = parallel_state.get_expert_model_parallel_rank() * experts // gpt.config.expert_model_parallel_size
-    found = {}
-    for name, parameter in gpt.named_parameters():
-        parts = name.split(".")
-        if parts[:2] == ["decoder", "layers"]:
-            parts[2] = str(int(parts[2]) + first)
-        if "local_experts" in parts:
-            place = parts.index("local_experts") + 1
-            parts[place] = str(int(parts[place]) + first_expert)
-        found[".".join(parts)] = parameter
-    return found
 
 
 def share(whole: Tensor, parameter: Any, case: Case) -> Tensor:
@@ -288,7 +271,7 @@ def wrapped(case: Case, *, weights: Named | None = None) -> tuple[Any, Distribut
     gpt = tiny.build(settings, rope=case.rope, core=_engine_core() if case.engine else None)
     if weights is not None:
         with torch.no_grad():
-            for name, parameter in whole_names(gpt).items():
+            for name, parameter in tiny.whole_names(gpt).items():
                 parameter.copy_(share(weights[name], parameter, case))
     ddp_config = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": False, **case.ddp})
     model = DistributedDataParallel(settings, ddp_config, gpt)

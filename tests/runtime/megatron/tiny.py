@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -104,7 +105,25 @@ def config(**changes: Any) -> TransformerConfig:
 
 
 def build(settings: TransformerConfig, *, rope: str = "rope", core: Any = None) -> GPTModel:
-    """Equal weights at every call, on every rank; `core` is another core attention than Megatron's local one."""
+    """Equal weights at every call, on every rank, and however a pipeline cuts the model.
+
+    Args:
+        core: another core attention than Megatron's local one.
+    """
+    if settings.pipeline_model_parallel_size == 1:
+        return _build(settings, rope=rope, core=core)
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    stage = _build(settings, rope=rope, core=core, first=first, last=last)
+    uncut = copy(settings)
+    uncut.pipeline_model_parallel_size = 1
+    whole = dict(_build(uncut, rope=rope, core=core).named_parameters())
+    with torch.no_grad():
+        for name, parameter in whole_names(stage).items():
+            parameter.copy_(whole[name])
+    return stage
+
+
+def _build(settings: TransformerConfig, *, rope: str, core: Any, first: bool = True, last: bool = True) -> GPTModel:
     spec = get_gpt_layer_local_spec(num_experts=settings.num_moe_experts, qk_layernorm=False)
     if core is not None:
         spec.submodules.self_attention.submodules.core_attention = core
@@ -118,13 +137,30 @@ def build(settings: TransformerConfig, *, rope: str = "rope", core: Any = None) 
         transformer_layer_spec=spec,
         vocab_size=VOCABULARY,
         max_sequence_length=128,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=first,
+        post_process=last,
         position_embedding_type=rope,
         rotary_base=100,
         share_embeddings_and_output_weights=False,
     )
     return model.to(settings.params_dtype)  # norms are made in fp32
+
+
+def whole_names(gpt: Any) -> dict[str, Any]:
+    """Parameters of a pipeline stage, and of some of the experts, by their names in the whole model."""
+    first = gpt.decoder.layers[0].layer_number - 1
+    experts = gpt.config.num_moe_experts or 0
+    first_expert = parallel_state.get_expert_model_parallel_rank() * experts // gpt.config.expert_model_parallel_size
+    found = {}
+    for name, parameter in gpt.named_parameters():
+        parts = name.split(".")
+        if parts[:2] == ["decoder", "layers"]:
+            parts[2] = str(int(parts[2]) + first)
+        if "local_experts" in parts:
+            place = parts.index("local_experts") + 1
+            parts[place] = str(int(parts[place]) + first_expert)
+        found[".".join(parts)] = parameter
+    return found
 
 
 def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
