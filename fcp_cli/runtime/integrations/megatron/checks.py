@@ -196,6 +196,11 @@ def _moe_refusals(setting: Callable[[str], Any]) -> Iterable[tuple[bool, str]]:
     )
     dispatcher = setting("moe_token_dispatcher_type")
     yield (
+        dispatcher == "flex",
+        "the token dispatcher flex, which needs DeepEP or HybridEP, has not been tried under a plan; set "
+        "--moe-token-dispatcher-type alltoall",
+    )
+    yield (
         (setting("expert_model_parallel_size") or 1) > 1 and dispatcher == "allgather",
         "expert parallel with the token dispatcher allgather needs equally many tokens on all ranks; set "
         "--moe-token-dispatcher-type alltoall",

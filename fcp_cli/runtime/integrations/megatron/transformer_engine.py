@@ -25,7 +25,11 @@ from fcp_cli.runtime.integrations.megatron.samples import padded_lengths
 from fcp_cli.runtime.transport import ProcessTransport
 
 MOST_GROUPS = 64
-"""A communicator of NCCL takes several hundred megabytes of each of its devices."""
+"""That a process may be in, where the free memory of its device is not known."""
+
+# NCCL took 544 MB for a communicator of two A100s and 688 MB for one of more (NVIDIA/nccl issue 964).
+_COMMUNICATOR_BYTES = 688 << 20
+_COMMUNICATORS_SHARE = 0.5  # of the memory that is free before the first step; activations need the rest
 
 _VARIABLE = "FCP_ATTENTION"
 _ENGINE, _OWN = "transformer-engine", "ring"
@@ -103,15 +107,10 @@ def make_rings(model: nn.Module, plan: Path, peers: Sequence[int], device: torch
         multiple: what the tokens of a shard must be a multiple of.
 
     Raises:
-        RunError: the plan has too many rank sets.
+        RunError: a process is in more groups than its device has memory for.
     """
     rank_sets, padding = _read(plan, multiple)
-    if len(rank_sets) > MOST_GROUPS:
-        raise RunError(
-            f"the plan {plan} has {len(rank_sets)} distinct groups, and Transformer Engine needs a communicator for "
-            f"each, of several hundred MB on every device; plan with 'fcp plan --max-groups {MOST_GROUPS}', or set "
-            f"{_VARIABLE}={_OWN} for the ring of fcp, which needs none"
-        )
+    _check_memory(plan, sum(peers.index(dist.get_rank()) in ranks for ranks in rank_sets), device)
     for core in _cores(model):
         core.cp_comm_type = _PEER_TO_PEER
         if type(core).cp_stream is None:  # Megatron makes it only for a static group
@@ -123,6 +122,14 @@ def make_rings(model: nn.Module, plan: Path, peers: Sequence[int], device: torch
             ProcessTransport(group, device).warm_up(device)
             groups[members] = group
     return Rings(groups=groups, count=len(rank_sets), padding=padding, device=device)
+
+
+def most_groups(device: torch.device) -> int:
+    """That a process with this device may be in: half of the memory that is free now, where that is known."""
+    if device.type != "cuda":
+        return MOST_GROUPS
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return int(_COMMUNICATORS_SHARE * free_bytes / _COMMUNICATOR_BYTES)
 
 
 def attend(core: Any, run: Callable[..., Tensor], arguments: Mapping[str, Any]) -> Tensor:
@@ -137,6 +144,19 @@ def attend(core: Any, run: Callable[..., Tensor], arguments: Mapping[str, Any]) 
         return run(**arguments).unsqueeze(1)
     finally:
         core.set_context_parallel_group(None, None, None, _PEER_TO_PEER)
+
+
+def _check_memory(plan: Path, groups: int, device: torch.device) -> None:
+    """Raise RunError, on all processes, if one is in more groups than its device has memory for."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (groups, most_groups(device)))
+    groups, most = max(found, key=lambda own: own[0] - own[1])
+    if groups > most:
+        raise RunError(
+            f"the plan {plan} has a rank in {groups} distinct groups, and Transformer Engine needs a communicator for "
+            f"each, of several hundred MB on its device, where {most} find room; plan with 'fcp plan --max-groups "
+            f"{most}', or set {_VARIABLE}={_OWN} for the ring of fcp, which needs none"
+        )
 
 
 def _cores(model: nn.Module) -> list[Any]:
