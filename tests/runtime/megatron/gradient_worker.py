@@ -148,6 +148,9 @@ PARALLEL_CASES: Mapping[str, Case] = {
     "pipeline recomputed": Case(
         plan=PIPELINE, pipeline_parallel=2, settings={"pipeline_model_parallel_size": 2, **FULL}
     ),
+    "engine pipeline": Case(
+        plan=PIPELINE, pipeline_parallel=2, settings={"pipeline_model_parallel_size": 2, **FULL}, engine=True
+    ),
     "engine sequence": Case(plan=TENSOR, tensor_parallel=2, settings=SEQUENCE_PARALLEL, engine=True),
     "experts": Case(settings=EXPERTS),
     "balanced experts": Case(settings=BALANCED),

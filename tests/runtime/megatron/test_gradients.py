@@ -46,7 +46,8 @@ _EXPERTS = {"num_moe_experts": 4}
 EQUAL = ("plain", "recomputed", "core attention recomputed", "two forwards", "two forwards recomputed", "overlapped",
          "distributed optimizer", "waves", "yarn", "mrope", "engine", "engine two forwards recomputed",
          "engine core attention recomputed")  # fmt: skip
-SHARES = ("tensor", "tensor recomputed", "sequence", "pipeline", "pipeline recomputed", "engine sequence", "experts",
+SHARES = ("tensor", "tensor recomputed", "sequence", "pipeline", "pipeline recomputed", "engine sequence",
+          "engine pipeline", "experts",
           "balanced experts", "balanced experts recomputed", "balanced experts in sequence",
           "balanced experts in a pipeline", "expert parallel")  # fmt: skip
 # Name: settings of the transformer, and what is said of them.
@@ -109,7 +110,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_plan(folder / "equal_shapes.parquet", EQUAL_SHAPES, num_ranks=NUM_RANKS, rows=8)
     write_plan(folder / "waves.parquet", WAVES, num_ranks=NUM_RANKS, sync="microbatch", rows=16)
     write_plan(folder / "tensor.parquet", TENSOR, num_ranks=2, rows=12, tensor_parallel=2)
-    write_plan(folder / "pipeline.parquet", PIPELINE, num_ranks=2, rows=8, sync="microbatch")
+    write_plan(folder / "pipeline.parquet", PIPELINE, num_ranks=2, rows=8, sync="microbatch", pipeline_parallel=2)
     (folder / "settings.json").write_text(json.dumps({name: given for name, (given, _) in SETTINGS.items()}))
     torchrun("-m", "tests.runtime.megatron.gradient_worker", str(folder), num_ranks=NUM_RANKS)
     return folder
