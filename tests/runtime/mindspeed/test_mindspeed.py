@@ -84,6 +84,7 @@ def test_the_script_gets_one_report_of_all_ranks(folder: Path) -> None:
             "other attention",
             "the model attends with a Identity, not with MindSpeed's ring attention; import mindspeed.",
         ),
+        ("probe", "the probe before the first step failed: on the plan's groups attention differs by "),
         ("repatched", "something has taken away the hooks that tell MindSpeed's attention of the plan's groups"),
     ],
 )

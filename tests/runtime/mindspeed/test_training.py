@@ -53,6 +53,8 @@ def test_losses_gradient_norms_and_weights_are_those_of_one_process(
         done.stderr
     )
 
+    assert "2 attention layers hooked; probe: attention within " in done.stderr
+
     expected = results(tmp_path / "alone", 0)
     for rank in range(NUM_RANKS):
         found = results(tmp_path / "planned", rank)

@@ -28,8 +28,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import package_info, parallel_state
 from megatron.core.pipeline_parallel import schedules
+from torch import Tensor
 
 from fcp_cli.errors import FcpError
+from fcp_cli.runtime.integrations.megatron.micro_batch import current_micro_batch
 from fcp_cli.runtime.integrations.megatron.schedule import hook_schedules
 from fcp_cli.runtime.integrations.mindspeed import attention
 from tests.patience import PATIENCE_SECONDS
@@ -80,6 +82,7 @@ REFUSED: Mapping[str, Case] = {
     "changed": Case(broken="changed"),
     "other attention": Case(broken="other attention"),
     "repatched": Case(broken="repatched"),
+    "probe": Case(broken="rotary"),
 }
 
 
@@ -116,6 +119,8 @@ def gradients_planned(plan: Path, case: Case, settings: argparse.Namespace) -> t
         _, model = wrapped_model(settings, rope=case.rope, **case.settings)
     if case.broken == "other attention":
         model.module.decoder.layers[0].self_attention.core_attention = torch.nn.Identity()
+    if case.broken == "rotary":
+        model.module.rotary_pos_emb.register_forward_hook(_reverse)
     batches = list(global_batches(plan))
     arguments = {
         "forward_step_func": forward_step,
@@ -145,6 +150,11 @@ def gradients_planned(plan: Path, case: Case, settings: argparse.Namespace) -> t
     finally:
         schedules.get_forward_backward_func = get_schedule
     return np.stack(gradients), reports
+
+
+def _reverse(_: Any, __: Any, table: Tensor) -> Tensor | None:
+    """Of the rotary table under a plan, the rows from the last to the first."""
+    return None if current_micro_batch.get() is None else table.flip(0)
 
 
 @contextmanager

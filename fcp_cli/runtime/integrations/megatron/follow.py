@@ -79,7 +79,7 @@ class Follower:
         self._peers = dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
         self._rank = self._peers.index(dist.get_rank())
         self._transport = ProcessTransport.create(self._device)
-        self._multiple = self.stack.tokens_multiple * (tensor_parallel if self._config.sequence_parallel else 1)
+        self._multiple = tensor_parallel if self._config.sequence_parallel else 1
         self._engine: Rings | None = None
         if not self.stack.even_chunks and wants_rings(model):  # a stack with a ring of its own keeps that
             self._engine = make_rings(model, plan, self._peers, self._device, multiple=self._multiple)
@@ -151,10 +151,14 @@ class Follower:
         """Compare numbers before the first step, where that can be done; what came out of it."""
         if not self._probe_is_wanted():
             return f"not probed ({_PROBE_VARIABLE}=0)"
-        if not self.stack.runs_alone:
-            return "not probed (MindSpeed)"
         difference = probe(
-            self._model, step.plan.rows, self.enter, load=self._load, rank=self._rank, multiple=self._multiple
+            self._model,
+            step.plan.rows,
+            self.enter,
+            load=self._load,
+            rank=self._rank,
+            multiple=self._multiple,
+            stack=self.stack,
         )
         return f"probe: attention within {difference:.0e}"
 

@@ -1,4 +1,4 @@
-"""Before the first step: attention on the plan's groups against the same sequences run alone, by Megatron itself.
+"""Before the first step: attention on the plan's groups against the same sequences run alone, without a ring.
 
 A hook that a model class evades, a kernel that is wrong on this device, a group that mixes ranks up: most of these
 change the loss by less than anybody would see in a curve. So what one layer's attention makes of made-up hidden states
@@ -27,6 +27,7 @@ from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.integrations.megatron.checks import attention_layers
 from fcp_cli.runtime.integrations.megatron.micro_batch import PlannedMicroBatch, current_micro_batch
 from fcp_cli.runtime.integrations.megatron.samples import POSITIONS, TOKENS, LocalShard, Samples
+from fcp_cli.runtime.integrations.megatron.stack import Stack
 
 # Relative L2 difference of one layer's output, or of the gradient of its input, that is still rounding.
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
@@ -41,6 +42,7 @@ def probe(
     load: Callable[[MicroBatch, Samples], LocalShard],
     rank: int,
     multiple: int,
+    stack: Stack,
 ) -> float:
     """Run tiny sequences on the groups of these rows, and alone, and compare. All processes call it.
 
@@ -51,6 +53,7 @@ def probe(
         load: makes a shard of a row.
         rank: of the plan.
         multiple: what tokens of a shard must be a multiple of.
+        stack: what the model is built with.
 
     Returns:
         Largest relative L2 difference of a rank's output, and of the gradient of its hidden states.
@@ -68,10 +71,13 @@ def probe(
     with _frozen(layer):
         for row in tiny:
             shard = load(row, samples)
-            grouped = _attended(model, layer, shard.batch, weight, enter(shard))
-            alone = [
-                _attended(model, layer, load(one, samples).batch, weight)[:, : one.tokens] for one in _alone(row, rank)
-            ]
+            with stack.around_script():
+                grouped = _attended(model, layer, shard.batch, weight, enter(shard))
+            with stack.without_ring(model, layer):
+                alone = [
+                    _attended(model, layer, load(one, samples).batch, weight)[:, : one.tokens]
+                    for one in _alone(row, rank)
+                ]
             places = shard.batch[_PLACES][0, shard.is_planned] - row.sequences[0]
             expected = torch.cat(alone, dim=1)[:, places]
             differences += _differences(grouped[:, shard.is_planned], expected)
@@ -80,7 +86,7 @@ def probe(
     if difference > tolerance:
         raise RunError(
             f"the probe before the first step failed: on the plan's groups attention differs by {difference:.1e} "
-            f"(relative) from Megatron's own, and rounding explains {tolerance:.0e}; report it with "
+            f"(relative) from the same without a ring, and rounding explains {tolerance:.0e}; report it with "
             "the model and the output of fcp env"
         )
     return difference
@@ -135,7 +141,7 @@ def _attended(
 ) -> Tensor:
     """[2, tokens, hidden_size] on the host: the layer's output, and the gradient of its hidden states.
 
-    Without a micro-batch by Megatron's own attention and rotary embedding.
+    Without a micro-batch by Megatron's own rotary embedding, and no ring.
     """
     tokens, positions = (batch[name].to(weight.device) for name in (TOKENS, POSITIONS))
     if positions.dim() == 3:  # [1, axes, tokens]; Megatron wants the axes first

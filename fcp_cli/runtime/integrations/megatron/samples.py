@@ -143,7 +143,7 @@ def load_shard(
     layout = shard_layout(padded, row.degree)
     positions = torch.from_numpy(layout.position_ids(member))
     index = torch.from_numpy(layout.index(member)) if row.degree > 1 else None
-    padding = _padding(len(positions), multiple)
+    padding = _padding(len(positions), 2 * multiple if even_chunks else multiple)  # an idle rank's are two chunks, too
     items = [_item(samples, at, length) for at, length in zip(row.sequences, row.lengths, strict=True)]
     ends = [most - length for most, length in zip(padded, row.lengths, strict=True)]
     if not items:

@@ -14,14 +14,10 @@ class Stack(Protocol):
     """One way to run a GPTModel under a plan.
 
     Attributes:
-        tokens_multiple: what the tokens of a shard must be a multiple of.
         even_chunks: whether sequences are padded until all chunks are equally long.
-        runs_alone: whether a rank can run a sequence by itself without a hook.
     """
 
-    tokens_multiple: int
     even_chunks: bool
-    runs_alone: bool
 
     @property
     def name(self) -> str:
@@ -44,6 +40,10 @@ class Stack(Protocol):
         """Within it, the script's forward step and its loss function run."""
         ...
 
+    def without_ring(self, model: Any, layer: Any) -> AbstractContextManager[None]:
+        """Within it, this attention layer of the model runs a whole sequence, outside of any micro-batch, by itself."""
+        ...
+
     def totals(self, reports: Any) -> Any:
         """What the script gets from the schedule, given what its loss function reported per micro-batch."""
         ...
@@ -52,9 +52,7 @@ class Stack(Protocol):
 class MegatronStack:
     """megatron-core alone, with a static context-parallel group of one rank, in which nothing has to be switched."""
 
-    tokens_multiple = 1
     even_chunks = False
-    runs_alone = True
 
     @property
     def name(self) -> str:
@@ -73,6 +71,9 @@ class MegatronStack:
 
     def around_script(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def without_ring(self, model: Any, layer: Any) -> AbstractContextManager[None]:
+        return nullcontext()  # so it is made
 
     def totals(self, reports: Any) -> Any:
         return reports

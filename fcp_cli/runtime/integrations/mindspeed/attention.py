@@ -93,6 +93,20 @@ def _core_attention(
     return out.reshape(query.shape[0], 1, -1)
 
 
+def plain_attention(scale: float, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    """A core attention of one whole sequence, causal and by no ring, in fp32 or more; its memory grows with the square.
+
+    Megatron's signature of it; query [tokens, 1, heads, head_dim] -> [tokens, 1, heads * head_dim].
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    q, k, v = (tensor.squeeze(1).transpose(0, 1).to(wide) for tensor in (query, key, value))
+    k, v = (tensor.repeat_interleave(len(q) // len(k), dim=0) for tensor in (k, v))
+    future = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).triu(1)
+    scores = (q @ k.transpose(1, 2) * scale).masked_fill(future, float("-inf"))
+    out: Tensor = (scores.softmax(-1) @ v).to(query.dtype).transpose(0, 1)
+    return out.reshape(query.shape[0], 1, -1)
+
+
 def _local_lengths(ring: Ring) -> tuple[int, ...]:
     """Of each sequence, the tokens that this member holds; none on an idle rank."""
     return tuple((ring.layout.fronts(ring.index) + ring.layout.backs(ring.index)).tolist())

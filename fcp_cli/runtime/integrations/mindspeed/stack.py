@@ -14,7 +14,12 @@ from torch import Tensor
 
 from fcp_cli.runtime.integrations.megatron.model import hook_model
 from fcp_cli.runtime.integrations.mindspeed import checks
-from fcp_cli.runtime.integrations.mindspeed.attention import hook_layer, hook_rotary, mend_unflatten
+from fcp_cli.runtime.integrations.mindspeed.attention import (
+    hook_layer,
+    hook_rotary,
+    mend_unflatten,
+    plain_attention,
+)
 from fcp_cli.runtime.integrations.mindspeed.placement import Placement, hook_parallel_state, placed
 from fcp_cli.runtime.transport import ProcessTransport
 
@@ -27,9 +32,7 @@ class MindSpeedStack:
     context-parallel group out, since it expects each to have counted for all of them.
     """
 
-    tokens_multiple = 2  # of an idle rank: MindSpeed halves every sequence
     even_chunks = True
-    runs_alone = False
 
     @property
     def name(self) -> str:
@@ -66,6 +69,18 @@ class MindSpeedStack:
                 yield
         finally:
             settings.context_parallel_size = static
+
+    @contextmanager
+    def without_ring(self, model: Any, layer: Any) -> Iterator[None]:
+        """MindSpeed attends by a ring of two or more ranks, or not at all: here by attention that is written out."""
+        static, ring = model.config.context_parallel_size, layer.core_attention.forward
+        model.config.context_parallel_size = 1  # else the rotary table would be as long as a whole static group's
+        layer.core_attention.forward = partial(plain_attention, layer.core_attention.softmax_scale)
+        try:
+            with self.around_script():
+                yield
+        finally:
+            model.config.context_parallel_size, layer.core_attention.forward = static, ring
 
     def totals(self, reports: Any) -> Any:
         """One report for all micro-batches of all ranks: sums and counts that each script's call had of its own only.

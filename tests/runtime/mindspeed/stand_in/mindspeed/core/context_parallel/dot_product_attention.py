@@ -20,6 +20,7 @@ class CPDotProductAttentionImpl:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         config.context_parallel_size = static
         self.config = config
+        self.softmax_scale = config.kv_channels**-0.5
 
     def forward(
         self,
@@ -42,7 +43,7 @@ class CPDotProductAttentionImpl:
             "cp_dkv_outer_ranks": get_ring_ranks_for_inter_window_dkv(),
         }
         out: Tensor = ringattn_context_parallel(
-            query, key, value, query.shape[1], cp_para, query.shape[2] ** -0.5, packed_seq_params=packed_seq_params
+            query, key, value, query.shape[1], cp_para, self.softmax_scale, packed_seq_params=packed_seq_params
         )
         return out
 
