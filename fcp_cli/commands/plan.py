@@ -122,7 +122,6 @@ def plan(
         raise UsageError("--json and -o - both want stdout; write the plan to a file")
     if resume and str(output) == "-":
         raise UsageError("--resume goes on with a file, which -o - is not; write the plan to a file")
-    refuse_to_overwrite(output, manifest, profile)
     request = PlanRequest(
         manifest=manifest,
         profile=profile,
@@ -144,7 +143,8 @@ def plan(
         steps=steps,
     )
     origins = Origins()
-    inputs = resolve(request, origins)
+    inputs = resolve(request, origins)  # first: a plan that is given as the manifest is no source to be kept
+    refuse_to_overwrite(output, manifest, profile)
     origins.report()
     if str(output) == "-":
         _plan_to_stdout(inputs, making)

@@ -204,9 +204,10 @@ def fit(
     from fcp_cli.profiling.refit import refit, samples_of_run
 
     _refuse_two_documents(output, json)
-    refuse_to_overwrite(output, *metrics, plan)  # the profile may be replaced: it is what is refitted
     before = load_cost_profile(profile) if profile is not None else None
-    result = refit([samples_of_run(path, plan=plan, skip_steps=skip_steps) for path in metrics], before=before)
+    runs = [samples_of_run(path, plan=plan, skip_steps=skip_steps) for path in metrics]
+    refuse_to_overwrite(output, *metrics, plan)  # the profile may be replaced: it is what is refitted
+    result = refit(runs, before=before)
     note(
         f"{counted(result.num_fitted, 'micro-batch')} fitted, {result.num_held_out} held out; held-out error "
         f"before {result.held_out_before_percent:.1f} %, after {result.held_out_after_percent:.1f} %"

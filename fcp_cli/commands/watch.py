@@ -12,6 +12,7 @@ import typer
 
 from fcp_cli.console import human, note, print_json
 from fcp_cli.errors import RunError
+from fcp_cli.kinds import another_kind
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,6 +53,8 @@ def watch(
 def _metrics(run_dir: Path) -> Path:
     """The metrics of a run; they need not exist yet where a launch is known."""
     if not run_dir.is_dir():
+        if mistaken := another_kind(run_dir, "metrics"):
+            raise RunError(mistaken)
         if run_dir.is_file():
             return run_dir
         raise RunError(f"there is no run {run_dir}; name the folder that 'fcp launch' printed")

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from fcp_cli.errors import ProfileError
+from fcp_cli.kinds import another_kind
 
 FORMAT_1 = "fcp-cost-profile/1"
 FORMAT_2 = "fcp-cost-profile/2"
@@ -107,6 +108,8 @@ def load_cost_profile(path: Path) -> CostProfile:
     Raises:
         ProfileError: the file cannot be read or breaks the contract; the message names the offending key by its path.
     """
+    if mistaken := another_kind(path, "cost profile"):
+        raise ProfileError(mistaken)
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:

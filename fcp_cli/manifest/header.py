@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fcp_cli.errors import ManifestError
+from fcp_cli.kinds import another_kind
 from fcp_cli.words import first_sentence
 
 METADATA_KEY: Final = b"fcp"
@@ -71,11 +72,11 @@ def read_footer(file: Path) -> Any:
     Raises:
         ManifestError: the file is no Parquet, is a plan, or has a manifest format that this version cannot read.
     """
+    if mistaken := another_kind(file, "manifest"):
+        raise ManifestError(mistaken)
     with readable(file):
         footer = pq.read_metadata(file)
     format_name = str(read_header(footer).get("format", MANIFEST_FORMAT))
-    if format_name.startswith("fcp-plan/"):
-        raise ManifestError(f"{file} is a plan, not a length manifest; `fcp inspect {file}` shows it")
     if format_name != MANIFEST_FORMAT:
         raise ManifestError(f"{file} has the format {format_name!r}; this version of fcp reads {MANIFEST_FORMAT!r}")
     return footer

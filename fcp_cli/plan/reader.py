@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fcp_cli.errors import PlanError
+from fcp_cli.kinds import another_kind
 from fcp_cli.plan.hashing import PlanHasher
 from fcp_cli.plan.metadata import PlanMetadata, parse_metadata
 from fcp_cli.plan.schema import SCHEMA, steps_from_arrow
@@ -33,6 +34,8 @@ class PlanReader:
         except (pa.ArrowException, OSError) as error:
             if path.is_dir():
                 raise PlanError(f"{path} is a folder, not a plan; name the plan file in it") from error
+            if mistaken := another_kind(path, "plan"):
+                raise PlanError(mistaken) from error
             raise PlanError(
                 f"{path} cannot be read as Parquet ({first_sentence(error)}): it is truncated, damaged or not a plan; "
                 "make one with 'fcp plan MANIFEST'"

@@ -17,6 +17,7 @@ import numpy as np
 
 from fcp_cli.cost.fitting import Sample
 from fcp_cli.errors import ProfileError
+from fcp_cli.kinds import another_kind
 
 FORMAT = "fcp-samples/1"
 
@@ -141,6 +142,8 @@ def read_samples(path: Path) -> SamplesFile:
     Raises:
         ProfileError: unreadable, or not a samples file.
     """
+    if mistaken := another_kind(path, "samples"):
+        raise ProfileError(mistaken)
     try:
         rows = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from fcp_cli.errors import RunError
+from fcp_cli.kinds import another_kind
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.step import FloatArray, Int64Array
 from fcp_cli.training.metrics import FORMAT
@@ -186,6 +187,8 @@ def open_run(path: Path, *, plan: PlanMetadata | None = None) -> RunFile:
         RunError: there is no such file, it is empty, not metrics of a run, or of another plan altogether.
     """
     name, path = path, metrics_path(path)
+    if mistaken := another_kind(path, "metrics"):
+        raise RunError(mistaken)
     try:
         _, first = next(_lines(path), (0, ""))
     except FileNotFoundError as error:

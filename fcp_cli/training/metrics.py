@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from fcp_cli.errors import RunError
 from fcp_cli.files import write_text_atomically
+from fcp_cli.kinds import another_kind
 
 FORMAT = "fcp-metrics/1"
 
@@ -144,6 +145,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises:
         RunError: the file is missing, damaged, or not metrics of a run.
     """
+    if mistaken := another_kind(path, "metrics"):
+        raise RunError(mistaken)
     try:
         records = [record for _, record in _records(path)]
     except (OSError, UnicodeDecodeError) as error:

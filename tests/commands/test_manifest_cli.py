@@ -152,7 +152,7 @@ def test_equal_lengths_get_a_remark(fcp: Any, tmp_path: Path) -> None:
         (("show", "none.parquet"), 1, "none.parquet does not exist; `fcp manifest build SOURCE -o none.parquet` makes"),
         (("show", "bad.parquet"), 1, "bad.parquet: row 1 of column 'length' is 0; lengths must be > 0 tokens"),
         (("show", "foreign.parquet"), 1, "foreign.parquet has no column 'length'; its columns are n_tokens; pass"),
-        (("show", "text.parquet"), 1, "text.parquet cannot be read as Parquet"),
+        (("show", "text.parquet"), 1, "text.parquet is text, not a length manifest"),
         (("build", "none"), 1, "there is no source none"),
         (("build", "foreign.parquet", "-o", "foreign.parquet"), 2, "-o foreign.parquet would overwrite the source"),
         (("build", "foreign.parquet", "--kind", "csv"), 2, "--kind csv is none of text, jsonl"),

@@ -74,6 +74,13 @@ def test_a_plan_never_replaces_the_manifest_or_the_profile_it_is_made_from(folde
         assert result.stderr == f"error: -o {source} would overwrite the source; name another file with -o\n"
 
 
+def test_a_plan_in_place_of_the_manifest_is_named_and_not_taken_for_the_source(folder: Path) -> None:
+    (folder / "plan.parquet").unlink(missing_ok=True)
+    assert fcp("-q", "plan", "dataset.parquet", *EIGHT_RANKS, *FAST, cwd=folder).returncode == 0
+    error = assert_one_error_line(fcp("plan", "plan.parquet", cwd=folder), 1)
+    assert error == "error: plan.parquet is a plan, not a length manifest; 'fcp inspect plan.parquet' shows it"
+
+
 def test_quiet_says_nothing(folder: Path) -> None:
     result = fcp("-q", "plan", "dataset.parquet", *EIGHT_RANKS, *FAST, cwd=folder)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")

@@ -184,16 +184,15 @@ def test_damage_inside_a_row_group_is_one_line(tmp_path: Path) -> None:
 
 def test_a_text_file_is_not_parquet(tmp_path: Path) -> None:
     (tmp_path / "m.parquet").write_text("length\n3\n")
-    with pytest.raises(ManifestError, match=r"m\.parquet cannot be read as Parquet"):
+    with pytest.raises(ManifestError, match=r"m\.parquet is text, not a length manifest"):
         read_manifest(tmp_path / "m.parquet")
 
 
 def test_a_plan_is_not_a_manifest(tmp_path: Path) -> None:
     table = pa.table({"lengths": [[1]]}).replace_schema_metadata({"fcp": json.dumps({"format": "fcp-plan/1"})})
     pq.write_table(table, tmp_path / "plan.parquet")
-    fails(
-        tmp_path / "plan.parquet", "plan.parquet is a plan, not a length manifest; `fcp inspect plan.parquet` shows it"
-    )
+    told = "plan.parquet is a plan, not a length manifest; 'fcp inspect plan.parquet' shows it"
+    fails(tmp_path / "plan.parquet", told)
 
 
 def test_a_manifest_of_a_later_format_is_refused(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def test_a_foreign_parquet_file_is_no_plan(tmp_path: Path) -> None:
         PlanReader(foreign)
 
 
-@pytest.mark.parametrize("content", [b"", b"PAR1", b"hello, world", b"PAR1" * 1000])
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"\0\1\2", b"PAR1" * 1000])
 def test_a_file_that_is_not_parquet_is_no_plan(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "plan.parquet"
     path.write_bytes(content)

@@ -62,7 +62,7 @@ def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path: Path) -> None:
 def test_a_file_of_another_kind_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"format": "fcp-metrics/1"}\n')
-    with pytest.raises(ProfileError, match=r"holds no samples of 'fcp profile' \(fcp-samples/1\)"):
+    with pytest.raises(ProfileError, match="is the metrics of a run, not the samples of a measurement"):
         read_samples(path)
 
 

@@ -1,0 +1,92 @@
+"""What a file is, for the one line that says so when a command was given another kind than it reads."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+
+Kind = Literal["manifest", "plan", "cost profile", "metrics", "samples"]
+
+
+class _Known(NamedTuple):
+    kind: str
+    noun: str
+    use: str
+
+
+_BY_FORMAT: Final = {
+    "fcp-manifest": _Known("manifest", "a length manifest", "'fcp plan {}' plans it"),
+    "fcp-plan": _Known("plan", "a plan", "'fcp inspect {}' shows it"),
+    "fcp-cost-profile": _Known("cost profile", "a cost profile", "'fcp profile show {}' shows it"),
+    "fcp-metrics": _Known("metrics", "the metrics of a run", "'fcp report PLAN --metrics {}' draws them"),
+    "fcp-samples": _Known("samples", "the samples of a measurement", "'fcp profile --from-samples {}' fits them"),
+    "fcp-launch": _Known("launch", "the record of a launch", "name the run's folder"),
+    "fcp-heartbeat": _Known("heartbeat", "the heartbeat of a run", "name the run's folder"),
+    "fcp-trace": _Known("trace", "a trace", "https://ui.perfetto.dev opens it"),
+}
+_MADE_BY: Final[dict[Kind, str]] = {
+    "manifest": "'fcp manifest build {}' makes one of a data set",
+    "plan": "make one with 'fcp plan MANIFEST'",
+    "cost profile": "make one with 'fcp profile'",
+    "metrics": "name the folder that 'fcp launch' printed",
+    "samples": "'fcp profile' writes them",
+}
+_FORMAT: Final = re.compile(rb"\bformat\W{1,5}(fcp-[a-z-]+)/\d")  # as JSON and as YAML have it
+_HEAD_BYTES: Final = 4096  # every writer of ours states the format first
+_PARQUET_MAGIC: Final = b"PAR1"
+
+
+def another_kind(path: Path, wanted: Kind) -> str | None:
+    """Say that `path` is of a kind that fcp knows and that is not `wanted`, and what to do with it.
+
+    Returns:
+        One line without a full stop; None where the file is of the wanted kind, of none that can be told, or cannot be
+        read: then only the reader knows what is wrong.
+    """
+    if not path.is_file():  # what is read from a pipe here would be missing later
+        return None
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError:
+        return None
+    is_parquet = head.startswith(_PARQUET_MAGIC)
+    name = _format_in_footer(path) if is_parquet else _format_in_text(head)
+    known = _BY_FORMAT.get(name or "")
+    if known is not None and known.kind == wanted:
+        return None
+    if known is not None:
+        return f"{path} is {known.noun}, not {_noun(wanted)}; {known.use.format(path)}"
+    if is_parquet == (wanted in ("manifest", "plan")):
+        return None
+    if not is_parquet and not _is_text(head):
+        return None
+    form = "a Parquet file" if is_parquet else "text"
+    return f"{path} is {form}, not {_noun(wanted)}; {_MADE_BY[wanted].format(path)}"
+
+
+def _noun(kind: Kind) -> str:
+    return next(known.noun for known in _BY_FORMAT.values() if known.kind == kind)
+
+
+def _format_in_text(head: bytes) -> str | None:
+    found = _FORMAT.search(head)
+    return found[1].decode() if found else None
+
+
+def _format_in_footer(path: Path) -> str | None:
+    """What the footer of a Parquet file states under the key `fcp`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        header = json.loads((pq.read_metadata(path).metadata or {}).get(b"fcp", b"{}"))
+        return str(header.get("format")).partition("/")[0]
+    except (pa.ArrowException, OSError, ValueError, AttributeError):
+        return None
+
+
+def _is_text(head: bytes) -> bool:
+    return head.isascii() and head.strip() != b"" and b"\0" not in head
