@@ -69,13 +69,19 @@ def progress(*, transient: bool = True) -> Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origins:
-    """Where each setting of a command came from, for the line that says what was assumed."""
+    """Where each setting of a command came from, for the lines that say what was assumed and what looks wrong."""
 
     assumed: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
     def assume(self, name: str, value: object, reason: str) -> None:
         self.assumed[name] = f"{value} ({reason})"
 
+    def warn(self, message: str) -> None:
+        self.warnings.append(message)
+
     def report(self) -> None:
+        for message in self.warnings:
+            note(f"warning: {message}")
         for name, text in self.assumed.items():
             note(f"assumed {name} = {text}")

@@ -367,4 +367,5 @@ def _document(result: PlanResult, output: Path, extra: dict[str, Any], origins: 
         **cast(dict[str, Any], result.summary.to_json()),
         **extra,
         "assumed": origins.assumed,
+        "warnings": origins.warnings,
     }

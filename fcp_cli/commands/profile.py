@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 profile_app = App(help="Measure what micro-batches cost here, or compute it; show, refit and compare profiles.")
 
 _ANALYTIC = "Without measuring"
+_DEGREES = "1,2,4,8"  # that a profile is explained at, when it is made and when it is shown
 _WHERE = "Where and how long"
 _Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document on stdout.")]
 
@@ -171,7 +172,7 @@ def show(
     lengths: Annotated[
         str, typer.Option(help="Lengths to give times for, as 4096,65536 (around the break-even).")
     ] = "",
-    degrees: Annotated[str, typer.Option(help="Degrees to give times for.")] = "1,2,4,8",
+    degrees: Annotated[str, typer.Option(help="Degrees to give times for.")] = _DEGREES,
     json: _Json = False,
 ) -> None:
     """Explain a profile: each coefficient, where attention overtakes linear work, times of example lengths."""
@@ -305,7 +306,7 @@ def _finish(found: CostProfile, output: Path, json: bool, origins: Origins) -> N
     origins.report()
     _require_room(found)
     console = human()
-    for line in reading(found, (2,)):
+    for line in reading(found, _integers(_DEGREES, "--degrees")):
         note(line)
     print_errors(console, found)
     _write(found, output)

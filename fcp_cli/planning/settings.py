@@ -278,7 +278,7 @@ def _cluster(profile: CostProfile, request: PlanRequest) -> ClusterSpec:
 def _tokens_per_rank(request: PlanRequest, profile: CostProfile, origins: Origins) -> int:
     tokens, room = request.tokens_per_rank, profile.memory.tokens_per_rank()
     if tokens is not None and room is not None and tokens > room:
-        origins.assume("--tokens-per-rank", tokens, f"as given, but the profile's memory holds {max(room, 0)}")
+        origins.warn(f"--tokens-per-rank is {tokens:,}, but by the profile's memory a rank holds {max(room, 0):,}")
     if tokens is None:
         tokens = room
         if tokens is not None and tokens < 1:

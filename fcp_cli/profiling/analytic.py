@@ -67,6 +67,14 @@ def ring_bytes_per_token(spec: ModelSpec, *, kv_bytes: int, gradient_bytes: int,
     return elements * ((3 if recompute else 2) * kv_bytes + gradient_bytes)
 
 
+def messages_per_hop(spec: ModelSpec, *, recompute: bool = False) -> int:
+    """Messages that one micro-batch sends over one hop of its ring, all layers.
+
+    K/V travel forward and backward, dK/dV backward; recomputing runs the forward's ring once more.
+    """
+    return spec.num_layers * (4 if recompute else 3)
+
+
 def analytic_profile(
     spec: ModelSpec,
     cluster: ClusterSpec,
@@ -103,7 +111,9 @@ def analytic_profile(
             linear_seconds_per_token=matrix_passes * operations.linear_per_token / matrix_rate,
             ring_bytes_per_token=ring_bytes / devices,
             microbatch_seconds=cluster.microbatch_seconds,
-            ring_hop_seconds=cluster.ring_hop_seconds,
+            ring_hop_seconds=messages_per_hop(spec, recompute=recompute)
+            * cluster.message_seconds
+            / parallelism.pipeline_parallel,
             vision_seconds_per_patch=vision_passes[0] * operations.vision_per_patch / matrix_rate,
             vision_seconds_per_patch2=vision_passes[1] * operations.vision_per_patch2 / attention_rate,
         ),

@@ -13,7 +13,7 @@ from fcp_cli import __version__
 from fcp_cli.cost.fitting import LEAST_SAMPLES, fit_profile, mean_absolute_percentage, predicted_seconds
 from fcp_cli.cost.profile import Bandwidth, CostProfile, Memory, dump_cost_profile
 from fcp_cli.errors import ProfileError
-from fcp_cli.profiling.analytic import analytic_profile
+from fcp_cli.profiling.analytic import analytic_profile, messages_per_hop
 from fcp_cli.profiling.clusters import load_cluster
 from fcp_cli.profiling.measure import fitted_points, points_of
 from fcp_cli.profiling.memory import (
@@ -141,8 +141,7 @@ def _prior(samples: SamplesFile, spec: ModelSpec, freeze_vision: bool) -> CostPr
     if not bandwidth:
         return prior
     inter = tiers["inter_node"][1] if tiers["inter_node"] else prior.bandwidth.inter_node
-    # Keys and values travel forward and backward, their gradients backward: three batches a hop and layer.
-    coefficients = replace(prior.coefficients, ring_hop_seconds=3 * spec.num_layers * latency)
+    coefficients = replace(prior.coefficients, ring_hop_seconds=messages_per_hop(spec) * latency)
     return replace(
         prior, coefficients=coefficients, bandwidth=Bandwidth(intra_node=bandwidth, inter_node=inter), measurement={}
     )

@@ -20,7 +20,7 @@ class ClusterSpec:
         peak_flops: dense BF16 (or FP16) operations per second of the data sheet.
         linear_efficiency, attention_efficiency: share of the peak that matrices and attention reach.
         intra_node_bytes_per_second, inter_node_bytes_per_second: point to point, one way, inside one ring.
-        ring_hop_seconds: fixed cost of one hop of the ring, all layers, forward and backward.
+        message_seconds: fixed cost of one message between neighbours of a ring: of one layer, in one direction.
         microbatch_seconds: fixed cost of one forward and backward.
         sources: figure to where it was read; `assumed` where nobody measured it.
     """
@@ -35,7 +35,7 @@ class ClusterSpec:
     attention_efficiency: float
     intra_node_bytes_per_second: float
     inter_node_bytes_per_second: float
-    ring_hop_seconds: float
+    message_seconds: float
     microbatch_seconds: float
     aliases: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -74,7 +74,7 @@ def _parse(document: dict[str, Any], *, where: str) -> ClusterSpec:
         attention_efficiency=figures.number("attention_efficiency"),
         intra_node_bytes_per_second=figures.number("intra_node_bytes_per_second"),
         inter_node_bytes_per_second=figures.number("inter_node_bytes_per_second"),
-        ring_hop_seconds=figures.number("ring_hop_seconds", default=0.0, positive=False),
+        message_seconds=figures.number("message_seconds", default=0.0, positive=False),
         microbatch_seconds=figures.number("microbatch_seconds", default=0.0, positive=False),
         aliases=tuple(str(alias) for alias in document.get("aliases") or ()),
         sources={str(key): str(value) for key, value in (document.get("sources") or {}).items()},
@@ -99,7 +99,7 @@ def this_machine() -> ClusterSpec:
         attention_efficiency=0.25,
         intra_node_bytes_per_second=2e9,
         inter_node_bytes_per_second=1e9,
-        ring_hop_seconds=5e-4,
+        message_seconds=1e-4,
         microbatch_seconds=5e-3,
         sources={
             "devices_per_node": "cores this process may run on",
@@ -109,7 +109,7 @@ def this_machine() -> ClusterSpec:
             "attention_efficiency": assumed,
             "intra_node_bytes_per_second": assumed,
             "inter_node_bytes_per_second": assumed,
-            "ring_hop_seconds": assumed,
+            "message_seconds": assumed,
             "microbatch_seconds": assumed,
         },
     )

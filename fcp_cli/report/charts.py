@@ -6,6 +6,8 @@ paper; data travels as CSV, which is half the size of JSON rows.
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Iterable
 from typing import Any
 
@@ -73,12 +75,13 @@ def _range_label(degree: int, largest: int) -> str:
     return str(degree) if degree <= 2 else f"{first}-{last}"
 
 
-def csv(columns: Columns) -> Spec:
+def inline_csv(columns: Columns) -> Spec:
     """A table as Vega's inline CSV; numbers to 5 digits, which is more than a screen has pixels."""
     texts = [[_cell(value) for value in np.asarray(column).tolist()] for column in columns.values()]
-    lines = [",".join(columns), *(",".join(row) for row in zip(*texts, strict=True))]
+    table = io.StringIO()
+    csv.writer(table, lineterminator="\n").writerows([list(columns), *zip(*texts, strict=True)])
     numbers = {name: "number" for name, column in columns.items() if not isinstance(column, list)}
-    return {"values": "\n".join(lines), "format": {"type": "csv", "parse": numbers}}
+    return {"values": table.getvalue(), "format": {"type": "csv", "parse": numbers}}
 
 
 def _cell(value: Any) -> str:
@@ -116,7 +119,7 @@ _SERIES = {"planned": _PLANNED, "lower bound": _BOUND, "measured": _MEASURED}
 def _line(columns: Columns, field: str, name: str, names: list[str]) -> Spec:
     scale = {"domain": names, "range": [_SERIES[name] for name in names]}
     return {
-        "data": csv({"step": columns["step"], field: columns[field]}),
+        "data": inline_csv({"step": columns["step"], field: columns[field]}),
         "mark": {"type": "line", "strokeWidth": 1.5, "point": len(columns["step"]) < 12},
         "encoding": {
             "x": _x("step", "step", axis={"tickMinStep": 1}, scale={"nice": False, "zero": False}),
@@ -142,7 +145,7 @@ def gantt_chart(
     """
     chosen = [{"filter": "datum.step == chosen"}] if first is not None else []
     rectangles = {
-        "data": csv(colours.with_labels(bars)),
+        "data": inline_csv(colours.with_labels(bars)),
         "transform": [*chosen, {"calculate": "datum.end - datum.start", "as": "seconds"}],
         "mark": {"type": "rect", "stroke": "currentColor", "strokeOpacity": 0.35, "strokeWidth": 0.5},
         "encoding": {
@@ -168,7 +171,7 @@ def gantt_chart(
 def _end_rules(ends: Columns, chosen: list[Spec]) -> Spec:
     names = [name for name in _ENDS if name in ends["what"]]
     return {
-        "data": csv(ends),
+        "data": inline_csv(ends),
         "transform": chosen,
         "mark": {"type": "rule", "strokeWidth": 1.5},
         "encoding": {
@@ -200,7 +203,7 @@ def heat_chart(cells: Columns, *, num_ranks: int) -> Spec:
     return _chart(
         "Heat map of idle time: ranks over steps",
         min(420, max(120, 12 * num_ranks)),
-        data=csv(cells),
+        data=inline_csv(cells),
         mark={"type": "rect", "aria": False},  # thousands of cells would bury the rest of the page for a screen reader
         encoding={
             "x": _x("step", "step", scale={"nice": False, "zero": False}, axis={"tickMinStep": 1, "grid": False}),
@@ -228,7 +231,7 @@ def length_chart(bars: Columns, boundaries: Columns, colours: DegreeColours) -> 
     """How long the sequences are, at which degree they run, and from where on a degree no longer holds them."""
     scale = {"type": "log", "base": 2, "nice": False}
     rectangles = {
-        "data": csv(colours.with_labels(bars)),
+        "data": inline_csv(colours.with_labels(bars)),
         "mark": {"type": "rect", "stroke": "currentColor", "strokeOpacity": 0.25, "strokeWidth": 0.4},
         "encoding": {
             "x": _x(
@@ -249,7 +252,7 @@ def length_chart(bars: Columns, boundaries: Columns, colours: DegreeColours) -> 
     }
     at = {"field": "tokens", "type": "quantitative"}
     rules = {
-        "data": csv(boundaries),
+        "data": inline_csv(boundaries),
         "layer": [
             {"mark": {"type": "rule", "strokeDash": [3, 3], "opacity": 0.7}, "encoding": {"x": at}},
             {
@@ -266,7 +269,7 @@ def mix_chart(mix: Columns, colours: DegreeColours) -> Spec:
     return _chart(
         "Share of each degree in micro-batches, tokens and rank-seconds",
         110,
-        data=csv(colours.with_labels(mix)),
+        data=inline_csv(colours.with_labels(mix)),
         mark={"type": "bar", "stroke": "currentColor", "strokeOpacity": 0.25, "strokeWidth": 0.4},
         encoding={
             "x": _x(
@@ -284,7 +287,7 @@ def mix_chart(mix: Columns, colours: DegreeColours) -> Spec:
 def memory_chart(bars: Columns, *, budget: int, num_ranks: int) -> Spec:
     """Most tokens that each rank holds in one micro-batch, against the budget."""
     rectangles = {
-        "data": csv(bars),
+        "data": inline_csv(bars),
         "mark": {"type": "rect", "color": _PLANNED},
         "encoding": {
             "x": _x(
@@ -310,7 +313,7 @@ def scatter_chart(points: Columns, colours: DegreeColours) -> Spec:
     low, high = float(min(planned.min(), measured.min())), float(max(planned.max(), measured.max()))
     scale = {"type": "log", "nice": False, "domain": [low * 0.9, high * 1.1]}
     dots = {
-        "data": csv(colours.with_labels(points)),
+        "data": inline_csv(colours.with_labels(points)),
         "mark": {"type": "point", "filled": True, "size": 14, "opacity": 0.6},
         "encoding": {
             "x": _x("planned", "predicted seconds", scale=scale, axis={"labelOverlap": True}),
@@ -335,7 +338,7 @@ def residual_chart(quantiles: Columns) -> Spec:
     return _chart(
         "Residuals of the predicted seconds per degree: 10th to 90th percentile, quartiles and median",
         220,
-        data=csv(quantiles),
+        data=inline_csv(quantiles),
         layer=[
             {"mark": {"type": "rule", "opacity": 0.6}, "encoding": {"x": x, "y": y, "y2": {"field": "p90"}}},
             {
@@ -356,7 +359,7 @@ def drift_chart(drift: Columns) -> Spec:
     scale = {"domain": list(names.values()), "range": [_MEASURED, _PLANNED]}
     lines = [
         {
-            "data": csv({"step": drift["step"], field: drift[field]}),
+            "data": inline_csv({"step": drift["step"], field: drift[field]}),
             "mark": {"type": "line", "strokeWidth": 1.5, "point": len(drift["step"]) < 12},
             "encoding": {
                 "x": _x("step", "step", axis={"tickMinStep": 1}, scale={"nice": False, "zero": False}),
@@ -376,7 +379,7 @@ def slowest_chart(ranks: Columns) -> Spec:
     return _chart(
         "The slowest ranks: measured over predicted seconds of their micro-batches",
         30 + 18 * len(ranks["rank"]),
-        data=csv(ranks),
+        data=inline_csv(ranks),
         mark={"type": "bar", "color": _MEASURED},
         encoding={
             "y": {"field": "rank", "type": "ordinal", "sort": {"field": "place"}, "title": "rank"},

@@ -31,19 +31,13 @@ def print_profile(console: Console, profile: CostProfile, *, lengths: Sequence[i
 
 
 def reading(profile: CostProfile, degrees: Sequence[int]) -> list[str]:
-    """What the figures mean together, in sentences."""
+    """What the figures mean together, in sentences; of rings at the smallest and the largest of `degrees`."""
     lines = []
     middle = break_even_tokens(profile)
     if middle is not None:
         lines.append(f"Break-even: attention takes as long as linear work at {middle:,.0f} tokens.")
-    largest = max(degrees)
-    hidden = hidden_ring_tokens(profile, degree=largest, tier="intra_node")
-    if hidden is not None:
-        what = "what may hide of a ring" if profile.coefficients.exposed_ring_share else "a ring"
-        lines.append(f"Attention hides {what} of degree {largest} inside a node from {hidden:,.0f} tokens on.")
-    across = hidden_ring_tokens(profile, degree=largest, tier="inter_node")
-    if across is not None and across != hidden:
-        lines.append(f"Across nodes it does so from {across:,.0f} tokens on.")
+    rings = sorted(degree for degree in degrees if degree > 1)
+    lines += [line for degree in dict.fromkeys(rings[:1] + rings[-1:]) if (line := _hidden_ring(profile, degree))]
     budget = profile.memory.tokens_per_rank()
     if budget is None:
         lines.append("Token budget: not known, the memory block is empty; fcp plan needs --tokens-per-rank.")
@@ -63,6 +57,19 @@ def reading(profile: CostProfile, degrees: Sequence[int]) -> list[str]:
     if step:
         lines.append(f"Beside its micro-batches a step takes {float(step):.4g} s (gradient sum, clipping, AdamW).")
     return lines
+
+
+def _hidden_ring(profile: CostProfile, degree: int) -> str | None:
+    """From which length on a ring costs nothing; None where none does."""
+    inside, across = (
+        hidden_ring_tokens(profile, degree=degree, tier="intra_node"),
+        hidden_ring_tokens(profile, degree=degree, tier="inter_node"),
+    )
+    if inside is None or across is None:
+        return None
+    what = "what may hide of a ring" if profile.coefficients.exposed_ring_share else "a ring"
+    beyond = "" if across == inside else f", across nodes {across:,.0f}"
+    return f"Attention hides {what} of degree {degree} from {inside:,.0f} tokens on{beyond}."
 
 
 def _formats(profile: CostProfile) -> list[str]:

@@ -98,6 +98,16 @@ def test_diff_gives_the_ratio_of_every_figure(tmp_path: Path, fcp: Fcp) -> None:
     assert figures["bandwidth_bytes_per_second.intra_node"]["ratio"] == 1.0
 
 
+def test_a_profile_is_summed_up_alike_when_it_is_made_and_when_it_is_shown(tmp_path: Path, fcp: Fcp) -> None:
+    made = fcp("profile", "--analytic", "-o", "a.yaml").err
+    shown = fcp("profile", "show", "a.yaml").err
+    said = [line for line in made.splitlines() if line.startswith(("Break-even", "Attention hides", "Token budget"))]
+    assert [line.split(" of degree ")[1][0] for line in said if " of degree " in line] == ["2", "8"]
+    assert len(said) == 4
+    assert set(said) <= set(shown.splitlines())
+    assert "of degree 3 from" in fcp("profile", "show", "a.yaml", "--degrees", "1,3").err
+
+
 def test_fit_shows_the_error_before_and_after(tmp_path: Path, fcp: Fcp) -> None:
     metrics, _ = write_run(tmp_path)
     done = fcp("profile", "fit", str(metrics), "-o", "fitted.yaml", "--json")

@@ -84,10 +84,11 @@ def test_a_budget_over_the_profiles_memory_is_said(folder: Path) -> None:
     origins = Origins()
     inputs = resolve(PlanRequest(manifest=DATASET, tokens_per_rank=2001), origins)
     assert inputs.problem.tokens_per_rank == 2001
-    assert origins.assumed["--tokens-per-rank"] == "2001 (as given, but the profile's memory holds 2000)"
+    assert origins.warnings == ["--tokens-per-rank is 2,001, but by the profile's memory a rank holds 2,000"]
+    assert "--tokens-per-rank" not in origins.assumed
     origins = Origins()
     resolve(PlanRequest(manifest=DATASET, tokens_per_rank=2000), origins)
-    assert "--tokens-per-rank" not in origins.assumed
+    assert origins.warnings == []
 
 
 def test_without_memory_figures_the_budget_is_assumed(folder: Path) -> None:

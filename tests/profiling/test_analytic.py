@@ -57,6 +57,19 @@ def test_grouped_query_attention_sends_key_value_heads_only() -> None:
     assert _profile().coefficients.ring_bytes_per_token == 589_824  # gradients travel in fp32
 
 
+def test_a_hop_is_as_many_messages_as_all_layers_send_forward_and_backward() -> None:
+    spec, cluster = load_model("qwen3-8b"), replace(load_cluster("example-8x8"), message_seconds=1e-5)
+
+    def hop_seconds(**parallelism: Any) -> float:
+        job = Parallelism(ranks=64, **parallelism)
+        profile = analytic_profile(spec, cluster, precision=PRECISIONS["bf16"], parallelism=job)
+        return profile.coefficients.ring_hop_seconds
+
+    assert hop_seconds() == pytest.approx(36 * 3 * 1e-5)  # K/V forward, K/V and dK/dV backward
+    assert hop_seconds(recompute="full") == pytest.approx(36 * 4 * 1e-5)
+    assert hop_seconds(pipeline_parallel=2) == pytest.approx(18 * 3 * 1e-5)  # a stage's rings
+
+
 def test_recomputation_adds_a_forward_and_saves_activations() -> None:
     plain, again = _profile(), _profile(recompute="full")
     ratio = again.coefficients.linear_seconds_per_token / plain.coefficients.linear_seconds_per_token

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import csv
+import io
+
 import numpy as np
 import pytest
 
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.report.charts import DegreeColours, csv
+from fcp_cli.report.charts import DegreeColours, inline_csv
 from fcp_cli.report.page_data import HeatMap, PlanPicture, bars_of, evenly_spaced
 from fcp_cli.report.run_file import run_step
 from fcp_cli.report.run_picture import RunPicture, measured_bars
@@ -153,6 +156,15 @@ def test_many_degrees_share_colours_by_range() -> None:
 
 
 def test_tables_travel_as_csv() -> None:
-    table = csv({"step": np.array([1, 2]), "share": np.array([0.123456789, 1.0]), "what": ["a", "b"]})
-    assert table["values"] == "step,share,what\n1,0.12346,a\n2,1,b"
+    table = inline_csv({"step": np.array([1, 2]), "share": np.array([0.123456789, 1.0]), "what": ["a", "b"]})
+    assert table["values"] == "step,share,what\n1,0.12346,a\n2,1,b\n"
     assert table["format"] == {"type": "csv", "parse": {"step": "number", "share": "number"}}
+
+
+def test_commas_quotes_and_line_breaks_stay_in_their_cell() -> None:
+    texts = ["1,024", 'a "ring"', "two\nlines"]
+    table = inline_csv({"step": np.array([1, 2, 3]), "what, and why": texts})
+    assert list(csv.reader(io.StringIO(table["values"]))) == [
+        ["step", "what, and why"],
+        *(list(row) for row in zip("123", texts, strict=True)),
+    ]
