@@ -62,6 +62,14 @@ def way_problem(host: str, port: int, *, seconds: float) -> str:
     return ""
 
 
+def listens(host: str, port: int, *, seconds: float) -> bool:
+    """Whether something accepts connections at a port of a machine."""
+    with suppress(OSError, UnicodeError):
+        socket.create_connection((host, port), timeout=seconds).close()
+        return True
+    return False
+
+
 def port_problem(port: int) -> str:
     """Why nothing can listen on a port of this machine; "" if something can."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:

@@ -219,6 +219,10 @@ def test_a_node_0_that_nobody_started_is_told_in_one_line(folder: Path, address:
     port = unused_port()
     ended = node(folder, address, port, rank=1)
     assert (ended.status, ended.seconds < MOST_SECONDS) == (1, True)
+    assert (
+        f"waiting for node 0: nothing listens at {address}:{port} yet; run 'fcp launch' there; gives up after 3 s "
+        "(--join-timeout)"
+    ) in ended.lines
     assert ended.last.startswith(f"error: node 0 does not answer at {address}:{port}; start it, make sure that")
 
 

@@ -51,14 +51,17 @@ def run_here(resolved: Launch, *, json: bool) -> None:
 def _run_watched(resolved: Launch, node_rank: int, *, json: bool) -> tuple[JobOutcome, _Watcher]:
     from fcp_cli.launching.heartbeat import beating
     from fcp_cli.launching.local import local_spec
+    from fcp_cli.launching.meeting import Meeting
     from fcp_cli.launching.run import run_job
 
     spec, bundled = local_spec(resolved, node_rank), resolved.settings is not None
     watcher = _Watcher(resolved, shows=bundled and node_rank == 0)
+    meeting = Meeting(spec=spec, node_rank=node_rank, announce=note)
     with beating(spec.paths.heartbeat if node_rank == 0 else None) as pulse:
 
         def look() -> None:
             watcher.look()
+            meeting.look()
             pulse.beat()
 
         try:

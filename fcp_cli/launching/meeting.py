@@ -1,0 +1,66 @@
+"""Says once, while the nodes of a job come together, which of them is waited for: else a node is silent for minutes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from fcp_cli.launching.failure import TorchrunRanks
+from fcp_cli.launching.network import listens
+from fcp_cli.launching.spec import LaunchSpec
+
+_PATIENCE_SECONDS: Final = 20.0  # a launcher needs some to read torch
+_PROBE_SECONDS: Final = 2.0
+
+
+@dataclass(kw_only=True, slots=True)
+class Meeting:
+    """One node's view of it; `look` as often as you like.
+
+    Attributes:
+        spec: of the job, with `log_dir` set.
+        announce: is told the one line.
+        clock: seconds.
+    """
+
+    spec: LaunchSpec
+    node_rank: int
+    announce: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+    _look_at: float | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        waits = self.spec.num_nodes > 1 and self.spec.join_timeout_seconds is not None
+        # msrun starts its ranks at once, and they wait: only that node 0 is missing can be seen from outside.
+        tells = self.node_rank > 0 or self.spec.launcher == "torchrun"
+        self._look_at = self.clock() + self._pause_seconds() if waits and tells else None
+
+    def look(self) -> None:
+        """Say what this node waits for, if it has waited for a while and nobody has said so yet."""
+        if self._look_at is None or self.clock() < self._look_at:
+            return
+        self._look_at = self.clock() + self._pause_seconds()
+        host, port = self.spec.master_addr, self.spec.master_port
+        if self._ranks_run():
+            self._look_at = None
+        elif listens(host, port, seconds=_PROBE_SECONDS):
+            if self.node_rank:
+                self._look_at = None  # node 0 is there, and says who is missing
+            else:
+                self._say(f"waiting for the other nodes to come to {host}:{port}; run 'fcp launch' on each")
+        elif self.node_rank:  # node 0 itself may still be reading torch
+            self._say(f"waiting for node 0: nothing listens at {host}:{port} yet; run 'fcp launch' there")
+
+    def _say(self, what: str) -> None:
+        self._look_at = None
+        self.announce(f"{what}; gives up after {self.spec.join_timeout_seconds} s (--join-timeout)")
+
+    def _pause_seconds(self) -> float:
+        return min(_PATIENCE_SECONDS, (self.spec.join_timeout_seconds or 0) / 3)
+
+    def _ranks_run(self) -> bool:
+        """Whether torchrun has met the others and started the ranks of this node."""
+        assert self.spec.log_dir is not None
+        return self.spec.launcher == "torchrun" and TorchrunRanks(self.spec.log_dir).rank_0("stdout") is not None
