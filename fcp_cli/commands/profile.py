@@ -215,6 +215,8 @@ def fit(
     )
     if result.kept:
         note(f"kept as they were, since no micro-batch tells them: {', '.join(result.kept)}")
+    if any(run.hides_encoder for run in runs):
+        note("warning: the plan counted no work of the vision encoder: what images took is inside the fitted figures")
     _write(result.profile, output)
     if json:
         print_json(

@@ -2,11 +2,12 @@
 
 With A = sum (1 + eta) length^2 / d, T = tokens / d and hops = d - 1 a sample reads
 
-    seconds = beta1 + alpha2 T + max(alpha1 A, (1 - s) ring) + s ring
+    seconds = beta1 + alpha2 T + v P + max(alpha1 A, (1 - s) ring) + s ring
     ring    = r T hops + beta2 hops,    r = alpha3 / bandwidth (one r per tier)
 
 with s = 0 in version 1 of the model, and s = `exposed_ring_share` in version 2, which is taken where it predicts
-held-out samples better. Bytes and bandwidth only ever appear as their quotient: alpha3 is counted from the model, r is
+held-out samples better. P = patches / d is the vision encoder's work, with pairs of patches as the patches that take as
+long by the prior. Bytes and bandwidth only ever appear as their quotient: alpha3 is counted from the model, r is
 fitted, and the bandwidth follows. A non-negative least-squares fit without the maximum starts a bounded, robust one
 with it. What the samples cannot tell (a ring that always hides behind attention) stays near its prior.
 """
@@ -45,6 +46,7 @@ class Sample:
         seconds: from the moment all ranks of the group were ready to the end of its backward.
         crosses_nodes: whether the group spans nodes.
         silent: its peers were emulated, so that nothing was communicated.
+        patches: of the pack's images and videos, and what their pairs of patches take, in patches.
     """
 
     lengths: tuple[int, ...]
@@ -52,6 +54,7 @@ class Sample:
     seconds: float
     crosses_nodes: bool = False
     silent: bool = False
+    patches: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +74,7 @@ class Fit:
 
 
 def fit_profile(samples: Sequence[Sample], prior: CostProfile, *, held_out: Sequence[Sample] = ()) -> Fit:
-    """Fit alpha1, alpha2, beta1, beta2 and the bandwidths; everything else stays as in `prior`.
+    """Fit alpha1, alpha2, beta1, beta2, the bandwidths and, by one factor, the encoder; all else stays as in `prior`.
 
     Args:
         samples: measured micro-batches of one model on one cluster.
@@ -96,6 +99,8 @@ def fit_profile(samples: Sequence[Sample], prior: CostProfile, *, held_out: Sequ
     kept = [f"bandwidth_bytes_per_second.{name}" for name in ("intra_node", "inter_node") if name not in tiers]
     if not tiers:
         kept.append("coefficients.ring_hop_seconds")
+    if terms.patches.any():
+        kept.append("the ratio of coefficients.vision_seconds_per_patch2 to vision_seconds_per_patch")
     return Fit(
         profile=profile,
         relative_errors=predicted_seconds(samples, profile) / terms.seconds - 1.0,
@@ -113,7 +118,7 @@ def _fitted(terms: _Terms, tiers: Sequence[str], prior: CostProfile, *, with_sha
     """The best of the robust fits from several starting points."""
     starts = _starts(terms, tiers, prior, with_share=with_share)
     best = min((_robust_fit(terms, tiers, start) for start in starts), key=lambda found: found[1])[0]
-    return _with_parameters(prior, best, tiers)
+    return _with_parameters(prior, best, tiers, sees_patches=bool(terms.patches.any()))
 
 
 def predicted_seconds(samples: Sequence[Sample], profile: CostProfile) -> FloatArray:
@@ -122,11 +127,12 @@ def predicted_seconds(samples: Sequence[Sample], profile: CostProfile) -> FloatA
     silent = np.array([s.silent for s in samples], dtype=bool)
     squares = np.array([sum(length * length for length in s.lengths) for s in samples], dtype=np.float64)
     tokens = np.array([sum(s.lengths) for s in samples], dtype=np.float64)
+    patches = np.array([s.patches for s in samples], dtype=np.float64)
     with_ring, without_ring = (
         group_seconds(
             replace(profile, coefficients=coefficients),
             attention_seconds=c.attention_seconds_per_token2 * squares,
-            linear_seconds=c.linear_seconds_per_token * tokens,
+            linear_seconds=c.linear_seconds_per_token * tokens + c.vision_seconds_per_patch * patches,
             tokens=tokens,
             degree=[s.degree for s in samples],
             crosses_nodes=[s.crosses_nodes for s in samples],
@@ -153,6 +159,7 @@ class _Terms:
 
     attention: FloatArray
     linear: FloatArray
+    patches: FloatArray
     ring: FloatArray
     hops: FloatArray
     intra: FloatArray  # 1 where the sample has a ring inside a node
@@ -169,6 +176,7 @@ class _Terms:
         return cls(
             attention=squares / degree,
             linear=tokens / degree,
+            patches=np.array([s.patches for s in samples], dtype=np.float64) / degree,
             ring=rings * tokens * (degree - 1) / degree,
             hops=rings * (degree - 1),
             intra=rings * (1 - crosses),
@@ -176,22 +184,30 @@ class _Terms:
             seconds=np.array([s.seconds for s in samples], dtype=np.float64),
         )
 
+    @property
+    def columns(self) -> FloatArray:
+        """[samples, 3 or 4] of alpha1, alpha2, beta1 and, where anything was encoded, v."""
+        columns = [self.attention, self.linear, np.ones_like(self.linear)]
+        return np.stack([*columns, self.patches] if self.patches.any() else columns, axis=1)
+
     def tier(self, name: str) -> FloatArray:
         return self.intra if name == "intra_node" else self.inter
 
     def seconds_of(self, parameters: FloatArray, tiers: Sequence[str]) -> FloatArray:
-        """Predicted seconds; parameters = [alpha1, alpha2, beta1, beta2?, r per tier, s?]."""
+        """Predicted seconds; parameters = [alpha1, alpha2, beta1, v?, beta2?, r per tier, s?]."""
+        columns = self.columns
+        at = columns.shape[1]
         attention = parameters[0] * self.attention
         ring, share = np.zeros_like(attention), 0.0
         if tiers:
-            ring += parameters[3] * self.hops
-        for position, name in enumerate(tiers):
-            ring += parameters[4 + position] * self.ring * self.tier(name)
-        if len(parameters) > 4 + len(tiers):
+            ring += parameters[at] * self.hops
+        for position, name in enumerate(tiers, start=at + 1):
+            ring += parameters[position] * self.ring * self.tier(name)
+        if len(parameters) > at + 1 + len(tiers):
             share = parameters[-1]
         exposed = share * ring
         overlapped = np.maximum(attention, ring - exposed)
-        return np.asarray(parameters[2] + parameters[1] * self.linear + overlapped + exposed)
+        return np.asarray(columns[:, 1:] @ parameters[1:at] + overlapped + exposed)
 
 
 def _require_enough(samples: Sequence[Sample]) -> None:
@@ -221,17 +237,25 @@ def _require_enough(samples: Sequence[Sample]) -> None:
             "linear_seconds_per_token need at least two lengths"
         )
     columns = _columns(terms)
-    if np.linalg.matrix_rank(columns / np.linalg.norm(columns, axis=0), tol=1e-6) < 3:
+    if _rank(columns[:, :3]) < 3:
         raise ProfileError(
             "the samples cannot tell attention, linear work and the fixed cost apart: measure packs of at least three "
             "different lengths"
         )
+    if _rank(columns) < columns.shape[1]:
+        raise ProfileError(
+            "the samples cannot tell the vision encoder from the language model, since all packs have patches in "
+            "proportion to their tokens; measure the encoder with 'fcp profile', or add a run on mixed data"
+        )
+
+
+def _rank(columns: FloatArray) -> int:
+    return int(np.linalg.matrix_rank(columns / np.linalg.norm(columns, axis=0), tol=1e-6))
 
 
 def _columns(terms: _Terms) -> FloatArray:
-    """[samples, 3] relative columns of alpha1, alpha2, beta1."""
-    table = np.stack([terms.attention, terms.linear, np.ones_like(terms.linear)], axis=1)
-    return np.asarray(table / terms.seconds[:, None])
+    """Relative columns: divided by what each sample took."""
+    return np.asarray(terms.columns / terms.seconds[:, None])
 
 
 def _starts(terms: _Terms, tiers: Sequence[str], prior: CostProfile, *, with_share: bool) -> list[FloatArray]:
@@ -247,7 +271,7 @@ def _starts(terms: _Terms, tiers: Sequence[str], prior: CostProfile, *, with_sha
     solution = nnls(chosen / norms, np.ones(len(chosen)))[0] / norms
     c = prior.coefficients
     # A coefficient that NNLS put to zero starts at a small share of the time, so that the robust fit can move it.
-    floor = 1e-3 * np.median(terms.seconds) / np.maximum([terms.attention.max(), terms.linear.max(), 1.0], 1e-30)
+    floor = 1e-3 * np.median(terms.seconds) / np.maximum(terms.columns.max(axis=0), 1e-30)
     rates = [c.ring_bytes_per_token / getattr(prior.bandwidth, name) for name in tiers]
     ring = [max(c.ring_hop_seconds, 1e-6), *(max(rate, 1e-15) for rate in rates)] if tiers else []
     share = [_START_SHARE] if with_share else []
@@ -257,7 +281,8 @@ def _starts(terms: _Terms, tiers: Sequence[str], prior: CostProfile, *, with_sha
 
 def _robust_fit(terms: _Terms, tiers: Sequence[str], start: FloatArray) -> tuple[FloatArray, float]:
     """Bounded least squares on relative error, outliers counted linearly; (parameters, cost)."""
-    ring = slice(3, 4 + len(tiers)) if tiers else slice(3, 3)
+    at = terms.columns.shape[1]
+    ring = slice(at, at + 1 + len(tiers)) if tiers else slice(at, at)
 
     def residuals(parameters: FloatArray) -> FloatArray:
         error = terms.seconds_of(parameters, tiers) / terms.seconds - 1.0
@@ -287,24 +312,28 @@ def robust_least_squares(
     return np.asarray(found.x * start)
 
 
-def _with_parameters(prior: CostProfile, parameters: FloatArray, tiers: Sequence[str]) -> CostProfile:
-    alpha1, alpha2, beta1 = (float(value) for value in parameters[:3])
+def _with_parameters(
+    prior: CostProfile, parameters: FloatArray, tiers: Sequence[str], *, sees_patches: bool
+) -> CostProfile:
+    c = prior.coefficients
+    alpha1, alpha2, beta1, *rest = (float(value) for value in parameters)
     coefficients = replace(
-        prior.coefficients,
-        attention_seconds_per_token2=alpha1,
-        linear_seconds_per_token=alpha2,
-        microbatch_seconds=beta1,
+        c, attention_seconds_per_token2=alpha1, linear_seconds_per_token=alpha2, microbatch_seconds=beta1
     )
+    if sees_patches:
+        per_patch = rest.pop(0)
+        coefficients = replace(
+            coefficients,
+            vision_seconds_per_patch=per_patch,
+            vision_seconds_per_patch2=per_patch * c.vision_seconds_per_patch2 / c.vision_seconds_per_patch,
+        )
     if not tiers:
         return replace(prior, coefficients=coefficients)
-    rates = {
-        name: prior.coefficients.ring_bytes_per_token / float(rate)
-        for name, rate in zip(tiers, parameters[4 : 4 + len(tiers)], strict=True)
-    }
-    share = float(parameters[-1]) if len(parameters) > 4 + len(tiers) else 0.0
+    rates = {name: c.ring_bytes_per_token / rate for name, rate in zip(tiers, rest[1:], strict=False)}
+    share = rest[-1] if len(rest) > 1 + len(tiers) else 0.0
     return replace(
         prior,
-        coefficients=replace(coefficients, ring_hop_seconds=float(parameters[3]), exposed_ring_share=share),
+        coefficients=replace(coefficients, ring_hop_seconds=rest[0], exposed_ring_share=share),
         bandwidth=Bandwidth(
             intra_node=rates.get("intra_node", prior.bandwidth.intra_node),
             inter_node=rates.get("inter_node", prior.bandwidth.inter_node),

@@ -8,26 +8,39 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from fcp_cli.cost.fitting import Sample, error_percent, fit_profile
+from fcp_cli.cost.fitting import Sample, error_percent, fit_profile, predicted_seconds
 from fcp_cli.cost.profile import CostProfile, dump_cost_profile, parse_cost_profile
 from fcp_cli.errors import ProfileError
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
+from fcp_cli.profiling.models import load_model
 from fcp_cli.training.metrics import read_metrics
 
 # Every so many samples one is held out: the error on these is what the new profile can promise.
 HOLD_OUT_EVERY = 5
+_ROUNDING = 1e-9  # relative
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSamples:
-    """What a run measured, and the plan it followed."""
+    """What a run measured, the plan it followed, and the cost profile that the plan was made with."""
 
     samples: tuple[Sample, ...]
     steps: int
     metadata: PlanMetadata
+    planned: CostProfile
     run: Mapping[str, Any]
+
+    @property
+    def hides_encoder(self) -> bool:
+        """Whether a vision encoder may have run of which the plan knew nothing."""
+        if self.planned.coefficients.vision_seconds_per_patch:
+            return False
+        try:
+            return load_model(str(self.run.get("model"))).vision is not None
+        except ProfileError:  # the model of a script of the user's
+            return False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,11 +85,12 @@ def samples_of_run(metrics: Path, *, plan: Path | None, skip_steps: int) -> RunS
     measured = dict(_steps_after_warm_up(records, skip_steps))
     if not measured:
         raise ProfileError(f"{metrics} has no steps beyond the first {skip_steps} of each start; lower --skip-steps")
+    planned = parse_cost_profile(reader.metadata.cost_profile, name=f"{path}: the plan's cost profile")
     samples: list[Sample] = []
     for step in reader.steps(min(measured)):
         if step.step in measured:
-            samples.extend(_samples_of_step(step, measured[step.step], reader.metadata.ranks_per_node))
-    return RunSamples(samples=tuple(samples), steps=len(measured), metadata=reader.metadata, run=run)
+            samples.extend(_samples_of_step(step, measured[step.step], reader.metadata.ranks_per_node, planned))
+    return RunSamples(samples=tuple(samples), steps=len(measured), metadata=reader.metadata, planned=planned, run=run)
 
 
 def _steps_after_warm_up(
@@ -92,7 +106,9 @@ def _steps_after_warm_up(
             since_start += 1
 
 
-def _samples_of_step(step: StepPlan, record: Mapping[str, Any], ranks_per_node: int) -> Iterable[Sample]:
+def _samples_of_step(
+    step: StepPlan, record: Mapping[str, Any], ranks_per_node: int, planned: CostProfile
+) -> Iterable[Sample]:
     shortest: dict[int, float] = {}
     for rank in record["ranks"]:
         for timing in rank["micro_batches"]:
@@ -102,12 +118,24 @@ def _samples_of_step(step: StepPlan, record: Mapping[str, Any], ranks_per_node: 
         seconds = shortest.get(micro_batch.order, 0.0)
         if micro_batch.lengths and seconds > 0:
             nodes = {rank // ranks_per_node for rank in micro_batch.ranks}
-            yield Sample(
+            sample = Sample(
                 lengths=micro_batch.lengths,
                 degree=micro_batch.degree,
                 seconds=seconds,
                 crosses_nodes=len(nodes) > 1,
             )
+            yield replace(sample, patches=_patches(sample, micro_batch.seconds, planned))
+
+
+def _patches(sample: Sample, planned_seconds: float, planned: CostProfile) -> float:
+    """What the plan had the encoder do for a micro-batch, in patches: all that its lengths alone do not explain."""
+    per_patch = planned.coefficients.vision_seconds_per_patch
+    if not per_patch:
+        return 0.0
+    encoder_seconds = planned_seconds - float(predicted_seconds([sample], planned)[0])
+    if encoder_seconds < _ROUNDING * planned_seconds:
+        return 0.0
+    return encoder_seconds * sample.degree / per_patch
 
 
 def refit(runs: Sequence[RunSamples], *, before: CostProfile | None = None) -> Refit:
@@ -117,7 +145,7 @@ def refit(runs: Sequence[RunSamples], *, before: CostProfile | None = None) -> R
         ProfileError: too few or too alike micro-batches to tell the coefficients apart.
     """
     if before is None:
-        before = parse_cost_profile(runs[0].metadata.cost_profile, name="the plan's cost profile")
+        before = runs[0].planned
     samples = [sample for run in runs for sample in run.samples]
     fitted = [sample for i, sample in enumerate(samples) if i % HOLD_OUT_EVERY != HOLD_OUT_EVERY - 1]
     held_out = samples[HOLD_OUT_EVERY - 1 :: HOLD_OUT_EVERY]

@@ -37,7 +37,18 @@ TRUTH = replace(
 )
 
 
-def _step(index: int) -> StepPlan:
+SEES = replace(
+    PLANNED,
+    coefficients=replace(PLANNED.coefficients, vision_seconds_per_patch=1e-6, vision_seconds_per_patch2=1e-9),
+)
+
+
+def _patches(index: int) -> tuple[int, int]:
+    """Of the images of a step's two packs; pairs of patches are counted in."""
+    return 500 * (index % 7), 300 * (index % 4)
+
+
+def _step(index: int, seconds: tuple[float, float] = (1.0, 1.0)) -> StepPlan:
     """A ring of two ranks, one rank alone, and an idle one."""
     lengths = [[512 + 64 * index], [128, 64 + 32 * index]]
     return StepPlan(
@@ -49,13 +60,26 @@ def _step(index: int) -> StepPlan:
         sequences=np.arange(3 * index, 3 * index + 3),
         lengths=np.array(lengths[0] + lengths[1], dtype=np.int32),
         start_seconds=np.zeros(3),
-        seconds=np.array([1.0, 1.0, 0.0]),
+        seconds=np.array([*seconds, 0.0]),
         makespan_seconds=1.0,
         bound_seconds=0.5,
     )
 
 
-def write_run(folder: Path, steps: int = 20) -> tuple[Path, Path]:
+def _seconds(index: int, profile: CostProfile) -> tuple[float, float]:
+    """Of a step's two packs under a profile; images count where it knows an encoder."""
+    rows = list(_step(index).micro_batches())[:2]
+    samples = [
+        Sample(lengths=row.lengths, degree=row.degree, seconds=1.0, patches=patches)
+        for row, patches in zip(rows, _patches(index), strict=True)
+    ]
+    first, second = predicted_seconds(samples, profile).tolist()
+    return first, second
+
+
+def write_run(
+    folder: Path, steps: int = 20, *, planned: CostProfile = PLANNED, truth: CostProfile = TRUTH, model: str = "m"
+) -> tuple[Path, Path]:
     """A plan and the metrics of a run in which a rank of each ring waited for the other."""
     plan, metrics = folder / "plan.parquet", folder / "metrics.jsonl"
     metadata = PlanMetadata(
@@ -69,17 +93,16 @@ def write_run(folder: Path, steps: int = 20) -> tuple[Path, Path]:
         shuffle=False,
         solver="test",
         manifest=ManifestReference(name="m", rows=3 * steps, content_hash="0"),
-        cost_profile=dump_cost_profile(PLANNED),
+        cost_profile=dump_cost_profile(planned),
     )
     with plan_writer(plan, metadata) as writer:
         for index in range(steps):
-            writer.append(_step(index))
+            writer.append(_step(index, _seconds(index, planned)))
     run = {"format": "fcp-metrics/1", "kind": "run", "plan": str(plan), "plan_hash": writer.metadata.plan_hash}
+    run["model"] = model
     rows: list[dict[str, Any]] = [run]
     for index in range(steps):
-        step = list(_step(index).micro_batches())[:2]
-        drawn = [Sample(lengths=row.lengths, degree=row.degree, seconds=1.0) for row in step]
-        seconds = predicted_seconds(drawn, TRUTH).tolist()
+        seconds = _seconds(index, truth)
         slow = 10.0 if index == 0 else 1.0  # the first step warms up
         rows.append(
             {
@@ -105,6 +128,35 @@ def test_a_refit_finds_what_the_run_really_took(tmp_path: Path) -> None:
     assert result.held_out_after_percent < 1
     assert result.profile.origin == "fitted"
     assert result.profile.measurement["runs"][0]["micro_batches"] == 38
+
+
+def test_the_encoders_part_is_fitted_and_not_taken_for_the_language_models(tmp_path: Path) -> None:
+    """The run's encoder is ten times as slow as the plan believed."""
+    truth = replace(
+        TRUTH,
+        coefficients=replace(TRUTH.coefficients, vision_seconds_per_patch=1e-5, vision_seconds_per_patch2=1e-8),
+    )
+    metrics, _ = write_run(tmp_path, planned=SEES, truth=truth, model="qwen3-vl-tiny")
+    run = samples_of_run(metrics, plan=None, skip_steps=1)
+    result = refit([run])
+    found = result.profile.coefficients
+    for name in (
+        "attention_seconds_per_token2",
+        "linear_seconds_per_token",
+        "microbatch_seconds",
+        "vision_seconds_per_patch",
+        "vision_seconds_per_patch2",
+    ):
+        assert getattr(found, name) == pytest.approx(getattr(truth.coefficients, name), rel=0.02), name
+    assert result.held_out_after_percent < 1
+    assert "the ratio of coefficients.vision_seconds_per_patch2 to vision_seconds_per_patch" in result.kept
+    assert not run.hides_encoder
+
+
+@pytest.mark.parametrize(("model", "hides"), [("qwen3-vl-tiny", True), ("qwen3-tiny", False), ("of a script", False)])
+def test_an_encoder_that_the_plan_knew_nothing_of_is_told(tmp_path: Path, model: str, hides: bool) -> None:
+    metrics, _ = write_run(tmp_path, model=model)
+    assert samples_of_run(metrics, plan=None, skip_steps=1).hides_encoder is hides
 
 
 def test_idle_rows_and_warm_up_steps_are_no_samples(tmp_path: Path) -> None:
