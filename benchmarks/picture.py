@@ -131,7 +131,7 @@ def curves_spec(title: str, curves: Curves, logarithmic: bool, *, over: str = "r
     """Curves over numbers that grow by a factor; `over` says what these are."""
     rows = [(label, ranks, value) for label, points in curves.items() for ranks, value in points]
     labels, ranks, values = zip(*rows, strict=True)
-    data = charts.csv({"sync": list(labels), "ranks": np.array(ranks), "value": np.array(values)})
+    data = charts.inline_csv({"sync": list(labels), "ranks": np.array(ranks), "value": np.array(values)})
     x = {"type": "quantitative", "title": over, "scale": {"type": "log", "base": 2, "nice": False}}
     y = {"type": "quantitative", "title": None, "scale": {"type": "log"} if logarithmic else {"zero": True}}
     colours = {"domain": list(curves), "range": list(COLOURS[: len(curves)])}

@@ -65,7 +65,7 @@ def _dots(cells: list[Cell], cluster: str, encoder: Encoder, most: float) -> cha
     scale = {"domain": marks, "range": list(picture.COLOURS)}
     order = list(dict.fromkeys(cell.setting.dataset for cell in chosen))
     dots = {
-        "data": charts.csv({"dataset": list(datasets), "mark": list(names), "value": np.array(values)}),
+        "data": charts.inline_csv({"dataset": list(datasets), "mark": list(names), "value": np.array(values)}),
         "mark": {"type": "point", "filled": True, "size": 30, "opacity": 0.85},
         "encoding": {
             "y": {"field": "dataset", "type": "nominal", "title": None, "sort": order},
