@@ -195,12 +195,18 @@ def worst_error_in_parallel(plan: Path, case: Case) -> float:
     with parallel(case):
         settings, model = wrapped(case, weights=dict(whole.named_parameters()))
         found = steps_planned(plan, case, dataset, settings, model, lambda: own_gradients(model))
+    return max(
+        share_error(gradients, named, case.tensor_parallel) for named, gradients in zip(expected, found, strict=True)
+    )
+
+
+def share_error(found: Mapping[str, tuple[Tensor, Tensor]], whole: Named, tensor_parallel: int) -> float:
+    """Largest difference of a process's gradients from its share of a whole model's, relative to the largest."""
     errors = [
-        float((own - share(named[name], parameter, case)).abs().max() / max(g.abs().max() for g in named.values()))
-        for named, gradients in zip(expected, found, strict=True)
-        for name, (parameter, own) in gradients.items()
+        float((own - share(whole[name], parameter, tensor_parallel)).abs().max())
+        for name, (parameter, own) in found.items()
     ]
-    return max(errors)
+    return max(errors) / max(float(gradient.abs().max()) for gradient in whole.values())
 
 
 def gradient(parameter: Any) -> Tensor:
@@ -216,12 +222,11 @@ def own_gradients(model: DistributedDataParallel) -> dict[str, tuple[Tensor, Ten
     }
 
 
-def share(whole: Tensor, parameter: Any, case: Case) -> Tensor:
+def share(whole: Tensor, parameter: Any, tensor_parallel: int) -> Tensor:
     """What tensor parallelism leaves of a whole parameter, or its gradient, to this process."""
-    if case.tensor_parallel == 1 or not getattr(parameter, "tensor_model_parallel", False):
+    if tensor_parallel == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return whole
-    rank = dist.get_rank() % case.tensor_parallel
-    return whole.chunk(case.tensor_parallel, dim=parameter.partition_dim)[rank]
+    return whole.chunk(tensor_parallel, dim=parameter.partition_dim)[dist.get_rank() % tensor_parallel]
 
 
 @contextmanager
@@ -275,7 +280,7 @@ def wrapped(case: Case, *, weights: Named | None = None) -> tuple[Any, Distribut
     if weights is not None:
         with torch.no_grad():
             for name, parameter in tiny.whole_names(gpt).items():
-                parameter.copy_(share(weights[name], parameter, case))
+                parameter.copy_(share(weights[name], parameter, case.tensor_parallel))
     ddp_config = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": False, **case.ddp})
     model = DistributedDataParallel(settings, ddp_config, gpt)
     settings.finalize_model_grads_func = finalize_model_grads

@@ -31,11 +31,19 @@ WAVES = (
 )
 EQUAL = ("switching", "recomputed", "core attention recomputed", "two forwards", "two forwards recomputed",
          "without patch manager", "keys and values kept", "mrope", "mrope recomputed")  # fmt: skip
+# As SWITCHING, of two ranks with two processes each.
+TENSOR = (
+    (Row([0, 1], [7, 30]), Row([0], [5]), Row([1], [13])),
+    (Row([0, 1], [9]), Row([1], [21]), Row([0, 1], [1, 6])),
+    (Row([0], [9, 3, 4, 11]), Row([1])),
+)
+SHARES = ("tensor", "sequence recomputed")
 
 
 def run_worker(folder: Path, *sources: Path | str) -> Path:
     write_plan(folder / "switching.parquet", SWITCHING, num_ranks=NUM_RANKS, rows=32)
     write_plan(folder / "waves.parquet", WAVES, num_ranks=NUM_RANKS, sync="microbatch", rows=16)
+    write_plan(folder / "tensor.parquet", TENSOR, num_ranks=2, rows=12, tensor_parallel=2)
     path = os.pathsep.join(map(str, (*sources, ROOT)))
     torchrun("-m", "tests.runtime.mindspeed.worker", str(folder), num_ranks=NUM_RANKS, PYTHONPATH=path)
     return folder
@@ -59,9 +67,22 @@ def worst_error(folder: Path, case: str) -> float:
     return max(errors) / float(np.abs(alone).max())
 
 
+def worst_share_error(folder: Path, case: str) -> float:
+    """Likewise, of the four processes' shares."""
+    errors: list[float] = [
+        pickle.loads((folder / f"{case}-{process}.pickle").read_bytes()) for process in range(NUM_RANKS)
+    ]
+    return max(errors)
+
+
 @pytest.mark.parametrize("case", EQUAL)
 def test_every_rank_ends_with_the_gradient_of_one_process(folder: Path, case: str) -> None:
     assert worst_error(folder, case) <= 1e-12
+
+
+@pytest.mark.parametrize("case", SHARES)
+def test_every_process_of_a_rank_ends_with_its_share_of_the_gradient_of_one_process(folder: Path, case: str) -> None:
+    assert worst_share_error(folder, case) <= 1e-12
 
 
 def test_the_script_gets_one_report_of_all_ranks(folder: Path) -> None:
@@ -105,5 +126,6 @@ def test_real_mindspeed_ends_with_the_gradient_of_one_process(tmp_path: Path) ->
         )
     run_worker(tmp_path, megatron, mindspeed)
     errors = {case: worst_error(tmp_path, case) for case in EQUAL}
+    errors |= {case: worst_share_error(tmp_path, case) for case in SHARES}
     print(errors)
     assert max(errors.values()) <= 1e-12

@@ -62,11 +62,6 @@ def test_a_job_on_mindspeeds_ring_with_summed_losses_is_let_through() -> None:
         ("tp_2d", True, "2D tensor parallelism (--tp-2d) cannot follow a plan"),
         ("alibi_fusion_attn_type", 2, "ALiBi (--alibi-fusion-attn-type) cannot follow a plan"),
         (
-            "tensor_model_parallel_size",
-            2,
-            "tensor parallel 2 has not been made to follow a plan under MindSpeed; use 1",
-        ),
-        (
             "pipeline_model_parallel_size",
             4,
             "pipeline parallel 4 has not been made to follow a plan under MindSpeed; use 1",

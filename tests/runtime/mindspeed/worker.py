@@ -12,12 +12,12 @@ import os
 import pickle
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import tests.runtime.mindspeed.cpu  # isort: skip  # noqa: F401
@@ -35,9 +35,20 @@ from fcp_cli.runtime.integrations.megatron.micro_batch import current_micro_batc
 from fcp_cli.runtime.integrations.megatron.schedule import hook_schedules
 from fcp_cli.runtime.integrations.mindspeed import attention
 from tests.patience import PATIENCE_SECONDS
-from tests.runtime.megatron.gradient_worker import FULL, global_batches, gradient_alone, lengths_of, two_forwards
+from tests.runtime.megatron.gradient_worker import (
+    FULL,
+    global_batches,
+    gradient,
+    gradient_alone,
+    lengths_of,
+    own_gradients,
+    share,
+    share_error,
+    two_forwards,
+)
 
-SWITCHING, WAVES = "switching.parquet", "waves.parquet"
+Result = TypeVar("Result")
+SWITCHING, WAVES, TENSOR = "switching.parquet", "waves.parquet", "tensor.parquet"
 STATIC_DEGREE = 2
 OWN_VERSION = "0.12.1"
 
@@ -53,6 +64,7 @@ class Case:
         rope: kind of position embedding.
         two_forwards: run one forward ahead of the backwards.
         broken: what MindSpeed is left without.
+        tensor_parallel: processes per rank of the plan.
     """
 
     plan: str = SWITCHING
@@ -61,6 +73,7 @@ class Case:
     rope: str = "rope"
     two_forwards: bool = False
     broken: str = ""
+    tensor_parallel: int = 1
 
 
 CASES: Mapping[str, Case] = {
@@ -73,6 +86,12 @@ CASES: Mapping[str, Case] = {
     "keys and values kept": Case(mindspeed={"context_parallel_kv_cache_policy": "full"}),
     "mrope": Case(rope="mrope", settings={"mrope_section": [2, 1, 1]}),
     "mrope recomputed": Case(rope="mrope", settings={"mrope_section": [2, 1, 1], **FULL}),
+}
+SHARED: Mapping[str, Any] = {"tensor_model_parallel_size": 2}
+# On two ranks of the plan, with two processes each.
+PARALLEL_CASES: Mapping[str, Case] = {
+    "tensor": Case(plan=TENSOR, tensor_parallel=2, settings=SHARED),
+    "sequence recomputed": Case(plan=TENSOR, tensor_parallel=2, settings={**SHARED, "sequence_parallel": True, **FULL}),
 }
 # What must stop with one line.
 REFUSED: Mapping[str, Case] = {
@@ -107,13 +126,44 @@ def gradients_alone(folder: Path) -> Mapping[tuple[str, str], np.ndarray]:
     return found
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Whole:
+    """A model of one process, and its gradients after each step, by the names of its parameters."""
+
+    weights: Mapping[str, Tensor]
+    gradients: Sequence[Mapping[str, Tensor]]
+
+
+def whole_model(plan: Path) -> Whole:
+    model = tiny.build(tiny.config())
+    parameters = dict(model.named_parameters())
+    gradients = []
+    for rows in global_batches(plan):
+        gradient_alone(model, tiny.Sequences(lengths_of(plan)), rows)
+        gradients.append({name: gradient(parameter).clone() for name, parameter in parameters.items()})
+    return Whole(weights={name: parameter.detach() for name, parameter in parameters.items()}, gradients=gradients)
+
+
+def worst_share_error(plan: Path, case: Case, settings: argparse.Namespace, whole: Whole) -> float:
+    """Largest difference of this process's share of the gradient from one process's, relative to its largest entry."""
+    from tests.runtime.mindspeed.train import wrapped_model
+
+    _, model = wrapped_model(settings, **case.settings)
+    with torch.no_grad():
+        for name, parameter in tiny.whole_names(model.module).items():
+            parameter.copy_(share(whole.weights[name], parameter, case.tensor_parallel))
+    found, _ = steps_planned(plan, case, settings, model, lambda: own_gradients(model))
+    steps = zip(found, whole.gradients, strict=True)
+    return max(share_error(gradients, named, case.tensor_parallel) for gradients, named in steps)
+
+
 def dataset_of(plan: Path, case: Case) -> tiny.Sequences:
     return tiny.Sequences(lengths_of(plan), axes=3 if case.rope == "mrope" else 1)
 
 
 def gradients_planned(plan: Path, case: Case, settings: argparse.Namespace) -> tuple[np.ndarray, list[Any]]:
     """[steps, parameters] of this rank, and what each step reported."""
-    from tests.runtime.mindspeed.train import forward_step, wrapped_model
+    from tests.runtime.mindspeed.train import wrapped_model
 
     with mock.patch.dict(vars(settings), case.mindspeed):
         _, model = wrapped_model(settings, rope=case.rope, **case.settings)
@@ -121,6 +171,21 @@ def gradients_planned(plan: Path, case: Case, settings: argparse.Namespace) -> t
         model.module.decoder.layers[0].self_attention.core_attention = torch.nn.Identity()
     if case.broken == "rotary":
         model.module.rotary_pos_emb.register_forward_hook(_reverse)
+    gradients, reports = steps_planned(plan, case, settings, model, lambda: flat_gradient(model))
+    return np.stack(gradients), reports
+
+
+def flat_gradient(model: Any) -> np.ndarray:
+    found: np.ndarray = torch.cat([weight.main_grad.flatten() for weight in model.parameters()]).numpy().copy()
+    return found
+
+
+def steps_planned(
+    plan: Path, case: Case, settings: argparse.Namespace, model: Any, take: Callable[[], Result]
+) -> tuple[list[Result], list[Any]]:
+    """What `take` finds after each step of the plan, and what the step reported."""
+    from tests.runtime.mindspeed.train import forward_step
+
     batches = list(global_batches(plan))
     arguments = {
         "forward_step_func": forward_step,
@@ -135,7 +200,7 @@ def gradients_planned(plan: Path, case: Case, settings: argparse.Namespace) -> t
     get_schedule = schedules.get_forward_backward_func
     if case.two_forwards:
         schedules.get_forward_backward_func = lambda: two_forwards
-    gradients, reports = [], []
+    found, reports = [], []
     try:
         with broken(case.broken):
             hook_schedules(schedules)
@@ -146,10 +211,10 @@ def gradients_planned(plan: Path, case: Case, settings: argparse.Namespace) -> t
                 reports.append(run(**arguments))
             assert parallel_state.get_context_parallel_world_size() == STATIC_DEGREE, "the static group is as it was"
             assert settings.context_parallel_size == STATIC_DEGREE
-            gradients.append(torch.cat([weight.main_grad.flatten() for weight in model.parameters()]).numpy().copy())
+            found.append(take())
     finally:
         schedules.get_forward_backward_func = get_schedule
-    return np.stack(gradients), reports
+    return found, reports
 
 
 def _reverse(_: Any, __: Any, table: Tensor) -> Tensor | None:
@@ -192,6 +257,7 @@ def main(folder: Path) -> None:
     rank = dist.get_rank()
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     alone = gradients_alone(folder) if rank == 0 else {}
+    whole = whole_model(folder / TENSOR)
     parallel_state.destroy_model_parallel()
     settings = become_mindspeed()
     parallel_state.initialize_model_parallel(context_parallel_size=STATIC_DEGREE, create_gloo_process_groups=False)
@@ -209,6 +275,11 @@ def main(folder: Path) -> None:
         if rank == 0:
             (folder / f"{name}-alone.pickle").write_bytes(pickle.dumps(alone[case.plan, case.rope]))
         dist.barrier()
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(2, context_parallel_size=STATIC_DEGREE, create_gloo_process_groups=False)
+    for name, case in PARALLEL_CASES.items():
+        worst = worst_share_error(folder / case.plan, case, settings, whole)
+        (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(worst))
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()

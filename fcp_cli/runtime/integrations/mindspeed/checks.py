@@ -127,9 +127,8 @@ def _refusals(config: Any) -> Iterable[tuple[bool, str]]:
     )
     yield bool(setting("tp_2d")), "2D tensor parallelism (--tp-2d) cannot follow a plan"
     yield setting("alibi_fusion_attn_type") is not None, "ALiBi (--alibi-fusion-attn-type) cannot follow a plan"
-    for kind in ("tensor", "pipeline"):
-        ways = setting(f"{kind}_model_parallel_size", 1)
-        yield ways > 1, f"{kind} parallel {ways} has not been made to follow a plan under MindSpeed; use 1"
+    stages = setting("pipeline_model_parallel_size", 1)
+    yield stages > 1, f"pipeline parallel {stages} has not been made to follow a plan under MindSpeed; use 1"
 
 
 def check_layers(model: Any) -> None:

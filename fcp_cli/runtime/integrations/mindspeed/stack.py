@@ -45,7 +45,7 @@ class MindSpeedStack:
 
     def hook(self, model: Any, transport: ProcessTransport) -> int:
         self._all = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        alone = parallel_state.get_tensor_model_parallel_group()  # of one rank, as was checked
+        alone = parallel_state.get_pipeline_model_parallel_group()  # of one process, as was checked
         self._alone = Placement(ranks=(dist.get_rank(),), group=alone, data=alone)
         hook_parallel_state()
         mend_unflatten()
