@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fcp_cli.runtime.injection.imports import after_import
+
 _TO_FLOAT = torch.Tensor.float
 
 
@@ -84,15 +86,30 @@ def _layer_norm(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **_:
     return norm
 
 
+def _norms(torch_norm: Any) -> None:
+    torch_norm.WrappedTorchNorm.__new__ = _layer_norm
+
+
+def _softmax(fused_softmax: Any) -> None:
+    """Asked for in forwards that are recomputed within `Tensor.backward`, where the mode above is off."""
+    fused_softmax.get_default_causal_mask = lambda length: torch.ones(length, length, dtype=torch.bool).triu(1)
+
+
+def _expert_parts(moe_utils: Any) -> None:
+    """Megatron 0.16.1 asks whether it is None, but does not define it where there is no Transformer Engine."""
+    moe_utils.te_general_gemm = None
+
+
+def _dispatchers(token_dispatcher: Any) -> None:
+    token_dispatcher.maybe_move_tensor_to_cpu = _to_cpu
+
+
 _install()
-
-from megatron.core.fusions import fused_softmax  # noqa: E402
-from megatron.core.transformer.moe import moe_utils, token_dispatcher  # noqa: E402
-from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
-
-WrappedTorchNorm.__new__ = _layer_norm
-# Asked for in forwards that are recomputed within `Tensor.backward`, where the mode above is off.
-fused_softmax.get_default_causal_mask = lambda length: torch.ones(length, length, dtype=torch.bool).triu(1)
-# Megatron 0.16.1 asks whether it is None, but does not define it where there is no Transformer Engine.
-moe_utils.te_general_gemm = None
-token_dispatcher.maybe_move_tensor_to_cpu = _to_cpu
+after_import(
+    {
+        "megatron.core.fusions.fused_softmax": _softmax,
+        "megatron.core.transformer.moe.moe_utils": _expert_parts,
+        "megatron.core.transformer.moe.token_dispatcher": _dispatchers,
+        "megatron.core.transformer.torch_norm": _norms,
+    }
+)
