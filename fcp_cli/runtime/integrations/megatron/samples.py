@@ -25,6 +25,7 @@ TOKENS = "tokens"
 LOSS_MASK = "loss_mask"
 POSITIONS = "position_ids"
 ATTENTION_MASK = "attention_mask"
+_ENDS = "cu_seqlens"
 
 # Random samplers hand out the data set in an order of their own, and count ahead of training.
 _RANDOM_SAMPLER = "MegatronPretrainingRandomSampler"
@@ -204,7 +205,32 @@ def _item(samples: Samples, at: int, length: int) -> dict[str, Tensor]:
             f"row {at} of the data set has {tokens} tokens but {length} in the plan: the plan was made from another "
             "manifest; build it again with 'fcp manifest build' and 'fcp plan'"
         )
+    if length:
+        _check_is_one_sequence(found, at, tokens, length)
     tensors = {name: torch.as_tensor(value) for name, value in found.items() if name != ATTENTION_MASK}
     return {
         name: tensor[..., :length] for name, tensor in tensors.items() if tensor.dim() and tensor.shape[-1] == tokens
     }
+
+
+def _check_is_one_sequence(item: Mapping[str, Any], at: int, tokens: int, length: int) -> None:
+    """Raise RunError if the item itself says that its tokens do not all see those before them, as a plan has it."""
+    ends = item.get(_ENDS)
+    if ends is not None and len(ends) > 2:
+        raise RunError(
+            f"row {at} of the data set is a pack of {len(ends) - 1} sequences ({_ENDS}), but a plan packs sequences "
+            "itself; make each an item, and a row of the manifest"
+        )
+    mask, positions = (torch.as_tensor(item.get(name, ())) for name in (ATTENTION_MASK, POSITIONS))
+    is_cut = False
+    if mask.dtype == torch.bool and mask.shape[-2:] == (tokens, tokens):
+        seen = mask[..., length - 1, :length]  # by the last token; one that it does not see belongs to another document
+        is_cut = bool(seen.any() and not seen.all())
+    if positions.shape == (tokens,):
+        is_cut = is_cut or int(positions[length - 1]) != length - 1
+    if is_cut:
+        raise RunError(
+            f"row {at} of the data set is cut into documents (by its {ATTENTION_MASK} or {POSITIONS}), of which the "
+            "plan does not know; leave --reset-attention-mask and --reset-position-ids out, or make each document an "
+            "item, and a row of the manifest"
+        )
