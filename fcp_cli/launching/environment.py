@@ -1,6 +1,6 @@
 """The environment that each stack needs, and why. Pure: a job and a machine in, variables out.
 
-What the user has exported always wins; `checks.py` warns where that is known to break.
+What the user has exported always wins; `checks/variables.py` warns where that is known to break.
 """
 
 from __future__ import annotations

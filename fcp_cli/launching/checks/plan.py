@@ -1,0 +1,124 @@
+"""The plan must fit the nodes, the model and the memory that are really there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from fcp_cli.cost.profile import CostProfile
+from fcp_cli.errors import ProfileError
+from fcp_cli.launching.checks.finding import Finding, error, number, warning
+from fcp_cli.launching.environment import COMMUNICATORS, HCCL_BUFFERS
+from fcp_cli.launching.facts import Facts
+from fcp_cli.launching.job import Job
+from fcp_cli.profiling.memory import RESERVE_FRACTION
+from fcp_cli.profiling.models import load_model
+
+_OPEN_FILES_PER_RANK = 4  # a rank's sockets to another: gloo pairs of two groups, the store
+_OPEN_FILES_BESIDE = 512
+_HCCL_SHARE = 0.1  # of a device's memory that communication buffers may take without a word
+_REPLICAS_APART = "--use-tp-pp-dp-mapping"
+
+
+def node_size(job: Job, facts: Facts) -> Iterator[Finding]:
+    """Rings that the plan keeps inside a node must stay there.
+
+    Megatron makes processes of one stage neighbours, whatever rank they are of; with --use-tp-pp-dp-mapping, those of
+    one rank.
+    """
+    metadata = job.metadata
+    neighbours = metadata.tensor_parallel
+    if _REPLICAS_APART in job.arguments:
+        neighbours *= metadata.pipeline_parallel
+    here = max(1, min(metadata.num_ranks, job.processes_per_node // neighbours))
+    if job.num_nodes > 1 and here != metadata.ranks_per_node:
+        yield warning(
+            f"{job.plan} counts {metadata.ranks_per_node} ranks per node, but {here} run on each of {job.num_nodes}: "
+            f"its rings would cross nodes unseen; plan with --ranks-per-node {here}"
+        )
+
+
+def profile_model(job: Job, facts: Facts) -> Iterator[Finding]:
+    """Times and token budget of a plan are those of one model."""
+    profile = job.profile
+    if profile is not None and job.model is not None and not _is_same_model(profile.model, job.model):
+        yield warning(
+            f"{job.plan} was made with the cost profile of {profile.model}, not of {job.model}: its times and token "
+            f"budget are another model's; plan again with a profile from 'fcp profile --model {job.model}'"
+        )
+
+
+def token_budget(job: Job, facts: Facts) -> Iterator[Finding]:
+    """A rank's tokens and its model must fit the memory that is really there.
+
+    What a script trains only its user knows, unless --model says it: on accelerators, the plan's model is a fair guess
+    and told as one; on the CPU, where small models are tried under any plan, nothing is said.
+    """
+    profile, capacity = job.profile, _memory_of_a_rank(job, facts)
+    if profile is None or not capacity or not _knows_memory(profile, job):
+        return
+    memory = profile.memory
+    needed = memory.model_state_bytes + job.metadata.tokens_per_rank * memory.bytes_per_token
+    if needed <= capacity:
+        return
+    room = replace(memory, capacity_bytes=capacity * (1 - RESERVE_FRACTION)).tokens_per_rank() or 0
+    mend = f"plan with --tokens-per-rank {room}" if room > 0 else "the model alone is larger, so choose a smaller one"
+    model = "the model" if job.model is not None else f"{profile.model}, the plan's model"
+    where = "a rank's share of this machine" if job.stack == "cpu" else "a device here"
+    # Computed figures are an estimate, and so is what a process of a host may take.
+    is_certain = profile.origin in ("measured", "fitted") and job.stack != "cpu" and job.model is not None
+    yield (error if is_certain else warning)(
+        f"{job.plan} lets a rank hold {job.metadata.tokens_per_rank:,} tokens, {needed / 1e9:.1f} GB with {model}, "
+        f"but {where} has {capacity / 1e9:.1f} GB; {mend}"
+    )
+
+
+def _memory_of_a_rank(job: Job, facts: Facts) -> int:
+    """Bytes; 0 where they are not known."""
+    if job.stack == "cpu" and facts.machine is not None:
+        return facts.machine.memory_bytes // job.processes_per_node
+    return facts.device_memory_bytes
+
+
+def hccl_buffers(job: Job, facts: Facts) -> Iterator[Finding]:
+    """Each communicator takes two buffers of HCCL_BUFFSIZE megabytes on every device."""
+    size, capacity = number(facts, "HCCL_BUFFSIZE"), facts.device_memory_bytes
+    if job.stack != "npu" or size is None or not capacity:
+        return
+    total = COMMUNICATORS * HCCL_BUFFERS * size * (1 << 20)
+    if total > _HCCL_SHARE * capacity:
+        yield warning(
+            f"HCCL_BUFFSIZE={size:.0f} takes {total / 1e9:.1f} GB of each device's {capacity / 1e9:.0f} GB for "
+            f"{COMMUNICATORS} communicators; unset it to let fcp choose"
+        )
+    groups = job.metadata.distinct_groups
+    rings = groups * HCCL_BUFFERS * size * (1 << 20)
+    if not job.is_bundled and rings > _HCCL_SHARE * capacity:
+        yield warning(
+            f"{job.plan} has {groups} distinct groups: a framework that makes a communicator for each would take up to "
+            f"{rings / 1e9:.0f} GB per device; plan with --max-groups, or use fcp_cli.runtime, which makes one for all"
+        )
+
+
+def open_files(job: Job, facts: Facts) -> Iterator[Finding]:
+    """Every rank has sockets to every other."""
+    processes = job.num_nodes * job.processes_per_node
+    needed = _OPEN_FILES_BESIDE + _OPEN_FILES_PER_RANK * processes
+    if 0 < facts.open_files < needed:
+        yield warning(
+            f"a process may open {facts.open_files} files, but a rank of {processes} may need {needed}; "
+            f"raise it with: ulimit -n {needed}"
+        )
+
+
+def _is_same_model(first: str, second: str) -> bool:
+    try:
+        return load_model(first).name == load_model(second).name
+    except ProfileError:
+        return first == second
+
+
+def _knows_memory(profile: CostProfile, job: Job) -> bool:
+    """Whether the profile's memory figures are those of the model that runs, as far as anybody can tell."""
+    is_this = job.stack != "cpu" if job.model is None else _is_same_model(profile.model, job.model)
+    return is_this and profile.memory.bytes_per_token > 0

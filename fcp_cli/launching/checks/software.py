@@ -1,0 +1,113 @@
+"""What must be installed, in which version, and what a script is started with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from fcp_cli.launching.checks.finding import Finding, error, warning
+from fcp_cli.launching.facts import Facts
+from fcp_cli.launching.job import Job, argument
+from fcp_cli.launching.msrun import interpreter_name
+
+_LEAST_TORCH = (2, 7)
+_LEAST_TRANSFORMERS = (4, 56)
+_PARALLEL_ARGUMENTS = {
+    "--tensor-model-parallel-size": "tensor_parallel",
+    "--pipeline-model-parallel-size": "pipeline_parallel",
+}
+_SET_ENV = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
+
+
+def cann(job: Job, facts: Facts) -> Iterator[Finding]:
+    """CANN's libraries are found only after its set_env.sh."""
+    if job.stack != "npu" or job.node_rank is None:
+        return
+    if facts.cann_home is None:
+        yield error(f"ASCEND_HOME_PATH is not set: CANN was not sourced; run: {_SET_ENV}")
+    elif not facts.has_hccl:
+        yield error(f"libhccl.so is not found though ASCEND_HOME_PATH is {facts.cann_home}; run: {_SET_ENV}")
+
+
+def torch_versions(job: Job, facts: Facts) -> Iterator[Finding]:
+    """torch is new enough, and torch_npu made for it."""
+    if job.node_rank is None:
+        return
+    torch, torch_npu = facts.packages.get("torch"), facts.packages.get("torch-npu")
+    if torch is not None and _release(torch) < _LEAST_TORCH:
+        yield error(f"torch {torch} is too old; fcp needs 2.7 or newer: pip install 'torch>=2.7'")
+    if torch is not None and torch_npu is not None and _release(torch)[:3] != _release(torch_npu)[:3]:
+        wanted = ".".join(map(str, _release(torch)[:3]))
+        yield error(f"torch_npu {torch_npu} is not made for torch {torch}; run: pip install 'torch_npu=={wanted}.*'")
+    if torch is not None and torch_npu is None and job.stack == "npu" and job.needs_torch:
+        yield error("torch_npu is not installed; run: pip install 'fcp-cli[npu]'")
+
+
+def transformers_version(job: Job, facts: Facts) -> Iterator[Finding]:
+    """What the bundled trainer builds its models with."""
+    found = facts.packages.get("transformers")
+    if job.is_bundled and job.node_rank is not None and found is not None and _release(found) < _LEAST_TRANSFORMERS:
+        yield error(f"transformers {found} is too old for the bundled trainer; run: pip install 'transformers>=4.56'")
+
+
+def msrun(job: Job, facts: Facts) -> Iterator[Finding]:
+    """msrun runs the `python` of PATH, not its own."""
+    if job.launcher != "msrun" or job.node_rank is None:
+        return
+    if facts.programs.get("msrun") is None:
+        yield error(
+            "msrun is neither beside this Python nor on PATH; it comes with MindSpore: pip install 'fcp-cli[mindspore]'"
+        )
+    name = interpreter_name(facts.python)
+    python = facts.programs.get(name)
+    if python is None or not _is_same_file(python, facts.python):
+        yield error(
+            f"msrun runs the {name} of PATH, which is {python or 'missing'}, not {facts.python}; run fcp from an "
+            f"environment whose folder has a {name}: python3 -m venv makes one"
+        )
+
+
+def pdsh(job: Job, facts: Facts) -> Iterator[Finding]:
+    """MindSpeed-MM's own multi-node start hangs without it."""
+    if job.stack == "npu" and job.num_nodes > 1 and not job.is_bundled and facts.programs.get("pdsh") is None:
+        yield warning("pdsh is not installed, and MindSpeed-MM hangs without it on several nodes; install pdsh")
+
+
+def script_arguments(job: Job, facts: Facts) -> Iterator[Finding]:
+    """Options of Megatron and MindSpeed that cannot follow a plan, or not this one."""
+    for flag, key in _PARALLEL_ARGUMENTS.items():
+        given, planned = argument(job.arguments, flag), getattr(job.metadata, key)
+        if given is not None and given.isdigit() and int(given) != planned:
+            yield error(
+                f"the script has {flag} {given}, but {job.plan} was made for {planned}; plan with "
+                f"--{key.replace('_', '-')} {given}, or launch the script with the plan's"
+            )
+    algorithm = argument(job.arguments, "--context-parallel-algo")
+    if algorithm not in (None, "megatron_cp_algo"):
+        yield error(
+            f"--context-parallel-algo {algorithm} keeps the groups of its start, so no plan can change them; use "
+            "megatron_cp_algo"
+        )
+    size, length = argument(job.arguments, "--context-parallel-size"), argument(job.arguments, "--seq-length")
+    if size is None or length is None or not (size.isdigit() and length.isdigit()):
+        return
+    if int(size) > 1 and int(length) % (2 * int(size)):
+        yield error(
+            f"--seq-length {length} is not divisible by 2 x --context-parallel-size {size}, which MindSpeed demands at "
+            f"its start; use {int(length) // (2 * int(size)) * 2 * int(size) or 2 * int(size)}"
+        )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers of a version: 2.7.1.post2+cpu is (2, 7, 1)."""
+    numbers: list[int] = []
+    for part in version.partition("+")[0].split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def _is_same_file(first: str, second: str) -> bool:
+    """Whether two paths are one interpreter: the same folder, so that a link out of another environment is not."""
+    return Path(first).absolute().parent == Path(second).absolute().parent

@@ -1,0 +1,87 @@
+"""Environment variables that slow a job down or stop it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fcp_cli.launching.checks.finding import Finding, error, number, warning
+from fcp_cli.launching.facts import Facts
+from fcp_cli.launching.job import Job
+from fcp_cli.launching.machine import VISIBLE_DEVICES
+
+_LEAST_CONNECT_SECONDS = 300
+
+
+def hccl_timeouts(job: Job, facts: Facts) -> Iterator[Finding]:
+    """Ranks need time to connect, and to wait for slower ones."""
+    if job.stack != "npu":
+        return
+    connect, execute = number(facts, "HCCL_CONNECT_TIMEOUT"), number(facts, "HCCL_EXEC_TIMEOUT")
+    if connect is not None and connect < _LEAST_CONNECT_SECONDS:
+        yield warning(
+            f"HCCL_CONNECT_TIMEOUT={connect:.0f} s is short for ranks that load a model first; export at least "
+            f"{_LEAST_CONNECT_SECONDS}, or unset it"
+        )
+    if connect is not None and execute is not None and connect > execute:
+        yield warning(
+            f"HCCL_CONNECT_TIMEOUT={connect:.0f} is above HCCL_EXEC_TIMEOUT={execute:.0f}: a slow start would be "
+            "taken for a hang; export the second at least as large as the first"
+        )
+
+
+def device_connections(job: Job, facts: Facts) -> Iterator[Finding]:
+    """CUDA_DEVICE_MAX_CONNECTIONS, which Ascend honours too."""
+    value = facts.variables.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if job.stack not in ("cuda", "npu") or value is None:
+        return
+    if job.metadata.sync == "microbatch" and job.metadata.devices_per_rank == 1 and value == "1":
+        yield warning(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 makes FSDP2 wait for its weights before each layer; export 2, or unset it"
+        )
+    if job.metadata.tensor_parallel > 1 and value != "1":
+        yield warning(
+            f"CUDA_DEVICE_MAX_CONNECTIONS={value} breaks the order that tensor parallelism overlaps in; export 1"
+        )
+
+
+def blocking_launches(job: Job, facts: Facts) -> Iterator[Finding]:
+    """Left over from debugging, they cost most of the speed."""
+    name = {"cuda": "CUDA_LAUNCH_BLOCKING", "npu": "ASCEND_LAUNCH_BLOCKING"}.get(job.stack, "")
+    if facts.variables.get(name) == "1":
+        yield warning(f"{name}=1 makes every kernel wait for the one before, so no hop is hidden; unset it")
+
+
+def visible_devices(job: Job, facts: Facts) -> Iterator[Finding]:
+    """One device per process."""
+    name = VISIBLE_DEVICES.get(job.stack, "")
+    value = facts.variables.get(name)
+    if value is None or job.node_rank is None:
+        return
+    count = len([device for device in value.split(",") if device.strip()])
+    if count < job.processes_per_node:
+        yield error(
+            f"{name}={value} shows {count} devices, but {job.processes_per_node} processes run on this node; unset it, "
+            f"or plan for {count // job.metadata.devices_per_rank} ranks per node"
+        )
+
+
+def thread_count(job: Job, facts: Facts) -> Iterator[Finding]:
+    """Threads beyond the cores make ranks on a CPU slower, not faster."""
+    threads = number(facts, "OMP_NUM_THREADS")
+    if job.stack != "cpu" or threads is None or facts.machine is None:
+        return
+    total = threads * job.processes_per_node
+    if total > 2 * facts.machine.num_cores and threads > 1:
+        yield warning(
+            f"OMP_NUM_THREADS={threads:.0f} x {job.processes_per_node} ranks = {total:.0f} threads on "
+            f"{facts.machine.num_cores} cores; unset it to let fcp share the cores"
+        )
+
+
+def backend_autoload(job: Job, facts: Facts) -> Iterator[Finding]:
+    """Without it, torch does not know Ascend devices."""
+    if job.stack == "npu" and facts.variables.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+        yield warning(
+            "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading torch_npu; unset it, or import torch_npu in the "
+            "script"
+        )
