@@ -237,19 +237,20 @@ def _require_enough(samples: Sequence[Sample]) -> None:
             "linear_seconds_per_token need at least two lengths"
         )
     columns = _columns(terms)
-    if _rank(columns[:, :3]) < 3:
+    if told_apart(columns[:, :3]) < 3:
         raise ProfileError(
             "the samples cannot tell attention, linear work and the fixed cost apart: measure packs of at least three "
             "different lengths"
         )
-    if _rank(columns) < columns.shape[1]:
+    if told_apart(columns) < columns.shape[1]:
         raise ProfileError(
             "the samples cannot tell the vision encoder from the language model, since all packs have patches in "
             "proportion to their tokens; measure the encoder with 'fcp profile', or add a run on mixed data"
         )
 
 
-def _rank(columns: FloatArray) -> int:
+def told_apart(columns: FloatArray) -> int:
+    """How many coefficients samples tell apart, by their relative columns, none of which is zero throughout."""
     return int(np.linalg.matrix_rank(columns / np.linalg.norm(columns, axis=0), tol=1e-6))
 
 

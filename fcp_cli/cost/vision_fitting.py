@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import nnls
 
-from fcp_cli.cost.fitting import LEAST_SAMPLES, robust_least_squares
+from fcp_cli.cost.fitting import LEAST_SAMPLES, robust_least_squares, told_apart
 from fcp_cli.errors import ProfileError
 from fcp_cli.manifest.table import FloatArray
 
@@ -52,7 +52,7 @@ def fit_vision(samples: Sequence[VisionSample]) -> VisionCosts:
     columns, seconds = _columns(samples), np.array([sample.seconds for sample in samples])
     relative = columns / seconds[:, None]
     norms = np.linalg.norm(relative, axis=0)
-    if np.linalg.matrix_rank(relative / norms, tol=1e-6) < 3:
+    if told_apart(relative) < 3:
         raise ProfileError("the vision encoder was measured with parts of too few sizes; at least three are needed")
     solution = nnls(relative / norms, np.ones(len(seconds)))[0] / norms
     # A coefficient at zero starts at a small share of the time, so that the robust fit can move it.

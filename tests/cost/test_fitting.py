@@ -160,6 +160,10 @@ def test_without_rings_a_prior_of_version_2_keeps_its_share() -> None:
             "at least three different lengths",
         ),
         ([Sample(lengths=(64,), degree=1, seconds=0.0)], "cannot be fitted"),
+        (
+            [replace(sample, patches=4.0 * sum(sample.lengths)) for sample in _samples(TRUTH)],
+            "cannot tell the vision encoder from the language model",
+        ),
     ],
 )
 def test_samples_that_cannot_tell_say_what_is_missing(samples: list[Sample], message: str) -> None:
