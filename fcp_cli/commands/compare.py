@@ -25,6 +25,7 @@ from fcp_cli.commands.planning_options import (
     Shuffle,
     TensorParallel,
     TokensPerRank,
+    note_compilation,
 )
 from fcp_cli.console import Origins, human, note, print_json, progress
 from fcp_cli.errors import UsageError
@@ -135,6 +136,7 @@ def _run(
     from fcp_cli.planning.comparison import compare as run_comparison
 
     steps = len(GlobalBatches(inputs.table, inputs.problem, inputs.settings))
+    note_compilation(names, syncs)
     with progress() as bar:
         task = bar.add_task("planning", total=steps * len(names) * len(syncs))
         contenders = list(

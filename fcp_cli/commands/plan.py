@@ -27,6 +27,7 @@ from fcp_cli.commands.planning_options import (
     Shuffle,
     TensorParallel,
     TokensPerRank,
+    note_compilation,
 )
 from fcp_cli.console import Origins, human, note, print_json, progress
 from fcp_cli.errors import UsageError
@@ -270,7 +271,7 @@ def _make(inputs: PlanInputs, making: _Making, output: Path) -> tuple[PlanResult
 
     batches = inputs.batches()
     total, first_step = len(batches), batches.first_step
-    _note_compilation(inputs, making.solver)
+    note_compilation([making.solver], [inputs.problem.sync])
     sampled, sample = set(baseline_steps(total, first_step=first_step)), []
     with progress() as bar:
         task = bar.add_task(f"planning with {making.solver}", total=total)
@@ -293,15 +294,6 @@ def _make(inputs: PlanInputs, making: _Making, output: Path) -> tuple[PlanResult
             remaining=inputs.remaining,
         )
     return result, sample
-
-
-def _note_compilation(inputs: PlanInputs, solver: str) -> None:
-    if solver != "fcp":
-        return
-    from fcp_cli.planning.fcp.solver import is_compiled
-
-    if not is_compiled(inputs.problem.sync):
-        note("compiling the planner: half a minute, once on this machine")
 
 
 def _limit(result: PlanResult, inputs: PlanInputs) -> dict[str, Any]:

@@ -1,11 +1,17 @@
-"""The options that `fcp plan` and `fcp compare` share: what to plan for. `planning/settings.py` fills in the rest."""
+"""What `fcp plan` and `fcp compare` share: options of what to plan for; `planning/settings.py` fills in the rest."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+from fcp_cli.console import note
+
+if TYPE_CHECKING:
+    from fcp_cli.plan.metadata import Sync
 
 BATCHES = "Global batches"
 CLUSTER = "Cluster"
@@ -63,3 +69,13 @@ LastBatch = Annotated[
 LengthColumn = Annotated[
     str, typer.Option(metavar="NAME", rich_help_panel=BATCHES, help="Column with lengths, or with lists of tokens.")
 ]
+
+
+def note_compilation(solvers: Iterable[str], syncs: Iterable[Sync]) -> None:
+    """Say that the first step will take long, where our planner was never compiled on this machine."""
+    if "fcp" not in solvers:
+        return
+    from fcp_cli.planning.fcp.solver import is_compiled
+
+    if not all(map(is_compiled, syncs)):
+        note("compiling the planner: half a minute, once on this machine")

@@ -15,6 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from fcp_cli.commands.planning_options import note_compilation
+from fcp_cli.planning.fcp import solver
 from tests.patience import PATIENCE_SECONDS
 from tests.planning.examples import PROFILE
 
@@ -51,6 +53,22 @@ def document(folder: Path) -> dict[str, Any]:
     assert result.returncode == 0, result.stderr
     loaded: dict[str, Any] = json.loads(result.stdout)
     return loaded
+
+
+@pytest.mark.parametrize(
+    ("solvers", "compiled", "said"),
+    [(["fcp", "static"], {"iteration"}, True), (["fcp"], {"iteration", "microbatch"}, False), (["static"], {}, False)],
+)
+def test_a_planner_that_was_never_compiled_here_is_not_waited_for_in_silence(
+    solvers: list[str],
+    compiled: set[str],
+    said: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(solver, "is_compiled", lambda sync: sync in compiled)
+    note_compilation(solvers, ["microbatch", "iteration"])
+    assert ("compiling the planner: half a minute" in capsys.readouterr().err) is said
 
 
 def test_every_strategy_is_compared_on_the_same_steps(document: dict[str, Any]) -> None:
