@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -126,10 +127,18 @@ def fcp_command(*words: str) -> list[str]:
     return [sys.executable, "-m", "fcp_cli", *words]
 
 
-def run_fcp(*words: str, folder: Path, timeout_seconds: float = PATIENCE_SECONDS) -> subprocess.CompletedProcess[str]:
+def run_fcp(
+    *words: str, folder: Path, timeout_seconds: float = PATIENCE_SECONDS, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run `fcp ...` in a folder to its end."""
     return subprocess.run(
-        fcp_command(*words), cwd=folder, capture_output=True, text=True, timeout=timeout_seconds, check=False
+        fcp_command(*words),
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout_seconds,
+        check=False,
     )
 
 

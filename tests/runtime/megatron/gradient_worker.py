@@ -38,6 +38,7 @@ from fcp_cli.runtime.integrations.megatron.follow import Follower
 from fcp_cli.runtime.integrations.megatron.micro_batch import current_micro_batch
 from fcp_cli.runtime.integrations.megatron.stack import MegatronStack
 from tests.patience import PATIENCE_SECONDS
+from tests.runtime.workers.leave import leave_job
 
 Result = TypeVar("Result")
 finalize: Any = sys.modules["megatron.core.distributed.finalize_model_grads"]  # the package has a function of its name
@@ -163,6 +164,9 @@ PARALLEL_CASES: Mapping[str, Case] = {
 }
 # What only a share of the processes has, and one process has not.
 SHARED = (*SEQUENCE_PARALLEL, "pipeline_model_parallel_size", "expert_model_parallel_size")
+
+
+COMPILED = "plain"  # the one case for which Megatron may compile what it fuses
 
 
 def lengths_of(plan: Path) -> list[int]:
@@ -469,6 +473,7 @@ def main(folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)  # else Megatron divides by the number of tokens in fp32
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
+    torch.compiler.set_stance("force_eager")  # Megatron compiles what it fuses, for longer than all cases take
     initialize(1, 1)
     rank = dist.get_rank()
     if rank == 0:
@@ -489,12 +494,13 @@ def main(folder: Path, names: list[str]) -> None:
             dist.barrier()
     for name in [name for name in names or CASES if name in CASES]:
         case = CASES[name]
+        torch.compiler.set_stance("default" if name == COMPILED else "force_eager")
         found = gradients_planned(folder / case.plan, case)
         (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(found))
         if rank == 0:
             (folder / f"{name}-alone.pickle").write_bytes(pickle.dumps(gradients_alone(folder / case.plan, case)))
         dist.barrier()
-    dist.destroy_process_group()
+    leave_job()
 
 
 if __name__ == "__main__":

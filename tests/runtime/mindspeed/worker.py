@@ -46,6 +46,7 @@ from tests.runtime.megatron.gradient_worker import (
     share_error,
     two_forwards,
 )
+from tests.runtime.workers.leave import leave_job
 
 Result = TypeVar("Result")
 SWITCHING, WAVES, TENSOR = "switching.parquet", "waves.parquet", "tensor.parquet"
@@ -254,6 +255,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
+    torch.compiler.set_stance("force_eager")  # Megatron compiles what it fuses, for longer than all cases take
     rank = dist.get_rank()
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     alone = gradients_alone(folder) if rank == 0 else {}
@@ -280,10 +282,7 @@ def main(folder: Path) -> None:
     for name, case in PARALLEL_CASES.items():
         worst = worst_share_error(folder / case.plan, case, settings, whole)
         (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(worst))
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # gloo's threads sometimes die in the interpreter's teardown
+    leave_job()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import os
 import random
 import sys
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from fcp_cli.runtime.ring import Ring, attention, current_ring
 from fcp_cli.runtime.transport import ProcessTransport, RecordingTransport, Transport
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.reference import HEADS, PACKS, absolute_error, packed_attention
+from tests.runtime.workers.leave import leave_job
 
 MODES = ["plain", "reentrant", "non-reentrant"]
 RANDOM_STEPS = 12
@@ -168,10 +168,7 @@ def main() -> None:
     if rank == 0:
         report = {"worst_share_of_tolerance": float(worst), "communicators_created": created, "num_ranks": world_size}
         print(json.dumps(report | describe(steps) | describe_order(logs)), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-    # The interpreter's end is not under test, and gloo's threads have been seen to abort a process there.
-    os._exit(0)
+    leave_job()
 
 
 def count_communicators() -> int:

@@ -22,6 +22,7 @@ from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, plain_atte
 from fcp_cli.verification.replay import Replayed, gradients_on_rank
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.models import VOCAB_SIZE, Case, build, wrap
+from tests.runtime.workers.leave import leave_job
 
 WAVES, ITERATION = "waves.parquet", "iteration.parquet"
 
@@ -95,7 +96,7 @@ def main(folder: Path) -> None:
             leave(name, "no error")
         except FcpError as error:
             leave(name, str(error))
-    dist.destroy_process_group()
+    leave_job()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from fcp_cli.runtime.session import start
 from fcp_cli.verification.replay import gradients_on_rank
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.vision_models import VisionCase, build, fetch
+from tests.runtime.workers.leave import leave_job
 
 WAVES, ITERATION = "waves.parquet", "iteration.parquet"
 
@@ -48,7 +49,7 @@ def main(folder: Path) -> None:
         with start(folder / f"{case.family}-{plan}", fetch(case)) as session:
             found = gradients_on_rank(session, *build(case))
         (folder / f"{name}-{dist.get_rank()}.pickle").write_bytes(pickle.dumps(found))
-    dist.destroy_process_group()
+    leave_job()
 
 
 if __name__ == "__main__":
