@@ -12,7 +12,7 @@ from tests.patience import PATIENCE_SECONDS
 ROOT = Path(__file__).parents[2]
 
 
-def torchrun(*program: str, num_ranks: int, timeout_seconds: float = PATIENCE_SECONDS, **environment: str) -> None:
+def torchrun(*program: str, num_ranks: int, **environment: str) -> None:
     """Run `program` (as after `torchrun`) on gloo ranks; a failing rank fails the test with what it said."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     done = subprocess.run(
@@ -21,7 +21,7 @@ def torchrun(*program: str, num_ranks: int, timeout_seconds: float = PATIENCE_SE
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
-        timeout=timeout_seconds,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-6000:]

@@ -127,9 +127,7 @@ def fcp_command(*words: str) -> list[str]:
     return [sys.executable, "-m", "fcp_cli", *words]
 
 
-def run_fcp(
-    *words: str, folder: Path, timeout_seconds: float = PATIENCE_SECONDS, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def run_fcp(*words: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run `fcp ...` in a folder to its end."""
     return subprocess.run(
         fcp_command(*words),
@@ -137,7 +135,7 @@ def run_fcp(
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=timeout_seconds,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
 

@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.patience import PATIENCE_SECONDS
 from tests.runtime.launch import ROOT, torchrun
 from tests.training.small_runs import run_fcp
 
@@ -82,7 +81,7 @@ def environment(folder: Path, records: str) -> dict[str, str]:
 def train(folder: Path, records: str, script: Path, *arguments: str) -> None:
     """Without fcp."""
     given = [str(script), *ARGUMENTS, *arguments]
-    torchrun(*given, num_ranks=NUM_RANKS, timeout_seconds=PATIENCE_SECONDS, **environment(folder, records))
+    torchrun(*given, num_ranks=NUM_RANKS, **environment(folder, records))
 
 
 def launch(folder: Path, records: str, plan: str, script: Path, *arguments: str) -> str:
