@@ -10,8 +10,11 @@ import resource
 import statistics
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import cast
 
@@ -21,10 +24,11 @@ import pyarrow.parquet as pq
 
 from benchmarks.picture import write_growth
 from benchmarks.workloads import FAMILIES, MAX_LENGTH, example_profile, family_table, lengths, real_table
-from fcp_cli.manifest.table import LengthTable
+from fcp_cli.errors import PlanError
+from fcp_cli.manifest.table import FloatArray, LengthTable
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.planning.assemble import assemble
+from fcp_cli.planning.assemble import assemble, makespan_seconds
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.bounds import simple_bound_seconds
 from fcp_cli.planning.problem import Problem, Solver
@@ -33,6 +37,7 @@ from fcp_cli.planning.published.flexsp import MILP_SECONDS, FlexSP
 from fcp_cli.planning.solvers import make_solver
 
 SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")
+RIVALS = "static", "fcp-paper", "bytescale", "karmarkar-karp", "megatron-dynamic-cp"
 
 
 def problem_of(sync: Sync, *, ranks: int, per_node: int, budget: int) -> Problem:
@@ -216,6 +221,56 @@ def rivals(options: argparse.Namespace) -> None:
             )
 
 
+def scattered(options: argparse.Namespace) -> None:
+    """How often other strategies are quicker than fcp under the same sync, and by how much, on random problems."""
+    steps: Counter[tuple[Sync, str]] = Counter()
+    gains: dict[tuple[Sync, str], list[float]] = defaultdict(list)
+    for seed, sync in product(range(options.problems), SYNCS):
+        batches = _random_batches(seed, sync)
+        batch = batches.batch(0)
+        ours = makespan_seconds(make_solver("fcp", batches).assign(batch), batch, batches.problem)
+        for name in options.rival:
+            with suppress(PlanError):  # no degree of some strategies holds the longest sequence
+                theirs = make_solver(name, batches).assign(batch)
+                steps[sync, name] += 1
+                gain = 1.0 - makespan_seconds(theirs, batch, batches.problem) / ours
+                if gain > 1e-9:
+                    gains[sync, name].append(100 * gain)
+    for (sync, name), count in sorted(steps.items()):
+        found = gains[sync, name]
+        by = f", by {statistics.median(found):.2f} % at the median, {max(found):.2f} % at most" if found else ""
+        print(f"{sync:10} {name:20} quicker on {len(found)} of {count} steps{by}")
+
+
+def _random_batches(seed: int, sync: Sync) -> GlobalBatches:
+    """One batch on two to eight nodes of eight: lengths of five kinds, cheap and dear attention, waves and networks."""
+    generator = np.random.default_rng(seed)
+    ranks, budget = int(generator.choice([16, 32, 48, 64])), int(generator.choice([4096, 8192, 16384]))
+    count = int(generator.integers(ranks, 8 * ranks + 1))
+    kinds: dict[str, Callable[[], FloatArray]] = {
+        "lognormal": lambda: generator.lognormal(np.log(budget / 8), 1.0, count),
+        "pareto": lambda: budget / 16 * (1 - generator.random(count)) ** (-1 / generator.uniform(0.8, 1.5)),
+        "uniform": lambda: generator.uniform(1, budget * generator.choice([0.5, 1, 3]), count),
+        "equal": lambda: np.full(count, budget * generator.choice([0.1, 0.3, 0.55, 1.0, 1.5])),
+        "one long": lambda: np.append(generator.uniform(budget / 8, budget, count - 1), budget * ranks / 4),
+    }
+    drawn = kinds[str(generator.choice(list(kinds)))]()
+    profile = example_profile()
+    coefficients = replace(
+        profile.coefficients,
+        attention_seconds_per_token2=float(generator.choice([6.451e-10, 6.451e-9, 6.451e-8])),
+        microbatch_seconds=float(generator.choice([0.01, 0.1, 1.0])),
+        ring_hop_seconds=float(generator.choice([0.0, 0.005])),
+    )
+    bandwidth = replace(profile.bandwidth, inter_node=float(generator.choice([1e9, 12e9])))
+    problem = replace(
+        problem_of(sync, ranks=ranks, per_node=8, budget=budget),
+        profile=replace(profile, coefficients=coefficients, bandwidth=bandwidth),
+    )
+    table = LengthTable(name="random", length_tokens=np.clip(drawn, 1, budget * ranks).astype(np.int64))
+    return GlobalBatches(table, problem, BatchSettings(global_batch_size=count, shuffle=False))
+
+
 def stream(options: argparse.Namespace) -> None:
     """A plan of many sequences from manifest to file: wall time, memory, size."""
     from fcp_cli.planning.run import make_plan
@@ -273,6 +328,10 @@ def main() -> None:
     command.add_argument("--steps", type=int, default=1, help="per family and seed")
     command.add_argument("--milp-seconds", type=float, default=MILP_SECONDS, help="limit of each program of flexsp")
     command.set_defaults(run=rivals)
+    command = commands.add_parser("scattered", help=scattered.__doc__)
+    command.add_argument("--rival", nargs="+", default=RIVALS)
+    command.add_argument("--problems", type=int, default=100)
+    command.set_defaults(run=scattered)
     command = commands.add_parser("stream", help=stream.__doc__)
     command.add_argument("--sequences", type=int, default=10_000_000)
     command.add_argument("--family", default="github")
