@@ -43,6 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     manifest = write_manifest(folder)
     write_small_plan(folder / "plan.parquet", manifest, steps=3, model="qwen3-tiny")
     write_small_plan(folder / "plan1.parquet", manifest, steps=1, num_ranks=1)
+    write_small_plan(folder / "plan2.parquet", manifest, steps=1, num_ranks=2)
     write_small_plan(folder / "plan8.parquet", manifest, steps=1, num_ranks=8)
     write_small_plan(folder / "plan64.parquet", manifest, steps=1, num_ranks=64)
     pq.write_table(pq.read_table(manifest, columns=["length"]).replace_schema_metadata(None), folder / "bare.parquet")
@@ -283,14 +284,15 @@ if os.environ["RANK"] == sys.argv[1]:
 @pytest.mark.distributed
 def test_a_users_script_runs_on_all_ranks_and_the_rank_that_fails_is_named(folder: Path) -> None:
     (folder / "script.py").write_text(_SCRIPT)
-    fine = run_fcp("launch", "--", "script.py", "none", "two words", folder=folder)
+    launch = ("launch", "--plan", "plan2.parquet", "--", "script.py")
+    fine = run_fcp(*launch, "none", "two words", folder=folder)
     assert (fine.returncode, fine.stdout) == (0, "rank 0 was given ['none', 'two words']\n")
-    failed = run_fcp("launch", "--", "script.py", "2", folder=folder)
+    failed = run_fcp(*launch, "1", folder=folder)
     assert failed.returncode == 1
     lines = failed.stderr.splitlines()
     host = socket.gethostname()
-    assert lines[-3:-1] == [f"last lines of rank 2 on {host}:", "  I am the one"]
-    assert lines[-1].startswith(f"error: rank 2 on {host} exited with status 1; its whole output is in ")
+    assert lines[-3:-1] == [f"last lines of rank 1 on {host}:", "  I am the one"]
+    assert lines[-1].startswith(f"error: rank 1 on {host} exited with status 1; its whole output is in ")
     assert Path(lines[-1].split(" is in ")[1]).read_text() == "I am the one\n"
     beats = map(read_heartbeat, sorted((folder / "runs").glob("script-*/heartbeat.json")))
     assert [beat and beat.ended for beat in beats] == ["finished", "failed"]
@@ -409,11 +411,12 @@ def test_ranks_that_a_shell_script_starts_are_hooked_and_its_exit_status_is_that
 @pytest.mark.distributed
 def test_a_script_that_trains_without_the_plan_ends_the_whole_job_with_one_line(folder: Path) -> None:
     (folder / "unplanned.py").write_text(_UNPLANNED)
-    refused = run_fcp("launch", "--", "unplanned.py", folder=folder)
+    launch = ("launch", "--plan", "plan2.parquet")
+    refused = run_fcp(*launch, "--", "unplanned.py", folder=folder)
     assert (refused.returncode, refused.stdout) == (1, "")
     # rank 0 says so itself, unless another rank was quicker
     assert "unplanned.py trains, but nothing in it follows the plan" in refused.stderr.splitlines()[-1]
-    bare = run_fcp("launch", "--inject", "none", "--", "unplanned.py", folder=folder)
+    bare = run_fcp(*launch, "--inject", "none", "--", "unplanned.py", folder=folder)
     assert (bare.returncode, bare.stdout) == (0, "trained\n")
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from fcp_cli.launching.meeting import Meeting
 from fcp_cli.launching.spec import LaunchSpec
+from tests.ports import unused_port
 
 
 @pytest.fixture
@@ -21,9 +22,7 @@ def listening_port() -> Iterator[int]:
 
 @pytest.fixture
 def silent_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return unused_port()
 
 
 def said(folder: Path, port: int, *, node_rank: int, seconds: float = 60.0, **changes: object) -> list[str]:
