@@ -42,7 +42,9 @@ def _install() -> None:
     torch_npu.npu_fusion_attention_grad = attention.npu_fusion_attention_grad
     after_import({"mindspeed.core.megatron_basic.requirements_basic": _sum_doubles})
     fused_layer_norm.FusedLayerNorm.__new__ = megatron_on_cpu._layer_norm  # Apex's, which MindSpeed wants
-    setattr(torch, "npu", MagicMock())  # noqa: B010  for type annotations of some versions
+    npu = MagicMock()
+    npu.current_device = lambda: torch.device("cpu")
+    setattr(torch, "npu", npu)  # noqa: B010
 
 
 _install()

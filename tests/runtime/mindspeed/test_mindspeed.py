@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from tests.runtime.launch import ROOT, torchrun
+from tests.runtime.mindspeed.sources import STAND_IN, real_sources
 from tests.runtime.plans import Row, write_plan
 
 pytest.importorskip("megatron.core.package_info", reason="needs megatron-core: pip install megatron-core")
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 
 NUM_RANKS = 4
-STAND_IN = ROOT / "tests" / "runtime" / "mindspeed" / "stand_in"
 # {3,1}, {1,3}, {2,2}, {4}; groups that are not contiguous, unequal numbers of micro-batches, an idle rank.
 SWITCHING = (
     (Row([0, 1, 2], [7, 30]), Row([3], [5, 1]), Row([0, 1], [13]), Row([2, 3], [41, 2, 3])),
@@ -117,14 +117,7 @@ def test_what_cannot_be_followed_stops_every_rank_with_one_line(folder: Path, ca
 
 def test_real_mindspeed_ends_with_the_gradient_of_one_process(tmp_path: Path) -> None:
     """Its own ring, patch manager and Megatron, on a torch_npu whose attention is written out in fp64."""
-    mindspeed, megatron = (os.environ.get(f"FCP_{name}_SOURCE") for name in ("MINDSPEED", "MEGATRON"))
-    if not mindspeed or not megatron:
-        pytest.skip(
-            "opt-in: FCP_MINDSPEED_SOURCE names a checkout of MindSpeed, branch 2.3.0_core_r0.12.1 or "
-            "26.1.0_core_r0.12.1, and FCP_MEGATRON_SOURCE a folder made by "
-            "'pip install --no-deps --target FOLDER megatron-core==0.12.1 einops'"
-        )
-    run_worker(tmp_path, megatron, mindspeed)
+    run_worker(tmp_path, *real_sources())
     errors = {case: worst_error(tmp_path, case) for case in EQUAL}
     errors |= {case: worst_share_error(tmp_path, case) for case in SHARES}
     print(errors)

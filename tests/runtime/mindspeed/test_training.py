@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.runtime.launch import ROOT, torchrun
+from tests.runtime.mindspeed.sources import STAND_IN, real_sources
 from tests.runtime.plans import Row, write_plan
 from tests.training.small_runs import run_fcp
 
@@ -20,7 +21,6 @@ pytest.importorskip("megatron.core.package_info", reason="needs megatron-core: p
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 
 SCRIPTS = ROOT / "tests" / "runtime"
-STAND_IN = SCRIPTS / "mindspeed" / "stand_in"
 NUM_RANKS = 4
 # {3,1}, {1,3}, {2,2}, {4}, ranks that are no neighbours, single ranks, unequal numbers of micro-batches.
 STEPS = (
@@ -35,30 +35,34 @@ def results(path: Path, rank: int) -> Any:
     return json.loads(path.with_suffix(f".{rank}.json").read_text())
 
 
-def test_losses_gradient_norms_and_weights_are_those_of_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def assert_same_training(folder: Path, *sources: Path | str) -> None:
+    """Train once in one process on Megatron alone, and once on MindSpeed under a plan."""
     lengths = [length for rows in STEPS for row in rows for length in row.lengths]
-    pq.write_table(pa.table({"length": lengths}), tmp_path / "lengths.parquet")
-    write_plan(tmp_path / "plan.parquet", STEPS, num_ranks=NUM_RANKS, rows=len(lengths))
-    alone = (str(SCRIPTS / "megatron" / "train.py"), str(tmp_path / "lengths.parquet"), str(tmp_path / "alone"))
-    torchrun(*alone, "--steps", str(len(STEPS)), num_ranks=1)
-
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (STAND_IN, ROOT))))
-    script = (str(SCRIPTS / "mindspeed" / "train.py"), "lengths.parquet", "planned", "--steps", str(len(STEPS)))
-    planned = ("launch", "--plan", "plan.parquet", "--", *script, "--context-parallel-size", "2")
-    done = run_fcp(*planned, folder=tmp_path)
+    pq.write_table(pa.table({"length": lengths}), folder / "lengths.parquet")
+    write_plan(folder / "plan.parquet", STEPS, num_ranks=NUM_RANKS, rows=len(lengths))
+    path = os.pathsep.join(map(str, (*sources, ROOT)))
+    alone = (str(SCRIPTS / "megatron" / "train.py"), str(folder / "lengths.parquet"), str(folder / "alone"))
+    torchrun(*alone, "--steps", str(len(STEPS)), num_ranks=1, PYTHONPATH=path)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", path)
+        script = (str(SCRIPTS / "mindspeed" / "train.py"), "lengths.parquet", "planned", "--steps", str(len(STEPS)))
+        planned = ("launch", "--plan", "plan.parquet", "--", *script, "--context-parallel-size", "2")
+        done = run_fcp(*planned, folder=folder)
     assert done.returncode == 0, done.stderr
-    assert "from step 0 of 4, 4 ranks, sync iteration; MindSpeed of a source folder on megatron-core 0.12.1, " in (
-        done.stderr
-    )
-
+    assert "4 ranks, sync iteration; MindSpeed of a source folder on megatron-core 0.12.1, " in done.stderr
     assert "2 attention layers hooked; probe: attention within " in done.stderr
-
-    expected = results(tmp_path / "alone", 0)
+    expected = results(folder / "alone", 0)
     for rank in range(NUM_RANKS):
-        found = results(tmp_path / "planned", rank)
+        found = results(folder / "planned", rank)
         for record, wanted in zip(found["records"], expected["records"], strict=True):
             assert record == pytest.approx(wanted, rel=1e-6)
         error = np.linalg.norm(np.subtract(found["weights"], expected["weights"]))
         assert error <= 1e-6 * np.linalg.norm(expected["weights"])
+
+
+def test_losses_gradient_norms_and_weights_are_those_of_one_process(tmp_path: Path) -> None:
+    assert_same_training(tmp_path, STAND_IN)
+
+
+def test_on_real_mindspeed_too_they_are_those_of_one_process(tmp_path: Path) -> None:
+    assert_same_training(tmp_path, *real_sources())

@@ -1,0 +1,23 @@
+"""Where tests find MindSpeed: a stand-in of theirs, or real sources where somebody has them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.runtime.launch import ROOT
+
+STAND_IN = ROOT / "tests" / "runtime" / "mindspeed" / "stand_in"
+
+
+def real_sources() -> tuple[str, str]:
+    """Folders of Megatron and MindSpeed; the test is skipped where they are not named."""
+    mindspeed, megatron = (os.environ.get(f"FCP_{name}_SOURCE") for name in ("MINDSPEED", "MEGATRON"))
+    if not mindspeed or not megatron:
+        pytest.skip(
+            "opt-in: FCP_MINDSPEED_SOURCE names a checkout of MindSpeed, branch 2.3.0_core_r0.12.1 or "
+            "26.1.0_core_r0.12.1, and FCP_MEGATRON_SOURCE a folder made by "
+            "'pip install --no-deps --target FOLDER megatron-core==0.12.1 einops'"
+        )
+    return megatron, mindspeed
