@@ -189,7 +189,9 @@ def show(
 
 @profile_app.command()
 def fit(
-    metrics: Annotated[list[Path], typer.Argument(help="metrics.jsonl of one or more runs.")],
+    metrics: Annotated[
+        list[Path], typer.Argument(metavar="RUN_DIR...", help="Folders of runs, or their metrics.jsonl.")
+    ],
     plan: Annotated[Path | None, typer.Option(help="The runs' plan, if it lies elsewhere now.")] = None,
     profile: Annotated[
         Path | None, typer.Option(help="Profile to compare with and to start from (the plan's own).")
@@ -203,9 +205,11 @@ def fit(
     """Refit a profile from the metrics of real training runs, where every micro-batch is a sample."""
     from fcp_cli.cost.profile import load_cost_profile
     from fcp_cli.profiling.refit import refit, samples_of_run
+    from fcp_cli.report.run_file import metrics_path
 
     _refuse_two_documents(output, json)
     before = load_cost_profile(profile) if profile is not None else None
+    metrics = [metrics_path(path) for path in metrics]
     runs = [samples_of_run(path, plan=plan, skip_steps=skip_steps) for path in metrics]
     refuse_to_overwrite(output, *metrics, plan)  # the profile may be replaced: it is what is refitted
     result = refit(runs, before=before)
@@ -213,6 +217,8 @@ def fit(
         f"{counted(result.num_fitted, 'micro-batch')} fitted, {result.num_held_out} held out; held-out error "
         f"before {result.held_out_before_percent:.1f} %, after {result.held_out_after_percent:.1f} %"
     )
+    if result.held_out_after_percent > result.held_out_before_percent:
+        note("warning: the refit predicts held-out micro-batches worse than the profile before; train more steps")
     if result.kept:
         note(f"kept as they were, since no micro-batch tells them: {', '.join(result.kept)}")
     if any(run.hides_encoder for run in runs):

@@ -18,9 +18,10 @@ from fcp_cli.cost.profile import load_cost_profile
 from fcp_cli.launching.processes import descendants, send
 from fcp_cli.profiling.measure import default_degrees
 from fcp_cli.profiling.points import measurement_points
+from fcp_cli.profiling.refit import HOLD_OUT_EVERY
 from fcp_cli.profiling.samples import read_samples
 from tests.patience import PATIENCE_SECONDS
-from tests.profiling.test_refit import write_run
+from tests.profiling.test_refit import PLANNED, write_run
 
 ENVIRONMENT = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
 
@@ -109,14 +110,30 @@ def test_a_profile_is_summed_up_alike_when_it_is_made_and_when_it_is_shown(tmp_p
 
 
 def test_fit_shows_the_error_before_and_after(tmp_path: Path, fcp: Fcp) -> None:
-    metrics, _ = write_run(tmp_path)
-    done = fcp("profile", "fit", str(metrics), "-o", "fitted.yaml", "--json")
+    write_run(tmp_path)
+    done = fcp("profile", "fit", str(tmp_path), "-o", "fitted.yaml", "--json")
+    assert "warning" not in done.err
     assert "31 micro-batches fitted, 7 held out; held-out error before" in done.err
     document = json.loads(done.out)
     assert document["micro_batches_fitted"] + document["micro_batches_held_out"] == 38
     assert document["held_out_error_percent"]["after"] < 1 < document["held_out_error_percent"]["before"]
     assert "kept as they were, since no micro-batch tells them: bandwidth_bytes_per_second.inter_node" in done.err
     assert load_cost_profile(tmp_path / "fitted.yaml").origin == "fitted"
+
+
+def test_a_refit_that_predicts_worse_says_so(tmp_path: Path, fcp: Fcp) -> None:
+    """What is held out took what the plan said; what is fitted took longer."""
+    metrics, _ = write_run(tmp_path)
+    longer = [json.loads(line) for line in metrics.read_text().splitlines()]
+    write_run(tmp_path, truth=PLANNED)
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    packs = [(step, ranks) for step in range(2, len(lines)) for ranks in ((0, 1), (2,))]
+    for number, (step, ranks) in enumerate(packs):
+        for rank in ranks if (number + 1) % HOLD_OUT_EVERY else ():
+            lines[step]["ranks"][rank] = longer[step]["ranks"][rank]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = fcp("profile", "fit", str(metrics), "-o", "fitted.yaml")
+    assert "warning: the refit predicts held-out micro-batches worse than the profile before" in done.err
 
 
 def test_fit_never_replaces_the_metrics_it_reads(tmp_path: Path, fcp: Fcp) -> None:
