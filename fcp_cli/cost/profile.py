@@ -17,6 +17,7 @@ import yaml
 
 from fcp_cli.errors import ProfileError
 from fcp_cli.kinds import another_kind
+from fcp_cli.words import first_sentence
 
 FORMAT_1 = "fcp-cost-profile/1"
 FORMAT_2 = "fcp-cost-profile/2"
@@ -115,7 +116,7 @@ def load_cost_profile(path: Path) -> CostProfile:
     except FileNotFoundError as error:
         raise ProfileError(f"there is no cost profile {path}; make one with 'fcp profile -o {path}'") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(f"cannot read the cost profile {path}: {error}") from error
+        raise ProfileError(f"cannot read the cost profile {path}: {first_sentence(error)}") from error
     return parse_cost_profile(text, name=str(path))
 
 

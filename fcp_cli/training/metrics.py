@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from fcp_cli.errors import RunError
 from fcp_cli.files import write_text_atomically
 from fcp_cli.kinds import another_kind
+from fcp_cli.words import first_sentence
 
 FORMAT = "fcp-metrics/1"
 
@@ -150,7 +151,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     try:
         records = [record for _, record in _records(path)]
     except (OSError, UnicodeDecodeError) as error:
-        raise RunError(f"cannot read the metrics {path}: {error}") from error
+        raise RunError(f"cannot read the metrics {path}: {first_sentence(error)}") from error
     if not records or not isinstance(records[0], dict) or records[0].get("format") != FORMAT:
         raise RunError(f'{path} is not the metrics of a run: expected a first line with "format": "{FORMAT}"')
     return records

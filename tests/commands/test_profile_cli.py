@@ -162,7 +162,7 @@ def test_fit_never_replaces_the_metrics_it_reads(tmp_path: Path, fcp: Fcp) -> No
         (["--device", "cpu", "--degrees", "one"], 2, "--degrees is 'one'; give whole numbers with commas"),
         (["--from-samples", "no.jsonl"], 1, "cannot read the samples no.jsonl"),
         (["show", "no.yaml"], 1, "there is no cost profile no.yaml; make one with 'fcp profile -o no.yaml'"),
-        (["fit", "no.jsonl"], 1, "cannot read the metrics no.jsonl"),
+        (["fit", "no.jsonl"], 1, "cannot read the metrics no.jsonl: No such file or directory"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(
