@@ -15,7 +15,7 @@ import yaml
 from fcp_cli import app
 from fcp_cli.console import verbosity
 from fcp_cli.cost.profile import load_cost_profile
-from fcp_cli.launching.processes import descendants, send
+from fcp_cli.launching.processes import descendants, environment_of, send
 from fcp_cli.profiling.measure import default_degrees
 from fcp_cli.profiling.points import measurement_points
 from fcp_cli.profiling.refit import HOLD_OUT_EVERY
@@ -232,11 +232,8 @@ def _kill_a_rank_after(observations: int, words: list[str], folder: Path) -> Non
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.1)
-    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(process.pid)}
-    workers = [pid for pid, command in commands.items() if b"profiling.worker" in command]
-    ranks = [pid for pid in workers if b"distributed.run" not in commands[pid]]
-    assert len(ranks) == 2
-    send(ranks[:1], signal.SIGKILL)
+    rank_0 = next(pid for pid in descendants(process.pid) if environment_of(pid).get("RANK") == "0")
+    send([rank_0], signal.SIGKILL)
     _, stderr = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 1, stderr
     assert "observations are kept in profile.samples.jsonl: run the command again to go on" in stderr
