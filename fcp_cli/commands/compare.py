@@ -17,6 +17,7 @@ from fcp_cli.commands.planning_options import (
     Manifest,
     MaxLength,
     Overlong,
+    PaddedRings,
     PipelineParallel,
     Profile,
     Ranks,
@@ -49,6 +50,7 @@ def compare(
     tensor_parallel: TensorParallel = None,
     pipeline_parallel: PipelineParallel = None,
     tokens_per_rank: TokensPerRank = None,
+    padded_rings: PaddedRings = False,
     headroom: Headroom = 0.0,
     sync: Annotated[
         Literal["iteration", "microbatch"] | None,
@@ -83,6 +85,7 @@ def compare(
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
         tokens_per_rank=tokens_per_rank,
+        padded_rings=padded_rings,
         headroom=headroom,
         global_batch_size=global_batch_size,
         sync=sync or "microbatch",  # which a pipeline needs; without one, both are compared
@@ -157,7 +160,8 @@ def _headline(inputs: PlanInputs, steps: int) -> str:
     problem = inputs.problem
     return (
         f"{counted(problem.num_ranks, 'rank')}, {problem.ranks_per_node} per node, "
-        f"{counted(problem.tokens_per_rank, 'token')} each; "
+        f"{counted(problem.tokens_per_rank, 'token')} each"
+        f"{'' if problem.padding_multiple is None else f', padded to {problem.padding_multiple} per rank'}; "
         f"{counted(inputs.settings.global_batch_size, 'sequence')} a step, {counted(steps, 'step')}; "
         f"{problem.profile.model} on {problem.profile.cluster} ({problem.profile.origin})"
     )

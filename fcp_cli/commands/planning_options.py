@@ -47,6 +47,13 @@ TokensPerRank = Annotated[
         help="Most tokens of a rank in a micro-batch (the profile's memory).",
     ),
 ]
+PaddedRings = Annotated[
+    bool,
+    typer.Option(
+        rich_help_panel=CLUSTER,
+        help="Count the padding of rings of equal chunks (Transformer Engine, MindSpeed).",
+    ),
+]
 Headroom = Annotated[
     float, typer.Option(metavar="X", rich_help_panel=CLUSTER, help="Fraction of the token budget to leave free.")
 ]

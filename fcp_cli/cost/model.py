@@ -37,6 +37,14 @@ class Work:
     def total_seconds(self) -> FloatArray:
         return self.attention_seconds + self.linear_seconds
 
+    def take(self, index: IntArray | int) -> Work:
+        """That of some sequences, or of one."""
+        return Work(
+            attention_seconds=self.attention_seconds[index],
+            linear_seconds=self.linear_seconds[index],
+            tokens=self.tokens[index],
+        )
+
 
 def sequence_work(table: LengthTable, profile: CostProfile) -> Work:
     """Work of every sequence of a table."""

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import PlanMetadata, unpack_rows
+from fcp_cli.plan.padding import held_tokens
 from fcp_cli.plan.pricing import profile_seconds
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
@@ -170,10 +171,11 @@ def _check_ranks(step: StepPlan, metadata: PlanMetadata) -> Iterator[Finding]:
 
 def _check_budget(step: StepPlan, metadata: PlanMetadata) -> Iterator[Finding]:
     capacity = metadata.tokens_per_rank * step.degrees
-    over = step.tokens > capacity
-    for order in np.flatnonzero(over)[:1].tolist():
-        tokens, ranks = counted(step.tokens[order], "token"), counted(step.degrees[order], "rank")
-        message = f"{tokens} on {ranks}, where {capacity[order]:,} fit"
+    held = held_tokens(step, metadata.padding_multiple)
+    for order in np.flatnonzero(held > capacity)[:1].tolist():
+        tokens, ranks = counted(held[order], "token"), counted(step.degrees[order], "rank")
+        padded = "" if metadata.padding_multiple is None else ", with padding,"
+        message = f"{tokens}{padded} on {ranks}, where {capacity[order]:,} fit"
         yield Finding(step=step.step, order=order, message=message)
 
 
@@ -211,7 +213,13 @@ def _check_times(
         for order in np.flatnonzero(impossible)[:1].tolist():
             yield Finding(step=step.step, order=order, message=f"{name} is {values[order]}")
             return
-    price = profile_seconds(step, profile=profile, ranks_per_node=metadata.ranks_per_node, manifest=manifest)
+    price = profile_seconds(
+        step,
+        profile=profile,
+        ranks_per_node=metadata.ranks_per_node,
+        padding_multiple=metadata.padding_multiple,
+        manifest=manifest,
+    )
     # Without the manifest nobody knows mask and vision columns, which only ever add time.
     wrong = ~np.isclose(step.seconds, price, rtol=_TOLERANCE) & (
         np.full(len(step), True) if manifest is not None else step.seconds < price

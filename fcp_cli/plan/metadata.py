@@ -17,6 +17,9 @@ from fcp_cli.errors import PlanError
 
 FORMAT = "fcp-plan/1"
 CONTINUED_FORMAT = "fcp-plan/2"  # as 1, but its steps are numbered on from another plan's
+PADDED_FORMAT = "fcp-plan/3"  # as 1 or 2, but seconds and token budget are those of padded lengths
+_FORMATS = (FORMAT, CONTINUED_FORMAT, PADDED_FORMAT)
+_LATER_KEYS = ("continues", "padding_multiple")  # left out where None: plans that are older than they keep their hash
 METADATA_KEY = b"fcp"
 
 Sync = Literal["iteration", "microbatch"]
@@ -96,6 +99,7 @@ class PlanMetadata:
 
     Attributes:
         tokens_per_rank: the token budget, after head-room.
+        padding_multiple: sequences count as `padding.padded_tokens` makes them; None: as they are.
         last_batch: what a last, partial batch did: `keep` plans it, `drop` leaves its sequences out.
         epochs: how often every sequence appears.
         step_limit: only that many first steps were planned; None: all.
@@ -114,6 +118,7 @@ class PlanMetadata:
     sync: Sync
     global_batch_size: int
     tokens_per_rank: int
+    padding_multiple: int | None = None
     seed: int
     shuffle: bool
     epochs: int = 1
@@ -163,6 +168,8 @@ class PlanMetadata:
 
     @property
     def format(self) -> str:
+        if self.padding_multiple is not None:
+            return PADDED_FORMAT
         return FORMAT if self.continues is None else CONTINUED_FORMAT
 
     def hashed_json(self) -> bytes:
@@ -176,9 +183,7 @@ class PlanMetadata:
 
     def _document(self) -> dict[str, Any]:
         document = {"format": self.format, **asdict(self)}
-        if self.continues is None:  # plans that were written before there was such a key keep their hash
-            del document["continues"]
-        return document
+        return {key: value for key, value in document.items() if key not in _LATER_KEYS or value is not None}
 
     def with_totals(self, *, steps: int, distinct_groups: int) -> PlanMetadata:
         return replace(self, steps=steps, distinct_groups=distinct_groups)
@@ -199,8 +204,8 @@ def parse_metadata(raw: Mapping[bytes, bytes] | None, *, name: str) -> PlanMetad
         raise PlanError(f"{name}: the plan's metadata is damaged: {error}") from error
     if str(found).startswith("fcp-manifest/"):
         raise PlanError(f"{name} is a manifest, not a plan; make one with 'fcp plan {name} -o plan.parquet'")
-    if found not in (FORMAT, CONTINUED_FORMAT):
-        raise PlanError(f"{name} has format {found!r}; this fcp reads {FORMAT!r} and {CONTINUED_FORMAT!r}")
+    if found not in _FORMATS:
+        raise PlanError(f"{name} has format {found!r}; this fcp reads {', '.join(_FORMATS)}")
     known = {f.name for f in fields(PlanMetadata)}
     try:
         document["manifest"] = ManifestReference(**document["manifest"])
@@ -211,8 +216,9 @@ def parse_metadata(raw: Mapping[bytes, bytes] | None, *, name: str) -> PlanMetad
     except (KeyError, TypeError) as error:
         raise PlanError(f"{name}: the plan's metadata is damaged: {error}") from error
     if found != metadata.format:
-        has = "no" if metadata.continues is None else "a"
-        raise PlanError(f"{name}: the plan's metadata is damaged: format {found!r} with {has} key 'continues'")
+        given = [key for key in _LATER_KEYS if getattr(metadata, key) is not None]
+        keys = f"key {' and '.join(given)}" if given else f"none of the keys {', '.join(_LATER_KEYS)}"
+        raise PlanError(f"{name}: the plan's metadata is damaged: format {found!r} with {keys}")
     for key, value, wanted in _wrong_values(metadata):
         raise PlanError(f"{name}: the plan's metadata is damaged: {key} is {value!r}, not {wanted}")
     return metadata
@@ -231,7 +237,11 @@ def _wrong_values(metadata: PlanMetadata) -> Iterator[tuple[str, Any, str]]:
     ):
         if value not in choices:
             yield key, value, f"one of {', '.join(choices)}"
-    for key, value in (("step_limit", metadata.step_limit), ("overlong.max_length", metadata.overlong.max_length)):
+    for key, value in (
+        ("step_limit", metadata.step_limit),
+        ("overlong.max_length", metadata.overlong.max_length),
+        ("padding_multiple", metadata.padding_multiple),
+    ):
         if value is not None and not _is_whole(value, 1):
             yield key, value, "absent or a whole number of at least 1"
     for key, value in (("manifest.rows", metadata.manifest.rows), ("overlong.sequences", metadata.overlong.sequences)):

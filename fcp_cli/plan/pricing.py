@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from fcp_cli.cost.model import group_seconds, sequence_work
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.padding import held_tokens, padded_lengths
 from fcp_cli.plan.step import FloatArray, Int32Array, Int64Array, StepPlan
 
 
 def profile_seconds(
-    step: StepPlan, *, profile: CostProfile, ranks_per_node: int, manifest: LengthTable | None = None
+    step: StepPlan,
+    *,
+    profile: CostProfile,
+    ranks_per_node: int,
+    padding_multiple: int | None = None,
+    manifest: LengthTable | None = None,
 ) -> FloatArray:
     """[micro_batches] seconds of each micro-batch under a cost profile; 0 for an idle row.
 
@@ -19,15 +27,19 @@ def profile_seconds(
         step: the planned step; lengths are its own, after truncation.
         profile: any cost profile, the plan's own or another.
         ranks_per_node: which ranks share the fast interconnect.
+        padding_multiple: of the plan; see `padding`.
         manifest: gives `eta` and vision columns; without it every sequence counts as causal text.
     """
-    work = sequence_work(planned_sequences(step, manifest), profile)
+    sequences = planned_sequences(step, manifest)
+    if padding_multiple is not None:
+        sequences = replace(sequences, length_tokens=padded_lengths(step, padding_multiple))
+    work = sequence_work(sequences, profile)
     idle = step.tokens == 0
     seconds = group_seconds(
         profile,
         attention_seconds=_per_micro_batch(work.attention_seconds, step.sequence_offsets),
         linear_seconds=_per_micro_batch(work.linear_seconds, step.sequence_offsets),
-        tokens=step.tokens,
+        tokens=held_tokens(step, padding_multiple),
         degree=step.degrees,
         crosses_nodes=crosses_nodes(step.rank_offsets, step.ranks, ranks_per_node),
     )

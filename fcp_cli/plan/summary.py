@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fcp_cli.plan.padding import held_tokens
 from fcp_cli.plan.step import StepPlan
 
 
@@ -25,9 +26,11 @@ class PlanSummary:
     """Totals over the steps given to `add`; idle rows count as idle time, not as micro-batches."""
 
     num_ranks: int
+    padding_multiple: int | None = None
     steps: int = 0
     sequences: int = 0
     tokens: int = 0
+    held_tokens: int = 0  # with padding
     makespan_seconds: float = 0.0
     bound_seconds: float = 0.0
     busy_rank_seconds: float = 0.0
@@ -40,6 +43,7 @@ class PlanSummary:
         self.steps += 1
         self.sequences += len(step.sequences)
         self.tokens += int(step.lengths.sum(dtype=np.int64))
+        self.held_tokens += int(held_tokens(step, self.padding_multiple).sum())
         self.makespan_seconds += step.makespan_seconds
         self.bound_seconds += step.bound_seconds
         self.busy_rank_seconds += float((step.seconds * step.degrees).sum())
@@ -75,6 +79,11 @@ class PlanSummary:
         return 1.0 - self.busy_rank_seconds / total if total else 0.0
 
     @property
+    def padding_fraction(self) -> float:
+        """Tokens with padding / tokens - 1."""
+        return self.held_tokens / max(self.tokens, 1) - 1.0
+
+    @property
     def micro_batches(self) -> int:
         return sum(totals.micro_batches for totals in self.degrees.values())
 
@@ -84,6 +93,7 @@ class PlanSummary:
             "steps": self.steps,
             "sequences": self.sequences,
             "tokens": self.tokens,
+            "padding_fraction": self.padding_fraction,
             "micro_batches": self.micro_batches,
             "total_seconds": self.makespan_seconds,
             "mean_step_seconds": self.mean_step_seconds,

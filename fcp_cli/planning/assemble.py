@@ -12,6 +12,7 @@ from fcp_cli.plan.step import FloatArray, Int32Array, Int64Array, StepPlan
 from fcp_cli.plan.timeline import start_times
 from fcp_cli.planning.bounds import lower_bound_seconds
 from fcp_cli.planning.problem import Assignment, Batch, Problem
+from fcp_cli.planning.work import pack_tokens, pack_work
 
 
 class BrokenAssignmentError(RuntimeError):
@@ -70,13 +71,14 @@ def predicted_times(assignment: Assignment, batch: Batch, problem: Problem) -> t
 
 def micro_batch_seconds(assignment: Assignment, batch: Batch, problem: Problem) -> FloatArray:
     """[micro_batches] predicted seconds of each micro-batch of an assignment."""
-    members, first = assignment.members, assignment.member_offsets[:-1]
+    degrees = np.diff(assignment.rank_offsets)
+    work = pack_work(batch.work, assignment.members, assignment.member_offsets, degrees, problem)
     return group_seconds(
         problem.profile,
-        attention_seconds=np.add.reduceat(batch.work.attention_seconds[members], first),
-        linear_seconds=np.add.reduceat(batch.work.linear_seconds[members], first),
-        tokens=np.add.reduceat(batch.work.tokens[members], first),
-        degree=np.diff(assignment.rank_offsets),
+        attention_seconds=work.attention_seconds,
+        linear_seconds=work.linear_seconds,
+        tokens=work.tokens,
+        degree=degrees,
         crosses_nodes=crosses_nodes(assignment.rank_offsets, assignment.ranks, problem.ranks_per_node),
     )
 
@@ -94,7 +96,7 @@ def _check(assignment: Assignment, batch: Batch, problem: Problem) -> None:
     ascends = np.diff(assignment.ranks) > 0
     ascends[assignment.rank_offsets[1:-1] - 1] = True
     _require(bool(ascends.all()), "ranks of a group do not ascend")
-    tokens = np.add.reduceat(batch.work.tokens[assignment.members], assignment.member_offsets[:-1])
+    tokens = pack_tokens(batch.work, assignment.members, assignment.member_offsets, degrees, problem)
     _require(bool((tokens <= problem.tokens_per_rank * degrees).all()), "a pack over the token budget")
     _check_waves(assignment, degrees, problem)
 

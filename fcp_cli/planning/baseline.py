@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fcp_cli.cost.model import sequence_work
-from fcp_cli.cost.profile import CostProfile
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.pricing import planned_sequences, profile_seconds
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.problem import Batch, Problem
 from fcp_cli.planning.published.static import StaticSolver, best_static, spread_steps
+from fcp_cli.planning.work import batch_work
 
 # Steps compared with the static plan: over real long-tailed data, 32 steps told the gain to 4 %, 256 to 1 %.
 _MOST_STEPS = 256
@@ -39,17 +38,23 @@ def static_speedup(
     """
     if not all(_follows_profile(step, problem, manifest) for step in steps):
         return None
-    batches = [_batch(step, problem.profile, manifest) for step in steps]
+    batches = [_batch(step, problem, manifest) for step in steps]
     solver, seconds = best_static(problem, longest_tokens, batches)
     return seconds / sum(step.makespan_seconds for step in steps), solver
 
 
 def _follows_profile(step: StepPlan, problem: Problem, manifest: LengthTable | None) -> bool:
-    seconds = profile_seconds(step, profile=problem.profile, ranks_per_node=problem.ranks_per_node, manifest=manifest)
+    seconds = profile_seconds(
+        step,
+        profile=problem.profile,
+        ranks_per_node=problem.ranks_per_node,
+        padding_multiple=problem.padding_multiple,
+        manifest=manifest,
+    )
     return bool(np.allclose(seconds, step.seconds, rtol=1e-6))
 
 
-def _batch(step: StepPlan, profile: CostProfile, manifest: LengthTable | None) -> Batch:
+def _batch(step: StepPlan, problem: Problem, manifest: LengthTable | None) -> Batch:
     """The global batch that a step was planned from."""
-    work = sequence_work(planned_sequences(step, manifest), profile)
+    work = batch_work(planned_sequences(step, manifest), problem)
     return Batch(step=step.step, rows=step.sequences, lengths=step.lengths, work=work, seed=0)

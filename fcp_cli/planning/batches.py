@@ -13,11 +13,11 @@ from typing import Literal
 
 import numpy as np
 
-from fcp_cli.cost.model import sequence_work
 from fcp_cli.errors import ManifestError, OverlongError
 from fcp_cli.manifest.table import IntArray, LengthTable
 from fcp_cli.plan.metadata import Continuation, OverlongReport, steps_per_epoch
 from fcp_cli.planning.problem import Batch, Problem
+from fcp_cli.planning.work import batch_work
 from fcp_cli.words import counted
 
 LastBatch = Literal["keep", "drop"]
@@ -102,7 +102,7 @@ class GlobalBatches:
             step=step,
             rows=rows,
             lengths=sequences.length_tokens.astype(np.int32),
-            work=sequence_work(sequences, self.problem.profile),
+            work=batch_work(sequences, self.problem),
             seed=step_seed(self.settings.seed, step),
         )
 

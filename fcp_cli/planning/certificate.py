@@ -15,7 +15,7 @@ import numpy as np
 
 from fcp_cli.plan.step import FloatArray, Int64Array
 from fcp_cli.planning.fcp.compiling import discard_stale_kernels, inlined, kernel
-from fcp_cli.planning.fcp.core import Machine, Sequences, pack_seconds
+from fcp_cli.planning.fcp.core import Machine, Sequences, pack_seconds, total_of
 
 _STEPS = 24  # of bisection
 _LONGEST = 4  # sequences whose wave is looked at
@@ -188,7 +188,7 @@ def _wave_of(
 def wave_bound(sequences: Sequences, machine: Machine) -> float:
     """The largest of `_wave_of` over the sequences with the most work."""
     n = len(sequences.work)
-    total, tokens = sequences.work.sum(), sequences.tokens.sum()
+    total, tokens = total_of(sequences.work), sequences.tokens.sum()
     capacity = machine.num_ranks * machine.budget
     more_waves = machine.beta * max(0, (tokens - 1) // capacity)
     density = sequences.work / sequences.tokens
@@ -238,7 +238,7 @@ def _make_crowd(count: int, by_density: Int64Array, thin: float, sequences: Sequ
             k += 1
     return Crowd(
         count,
-        sequences.work[:count].sum(),
+        total_of(sequences.work[:count]),
         float(sequences.tokens[:count].sum()),
         sequences.attention[:count].min(),
         sequences.linear[:count].min(),
@@ -323,7 +323,7 @@ def crowd_bound(at_least: float, sequences: Sequences, machine: Machine) -> floa
     upper end allows. Any count gives a bound; doubling counts are tried.
     """
     n = len(sequences.work)
-    total, tokens = sequences.work.sum(), sequences.tokens.sum()
+    total, tokens = total_of(sequences.work), sequences.tokens.sum()
     more_waves = (tokens - 1) // (machine.num_ranks * machine.budget)
     by_density = np.argsort(-sequences.work / sequences.tokens, kind="mergesort")
     thin = (sequences.linear / sequences.tokens).min()

@@ -13,6 +13,7 @@ import numpy as np
 from fcp_cli.errors import PlanError
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.padding import held_tokens
 from fcp_cli.plan.summary import PlanSummary
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
@@ -150,7 +151,7 @@ class _Tally:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self.summary = PlanSummary(num_ranks=problem.num_ranks)
+        self.summary = PlanSummary(num_ranks=problem.num_ranks, padding_multiple=problem.padding_multiple)
         self.groups: set[bytes] = set()
         self.over_budget = 0
 
@@ -160,6 +161,7 @@ class _Tally:
         step = assemble(assignment, batch, self._problem)
         self.summary.add(step)
         # Counted anew from the planned step, whatever its strategy believed.
-        self.over_budget += int((step.tokens > step.degrees * self._problem.tokens_per_rank).sum())
+        held = held_tokens(step, self._problem.padding_multiple)
+        self.over_budget += int((held > step.degrees * self._problem.tokens_per_rank).sum())
         for i in np.flatnonzero(step.degrees > 1).tolist():
             self.groups.add(step.ranks[step.rank_offsets[i] : step.rank_offsets[i + 1]].tobytes())

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fcp_cli.cost.model import sequence_work
 from fcp_cli.errors import OverlongError
 from fcp_cli.manifest.table import IntArray, LengthTable
 from fcp_cli.plan.metadata import Continuation, OverlongReport, PlanMetadata, pack_rows, unpack_rows
@@ -18,6 +17,7 @@ from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import Int32Array, Int64Array
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches, step_seed
 from fcp_cli.planning.problem import Batch, Problem
+from fcp_cli.planning.work import batch_work
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +122,7 @@ class RemainingBatches(GlobalBatches):
             step=number,
             rows=rows,
             lengths=self._remaining.lengths[members],
-            work=sequence_work(self.table.take(rows), self.problem.profile),
+            work=batch_work(self.table.take(rows), self.problem),
             seed=step_seed(self.settings.seed, number),
         )
 

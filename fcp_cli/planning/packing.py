@@ -8,6 +8,7 @@ from bisect import bisect_left
 import numpy as np
 
 from fcp_cli.manifest.table import IntArray
+from fcp_cli.plan.padding import padded_tokens
 
 
 def min_degrees(tokens: IntArray, tokens_per_rank: int) -> IntArray:
@@ -34,10 +35,13 @@ def first_fit_decreasing(tokens: IntArray, capacity: int) -> IntArray:
     return pack_of
 
 
-def best_fit_decreasing(tokens: IntArray, tokens_per_rank: int) -> tuple[IntArray, IntArray]:
+def best_fit_decreasing(
+    tokens: IntArray, tokens_per_rank: int, *, padding_multiple: int | None = None
+) -> tuple[IntArray, IntArray]:
     """Longest first, each into the fullest pack with room; a sequence that finds none opens a pack of d_min ranks.
 
-    Stage 1 of the FCP paper (section 4.4): a new pack has room for d_min * tokens_per_rank tokens.
+    Stage 1 of the FCP paper (section 4.4): a new pack has room for d_min * tokens_per_rank tokens. In a pack of d ranks
+    sequences count as padded for d. What is left stays a multiple of that padding, so that what fits without it, fits.
 
     Returns:
         [n] the pack of each sequence, and [packs] the ranks that each pack needs at least.
@@ -51,10 +55,11 @@ def best_fit_decreasing(tokens: IntArray, tokens_per_rank: int) -> tuple[IntArra
         size = int(tokens[i])
         at = bisect_left(free, size)
         if at < len(free):
-            left, pack = free.pop(at) - size, packs.pop(at)
+            left, pack = free.pop(at), packs.pop(at)
         else:
-            left, pack = int(degree_of[i]) * tokens_per_rank - size, len(degrees)
+            left, pack = int(degree_of[i]) * tokens_per_rank, len(degrees)
             degrees.append(int(degree_of[i]))
+        left -= size if padding_multiple is None else int(padded_tokens(size, degrees[pack], padding_multiple))
         pack_of[i] = pack
         at = bisect_left(free, left)
         free.insert(at, left)

@@ -19,6 +19,10 @@ class Problem:
 
     A rank is a model replica of `tensor_parallel` x `pipeline_parallel` devices: the profile's times and memory are
     those of such a rank, so no solver looks at the two.
+
+    Where rings need equal chunks, `padding_multiple` says what sequences are padded to (`plan.padding`); the token
+    budget is then a multiple of it (`whole_budget`), which loses nothing. A `Batch` holds the work and the tokens of
+    sequences padded for one rank; what wider groups add is in `work`.
     """
 
     num_ranks: int
@@ -26,8 +30,20 @@ class Problem:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     tokens_per_rank: int
+    padding_multiple: int | None = None
     sync: Sync
     profile: CostProfile
+
+    def __post_init__(self) -> None:
+        if self.tokens_per_rank != whole_budget(self.tokens_per_rank, self.padding_multiple):
+            raise ValueError(f"a budget of {self.tokens_per_rank} tokens is no multiple of {self.padding_multiple}")
+
+
+def whole_budget(tokens_per_rank: int, padding_multiple: int | None) -> int:
+    """The part of a token budget that padded sequences can fill: what a rank holds of each is such a multiple."""
+    if padding_multiple is None:
+        return tokens_per_rank
+    return tokens_per_rank // padding_multiple * padding_multiple
 
 
 def problem_of(metadata: PlanMetadata, *, name: str) -> Problem:
@@ -41,7 +57,8 @@ def problem_of(metadata: PlanMetadata, *, name: str) -> Problem:
         ranks_per_node=metadata.ranks_per_node,
         tensor_parallel=metadata.tensor_parallel,
         pipeline_parallel=metadata.pipeline_parallel,
-        tokens_per_rank=metadata.tokens_per_rank,
+        tokens_per_rank=whole_budget(metadata.tokens_per_rank, metadata.padding_multiple),
+        padding_multiple=metadata.padding_multiple,
         sync=metadata.sync,
         profile=parse_cost_profile(metadata.cost_profile, name=f"{name}: the plan's cost profile"),
     )
@@ -55,7 +72,7 @@ class Batch:
         step: optimizer step.
         rows: [n] manifest rows.
         lengths: [n] tokens, after truncation.
-        work: per sequence.
+        work: per sequence, on a single rank; with padding, see `work.batch_work`.
         seed: differs per step, derived from the plan's seed; the only source of randomness.
     """
 

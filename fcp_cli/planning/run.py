@@ -83,7 +83,7 @@ def make_plan(
     solver = make_solver(solver_name, batches, max_groups=max_groups)
     metadata = plan_metadata(table, batches, solver)
     journal = Journal(path, metadata) if resume or len(batches) >= _JOURNAL_FROM_STEPS else None
-    summary = PlanSummary(num_ranks=problem.num_ranks)
+    summary = PlanSummary(num_ranks=problem.num_ranks, padding_multiple=problem.padding_multiple)
     try:
         with plan_writer(path, metadata) as writer:
             for step in _journalled_steps(batches, solver, workers or default_workers(len(batches)), journal, resume):
@@ -139,6 +139,7 @@ def plan_metadata(table: LengthTable, batches: GlobalBatches, solver: Solver) ->
         sync=problem.sync,
         global_batch_size=settings.global_batch_size,
         tokens_per_rank=problem.tokens_per_rank,
+        padding_multiple=problem.padding_multiple,
         seed=settings.seed,
         shuffle=settings.shuffle,
         epochs=settings.epochs,

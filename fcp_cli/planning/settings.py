@@ -17,12 +17,14 @@ from fcp_cli.errors import ManifestError, ProfileError, UsageError
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import PlanMetadata, Sync
+from fcp_cli.plan.padding import padding_multiple
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches, LastBatch, OverlongPolicy
 from fcp_cli.planning.continuation import RemainingSteps, batches_to_plan, remaining_steps, settings_of
-from fcp_cli.planning.problem import Problem
+from fcp_cli.planning.problem import Problem, whole_budget
 from fcp_cli.profiling.clusters import ClusterSpec, load_cluster
 from fcp_cli.profiling.shipped import EXAMPLE_CLUSTER, shipped_profile
+from fcp_cli.words import counted
 
 _FOLDER_PROFILE = Path("profile.yaml")
 _EXAMPLE_MODEL = "qwen3-8b"
@@ -41,6 +43,7 @@ class PlanRequest:
     tensor_parallel: int | None = None
     pipeline_parallel: int | None = None
     tokens_per_rank: int | None = None
+    padded_rings: bool = False
     headroom: float = 0.0
     global_batch_size: int | None = None
     sync: Sync = "iteration"
@@ -118,6 +121,7 @@ def resolve_continuation(request: ContinuationRequest, origins: Origins) -> Plan
     tensor_parallel, pipeline_parallel = devices_of_rank(
         profile, metadata.tensor_parallel, metadata.pipeline_parallel, origins
     )
+    padding = metadata.padding_multiple
     return PlanInputs(
         table=table,
         problem=Problem(
@@ -125,7 +129,8 @@ def resolve_continuation(request: ContinuationRequest, origins: Origins) -> Plan
             ranks_per_node=ranks_per_node,
             tensor_parallel=tensor_parallel,
             pipeline_parallel=pipeline_parallel,
-            tokens_per_rank=_with_headroom(tokens, request.headroom),
+            tokens_per_rank=_whole_budget(_with_headroom(tokens, request.headroom), padding, origins),
+            padding_multiple=padding,
             sync=metadata.sync,
             profile=profile,
         ),
@@ -160,6 +165,7 @@ def resolve(request: PlanRequest, origins: Origins) -> PlanInputs:
             "--sync microbatch"
         )
     ranks, ranks_per_node = _ranks(request, profile, tensor_parallel, pipeline_parallel, origins)
+    padding = padding_multiple(tensor_parallel) if request.padded_rings else None
     return PlanInputs(
         table=table,
         problem=Problem(
@@ -167,7 +173,8 @@ def resolve(request: PlanRequest, origins: Origins) -> PlanInputs:
             ranks_per_node=ranks_per_node,
             tensor_parallel=tensor_parallel,
             pipeline_parallel=pipeline_parallel,
-            tokens_per_rank=_tokens_per_rank(request, profile, origins),
+            tokens_per_rank=_whole_budget(_tokens_per_rank(request, profile, origins), padding, origins),
+            padding_multiple=padding,
             sync=request.sync,
             profile=profile,
         ),
@@ -295,6 +302,20 @@ def _with_headroom(tokens: int, headroom: float) -> int:
     if not 0 <= headroom < 1:
         raise UsageError(f"--headroom is {headroom}; it must be a fraction from 0 to below 1")
     return max(1, math.floor(tokens * (1.0 - headroom)))
+
+
+def _whole_budget(tokens: int, padding: int | None, origins: Origins) -> int:
+    """The token budget, or what of it padded sequences can fill.
+
+    Raises:
+        UsageError: they can fill nothing.
+    """
+    whole = whole_budget(tokens, padding)
+    if not whole:
+        raise UsageError(f"a rank may hold {counted(tokens, 'token')}, but sequences are padded to {padding} on it")
+    if whole != tokens:
+        origins.assume("--tokens-per-rank", whole, f"of {tokens}, since sequences are padded to multiples of {padding}")
+    return whole
 
 
 def _global_batch_size(request: PlanRequest, rows: int, origins: Origins) -> int:

@@ -78,6 +78,7 @@ def comparison_document(contenders: Sequence[Contender], problem: Problem, *, st
         "tensor_parallel": problem.tensor_parallel,
         "pipeline_parallel": problem.pipeline_parallel,
         "tokens_per_rank": problem.tokens_per_rank,
+        "padding_multiple": problem.padding_multiple,
         "profile": {
             "model": problem.profile.model,
             "cluster": problem.profile.cluster,

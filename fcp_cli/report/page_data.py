@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.padding import held_tokens
 from fcp_cli.plan.step import FloatArray, Int64Array, StepPlan
 from fcp_cli.plan.summary import PlanSummary
 
@@ -110,7 +111,7 @@ class PlanPicture:
     def __post_init__(self) -> None:
         meta = self.metadata
         self.every = max(1, -(-meta.steps * meta.num_ranks // _RANK_STEPS_READ))
-        self.summary = PlanSummary(num_ranks=meta.num_ranks)
+        self.summary = PlanSummary(num_ranks=meta.num_ranks, padding_multiple=meta.padding_multiple)
         self.heat = HeatMap(steps=meta.steps, num_ranks=meta.num_ranks, first_step=meta.first_step)
         self.lengths = np.zeros((meta.num_ranks + 1, _LENGTH_BINS), dtype=np.int64)
         self.peak_tokens = np.zeros(meta.num_ranks, dtype=np.int64)
@@ -130,7 +131,7 @@ class PlanPicture:
         self.summary.add(step)
         self.series.append((step.step, step.makespan_seconds, step.bound_seconds))
         self.heat.add(step.step, 1.0 - step.busy_seconds(meta.num_ranks) / step.makespan_seconds)
-        held = -(-step.tokens // step.degrees)
+        held = -(-held_tokens(step, self.metadata.padding_multiple) // step.degrees)
         np.maximum.at(self.peak_tokens, step.ranks, np.repeat(held, step.degrees))
         for group in step.ring_groups():
             self.groups.setdefault(len(group) // 4, set()).add(hash(group))

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fcp_cli.cost.model import group_seconds, ring_seconds, sequence_work
+from fcp_cli.cost.model import group_seconds, ring_seconds
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.pricing import planned_sequences
 from fcp_cli.plan.step import MicroBatch, StepPlan
 from fcp_cli.planning.problem import Problem
+from fcp_cli.planning.work import batch_work, work_on
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
@@ -102,8 +103,9 @@ def _priced(
     step: StepPlan, row: MicroBatch, degree: int, problem: Problem, manifest: LengthTable | None
 ) -> Alternative:
     members = slice(int(step.sequence_offsets[row.order]), int(step.sequence_offsets[row.order + 1]))
-    work = sequence_work(planned_sequences(step, manifest), problem.profile)
+    work = work_on(batch_work(planned_sequences(step, manifest), problem), degree, problem)
     attention, linear = work.attention_seconds[members].sum(), work.linear_seconds[members].sum()
+    tokens = int(work.tokens[members].sum())
     size = problem.ranks_per_node
     crosses = row.ranks[0] // size != row.ranks[-1] // size if degree == row.degree else degree > size
     seconds = float(
@@ -111,18 +113,18 @@ def _priced(
             problem.profile,
             attention_seconds=attention,
             linear_seconds=linear,
-            tokens=row.tokens,
+            tokens=tokens,
             degree=degree,
             crosses_nodes=crosses,
         )
     )
-    ring = ring_seconds(problem.profile, tokens=row.tokens, degree=degree, crosses_nodes=crosses)
+    ring = ring_seconds(problem.profile, tokens=tokens, degree=degree, crosses_nodes=crosses)
     exposed = problem.profile.coefficients.exposed_ring_share * ring
-    held = -(-row.tokens // degree)
+    held = -(-tokens // degree)
     return Alternative(
         degree=degree,
         tokens_per_rank=held,
-        fits=row.tokens <= problem.tokens_per_rank * degree,
+        fits=tokens <= problem.tokens_per_rank * degree,
         crosses_nodes=crosses,
         seconds=seconds,
         attention_seconds=float(attention) / degree,

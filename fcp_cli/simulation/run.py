@@ -41,7 +41,13 @@ def simulate_plan(
     for step in steps:
         seconds: FloatArray = step.seconds
         if profile is not None:
-            seconds = profile_seconds(step, profile=profile, ranks_per_node=metadata.ranks_per_node, manifest=manifest)
+            seconds = profile_seconds(
+                step,
+                profile=profile,
+                ranks_per_node=metadata.ranks_per_node,
+                padding_multiple=metadata.padding_multiple,
+                manifest=manifest,
+            )
         if sigma:
             seconds = scattered_seconds(step, seconds, sigma=sigma, seed=seed)
         yield simulate_step(step, num_ranks=metadata.num_ranks, sync=metadata.sync, seconds=seconds, cores=cores)

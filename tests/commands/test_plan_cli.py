@@ -55,6 +55,20 @@ def test_the_summary_fits_80_columns_and_the_plan_is_sound(folder: Path, solver:
     assert list(check_plan(folder / "plan.parquet", manifest=read_manifest(folder / "dataset.parquet"))) == []
 
 
+def test_padded_rings_are_counted_in_plan_and_comparison_alike(folder: Path) -> None:
+    arguments = ("dataset.parquet", *EIGHT_RANKS, "--padded-rings")
+    result = fcp("plan", *arguments, cwd=folder)
+    assert result.returncode == 0, result.stderr
+    assert max(len(line) for line in result.stderr.splitlines()) <= 80
+    assert "more tokens, with sequences padded to multiples of 2 x degree" in result.stderr
+    assert list(check_plan(folder / "plan.parquet", manifest=read_manifest(folder / "dataset.parquet"))) == []
+    assert PlanReader(folder / "plan.parquet").metadata.padding_multiple == 2
+    shown: dict[str, Any] = json.loads(fcp("inspect", "--json", cwd=folder).stdout)
+    assert 0 < shown["padding_fraction"] < 0.01
+    compared = fcp("compare", *arguments, "--solvers", "fcp,static,fcp-paper", "--steps", "1", cwd=folder)
+    assert "4,096 tokens each, padded to 2 per rank" in compared.stderr + compared.stdout, compared.stderr
+
+
 def test_json_is_the_only_thing_on_stdout(folder: Path) -> None:
     result = fcp("plan", "dataset.parquet", *EIGHT_RANKS, "--json", cwd=folder)
     document: dict[str, Any] = json.loads(result.stdout)

@@ -259,6 +259,7 @@ def test_a_length_over_the_limit_is_found(tmp_path: Path) -> None:
         ("global_batch_size", "512", "global_batch_size is '512', not a whole number"),
         ("epochs", True, "epochs is True, not a whole number"),
         ("sync", "never", "sync is 'never', not one of iteration, microbatch"),
+        ("padding_multiple", 0, "padding_multiple is 0, not absent or a whole number of at least 1"),
         ("step_limit", 0, "step_limit is 0, not absent or a whole number of at least 1"),
         ("cost_profile", None, "cost_profile is None, not a text"),
         ("overlong", OverlongReport(sequences=-1), "overlong.sequences is -1, not a whole number of at least 0"),

@@ -204,9 +204,9 @@ def test_damage_inside_a_plan_is_recognised(tmp_path: Path) -> None:
 def test_a_plan_of_a_later_format_is_refused(tmp_path: Path) -> None:
     plan = small_plan(tmp_path / "plan.parquet")
     table = pq.read_table(plan)
-    raw = table.schema.metadata[b"fcp"].replace(b"fcp-plan/1", b"fcp-plan/3")
+    raw = table.schema.metadata[b"fcp"].replace(b"fcp-plan/1", b"fcp-plan/4")
     pq.write_table(table.replace_schema_metadata({b"fcp": raw}), plan)
-    with pytest.raises(PlanError, match="has format 'fcp-plan/3'; this fcp reads 'fcp-plan/1' and 'fcp-plan/2'"):
+    with pytest.raises(PlanError, match="has format 'fcp-plan/4'; this fcp reads fcp-plan/1, fcp-plan/2, fcp-plan/3"):
         PlanReader(plan)
 
 

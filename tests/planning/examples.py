@@ -21,12 +21,18 @@ def example_profile() -> CostProfile:
 
 
 def example_problem(
-    sync: Sync = "iteration", *, num_ranks: int = 16, ranks_per_node: int = 4, tokens_per_rank: int = 16384
+    sync: Sync = "iteration",
+    *,
+    num_ranks: int = 16,
+    ranks_per_node: int = 4,
+    tokens_per_rank: int = 16384,
+    padding_multiple: int | None = None,
 ) -> Problem:
     return Problem(
         num_ranks=num_ranks,
         ranks_per_node=ranks_per_node,
         tokens_per_rank=tokens_per_rank,
+        padding_multiple=padding_multiple,
         sync=sync,
         profile=example_profile(),
     )

@@ -133,6 +133,17 @@ def test_what_a_rank_is_made_of_comes_from_the_profile_and_divides_the_cluster(f
     assert origins.assumed["--ranks"] == "16 (the cluster example-8x8, 4 devices per rank)"
 
 
+def test_padded_rings_round_the_budget_to_what_sequences_are_padded_to(folder: Path) -> None:
+    (folder / "profile.yaml").write_text(PROFILE)
+    origins = Origins()
+    request = PlanRequest(manifest=DATASET, padded_rings=True, tensor_parallel=2, tokens_per_rank=1003)
+    problem = resolve(request, origins).problem
+    assert (problem.padding_multiple, problem.tokens_per_rank) == (4, 1000)
+    assert "of 1003, since sequences are padded to multiples of 4" in origins.assumed["--tokens-per-rank"]
+    with pytest.raises(UsageError, match="a rank may hold 3 tokens, but sequences are padded to 4 on it"):
+        resolve(PlanRequest(manifest=DATASET, padded_rings=True, tensor_parallel=2, tokens_per_rank=3), Origins())
+
+
 def test_a_profile_that_does_not_say_what_its_ranks_are_made_of_is_told(folder: Path) -> None:
     (folder / "profile.yaml").write_text(PROFILE)
     origins = Origins()

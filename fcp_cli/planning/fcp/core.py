@@ -13,7 +13,7 @@ NO_BIN = -1
 
 
 class Sequences(NamedTuple):
-    """A global batch, mostly by falling work. All arrays are [sequences]; seconds are those of a single rank."""
+    """A global batch, mostly by falling work. All arrays are [sequences]; what they hold is that of a single rank."""
 
     attention: FloatArray
     linear: FloatArray
@@ -31,6 +31,8 @@ class Machine(NamedTuple):
         intra, inter: seconds in which the ring moves one token, inside a node and across nodes.
         hop: seconds of a ring hop beside its bytes.
         exposed: share of a ring's seconds that no attention hides.
+        padding: what a rank's share of a sequence is padded to a multiple of, in tokens; 0: of nothing.
+        padding_seconds: of one token of padding, beside attention.
         set_first, set_ranks: the rank sets that rings may use, back to back, widest first; none: any.
         allowed: [num_ranks + 1] 1 for each degree that a group may have.
     """
@@ -43,6 +45,8 @@ class Machine(NamedTuple):
     inter: float
     hop: float
     exposed: float
+    padding: int
+    padding_seconds: float
     set_first: Int64Array
     set_ranks: Int64Array
     allowed: Int64Array
@@ -63,6 +67,20 @@ def ring_seconds(tokens: int, degree: int, crosses: bool, machine: Machine) -> f
 
 
 @inlined
+def padded_for(attention: float, linear: float, tokens: int, degree: int, machine: Machine) -> Any:
+    """What a sequence is on a group of this degree, with its padding; the same as `work.work_on`.
+
+    A group has whole multiples of `padding` x degree tokens left: what fits without more padding, fits with it.
+    """
+    if machine.padding == 0 or degree == 1:
+        return attention, linear, tokens
+    unit = machine.padding * degree
+    padded = (tokens + unit - 1) // unit * unit
+    growth = padded / tokens
+    return attention * growth * growth, linear + machine.padding_seconds * (padded - tokens), padded
+
+
+@inlined
 def pack_seconds(attention: float, linear: float, tokens: int, degree: int, crosses: bool, machine: Machine) -> float:
     """Predicted seconds of a pack; the same formula as `cost.model.group_seconds`."""
     if degree == 1:
@@ -70,6 +88,22 @@ def pack_seconds(attention: float, linear: float, tokens: int, degree: int, cros
     ring = ring_seconds(tokens, degree, crosses, machine)
     exposed = machine.exposed * ring
     return machine.beta + linear / degree + max(attention / degree, ring - exposed) + exposed
+
+
+@inlined
+def alone_seconds(attention: float, linear: float, tokens: int, degree: int, crosses: bool, machine: Machine) -> float:
+    """Predicted seconds of one sequence alone on a group, with its padding."""
+    padded = padded_for(attention, linear, tokens, degree, machine)
+    return pack_seconds(padded[0], padded[1], padded[2], degree, crosses, machine)
+
+
+@kernel
+def total_of(values: FloatArray) -> float:
+    """Their sum, one by one: numpy's own adds in another order than what numba makes of it."""
+    total = 0.0
+    for value in values:
+        total += value
+    return total
 
 
 @kernel

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from fcp_cli.plan.step import FloatArray, Int64Array
 from fcp_cli.planning.fcp.compiling import kernel
-from fcp_cli.planning.fcp.core import Machine, Sequences, pack_seconds
+from fcp_cli.planning.fcp.core import Machine, Sequences, alone_seconds
 from fcp_cli.planning.fcp.wave import Wave, fill_wave, make_wave, outlook, wave_seconds
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
@@ -37,7 +37,7 @@ def _totals(alive: Int64Array, count: int, sequences: Sequences) -> Any:
 def _alone(i: int, degree: int, sequences: Sequences, machine: Machine) -> float:
     if not machine.allowed[degree]:
         return np.inf
-    return pack_seconds(
+    return alone_seconds(
         sequences.attention[i],
         sequences.linear[i],
         sequences.tokens[i],

@@ -15,8 +15,10 @@ from fcp_cli.planning.fcp.core import (
     first_with_room,
     make_tree,
     pack_seconds,
+    padded_for,
     roomiest,
     set_room,
+    total_of,
 )
 
 _MARGIN = 1e-9  # relative; by so much a bound may be rounded up
@@ -72,10 +74,24 @@ def even_packs(packs: int, capacity: int, by_tokens: Int64Array, sequences: Sequ
 
 
 @kernel
+def _padded_for_all(degree: int, sequences: Sequences, machine: Machine) -> Any:
+    """The sequences with the padding that groups of this degree need."""
+    n = len(sequences.work)
+    padded = Sequences(np.empty(n), np.empty(n), np.empty(n), np.empty(n, dtype=np.int64))
+    for i in range(n):
+        attention, linear, tokens = padded_for(
+            sequences.attention[i], sequences.linear[i], sequences.tokens[i], degree, machine
+        )
+        padded.attention[i], padded.linear[i], padded.tokens[i] = attention, linear, tokens
+        padded.work[i] = attention + linear
+    return padded
+
+
+@kernel
 def share_out(degree: int, waves: bool, pack_of: Int64Array, packs: int, sequences: Sequences, machine: Machine) -> Any:
     """Give the packs to the groups, dear ones first: under waves in turns, else each to the group that is free first.
 
-    Group g has the ranks from g * degree on.
+    Group g has the ranks from g * degree on; the sequences are padded for that degree.
 
     Returns:
         Predicted seconds of the step, [packs] packs in that order, and [packs] the group of each of them.
@@ -139,7 +155,7 @@ def quickest(seconds: float, degrees: Int64Array, waves: bool, sequences: Sequen
     """
     best_degree, best_even = 0, False
     by_tokens = longest_first(sequences)
-    attention, linear, tokens = sequences.attention.sum(), sequences.linear.sum(), sequences.tokens.sum()
+    attention, linear, tokens = total_of(sequences.attention), total_of(sequences.linear), sequences.tokens.sum()
     for degree in degrees:
         capacity = degree * machine.budget
         if sequences.tokens[by_tokens[0]] > capacity:
@@ -149,14 +165,18 @@ def quickest(seconds: float, degrees: Int64Array, waves: bool, sequences: Sequen
         )
         if least * (1.0 - _MARGIN) >= seconds:
             continue
-        pack_of, packs = full_packs(capacity, by_tokens, sequences)
+        padded, longest = sequences, by_tokens
+        if machine.padding:
+            padded = _padded_for_all(degree, sequences, machine)
+            longest = longest_first(padded)
+        pack_of, packs = full_packs(capacity, longest, padded)
         groups = machine.num_ranks // degree
         for even in (False, True):
             if even:
-                pack_of, packs = even_packs(even_count(packs, groups), capacity, by_tokens, sequences)
+                pack_of, packs = even_packs(even_count(packs, groups), capacity, longest, padded)
             if packs == 0:
                 continue
-            found, _by, _group_of = share_out(degree, waves, pack_of, packs, sequences, machine)
+            found, _by, _group_of = share_out(degree, waves, pack_of, packs, padded, machine)
             if found < seconds:
                 seconds, best_degree, best_even = found, degree, even
     return seconds, best_degree, best_even

@@ -13,7 +13,7 @@ import numpy as np
 
 from fcp_cli.plan.step import FloatArray, Int64Array
 from fcp_cli.planning.fcp.compiling import kernel
-from fcp_cli.planning.fcp.core import Machine, Sequences, pack_seconds
+from fcp_cli.planning.fcp.core import Machine, Sequences, alone_seconds
 
 
 class Rings(NamedTuple):
@@ -74,7 +74,7 @@ def _inside_a_node(
     nodes = (machine.num_ranks + machine.per_node - 1) // machine.per_node
     best, best_degree, best_node, best_last = bound, 0, -1, 0
     for degree in range(lowest, min(machine.per_node, machine.num_ranks) + 1):
-        seconds = pack_seconds(attention, linear, tokens, degree, False, machine)
+        seconds = alone_seconds(attention, linear, tokens, degree, False, machine)
         if seconds > target:
             continue
         extra = degree * seconds - attention - linear
@@ -139,7 +139,7 @@ def _across_nodes(
     best, best_degree = bound, 0
     degree = lowest
     while degree <= machine.num_ranks:
-        seconds = pack_seconds(attention, linear, tokens, degree, True, machine)
+        seconds = alone_seconds(attention, linear, tokens, degree, True, machine)
         if seconds <= target:
             extra = degree * seconds - attention - linear
             if extra >= best:
@@ -170,7 +170,7 @@ def _from_catalogue(i: int, target: float, sequences: Sequences, machine: Machin
         degree = len(ranks)
         if degree * machine.budget < tokens:
             break  # the widest come first
-        seconds = pack_seconds(attention, linear, tokens, degree, degree > machine.per_node, machine)
+        seconds = alone_seconds(attention, linear, tokens, degree, degree > machine.per_node, machine)
         start = 0.0
         for r in ranks:
             start = max(start, timeline.free[r])
@@ -268,7 +268,7 @@ def _book(
     start = 0.0
     for r in ranks:
         start = max(start, timeline.free[r])
-    end = start + pack_seconds(
+    end = start + alone_seconds(
         sequences.attention[i], sequences.linear[i], sequences.tokens[i], degree, crosses, machine
     )
     rings.degree[g] = degree

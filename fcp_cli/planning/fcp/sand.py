@@ -22,6 +22,7 @@ from fcp_cli.planning.fcp.core import (
     first_with_room,
     make_tree,
     pack_seconds,
+    padded_for,
     roomiest,
     set_room,
 )
@@ -144,9 +145,9 @@ def _reset(
         sand.free[machine.num_ranks + gap] = timeline.gap_end[gap] - timeline.gap_start[gap]
     for g in range(count):
         i = rings.sequence[g]
-        sand.ring_attention[g] = sequences.attention[i]
-        sand.ring_linear[g] = sequences.linear[i]
-        sand.ring_tokens[g] = sequences.tokens[i]
+        sand.ring_attention[g], sand.ring_linear[g], sand.ring_tokens[g] = padded_for(
+            sequences.attention[i], sequences.linear[i], sequences.tokens[i], rings.degree[g], machine
+        )
 
 
 @kernel
@@ -165,10 +166,12 @@ def _ride(
     i: int, tree: Tree, sequences: Sequences, machine: Machine, timeline: Timeline, rings: Rings, sand: Sand
 ) -> int:
     """Let sequence i ride in the first ring that can take it; the ring, or NO_BIN."""
-    attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
-    g = first_with_room(tree, sequences.work[i], tokens, 0)
+    g = first_with_room(tree, sequences.work[i], sequences.tokens[i], 0)
     while g != NO_BIN:
         degree, crosses = rings.degree[g], rings.crosses[g] > 0
+        attention, linear, tokens = padded_for(
+            sequences.attention[i], sequences.linear[i], sequences.tokens[i], degree, machine
+        )
         before = pack_seconds(
             sand.ring_attention[g], sand.ring_linear[g], sand.ring_tokens[g], degree, crosses, machine
         )
@@ -192,7 +195,7 @@ def _ride(
             set_room(tree, g, degree * (room - after + before), degree * machine.budget - sand.ring_tokens[g])
             return g
         set_room(tree, g, degree * room, degree * machine.budget - sand.ring_tokens[g])
-        g = first_with_room(tree, sequences.work[i], tokens, g + 1)
+        g = first_with_room(tree, sequences.work[i], sequences.tokens[i], g + 1)
     return NO_BIN
 
 

@@ -18,9 +18,11 @@ from fcp_cli.planning.fcp.core import (
     Machine,
     Sequences,
     Tree,
+    alone_seconds,
     first_with_room,
     make_tree,
     pack_seconds,
+    padded_for,
     ring_seconds,
     set_room,
 )
@@ -146,10 +148,13 @@ def _open_bin(degree: int, inside: int, machine: Machine, wave: Wave) -> int:
 
 
 @kernel
-def _lay(i: int, b: int, sequences: Sequences, wave: Wave) -> None:
-    wave.attention[b] += sequences.attention[i]
-    wave.linear[b] += sequences.linear[i]
-    wave.tokens[b] += sequences.tokens[i]
+def _lay(i: int, b: int, sequences: Sequences, machine: Machine, wave: Wave) -> None:
+    attention, linear, tokens = padded_for(
+        sequences.attention[i], sequences.linear[i], sequences.tokens[i], wave.degree[b], machine
+    )
+    wave.attention[b] += attention
+    wave.linear[b] += linear
+    wave.tokens[b] += tokens
     wave.item_bin[i] = b
 
 
@@ -163,8 +168,8 @@ def _place_ring(i: int, target: float, left: int, sequences: Sequences, machine:
     highest = left if wave.bins[0] == 0 else min(left, 12 * lowest + 8)
     for degree in range(lowest, highest + 1):
         inside = _best_fit(degree, machine, wave)
-        if pack_seconds(attention, linear, tokens, degree, inside == 0, machine) <= target + _SLACK:
-            _lay(i, _open_bin(degree, inside, machine, wave), sequences, wave)
+        if alone_seconds(attention, linear, tokens, degree, inside == 0, machine) <= target + _SLACK:
+            _lay(i, _open_bin(degree, inside, machine, wave), sequences, machine, wave)
             return degree
     return 0
 
@@ -183,7 +188,7 @@ def _place_in_catalogue(i: int, target: float, sequences: Sequences, machine: Ma
             break
         if width * machine.budget < tokens:
             continue
-        if pack_seconds(attention, linear, tokens, width, width > machine.per_node, machine) > target + _SLACK:
+        if alone_seconds(attention, linear, tokens, width, width > machine.per_node, machine) > target + _SLACK:
             continue
         first = machine.set_ranks[machine.set_first[s]]
         if wave.used_before[first + width] > wave.used_before[first]:
@@ -198,7 +203,7 @@ def _place_in_catalogue(i: int, target: float, sequences: Sequences, machine: Ma
             chosen, degree, tightest = s, width, run
     if chosen >= 0:
         ranks = machine.set_ranks[machine.set_first[chosen] : machine.set_first[chosen + 1]]
-        _lay(i, _open_on(ranks, machine, wave), sequences, wave)
+        _lay(i, _open_on(ranks, machine, wave), sequences, machine, wave)
         for rank in range(ranks[0], machine.num_ranks):
             wave.used_before[rank + 1] = wave.used_before[rank] + wave.used[rank]
     return degree
@@ -252,10 +257,13 @@ def _bin_for(i: int, target: float, sequences: Sequences, machine: Machine, tree
     while b != NO_BIN:
         if wave.degree[b] == 1:
             return b
+        attention, linear, padded = padded_for(
+            sequences.attention[i], sequences.linear[i], tokens, wave.degree[b], machine
+        )
         seconds = pack_seconds(
-            wave.attention[b] + sequences.attention[i],
-            wave.linear[b] + sequences.linear[i],
-            wave.tokens[b] + tokens,
+            wave.attention[b] + attention,
+            wave.linear[b] + linear,
+            wave.tokens[b] + padded,
             wave.degree[b],
             wave.crosses[b] > 0,
             machine,
@@ -390,7 +398,7 @@ def fill_wave(
             left_over[rest] = i
             rest += 1
         else:
-            _lay(i, b, sequences, wave)
+            _lay(i, b, sequences, machine, wave)
             _room(b, target, machine, tree, wave)
     return int(rest)
 

@@ -27,6 +27,7 @@ from fcp_cli.planning.assemble import micro_batch_seconds
 from fcp_cli.planning.batches import GlobalBatches
 from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
 from fcp_cli.planning.published.drafts import Draft, assign, capacities, packs_of, place_waves, quickest
+from fcp_cli.planning.work import work_on
 
 
 def make_solver(batches: GlobalBatches) -> Solver:
@@ -64,9 +65,7 @@ def balance(batch: Batch, problem: Problem, capacity_tokens: int) -> list[Draft]
     drafts = _place_long(long, batch, problem, capacity_tokens, loads)
     short_of_rank = _place_short(order[len(long) :], batch, problem, loads)
     packs = [
-        Draft([rank], pack)
-        for rank, members in enumerate(short_of_rank)
-        for pack in packs_of(members, batch, problem.tokens_per_rank)
+        Draft([rank], pack) for rank, members in enumerate(short_of_rank) for pack in packs_of(members, batch, problem)
     ]
     return drafts + packs
 
@@ -95,11 +94,12 @@ def _place_long(
         degree = -(-int(batch.lengths[member]) // capacity_tokens)
         ranks = _least_loaded(loads, degree, problem.ranks_per_node)
         crosses_nodes = ranks[0] // problem.ranks_per_node != ranks[-1] // problem.ranks_per_node
+        work = work_on(batch.work.take(member), degree, problem)
         seconds = group_seconds(
             problem.profile,
-            attention_seconds=batch.work.attention_seconds[member],
-            linear_seconds=batch.work.linear_seconds[member],
-            tokens=batch.work.tokens[member],
+            attention_seconds=work.attention_seconds,
+            linear_seconds=work.linear_seconds,
+            tokens=work.tokens,
             degree=degree,
             crosses_nodes=crosses_nodes,
         )

@@ -12,6 +12,7 @@ from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.packing import first_fit_decreasing
 from fcp_cli.planning.placement import place_groups
 from fcp_cli.planning.problem import Assignment, Batch, Problem
+from fcp_cli.planning.work import work_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +72,12 @@ def quickest(candidates: Iterable[Assignment], batch: Batch, problem: Problem) -
     return min(candidates, key=lambda assignment: makespan_seconds(assignment, batch, problem))
 
 
-def packs_of(members: Sequence[int], batch: Batch, capacity_tokens: int) -> list[list[int]]:
-    """First-fit-decreasing packs of some of a batch's sequences."""
+def packs_of(members: Sequence[int], batch: Batch, problem: Problem, degree: int = 1) -> list[list[int]]:
+    """First-fit-decreasing packs of some of a batch's sequences, as full as a group of `degree` ranks may be."""
     if not members:
         return []
-    pack_of = first_fit_decreasing(batch.work.tokens[members], capacity_tokens).tolist()
+    tokens = work_on(batch.work, degree, problem).tokens[members]
+    pack_of = first_fit_decreasing(tokens, degree * problem.tokens_per_rank).tolist()
     packs: list[list[int]] = [[] for _ in range(max(pack_of) + 1)]
     for member, pack in zip(members, pack_of, strict=True):
         packs[pack].append(member)

@@ -31,6 +31,7 @@ from fcp_cli.planning.packing import best_fit_decreasing, members_by_pack, sprea
 from fcp_cli.planning.placement import place_groups
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 from fcp_cli.planning.published.degree_allocation import allocate_by_threshold, at_most_table, degrees_used
+from fcp_cli.planning.work import pack_work
 
 _CUTS = ("arrival", "sorted", "balanced")
 _WAVE_COUNTS = 4  # numbers of waves tried for each cut, from the least that holds the tokens
@@ -90,7 +91,9 @@ class FcpPaperSolver:
     def _plan_wave(self, batch: Batch, positions: IntArray) -> _Wave | None:
         """Pack, allocate degrees, place; None if the packs need more ranks than there are."""
         n = self.problem.num_ranks
-        pack_of, least = best_fit_decreasing(batch.work.tokens[positions], self.problem.tokens_per_rank)
+        pack_of, least = best_fit_decreasing(
+            batch.work.tokens[positions], self.problem.tokens_per_rank, padding_multiple=self.problem.padding_multiple
+        )
         if least.sum() > n:
             return None
         offsets, members = members_by_pack(pack_of, len(least))
@@ -102,12 +105,14 @@ class FcpPaperSolver:
     def _seconds_by_degree(self, batch: Batch, offsets: IntArray, members: IntArray, least: IntArray) -> FloatArray:
         """[packs, num_ranks] seconds of each pack on exactly d ranks; the degree alone decides the bandwidth here."""
         degree = np.arange(1, self.problem.num_ranks + 1)
-        work, first = batch.work, offsets[:-1]
+        # Without padding, a pack's work does not depend on its group.
+        degrees = [1] if self.problem.padding_multiple is None else degree.tolist()
+        works = [pack_work(batch.work, members, offsets, d, self.problem) for d in degrees]
         seconds = group_seconds(
             self.problem.profile,
-            attention_seconds=np.add.reduceat(work.attention_seconds[members], first)[:, None],
-            linear_seconds=np.add.reduceat(work.linear_seconds[members], first)[:, None],
-            tokens=np.add.reduceat(work.tokens[members], first)[:, None],
+            attention_seconds=np.stack([work.attention_seconds for work in works], axis=1),
+            linear_seconds=np.stack([work.linear_seconds for work in works], axis=1),
+            tokens=np.stack([work.tokens for work in works], axis=1),
             degree=degree,
             crosses_nodes=degree > self.problem.ranks_per_node,
         )

@@ -30,6 +30,7 @@ from fcp_cli.planning.packing import best_fit_decreasing
 from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
 from fcp_cli.planning.published.drafts import place_waves, quickest
 from fcp_cli.planning.published.flexsp_milp import Packs, bucket, solve
+from fcp_cli.planning.work import work_on
 
 _BUCKETS = 16
 _FEW_RANKS = 16
@@ -120,7 +121,9 @@ def chunk_by_tokens(tokens: IntArray, count: int) -> list[IntArray]:
 
 def greedy_packs(members: Sequence[int], batch: Batch, problem: Problem) -> Packs | None:
     """Packs of power-of-two degrees that fit, or None where the ranks do not suffice."""
-    pack_of, degrees = best_fit_decreasing(batch.work.tokens[members], problem.tokens_per_rank)
+    pack_of, degrees = best_fit_decreasing(
+        batch.work.tokens[members], problem.tokens_per_rank, padding_multiple=problem.padding_multiple
+    )
     packs: Packs = [(1 << (degree - 1).bit_length(), []) for degree in degrees.tolist()]
     for member, pack_number in zip(members, pack_of.tolist(), strict=True):
         packs[pack_number][1].append(member)
@@ -143,12 +146,13 @@ def greedy_packs(members: Sequence[int], batch: Batch, problem: Problem) -> Pack
 def pack_seconds(pack: tuple[int, list[int]], batch: Batch, problem: Problem) -> float:
     """Predicted seconds of members on a group of a degree, placed at best."""
     degree, members = pack
+    work = work_on(batch.work.take(np.array(members)), degree, problem)
     return float(
         group_seconds(
             problem.profile,
-            attention_seconds=batch.work.attention_seconds[members].sum(),
-            linear_seconds=batch.work.linear_seconds[members].sum(),
-            tokens=batch.work.tokens[members].sum(),
+            attention_seconds=work.attention_seconds.sum(),
+            linear_seconds=work.linear_seconds.sum(),
+            tokens=work.tokens.sum(),
             degree=degree,
             crosses_nodes=degree > problem.ranks_per_node,
         )

@@ -14,8 +14,10 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
+from fcp_cli.cost.model import Work
 from fcp_cli.manifest.table import FloatArray, IntArray
 from fcp_cli.planning.problem import Batch, Problem
+from fcp_cli.planning.work import work_on
 
 Packs = list[tuple[int, list[int]]]  # degree and members of each group
 
@@ -102,6 +104,12 @@ class _Program:
         self.buckets, self.problem = buckets, problem
         self.degree = np.concatenate([np.full(problem.num_ranks // degree, degree) for degree in degrees])
         self.sizes = np.array([len(part) for part in buckets.members])
+        longest = Work(
+            attention_seconds=buckets.attention_seconds[:, None],
+            linear_seconds=buckets.linear_seconds[:, None],
+            tokens=buckets.tokens[:, None],
+        )
+        self.work = work_on(longest, self.degree, problem)  # [buckets, 1], or with padding [buckets, groups]
         self.num_counts = len(self.sizes) * len(self.degree)
         self.num_variables = self.num_counts + len(self.degree) + 1
         self.objective = np.zeros(self.num_variables)
@@ -140,7 +148,7 @@ class _Program:
 
     def _memory(self) -> LinearConstraint:
         # In units of the budget: with tokens, HiGHS's presolve has been seen to call a worse answer optimal.
-        share = np.repeat(self.buckets.tokens[:, None] / self.problem.tokens_per_rank, len(self.degree), axis=1)
+        share = np.broadcast_to(self.work.tokens / self.problem.tokens_per_rank, (len(self.sizes), len(self.degree)))
         held = self._rows(share, -self.degree.astype(np.float64), 0.0)
         return LinearConstraint(held, -np.inf, 0.0)
 
@@ -148,10 +156,10 @@ class _Program:
         """The makespan is at least fixed + linear + attention + exposed ring, and at least fixed + linear + ring."""
         c, bandwidth = self.problem.profile.coefficients, self.problem.profile.bandwidth
         degree = self.degree[None, :].astype(np.float64)
-        linear = self.buckets.linear_seconds[:, None] / degree
-        attention = self.buckets.attention_seconds[:, None] / degree
+        linear = self.work.linear_seconds / degree
+        attention = self.work.attention_seconds / degree
         speed = np.where(degree > self.problem.ranks_per_node, bandwidth.inter_node, bandwidth.intra_node)
-        ring = c.ring_bytes_per_token * self.buckets.tokens[:, None] * (degree - 1.0) / degree / speed
+        ring = c.ring_bytes_per_token * self.work.tokens * (degree - 1.0) / degree / speed
         fixed = np.full(len(self.degree), c.microbatch_seconds)
         hops = c.ring_hop_seconds * (self.degree - 1.0)
         share = c.exposed_ring_share

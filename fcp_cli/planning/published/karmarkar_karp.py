@@ -20,13 +20,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fcp_cli.cost.model import group_seconds
+from fcp_cli.cost.model import Work, group_seconds
 from fcp_cli.manifest.table import FloatArray
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import GlobalBatches
 from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
 from fcp_cli.planning.published.drafts import Draft, assign, packs_of
 from fcp_cli.planning.published.number_partition import partition
+from fcp_cli.planning.work import pack_work, work_on
 
 _SAMPLED_STEPS = 4
 
@@ -90,22 +91,26 @@ class KarmarkarKarp:
 
     def _balance_packs(self, batch: Batch) -> list[list[list[int]]]:
         """slime: packs first."""
-        packs = packs_of(range(len(batch.lengths)), batch, self._capacity_tokens)
+        packs = packs_of(range(len(batch.lengths)), batch, self._problem, self._setting.degree)
         weights = self._pack_seconds(packs, batch).tolist()
         parts = partition(weights, self._data_parallel, equal_counts=True)
         return [[packs[i] for i in part] for part in parts]
 
     def _balance_sequences(self, batch: Batch) -> list[list[list[int]]]:
         """verl: sequences first, then every rank's own into as many micro-batches as the fullest rank needs."""
-        parts = partition(batch.work.total_seconds.tolist(), self._data_parallel)
-        tokens = [int(batch.work.tokens[part].sum()) for part in parts]
+        work = self._work(batch)
+        parts = partition(work.total_seconds.tolist(), self._data_parallel)
+        tokens = [int(work.tokens[part].sum()) for part in parts]
         count = max(-(-total // self._capacity_tokens) for total in tokens)
-        return [self._split(part, count, batch) for part in parts]
+        return [self._split(part, count, work) for part in parts]
 
-    def _split(self, members: Sequence[int], count: int, batch: Batch) -> list[list[int]]:
+    def _work(self, batch: Batch) -> Work:
+        return work_on(batch.work, self._setting.degree, self._problem)
+
+    def _split(self, members: Sequence[int], count: int, work: Work) -> list[list[int]]:
         """At least `count` micro-batches of about equal time, each within the token budget."""
-        weights = batch.work.total_seconds[members].tolist()
-        lengths = batch.work.tokens[members].tolist()
+        weights = work.total_seconds[members].tolist()
+        lengths = work.tokens[members].tolist()
         while True:
             parts = [part for part in partition(weights, count) if part]
             if all(sum(lengths[i] for i in part) <= self._capacity_tokens for part in parts):
@@ -119,12 +124,13 @@ class KarmarkarKarp:
 
     def _pack_seconds(self, packs: Sequence[list[int]], batch: Batch) -> FloatArray:
         members = np.concatenate(packs)
-        first = np.cumsum([0, *(len(pack) for pack in packs[:-1])])
+        offsets = np.cumsum([0, *(len(pack) for pack in packs)])
+        work = pack_work(batch.work, members, offsets, self._setting.degree, self._problem)
         return group_seconds(
             self._problem.profile,
-            attention_seconds=np.add.reduceat(batch.work.attention_seconds[members], first),
-            linear_seconds=np.add.reduceat(batch.work.linear_seconds[members], first),
-            tokens=np.add.reduceat(batch.work.tokens[members], first),
+            attention_seconds=work.attention_seconds,
+            linear_seconds=work.linear_seconds,
+            tokens=work.tokens,
             degree=self._setting.degree,
             # Where the degree does not divide a node, some groups lie across two: weigh packs as if all did.
             crosses_nodes=self._problem.ranks_per_node % self._setting.degree != 0,

@@ -51,7 +51,7 @@ class MegatronDynamicCP:
                 return
             rounds = balanced_rounds(lengths, max_tokens_per_rank=capacity, num_ranks=problem.num_ranks)
             yield assign(list(_drafts(rounds, _alone)), problem.sync)
-            yield assign(list(_drafts(rounds, partial(_packed, batch, problem.tokens_per_rank))), problem.sync)
+            yield assign(list(_drafts(rounds, partial(_packed, batch, problem))), problem.sync)
 
 
 def _check_fits(longest: int, problem: Problem) -> None:
@@ -78,5 +78,5 @@ def _alone(group: Group) -> list[list[int]]:
     return [[sequence] for sequence in group.sequences]
 
 
-def _packed(batch: Batch, tokens_per_rank: int, group: Group) -> list[list[int]]:
-    return packs_of(group.sequences, batch, tokens_per_rank * group.degree)
+def _packed(batch: Batch, problem: Problem, group: Group) -> list[list[int]]:
+    return packs_of(group.sequences, batch, problem, group.degree)

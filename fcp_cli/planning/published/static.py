@@ -22,6 +22,7 @@ from fcp_cli.planning.fcp.machine import in_batch_order, machine_of
 from fcp_cli.planning.fcp.one_degree import even_count, even_packs, full_packs, longest_first, share_out
 from fcp_cli.planning.packing import members_by_pack
 from fcp_cli.planning.problem import Assignment, Batch, Problem
+from fcp_cli.planning.work import work_on
 
 Packing = Literal["full", "even"]
 _TUNING_STEPS = 32  # evenly spaced steps on which degree and packing are tuned
@@ -42,7 +43,8 @@ class StaticSolver:
 
     def assign(self, batch: Batch) -> Assignment:
         """Pack, sort the packs by cost, share them out over the groups."""
-        sequences, machine = in_batch_order(batch.work), machine_of(self.problem)
+        sequences = in_batch_order(work_on(batch.work, self.degree, self.problem))
+        machine = machine_of(self.problem)
         pack_of, packs = self._pack(sequences)
         waves = self.problem.sync == "microbatch"
         _seconds, by, group = share_out(self.degree, waves, pack_of, packs, sequences, machine)

@@ -23,6 +23,7 @@ from fcp_cli.planning.certificate import crowd_bound, wave_bound
 from fcp_cli.planning.fcp.machine import by_falling_work, machine_of
 from fcp_cli.planning.fcp.solver import make_solver
 from fcp_cli.planning.problem import Problem
+from fcp_cli.planning.work import work_on
 from tests.planning.examples import example_problem, table_of
 
 _PROFILE = """\
@@ -67,7 +68,9 @@ class Exhaustive:
         """Predicted seconds of a pack (bits are sequences) on a group (bits are ranks); infinite over the budget."""
         members = list(_bits(pack))
         group = list(_bits(ranks))
-        degree, tokens = len(group), int(self.work.tokens[members].sum())
+        degree = len(group)
+        work = work_on(self.work.take(np.array(members)), degree, self.problem)
+        tokens = int(work.tokens.sum())
         if tokens > degree * self.problem.tokens_per_rank:
             return math.inf
         c, bandwidth = self.problem.profile.coefficients, self.problem.profile.bandwidth
@@ -76,8 +79,8 @@ class Exhaustive:
         if degree > 1:
             speed = bandwidth.inter_node if crosses else bandwidth.intra_node
             ring = c.ring_bytes_per_token * tokens * (degree - 1) / degree / speed + c.ring_hop_seconds * (degree - 1)
-        attention = float(self.work.attention_seconds[members].sum()) / degree
-        linear = float(self.work.linear_seconds[members].sum()) / degree
+        attention = float(work.attention_seconds.sum()) / degree
+        linear = float(work.linear_seconds.sum()) / degree
         exposed = c.exposed_ring_share * ring
         return c.microbatch_seconds + linear + max(attention, ring - exposed) + exposed
 
@@ -159,6 +162,7 @@ def test_no_schedule_beats_the_bound_and_the_planner_is_one_of_them(sync: Sync, 
         num_ranks=num_ranks,
         ranks_per_node=data.draw(st.integers(1, 4), label="ranks_per_node"),
         tokens_per_rank=data.draw(st.sampled_from([8, 12, 20]), label="budget"),
+        padding_multiple=data.draw(st.sampled_from([None, 2, 4]), label="padding"),
         sync=sync,
         profile=parse_cost_profile(text, name="test"),
     )

@@ -58,9 +58,11 @@ from fcp_cli.planning.fcp.solver import make_solver
 from fcp_cli.planning.run import plan_step
 from tests.planning.examples import example_problem, long_tail
 
+SYNCS = ("iteration", "microbatch")
 digest = hashlib.sha256()
-for sync in ("iteration", "microbatch"):
-    batches = GlobalBatches(long_tail(120), example_problem(sync), BatchSettings(global_batch_size=41))
+for sync, padding, steps in (*((sync, None, 3) for sync in SYNCS), *((sync, 4, 1) for sync in SYNCS)):
+    settings = BatchSettings(global_batch_size=41, step_limit=steps)
+    batches = GlobalBatches(long_tail(120), example_problem(sync, padding_multiple=padding), settings)
     solver = make_solver(batches)
     for batch in batches:
         step = plan_step(batch, batches.problem, solver)

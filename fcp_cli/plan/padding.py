@@ -1,0 +1,55 @@
+"""The length that a sequence has on a ring of equal chunks, as Transformer Engine and MindSpeed cut them.
+
+On d ranks a sequence is cut into 2 d chunks. Chunks are equally long where its length is a multiple of 2 d; under
+sequence parallelism each rank's share must also divide over the devices of its tensor parallelism. What a plan is
+padded by is one number, its padding multiple: on d ranks a sequence counts as rounded up to a multiple of d times it.
+
+Since what a rank then holds of a sequence is a multiple of the padding multiple, and never grows with the degree:
+a pack that fits d ranks fits any more, and a token budget may be rounded down to such a multiple without loss.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from fcp_cli.plan.step import Int64Array, StepPlan
+
+_CHUNKS_PER_RANK = 2  # one from the front of the sequence and one from its back
+
+
+def padding_multiple(tensor_parallel: int = 1) -> int:
+    """What a rank's share of a sequence must be a multiple of, in tokens.
+
+    Args:
+        tensor_parallel: devices over which sequence parallelism divides the share; 1 without it.
+    """
+    return _CHUNKS_PER_RANK * tensor_parallel
+
+
+def padded_tokens(length_tokens: npt.ArrayLike, degree: npt.ArrayLike, multiple: int | None) -> Int64Array:
+    """Lengths with padding; the arguments broadcast.
+
+    Args:
+        length_tokens: of sequences.
+        degree: of the ring that each runs on.
+        multiple: the padding multiple, or None: nothing is padded.
+    """
+    lengths = np.asarray(length_tokens, dtype=np.int64)
+    if multiple is None:
+        return lengths
+    unit = multiple * np.asarray(degree, dtype=np.int64)
+    return np.asarray(-(-lengths // unit) * unit, dtype=np.int64)
+
+
+def padded_lengths(step: StepPlan, multiple: int | None) -> Int64Array:
+    """[sequences] the lengths of a step, in its order, with padding."""
+    return padded_tokens(step.lengths, np.repeat(step.degrees, np.diff(step.sequence_offsets)), multiple)
+
+
+def held_tokens(step: StepPlan, multiple: int | None) -> Int64Array:
+    """[micro_batches] tokens that the ranks of each micro-batch hold together, with padding."""
+    if multiple is None:
+        return step.tokens
+    running = np.concatenate(([0], np.cumsum(padded_lengths(step, multiple))))
+    return np.asarray(np.diff(running[step.sequence_offsets]), dtype=np.int64)
