@@ -21,6 +21,7 @@ from fcp_cli.runtime.cursor import PlanCursor
 from fcp_cli.runtime.integrations.megatron import checks
 from fcp_cli.runtime.integrations.megatron.micro_batch import PlannedMicroBatch, current_micro_batch
 from fcp_cli.runtime.integrations.megatron.model import device_of, unwrapped
+from fcp_cli.runtime.integrations.megatron.padding import padding_report
 from fcp_cli.runtime.integrations.megatron.probe import probe
 from fcp_cli.runtime.integrations.megatron.samples import (
     LOSS_MASK,
@@ -82,9 +83,9 @@ class Follower:
         self._multiple = tensor_parallel if self._config.sequence_parallel else 1
         self._engine: Rings | None = None
         if not self.stack.even_chunks and wants_rings(model):  # a stack with a ring of its own keeps that
-            self._engine = make_rings(model, plan, self._peers, self._device, multiple=self._multiple)
-        even_chunks = self.stack.even_chunks or self._engine is not None
-        self._load = partial(load_shard, rank=self._rank, multiple=self._multiple, even_chunks=even_chunks)
+            self._engine = make_rings(model, plan, self._peers, self._device)
+        self._even_chunks = self.stack.even_chunks or self._engine is not None
+        self._load = partial(load_shard, rank=self._rank, multiple=self._multiple, even_chunks=self._even_chunks)
         self._layers = self.stack.hook(model, self._transport)
         self._model = model
         self._is_announced = False
@@ -174,10 +175,15 @@ class Follower:
                 f"fcp: following {self._plan} (plan hash {self.metadata.plan_hash[:12]}) from step {step.plan.step} of "
                 f"{self.metadata.steps}, {self.metadata.num_ranks} ranks, sync {self.metadata.sync}; "
                 f"{self.stack.name}, {self._layers} attention layers hooked"
-                f"{f' on {self._engine}' if self._engine is not None else ''}; {probed}",
+                f"{f' on {self._engine}' if self._engine is not None else ''}{self._padding()}; {probed}",
                 file=sys.stderr,
                 flush=True,
             )
+
+    def _padding(self) -> str:
+        if not self._even_chunks:
+            return ""
+        return f"; {padding_report(self._plan, self.metadata, tensor_parallel=self._multiple)}"
 
     def _check_rows(self, samples: Samples) -> None:
         rows = self.metadata.manifest.rows

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fcp_cli.errors import RunError
+from fcp_cli.plan.padding import padded_tokens, padding_multiple
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.cursor import RankStep
 from fcp_cli.runtime.layout import ShardLayout, shard_layout
@@ -137,14 +138,17 @@ def load_shard(
         samples: where its sequences come from.
         rank: of the plan.
         multiple: shards are padded to a multiple of so many tokens, as sequence parallelism needs it.
-        even_chunks: pad each sequence, as `padded_lengths` says; rings of others need it.
+        even_chunks: pad each sequence until its chunks are equally long, and such multiples; rings of others need it.
     """
     member = row.ranks.index(rank)
-    padded = padded_lengths(row.lengths, row.degree, multiple) if even_chunks else row.lengths
+    padded = row.lengths
+    if even_chunks:
+        multiple = padding_multiple(multiple)
+        padded = tuple(padded_tokens(row.lengths, row.degree, multiple).tolist())
     layout = shard_layout(padded, row.degree)
     positions = torch.from_numpy(layout.position_ids(member))
     index = torch.from_numpy(layout.index(member)) if row.degree > 1 else None
-    padding = _padding(len(positions), 2 * multiple if even_chunks else multiple)  # an idle rank's are two chunks, too
+    padding = _padding(len(positions), multiple)
     items = [_item(samples, at, length) for at, length in zip(row.sequences, row.lengths, strict=True)]
     ends = [most - length for most, length in zip(padded, row.lengths, strict=True)]
     if not items:
@@ -174,17 +178,6 @@ def load_shard(
 def _ended(tensor: Tensor, end: int) -> Tensor:
     """With so many zeros at its end. Most need none, and torch is slow to add none."""
     return pad(tensor, (0, end)) if end else tensor
-
-
-def padded_lengths(lengths: Sequence[int], degree: int, multiple: int) -> tuple[int, ...]:
-    """What rings in equal chunks make of a pack: all of a sequence's 2 x degree chunks are equally long.
-
-    Args:
-        lengths: tokens of each sequence.
-        degree: of the ring.
-        multiple: what the tokens of a shard must be a multiple of.
-    """
-    return tuple(length + _padding(length, 2 * degree * multiple) for length in lengths)
 
 
 def _padding(tokens: int, multiple: int) -> int:

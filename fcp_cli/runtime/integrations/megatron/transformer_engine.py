@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from fcp_cli.errors import RunError
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.runtime.integrations.megatron.samples import padded_lengths
 from fcp_cli.runtime.transport import ProcessTransport
 
 MOST_GROUPS = 64
@@ -44,17 +43,15 @@ class Rings:
     Attributes:
         groups: of the rank sets that it is in, by their processes.
         count: of the plan's rank sets of degree > 1.
-        padding: padded tokens / tokens of the plan - 1.
         device: of the process.
     """
 
     groups: Mapping[tuple[int, ...], dist.ProcessGroup]
     count: int
-    padding: float
     device: torch.device
 
     def __str__(self) -> str:
-        return f"Transformer Engine ({self.count} process groups, {self.padding:.1%} padding)"
+        return f"Transformer Engine ({self.count} process groups)"
 
     def sequences(self, ranks: tuple[int, ...], lengths: Sequence[int]) -> PackedSeqParams:
         """A pack on the ring of these processes, in Megatron's words.
@@ -94,7 +91,7 @@ def wants_rings(model: nn.Module) -> bool:
     return has_engine and wanted != _OWN
 
 
-def make_rings(model: nn.Module, plan: Path, peers: Sequence[int], device: torch.device, *, multiple: int) -> Rings:
+def make_rings(model: nn.Module, plan: Path, peers: Sequence[int], device: torch.device) -> Rings:
     """Make and warm up the process groups of a plan. Collective: all processes call it, once.
 
     Never `new_group(use_local_synchronization=True)`: with groups that overlap, it deadlocks.
@@ -104,12 +101,11 @@ def make_rings(model: nn.Module, plan: Path, peers: Sequence[int], device: torch
         plan: plan file.
         peers: the process of each rank of the plan that holds the same part of the model as this one.
         device: of this process.
-        multiple: what the tokens of a shard must be a multiple of.
 
     Raises:
         RunError: a process is in more groups than its device has memory for.
     """
-    rank_sets, padding = _read(plan, multiple)
+    rank_sets = _rank_sets(plan)
     _check_memory(plan, sum(peers.index(dist.get_rank()) in ranks for ranks in rank_sets), device)
     for core in _cores(model):
         core.cp_comm_type = _PEER_TO_PEER
@@ -121,7 +117,7 @@ def make_rings(model: nn.Module, plan: Path, peers: Sequence[int], device: torch
         if dist.get_rank() in members and group is not None:
             ProcessTransport(group, device).warm_up(device)
             groups[members] = group
-    return Rings(groups=groups, count=len(rank_sets), padding=padding, device=device)
+    return Rings(groups=groups, count=len(rank_sets), device=device)
 
 
 def most_groups(device: torch.device) -> int:
@@ -163,17 +159,10 @@ def _cores(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if type(module).__name__ == _CORE]
 
 
-def _read(plan: Path, multiple: int) -> tuple[list[tuple[int, ...]], float]:
-    """The plan's rank sets of degree > 1, in one order for all processes, and the share of padding."""
-    rank_sets: set[tuple[int, ...]] = set()
-    tokens = padded = 0
-    for step in PlanReader(plan).steps():
-        for row in step.micro_batches():
-            tokens += row.tokens
-            padded += sum(padded_lengths(row.lengths, row.degree, multiple))
-            if row.degree > 1:
-                rank_sets.add(row.ranks)
-    return sorted(rank_sets, key=lambda ranks: (len(ranks), ranks)), padded / max(tokens, 1) - 1
+def _rank_sets(plan: Path) -> list[tuple[int, ...]]:
+    """Those of degree > 1, in one order for all processes."""
+    rows = (row for step in PlanReader(plan).steps() for row in step.micro_batches())
+    return sorted({row.ranks for row in rows if row.degree > 1}, key=lambda ranks: (len(ranks), ranks))
 
 
 def _members(rank_sets: Iterable[tuple[int, ...]], peers: Sequence[int]) -> list[tuple[int, ...]]:
