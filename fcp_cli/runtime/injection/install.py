@@ -54,13 +54,22 @@ def _speak_in_lines() -> None:
 
 def _framework_hooks() -> dict[str, Hook]:
     """By module: what an integration changes in it. Each imports its integration only when it is called."""
-    return {"megatron.core.pipeline_parallel.schedules": _hook_megatron}
+    return {
+        "megatron.core.pipeline_parallel.schedules": _hook_megatron,
+        "megatron.training.utils": _hook_megatron_training,
+    }
 
 
 def _hook_megatron(schedules: ModuleType) -> None:
     from fcp_cli.runtime.integrations.megatron.schedule import hook_schedules
 
     hook_schedules(schedules)
+
+
+def _hook_megatron_training(utils: ModuleType) -> None:
+    from fcp_cli.runtime.integrations.megatron.batches import hook_batches
+
+    hook_batches(utils)
 
 
 def _watch_optimizers(optimizer: ModuleType) -> None:

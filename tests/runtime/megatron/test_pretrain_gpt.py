@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.planning.examples import PROFILE
 from tests.runtime.launch import ROOT, torchrun
 from tests.training.small_runs import run_fcp
 
@@ -40,8 +41,10 @@ ON_CPU = (
     "--no-masked-softmax-fusion --no-bias-dropout-fusion --no-persist-layer-norm --no-rope-fusion"
 )
 ARGUMENTS = f"{MODEL} {TRAINING} {NUMBERS} {ON_CPU}".split()
-MOCK_DATA = f"--mock-data --split 1,0,0 --seq-length {TOKENS_PER_SAMPLE} --max-position-embeddings 128"
-WITHOUT_EVALUATION = "--eval-iters 0 --eval-interval 100 --num-workers 0"
+MOCK_DATA = (
+    f"--mock-data --split 1,0,0 --seq-length {TOKENS_PER_SAMPLE} --max-position-embeddings 128 --num-workers 0 "
+    "--eval-iters 0 --eval-interval 100 --ckpt-format torch_dist"
+)
 HALTING = "--save checkpoint --save-interval 6 --exit-interval 6"
 # What else users turn on: workers of the data loader, evaluation, recomputation, the distributed optimizer.
 BUSY = (
@@ -87,21 +90,19 @@ def train(folder: Path, records: str, script: Path, *arguments: str) -> None:
 def launch(folder: Path, records: str, plan: str, script: Path, *arguments: str) -> str:
     """Under a plan; what it says on standard error."""
     job = ("launch", "--plan", plan, "--", str(script), *ARGUMENTS, *arguments)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment(folder, records).items():
-            patch.setenv(name, value)
-        done = run_fcp(*job, folder=folder)
+    done = run_fcp(*job, folder=folder, **environment(folder, records))
     assert done.returncode == 0, done.stderr
     return str(done.stderr)
 
 
-def write_plan(folder: Path, name: str, lengths: list[int]) -> None:
+def write_plan(folder: Path, name: str, lengths: list[int], *more: str) -> None:
     """In the data set's own order, in which the script reads it."""
     pq.write_table(pa.table({"length": lengths}), folder / f"{name}.parquet")
-    options = ("--ranks", "4", "--ranks-per-node", "4", "--tokens-per-rank", "40")
+    options = ("--tokens-per-rank", "40", *(more or ("--ranks", "4", "--ranks-per-node", "4")))
     making = ("--solver", "fcp-paper", "--sync", "iteration", "--no-shuffle")  # needs nothing compiled
     batch = ("--global-batch-size", str(GLOBAL_BATCH_SIZE))
-    done = run_fcp("plan", f"{name}.parquet", *options, *batch, *making, "-o", f"{name}-plan.parquet", folder=folder)
+    output = ("-o", f"{name}-plan.parquet")
+    done = run_fcp("plan", f"{name}.parquet", *options, *batch, *making, *output, folder=folder)
     assert done.returncode == 0, done.stderr
 
 
@@ -117,12 +118,11 @@ def assert_same(folder: Path, found: str, expected: str, *, steps: slice = slice
 
 
 def test_pretrain_gpt_resumed_from_its_checkpoint_trains_as_without_fcp(folder: Path, source: Path) -> None:
-    script = source / "pretrain_gpt.py"
-    arguments = f"{MOCK_DATA} {WITHOUT_EVALUATION} --ckpt-format torch_dist".split()
+    script, arguments = source / "pretrain_gpt.py", MOCK_DATA.split()
     write_plan(folder, "fixed", [TOKENS_PER_SAMPLE] * (STEPS * GLOBAL_BATCH_SIZE))
     train(folder, "alone", script, *arguments)
     said = launch(folder, "first", "fixed-plan.parquet", script, *arguments, *HALTING.split())
-    assert "from step 0 of 12, 4 ranks, sync iteration" in said and "probe: gradients within" in said
+    assert "from step 0 of 12, 4 ranks, sync iteration" in said and "; probe: " in said
     said = launch(folder, "second", "fixed-plan.parquet", script, *arguments, "--load", "checkpoint")
     assert "from step 6 of 12" in said
     assert_same(folder, "first", "alone", steps=slice(6))
@@ -139,3 +139,14 @@ def test_its_training_loop_on_data_of_any_lengths_trains_as_without_fcp(folder: 
     train(folder, "own data alone", OWN_DATA, *arguments[:-1], str(folder / "lengths.parquet"))
     launch(folder, "own data", "lengths-plan.parquet", OWN_DATA, *arguments)
     assert_same(folder, "own data", "own data alone")
+
+
+def test_its_replicas_of_two_tensor_parallel_processes_train_as_without_fcp(folder: Path, source: Path) -> None:
+    """It makes its data set on the first process of each, whose `get_batch` broadcasts samples of the static length."""
+    arguments = [*MOCK_DATA.split(), "--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    (folder / "profile.yaml").write_text(PROFILE)
+    replicas = ("--profile", "profile.yaml", "--ranks", "2", "--ranks-per-node", "2", "--tensor-parallel", "2")
+    write_plan(folder, "replicas", [TOKENS_PER_SAMPLE] * (STEPS * GLOBAL_BATCH_SIZE), *replicas)
+    train(folder, "replicas alone", source / "pretrain_gpt.py", *arguments)
+    launch(folder, "replicas", "replicas-plan.parquet", source / "pretrain_gpt.py", *arguments)
+    assert_same(folder, "replicas", "replicas alone")

@@ -9,8 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent / "stand_in"))  # megatron.training, which PyPI's megatron-core has not
 
 import tests.runtime.megatron.tiny as tiny  # isort: skip  first: it lets megatron run on the CPU
 
@@ -21,6 +24,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.training.utils import get_batch_on_this_tp_rank
 
 GLOBAL_BATCH_SIZE = 8
 
@@ -47,6 +51,11 @@ def state_of(model: Any, optimizer: Any, consumed: int, *, is_loading: bool = Fa
     }
 
 
+def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
+    """As in `pretrain_gpt.py`, whose first tensor-parallel process has the data."""
+    return tiny.forward_step(iter([get_batch_on_this_tp_rank(data_iterator)]), model)
+
+
 def main() -> None:
     arguments = parse()
     torch.set_num_threads(1)
@@ -68,7 +77,8 @@ def main() -> None:
         consumed = saved["consumed_train_samples"]
 
     dataset = tiny.Sequences(pq.read_table(arguments.lengths).column("length").to_pylist())
-    iterator = tiny.data_iterator(dataset, consumed=consumed)
+    is_first = parallel_state.get_tensor_model_parallel_rank() == 0
+    iterator = tiny.data_iterator(dataset, consumed=consumed) if is_first else None
     forward_backward = get_forward_backward_func()
     micro_batches = GLOBAL_BATCH_SIZE // parallel_state.get_data_parallel_world_size()
     records: list[dict[str, Any]] = []
@@ -76,7 +86,7 @@ def main() -> None:
         model.zero_grad_buffer()
         optimizer.zero_grad()
         reports = forward_backward(
-            forward_step_func=tiny.forward_step,
+            forward_step_func=forward_step if tensor_parallel > 1 else tiny.forward_step,
             data_iterator=iterator,
             model=[model],
             num_microbatches=micro_batches,

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron compiles small functions for the device that it believes in
@@ -35,6 +35,7 @@ def _install() -> None:
     cuda.is_available = lambda: True
     cuda.device_count = lambda: 1
     cuda.set_device = lambda _: None
+    cuda.get_device_properties = lambda _: SimpleNamespace(major=10)
     # Clipping asserts that gradients are "torch.cuda.FloatTensor".
     type_of = torch.Tensor.type
     torch.Tensor.type = lambda tensor, *args, **named: (  # type: ignore[method-assign, assignment]

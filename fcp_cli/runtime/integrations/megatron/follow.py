@@ -18,7 +18,9 @@ from torch import Tensor
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.agreement import agree_on_plan
 from fcp_cli.runtime.cursor import PlanCursor
+from fcp_cli.runtime.injection.followed import note_follower
 from fcp_cli.runtime.integrations.megatron import checks
+from fcp_cli.runtime.integrations.megatron.batches import share, shares_data
 from fcp_cli.runtime.integrations.megatron.micro_batch import PlannedMicroBatch, current_micro_batch
 from fcp_cli.runtime.integrations.megatron.model import device_of, unwrapped
 from fcp_cli.runtime.integrations.megatron.padding import padding_report
@@ -92,6 +94,8 @@ class Follower:
         self._iterator: Any = None
         self._steps: Prefetched[LoadedStep] | None = None
         self._current: LoadedStep | None = None
+        self._replica = parallel_state.get_model_parallel_group()
+        self._shares_data: bool | None = None
         self._first_step = self._next_step = 0
 
     def run(self, schedule: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
@@ -109,11 +113,10 @@ class Follower:
         """
         given = arguments["data_iterator"]
         data_iterator = given[0] if isinstance(given, list) else given
-        if data_iterator is not self._iterator:
-            self._open(data_iterator)
-        step = self._step(is_repeated=getattr(data_iterator, "replaying", False))
+        step = self._next(data_iterator)
         self._check_batch(step, arguments)
         if not self._is_announced:
+            self._first_step = step.plan.step
             self._announce(step, self._probe(step))
             self._is_announced = True
         batches = _Batches(self, step, counts_tokens=step.plan.step == self._first_step)
@@ -124,6 +127,21 @@ class Follower:
             "num_microbatches": len(step.shards),
             "micro_batch_size": 1,
         }
+
+    def _next(self, data_iterator: Any) -> LoadedStep:
+        """The next step, read here or by the process of this replica that the script gives its data to."""
+        if self._shares_data is None:
+            self._shares_data = shares_data(data_iterator, self._replica, self._device)
+        read = partial(self._read, data_iterator)
+        if not self._shares_data:
+            return read()
+        note_follower(self._plan)  # what is told the step reads nothing of the plan
+        return share(read, self._replica)
+
+    def _read(self, data_iterator: Any) -> LoadedStep:
+        if data_iterator is not self._iterator or self._steps is None:
+            self._open(data_iterator)
+        return self._step(is_repeated=getattr(data_iterator, "replaying", False))
 
     def _open(self, data_iterator: Any) -> None:
         """Begin to read where the script's sampler begins, which is where its checkpoint ended."""

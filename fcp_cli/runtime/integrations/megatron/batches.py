@@ -1,0 +1,70 @@
+"""Data where a script reads it on one process of a replica alone, as Megatron-LM's `pretrain_gpt.py` does.
+
+Its first tensor-parallel process has the data set and broadcasts batches of the static length to the others; stages in
+the middle of a pipeline have none. Under a plan lengths differ, so the first process of a replica gives its whole step
+to the others, and each takes its batches from that.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from fcp_cli.runtime.integrations.megatron.micro_batch import current_micro_batch
+from fcp_cli.runtime.integrations.megatron.samples import ATTENTION_MASK, LOSS_MASK, POSITIONS, TOKENS, LoadedStep
+
+_MODULE, _HOOKED = "megatron.training.utils", "get_batch_on_this_tp_rank"
+# In the order in which scripts unpack them.
+_ENTRIES = (TOKENS, "labels", LOSS_MASK, ATTENTION_MASK, POSITIONS)
+_hooked: list[Callable[..., Any]] = []
+
+
+def hook_batches(utils: ModuleType) -> None:
+    """Called when `megatron.training.utils` has been imported, before its importer sees it.
+
+    Within a micro-batch of a plan, every process of several takes the batch from its own data iterator; elsewhere, in
+    evaluation for example, the first process broadcasts as ever.
+    """
+    get_batch: Callable[..., Any] | None = getattr(utils, _HOOKED, None)
+    if get_batch is None:
+        return
+
+    @wraps(get_batch)
+    def get_planned_batch(data_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        micro_batch = current_micro_batch.get()
+        if micro_batch is None or parallel_state.get_tensor_model_parallel_world_size() == 1:
+            return get_batch(data_iterator, *args, **kwargs)
+        batch = next(data_iterator)
+        device = micro_batch.positions.device
+        return {name: batch[name].to(device, non_blocking=True) for name in _ENTRIES}
+
+    setattr(utils, _HOOKED, get_planned_batch)
+    _hooked.append(get_planned_batch)
+
+
+def shares_data(data_iterator: Any, replica: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether a process of this replica has no data of its own and can do without. All its processes call it.
+
+    Scripts that broadcast by a function of their own cannot: it would wait for the static length.
+    """
+    if dist.get_world_size(replica) == 1 or getattr(sys.modules.get(_MODULE), _HOOKED, None) not in _hooked:
+        return False
+    lacking = torch.tensor(int(data_iterator is None), device=device)
+    dist.all_reduce(lacking, op=dist.ReduceOp.MAX, group=replica)
+    return bool(lacking)
+
+
+def share(read: Callable[[], LoadedStep], replica: dist.ProcessGroup) -> LoadedStep:
+    """What the first process of a replica reads, on all of them. All call it."""
+    first = dist.get_process_group_ranks(replica)[0]
+    found: list[Any] = [read() if dist.get_rank() == first else None]
+    dist.broadcast_object_list(found, src=first, group=replica)
+    step: LoadedStep = found[0]
+    return step
