@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -54,6 +55,14 @@ def environment_of(pid: int) -> dict[str, str]:
     return dict(os.fsdecode(entry).split("=", 1) for entry in entries if b"=" in entry)
 
 
+_HALT_SECONDS = 1.0  # one that waits for a disk halts later, and is ended all the same
+_HALTED: tuple[list[str], ...] = (
+    [],
+    ["T"],
+    ["t"],
+    ["Z"],
+)  # what is gone, stopped, traced or waits to be asked how it ended
+
 # Places in /proc/PID/stat, counted after the command name.
 _STATE, _PARENT, _SESSION, _STARTED, _EXIT_CODE = 0, 1, 3, 19, 49
 
@@ -86,6 +95,14 @@ def kill_tree(pid: int) -> None:
     """
     halted: list[int] = []
     while running := [one for one in (pid, *descendants(pid)) if one not in halted]:
-        send(running, signal.SIGSTOP)
+        _halt(running)
         halted += running
     send(halted, signal.SIGKILL)
+
+
+def _halt(pids: list[int]) -> None:
+    """Until none of them is in the middle of starting another."""
+    send(pids, signal.SIGSTOP)
+    end = time.monotonic() + _HALT_SECONDS
+    while any(_stat(pid)[:1] not in _HALTED for pid in pids) and time.monotonic() < end:
+        time.sleep(0.001)

@@ -17,7 +17,8 @@ from fcp_cli.errors import RunError
 from fcp_cli.launching import processes
 from fcp_cli.launching.run import run_job
 from fcp_cli.launching.spec import LaunchSpec
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import PATIENCE_SECONDS, wait_until
+from tests.training.small_runs import ranks_in
 
 
 class FakeRunner:
@@ -154,6 +155,28 @@ def test_a_tree_of_sessions_is_killed_to_the_last_leaf() -> None:
         processes.kill_tree(parent.pid)
         assert parent.stdout.read() == ""  # both ends of the pipe are gone
         assert parent.wait(timeout=PATIENCE_SECONDS) == -signal.SIGKILL
+
+
+_BREEDER = """
+import subprocess
+children = [subprocess.Popen(["sleep", "3600"])]
+print("up", flush=True)
+while len(children) < 300:
+    children.append(subprocess.Popen(["sleep", "3600"]))
+"""
+
+
+def test_what_a_process_starts_while_it_is_being_ended_is_ended_too(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _BREEDER],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "FCP_PLAN": str(tmp_path)},
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "up\n"
+        processes.kill_tree(parent.pid)
+    wait_until(lambda: ranks_in(tmp_path) == [])
 
 
 def test_how_a_child_of_another_process_ended_is_seen_before_that_one_asks() -> None:
