@@ -95,11 +95,11 @@ def launch(folder: Path, records: str, plan: str, script: Path, *arguments: str)
     return str(done.stderr)
 
 
-def write_plan(folder: Path, name: str, lengths: list[int], *more: str) -> None:
+def write_plan(folder: Path, name: str, lengths: list[int], *more: str, sync: str = "iteration") -> None:
     """In the data set's own order, in which the script reads it."""
     pq.write_table(pa.table({"length": lengths}), folder / f"{name}.parquet")
     options = ("--tokens-per-rank", "40", *(more or ("--ranks", "4", "--ranks-per-node", "4")))
-    making = ("--solver", "fcp-paper", "--sync", "iteration", "--no-shuffle")  # needs nothing compiled
+    making = ("--solver", "fcp-paper", "--sync", sync, "--no-shuffle")  # needs nothing compiled
     batch = ("--global-batch-size", str(GLOBAL_BATCH_SIZE))
     output = ("-o", f"{name}-plan.parquet")
     done = run_fcp("plan", f"{name}.parquet", *options, *batch, *making, *output, folder=folder)
@@ -141,12 +141,17 @@ def test_its_training_loop_on_data_of_any_lengths_trains_as_without_fcp(folder: 
     assert_same(folder, "own data", "own data alone")
 
 
-def test_its_replicas_of_two_tensor_parallel_processes_train_as_without_fcp(folder: Path, source: Path) -> None:
-    """It makes its data set on the first process of each, whose `get_batch` broadcasts samples of the static length."""
-    arguments = [*MOCK_DATA.split(), "--tensor-model-parallel-size", "2", "--sequence-parallel"]
+@pytest.mark.parametrize(
+    ("kind", "sync", "more"), [("tensor", "iteration", ["--sequence-parallel"]), ("pipeline", "microbatch", [])]
+)
+def test_its_replicas_of_two_processes_train_as_without_fcp(
+    folder: Path, source: Path, kind: str, sync: str, more: list[str]
+) -> None:
+    """Of tensor-parallel ones the first alone makes a data set, and broadcasts samples of the static length."""
+    arguments = [*MOCK_DATA.split(), f"--{kind}-model-parallel-size", "2", *more]
     (folder / "profile.yaml").write_text(PROFILE)
-    replicas = ("--profile", "profile.yaml", "--ranks", "2", "--ranks-per-node", "2", "--tensor-parallel", "2")
-    write_plan(folder, "replicas", [TOKENS_PER_SAMPLE] * (STEPS * GLOBAL_BATCH_SIZE), *replicas)
-    train(folder, "replicas alone", source / "pretrain_gpt.py", *arguments)
-    launch(folder, "replicas", "replicas-plan.parquet", source / "pretrain_gpt.py", *arguments)
-    assert_same(folder, "replicas", "replicas alone")
+    replicas = ("--profile", "profile.yaml", "--ranks", "2", "--ranks-per-node", "2", f"--{kind}-parallel", "2")
+    write_plan(folder, kind, [TOKENS_PER_SAMPLE] * (STEPS * GLOBAL_BATCH_SIZE), *replicas, sync=sync)
+    train(folder, f"{kind} alone", source / "pretrain_gpt.py", *arguments)
+    launch(folder, f"{kind} planned", f"{kind}-plan.parquet", source / "pretrain_gpt.py", *arguments)
+    assert_same(folder, f"{kind} planned", f"{kind} alone")

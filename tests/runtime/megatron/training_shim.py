@@ -24,7 +24,7 @@ import torch  # isort: skip
 from fcp_cli.runtime.injection.imports import after_import  # isort: skip
 
 RECORDS = "FCP_TEST_RECORDS"
-"""Names the file that rank 0 writes a line of JSON to per step; the weights go beside it."""
+"""Names the file that the last rank, which has a pipeline's loss, writes a line to per step; weights go beside it."""
 
 _DATA_HELPERS = "megatron.core.datasets.helpers_cpp"
 _NEEDS_TRITON = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
@@ -87,7 +87,7 @@ def _record_steps(training: Any) -> None:
 
     def recorded(forward_step: Any, data_iterator: Any, model: Any, *rest: Any, **named: Any) -> Any:
         found = train_step(forward_step, data_iterator, model, *rest, **named)
-        if os.environ["RANK"] == "0":
+        if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
             records = Path(os.environ[RECORDS])
             losses, grad_norm = found[0], found[5]
             with records.open("a") as file:
