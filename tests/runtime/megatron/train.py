@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -111,6 +112,8 @@ def main() -> None:
     )
     dist.barrier()
     dist.destroy_process_group()
+    for child in multiprocessing.active_children():  # dist_checkpointing's, which only an exit handler would end
+        child.terminate()
     os._exit(0)  # gloo's threads sometimes die in the interpreter's teardown
 
 
