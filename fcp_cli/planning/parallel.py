@@ -13,11 +13,13 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from itertools import islice
 
 from fcp_cli.errors import FcpError
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
+from fcp_cli.planning.interrupts import interrupts_deferred
 from fcp_cli.planning.problem import Batch, Problem, Solver
 
 _STEPS_PER_TASK = 32
@@ -67,15 +69,28 @@ def _in_order(pool: ProcessPoolExecutor, batches: Iterator[Batch], ahead: int) -
     pending: deque[Future[list[StepPlan]]] = deque()
     while True:
         while len(pending) < ahead and (task := list(islice(batches, _STEPS_PER_TASK))):
-            pending.append(pool.submit(_plan_task, task))
+            with _starting():  # of processes, while there are fewer than asked for
+                pending.append(pool.submit(_plan_task, task))
         if not pending:
             return
         yield from pending.popleft().result()
 
 
+@contextmanager
+def _starting() -> Iterator[None]:
+    """What is started within never sees Ctrl-C, which reaches the whole process group, and is not left half started.
+
+    A blocked signal stays blocked in a new process from its first moment, when Python could only end with a traceback.
+    """
+    with interrupts_deferred():
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start_worker(problem: Problem, solver: Solver) -> None:
-    # Ctrl-C reaches the whole process group: the parent decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     global _problem, _solver
     _problem, _solver = problem, solver
 

@@ -40,7 +40,7 @@ class StepMeasurement:
 
     Attributes:
         loss: summed token loss / tokens of the global batch.
-        seconds: wall-clock time from the end of the step before to the end of this one.
+        seconds: wall-clock time from the end of the step before to the end of this one, on rank 0.
         predicted_seconds: the plan's makespan.
         ranks: [num_ranks] the micro-batches that each rank ran, in order.
         warm_up: the first step after a start: it also pays for compilation, caches and connections.

@@ -270,13 +270,14 @@ def test_ctrl_c_has_status_130_and_leaves_nothing(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "COLUMNS": "80", "NO_COLOR": "1"},
+        start_new_session=True,
     )
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not any(name.endswith(".partial") for name in names(tmp_path)):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the processes that it starts get it, too
     out, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 130, err
     assert out == ""

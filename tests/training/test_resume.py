@@ -217,7 +217,8 @@ def test_metrics_have_the_promised_fields(straight: Path) -> None:
     for step in steps:
         assert [rank["rank"] for rank in step["ranks"]] == [0, 1, 2, 3]
         for rank in step["ranks"]:
-            assert rank["busy_seconds"] + rank["idle_seconds"] == pytest.approx(step["seconds"])
+            # A step's seconds are rank 0's; a rank that left the step before a moment earlier may be busy for longer.
+            assert rank["idle_seconds"] == pytest.approx(max(0.0, step["seconds"] - rank["busy_seconds"]))
             orders = [micro_batch["order"] for micro_batch in rank["micro_batches"]]
             assert orders == sorted(orders)
             for micro_batch in rank["micro_batches"]:
