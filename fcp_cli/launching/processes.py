@@ -56,12 +56,7 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 _HALT_SECONDS = 1.0  # one that waits for a disk halts later, and is ended all the same
-_HALTED: tuple[list[str], ...] = (
-    [],
-    ["T"],
-    ["t"],
-    ["Z"],
-)  # what is gone, stopped, traced or waits to be asked how it ended
+_HALTED = ("T", "t", "Z")  # stopped, traced, or waiting to be asked how it ended
 
 # Places in /proc/PID/stat, counted after the command name.
 _STATE, _PARENT, _SESSION, _STARTED, _EXIT_CODE = 0, 1, 3, 19, 49
@@ -104,5 +99,10 @@ def _halt(pids: list[int]) -> None:
     """Until none of them is in the middle of starting another."""
     send(pids, signal.SIGSTOP)
     end = time.monotonic() + _HALT_SECONDS
-    while any(_stat(pid)[:1] not in _HALTED for pid in pids) and time.monotonic() < end:
+    while any(map(_runs, pids)) and time.monotonic() < end:
         time.sleep(0.001)
+
+
+def _runs(pid: int) -> bool:
+    stat = _stat(pid)
+    return bool(stat) and stat[_STATE] not in _HALTED
