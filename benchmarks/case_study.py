@@ -36,7 +36,7 @@ def plan(solver: str, family: str, sync: Sync, *, ranks: int, sequences: int) ->
 def groups(step: StepPlan, wave: int | None = None) -> str:
     """<degree>x count of the groups that work, of one wave or of the whole step."""
     counts: Counter[int] = Counter()
-    for row in step.micro_batches():
+    for row in step.microbatches():
         if not row.is_idle and wave in (None, row.wave):
             counts[row.degree] += 1
     return " ".join(f"<{degree}>x{counts[degree]}" for degree in sorted(counts, reverse=True))

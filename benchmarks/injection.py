@@ -65,7 +65,7 @@ def main() -> None:
     print(f"torch {torch.__version__}, megatron-core {megatron_version}, 1 thread of torch, {turns} of each way")
     with tempfile.TemporaryDirectory() as folder:
         _start_process_group(Path(folder))
-        found = _measured(Path(folder), options.turns, options.micro_batches)
+        found = _measured(Path(folder), options.turns, options.microbatches)
     alone, bare, planned = (_median(way) for way in zip(*found, strict=True))
     hooks = _median([Seconds(*(c - b for b, c in zip(bare, planned, strict=True))) for _, bare, planned in found])
     _tell("(a) megatron alone", alone)
@@ -90,13 +90,13 @@ def _start_process_group(folder: Path) -> None:
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
 
 
-def _measured(folder: Path, turns: int, micro_batches: int) -> list[list[Seconds]]:
+def _measured(folder: Path, turns: int, microbatches: int) -> list[list[Seconds]]:
     """[turns][3] of each way in turn."""
     steps = _WARM_UP_STEPS + turns * _TURN_STEPS
-    rows = steps * micro_batches
+    rows = steps * microbatches
     row = Row([0], [_LENGTH_TOKENS])
-    plan = write_plan(folder / "plan.parquet", [[row] * micro_batches] * steps, num_ranks=1, rows=rows)
-    alone, bare, planned = (_arguments(rows, micro_batches) for _ in range(3))
+    plan = write_plan(folder / "plan.parquet", [[row] * microbatches] * steps, num_ranks=1, rows=rows)
+    alone, bare, planned = (_arguments(rows, microbatches) for _ in range(3))
     _attend_with_fcp(bare["model"][0])
     follower = Follower(plan, planned, MegatronStack())
     schedule = schedules.get_forward_backward_func()
@@ -107,20 +107,20 @@ def _measured(folder: Path, turns: int, micro_batches: int) -> list[list[Seconds
     ]
     models = [arguments["model"][0] for arguments in (alone, bare, planned)]
     for way, model in zip(ways, models, strict=True):
-        _turn(way, model, _WARM_UP_STEPS, micro_batches)
+        _turn(way, model, _WARM_UP_STEPS, microbatches)
     return [
-        [_turn(way, model, _TURN_STEPS, micro_batches) for way, model in zip(ways, models, strict=True)]
+        [_turn(way, model, _TURN_STEPS, microbatches) for way, model in zip(ways, models, strict=True)]
         for _ in range(turns)
     ]
 
 
-def _turn(way: Callable[[], Any], model: DistributedDataParallel, steps: int, micro_batches: int) -> Seconds:
+def _turn(way: Callable[[], Any], model: DistributedDataParallel, steps: int, microbatches: int) -> Seconds:
     clock, processor = time.perf_counter(), time.process_time()
     for _ in range(steps):
         model.zero_grad_buffer()
         way()
     taken = (time.perf_counter() - clock, time.process_time() - processor)
-    return Seconds(*(seconds / steps / micro_batches for seconds in taken))
+    return Seconds(*(seconds / steps / microbatches for seconds in taken))
 
 
 def _attend_with_fcp(model: DistributedDataParallel) -> None:
@@ -136,7 +136,7 @@ def _attend_with_fcp(model: DistributedDataParallel) -> None:
             module.core_attention.forward = attend
 
 
-def _arguments(rows: int, micro_batches: int) -> dict[str, Any]:
+def _arguments(rows: int, microbatches: int) -> dict[str, Any]:
     """Of the schedule, as a script gives them."""
     settings = tiny.config(params_dtype=torch.float32, pipeline_dtype=torch.float32)
     ddp_config = DistributedDataParallelConfig()
@@ -147,7 +147,7 @@ def _arguments(rows: int, micro_batches: int) -> dict[str, Any]:
         "forward_step_func": tiny.forward_step,
         "data_iterator": tiny.data_iterator(tiny.Sequences([_LENGTH_TOKENS] * rows)),
         "model": [model],
-        "num_microbatches": micro_batches,
+        "num_microbatches": microbatches,
         "micro_batch_size": 1,
         "seq_length": _LENGTH_TOKENS,
         "forward_only": False,

@@ -99,13 +99,13 @@ def measure(model: str, tokens: int) -> dict[str, float]:
     device = torch.device("cpu")
     spec = load_model(model)
     # The libraries' own buffers, which the first call makes, are no part of any estimate.
-    Workload(build_model(spec, 1, device), device, "float32", SilentTransport()).micro_batch((64,), (0,), 0)()
+    Workload(build_model(spec, 1, device), device, "float32", SilentTransport()).microbatch((64,), (0,), 0)()
     resident = PeakMemory(device)
     resident.reset()
     before = resident.peak_bytes() or 0.0
     workload = Workload(build_model(spec, spec.num_layers, device), device, "float32", SilentTransport())
     optimizer = torch.optim.AdamW(workload.model.parameters())
-    run = workload.micro_batch((SEQUENCE_TOKENS,) * (tokens // SEQUENCE_TOKENS), (0,), 0)
+    run = workload.microbatch((SEQUENCE_TOKENS,) * (tokens // SEQUENCE_TOKENS), (0,), 0)
 
     def step() -> None:
         run()

@@ -173,7 +173,7 @@ def groups(options: argparse.Namespace) -> None:
                 batches = GlobalBatches(table, problem, BatchSettings(global_batch_size=512))
                 solver = fcp.make_solver(batches)
                 steps = [assemble(solver.assign(batch), batch, problem) for batch in batches]
-                sets = {row.ranks for step in steps for row in step.micro_batches() if row.degree > 1}
+                sets = {row.ranks for step in steps for row in step.microbatches() if row.degree > 1}
                 prices = [
                     100 * fcp.group_limit_price(fcp.make_solver(batches, max_groups=limit), batches)
                     for limit in options.limit

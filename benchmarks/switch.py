@@ -31,7 +31,7 @@ from fcp_cli.runtime.session import LocalMicroBatch, Session
 from fcp_cli.runtime.transport import LockstepTransport, Mailbox
 
 LARGEST_SECONDS = 100e-6
-MICRO_BATCHES_PER_STEP = 8
+MICROBATCHES_PER_STEP = 8
 MODEL_SECONDS = 0.005
 
 
@@ -45,7 +45,7 @@ def main() -> None:
         plan = Path(folder) / "plan.parquet"
         write_plan(plan, arguments.ranks, arguments.steps)
         within, between = measure(plan)
-    print(f"{arguments.ranks} ranks, {arguments.steps} steps of {MICRO_BATCHES_PER_STEP} micro-batches, prefetched")
+    print(f"{arguments.ranks} ranks, {arguments.steps} steps of {MICROBATCHES_PER_STEP} micro-batches, prefetched")
     report("within a step", within)
     report("from step to step", between)
     report("all", within + between)
@@ -75,14 +75,14 @@ def write_plan(path: Path, num_ranks: int, num_steps: int) -> None:
 
 
 def make_step(draw: random.Random, step: int, num_ranks: int) -> StepPlan:
-    degrees = [draw.choice([1, 2, 3, 4, 6, 8]) for _ in range(MICRO_BATCHES_PER_STEP)]
+    degrees = [draw.choice([1, 2, 3, 4, 6, 8]) for _ in range(MICROBATCHES_PER_STEP)]
     ranks = [[0, *sorted(draw.sample(range(1, num_ranks), degree - 1))] for degree in degrees]
     lengths = [[draw.randint(100, 2000) for _ in range(draw.randint(1, 16))] for _ in degrees]
     flat = [length for pack in lengths for length in pack]
-    times = np.ones(MICRO_BATCHES_PER_STEP)
+    times = np.ones(MICROBATCHES_PER_STEP)
     return StepPlan(
         step=step,
-        wave=np.full(MICRO_BATCHES_PER_STEP, -1, dtype=np.int32),
+        wave=np.full(MICROBATCHES_PER_STEP, -1, dtype=np.int32),
         rank_offsets=np.cumsum([0, *degrees], dtype=np.int64),
         ranks=np.array([rank for group in ranks for rank in group], dtype=np.int32),
         sequence_offsets=np.cumsum([0, *map(len, lengths)], dtype=np.int64),
@@ -125,25 +125,25 @@ def measure(plan: Path) -> tuple[list[float], list[float]]:
     within: list[float] = []
     between: list[float] = []
     left = None
-    for step, micro_batch in micro_batches(session):
-        use(micro_batch)
+    for step, microbatch in microbatches(session):
+        use(microbatch)
         entered = time.perf_counter()
         if left is not None:
             (within if left[0] == step else between).append(entered - left[1])
         time.sleep(MODEL_SECONDS)
         left = (step, time.perf_counter())
-    return within[MICRO_BATCHES_PER_STEP:], between[1:]  # the first step warms up
+    return within[MICROBATCHES_PER_STEP:], between[1:]  # the first step warms up
 
 
-def micro_batches(session: Session) -> Iterator[tuple[int, LocalMicroBatch]]:
+def microbatches(session: Session) -> Iterator[tuple[int, LocalMicroBatch]]:
     for step in session.steps():
-        for micro_batch in step:
-            yield step.index, micro_batch
+        for microbatch in step:
+            yield step.index, microbatch
 
 
-def use(micro_batch: LocalMicroBatch) -> None:
+def use(microbatch: LocalMicroBatch) -> None:
     """What the first layer's attention asks of the ring before it computes."""
-    ring = micro_batch.ring
+    ring = microbatch.ring
     ring.attention_calls += 1
     for hop in range(ring.degree):
         ring.work(hop, packed=False)

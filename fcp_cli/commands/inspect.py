@@ -58,7 +58,7 @@ def _inspect_degree(file: PlanFile, wanted: int, order: int, manifest: Path | No
     step = _step(file, wanted)
     if order >= len(step):
         raise UsageError(f"step {wanted} has micro-batches 0 to {len(step) - 1}, not --why {order}")
-    if step.micro_batch(order).is_idle:
+    if step.microbatch(order).is_idle:
         raise UsageError(f"--why {order}: micro-batch {order} of step {wanted} is idle; it has no sequences")
     table = read_manifest(manifest) if manifest is not None else None
     explanation = explain_degree(step, order, problem_of(file.metadata, name=str(file.path)), manifest=table)

@@ -71,7 +71,7 @@ def _show(verification: Verification) -> None:
     for step in verification.steps:
         table.add_row(
             str(step.step),
-            str(step.micro_batches),
+            str(step.microbatches),
             str(step.largest_degree),
             f"{step.tokens:,}",
             f"{step.loss:.4f}",

@@ -48,7 +48,7 @@ def padded_lengths(step: StepPlan, multiple: int | None) -> Int64Array:
 
 
 def held_tokens(step: StepPlan, multiple: int | None) -> Int64Array:
-    """[micro_batches] tokens that the ranks of each micro-batch hold together, with padding."""
+    """[microbatches] tokens that the ranks of each micro-batch hold together, with padding."""
     if multiple is None:
         return step.tokens
     running = np.concatenate(([0], np.cumsum(padded_lengths(step, multiple))))

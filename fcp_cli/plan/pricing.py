@@ -21,7 +21,7 @@ def profile_seconds(
     padding_multiple: int | None = None,
     manifest: LengthTable | None = None,
 ) -> FloatArray:
-    """[micro_batches] seconds of each micro-batch under a cost profile; 0 for an idle row.
+    """[microbatches] seconds of each micro-batch under a cost profile; 0 for an idle row.
 
     Args:
         step: the planned step; lengths are its own, after truncation.
@@ -37,8 +37,8 @@ def profile_seconds(
     idle = step.tokens == 0
     seconds = group_seconds(
         profile,
-        attention_seconds=_per_micro_batch(work.attention_seconds, step.sequence_offsets),
-        linear_seconds=_per_micro_batch(work.linear_seconds, step.sequence_offsets),
+        attention_seconds=_per_microbatch(work.attention_seconds, step.sequence_offsets),
+        linear_seconds=_per_microbatch(work.linear_seconds, step.sequence_offsets),
         tokens=held_tokens(step, padding_multiple),
         degree=step.degrees,
         crosses_nodes=crosses_nodes(step.rank_offsets, step.ranks, ranks_per_node),
@@ -61,7 +61,7 @@ def planned_sequences(step: StepPlan, manifest: LengthTable | None) -> LengthTab
     )
 
 
-def _per_micro_batch(values: FloatArray, offsets: Int64Array) -> FloatArray:
+def _per_microbatch(values: FloatArray, offsets: Int64Array) -> FloatArray:
     """Sum `values` per micro-batch; empty packs give 0 (which `np.add.reduceat` alone does not)."""
     owner = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
     return np.bincount(owner, weights=values, minlength=len(offsets) - 1).astype(np.float64)

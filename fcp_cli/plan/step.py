@@ -58,14 +58,14 @@ class StepPlan:
     """
 
     step: int
-    wave: Int32Array  # [micro_batches]
-    rank_offsets: Int64Array  # [micro_batches + 1]
+    wave: Int32Array  # [microbatches]
+    rank_offsets: Int64Array  # [microbatches + 1]
     ranks: Int32Array
-    sequence_offsets: Int64Array  # [micro_batches + 1]
+    sequence_offsets: Int64Array  # [microbatches + 1]
     sequences: Int64Array
     lengths: Int32Array
-    start_seconds: FloatArray  # [micro_batches]
-    seconds: FloatArray  # [micro_batches]
+    start_seconds: FloatArray  # [microbatches]
+    seconds: FloatArray  # [microbatches]
     makespan_seconds: float
     bound_seconds: float
 
@@ -74,12 +74,12 @@ class StepPlan:
 
     @cached_property
     def degrees(self) -> Int64Array:
-        """[micro_batches] ranks per group."""
+        """[microbatches] ranks per group."""
         return np.diff(self.rank_offsets)
 
     @cached_property
     def tokens(self) -> Int64Array:
-        """[micro_batches] tokens per pack; 0 for an idle row."""
+        """[microbatches] tokens per pack; 0 for an idle row."""
         running = np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
         return np.asarray(running[self.sequence_offsets[1:]] - running[self.sequence_offsets[:-1]], dtype=np.int64)
 
@@ -98,7 +98,7 @@ class StepPlan:
         """Share of rank-seconds of the step in which ranks wait."""
         return 1.0 - float(self.busy_seconds(num_ranks).sum()) / (num_ranks * self.makespan_seconds)
 
-    def micro_batch(self, i: int) -> MicroBatch:
+    def microbatch(self, i: int) -> MicroBatch:
         """Row i on its own."""
         members = slice(self.sequence_offsets[i], self.sequence_offsets[i + 1])
         return MicroBatch(
@@ -117,6 +117,6 @@ class StepPlan:
         for i in np.flatnonzero(self.degrees > 1):
             yield self.ranks[self.rank_offsets[i] : self.rank_offsets[i + 1]].tobytes()
 
-    def micro_batches(self) -> Iterator[MicroBatch]:
+    def microbatches(self) -> Iterator[MicroBatch]:
         """The rows one by one; for display and the runtime, not for inner loops."""
-        return (self.micro_batch(i) for i in range(len(self)))
+        return (self.microbatch(i) for i in range(len(self)))

@@ -16,7 +16,7 @@ from fcp_cli.plan.step import StepPlan
 class DegreeTotals:
     """Totals over the micro-batches of one degree."""
 
-    micro_batches: int = 0
+    microbatches: int = 0
     tokens: int = 0
     rank_seconds: float = 0.0
 
@@ -59,7 +59,7 @@ class PlanSummary:
         for degree, count in enumerate(np.bincount(degrees).tolist()):
             if count:
                 totals = self.degrees.setdefault(degree, DegreeTotals())
-                totals.micro_batches += count
+                totals.microbatches += count
                 totals.tokens += int(tokens[degree])
                 totals.rank_seconds += degree * float(seconds[degree])
 
@@ -84,8 +84,8 @@ class PlanSummary:
         return self.held_tokens / max(self.tokens, 1) - 1.0
 
     @property
-    def micro_batches(self) -> int:
-        return sum(totals.micro_batches for totals in self.degrees.values())
+    def microbatches(self) -> int:
+        return sum(totals.microbatches for totals in self.degrees.values())
 
     def to_json(self) -> Mapping[str, Any]:
         """JSON values, for `--json`."""
@@ -94,7 +94,7 @@ class PlanSummary:
             "sequences": self.sequences,
             "tokens": self.tokens,
             "padding_fraction": self.padding_fraction,
-            "micro_batches": self.micro_batches,
+            "micro_batches": self.microbatches,
             "total_seconds": self.makespan_seconds,
             "mean_step_seconds": self.mean_step_seconds,
             "slowest_step": self.slowest_step,
@@ -104,7 +104,7 @@ class PlanSummary:
             "idle_fraction": self.idle_fraction,
             "degrees": {
                 str(degree): {
-                    "micro_batches": totals.micro_batches,
+                    "micro_batches": totals.microbatches,
                     "tokens": totals.tokens,
                     "rank_seconds": totals.rank_seconds,
                 }

@@ -17,7 +17,7 @@ def start_times(
     seconds: FloatArray,
     num_ranks: int,
 ) -> FloatArray:
-    """[micro_batches] predicted start of each micro-batch, seconds from the start of the step.
+    """[microbatches] predicted start of each micro-batch, seconds from the start of the step.
 
     Under `iteration` a micro-batch starts when the last of its ranks has finished its earlier ones; under `microbatch`
     a wave starts when the slowest micro-batch of the wave before has ended.

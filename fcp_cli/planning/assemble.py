@@ -56,8 +56,8 @@ def makespan_seconds(assignment: Assignment, batch: Batch, problem: Problem) -> 
 
 
 def predicted_times(assignment: Assignment, batch: Batch, problem: Problem) -> tuple[FloatArray, FloatArray]:
-    """[micro_batches] start, from the start of the step, and duration of each micro-batch, in seconds."""
-    seconds = micro_batch_seconds(assignment, batch, problem)
+    """[microbatches] start, from the start of the step, and duration of each micro-batch, in seconds."""
+    seconds = microbatch_seconds(assignment, batch, problem)
     start = start_times(
         problem.sync,
         wave=assignment.wave,
@@ -69,8 +69,8 @@ def predicted_times(assignment: Assignment, batch: Batch, problem: Problem) -> t
     return start, seconds
 
 
-def micro_batch_seconds(assignment: Assignment, batch: Batch, problem: Problem) -> FloatArray:
-    """[micro_batches] predicted seconds of each micro-batch of an assignment."""
+def microbatch_seconds(assignment: Assignment, batch: Batch, problem: Problem) -> FloatArray:
+    """[microbatches] predicted seconds of each micro-batch of an assignment."""
     degrees = np.diff(assignment.rank_offsets)
     work = pack_work(batch.work, assignment.members, assignment.member_offsets, degrees, problem)
     return group_seconds(

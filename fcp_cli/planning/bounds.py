@@ -42,8 +42,8 @@ def area_bound_seconds(work: Work, problem: Problem) -> float:
     work, so the ranks together pay for at least tokens / budget micro-batches; and every rank that works pays for one.
     """
     n = problem.num_ranks
-    micro_batches = max(1.0, float(work.tokens.sum()) / (n * problem.tokens_per_rank))
-    return float(work.total_seconds.sum()) / n + problem.profile.coefficients.microbatch_seconds * micro_batches
+    microbatches = max(1.0, float(work.tokens.sum()) / (n * problem.tokens_per_rank))
+    return float(work.total_seconds.sum()) / n + problem.profile.coefficients.microbatch_seconds * microbatches
 
 
 def longest_sequence_bound_seconds(work: Work, problem: Problem) -> float:

@@ -61,7 +61,7 @@ def _least_area(i: int, makespan: float, outlasting: float, sequences: Sequences
 
 
 @kernel
-def _micro_batches(makespan: float, tokens: float, linear_per_token: float, machine: Machine) -> float:
+def _microbatches(makespan: float, tokens: float, linear_per_token: float, machine: Machine) -> float:
     """Least mean number of micro-batches per rank that hold `tokens` tokens per rank; infinite where none can.
 
     A rank that runs m micro-batches holds at most m E tokens in them, and, since it works on them for at most
@@ -87,7 +87,7 @@ def area_bound(simple: float, waves: bool, sequences: Sequences, machine: Machin
 
     If a schedule of makespan T exists, every micro-batch ends within T, so each sequence takes its least area for T
     (`_least_area`, a function that falls with T), and on top each rank pays beta for each of its micro-batches: on the
-    mean at least `_micro_batches` of them and at least one (an idle rank wastes T >= beta), under waves at least
+    mean at least `_microbatches` of them and at least one (an idle rank wastes T >= beta), under waves at least
     ceil(tokens / (N E)). Their sum over N must be <= T; bisection keeps the largest T that is refuted.
     """
     n = len(sequences.work)
@@ -107,7 +107,7 @@ def area_bound(simple: float, waves: bool, sequences: Sequences, machine: Machin
                 total += sequences.work[i]
             else:
                 total += _least_area(i, makespan, outlasting, sequences, machine)
-        count = _micro_batches(makespan, tokens, linear_per_token, machine)
+        count = _microbatches(makespan, tokens, linear_per_token, machine)
         count = max(1.0, np.ceil(tokens / machine.budget - _MARGIN) if waves else count)
         if total / machine.num_ranks + machine.beta * count <= makespan:
             held = makespan

@@ -114,17 +114,17 @@ def _samples_of_step(
         for timing in rank["micro_batches"]:
             order, seconds = int(timing["order"]), float(timing["seconds"])
             shortest[order] = min(seconds, shortest.get(order, seconds))
-    for micro_batch in step.micro_batches():
-        seconds = shortest.get(micro_batch.order, 0.0)
-        if micro_batch.lengths and seconds > 0:
-            nodes = {rank // ranks_per_node for rank in micro_batch.ranks}
+    for microbatch in step.microbatches():
+        seconds = shortest.get(microbatch.order, 0.0)
+        if microbatch.lengths and seconds > 0:
+            nodes = {rank // ranks_per_node for rank in microbatch.ranks}
             sample = Sample(
-                lengths=micro_batch.lengths,
-                degree=micro_batch.degree,
+                lengths=microbatch.lengths,
+                degree=microbatch.degree,
                 seconds=seconds,
                 crosses_nodes=len(nodes) > 1,
             )
-            yield replace(sample, patches=_patches(sample, micro_batch.seconds, planned))
+            yield replace(sample, patches=_patches(sample, microbatch.seconds, planned))
 
 
 def _patches(sample: Sample, planned_seconds: float, planned: CostProfile) -> float:

@@ -228,9 +228,7 @@ class Measurement:
         groups = groups_of(task.point, world=self.world.size, ranks_per_node=self.ranks_per_node)
         left_over = tuple(sorted(set(range(self.world.size)).difference(*groups))) if self.shares_cores else ()
         mine = next((group for group in (*groups, left_over) if self.world.rank in group), None)
-        work = (
-            None if mine is None else self.workload.micro_batch(task.point.lengths, mine, mine.index(self.world.rank))
-        )
+        work = None if mine is None else self.workload.microbatch(task.point.lengths, mine, mine.index(self.world.rank))
         dist.barrier()
         everyone = self._gather(self.stopwatch.measure(work) if work else 0.0)
         if self.shares_cores:
@@ -240,7 +238,7 @@ class Measurement:
     def _emulated_members(self, task: Task[Point]) -> Iterator[float]:
         degree = task.point.degree
         for index in {0, degree - 1}:
-            work = self.workload.micro_batch(task.point.lengths, range(degree), index)
+            work = self.workload.microbatch(task.point.lengths, range(degree), index)
             yield self.stopwatch.measure(work)
 
     def _observe_vision(self, task: Task[VisionPoint]) -> list[float]:
@@ -280,7 +278,7 @@ class Measurement:
         self.workload.set_layers(max(self.request.layers))
         longest = self._agree_on_longest(max(observed, default=512))
         for tokens in (longest // 4, longest // 2, longest):
-            self._peak(self.workload.micro_batch((tokens,), (self.world.rank,), 0), kind="memory", tokens=tokens)
+            self._peak(self.workload.microbatch((tokens,), (self.world.rank,), 0), kind="memory", tokens=tokens)
 
     def _vision_memory(self, vision: VisionWorkload) -> None:
         """Peak bytes of growing numbers of parts of one size, up to the largest call that was observed."""

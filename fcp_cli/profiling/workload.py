@@ -80,7 +80,7 @@ class Workload:
         """Run only the first so many layers."""
         self.model.config.num_hidden_layers = layers  # type: ignore[union-attr]
 
-    def micro_batch(self, lengths: tuple[int, ...], ranks: Sequence[int], index: int) -> Callable[[], None]:
+    def microbatch(self, lengths: tuple[int, ...], ranks: Sequence[int], index: int) -> Callable[[], None]:
         """The forward and backward of member `index`, to be called; gradients add up as in training."""
         degree = len(ranks)
         input_ids, position_ids, labels = self._batch(lengths, degree, index)

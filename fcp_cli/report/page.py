@@ -179,7 +179,7 @@ class Report:
         summary = self.plan.summary
         return {
             degree: (
-                totals.micro_batches / max(summary.micro_batches, 1),
+                totals.microbatches / max(summary.microbatches, 1),
                 totals.tokens / max(summary.tokens, 1),
                 totals.rank_seconds / (summary.busy_rank_seconds or 1.0),
             )
@@ -269,9 +269,9 @@ class Report:
         )
         rows = []
         for degree, (_, tokens, seconds) in self._shares().items():
-            micro_batches = self.plan.summary.degrees[degree].micro_batches
+            microbatches = self.plan.summary.degrees[degree].microbatches
             groups = f"{len(self.plan.groups[degree]):,}" if degree in self.plan.groups else ""
-            cells = (str(degree), f"{micro_batches:,}", f"{tokens:.1%}", f"{seconds:.1%}", groups)
+            cells = (str(degree), f"{microbatches:,}", f"{tokens:.1%}", f"{seconds:.1%}", groups)
             rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
         return f'<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
 

@@ -99,7 +99,7 @@ def _degree_table(summary: PlanSummary, ascii_only: bool) -> Table:
         share = totals.rank_seconds / busy
         table.add_row(
             str(degree),
-            f"{totals.micro_batches:,}",
+            f"{totals.microbatches:,}",
             f"{totals.tokens / total_tokens:.1%}",
             f"{share:.1%}",
             bar(share, _BAR_COLUMNS, ascii_only=ascii_only),
@@ -135,7 +135,7 @@ def _step_table(step: StepPlan, has_waves: bool) -> Table:
     ]
     for name in names:
         table.add_column(name, justify="left" if name == "ranks" else "right", overflow="fold")
-    for row in step.micro_batches():
+    for row in step.microbatches():
         if not row.is_idle:
             table.add_row(*_step_cells(row, has_waves))
     return table
@@ -160,10 +160,10 @@ def _rank_table(step: StepPlan, num_ranks: int, ascii_only: bool) -> Table:
     from rich.table import Table
 
     busy = step.busy_seconds(num_ranks)
-    micro_batches = [0] * num_ranks
-    for row in step.micro_batches():
+    microbatches = [0] * num_ranks
+    for row in step.microbatches():
         for rank in row.ranks if not row.is_idle else ():
-            micro_batches[rank] += 1
+            microbatches[rank] += 1
     shown, caption = list(range(num_ranks)), None
     if num_ranks > _MOST_RANKS_SHOWN:
         shown = sorted(sorted(shown, key=lambda rank: busy[rank])[:_MOST_RANKS_SHOWN])
@@ -177,7 +177,7 @@ def _rank_table(step: StepPlan, num_ranks: int, ascii_only: bool) -> Table:
         idle = step.makespan_seconds - float(busy[rank])
         table.add_row(
             str(rank),
-            str(micro_batches[rank]),
+            str(microbatches[rank]),
             f"{busy[rank]:.3f}",
             f"{idle:.3f}",
             bar(share, _BAR_COLUMNS, ascii_only=ascii_only),
@@ -217,6 +217,6 @@ def step_document(step: StepPlan, num_ranks: int) -> dict[str, Any]:
                 "start_seconds": row.start_seconds,
                 "seconds": row.seconds,
             }
-            for row in step.micro_batches()
+            for row in step.microbatches()
         ],
     }

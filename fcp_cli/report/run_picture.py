@@ -111,7 +111,7 @@ class RunPicture:
 
 
 def _groups(step: RunStep) -> FloatArray:
-    """[3, micro_batches] degree, planned and measured seconds; a ring takes as long as its slowest member."""
+    """[3, microbatches] degree, planned and measured seconds; a ring takes as long as its slowest member."""
     works = (step.pack_tokens > 0) & (step.planned_seconds > 0)
     _, index, group = np.unique(step.orders[works], return_index=True, return_inverse=True)
     measured = np.zeros(len(index))

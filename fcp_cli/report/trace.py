@@ -56,7 +56,7 @@ class TraceBuilder:
 
     def step(self, planned: StepPlan | None, measured: RunStep | None) -> Iterator[Event]:
         """The events of one step, planned, measured or both."""
-        rows = {row.order: row for row in planned.micro_batches()} if planned is not None else {}
+        rows = {row.order: row for row in planned.microbatches()} if planned is not None else {}
         lengths = [0.0]
         if planned is not None:
             lengths.append(planned.makespan_seconds)

@@ -88,7 +88,7 @@ def explain_degree(step: StepPlan, order: int, problem: Problem, *, manifest: Le
         problem: what the plan was made for.
         manifest: gives `eta` and vision columns; without it every sequence counts as causal text.
     """
-    row = step.micro_batch(order)
+    row = step.microbatch(order)
     degrees = [d for d in (row.degree - 1, row.degree, row.degree + 1) if 1 <= d <= problem.num_ranks]
     priced = {degree: _priced(step, row, degree, problem, manifest) for degree in degrees}
     fewer, more = _against_fewer(row, priced, step, problem), _against_more(row, priced, step, problem)

@@ -101,7 +101,7 @@ class PlanCursor:
         tokens = int(plan.lengths.sum(dtype=np.int64))
         return RankStep(
             step=plan.step,
-            rows=tuple(plan.micro_batch(int(i)) for i in rows),
+            rows=tuple(plan.microbatch(int(i)) for i in rows),
             makespan_seconds=plan.makespan_seconds,
             bound_seconds=plan.bound_seconds,
             tokens=tokens,

@@ -48,14 +48,14 @@ class FollowedStep:
         self.index = planned.step
         self.predicted_seconds = planned.makespan_seconds
         self.bound_seconds = planned.bound_seconds
-        self._num_micro_batches = len(planned.rows)
+        self._num_microbatches = len(planned.rows)
         self._is_begun = False
         self._num_run = 0
         self._is_finished = False
 
     def __len__(self) -> int:
         """Micro-batches of this rank."""
-        return self._num_micro_batches
+        return self._num_microbatches
 
     def require_finished(self) -> None:
         """Raise RunError unless every micro-batch was run."""

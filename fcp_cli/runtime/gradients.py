@@ -26,7 +26,7 @@ class GradientSync(Protocol):
     loss_factor: float
     """What the loss is multiplied with so that reduced gradients are sums over ranks."""
 
-    def before_micro_batch(self, *, is_last: bool) -> None:
+    def before_microbatch(self, *, is_last: bool) -> None:
         """Called before the forward of each of the step's micro-batches."""
         ...
 
@@ -64,7 +64,7 @@ class NoSync:
 
     loss_factor = 1.0
 
-    def before_micro_batch(self, *, is_last: bool) -> None:
+    def before_microbatch(self, *, is_last: bool) -> None:
         pass
 
     def reduce(self) -> None:
@@ -81,7 +81,7 @@ class DdpSync:
         self.loss_factor = float(world.size)
         self._model = model
 
-    def before_micro_batch(self, *, is_last: bool) -> None:
+    def before_microbatch(self, *, is_last: bool) -> None:
         self._model.require_backward_grad_sync = is_last
 
     def reduce(self) -> None:
@@ -106,7 +106,7 @@ class FsdpSync:
         self.loss_factor = float(world.size)
         self._model = model
 
-    def before_micro_batch(self, *, is_last: bool) -> None:
+    def before_microbatch(self, *, is_last: bool) -> None:
         self._set(is_last)
 
     def reduce(self) -> None:
@@ -136,7 +136,7 @@ class PlainSync:
             for tensor in (*model.parameters(), *model.buffers()):
                 world.broadcast(tensor.data)
 
-    def before_micro_batch(self, *, is_last: bool) -> None:
+    def before_microbatch(self, *, is_last: bool) -> None:
         pass
 
     @torch.no_grad()

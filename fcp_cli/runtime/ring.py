@@ -296,12 +296,12 @@ def _implicit_ring() -> Ring:
     if torch._C._current_graph_task_id() != -1:
         raise RunError(
             "attention was called inside backward (activation recomputation) without its ring: another micro-batch "
-            "may be current by now, so pass ring=micro_batch.ring to the attention call"
+            "may be current by now, so pass ring=microbatch.ring to the attention call"
         )
     ring = current_ring.get()
     if ring is None:
         raise RunError(
-            "attention was called outside a micro-batch: pass ring=micro_batch.ring, or call the model inside the "
+            "attention was called outside a micro-batch: pass ring=microbatch.ring, or call the model inside the "
             "micro-batch's context"
         )
     return ring

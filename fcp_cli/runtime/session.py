@@ -2,9 +2,9 @@
 
 session = fcp_cli.runtime.start("plan.parquet", fetch)
 for step in session.steps(model):
-    for micro_batch in step:
-        logits = model(micro_batch.input_ids, micro_batch.position_ids)
-        micro_batch.loss(logits).backward()
+    for microbatch in step:
+        logits = model(microbatch.input_ids, microbatch.position_ids)
+        microbatch.loss(logits).backward()
     optimizer.step()
     optimizer.zero_grad()
 """
@@ -230,7 +230,7 @@ class Step(FollowedStep):
         self._shards = loaded.shards
         self._tokens = tokens
         self._divisor = tokens.clamp(min=1) if isinstance(tokens, Tensor) else max(tokens, 1)
-        self._micro_batches: list[LocalMicroBatch] = []
+        self._microbatches: list[LocalMicroBatch] = []
         self._marks: list[tuple[Any, Any]] = []
 
     @property
@@ -257,10 +257,10 @@ class Step(FollowedStep):
             for position, shard in enumerate(self._shards):
                 is_last = position == len(self._shards) - 1
                 begin = self._session.clock.mark()
-                self._sync.before_micro_batch(is_last=is_last)
-                micro_batch = self._enter(shard, is_last=is_last)
+                self._sync.before_microbatch(is_last=is_last)
+                microbatch = self._enter(shard, is_last=is_last)
                 self._order_backwards(is_last=is_last)
-                yield micro_batch
+                yield microbatch
                 self._marks.append((begin, self._session.clock.mark()))
                 self._num_run += 1
             self._require_calls()
@@ -280,18 +280,18 @@ class Step(FollowedStep):
             visuals=None if shard.visuals is None else shard.visuals.map_pixels(session.to_device),
         )
         current_ring.set(ring)
-        micro_batch = LocalMicroBatch(
+        microbatch = LocalMicroBatch(
             shard, ring, session.device, is_last=is_last, factor=self._sync.loss_factor, divisor=self._divisor
         )
-        self._micro_batches.append(micro_batch)
-        return micro_batch
+        self._microbatches.append(microbatch)
+        return microbatch
 
     def _order_backwards(self, *, is_last: bool) -> None:
         """Where ranks have different numbers of micro-batches, backwards that are held back must wait for all forwards.
 
         In between, one rank would begin a backward while another of its ring begins a forward, and both would wait.
         """
-        earlier = [micro_batch.ring for micro_batch in self._micro_batches[:-1]]
+        earlier = [microbatch.ring for microbatch in self._microbatches[:-1]]
         holds_back = any(ring.attention_calls and not ring.backward_calls for ring in earlier)
         if self._session.metadata.sync != "iteration" or not holds_back:
             return
@@ -307,10 +307,10 @@ class Step(FollowedStep):
         )
 
     def _require_calls(self) -> None:
-        for micro_batch in self._micro_batches:
-            row = micro_batch.row
-            self._require_attention(row, micro_batch.ring, _NO_ATTENTION)
-            if micro_batch.ring.visuals is not None and not micro_batch.ring.encoder_calls:
+        for microbatch in self._microbatches:
+            row = microbatch.row
+            self._require_attention(row, microbatch.ring, _NO_ATTENTION)
+            if microbatch.ring.visuals is not None and not microbatch.ring.encoder_calls:
                 raise RunError(
                     f"step {self.index}, micro-batch {row.order} has images or videos, but no vision encoder ran for "
                     "it; train a vision-language model that fcp_cli.runtime.integrations.transformers.prepare accepts"
@@ -324,9 +324,9 @@ class Step(FollowedStep):
         Raises:
             RunError: the loop did not use `LocalMicroBatch.loss` or `.normalised`.
         """
-        sums = [micro_batch.loss_sum for micro_batch in self._micro_batches if micro_batch.loss_sum is not None]
+        sums = [microbatch.loss_sum for microbatch in self._microbatches if microbatch.loss_sum is not None]
         if not sums:
-            raise RunError(f"step {self.index} has no loss; compute it with micro_batch.loss(logits)")
+            raise RunError(f"step {self.index} has no loss; compute it with microbatch.loss(logits)")
         total = torch.stack(sums).sum()
         self._session.world.all_reduce_sum(total)
         return float(total) / int(self._divisor)

@@ -35,7 +35,7 @@ def simulate_step(
         step: the planned step; its times are not read except, without `seconds`, `step.seconds`.
         num_ranks: ranks of the job.
         sync: where ranks wait for each other.
-        seconds: [micro_batches] how long each takes once started, undisturbed; the plan's prediction by default.
+        seconds: [microbatches] how long each takes once started, undisturbed; the plan's prediction by default.
         cores: CPU cores that all ranks share; None where every rank has its own device.
 
     Raises:

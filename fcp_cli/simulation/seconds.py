@@ -12,7 +12,7 @@ def scattered_seconds(step: StepPlan, seconds: FloatArray, *, sigma: float, seed
 
     Args:
         step: the planned step; the noise of a step does not depend on which others are simulated.
-        seconds: [micro_batches] undisturbed.
+        seconds: [microbatches] undisturbed.
         sigma: standard deviation of the logarithm; 0.08 scatters times by about 8 %.
         seed: the same seed gives the same noise.
     """

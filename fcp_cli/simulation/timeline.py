@@ -33,7 +33,7 @@ class Timeline:
         step: optimizer step.
         rank_offsets, ranks: the groups, as in the `StepPlan`: micro-batch i ran on
             `ranks[rank_offsets[i]:rank_offsets[i + 1]]`.
-        start_seconds, end_seconds: [micro_batches] from the arrival of the last rank to the end.
+        start_seconds, end_seconds: [microbatches] from the arrival of the last rank to the end.
         arrival_seconds: [len(ranks)] when each rank of a group had finished what it had before.
         num_ranks: ranks of the job, those without work included.
     """

@@ -48,7 +48,7 @@ def _timings_of(vector: torch.Tensor, plan: StepPlan) -> list[MicroBatchTiming]:
     ]
 
 
-def most_micro_batches(plan: StepPlan) -> int:
+def most_microbatches(plan: StepPlan) -> int:
     """Micro-batches of the rank that has most in this step."""
     return int(torch.bincount(torch.from_numpy(plan.ranks.astype("int64"))).max())
 
@@ -57,7 +57,7 @@ def gather_timings(
     plan: StepPlan, timings: Sequence[tuple[int, float, float]], *, stop: bool
 ) -> tuple[bool, list[list[MicroBatchTiming]]]:
     """Tell all ranks this rank's timings and stop request; returns everybody's, the same on every rank."""
-    mine = encode(timings, stop=stop, most=most_micro_batches(plan))
+    mine = encode(timings, stop=stop, most=most_microbatches(plan))
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, mine)
     return decode(gathered, plan)

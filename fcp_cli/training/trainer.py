@@ -143,10 +143,10 @@ class Trainer:
     def _train_step(self, step: Step, plan: StepPlan, begin: float, stop: StopRequest) -> tuple[StepMeasurement, bool]:
         """Forward, backward and update; returns what all ranks measured, and whether one was asked to stop."""
         self.optimizer.zero_grad(set_to_none=True)
-        for micro_batch in step:
+        for microbatch in step:
             with self._precision():
-                logits = self.model(input_ids=micro_batch.input_ids, position_ids=micro_batch.position_ids).logits
-            micro_batch.loss(logits).backward()  # type: ignore[no-untyped-call]
+                logits = self.model(input_ids=microbatch.input_ids, position_ids=microbatch.position_ids).logits
+            microbatch.loss(logits).backward()  # type: ignore[no-untyped-call]
         grad_norm = clip_gradients(self.model, self.settings.max_grad_norm)
         learning_rate = learning_rate_at(step.index, settings=self.settings, plan_steps=self.session.metadata.end_step)
         set_learning_rate(self.optimizer, learning_rate)

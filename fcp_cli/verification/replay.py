@@ -95,8 +95,8 @@ def gradients_on_rank(session: Session, model: nn.Module, forward: Callable[[Loc
     """
     losses, gradients = [], []
     for step in session.steps(model):
-        for micro_batch in step:
-            torch.autograd.backward(micro_batch.loss(forward(micro_batch)))
+        for microbatch in step:
+            torch.autograd.backward(microbatch.loss(forward(microbatch)))
         losses.append(step.reduced_loss())
         gradients.append(take_gradient(model))
     return Replayed(losses=np.array(losses), gradients=np.stack(gradients))

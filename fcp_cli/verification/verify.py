@@ -36,7 +36,7 @@ class StepVerdict:
     """One replayed step; differences are the largest over all ranks, absolute."""
 
     step: int
-    micro_batches: int
+    microbatches: int
     largest_degree: int
     tokens: int
     loss: float
@@ -133,7 +133,7 @@ def _verdicts(
     for i, (step, small) in enumerate(zip(steps, scaled, strict=True)):
         yield StepVerdict(
             step=step.step,
-            micro_batches=len(step),
+            microbatches=len(step),
             largest_degree=int(step.degrees.max()),
             tokens=int(small.lengths.sum()),
             loss=float(alone.losses[i]),

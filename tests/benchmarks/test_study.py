@@ -54,7 +54,7 @@ def test_standard_packing_is_a_valid_plan_of_one_degree_that_holds_128k_tokens(l
     batch = batches.batch(0)
     solver = best_standard_packing(batches.problem, [batch])
     step = assemble(solver.assign(batch), batch, batches.problem)
-    assert {row.degree for row in step.micro_batches() if not row.is_idle} == {solver.degree}
+    assert {row.degree for row in step.microbatches() if not row.is_idle} == {solver.degree}
     assert solver.degree * SETTING.tokens_per_rank >= MAX_LENGTH
 
 

@@ -36,12 +36,12 @@ def test_the_summary_fits_80_columns(planned: Path) -> None:
         assert label in result.stderr
 
 
-def test_one_step_is_a_table_of_micro_batches_and_ranks(planned: Path) -> None:
+def test_one_step_is_a_table_of_microbatches_and_ranks(planned: Path) -> None:
     result = fcp("inspect", "--step", "1", cwd=planned)
     assert (result.returncode, result.stdout) == (0, "")
     assert max(len(line) for line in result.stderr.splitlines()) <= 80
     step = next(PlanReader(planned / "plan.parquet").steps(1))
-    working = [row for row in step.micro_batches() if not row.is_idle]
+    working = [row for row in step.microbatches() if not row.is_idle]
     rows = [line.split() for line in result.stderr.splitlines() if line.strip()[:1].isdigit()]
     assert len(rows) == len(working) + 8
     assert all(cells[0] == str(row.order) for cells, row in zip(rows, working, strict=False))
@@ -52,7 +52,7 @@ def test_one_step_as_json_has_every_row(planned: Path) -> None:
     document = json.loads(fcp("inspect", "--step", "2", "--json", cwd=planned).stdout)
     step = next(PlanReader(planned / "plan.parquet").steps(2))
     assert document["step"] == 2
-    assert [tuple(row["ranks"]) for row in document["micro_batches"]] == [row.ranks for row in step.micro_batches()]
+    assert [tuple(row["ranks"]) for row in document["micro_batches"]] == [row.ranks for row in step.microbatches()]
     assert [row["tokens"] for row in document["micro_batches"]] == step.tokens.tolist()
     assert len(document["busy_seconds"]) == 8
 

@@ -21,10 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_group_is_explained_in_80_columns(folder: Path) -> None:
     row = next(
-        row
-        for step in PlanReader(folder / "plan.parquet").steps()
-        for row in step.micro_batches()
-        if 1 < row.degree < 8
+        row for step in PlanReader(folder / "plan.parquet").steps() for row in step.microbatches() if 1 < row.degree < 8
     )
     result = fcp("inspect", "--step", str(row.step), "--why", str(row.order), cwd=folder)
     assert (result.returncode, result.stdout) == (0, "")

@@ -13,7 +13,7 @@ def offsets(groups: list[list[int]]) -> np.ndarray[tuple[int], np.dtype[np.int64
     return np.concatenate(([0], np.cumsum([len(group) for group in groups]))).astype(np.int64)
 
 
-def test_a_micro_batch_starts_when_the_last_of_its_ranks_is_free() -> None:
+def test_a_microbatch_starts_when_the_last_of_its_ranks_is_free() -> None:
     groups = [[0], [1], [0, 1], [2], [1]]
     starts = list_schedule(
         offsets(groups),
@@ -38,11 +38,11 @@ def test_a_wave_starts_when_the_slowest_of_the_wave_before_has_ended() -> None:
         max_size=25,
     )
 )
-def test_no_rank_runs_two_micro_batches_at_once_and_none_waits_without_reason(
-    micro_batches: list[tuple[set[int], float]],
+def test_no_rank_runs_two_microbatches_at_once_and_none_waits_without_reason(
+    microbatches: list[tuple[set[int], float]],
 ) -> None:
-    groups = [sorted(group) for group, _ in micro_batches]
-    seconds = np.array([duration for _, duration in micro_batches])
+    groups = [sorted(group) for group, _ in microbatches]
+    seconds = np.array([duration for _, duration in microbatches])
     starts = list_schedule(
         offsets(groups), np.array(list(chain.from_iterable(groups)), dtype=np.int32), seconds, num_ranks=7
     )

@@ -47,7 +47,7 @@ def test_seconds_follow_the_cost_model_and_ring_bandwidth_the_placement() -> Non
 def test_under_iteration_a_rank_without_any_work_gets_one_idle_row_at_the_end() -> None:
     problem = example_problem(num_ranks=4, ranks_per_node=4)
     step = assemble(assignment_of([([0, 1], [0]), ([0], [1]), ([2], [2])]), batch_of([100, 200, 300], problem), problem)
-    rows = list(step.micro_batches())
+    rows = list(step.microbatches())
     assert [row.ranks for row in rows] == [(0, 1), (0,), (2,), (3,)]
     assert rows[3].is_idle
     assert rows[3].seconds == 0
@@ -62,7 +62,7 @@ def test_under_microbatch_every_wave_uses_every_rank_once() -> None:
         batch_of([9000, 200, 300], problem),
         problem,
     )
-    rows = list(step.micro_batches())
+    rows = list(step.microbatches())
     assert [(row.wave, row.ranks, row.sequences) for row in rows] == [
         (0, (2,), (0,)),
         (0, (0, 1), (1,)),

@@ -48,7 +48,7 @@ def test_the_longest_sequence_bound_is_exact(lengths: list[int], eta: float, vis
     assert longest_sequence_bound_seconds(work, problem) == pytest.approx(longest_by_hand(work, problem), rel=1e-12)
 
 
-def test_the_area_bound_charges_one_micro_batch_per_budget_of_tokens() -> None:
+def test_the_area_bound_charges_one_microbatch_per_budget_of_tokens() -> None:
     problem = example_problem(num_ranks=2, tokens_per_rank=100)
     work = Work(
         attention_seconds=np.array([1.0, 2.0]), linear_seconds=np.array([3.0, 4.0]), tokens=np.array([250, 250])
@@ -56,7 +56,7 @@ def test_the_area_bound_charges_one_micro_batch_per_budget_of_tokens() -> None:
     assert area_bound_seconds(work, problem) == pytest.approx(10.0 / 2 + 0.1 * 2.5)
 
 
-def test_the_area_bound_charges_every_rank_one_micro_batch() -> None:
+def test_the_area_bound_charges_every_rank_one_microbatch() -> None:
     problem = example_problem(num_ranks=2, tokens_per_rank=100)
     work = Work(attention_seconds=np.array([1.0]), linear_seconds=np.array([3.0]), tokens=np.array([20]))
     assert area_bound_seconds(work, problem) == pytest.approx(4.0 / 2 + 0.1)

@@ -12,7 +12,7 @@ def compared(*names: str) -> dict[str, Contender]:
     return {one.name: one for one in compare(long_tail(97), problem, SETTINGS, names=names, milp_seconds=0.01)}
 
 
-def test_flexsp_keeps_its_micro_batches_under_either_sync() -> None:
+def test_flexsp_keeps_its_microbatches_under_either_sync() -> None:
     outcomes = compared("flexsp")["flexsp"].outcomes
     assert outcomes["iteration"].step_seconds <= outcomes["microbatch"].step_seconds
     assert outcomes["iteration"].distinct_groups == outcomes["microbatch"].distinct_groups

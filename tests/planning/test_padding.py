@@ -50,7 +50,7 @@ def require_padding_counted(step: StepPlan, problem: Problem, lengths: list[int]
     assert sorted(step.sequences.tolist()) == list(range(len(lengths)))
     assert step.lengths.tolist() == [lengths[row] for row in step.sequences.tolist()], "lengths stay the manifest's"
     crosses = crosses_nodes(step.rank_offsets, step.ranks, problem.ranks_per_node)
-    for row in step.micro_batches():
+    for row in step.microbatches():
         if row.is_idle:
             continue
         unit = row.degree * problem.padding_multiple

@@ -31,7 +31,7 @@ def test_summary_and_metadata_are_those_of_the_file(tmp_path: Path) -> None:
     assert seen == [step.step for step in steps] == list(range(12))
     assert result.summary.makespan_seconds == pytest.approx(sum(step.makespan_seconds for step in steps))
     assert result.summary.tokens == 2 * long_tail().length_tokens.sum()
-    assert result.summary.micro_batches == sum(not row.is_idle for step in steps for row in step.micro_batches())
+    assert result.summary.microbatches == sum(not row.is_idle for step in steps for row in step.microbatches())
     busy = sum(step.busy_seconds(16).sum() for step in steps)
     assert result.summary.idle_fraction == pytest.approx(1 - busy / (16 * result.summary.makespan_seconds))
 

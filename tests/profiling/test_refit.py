@@ -68,7 +68,7 @@ def _step(index: int, seconds: tuple[float, float] = (1.0, 1.0)) -> StepPlan:
 
 def _seconds(index: int, profile: CostProfile) -> tuple[float, float]:
     """Of a step's two packs under a profile; images count where it knows an encoder."""
-    rows = list(_step(index).micro_batches())[:2]
+    rows = list(_step(index).microbatches())[:2]
     samples = [
         Sample(lengths=row.lengths, degree=row.degree, seconds=1.0, patches=patches)
         for row, patches in zip(rows, _patches(index), strict=True)

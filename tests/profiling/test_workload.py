@@ -41,7 +41,7 @@ def test_one_rank_runs_a_member_of_any_ring_with_finite_gradients() -> None:
     workload = Workload(model, cpu, "float32", SilentTransport())
     for degree in (1, 2, 3):
         for index in range(degree):
-            workload.micro_batch((65, 31), range(degree), index)()
+            workload.microbatch((65, 31), range(degree), index)()
     gradients = [parameter.grad for parameter in model.parameters()]
     assert all(gradient is not None and torch.isfinite(gradient).all() for gradient in gradients)
 
@@ -54,7 +54,7 @@ def test_fewer_layers_leave_the_others_without_gradient() -> None:
     model: Any = build_model(load_model("qwen3-tiny"), 2, cpu)
     workload = Workload(model, cpu, "float32", SilentTransport())
     workload.set_layers(1)
-    workload.micro_batch((64,), (0,), 0)()
+    workload.microbatch((64,), (0,), 0)()
     first, second = model.model.layers
     assert first.mlp.up_proj.weight.grad is not None
     assert second.mlp.up_proj.weight.grad is None

@@ -53,7 +53,7 @@ def run_record(metadata: PlanMetadata, plan: Path, **changes: object) -> dict[st
 def measured(step: StepPlan, num_ranks: int) -> StepMeasurement:
     """Every micro-batch takes what was planned, times SLOW_FACTOR on SLOW_RANK."""
     ranks: list[list[MicroBatchTiming]] = [[] for _ in range(num_ranks)]
-    for row in step.micro_batches():
+    for row in step.microbatches():
         for rank in row.ranks:
             ranks[rank].append(
                 MicroBatchTiming(

@@ -121,7 +121,7 @@ def test_residuals_are_of_a_groups_slowest_member(run: RunPicture, reader: PlanR
     points = run.scatter()
     ratio = np.asarray(points["measured"]) / np.asarray(points["planned"])
     assert set(np.round(ratio, 9).tolist()) == {1.0, SLOW_FACTOR}
-    slow = sum(SLOW_RANK in row.ranks and not row.is_idle for step in reader.steps(1) for row in step.micro_batches())
+    slow = sum(SLOW_RANK in row.ranks and not row.is_idle for step in reader.steps(1) for row in step.microbatches())
     assert np.count_nonzero(ratio > 1.25) == slow
     residuals = run.residuals()
     assert np.asarray(residuals["micro_batches"]).sum() == len(ratio)

@@ -10,7 +10,7 @@ from fcp_cli.plan.reader import PlanReader
 from fcp_cli.report.run_file import open_run
 from tests.report.runs import make_example_plan, measured, run_record, write_run
 
-MICRO_BATCH = {"order": 0, "degree": 1, "tokens": 9, "predicted_seconds": 1.0, "start_seconds": 0.0, "seconds": 1.0}
+MICROBATCH = {"order": 0, "degree": 1, "tokens": 9, "predicted_seconds": 1.0, "start_seconds": 0.0, "seconds": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +104,9 @@ def test_the_metrics_of_another_plan_are_refused(plan: Path, tmp_path: Path) -> 
         {"seconds": float("nan")},
         {"predicted_seconds": 0.0},
         {"tokens": "many"},
-        {"ranks": [{"rank": 99, "micro_batches": [MICRO_BATCH]}]},
-        {"ranks": [{"rank": 1, "micro_batches": [{**MICRO_BATCH, "seconds": float("inf")}]}]},
-        {"ranks": [{"rank": 1, "micro_batches": [{**MICRO_BATCH, "start_seconds": -1.0}]}]},
+        {"ranks": [{"rank": 99, "micro_batches": [MICROBATCH]}]},
+        {"ranks": [{"rank": 1, "micro_batches": [{**MICROBATCH, "seconds": float("inf")}]}]},
+        {"ranks": [{"rank": 1, "micro_batches": [{**MICROBATCH, "start_seconds": -1.0}]}]},
     ],
 )
 def test_what_no_run_can_have_measured_counts_as_damage(plan: Path, tmp_path: Path, damage: dict[str, object]) -> None:

@@ -103,7 +103,7 @@ def test_measured_times_add_up_to_the_run(events: list[Event], reader: PlanReade
     assert total / 1e6 == pytest.approx(sum(sum(measured(step, 8).busy_seconds()) for step in reader.steps()), rel=1e-6)
 
 
-def test_micro_batches_of_a_rank_do_not_overlap(events: list[Event]) -> None:
+def test_microbatches_of_a_rank_do_not_overlap(events: list[Event]) -> None:
     ends: dict[tuple[int, int], float] = defaultdict(float)
     for event in sorted(slices(events, "planned"), key=lambda event: event["ts"]):
         track = event["pid"], event["tid"]
@@ -126,7 +126,7 @@ def test_flows_run_through_the_members_of_each_ring(events: list[Event], reader:
         if event["ph"] in "stf":
             flows[event["id"]].append(event)
     planned = [flow for flow in flows.values() if flow[0]["cat"] == "planned"]
-    rings = [row for step in reader.steps() for row in step.micro_batches() if row.degree > 1]
+    rings = [row for step in reader.steps() for row in step.microbatches() if row.degree > 1]
     assert rings
     assert sorted(tuple(sorted(rank_of(e) for e in flow)) for flow in planned) == sorted(row.ranks for row in rings)
     begun = {(e["pid"], e["tid"], e["ts"]) for e in events if e["ph"] == "X"}
@@ -137,7 +137,7 @@ def test_flows_run_through_the_members_of_each_ring(events: list[Event], reader:
 
 
 def test_arguments_name_the_sequences_and_both_times(events: list[Event], reader: PlanReader) -> None:
-    row = next(row for step in reader.steps() for row in step.micro_batches() if row.degree > 1)
+    row = next(row for step in reader.steps() for row in step.microbatches() if row.degree > 1)
     found = [
         e["args"]
         for e in slices(events, "measured")
@@ -175,5 +175,5 @@ def test_perfetto_loads_it_whole(document: dict[str, Any], reader: PlanReader) -
     assert found.pop(("steps", "planned")) == pytest.approx(sum(step.makespan_seconds for step in steps), abs=1e-5)
     assert [*found] == [("steps", "measured")]
     assert sum(slices for _, _, slices, _ in tracks) == sum(event["ph"] == "X" for event in document["traceEvents"])
-    rings = [row for step in steps for row in step.micro_batches() if row.degree > 1]
+    rings = [row for step in steps for row in step.microbatches() if row.degree > 1]
     assert arrows == [(2 * sum(row.degree - 1 for row in rings),)]

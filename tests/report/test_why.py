@@ -20,7 +20,7 @@ def explanations(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     return [
         explain_degree(step, row.order, problem)
         for step in reader.steps()
-        for row in step.micro_batches()
+        for row in step.microbatches()
         if not row.is_idle
     ]
 
@@ -68,7 +68,7 @@ def test_all_ranks_are_the_most(tmp_path: Path) -> None:
     widest = next(
         explain_degree(step, row.order, problem)
         for step in reader.steps()
-        for row in step.micro_batches()
+        for row in step.microbatches()
         if row.degree == 7
     )
     assert (widest.reasons[-1].bound, widest.reasons[-1].text) == ("ranks", "there are only 7 ranks")

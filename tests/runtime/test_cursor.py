@@ -30,7 +30,7 @@ def test_each_rank_gets_its_rows_in_the_steps_order(
     plan = tmp_path_factory.mktemp("plan") / "plan.parquet"
     write_plan(plan, random_steps(num_ranks, 5, sync="iteration", seed=seed), num_ranks=num_ranks)
     for rank in range(num_ranks):
-        wanted = [tuple(row for row in step.micro_batches() if rank in row.ranks) for step in PlanReader(plan).steps()]
+        wanted = [tuple(row for row in step.microbatches() if rank in row.ranks) for step in PlanReader(plan).steps()]
         assert [step.rows for step in PlanCursor(plan, rank, ahead=ahead)] == wanted
 
 

@@ -39,7 +39,7 @@ def test_what_a_ring_does_is_in_order(lengths: tuple[int, ...], degree: int) -> 
     check_order(operations)
 
 
-def micro_batches(*groups: tuple[int, ...]) -> dict[int, list[Operation]]:
+def microbatches(*groups: tuple[int, ...]) -> dict[int, list[Operation]]:
     """What ranks record that run one pack on each group, one group after the other, and then sum their gradients."""
     log: dict[int, list[Operation]] = {rank: [] for group in groups for rank in group}
     for seed, group in enumerate(groups):
@@ -56,8 +56,8 @@ def append(log: list[Operation], issued: list[Operation]) -> None:
     log.extend(replace(operation, batch=operation.batch + base) for operation in issued)
 
 
-def test_groups_that_change_with_every_micro_batch_are_in_order() -> None:
-    check_order(micro_batches((0, 3), (1, 2), (0, 1, 2), (3,), (0, 1, 2, 3), (0, 2), (1, 3)))
+def test_groups_that_change_with_every_microbatch_are_in_order() -> None:
+    check_order(microbatches((0, 3), (1, 2), (0, 1, 2), (3,), (0, 1, 2, 3), (0, 2), (1, 3)))
 
 
 def pairs_in_turn(order: dict[int, list[tuple[int, int]]]) -> dict[int, list[Operation]]:
@@ -71,11 +71,11 @@ def pairs_in_turn(order: dict[int, list[tuple[int, int]]]) -> dict[int, list[Ope
     return log
 
 
-def test_ranks_that_follow_one_order_of_micro_batches_all_finish() -> None:
+def test_ranks_that_follow_one_order_of_microbatches_all_finish() -> None:
     check_order(pairs_in_turn({0: [(0, 1), (0, 2)], 1: [(0, 1), (1, 2)], 2: [(1, 2), (0, 2)]}))
 
 
-def test_ranks_that_run_micro_batches_in_different_orders_deadlock() -> None:
+def test_ranks_that_run_microbatches_in_different_orders_deadlock() -> None:
     """Every message has its partner of equal size, first in first out, and gloo would let it pass."""
     log = pairs_in_turn({0: [(0, 1), (0, 2)], 1: [(1, 2), (0, 1)], 2: [(0, 2), (1, 2)]})
     with pytest.raises(RunError, match=r"deadlock: rank 0 waits forever in batch 0: send to rank 1 on ring .*kv"):

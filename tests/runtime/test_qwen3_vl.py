@@ -52,9 +52,9 @@ def test_every_shard_has_the_positions_of_transformers_at_its_tokens(members: in
     lengths = [len(inputs_of(row).input_ids) for row in range(5)]
     plan = write_plan(tmp_path / "plan.parquet", [[Row(range(members), lengths)]], num_ranks=members)
     whole = np.concatenate([positions_of_transformers(row) for row in range(5)], axis=1)
-    (micro_batch,) = next(PlanReader(plan).steps()).micro_batches()
+    (microbatch,) = next(PlanReader(plan).steps()).microbatches()
     for rank in range(members):
-        shard = load_shard(micro_batch, lambda row: sequence(inputs_of(row), None), rank=rank)
+        shard = load_shard(microbatch, lambda row: sequence(inputs_of(row), None), rank=rank)
         assert shard.position_ids[:, 0].tolist() == whole[:, shard.layout.index(rank)].tolist()
 
 

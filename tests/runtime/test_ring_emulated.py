@@ -249,9 +249,7 @@ def test_recomputation_without_an_explicit_ring_is_refused(use_reentrant: bool) 
     with made_current(ring):
         out = checkpoint(attention, q, q, q, use_reentrant=use_reentrant)
         # Still current while backward runs, which is how it would go unnoticed.
-        with pytest.raises(
-            RunError, match=r"inside backward \(activation recomputation\).*pass ring=micro_batch\.ring"
-        ):
+        with pytest.raises(RunError, match=r"inside backward \(activation recomputation\).*pass ring=microbatch\.ring"):
             torch.autograd.backward(out.sum())
 
 
@@ -279,9 +277,9 @@ def test_two_forwards_may_come_before_the_first_backward() -> None:
         check_gradients(example, [members[i] for members in per_rank])
 
 
-def test_outside_a_micro_batch_attention_says_what_is_missing() -> None:
+def test_outside_a_microbatch_attention_says_what_is_missing() -> None:
     q = torch.randn(1, 4, 8, 8)
-    with pytest.raises(RunError, match=r"outside a micro-batch: pass ring=micro_batch\.ring"):
+    with pytest.raises(RunError, match=r"outside a micro-batch: pass ring=microbatch\.ring"):
         attention(q, q, q)
 
 

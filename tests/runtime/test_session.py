@@ -110,10 +110,10 @@ def holding_back(plan: Path, held: int) -> list[Replayed]:
         losses, gradients = [], []
         for step in session.steps(model):
             waiting: list[torch.Tensor] = []
-            for micro_batch in step:
-                logits = model(micro_batch.input_ids, micro_batch.position_ids, micro_batch.ring)
-                waiting.append(micro_batch.loss(logits))
-                while len(waiting) > (0 if micro_batch.is_last else held):
+            for microbatch in step:
+                logits = model(microbatch.input_ids, microbatch.position_ids, microbatch.ring)
+                waiting.append(microbatch.loss(logits))
+                while len(waiting) > (0 if microbatch.is_last else held):
                     torch.autograd.backward(waiting.pop(0))
             losses.append(step.reduced_loss())
             gradients.append(take_gradient(model))
@@ -130,8 +130,8 @@ def test_a_run_that_begins_later_computes_the_same_steps(tmp_path: Path) -> None
         indices = []
         for step in session.steps(first_step=1):
             indices.append(step.index)
-            for micro_batch in step:
-                micro_batch.ring.attention_calls += 1
+            for microbatch in step:
+                microbatch.ring.attention_calls += 1
         return indices
 
     assert run_ranks(NUM_RANKS, run) == [[1]] * NUM_RANKS
@@ -172,8 +172,8 @@ def one_rank(folder: Path, rows: Sequence[Row] = (Row([0], [6, 4]),)) -> Session
     return thread_session(plan, synthetic_tokens(plan, VOCAB_SIZE), Meeting(1), 0)
 
 
-def pretend_attention(micro_batch: LocalMicroBatch) -> None:
-    micro_batch.ring.attention_calls += 1
+def pretend_attention(microbatch: LocalMicroBatch) -> None:
+    microbatch.ring.attention_calls += 1
 
 
 def test_a_step_counts_the_tokens_that_carry_a_loss_and_predicts_its_time(tmp_path: Path) -> None:
@@ -181,10 +181,10 @@ def test_a_step_counts_the_tokens_that_carry_a_loss_and_predicts_its_time(tmp_pa
     assert (step.tokens, len(step), step.predicted_seconds, step.bound_seconds) == (8, 1, 10.0, 10.0)
 
 
-def test_every_micro_batch_is_timed(tmp_path: Path) -> None:
+def test_every_microbatch_is_timed(tmp_path: Path) -> None:
     step = next(one_rank(tmp_path, [Row([0], [3]), Row([0], [4])]).steps())
-    for micro_batch in step:
-        pretend_attention(micro_batch)
+    for microbatch in step:
+        pretend_attention(microbatch)
     first, second = step.timings
     assert (first.order, second.order) == (0, 1)
     assert first.start_seconds == 0.0
@@ -200,8 +200,8 @@ def test_a_step_that_was_not_iterated_stops_the_job(tmp_path: Path) -> None:
 
 def test_a_step_cannot_be_iterated_twice(tmp_path: Path) -> None:
     step = next(one_rank(tmp_path).steps())
-    for micro_batch in step:
-        pretend_attention(micro_batch)
+    for microbatch in step:
+        pretend_attention(microbatch)
     with pytest.raises(RunError, match="step 0 was iterated twice"):
         next(iter(step))
 
@@ -217,9 +217,9 @@ def test_a_pack_of_several_sequences_needs_the_hook_at_degree_1_too(tmp_path: Pa
 
 def test_reduced_loss_without_a_loss_says_how_to_get_one(tmp_path: Path) -> None:
     step = next(one_rank(tmp_path).steps())
-    for micro_batch in step:
-        pretend_attention(micro_batch)
-    with pytest.raises(RunError, match=r"step 0 has no loss; compute it with micro_batch.loss\(logits\)"):
+    for microbatch in step:
+        pretend_attention(microbatch)
+    with pytest.raises(RunError, match=r"step 0 has no loss; compute it with microbatch.loss\(logits\)"):
         step.reduced_loss()
 
 

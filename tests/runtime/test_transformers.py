@@ -43,7 +43,7 @@ def test_a_decoder_under_a_plan_computes_what_sdpa_computes(
 
 
 @pytest.fixture
-def micro_batch() -> Iterator[Ring]:
+def microbatch() -> Iterator[Ring]:
     """A ring of one rank that is current, with a sequence of four tokens."""
     ring = Ring(layout=shard_layout((4,), 1))
     current_ring.set(ring)
@@ -59,15 +59,15 @@ def prepared(family: Family = "qwen3") -> Any:
     return decoder
 
 
-def test_every_layer_runs_on_the_current_ring(micro_batch: Ring) -> None:
+def test_every_layer_runs_on_the_current_ring(microbatch: Ring) -> None:
     prepared()(input_ids=IDS, position_ids=POSITIONS)
-    assert micro_batch.attention_calls == 2
+    assert microbatch.attention_calls == 2
 
 
-def test_a_ring_that_is_passed_on_wins(micro_batch: Ring) -> None:
+def test_a_ring_that_is_passed_on_wins(microbatch: Ring) -> None:
     given = Ring(layout=shard_layout((4,), 1))
     prepared()(input_ids=IDS, position_ids=POSITIONS, ring=given)
-    assert (given.attention_calls, micro_batch.attention_calls) == (2, 0)
+    assert (given.attention_calls, microbatch.attention_calls) == (2, 0)
 
 
 def test_going_back_to_sdpa_frees_the_model_from_plans() -> None:
@@ -77,15 +77,15 @@ def test_going_back_to_sdpa_frees_the_model_from_plans() -> None:
     assert torch.equal(model(input_ids=IDS).logits, wanted)
 
 
-def test_outside_a_micro_batch_the_model_says_where_it_belongs() -> None:
+def test_outside_a_microbatch_the_model_says_where_it_belongs() -> None:
     with pytest.raises(RunError, match="the model was called outside a micro-batch"):
         prepared()(input_ids=IDS, position_ids=POSITIONS)
 
 
 REFUSED_CALLS: list[tuple[dict[str, Any], str]] = [
-    ({"position_ids": None}, "no position_ids; pass position_ids=micro_batch.position_ids"),
+    ({"position_ids": None}, "no position_ids; pass position_ids=microbatch.position_ids"),
     ({"attention_mask": torch.ones(1, 4)}, "was given attention_mask, which it cannot use under a plan; leave it out"),
-    ({"labels": IDS}, r"was given labels, .*; leave them out and use micro_batch.loss\(logits\)"),
+    ({"labels": IDS}, r"was given labels, .*; leave them out and use microbatch.loss\(logits\)"),
     ({"past_key_values": ()}, "was given past_key_values"),
     ({"is_causal": False}, "asks for attention that is not causal"),
 ]
@@ -93,7 +93,7 @@ REFUSED_CALLS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED_CALLS)
 def test_arguments_that_would_be_ignored_or_wrong_are_refused(
-    micro_batch: Ring, arguments: dict[str, Any], message: str
+    microbatch: Ring, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(RunError, match=message):
         prepared()(**{"input_ids": IDS, "position_ids": POSITIONS, **arguments})
@@ -140,12 +140,12 @@ def test_a_vision_language_model_that_fcp_cannot_take_apart_is_refused_by_name()
 
 
 @pytest.mark.parametrize("argument", ["softcap", "s_aux", "dropout", "sliding_window"])
-def test_what_a_layer_asks_of_attention_is_not_left_out_in_silence(micro_batch: Ring, argument: str) -> None:
+def test_what_a_layer_asks_of_attention_is_not_left_out_in_silence(microbatch: Ring, argument: str) -> None:
     from fcp_cli.runtime.integrations.transformers import _attention_forward
 
     heads = torch.zeros(1, 2, 4, 8)
     with pytest.raises(RunError, match=r"Module asks for .*, which a plan cannot follow"):
-        _attention_forward(torch.nn.Module(), heads, heads, heads, None, ring=micro_batch, **{argument: 2})
+        _attention_forward(torch.nn.Module(), heads, heads, heads, None, ring=microbatch, **{argument: 2})
 
 
 def test_a_layer_without_its_ring_names_the_way_out() -> None:

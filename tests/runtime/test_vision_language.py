@@ -102,11 +102,11 @@ def test_pixels_belong_to_the_data_not_to_the_call(tmp_path: Path) -> None:
     plan = write_plan(tmp_path / "plan.parquet", [rows(([0], [0]))], num_ranks=1)
     model, _ = build(VisionCase())
     session = thread_session(plan, fetch(VisionCase()), Meeting(1), 0)
-    for micro_batch in next(session.steps(model)):
+    for microbatch in next(session.steps(model)):
         with pytest.raises(RunError, match=r"was given pixel_values, .*; leave them out: fetch gives images"):
             model(
-                input_ids=micro_batch.input_ids,
-                position_ids=micro_batch.position_ids,
+                input_ids=microbatch.input_ids,
+                position_ids=microbatch.position_ids,
                 pixel_values=torch.zeros(4, 96),
             )
         break

@@ -103,5 +103,5 @@ def test_images_without_an_encoder_stop_the_job(tmp_path: Path) -> None:
     session = thread_session(plan, lambda row: VisualSequence(tokens=range(9), parts=(part(2, 4),)), Meeting(1), 0)
     step = next(session.steps())
     with pytest.raises(RunError, match="step 0, micro-batch 0 has images or videos, but no vision encoder ran for it"):
-        for micro_batch in step:
-            micro_batch.ring.attention_calls += 1
+        for microbatch in step:
+            microbatch.ring.attention_calls += 1

@@ -94,8 +94,8 @@ def build(case: VisionCase) -> tuple[nn.Module, Any]:
     layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     wrapped = wrap(model, case.wrapping, layers)
 
-    def forward(micro_batch: LocalMicroBatch) -> Tensor:
-        logits: Tensor = wrapped(input_ids=micro_batch.input_ids, position_ids=micro_batch.position_ids).logits
+    def forward(microbatch: LocalMicroBatch) -> Tensor:
+        logits: Tensor = wrapped(input_ids=microbatch.input_ids, position_ids=microbatch.position_ids).logits
         return logits
 
     return wrapped, forward

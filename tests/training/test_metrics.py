@@ -48,7 +48,7 @@ def steps_in(path: Path) -> list[int]:
 
 
 def test_a_step_record_has_what_the_format_promises() -> None:
-    micro_batch = {
+    microbatch = {
         "order": 0,
         "degree": 2,
         "tokens": 10,
@@ -61,7 +61,7 @@ def test_a_step_record_has_what_the_format_promises() -> None:
         "rank": 1,
         "busy_seconds": 0.5,
         "idle_seconds": 1.5,
-        "micro_batches": [{**micro_batch, "order": 1}],
+        "micro_batches": [{**microbatch, "order": 1}],
     }
     del record["ranks"]
     assert record == {

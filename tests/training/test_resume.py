@@ -219,10 +219,10 @@ def test_metrics_have_the_promised_fields(straight: Path) -> None:
         for rank in step["ranks"]:
             # A step's seconds are rank 0's; a rank that left the step before a moment earlier may be busy for longer.
             assert rank["idle_seconds"] == pytest.approx(max(0.0, step["seconds"] - rank["busy_seconds"]))
-            orders = [micro_batch["order"] for micro_batch in rank["micro_batches"]]
+            orders = [microbatch["order"] for microbatch in rank["micro_batches"]]
             assert orders == sorted(orders)
-            for micro_batch in rank["micro_batches"]:
-                assert micro_batch.keys() == {
+            for microbatch in rank["micro_batches"]:
+                assert microbatch.keys() == {
                     "order", "degree", "tokens", "predicted_seconds", "start_seconds", "seconds"
                 }  # fmt: skip
     # Step 0 of the plan: ranks 0-2, rank 3, ranks 0 and 3, ranks 1 and 2.

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.training.timings import decode, encode, most_micro_batches
+from fcp_cli.training.timings import decode, encode, most_microbatches
 from tests.training.small_runs import write_manifest, write_small_plan
 
 pytestmark = pytest.mark.torch
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.torch
 def test_timings_of_all_ranks_survive_the_gathering(tmp_path: Path) -> None:
     plan_path = write_small_plan(tmp_path / "plan.parquet", write_manifest(tmp_path), steps=1)
     plan = next(PlanReader(plan_path).steps())
-    most = most_micro_batches(plan)
+    most = most_microbatches(plan)
     assert most == 2
     sent = [[(0, 0.0, 0.5), (2, 0.5, 0.25)], [(0, 0.1, 0.4)], [], [(1, 0.0, 0.125)]]
     stop, ranks = decode([encode(timings, stop=False, most=most) for timings in sent], plan)

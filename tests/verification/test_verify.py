@@ -49,7 +49,7 @@ def test_a_plan_for_few_ranks_is_replayed_by_processes(plan: Path) -> None:
     assert verification.passed
     assert verification.ranks_are == "processes"
     (step,) = verification.steps
-    assert (step.micro_batches, step.largest_degree, step.tokens) == (4, 3, 60 + 3 + 8 + 18 + 3)
+    assert (step.microbatches, step.largest_degree, step.tokens) == (4, 3, 60 + 3 + 8 + 18 + 3)
 
 
 @pytest.mark.usefixtures("on_threads")

@@ -70,13 +70,13 @@ class FlexSP:
         fewest = -(-int(batch.work.tokens.sum()) // (self._problem.num_ranks * self._problem.tokens_per_rank))
         count = fewest
         while count < fewest + self._trials or not candidates:
-            waves = [self._micro_batch(members, batch) for members in chunk_by_tokens(batch.work.tokens, count)]
+            waves = [self._microbatch(members, batch) for members in chunk_by_tokens(batch.work.tokens, count)]
             if None not in waves:
                 candidates.append(place_waves([wave for wave in waves if wave is not None], self._problem))
             count += 1
         return quickest(candidates, batch, self._problem)
 
-    def _micro_batch(self, members: IntArray, batch: Batch) -> Packs | None:
+    def _microbatch(self, members: IntArray, batch: Batch) -> Packs | None:
         greedy = greedy_packs(members.tolist(), batch, self._problem)
         if greedy is None:
             return None  # what the greedy packs do not fit, the program hardly would: more micro-batches are tried

@@ -3,7 +3,7 @@
     model = AutoModelForCausalLM.from_pretrained(...)
     prepare(model)
     ...
-    logits = model(input_ids=micro_batch.input_ids, position_ids=micro_batch.position_ids).logits
+    logits = model(input_ids=microbatch.input_ids, position_ids=microbatch.position_ids).logits
 
 The ring is bound to each call of the model: a hook adds it to the keyword arguments, which transformers hands down to
 every layer and keeps for recomputation. So gradient checkpointing, in both its modes, uses the right ring.
@@ -112,13 +112,13 @@ def _bind_ring(
         if given.get(name) is not None:
             raise RunError(f"the model was given {name}, which it cannot use under a plan; {mend}")
     if given.get("position_ids") is None:
-        raise RunError("the model was given no position_ids; pass position_ids=micro_batch.position_ids")
+        raise RunError("the model was given no position_ids; pass position_ids=microbatch.position_ids")
     return args, {**kwargs, "ring": ring, "use_cache": False}
 
 
 _REFUSED_ARGUMENTS = {
     "attention_mask": "leave it out: the plan says which tokens belong together",
-    "labels": "leave them out and use micro_batch.loss(logits)",
+    "labels": "leave them out and use microbatch.loss(logits)",
     "past_key_values": "leave them out: training keeps no cache",
     "pixel_values": "leave them out: fetch gives images with their sequence",
     "pixel_values_videos": "leave them out: fetch gives videos with their sequence",

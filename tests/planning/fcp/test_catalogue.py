@@ -37,7 +37,7 @@ def test_no_more_rank_sets_than_allowed(sync: Sync, max_groups: int, num_ranks: 
     groups = set()
     for batch in batches:
         step = assemble(solver.assign(batch), batch, batches.problem)
-        groups |= {micro_batch.ranks for micro_batch in step.micro_batches() if micro_batch.degree > 1}
+        groups |= {microbatch.ranks for microbatch in step.microbatches() if microbatch.degree > 1}
     assert len(groups) <= max_groups
     assert solver.options == {"max_groups": max_groups}
 

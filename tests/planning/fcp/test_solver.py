@@ -120,9 +120,9 @@ def test_the_same_batch_gives_the_same_step(sync: Sync) -> None:
 def test_a_group_no_wider_than_a_node_stays_inside_one() -> None:
     lengths = [16_000, 15_000, 14_000, 9_000, *[700] * 120]
     step = planned(lengths, a_problem("microbatch"))
-    for micro_batch in step.micro_batches():
-        if micro_batch.degree <= 4:
-            assert len({rank // 4 for rank in micro_batch.ranks}) == 1
+    for microbatch in step.microbatches():
+        if microbatch.degree <= 4:
+            assert len({rank // 4 for rank in microbatch.ranks}) == 1
 
 
 def test_short_sequences_ride_in_a_ring_that_has_tokens_to_spare() -> None:

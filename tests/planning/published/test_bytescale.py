@@ -24,14 +24,14 @@ def test_a_long_sequence_stays_on_one_node_where_it_fits() -> None:
         assert draft.ranks[0] // 4 == draft.ranks[-1] // 4
 
 
-def test_ranks_run_different_numbers_of_micro_batches() -> None:
+def test_ranks_run_different_numbers_of_microbatches() -> None:
     problem = example_problem("iteration")
     batches = GlobalBatches(long_tail(400), problem, BatchSettings(global_batch_size=403))
     step = plan_step(batches.batch(0), problem, make_solver(batches))
     assert len(set(np.bincount(step.ranks).tolist())) > 1
 
 
-def test_waves_hold_micro_batches_of_like_time() -> None:
+def test_waves_hold_microbatches_of_like_time() -> None:
     problem = example_problem("microbatch", num_ranks=2, ranks_per_node=2, tokens_per_rank=1000)
     batches = GlobalBatches(table_of([1000, 990, 20, 10]), problem, BatchSettings(global_batch_size=4, shuffle=False))
     drafts = [Draft([0], [0]), Draft([1], [2]), Draft([0], [3]), Draft([1], [1])]

@@ -44,7 +44,7 @@ def test_the_long_sequence_of_a_wave_gets_the_ranks_that_short_ones_can_spare() 
     batches = GlobalBatches(table_of([60_000, 2_000, 2_000]), problem, BatchSettings(global_batch_size=3))
     batch = batches.batch(0)
     step = assemble(make_solver(batches).assign(batch), batch, problem)
-    degrees = {max(row.lengths): row.degree for row in step.micro_batches() if not row.is_idle}
+    degrees = {max(row.lengths): row.degree for row in step.microbatches() if not row.is_idle}
     assert degrees[60_000] >= 6
 
 

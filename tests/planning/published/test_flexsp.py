@@ -56,7 +56,7 @@ def slowest_seconds(packs: Packs, batch: Batch, problem: Problem) -> float:
 @settings(max_examples=15)
 @example([1315, 1934, 2013])  # where unscaled memory rows made presolve miss the best
 @given(st.lists(st.integers(1, 9000), min_size=1, max_size=4, unique=True))
-def test_the_program_finds_the_best_groups_of_a_small_micro_batch(lengths: list[int]) -> None:
+def test_the_program_finds_the_best_groups_of_a_small_microbatch(lengths: list[int]) -> None:
     problem = example_problem(num_ranks=4, ranks_per_node=2, tokens_per_rank=9000)
     batch = batch_of(lengths, problem)
     packs = solve(bucket(np.arange(len(lengths)), batch, max_buckets=4), problem, degrees=[1, 2, 4], seconds_limit=20)
@@ -78,7 +78,7 @@ def test_greedy_packs_that_need_too_many_ranks_are_none() -> None:
 
 
 @pytest.mark.parametrize("sync", ["iteration", "microbatch"])
-def test_more_micro_batches_are_tried_until_one_number_fits(sync: str) -> None:
+def test_more_microbatches_are_tried_until_one_number_fits(sync: str) -> None:
     problem = example_problem(sync, num_ranks=4, ranks_per_node=4, tokens_per_rank=1000)  # type: ignore[arg-type]
     # 3,200 tokens would fit, and no run may be shorter than the longest sequence, but powers of two need 4 and 2 ranks.
     batch = batch_of([2100, 1100], problem)

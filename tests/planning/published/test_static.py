@@ -33,7 +33,7 @@ def test_any_batch_is_planned_on_aligned_groups_of_one_degree(
     batch = batches_of(sync, lengths).batch(0)
     solver = StaticSolver(problem=problem, degree=degree, packing=packing)
     step = assemble(solver.assign(batch), batch, problem)
-    for row in step.micro_batches():
+    for row in step.microbatches():
         if not row.is_idle:
             assert row.degree == degree
             assert row.ranks[0] % degree == 0

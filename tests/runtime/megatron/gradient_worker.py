@@ -35,7 +35,7 @@ from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runtime.integrations.megatron import checks, transformer_engine
 from fcp_cli.runtime.integrations.megatron import model as hooks
 from fcp_cli.runtime.integrations.megatron.follow import Follower
-from fcp_cli.runtime.integrations.megatron.micro_batch import current_micro_batch
+from fcp_cli.runtime.integrations.megatron.microbatch import current_microbatch
 from fcp_cli.runtime.integrations.megatron.stack import MegatronStack
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.workers.leave import leave_job
@@ -411,9 +411,9 @@ _latest: list[Any] = []
 
 
 def _remember(*_: Any) -> None:
-    micro_batch = current_micro_batch.get()
-    assert micro_batch is not None
-    _latest[:] = [micro_batch.ring]
+    microbatch = current_microbatch.get()
+    assert microbatch is not None
+    _latest[:] = [microbatch.ring]
 
 
 def _latest_group(original: Callable[..., Tensor], *args: Any, packed_seq_params: Any, **kwargs: Any) -> Tensor:
@@ -423,10 +423,10 @@ def _latest_group(original: Callable[..., Tensor], *args: Any, packed_seq_params
 
 def _first_rows(module: Any, args: tuple[Any, ...], table: Tensor) -> Tensor | None:
     """Of the rotary table: as many as the shard has tokens."""
-    micro_batch = current_micro_batch.get()
-    if micro_batch is None:
+    microbatch = current_microbatch.get()
+    if microbatch is None:
         return None
-    return table[torch.arange(micro_batch.tokens) % len(table)]
+    return table[torch.arange(microbatch.tokens) % len(table)]
 
 
 def _contiguous_positions(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -44,7 +44,7 @@ def most_held(reader: PlanReader, *, tensor_parallel: int) -> int:
     return max(
         int(load_shard(row, samples, rank=rank, multiple=tensor_parallel, even_chunks=True).positions.shape[0])
         for step in reader.steps()
-        for row in step.micro_batches()
+        for row in step.microbatches()
         for rank in row.ranks
     )
 

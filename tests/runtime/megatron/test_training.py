@@ -105,7 +105,7 @@ def test_replicas_of_two_processes_start_by_themselves_and_train_to_the_same_los
     (folder / "profile.yaml").write_text(PROFILE)
     planned = run_fcp("plan", "lengths.parquet", "--profile", "profile.yaml", *options, *making, folder=folder)
     assert planned.returncode == 0, planned.stderr
-    groups = {row.ranks for step in PlanReader(folder / f"{kind}.parquet").steps() for row in step.micro_batches()}
+    groups = {row.ranks for step in PlanReader(folder / f"{kind}.parquet").steps() for row in step.microbatches()}
     assert (0, 1) in groups  # replicas share sequences
     done = launch(folder, kind, f"--{kind}-model-parallel-size", "2", "--steps", "6", plan=f"{kind}.parquet")
     assert done.returncode == 0, done.stderr

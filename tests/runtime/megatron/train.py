@@ -81,7 +81,7 @@ def main() -> None:
     is_first = parallel_state.get_tensor_model_parallel_rank() == 0
     iterator = tiny.data_iterator(dataset, consumed=consumed) if is_first else None
     forward_backward = get_forward_backward_func()
-    micro_batches = GLOBAL_BATCH_SIZE // parallel_state.get_data_parallel_world_size()
+    microbatches = GLOBAL_BATCH_SIZE // parallel_state.get_data_parallel_world_size()
     records: list[dict[str, Any]] = []
     while consumed < arguments.steps * GLOBAL_BATCH_SIZE:
         model.zero_grad_buffer()
@@ -90,7 +90,7 @@ def main() -> None:
             forward_step_func=forward_step if tensor_parallel > 1 else tiny.forward_step,
             data_iterator=iterator,
             model=[model],
-            num_microbatches=micro_batches,
+            num_microbatches=microbatches,
             seq_length=128,
             micro_batch_size=1,
             forward_only=False,

@@ -31,7 +31,7 @@ from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 
 from fcp_cli.errors import FcpError
-from fcp_cli.runtime.integrations.megatron.micro_batch import current_micro_batch
+from fcp_cli.runtime.integrations.megatron.microbatch import current_microbatch
 from fcp_cli.runtime.integrations.megatron.schedule import hook_schedules
 from fcp_cli.runtime.integrations.mindspeed import attention
 from tests.patience import PATIENCE_SECONDS
@@ -220,7 +220,7 @@ def steps_planned(
 
 def _reverse(_: Any, __: Any, table: Tensor) -> Tensor | None:
     """Of the rotary table under a plan, the rows from the last to the first."""
-    return None if current_micro_batch.get() is None else table.flip(0)
+    return None if current_microbatch.get() is None else table.flip(0)
 
 
 @contextmanager

@@ -27,15 +27,15 @@ class Decoder(nn.Cell):  # type: ignore[misc]  # mindspore has no types
         super().__init__()
         self.named = {name: Parameter(Tensor(values), name=name) for name, values in initial_weights().items()}
 
-    def construct(self, micro_batch: MicroBatch) -> Tensor:
+    def construct(self, microbatch: MicroBatch) -> Tensor:
         named = self.named
-        hidden = ops.gather(named["tokens"], micro_batch.input_ids, 0)
-        hidden = hidden + ops.gather(named["positions"], micro_batch.position_ids, 0)
+        hidden = ops.gather(named["tokens"], microbatch.input_ids, 0)
+        hidden = hidden + ops.gather(named["positions"], microbatch.position_ids, 0)
         for q, k, v, o in layers_of(named):
             heads = (_heads(hidden, weight, count) for weight, count in ((q, HEADS), (k, KV_HEADS), (v, KV_HEADS)))
-            mixed = attention(*heads, ring=micro_batch.ring)
+            mixed = attention(*heads, ring=microbatch.ring)
             hidden = hidden + ops.tanh(ops.matmul(mixed.swapaxes(1, 2).reshape(1, -1, HEADS * HEAD_DIM), o))
-        return micro_batch.loss(ops.matmul(hidden, named["tokens"].swapaxes(0, 1)))
+        return microbatch.loss(ops.matmul(hidden, named["tokens"].swapaxes(0, 1)))
 
 
 def _heads(hidden: Tensor, weight: Parameter, count: int) -> Tensor:
@@ -48,8 +48,8 @@ def follow(session: Session) -> dict[str, Any]:
     gradient = mindspore.value_and_grad(model, None, list(model.named.values()))
     found: dict[str, Any] = {}
     for step in session.steps():
-        for micro_batch in step:
-            step.add(*gradient(micro_batch))
+        for microbatch in step:
+            step.add(*gradient(microbatch))
         loss, grads = step.summed()
         found[f"{step.index}/loss"] = np.array(loss)
         found |= {f"{step.index}/{name}": grad.asnumpy() for name, grad in zip(model.named, grads, strict=True)}

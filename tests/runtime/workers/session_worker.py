@@ -56,9 +56,9 @@ def first_step(plan: Path, *, attend: Any = ring_attend, wrapping: Any = "none",
         model = TinyLanguageModel(TinyConfig(), attend)
         wrapped = wrap(model, wrapping, list(model.blocks.children()))
         for step in session.steps(wrapped):
-            for micro_batch in step:
-                logits = wrapped(micro_batch.input_ids, micro_batch.position_ids, micro_batch.ring)
-                torch.autograd.backward(micro_batch.loss(logits))
+            for microbatch in step:
+                logits = wrapped(microbatch.input_ids, microbatch.position_ids, microbatch.ring)
+                torch.autograd.backward(microbatch.loss(logits))
                 if stop_early:
                     break
 

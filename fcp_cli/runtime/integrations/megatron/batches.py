@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from fcp_cli.runtime.integrations.megatron.micro_batch import current_micro_batch
+from fcp_cli.runtime.integrations.megatron.microbatch import current_microbatch
 from fcp_cli.runtime.integrations.megatron.samples import ATTENTION_MASK, LOSS_MASK, POSITIONS, TOKENS, LoadedStep
 
 _MODULE, _HOOKED = "megatron.training.utils", "get_batch_on_this_tp_rank"
@@ -38,11 +38,11 @@ def hook_batches(utils: ModuleType) -> None:
 
     @wraps(get_batch)
     def get_planned_batch(data_iterator: Any, *args: Any, **kwargs: Any) -> Any:
-        micro_batch = current_micro_batch.get()
-        if micro_batch is None or parallel_state.get_tensor_model_parallel_world_size() == 1:
+        microbatch = current_microbatch.get()
+        if microbatch is None or parallel_state.get_tensor_model_parallel_world_size() == 1:
             return get_batch(data_iterator, *args, **kwargs)
         batch = next(data_iterator)
-        device = micro_batch.positions.device
+        device = microbatch.positions.device
         return {name: batch[name].to(device, non_blocking=True) for name in _ENTRIES}
 
     setattr(utils, _HOOKED, get_planned_batch)

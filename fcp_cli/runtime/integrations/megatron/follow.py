@@ -21,7 +21,7 @@ from fcp_cli.runtime.cursor import PlanCursor
 from fcp_cli.runtime.injection.followed import note_follower
 from fcp_cli.runtime.integrations.megatron import checks
 from fcp_cli.runtime.integrations.megatron.batches import share, shares_data
-from fcp_cli.runtime.integrations.megatron.micro_batch import PlannedMicroBatch, current_micro_batch
+from fcp_cli.runtime.integrations.megatron.microbatch import PlannedMicroBatch, current_microbatch
 from fcp_cli.runtime.integrations.megatron.model import device_of, unwrapped
 from fcp_cli.runtime.integrations.megatron.padding import padding_report
 from fcp_cli.runtime.integrations.megatron.probe import probe
@@ -252,18 +252,18 @@ class Follower:
             packed=None if self._engine is None else self._engine.sequences(ranks, layout.lengths or (tokens,)),
         )
 
-    def check_forward(self, micro_batch: PlannedMicroBatch, *, read: int) -> None:
+    def check_forward(self, microbatch: PlannedMicroBatch, *, read: int) -> None:
         """Whether the forward that just ended followed the plan.
 
         Raises:
             RunError: it did not.
         """
-        place = f"step {micro_batch.row.step}, micro-batch {micro_batch.row.order}"
+        place = f"step {microbatch.row.step}, micro-batch {microbatch.row.order}"
         if not read and parallel_state.is_pipeline_first_stage():
             raise RunError(f"{place}: the script's forward step never asked its data iterator for the batch")
-        if micro_batch.ring.attention_calls != self._layers:
+        if microbatch.ring.attention_calls != self._layers:
             raise RunError(
-                f"{place}: {micro_batch.ring.attention_calls} of {self._layers} attention layers ran on the plan's "
+                f"{place}: {microbatch.ring.attention_calls} of {self._layers} attention layers ran on the plan's "
                 f"group; something in the model hides the call's packed_seq_params from them"
             )
 
@@ -277,7 +277,7 @@ class _Batches:
     def __init__(self, follower: Follower, step: LoadedStep, *, counts_tokens: bool) -> None:
         self._follower = follower
         self._shards: Iterator[LocalShard] = iter(step.shards)
-        self._micro_batch: PlannedMicroBatch | None = None
+        self._microbatch: PlannedMicroBatch | None = None
         self._read = 0
         self._counts_tokens = counts_tokens
 
@@ -285,28 +285,28 @@ class _Batches:
         return self
 
     def __next__(self) -> Mapping[str, Any]:
-        if self._micro_batch is None or self._read:
+        if self._microbatch is None or self._read:
             raise RunError(
                 "the script asked its data iterator for a batch outside of a forward step, or for a second one; under "
                 "a plan each forward step has one batch"
             )
         self._read += 1
-        return self._micro_batch.batch
+        return self._microbatch.batch
 
     def wrap(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
         """The script's forward step, once per micro-batch, within that micro-batch."""
 
         def planned_forward_step(data_iterator: Any, model: Any, *rest: Any) -> tuple[Any, Any]:
-            micro_batch = self._follower.enter(next(self._shards))
-            self._micro_batch, self._read = micro_batch, 0
-            token = current_micro_batch.set(micro_batch)
+            microbatch = self._follower.enter(next(self._shards))
+            self._microbatch, self._read = microbatch, 0
+            token = current_microbatch.set(microbatch)
             try:
                 with self._follower.stack.around_script():
                     output, loss_function = forward_step(data_iterator, model, *rest)
             finally:
-                current_micro_batch.reset(token)
-            self._follower.check_forward(micro_batch, read=self._read)
-            counted = micro_batch if self._counts_tokens else None
+                current_microbatch.reset(token)
+            self._follower.check_forward(microbatch, read=self._read)
+            counted = microbatch if self._counts_tokens else None
             return output, _checked_loss(loss_function, counted, self._follower.stack)
 
         return planned_forward_step
@@ -338,9 +338,9 @@ def _checked_loss(
     return checked
 
 
-def _check_count(counted: int, masked: int, micro_batch: PlannedMicroBatch) -> None:
+def _check_count(counted: int, masked: int, microbatch: PlannedMicroBatch) -> None:
     if counted != masked:
         raise RunError(
-            f"step {micro_batch.row.step}, micro-batch {micro_batch.row.order}: the script's loss function counts "
+            f"step {microbatch.row.step}, micro-batch {microbatch.row.order}: the script's loss function counts "
             f"{counted} tokens, but its data iterator's loss mask has {masked}; it must return the sum of that mask"
         )

@@ -22,7 +22,7 @@ from megatron.core.transformer.attention import Attention
 from torch import Tensor, nn
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.integrations.megatron.micro_batch import PlannedMicroBatch, current_micro_batch
+from fcp_cli.runtime.integrations.megatron.microbatch import PlannedMicroBatch, current_microbatch
 from fcp_cli.runtime.integrations.megatron.transformer_engine import attend
 from fcp_cli.runtime.ring import Ring, attention
 
@@ -49,7 +49,7 @@ def hook_model(model: GPTModel, hook_layer: Callable[[Attention], None] | None =
     """
     signature = inspect.signature(type(model).forward)
     place = list(signature.parameters).index(PARAMS) - 1  # of those after self
-    model.register_forward_pre_hook(partial(_bind_micro_batch, place=place), with_kwargs=True)
+    model.register_forward_pre_hook(partial(_bind_microbatch, place=place), with_kwargs=True)
     rotary = getattr(model, "rotary_pos_emb", None)
     if rotary is not None and model.position_embedding_type != "mrope":  # mRoPE's table is made from position_ids
         rotary.register_forward_hook(_cut_rotary_table)
@@ -62,45 +62,45 @@ def hook_model(model: GPTModel, hook_layer: Callable[[Attention], None] | None =
     return len(layers)
 
 
-def _bind_micro_batch(
+def _bind_microbatch(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, place: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Before each forward of the model: describe the micro-batch's sequences in the call."""
-    micro_batch = current_micro_batch.get()
-    if micro_batch is None:
+    microbatch = current_microbatch.get()
+    if microbatch is None:
         return None
     input_ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-    if input_ids is not None and tuple(input_ids.shape) != (1, micro_batch.tokens):
+    if input_ids is not None and tuple(input_ids.shape) != (1, microbatch.tokens):
         raise RunError(
-            f"step {micro_batch.row.step}, micro-batch {micro_batch.row.order}: the model was given input_ids of shape "
-            f"{tuple(input_ids.shape)}, but the micro-batch is {(1, micro_batch.tokens)}; the script must pass on what "
+            f"step {microbatch.row.step}, micro-batch {microbatch.row.order}: the model was given input_ids of shape "
+            f"{tuple(input_ids.shape)}, but the micro-batch is {(1, microbatch.tokens)}; the script must pass on what "
             "its data iterator gives"
         )
-    sequences = _sequences(micro_batch)
+    sequences = _sequences(microbatch)
     if len(args) > place:
         return (*args[:place], sequences, *args[place + 1 :]), kwargs
     return args, {**kwargs, PARAMS: sequences}
 
 
-def _sequences(micro_batch: PlannedMicroBatch) -> RingSequences:
+def _sequences(microbatch: PlannedMicroBatch) -> RingSequences:
     # Megatron keeps the rotary tables of 32 lengths: powers of two are few.
-    longest = 1 << (micro_batch.longest_tokens - 1).bit_length()
+    longest = 1 << (microbatch.longest_tokens - 1).bit_length()
     return RingSequences(
         qkv_format="sbhd",
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        ring=micro_batch.ring,
-        packed=micro_batch.packed,
+        ring=microbatch.ring,
+        packed=microbatch.packed,
     )
 
 
 def _cut_rotary_table(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """[longest, 1, 1, dim] -> [tokens, 1, 1, dim]; YaRN returns the table with a factor."""
-    micro_batch = current_micro_batch.get()
-    if micro_batch is None:
+    microbatch = current_microbatch.get()
+    if microbatch is None:
         return None
     table, *rest = output if isinstance(output, tuple) else (output,)
-    cut = table.index_select(0, micro_batch.positions)
+    cut = table.index_select(0, microbatch.positions)
     return (cut, *rest) if isinstance(output, tuple) else cut
 
 
@@ -150,10 +150,10 @@ def _hook_router(router: Any) -> None:
 
 
 def _count_tokens(router: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    micro_batch = current_micro_batch.get()
-    if micro_batch is None:
+    microbatch = current_microbatch.get()
+    if microbatch is None:
         return
-    is_planned, routing_map = micro_batch.is_planned, output[1]  # [tokens], [tokens, experts]
+    is_planned, routing_map = microbatch.is_planned, output[1]  # [tokens], [tokens, experts]
     if router.config.sequence_parallel:
         share = parallel_state.get_tensor_model_parallel_rank()
         is_planned = is_planned.chunk(parallel_state.get_tensor_model_parallel_world_size())[share]

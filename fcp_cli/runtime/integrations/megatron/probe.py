@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fcp_cli.errors import RunError
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.integrations.megatron.checks import attention_layers
-from fcp_cli.runtime.integrations.megatron.micro_batch import PlannedMicroBatch, current_micro_batch
+from fcp_cli.runtime.integrations.megatron.microbatch import PlannedMicroBatch, current_microbatch
 from fcp_cli.runtime.integrations.megatron.samples import POSITIONS, TOKENS, LocalShard, Samples
 from fcp_cli.runtime.integrations.megatron.stack import Stack
 
@@ -137,7 +137,7 @@ def _collate(items: Any) -> dict[str, Tensor]:
 
 
 def _attended(
-    model: Any, layer: Any, batch: Any, weight: Tensor, micro_batch: PlannedMicroBatch | None = None
+    model: Any, layer: Any, batch: Any, weight: Tensor, microbatch: PlannedMicroBatch | None = None
 ) -> Tensor:
     """[2, tokens, hidden_size] on the host: the layer's output, and the gradient of its hidden states.
 
@@ -150,12 +150,12 @@ def _attended(
     wanted = hidden.roll(1, dims=-1)
     hidden.requires_grad_()
     is_split = model.config.sequence_parallel
-    token = current_micro_batch.set(micro_batch)
+    token = current_microbatch.set(microbatch)
     try:
         with _only(layer, model.decoder) as outputs:
             model(tokens, positions, None, scatter_to_sequence_parallel_region(hidden) if is_split else hidden)
     finally:
-        current_micro_batch.reset(token)
+        current_microbatch.reset(token)
     (out,) = outputs
     if is_split:
         out = gather_from_sequence_parallel_region(out, tensor_parallel_output_grad=False)

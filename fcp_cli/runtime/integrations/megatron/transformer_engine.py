@@ -161,7 +161,7 @@ def _cores(model: nn.Module) -> list[Any]:
 
 def _rank_sets(plan: Path) -> list[tuple[int, ...]]:
     """Those of degree > 1, in one order for all processes."""
-    rows = (row for step in PlanReader(plan).steps() for row in step.micro_batches())
+    rows = (row for step in PlanReader(plan).steps() for row in step.microbatches())
     return sorted({row.ranks for row in rows if row.degree > 1}, key=lambda ranks: (len(ranks), ranks))
 
 

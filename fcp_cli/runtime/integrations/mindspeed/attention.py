@@ -19,7 +19,7 @@ from megatron.core.transformer.attention import Attention
 from torch import Tensor, nn
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.integrations.megatron.micro_batch import current_micro_batch
+from fcp_cli.runtime.integrations.megatron.microbatch import current_microbatch
 from fcp_cli.runtime.integrations.megatron.model import PARAMS, RingSequences
 from fcp_cli.runtime.integrations.mindspeed.placement import Placement, placed, wrap_everywhere
 from fcp_cli.runtime.layout import CACHED_LAYOUTS
@@ -45,7 +45,7 @@ def hook_rotary(rotary: nn.Module) -> None:
 def _ask_for_whole_table(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    return None if current_micro_batch.get() is None else (args, {**kwargs, "packed_seq": True})
+    return None if current_microbatch.get() is None else (args, {**kwargs, "packed_seq": True})
 
 
 def _attention(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

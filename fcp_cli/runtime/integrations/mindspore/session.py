@@ -2,13 +2,13 @@
 
 session = fcp_cli.runtime.integrations.mindspore.start("plan.parquet", fetch)
 for step in session.steps():
-    for micro_batch in step:
-        loss, grads = value_and_grad(forward, None, weights)(micro_batch)
+    for microbatch in step:
+        loss, grads = value_and_grad(forward, None, weights)(microbatch)
         step.add(loss, grads)
     loss, grads = step.summed()
     optimizer(grads)
 
-where forward returns `micro_batch.loss(logits)`.
+where forward returns `microbatch.loss(logits)`.
 """
 
 from __future__ import annotations

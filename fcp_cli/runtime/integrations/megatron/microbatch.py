@@ -41,5 +41,5 @@ class PlannedMicroBatch:
         return self.positions.shape[0]
 
 
-current_micro_batch: ContextVar[PlannedMicroBatch | None] = ContextVar("current_micro_batch", default=None)
+current_microbatch: ContextVar[PlannedMicroBatch | None] = ContextVar("current_microbatch", default=None)
 """Set while the script's forward step runs, and only then: what runs later, in backward, was bound at forward."""
