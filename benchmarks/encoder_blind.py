@@ -15,6 +15,9 @@ from benchmarks.workloads import media_manifest
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.synth import NAMES
 from fcp_cli.manifest.table import LengthTable
+from fcp_cli.models.cluster import load_cluster
+from fcp_cli.models.memory import PRECISIONS, Parallelism
+from fcp_cli.models.model import load_model
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
@@ -22,9 +25,6 @@ from fcp_cli.planning.comparison import SYNCS
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import make_solver
 from fcp_cli.profiling.analytic import analytic_profile
-from fcp_cli.profiling.clusters import load_cluster
-from fcp_cli.profiling.memory import PRECISIONS, Parallelism
-from fcp_cli.profiling.models import load_model
 
 
 def main() -> None:

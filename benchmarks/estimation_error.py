@@ -18,7 +18,7 @@ from pathlib import Path
 import yaml
 
 from fcp_cli.cost.profile import CostProfile, load_cost_profile
-from fcp_cli.profiling.models import load_model
+from fcp_cli.models.model import load_model
 
 WIDTH_DIVISOR = 8
 NUM_LAYERS = 2

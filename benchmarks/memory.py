@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from fcp_cli.cost.profile import CostProfile, Memory, load_cost_profile
-from fcp_cli.profiling.memory import PRECISIONS, Parallelism, estimate_memory
-from fcp_cli.profiling.models import load_model
+from fcp_cli.models.memory import PRECISIONS, Parallelism, estimate_memory
+from fcp_cli.models.model import load_model
 
 SHARES_OF_BUDGET = (0.1, 0.25, 0.5, 0.95)
 SEQUENCE_TOKENS = 512  # attention of short sequences costs little time, and no memory of its own

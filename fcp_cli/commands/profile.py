@@ -247,8 +247,8 @@ def diff(
     json: _Json = False,
 ) -> None:
     """Two profiles side by side, figure by figure."""
+    from fcp_cli.cost.explain import differences
     from fcp_cli.cost.profile import load_cost_profile
-    from fcp_cli.profiling.explain import differences
     from fcp_cli.report.profiles import print_differences
 
     a, b = load_cost_profile(first), load_cost_profile(second)
@@ -361,7 +361,7 @@ def _document(found: CostProfile) -> dict[str, Any]:
 
 
 def _explained(loaded: CostProfile, lengths: list[int], degrees: list[int]) -> dict[str, Any]:
-    from fcp_cli.profiling.explain import break_even_tokens, example_lengths, figures_of, seconds_table
+    from fcp_cli.cost.explain import break_even_tokens, example_lengths, figures_of, seconds_table
 
     lengths = lengths or example_lengths(loaded)
     return {

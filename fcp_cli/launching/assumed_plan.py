@@ -7,11 +7,11 @@ from pathlib import Path
 
 from fcp_cli import __version__
 from fcp_cli.console import Origins
+from fcp_cli.models.cluster import load_cluster
+from fcp_cli.models.model import load_model
+from fcp_cli.models.shipped import EXAMPLE_CLUSTER, shipped_profile_path
 from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
 from fcp_cli.planning.settings import ASSUMED_GLOBAL_BATCH_SIZE, ASSUMED_TOKENS_PER_RANK
-from fcp_cli.profiling.clusters import load_cluster
-from fcp_cli.profiling.models import load_model
-from fcp_cli.profiling.shipped import EXAMPLE_CLUSTER, shipped_profile_path
 
 
 def assumed_plan(plan: Path, model: str, ranks: int | None, manifest: Path, assumed: Origins) -> PlanMetadata:

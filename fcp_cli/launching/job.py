@@ -10,8 +10,8 @@ from pathlib import Path
 
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.errors import ProfileError
+from fcp_cli.models.model import load_model
 from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.profiling.models import load_model
 
 _BFLOAT16_BYTES = 2
 

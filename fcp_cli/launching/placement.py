@@ -9,8 +9,8 @@ import yaml
 
 from fcp_cli.errors import ProfileError, RunError, UsageError
 from fcp_cli.launching.machine import Machine
+from fcp_cli.models.cluster import load_cluster
 from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.profiling.clusters import load_cluster
 
 THIS_MACHINE = "this-machine"
 

@@ -34,8 +34,8 @@ from fcp_cli.launching.targets.request import (
     refuse_local_options,
 )
 from fcp_cli.launching.trainer_settings import trainer_settings
+from fcp_cli.models.model import load_model
 from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.profiling.models import load_model
 from fcp_cli.training.settings import TrainSettings
 
 DEFAULT_PLAN = Path("plan.parquet")

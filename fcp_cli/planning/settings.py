@@ -16,14 +16,14 @@ from fcp_cli.cost.profile import CostProfile, load_cost_profile, parse_cost_prof
 from fcp_cli.errors import ManifestError, ProfileError, UsageError
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.table import LengthTable
+from fcp_cli.models.cluster import ClusterSpec, load_cluster
+from fcp_cli.models.shipped import EXAMPLE_CLUSTER, shipped_profile
 from fcp_cli.plan.metadata import PlanMetadata, Sync
 from fcp_cli.plan.padding import padding_multiple
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches, LastBatch, OverlongPolicy
 from fcp_cli.planning.continuation import RemainingSteps, batches_to_plan, remaining_steps, settings_of
 from fcp_cli.planning.problem import Problem, whole_budget
-from fcp_cli.profiling.clusters import ClusterSpec, load_cluster
-from fcp_cli.profiling.shipped import EXAMPLE_CLUSTER, shipped_profile
 from fcp_cli.words import counted
 
 _FOLDER_PROFILE = Path("profile.yaml")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile
-from fcp_cli.profiling.clusters import ClusterSpec
-from fcp_cli.profiling.memory import (
+from fcp_cli.models.cluster import ClusterSpec
+from fcp_cli.models.memory import (
     RESERVE_FRACTION,
     Parallelism,
     Precision,
@@ -21,7 +21,7 @@ from fcp_cli.profiling.memory import (
     estimate_memory,
     vision_bytes_per_token,
 )
-from fcp_cli.profiling.models import ModelSpec
+from fcp_cli.models.model import ModelSpec
 
 MATRIX_PASSES = 3.0  # forward 1, backward 2
 ATTENTION_PASSES = 3.5  # forward 1, backward 2.5

@@ -13,10 +13,8 @@ from fcp_cli import __version__
 from fcp_cli.cost.fitting import LEAST_SAMPLES, fit_profile, mean_absolute_percentage, predicted_seconds
 from fcp_cli.cost.profile import Bandwidth, CostProfile, Memory, dump_cost_profile
 from fcp_cli.errors import ProfileError
-from fcp_cli.profiling.analytic import analytic_profile, messages_per_hop
-from fcp_cli.profiling.clusters import load_cluster
-from fcp_cli.profiling.measure import fitted_points, points_of
-from fcp_cli.profiling.memory import (
+from fcp_cli.models.cluster import load_cluster
+from fcp_cli.models.memory import (
     PRECISIONS,
     RESERVE_FRACTION,
     Parallelism,
@@ -24,7 +22,9 @@ from fcp_cli.profiling.memory import (
     precision_name,
     vision_bytes_per_token,
 )
-from fcp_cli.profiling.models import ModelSpec, load_model
+from fcp_cli.models.model import ModelSpec, load_model
+from fcp_cli.profiling.analytic import analytic_profile, messages_per_hop
+from fcp_cli.profiling.measure import fitted_points, points_of
 from fcp_cli.profiling.samples import MeasuredPoint, Point, SamplesFile, measured_points
 from fcp_cli.profiling.vision_fit import (
     VisionFit,

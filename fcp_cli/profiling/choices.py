@@ -10,12 +10,12 @@ from fcp_cli.console import Origins
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.launching.machine import find_machine
+from fcp_cli.models.cluster import ClusterSpec, host_memory_bytes, load_cluster
+from fcp_cli.models.memory import PRECISIONS, Parallelism, choose_zero_stage
+from fcp_cli.models.model import ModelSpec, load_model
+from fcp_cli.models.shipped import EXAMPLE_CLUSTER
 from fcp_cli.profiling.analytic import analytic_profile
-from fcp_cli.profiling.clusters import ClusterSpec, host_memory_bytes, load_cluster
 from fcp_cli.profiling.measure import MeasureSettings, default_degrees, default_layers, default_vision_layers
-from fcp_cli.profiling.memory import PRECISIONS, Parallelism, choose_zero_stage
-from fcp_cli.profiling.models import ModelSpec, load_model
-from fcp_cli.profiling.shipped import EXAMPLE_CLUSTER
 
 _CPU_MODEL, _MODEL = "qwen3-tiny", "qwen3-8b"
 _CPU_MAX_LENGTH, _MAX_LENGTH = 4096, 131_072

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from fcp_cli.profiling.clusters import cpu_name, host_memory_bytes
+from fcp_cli.models.cluster import cpu_name, host_memory_bytes
 from fcp_cli.runtime.timing import Clock, clock_for
 
 

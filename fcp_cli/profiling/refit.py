@@ -11,10 +11,10 @@ from typing import Any
 from fcp_cli.cost.fitting import Sample, error_percent, fit_profile, predicted_seconds
 from fcp_cli.cost.profile import CostProfile, dump_cost_profile, parse_cost_profile
 from fcp_cli.errors import ProfileError
+from fcp_cli.models.model import load_model
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.profiling.models import load_model
 from fcp_cli.training.metrics import read_metrics
 
 # Every so many samples one is held out: the error on these is what the new profile can promise.

@@ -11,8 +11,8 @@ import numpy as np
 from fcp_cli.cost.fitting import LEAST_SAMPLES, mean_absolute_percentage
 from fcp_cli.cost.profile import Coefficients, CostProfile
 from fcp_cli.cost.vision_fitting import VisionCosts, VisionSample, fit_vision
+from fcp_cli.models.model import ModelSpec
 from fcp_cli.profiling.measure import vision_points_of
-from fcp_cli.profiling.models import ModelSpec
 from fcp_cli.profiling.samples import MeasuredPoint, SamplesFile, VisionPoint, measured_points
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from fcp_cli.profiling.models import ModelSpec
+from fcp_cli.models.model import ModelSpec
+from fcp_cli.models.transformers_config import whole_config
 from fcp_cli.profiling.samples import VisionPoint
-from fcp_cli.profiling.transformers_config import whole_config
 from fcp_cli.profiling.workload import autocast_for
 from fcp_cli.runtime.exchange import route
 from fcp_cli.runtime.integrations.transformers import encode_visuals

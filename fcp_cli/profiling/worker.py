@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fcp_cli.models.memory import PRECISIONS, precision_name
+from fcp_cli.models.model import load_model
 from fcp_cli.profiling.device import (
     PeakMemory,
     Stopwatch,
@@ -30,9 +32,7 @@ from fcp_cli.profiling.device import (
     num_cores,
     ranks_on_this_host,
 )
-from fcp_cli.profiling.memory import PRECISIONS, points_that_fit, precision_name, vision_points_that_fit
-from fcp_cli.profiling.models import load_model
-from fcp_cli.profiling.points import LEAST_SIDE
+from fcp_cli.profiling.points import LEAST_SIDE, points_that_fit, vision_points_that_fit
 from fcp_cli.profiling.request import Request, Schedule, Task, read_request
 from fcp_cli.profiling.samples import P, Point, VisionPoint, append_line, read_samples
 from fcp_cli.profiling.vision_workload import VisionWorkload, build_encoder

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fcp_cli.profiling.models import ModelSpec
+from fcp_cli.models.model import ModelSpec
+from fcp_cli.models.transformers_config import text_config
 from fcp_cli.profiling.samples import Point
-from fcp_cli.profiling.transformers_config import text_config
 from fcp_cli.runtime.integrations.transformers import prepare
 from fcp_cli.runtime.layout import shard_layout
 from fcp_cli.runtime.loss import token_loss_sum

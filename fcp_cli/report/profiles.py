@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fcp_cli.cost.profile import FORMAT_1, FORMAT_2, CostProfile
-from fcp_cli.profiling.explain import (
+from fcp_cli.cost.explain import (
     Difference,
     break_even_tokens,
     example_lengths,
@@ -14,6 +13,7 @@ from fcp_cli.profiling.explain import (
     hidden_ring_tokens,
     seconds_table,
 )
+from fcp_cli.cost.profile import FORMAT_1, FORMAT_2, CostProfile
 
 if TYPE_CHECKING:
     from rich.console import Console

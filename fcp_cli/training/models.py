@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from fcp_cli.profiling.models import load_model
-from fcp_cli.profiling.transformers_config import whole_config
+from fcp_cli.models.model import load_model
+from fcp_cli.models.transformers_config import whole_config
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from fcp_cli import app
+from fcp_cli.models.shipped import shipped_profile_path
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.profiling.shipped import shipped_profile_path
 from fcp_cli.training.checkpoint_header import FORMAT, CheckpointHeader
 from tests.training.small_runs import write_manifest, write_small_plan
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from fcp_cli.launching.job import Job
 from fcp_cli.launching.machine import Machine
+from fcp_cli.models.shipped import shipped_profile
 from fcp_cli.plan.metadata import ManifestReference, PlanMetadata, Sync
-from fcp_cli.profiling.shipped import shipped_profile
 
 CPU = Machine(device="cpu", num_devices=0, num_cores=8, memory_bytes=64 << 30)
 GPUS = Machine(device="cuda", num_devices=8, num_cores=64, memory_bytes=512 << 30)

@@ -8,23 +8,23 @@ import yaml
 
 from fcp_cli.cost.profile import CostProfile, dump_cost_profile, parse_cost_profile
 from fcp_cli.errors import UsageError
-from fcp_cli.profiling.analytic import analytic_profile, forward_operations, ring_bytes_per_token
-from fcp_cli.profiling.clusters import load_cluster
-from fcp_cli.profiling.descriptions import shipped_names
-from fcp_cli.profiling.memory import (
+from fcp_cli.models.cluster import load_cluster
+from fcp_cli.models.descriptions import shipped_names
+from fcp_cli.models.memory import (
     PRECISIONS,
     Parallelism,
     choose_zero_stage,
     layer_activation_bytes,
     model_state,
     patch_activation_bytes,
-    points_that_fit,
     token_bytes,
 )
-from fcp_cli.profiling.models import VisionSpec, load_model
+from fcp_cli.models.model import VisionSpec, load_model
+from fcp_cli.models.shipped import shipped_profile
+from fcp_cli.models.transformers_config import text_config, whole_config
+from fcp_cli.profiling.analytic import analytic_profile, forward_operations, ring_bytes_per_token
+from fcp_cli.profiling.points import points_that_fit
 from fcp_cli.profiling.samples import Point
-from fcp_cli.profiling.shipped import shipped_profile
-from fcp_cli.profiling.transformers_config import text_config, whole_config
 
 
 def _profile(model: str = "qwen3-8b", **parallelism: Any) -> CostProfile:

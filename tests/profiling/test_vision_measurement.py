@@ -11,11 +11,11 @@ import pytest
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.cost.vision_fitting import VisionCosts, VisionSample
 from fcp_cli.errors import UsageError
+from fcp_cli.models.memory import PRECISIONS
+from fcp_cli.models.model import load_model
 from fcp_cli.profiling.assemble import profile_from_samples
 from fcp_cli.profiling.measure import default_vision_layers, vision_points_of, worker_request
-from fcp_cli.profiling.memory import PRECISIONS, vision_points_that_fit
-from fcp_cli.profiling.models import load_model
-from fcp_cli.profiling.points import vision_points
+from fcp_cli.profiling.points import vision_points, vision_points_that_fit
 from fcp_cli.profiling.request import Request, Schedule, read_request
 from fcp_cli.profiling.samples import Point, SamplesFile, VisionPoint, append_line, read_samples
 from fcp_cli.report.profiles import reading

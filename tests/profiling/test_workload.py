@@ -33,7 +33,7 @@ def test_groups_fill_the_ranks_inside_or_across_two_nodes(
 
 
 def test_one_rank_runs_a_member_of_any_ring_with_finite_gradients() -> None:
-    from fcp_cli.profiling.models import load_model
+    from fcp_cli.models.model import load_model
     from fcp_cli.profiling.workload import SilentTransport, Workload, build_model
 
     cpu = torch.device("cpu")
@@ -47,7 +47,7 @@ def test_one_rank_runs_a_member_of_any_ring_with_finite_gradients() -> None:
 
 
 def test_fewer_layers_leave_the_others_without_gradient() -> None:
-    from fcp_cli.profiling.models import load_model
+    from fcp_cli.models.model import load_model
     from fcp_cli.profiling.workload import SilentTransport, Workload, build_model
 
     cpu = torch.device("cpu")

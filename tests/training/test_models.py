@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fcp_cli.errors import ProfileError, RunError
-from fcp_cli.profiling.models import load_model
+from fcp_cli.models.model import load_model
 from fcp_cli.training.models import build_model, model_vocab_size
 
 pytestmark = pytest.mark.hf

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from fcp_cli.launching import processes
-from fcp_cli.profiling.shipped import shipped_profile_path
+from fcp_cli.models.shipped import shipped_profile_path
 from fcp_cli.training.checkpoint_header import checkpoints
 from fcp_cli.training.metrics import read_metrics
 from tests.patience import wait_until

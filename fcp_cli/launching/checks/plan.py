@@ -11,8 +11,8 @@ from fcp_cli.launching.checks.finding import Finding, error, number, warning
 from fcp_cli.launching.environment import COMMUNICATORS, HCCL_BUFFERS
 from fcp_cli.launching.facts import Facts
 from fcp_cli.launching.job import Job
-from fcp_cli.profiling.memory import RESERVE_FRACTION
-from fcp_cli.profiling.models import load_model
+from fcp_cli.models.memory import RESERVE_FRACTION
+from fcp_cli.models.model import load_model
 
 _OPEN_FILES_PER_RANK = 4  # a rank's sockets to another: gloo pairs of two groups, the store
 _OPEN_FILES_BESIDE = 512

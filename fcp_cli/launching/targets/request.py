@@ -118,7 +118,7 @@ def cluster_machine(
 
 def _device_kind(cluster: str) -> str:
     """`npu` for clusters of Ascend devices, else `cuda`: schedulers hand out accelerators of one of the two kinds."""
-    from fcp_cli.profiling.clusters import load_cluster
+    from fcp_cli.models.cluster import load_cluster
 
     try:
         return "npu" if "ascend" in load_cluster(cluster).device.lower() else "cuda"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fcp_cli.cost.profile import CostProfile, load_cost_profile
 from fcp_cli.files import shipped
-from fcp_cli.profiling.models import load_model
+from fcp_cli.models.model import load_model
 
 EXAMPLE_CLUSTER = "example-8x8"
 

@@ -10,9 +10,9 @@ import yaml
 
 from fcp_cli.errors import ProfileError
 from fcp_cli.files import shipped
-from fcp_cli.profiling.descriptions import shipped_names
-from fcp_cli.profiling.models import ModelSpec, VisionSpec, load_hf_config, load_model
-from fcp_cli.profiling.transformers_config import text_config, whole_config
+from fcp_cli.models.descriptions import shipped_names
+from fcp_cli.models.model import ModelSpec, VisionSpec, load_hf_config, load_model
+from fcp_cli.models.transformers_config import text_config, whole_config
 
 # Published sizes in 1e9 parameters: language model, vision encoder with what joins it to the language model.
 SIZES = {

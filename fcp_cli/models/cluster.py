@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from fcp_cli.profiling.descriptions import Figures, find_shipped, read_yaml_mapping
+from fcp_cli.models.descriptions import Figures, find_shipped, read_yaml_mapping
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fcp_cli.profiling.models import ModelSpec, VisionSpec
+from fcp_cli.models.model import ModelSpec, VisionSpec
 
 
 def text_config(spec: ModelSpec) -> tuple[str, dict[str, Any]]:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from fcp_cli.errors import ProfileError
-from fcp_cli.profiling.clusters import ClusterSpec, load_cluster
-from fcp_cli.profiling.descriptions import shipped_names
+from fcp_cli.models.cluster import ClusterSpec, load_cluster
+from fcp_cli.models.descriptions import shipped_names
 
 
 def test_the_papers_clusters_are_shipped() -> None:

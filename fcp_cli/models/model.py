@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fcp_cli.errors import ProfileError
-from fcp_cli.profiling.descriptions import Figures, find_shipped, read_yaml_mapping
-from fcp_cli.profiling.hf_config import read_hf_config
+from fcp_cli.models.descriptions import Figures, find_shipped, read_yaml_mapping
+from fcp_cli.models.hf_config import read_hf_config
 
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "qwen3_vl", "internvl")
 VISION_KINDS = ("qwen3_vl", "internvit")

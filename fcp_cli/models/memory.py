@@ -10,16 +10,12 @@ in fp32, gated MLP); a test counts them on real layers and finds the same bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from fcp_cli.cost.profile import Memory
 from fcp_cli.errors import UsageError
-from fcp_cli.profiling.models import ModelSpec, VisionSpec
-
-if TYPE_CHECKING:
-    from fcp_cli.profiling.samples import Point, VisionPoint
+from fcp_cli.models.model import ModelSpec, VisionSpec
 
 Recompute = Literal["none", "full"]
 
@@ -224,31 +220,6 @@ def ring_buffer_bytes(spec: ModelSpec, precision: Precision) -> int:
 def precision_name(dtype: str) -> str:
     """What the bundled trainer and the profiler run for a type: fp32 weights, under autocast for bfloat16."""
     return "fp32" if dtype == "float32" else "amp"
-
-
-def points_that_fit(
-    points: Sequence[Point], spec: ModelSpec, precision: Precision, *, device_bytes: float
-) -> tuple[Point, ...]:
-    """The points whose shard of a rank fits its memory beside the model, by the estimate; in their order.
-
-    Every rank leaves out the same: an allocation that fails on one of them would end them all.
-    """
-    memory = estimate_memory(spec, precision, Parallelism(ranks=1, zero_stage=0), device_bytes=device_bytes)
-    room = memory.tokens_per_rank() or 0
-    return tuple(point for point in points if -(-point.tokens // point.degree) <= room)
-
-
-def vision_points_that_fit(
-    points: Sequence[VisionPoint], spec: ModelSpec, precision: Precision, *, device_bytes: float
-) -> tuple[VisionPoint, ...]:
-    """The calls of the vision encoder whose activations fit a rank's memory beside the whole model, by the estimate."""
-    vision = spec.vision
-    if vision is None:
-        return ()
-    memory = estimate_memory(spec, precision, Parallelism(ranks=1, zero_stage=0), device_bytes=device_bytes)
-    room = memory.capacity_bytes - min(memory.model_state_bytes, memory.capacity_bytes / 2)
-    most_patches = room / (vision.depth * patch_activation_bytes(vision, precision))
-    return tuple(point for point in points if point.patches <= most_patches)
 
 
 def estimate_memory(
