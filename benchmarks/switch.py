@@ -28,7 +28,7 @@ from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.writer import plan_writer
 from fcp_cli.runtime.session import LocalMicroBatch, Session
-from fcp_cli.runtime.transport import LockstepTransport, Mailbox
+from fcp_cli.verification.emulation import LockstepTransport, Mailbox
 
 LARGEST_SECONDS = 100e-6
 MICROBATCHES_PER_STEP = 8

@@ -7,18 +7,12 @@ messages between two ranks arrive in the order they were sent.
 
 from __future__ import annotations
 
-import queue
-from collections import deque
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from fcp_cli.errors import RunError
-from fcp_cli.runtime.order import Operation
 
 Result = TypeVar("Result")
 
@@ -144,127 +138,3 @@ class _StagedHop:
 
 def _pinned_like(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
-
-
-class Mailbox:
-    """Messages between the emulated ranks of one process, in order per (sender, receiver)."""
-
-    def __init__(self) -> None:
-        self._queues: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = {}
-
-    def between(self, sender: int, receiver: int) -> queue.SimpleQueue[Tensor]:
-        return self._queues.setdefault((sender, receiver), queue.SimpleQueue())
-
-
-class ThreadTransport:
-    """One rank of several that run as threads of one process; for tests of whole training steps.
-
-    Args:
-        mailbox: shared by all ranks.
-        timeout_seconds: how long a receive waits, so that a wrong order fails instead of hanging.
-    """
-
-    def __init__(self, mailbox: Mailbox, rank: int, timeout_seconds: float = 300.0) -> None:
-        self._mailbox = mailbox
-        self._rank = rank
-        self._timeout_seconds = timeout_seconds
-
-    def start(self, kind: str, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> Handle:
-        if send is not None:
-            self._mailbox.between(self._rank, to).put(send.detach().clone())
-        return _Delivery(self._mailbox, self._rank, kind, receive, source, self._timeout_seconds)
-
-
-class LockstepTransport(ThreadTransport):
-    """One rank of several that run in one thread, as generators driven by `run_lockstep`."""
-
-    def __init__(self, mailbox: Mailbox, rank: int) -> None:
-        super().__init__(mailbox, rank, timeout_seconds=0.0)
-
-
-@dataclass(slots=True)
-class _Delivery:
-    mailbox: Mailbox
-    rank: int
-    kind: str
-    receive: Tensor | None
-    source: int
-    timeout_seconds: float
-
-    def ready(self) -> bool:
-        return self.receive is None or not self.mailbox.between(self.source, self.rank).empty()
-
-    def wait(self) -> None:
-        if self.receive is None:
-            return
-        try:
-            message = self.mailbox.between(self.source, self.rank).get(timeout=self.timeout_seconds)
-        except queue.Empty:
-            raise RunError(
-                f"rank {self.rank} waits for {self.kind} from rank {self.source}, which never comes"
-            ) from None
-        if message.shape != self.receive.shape or message.dtype != self.receive.dtype:
-            raise RunError(
-                f"rank {self.rank} expects {self.kind} {tuple(self.receive.shape)} from rank {self.source}, "
-                f"got {tuple(message.shape)}"
-            )
-        self.receive.copy_(message)
-
-
-def run_lockstep(members: Sequence[Waits[Result]]) -> list[Result]:
-    """Drive the generators of all members of a ring in one thread; their results, in order.
-
-    Each generator yields the handle it waits for. Raises: RunError when no member can go on.
-    """
-    results: dict[int, Result] = {}
-    waiting: deque[tuple[int, Handle | None]] = deque((i, None) for i in range(len(members)))
-    stalled = 0
-    while waiting:
-        index, handle = waiting.popleft()
-        if handle is not None:
-            if isinstance(handle, _Delivery) and not handle.ready() and stalled <= len(waiting):
-                stalled += 1
-                waiting.append((index, handle))
-                continue
-            handle.wait()
-        stalled = 0
-        try:
-            waiting.append((index, next(members[index])))
-        except StopIteration as stop:
-            results[index] = stop.value
-    return [results[i] for i in range(len(members))]
-
-
-class RecordingTransport:
-    """Passes hops on to another transport and writes down what the rank did, for `order.check_order`."""
-
-    def __init__(self, inner: Transport, group: str = "ring") -> None:
-        self._inner = inner
-        self._group = group
-        self._batches = 0
-        self.operations: list[Operation] = []
-
-    def start(self, kind: str, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> Handle:
-        for verb, tensor, peer in (("send", send, to), ("recv", receive, source)):
-            if tensor is not None:
-                self._record(verb, peer, tensor, kind)
-        self._batches += 1
-        return self._inner.start(kind, send, to, receive, source)
-
-    def record_collective(self, name: str, tensor: Tensor, group: str = "world") -> None:
-        """Write down a collective that the training loop runs itself."""
-        self._record(name, -1, tensor, "collective", group)
-        self._batches += 1
-
-    def _record(self, verb: str, peer: int, tensor: Tensor, content: str, group: str | None = None) -> None:
-        self.operations.append(
-            Operation(
-                group=group or self._group,
-                verb=verb,
-                batch=self._batches,
-                peer=peer,
-                num_bytes=tensor.numel() * tensor.element_size(),
-                shape=tuple(tensor.shape),
-                content=content,
-            )
-        )

@@ -16,12 +16,11 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.runtime.followed_step import IGNORED
 from fcp_cli.runtime.loader import Fetch
 from fcp_cli.runtime.loss import next_token_labels, token_loss_sum
-from fcp_cli.runtime.order import Operation
 from fcp_cli.runtime.session import LocalMicroBatch, Session
-from fcp_cli.runtime.transport import RecordingTransport, ThreadTransport
-from fcp_cli.runtime.world import World
+from fcp_cli.verification.emulation import Meeting, ThreadTransport, ThreadWorld, run_ranks
 from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, plain_attend, ring_attend
-from fcp_cli.verification.threads import Meeting, ThreadWorld, run_ranks
+from fcp_cli.verification.order import Operation
+from fcp_cli.verification.recording import RecordingTransport, RecordingWorld
 
 _RECEIVE_TIMEOUT_SECONDS = 120.0
 
@@ -39,30 +38,6 @@ class Replayed:
     losses: npt.NDArray[np.float64]
     gradients: npt.NDArray[np.float64]
     operations: tuple[Operation, ...] = ()
-
-
-class RecordingWorld:
-    """Passes collectives on and writes them down beside the ring's operations."""
-
-    def __init__(self, inner: World, record: RecordingTransport) -> None:
-        self._inner = inner
-        self._record = record
-
-    @property
-    def rank(self) -> int:
-        return self._inner.rank
-
-    @property
-    def size(self) -> int:
-        return self._inner.size
-
-    def all_reduce_sum(self, tensor: Tensor) -> None:
-        self._record.record_collective("all_reduce", tensor)
-        self._inner.all_reduce_sum(tensor)
-
-    def broadcast(self, tensor: Tensor) -> None:
-        self._record.record_collective("broadcast", tensor)
-        self._inner.broadcast(tensor)
 
 
 def synthetic_tokens(plan: Path, vocab_size: int, seed: int = 0) -> Fetch:

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from fcp_cli.runtime.layout import ShardLayout, shard_layout
-from fcp_cli.runtime.order import Operation
 from fcp_cli.runtime.ring import Ring, ring_backward, ring_forward
-from fcp_cli.runtime.transport import LockstepTransport, Mailbox, RecordingTransport, run_lockstep
+from fcp_cli.verification.emulation import LockstepTransport, Mailbox, run_lockstep
+from fcp_cli.verification.order import Operation
+from fcp_cli.verification.recording import RecordingTransport
 from tests.runtime.reference import Example
 
 

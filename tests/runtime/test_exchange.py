@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fcp_cli.runtime.exchange import Route, exchange, move_rows, route
-from fcp_cli.runtime.order import check_order
-from fcp_cli.runtime.transport import LockstepTransport, Mailbox, RecordingTransport, run_lockstep
+from fcp_cli.verification.emulation import LockstepTransport, Mailbox, run_lockstep
+from fcp_cli.verification.order import check_order
+from fcp_cli.verification.recording import RecordingTransport
 
 pytestmark = pytest.mark.torch
 

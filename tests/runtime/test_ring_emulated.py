@@ -18,7 +18,7 @@ from fcp_cli.runtime.kernels.cpu import CpuKernel
 from fcp_cli.runtime.kernels.npu import NpuKernel
 from fcp_cli.runtime.layout import Segments, shard_layout
 from fcp_cli.runtime.ring import Ring, attention, current_ring, ring_forward
-from fcp_cli.runtime.transport import LockstepTransport, Mailbox, ThreadTransport, run_lockstep
+from fcp_cli.verification.emulation import LockstepTransport, Mailbox, ThreadTransport, run_lockstep
 from tests.runtime.emulation import run_emulated, run_recorded, unshard
 from tests.runtime.fake_npu import FakeNpu
 from tests.runtime.reference import (

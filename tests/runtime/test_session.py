@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.runtime.followed_step import plan_path
-from fcp_cli.runtime.order import check_order
 from fcp_cli.runtime.session import LocalMicroBatch, Session
+from fcp_cli.verification.emulation import Meeting, run_ranks
 from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, ring_attend
+from fcp_cli.verification.order import check_order
 from fcp_cli.verification.replay import (
     Replayed,
     gradients_on_rank,
@@ -33,7 +34,6 @@ from fcp_cli.verification.replay import (
     take_gradient,
     thread_session,
 )
-from fcp_cli.verification.threads import Meeting, run_ranks
 from tests.runtime.launch import torchrun
 from tests.runtime.models import VOCAB_SIZE, Case, assert_agrees, build, expected
 from tests.runtime.plans import Row, random_steps, write_plan

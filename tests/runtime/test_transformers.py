@@ -13,8 +13,8 @@ import torch
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.layout import shard_layout
 from fcp_cli.runtime.ring import Ring, current_ring
+from fcp_cli.verification.emulation import Meeting, run_ranks
 from fcp_cli.verification.replay import Replayed, gradients_on_rank, thread_session
-from fcp_cli.verification.threads import Meeting, run_ranks
 from tests.runtime.models import Case, Family, Recomputation, assert_agrees, build, expected, hugging_face
 from tests.runtime.plans import random_steps, write_plan
 

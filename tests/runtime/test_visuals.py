@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.layout import shard_layout
 from fcp_cli.runtime.visuals import VisualPart, VisualSequence, VisualShard, share_out, visual_shard
+from fcp_cli.verification.emulation import Meeting
 from fcp_cli.verification.replay import thread_session
-from fcp_cli.verification.threads import Meeting
 from tests.runtime.plans import Row, write_plan
 
 pytestmark = pytest.mark.torch

@@ -17,10 +17,9 @@ from fcp_cli.runtime.integrations.transformers import encode_visuals
 from fcp_cli.runtime.layout import shard_layout
 from fcp_cli.runtime.loss import next_token_labels, token_loss_sum
 from fcp_cli.runtime.session import LocalMicroBatch
-from fcp_cli.runtime.transport import ThreadTransport
 from fcp_cli.runtime.visuals import VisualSequence, visual_shard
+from fcp_cli.verification.emulation import Meeting, ThreadTransport, run_ranks
 from fcp_cli.verification.replay import Replayed, take_gradient
-from fcp_cli.verification.threads import Meeting, run_ranks
 from tests.runtime import internvl_models, qwen3_vl_models
 from tests.runtime.models import Recomputation, Wrapping, recompute, wrap
 from tests.runtime.plans import Row

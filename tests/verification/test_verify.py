@@ -20,7 +20,7 @@ from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime import gradients, loader, loss, rows
 from fcp_cli.runtime.layout import Rows
 from fcp_cli.verification import verify as verify_module
-from fcp_cli.verification.threads import Meeting, ThreadWorld, run_ranks
+from fcp_cli.verification.emulation import Meeting, ThreadWorld, run_ranks
 from fcp_cli.verification.verify import verify
 from tests.runtime.plans import Row, random_steps, write_plan
 

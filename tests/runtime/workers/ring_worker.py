@@ -20,9 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.layout import shard_layout
-from fcp_cli.runtime.order import Operation, check_order
 from fcp_cli.runtime.ring import Ring, attention, current_ring
-from fcp_cli.runtime.transport import ProcessTransport, RecordingTransport, Transport
+from fcp_cli.runtime.transport import ProcessTransport, Transport
+from fcp_cli.verification.order import Operation, check_order
+from fcp_cli.verification.recording import RecordingTransport
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.reference import HEADS, PACKS, absolute_error, packed_attention
 from tests.runtime.workers.leave import leave_job

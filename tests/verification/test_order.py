@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.order import Operation, check_order
+from fcp_cli.verification.order import Operation, check_order
 from tests.runtime.emulation import run_recorded
 from tests.runtime.reference import make_example
 

@@ -1,0 +1,202 @@
+"""The ranks of a job inside one process: as threads for whole training steps, or in lock step for one ring.
+
+Nothing here runs on a cluster: `fcp verify` replays plans of many ranks with it; tests and benchmarks run rings.
+On a CPU, autograd runs backward in the thread that calls it, so each rank's backward may wait for the others'.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from fcp_cli.errors import RunError
+from fcp_cli.runtime.transport import Handle, Waits
+
+Result = TypeVar("Result")
+
+
+class Mailbox:
+    """Messages between the ranks of one process, in order per (sender, receiver).
+
+    Once aborted, every receiver gets an empty message, which no ring expects.
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = {}
+        self._aborted = False
+
+    def between(self, sender: int, receiver: int) -> queue.SimpleQueue[Tensor]:
+        """Return the queue of messages from one rank to another."""
+        messages = self._queues.setdefault((sender, receiver), queue.SimpleQueue())
+        if self._aborted:
+            messages.put(torch.empty(0))
+        return messages
+
+    def abort(self) -> None:
+        """Release every rank that waits for a message, now or later."""
+        self._aborted = True
+        for messages in list(self._queues.values()):
+            messages.put(torch.empty(0))
+
+
+class ThreadTransport:
+    """One rank of several that run as threads of one process; for tests of whole training steps.
+
+    Args:
+        mailbox: shared by all ranks.
+        timeout_seconds: how long a receive waits, so that a wrong order fails instead of hanging.
+    """
+
+    def __init__(self, mailbox: Mailbox, rank: int, timeout_seconds: float = 300.0) -> None:
+        self._mailbox = mailbox
+        self._rank = rank
+        self._timeout_seconds = timeout_seconds
+
+    def start(self, kind: str, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> Handle:
+        if send is not None:
+            self._mailbox.between(self._rank, to).put(send.detach().clone())
+        return _Delivery(self._mailbox, self._rank, kind, receive, source, self._timeout_seconds)
+
+
+class LockstepTransport(ThreadTransport):
+    """One rank of several that run in one thread, as generators driven by `run_lockstep`."""
+
+    def __init__(self, mailbox: Mailbox, rank: int) -> None:
+        super().__init__(mailbox, rank, timeout_seconds=0.0)
+
+
+@dataclass(slots=True)
+class _Delivery:
+    mailbox: Mailbox
+    rank: int
+    kind: str
+    receive: Tensor | None
+    source: int
+    timeout_seconds: float
+
+    def ready(self) -> bool:
+        return self.receive is None or not self.mailbox.between(self.source, self.rank).empty()
+
+    def wait(self) -> None:
+        if self.receive is None:
+            return
+        try:
+            message = self.mailbox.between(self.source, self.rank).get(timeout=self.timeout_seconds)
+        except queue.Empty:
+            raise RunError(
+                f"rank {self.rank} waits for {self.kind} from rank {self.source}, which never comes"
+            ) from None
+        if message.shape != self.receive.shape or message.dtype != self.receive.dtype:
+            raise RunError(
+                f"rank {self.rank} expects {self.kind} {tuple(self.receive.shape)} from rank {self.source}, "
+                f"got {tuple(message.shape)}"
+            )
+        self.receive.copy_(message)
+
+
+def run_lockstep(members: Sequence[Waits[Result]]) -> list[Result]:
+    """Drive the generators of all members of a ring in one thread; their results, in order.
+
+    Each generator yields the handle it waits for. Raises: RunError when no member can go on.
+    """
+    results: dict[int, Result] = {}
+    waiting: deque[tuple[int, Handle | None]] = deque((i, None) for i in range(len(members)))
+    stalled = 0
+    while waiting:
+        index, handle = waiting.popleft()
+        if handle is not None:
+            if isinstance(handle, _Delivery) and not handle.ready() and stalled <= len(waiting):
+                stalled += 1
+                waiting.append((index, handle))
+                continue
+            handle.wait()
+        stalled = 0
+        try:
+            waiting.append((index, next(members[index])))
+        except StopIteration as stop:
+            results[index] = stop.value
+    return [results[i] for i in range(len(members))]
+
+
+class Meeting:
+    """Where the ranks of one process meet: for collectives at a barrier, for the rings' messages in a mailbox."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size)
+        self.mailbox = Mailbox()
+        self.slots: list[Tensor | None] = [None] * size
+        self.result = torch.empty(0)
+
+    def abort(self) -> None:
+        """Let no rank wait for one that failed."""
+        self.barrier.abort()
+        self.mailbox.abort()
+
+
+class ThreadWorld:
+    """One rank's view of a `Meeting`; a `runtime.world.World`."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self._meeting = meeting
+        self._rank = rank
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._meeting.size
+
+    def all_reduce_sum(self, tensor: Tensor) -> None:
+        self._exchange(tensor, lambda tensors: torch.stack(tensors).sum(dim=0))
+
+    def broadcast(self, tensor: Tensor) -> None:
+        self._exchange(tensor, lambda tensors: tensors[0])
+
+    def _exchange(self, tensor: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> None:
+        meeting = self._meeting
+        meeting.slots[self._rank] = tensor.detach().clone()
+        if meeting.barrier.wait() == 0:
+            meeting.result = combine([slot for slot in meeting.slots if slot is not None])
+        meeting.barrier.wait()
+        with torch.no_grad():
+            tensor.copy_(meeting.result)
+        meeting.barrier.wait()  # nobody may start the next collective before all have read this one
+
+
+def run_ranks(size: int, run: Callable[[Meeting, int], Result]) -> list[Result]:
+    """Call `run(meeting, rank)` on one thread per rank; the results in rank order.
+
+    Raises:
+        Exception: what the first failing rank raised; the others are released from their collectives.
+    """
+    meeting = Meeting(size)
+    results: dict[int, Result] = {}
+    errors: list[BaseException] = []
+
+    def guarded(rank: int) -> None:
+        try:
+            results[rank] = run(meeting, rank)
+        except threading.BrokenBarrierError:
+            pass  # another rank failed
+        except BaseException as error:
+            errors.append(error)  # the first is the cause, later ones came of it
+            meeting.abort()
+
+    threads = [threading.Thread(target=guarded, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(size)]
