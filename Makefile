@@ -39,7 +39,7 @@ pictures: $(STAMP)
 	$(BIN)/python -m benchmarks.picture docs/pictures
 	$(BIN)/python -m benchmarks.planner growth --picture docs/pictures/planner-growth.svg
 
-# The papers' study by simulation, docs/study.md and its pictures; some minutes.
+# The papers' study by simulation, docs/research/study.md and its pictures; some minutes.
 study: $(STAMP)
 	$(BIN)/python -m benchmarks.study
 

@@ -21,14 +21,16 @@ from benchmarks.study.parts import QUICK, Scope, Study, run_study
 from benchmarks.study.pictures import specs
 
 _DOCS = Path(__file__).parents[2] / "docs"
+_PAGE = Path("research", "study.md")
 
 
 def write(study: Study, folder: Path) -> None:
-    """The page and its pictures, in a folder; the words are those of `docs/study.md`."""
-    page = fill((_DOCS / "study.md").read_text(encoding="utf-8"), study)
+    """The page and its pictures, in a folder; the words are those of `docs/research/study.md`."""
+    page = fill((_DOCS / _PAGE).read_text(encoding="utf-8"), study)
     drawn = {name: picture.svg(spec) for name, spec in specs(study).items()}
-    (folder / "pictures").mkdir(parents=True, exist_ok=True)
-    (folder / "study.md").write_text(page, encoding="utf-8")
+    for file in (folder / _PAGE, folder / "pictures" / "any"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    (folder / _PAGE).write_text(page, encoding="utf-8")
     for name, text in drawn.items():
         (folder / "pictures" / name).write_text(text, encoding="utf-8")
 
@@ -55,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     folder = options.to or _DOCS
     write(run_study(scope, say), folder)
-    say(f"wrote {folder / 'study.md'} and its pictures")
+    say(f"wrote {folder / _PAGE} and its pictures")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tables of `docs/study.md`: whatever stands between its marks is written anew."""
+"""The tables of `docs/research/study.md`: whatever stands between its marks is written anew."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_cells_are_the_same_whenever_they_are_planned(study: Study) -> None:
 
 def test_the_page_and_its_pictures_are_written(study: Study, tmp_path: Path) -> None:
     write(study, tmp_path)
-    page = (tmp_path / "study.md").read_text()
+    page = (tmp_path / "research" / "study.md").read_text()
     assert page.count("| msrvtt | qwen3-vl-2b |") == 2  # trained and frozen
     assert "| github | qwen3-1.7b |" in page
     assert "nan" not in page.lower().split() and "inf" not in page.lower().split()
@@ -125,7 +125,7 @@ def test_the_page_and_its_pictures_are_written(study: Study, tmp_path: Path) -> 
 
 
 def test_a_page_without_a_place_for_a_table_is_refused(study: Study) -> None:
-    page = (DOCS / "study.md").read_text().replace("<!-- end gains -->", "")
+    page = (DOCS / "research" / "study.md").read_text().replace("<!-- end gains -->", "")
     with pytest.raises(ValueError, match="no marks '<!-- begin gains -->' and '<!-- end gains -->'"):
         fill(page, study)
 
@@ -137,7 +137,7 @@ def test_a_quick_study_does_not_replace_the_documentation(capsys: pytest.Capture
 
 
 def test_the_documentation_shows_the_whole_study() -> None:
-    page = (DOCS / "study.md").read_text()
+    page = (DOCS / "research" / "study.md").read_text()
     for setting in grid_settings(Scope()):
         assert f"| {setting.dataset} | {setting.model} | " in page
     cells = page.partition("## Every cell")[2]

@@ -71,7 +71,7 @@ class NodeFacts:
 
 
 def template_values(job: ClusterJob, node: NodeFacts, ready: Callable[[str], str]) -> dict[str, Any]:
-    """Every variable that a template sees; docs/launching.md lists them.
+    """Every variable that a template sees; docs/how-to/launch.md lists them.
 
     Args:
         job: what is launched.

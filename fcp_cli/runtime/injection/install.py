@@ -98,8 +98,8 @@ def require_followed() -> None:
     if not is_followed():
         raise RunError(
             f"{sys.argv[0]} trains, but nothing in it follows the plan {os.environ.get(PLAN_VARIABLE)}: it neither "
-            "iterates over fcp_cli.runtime.steps nor trains through a framework that fcp hooks; see docs/runtime.md, "
-            "or start it without hooks by 'fcp launch --inject none'"
+            "iterates over fcp_cli.runtime.steps nor trains through a framework that fcp hooks; "
+            "see docs/how-to/training-loop.md, or start it without hooks by 'fcp launch --inject none'"
         )
 
 

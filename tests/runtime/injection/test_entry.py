@@ -118,8 +118,8 @@ def test_a_script_that_trains_without_the_plan_is_stopped_before_its_first_optim
     assert done.returncode == 1
     assert done.stderr == (
         "error: train.py trains, but nothing in it follows the plan /data/plan.parquet: it neither iterates over "
-        "fcp_cli.runtime.steps nor trains through a framework that fcp hooks; see docs/runtime.md, or start it without "
-        "hooks by 'fcp launch --inject none'\n"
+        "fcp_cli.runtime.steps nor trains through a framework that fcp hooks; see docs/how-to/training-loop.md, or "
+        "start it without hooks by 'fcp launch --inject none'\n"
     )
     by_environment = run("train.py", folder=folder, entry=False, FCP_PLAN="/data/plan.parquet", RANK="0",
                          PYTHONPATH=str(SITE))  # fmt: skip

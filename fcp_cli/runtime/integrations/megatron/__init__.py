@@ -1,4 +1,4 @@
-"""Megatron training scripts under a plan, unmodified: what is hooked, and why, is in docs/megatron.md.
+"""Hooks for unmodified Megatron training scripts under a plan; docs/how-to/megatron.md gives the reason of each.
 
 `schedule` hooks the call that runs a step's micro-batches, and hands it those of the plan (`follow`), with data that it
 reads from the script's own data set (`samples`). `model` makes attention and rotary embeddings of a GPTModel follow the

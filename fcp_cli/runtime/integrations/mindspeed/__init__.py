@@ -1,4 +1,4 @@
-"""Megatron training scripts on MindSpeed under a plan, unmodified: what is hooked, and why, is in docs/mindspeed.md.
+"""Hooks for unmodified Megatron scripts on MindSpeed under a plan; docs/how-to/mindspeed.md gives the reason of each.
 
 Data, schedule and loss are those of `integrations.megatron`; `stack` is what differs. Attention stays MindSpeed's ring:
 `placement` answers for Megatron and MindSpeed, call by call, who belongs to the ring, and `attention` binds a ring to
