@@ -14,7 +14,7 @@ def env(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
 ) -> None:
     """Show versions, devices and communication libraries, ready to be pasted into an issue."""
-    from fcp_cli.launching.facts import collect_facts, facts_document, facts_lines
+    from fcp_cli.machine.facts import collect_facts, facts_document, facts_lines
 
     facts = collect_facts()
     if json:

@@ -210,8 +210,8 @@ def _refuse_settings_of_the_run(context: typer.Context) -> None:
 
 def _continue(run_dir: Path, changes: _Changes, making: _Making, output: Path | None, *, json: bool) -> None:
     """Plan what a run has left."""
-    from fcp_cli.launching.trained_run import read_trained_run
     from fcp_cli.planning.settings import ContinuationRequest, resolve_continuation
+    from fcp_cli.runs.trained_run import read_trained_run
 
     if changes.ranks is None:
         raise UsageError("--continue-from needs --ranks: how many go on with the run")

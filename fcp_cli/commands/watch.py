@@ -77,8 +77,8 @@ class _Watched:
 
         The heartbeat is read first: a run that has ended by then has written all that will come.
         """
-        from fcp_cli.launching.heartbeat import read_heartbeat
-        from fcp_cli.launching.spec import RunPaths
+        from fcp_cli.runs.folder import RunPaths
+        from fcp_cli.runs.heartbeat import read_heartbeat
 
         paths = RunPaths(run_dir=self.tail.path.parent)
         self.heartbeat = read_heartbeat(paths.heartbeat)

@@ -12,9 +12,9 @@ from fcp_cli.launching.inject import without_entry
 from fcp_cli.launching.local import local_spec
 from fcp_cli.launching.node_command import node_argv, shell_command
 from fcp_cli.launching.resolve import Launch
-from fcp_cli.launching.run_dirs import FORMAT
 from fcp_cli.launching.spec import MODEL_VARIABLE
 from fcp_cli.launching.targets.catalog import LOCAL, JobFile
+from fcp_cli.runs.launch_record import FORMAT
 from fcp_cli.training.settings import TrainSettings
 
 # Said elsewhere in the document, or true of one start only.

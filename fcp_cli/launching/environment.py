@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fcp_cli.launching.job import Job
-from fcp_cli.launching.machine import Machine
+from fcp_cli.machine.devices import Machine
 
 # Communicators of a job under a plan: torch.distributed's own, and the one that carries every ring.
 COMMUNICATORS = 2

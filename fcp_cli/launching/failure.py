@@ -8,8 +8,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from fcp_cli.launching import processes
 from fcp_cli.launching.blame import FailedRank, failed_ranks, meeting_problem
+from fcp_cli.machine import processes
 
 _LAST_LINES = 20
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fcp_cli.launching import processes
 from fcp_cli.launching.ranks import ranks_of
+from fcp_cli.machine import processes
 
 _POLL_SECONDS = 0.2
 

@@ -13,8 +13,9 @@ from typing import Literal, TypeAlias
 import fcp_cli.runtime.injection
 from fcp_cli.errors import RunError
 from fcp_cli.launching.environment import Variable
-from fcp_cli.launching.run_dirs import has_followed
-from fcp_cli.launching.spec import METRICS_VARIABLE, PLAN_VARIABLE, PROBE_VARIABLE, RUN_DIR_VARIABLE, RunPaths
+from fcp_cli.launching.spec import METRICS_VARIABLE, PLAN_VARIABLE, PROBE_VARIABLE, RUN_DIR_VARIABLE
+from fcp_cli.runs.folder import RunPaths
+from fcp_cli.runs.launch_record import has_followed
 
 Inject: TypeAlias = Literal["entry", "env", "none"]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from fcp_cli.launching.failure import TorchrunRanks
-from fcp_cli.launching.network import listens
 from fcp_cli.launching.spec import LaunchSpec
+from fcp_cli.machine.network import listens
 
 _PATIENCE_SECONDS: Final = 20.0  # a launcher needs some to read torch
 _PROBE_SECONDS: Final = 2.0

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fcp_cli.launching import processes
 from fcp_cli.launching.blame import FailedRank, by_blame, said
 from fcp_cli.launching.failure import Failure, failure_of, last_lines
+from fcp_cli.machine import processes
 
 _LOCAL_WORKERS = "--local_worker_num="
 _ROLE, _WORKER, _SCHEDULER, _RANK = "MS_ROLE", "MS_WORKER", "MS_SCHED", "MS_NODE_ID"

@@ -18,13 +18,14 @@ from typing import TextIO
 
 from fcp_cli.errors import FcpError, RunError
 from fcp_cli.files import write_text_atomically
-from fcp_cli.launching.heartbeat import beating
 from fcp_cli.launching.msrun import path_of_python
-from fcp_cli.launching.network import interface_towards, port_problem
-from fcp_cli.launching.record import write_record
 from fcp_cli.launching.run import JobOutcome, run_command
-from fcp_cli.launching.spec import PLAN_VARIABLE, RUN_DIR_VARIABLE, RunPaths
+from fcp_cli.launching.spec import PLAN_VARIABLE, RUN_DIR_VARIABLE
+from fcp_cli.machine.network import interface_towards, port_problem
 from fcp_cli.plan.reader import PlanReader
+from fcp_cli.runs.folder import RunPaths
+from fcp_cli.runs.heartbeat import beating
+from fcp_cli.runs.record import write_record
 
 _GRACE_SECONDS = 280  # Slurm is asked to send SIGTERM 300 seconds before it ends the job
 

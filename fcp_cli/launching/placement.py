@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from fcp_cli.errors import ProfileError, RunError, UsageError
-from fcp_cli.launching.machine import Machine
+from fcp_cli.machine.devices import Machine
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.plan.metadata import PlanMetadata
 

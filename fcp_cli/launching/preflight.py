@@ -11,11 +11,11 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from fcp_cli.errors import FcpError, PlanError, RunError, UsageError
-from fcp_cli.launching.machine import Machine
-from fcp_cli.launching.spec import RunPaths
+from fcp_cli.machine.devices import Machine
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.training.checkpoint_header import check_plan_of, checkpoints, read_header
+from fcp_cli.runs.checkpoint_header import check_plan_of, checkpoints, read_header
+from fcp_cli.runs.folder import RunPaths
 
 # float32 weight, gradient and two AdamW moments
 _TRAINING_BYTES_PER_PARAMETER = 16

@@ -9,10 +9,10 @@ from typing import Any
 
 from fcp_cli.errors import RunError
 from fcp_cli.launching.inject import Inject
-from fcp_cli.launching.run_dirs import next_run_dir
-from fcp_cli.launching.spec import Launcher, RunPaths
+from fcp_cli.launching.spec import Launcher
 from fcp_cli.launching.targets.catalog import LOCAL
 from fcp_cli.launching.targets.request import ClusterRequest, choose_target
+from fcp_cli.runs.folder import RunPaths, next_run_dir
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

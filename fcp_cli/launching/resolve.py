@@ -17,13 +17,10 @@ from fcp_cli.launching.assumed_plan import assumed_plan
 from fcp_cli.launching.environment import Variable, job_variables, set_by_fcp
 from fcp_cli.launching.inject import OwnCommand, own_command, probe_variable
 from fcp_cli.launching.job import Job
-from fcp_cli.launching.machine import Machine, find_machine_without_torch
-from fcp_cli.launching.network import free_ports, interface_towards
 from fcp_cli.launching.placement import Placement, check_ranks, place, planned_nodes
 from fcp_cli.launching.program import for_mindspore, is_mindspore, program_arguments, program_name, started_program
 from fcp_cli.launching.request import LaunchRequest, run_dir_of
-from fcp_cli.launching.run_dirs import latest_run_dir, read_launch
-from fcp_cli.launching.spec import MODEL_VARIABLE, TRAINER, LaunchSpec, RunPaths
+from fcp_cli.launching.spec import MODEL_VARIABLE, TRAINER, LaunchSpec
 from fcp_cli.launching.targets.catalog import LOCAL
 from fcp_cli.launching.targets.job import ClusterJob
 from fcp_cli.launching.targets.request import (
@@ -34,8 +31,12 @@ from fcp_cli.launching.targets.request import (
     refuse_local_options,
 )
 from fcp_cli.launching.trainer_settings import trainer_settings
+from fcp_cli.machine.devices import Machine, find_machine_without_torch
+from fcp_cli.machine.network import free_ports, interface_towards
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.runs.folder import RunPaths
+from fcp_cli.runs.launch_record import latest_run_dir, read_launch
 from fcp_cli.training.settings import TrainSettings
 
 DEFAULT_PLAN = Path("plan.parquet")

@@ -15,12 +15,12 @@ from types import FrameType
 from typing import IO, Literal, Protocol, TextIO
 
 from fcp_cli.errors import RunError
-from fcp_cli.launching import processes
 from fcp_cli.launching.failure import Failure
 from fcp_cli.launching.guard import guarded
 from fcp_cli.launching.node_command import node_argv, node_environment
 from fcp_cli.launching.ranks import Ranks, ranks_of
 from fcp_cli.launching.spec import LaunchSpec
+from fcp_cli.machine import processes
 
 _POLL_SECONDS = 0.1
 _TRACEBACK = b"Traceback (most recent call last)"

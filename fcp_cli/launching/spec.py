@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from fcp_cli.runs.folder import RunPaths
+
 # What starts the ranks of one node.
 Launcher = Literal["torchrun", "msrun"]
 
@@ -18,55 +20,6 @@ MODEL_VARIABLE = "FCP_MODEL"  # set for a script when --model was given
 PROBE_VARIABLE = "FCP_PROBE"  # for a script: 1 compares numbers before the first step, 0 does not
 
 TRAINER = ("-m", "fcp_cli.training.train")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunPaths:
-    """Every path below a run directory; made nowhere else."""
-
-    run_dir: Path
-
-    @property
-    def metrics(self) -> Path:
-        return self.run_dir / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.run_dir / "checkpoints"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.run_dir / "tensorboard"
-
-    @property
-    def logs(self) -> Path:
-        """One folder per start; inside, what the launcher and each rank printed."""
-        return self.run_dir / "logs"
-
-    @property
-    def plan(self) -> Path:
-        """A copy of the plan that the latest start follows."""
-        return self.run_dir / "plan.parquet"
-
-    @property
-    def profile(self) -> Path:
-        """The cost profile that the plan was made with."""
-        return self.run_dir / "profile.yaml"
-
-    @property
-    def versions(self) -> Path:
-        """What was installed where the run was started, as `fcp env --json` prints it."""
-        return self.run_dir / "versions.json"
-
-    @property
-    def launch(self) -> Path:
-        """The commands and environment of the latest start, as `--json` prints them."""
-        return self.run_dir / "launch.json"
-
-    @property
-    def heartbeat(self) -> Path:
-        """Whether the latest start is still at work; see `launching.heartbeat`."""
-        return self.run_dir / "heartbeat.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,8 +12,8 @@ from fcp_cli.errors import RunError, UsageError
 from fcp_cli.launching import preflight
 from fcp_cli.launching.assumed_plan import is_assumed
 from fcp_cli.launching.request import LaunchRequest, run_dir_of
-from fcp_cli.launching.run_dirs import read_launch
 from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.runs.launch_record import read_launch
 from fcp_cli.training.settings import TrainSettings
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from fcp_cli.machine.host import cpu_name, host_memory_bytes, usable_cores
 from fcp_cli.models.descriptions import Figures, find_shipped, read_yaml_mapping
 
 
@@ -86,7 +85,7 @@ def this_machine() -> ClusterSpec:
 
     Never imports torch: accelerators are for `fcp profile` to find, where torch is at hand.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     assumed = "assumed for one CPU core; 'fcp profile' measures it"
     return ClusterSpec(
         name="this-machine",
@@ -113,19 +112,3 @@ def this_machine() -> ClusterSpec:
             "microbatch_seconds": assumed,
         },
     )
-
-
-def cpu_name() -> str:
-    """The processor's name as the system tells it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine() or "CPU"
-
-
-def host_memory_bytes() -> float:
-    """Physical memory of this machine."""
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

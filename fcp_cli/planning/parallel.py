@@ -7,7 +7,6 @@ under way at a time, so that memory stays flat however long the plan is.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -17,6 +16,7 @@ from contextlib import contextmanager
 from itertools import islice
 
 from fcp_cli.errors import FcpError
+from fcp_cli.machine.host import usable_cores
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.interrupts import interrupts_deferred
@@ -32,8 +32,7 @@ _problem: Problem | None = None
 
 def default_workers(steps: int) -> int:
     """One process per usable core, but none that would have less to do than it takes to start it."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, steps // 1000))
+    return max(1, min(usable_cores(), steps // 1000))
 
 
 def plan_steps(

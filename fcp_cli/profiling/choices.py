@@ -9,8 +9,9 @@ from pathlib import Path
 from fcp_cli.console import Origins
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.errors import ProfileError, UsageError
-from fcp_cli.launching.machine import find_machine
-from fcp_cli.models.cluster import ClusterSpec, host_memory_bytes, load_cluster
+from fcp_cli.machine.devices import find_machine
+from fcp_cli.machine.host import host_memory_bytes
+from fcp_cli.models.cluster import ClusterSpec, load_cluster
 from fcp_cli.models.memory import PRECISIONS, Parallelism, choose_zero_stage
 from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.models.shipped import EXAMPLE_CLUSTER

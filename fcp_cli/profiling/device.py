@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from fcp_cli.models.cluster import cpu_name, host_memory_bytes
+from fcp_cli.machine.host import cpu_name, host_memory_bytes
 from fcp_cli.runtime.timing import Clock, clock_for
 
 
@@ -98,11 +98,6 @@ class PeakMemory:
                 if line.startswith("VmHWM:"):
                     return float(line.split()[1]) * 1024
         return None
-
-
-def num_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def ranks_on_this_host() -> int:

@@ -20,7 +20,7 @@ from typing import Any
 
 from fcp_cli.cost.fitting import LEAST_SAMPLES
 from fcp_cli.errors import ProfileError
-from fcp_cli.launching.processes import kill_tree
+from fcp_cli.machine.processes import kill_tree
 from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.profiling.points import measurement_points, vision_points
 from fcp_cli.profiling.request import Request

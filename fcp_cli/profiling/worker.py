@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fcp_cli.machine.host import usable_cores
 from fcp_cli.models.memory import PRECISIONS, precision_name
 from fcp_cli.models.model import load_model
 from fcp_cli.profiling.device import (
@@ -29,7 +30,6 @@ from fcp_cli.profiling.device import (
     clocks,
     device_memory_bytes,
     device_name,
-    num_cores,
     ranks_on_this_host,
 )
 from fcp_cli.profiling.points import LEAST_SIDE, points_that_fit, vision_points_that_fit
@@ -70,7 +70,7 @@ class Measurement:
         self.world = ProcessWorld()
         self.ranks_per_node = ranks_on_this_host()
         self.launcher = os.getppid()
-        self.shares_cores = device.type == "cpu" and self.ranks_per_node > num_cores()
+        self.shares_cores = device.type == "cpu" and self.ranks_per_node > usable_cores()
         self.stopwatch = Stopwatch(device, shares_cores=self.shares_cores)
         self.transport: Transport = SilentTransport() if request.emulate else ProcessTransport.create(device)
         self.spec = load_model(request.model)
@@ -146,7 +146,7 @@ class Measurement:
             "device_name": device_name(self.device),
             "ranks": self.world.size,
             "ranks_per_node": self.ranks_per_node,
-            "cores": num_cores(),
+            "cores": usable_cores(),
             "shares_cores": self.shares_cores,
             "device_memory_bytes": device_memory_bytes(self.device, ranks_on_host=self.ranks_per_node),
             "clocks": clocks(self.device),

@@ -20,7 +20,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.kinds import another_kind
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.step import FloatArray, Int64Array
-from fcp_cli.training.metrics import FORMAT
+from fcp_cli.runs.metrics import FORMAT
 from fcp_cli.words import counted
 
 

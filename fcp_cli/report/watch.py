@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from fcp_cli.errors import RunError
-from fcp_cli.launching.heartbeat import Heartbeat
 from fcp_cli.report.bars import bar
 from fcp_cli.report.run_file import run_step
-from fcp_cli.training.metrics import FORMAT
+from fcp_cli.runs.heartbeat import Heartbeat
+from fcp_cli.runs.metrics import FORMAT
 from fcp_cli.training.progress import clock, short_count, short_seconds
 from fcp_cli.words import counted
 

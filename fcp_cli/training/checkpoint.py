@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fcp_cli.errors import RunError
-from fcp_cli.training.checkpoint_header import FORMAT, PREFIX, CheckpointHeader, checkpoints
+from fcp_cli.runs.checkpoint_header import FORMAT, PREFIX, CheckpointHeader, checkpoints
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

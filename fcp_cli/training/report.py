@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from fcp_cli.console import human
-from fcp_cli.launching.spec import RunPaths
 from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.training.metrics import FORMAT, MetricsWriter, StepMeasurement, drop_steps_from
+from fcp_cli.runs.folder import RunPaths
+from fcp_cli.runs.metrics import FORMAT, MetricsWriter, StepMeasurement, drop_steps_from
 from fcp_cli.training.progress import TrainingProgress
 from fcp_cli.training.settings import TrainSettings
 from fcp_cli.training.tensorboard import Scalars

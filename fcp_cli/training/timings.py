@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.training.metrics import MicroBatchTiming
+from fcp_cli.runs.metrics import MicroBatchTiming
 
 # order, start seconds and seconds of one micro-batch
 _FIELDS = 3

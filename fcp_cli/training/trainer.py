@@ -21,17 +21,17 @@ import torch.distributed as dist
 
 from fcp_cli.console import note
 from fcp_cli.errors import RunError
-from fcp_cli.launching.spec import RunPaths
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.tokens import open_media
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
+from fcp_cli.runs.checkpoint_header import CheckpointHeader, check_header, checkpoints, read_header
+from fcp_cli.runs.folder import RunPaths
+from fcp_cli.runs.metrics import StepMeasurement
 from fcp_cli.runtime import Fetch, Session, Step, start
 from fcp_cli.training.checkpoint import TrainState, load_checkpoint, remove_leftovers, save_checkpoint
-from fcp_cli.training.checkpoint_header import CheckpointHeader, check_header, checkpoints, read_header
 from fcp_cli.training.data import open_data
 from fcp_cli.training.interrupt import StopRequest
-from fcp_cli.training.metrics import StepMeasurement
 from fcp_cli.training.models import build_model, has_vision, model_config, model_vocab_size, shard_model
 from fcp_cli.training.optimizer import clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
 from fcp_cli.training.progress import short_count

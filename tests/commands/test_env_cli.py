@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from fcp_cli import __version__
 from fcp_cli.app import app
 from fcp_cli.errors import RunError
-from fcp_cli.launching import facts
+from fcp_cli.machine import facts
 
 
 def test_the_block_to_paste_goes_to_stdout_alone() -> None:

@@ -16,10 +16,10 @@ import pytest
 
 from fcp_cli import app
 from fcp_cli.errors import RunError
-from fcp_cli.launching import machine, network
-from fcp_cli.launching.heartbeat import read_heartbeat
-from fcp_cli.launching.machine import Machine
-from fcp_cli.launching.run_dirs import FORMAT, write_launch
+from fcp_cli.machine import devices, network
+from fcp_cli.machine.devices import Machine
+from fcp_cli.runs.heartbeat import read_heartbeat
+from fcp_cli.runs.launch_record import FORMAT, write_launch
 from tests.training.small_runs import run_fcp, write_manifest, write_small_plan
 
 
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fcp(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Fcp:
     """Run `fcp launch ...` in this process, on a machine of two cores."""
     laptop = Machine(device="cpu", num_devices=0, num_cores=2, memory_bytes=16 << 30)
-    monkeypatch.setattr(machine, "find_machine", lambda device="auto": laptop)
+    monkeypatch.setattr(devices, "find_machine", lambda device="auto": laptop)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.chdir(folder)
 
@@ -166,7 +166,7 @@ def test_a_head_node_without_torch_still_prints_commands(fcp: Fcp, monkeypatch: 
     def no_torch(device: str = "auto") -> Machine:
         raise RunError("torch is not installed here")
 
-    monkeypatch.setattr(machine, "find_machine", no_torch)
+    monkeypatch.setattr(devices, "find_machine", no_torch)
     result = fcp("--dry-run")
     assert result.status == 0
     assert "torch is not installed here; the commands are for the nodes that the plan was made for" in result.err
@@ -378,7 +378,7 @@ def test_a_head_node_explains_the_environment_of_devices_that_it_does_not_have(
     def no_device(device: str = "auto") -> Machine:
         raise RunError(f"there is no {device} device here")
 
-    monkeypatch.setattr(machine, "find_machine", no_device)
+    monkeypatch.setattr(devices, "find_machine", no_device)
     document = json.loads(fcp("--explain", "--device", "npu", "--nodes", "2", "--json").out)
     values = {variable["name"]: variable["value"] for variable in document["variables"]}
     assert document["stack"] == "npu"

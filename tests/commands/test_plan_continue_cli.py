@@ -16,7 +16,7 @@ import pytest
 from fcp_cli import app
 from fcp_cli.models.shipped import shipped_profile_path
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.training.checkpoint_header import FORMAT, CheckpointHeader
+from fcp_cli.runs.checkpoint_header import FORMAT, CheckpointHeader
 from tests.training.small_runs import write_manifest, write_small_plan
 
 Fcp = Callable[..., tuple[int, str]]

@@ -15,7 +15,7 @@ import yaml
 from fcp_cli import app
 from fcp_cli.console import verbosity
 from fcp_cli.cost.profile import load_cost_profile
-from fcp_cli.launching.processes import descendants, environment_of, send
+from fcp_cli.machine.processes import descendants, environment_of, send
 from fcp_cli.profiling.measure import default_degrees
 from fcp_cli.profiling.points import measurement_points
 from fcp_cli.profiling.refit import HOLD_OUT_EVERY

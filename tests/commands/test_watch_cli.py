@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.launching.heartbeat import beating
+from fcp_cli.runs.heartbeat import beating
 from tests.commands.planning_folder import assert_one_error_line, fcp
 from tests.patience import PATIENCE_SECONDS
 from tests.report.runs import make_example_plan, write_run
@@ -93,7 +93,7 @@ def test_an_interrupted_run_ends_the_watch_and_says_so(plan: Path, tmp_path: Pat
 def test_a_run_whose_launcher_was_killed_is_said_to_be_dead(plan: Path, tmp_path: Path) -> None:
     """Killed before its ranks wrote anything, too."""
     (tmp_path / "launch.json").write_text("{}")
-    code = "import os, sys, pathlib\nfrom fcp_cli.launching.heartbeat import beating\n"
+    code = "import os, sys, pathlib\nfrom fcp_cli.runs.heartbeat import beating\n"
     code += "with beating(pathlib.Path('heartbeat.json')): os.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False, timeout=PATIENCE_SECONDS)
     os.utime(tmp_path / "heartbeat.json", (time.time() - 60, time.time() - 60))

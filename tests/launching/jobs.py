@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fcp_cli.launching.job import Job
-from fcp_cli.launching.machine import Machine
+from fcp_cli.machine.devices import Machine
 from fcp_cli.models.shipped import shipped_profile
 from fcp_cli.plan.metadata import ManifestReference, PlanMetadata, Sync
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from fcp_cli.launching import network
 from fcp_cli.launching.checks import CHECKS, check_launch
 from fcp_cli.launching.environment import job_variables, set_by_fcp
-from fcp_cli.launching.facts import Facts
 from fcp_cli.launching.job import Job
+from fcp_cli.machine import network
+from fcp_cli.machine.facts import Facts
 from tests.launching.jobs import CPU, GPUS, NPUS, job, plan_metadata
 
 MACHINES = {"cpu": CPU, "cuda": GPUS, "npu": NPUS}

@@ -16,7 +16,7 @@ import pytest
 
 from fcp_cli.errors import RunError
 from fcp_cli.launching.inject import is_mindspore_script
-from fcp_cli.launching.machine import find_machine_without_torch
+from fcp_cli.machine.devices import find_machine_without_torch
 from tests.patience import PATIENCE_SECONDS, wait_until
 from tests.ports import unused_port
 from tests.training.small_runs import fcp_command, run_fcp, write_manifest, write_small_plan

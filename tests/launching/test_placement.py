@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from fcp_cli.errors import RunError, UsageError
-from fcp_cli.launching.machine import UNKNOWN_MACHINE, Machine
 from fcp_cli.launching.placement import Placement, check_ranks, place, planned_nodes
+from fcp_cli.machine.devices import UNKNOWN_MACHINE, Machine
 from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
 
 PLAN = Path("plan.parquet")

@@ -12,10 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from fcp_cli.errors import FcpError, PlanError, RunError, UsageError
-from fcp_cli.launching import machine, preflight
-from fcp_cli.launching.machine import Machine
+from fcp_cli.launching import preflight
+from fcp_cli.machine import devices
+from fcp_cli.machine.devices import Machine
 from fcp_cli.plan.metadata import Continuation
-from fcp_cli.training.checkpoint_header import FORMAT, CheckpointHeader
+from fcp_cli.runs.checkpoint_header import FORMAT, CheckpointHeader
 from tests.training.small_runs import write_manifest, write_small_plan
 
 
@@ -57,7 +58,7 @@ def test_a_missing_plan_names_the_command_that_makes_it(tmp_path: Path) -> None:
 def test_missing_torch_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     hide(monkeypatch, "torch")
     with pytest.raises(RunError, match=r"torch is not installed here.*run: pip install 'fcp-cli\[hf\]'"):
-        machine.find_machine()
+        devices.find_machine()
 
 
 def test_missing_transformers_names_the_pip_line(monkeypatch: pytest.MonkeyPatch, plan: Path) -> None:

@@ -14,9 +14,9 @@ from typing import IO
 import pytest
 
 from fcp_cli.errors import RunError
-from fcp_cli.launching import processes
 from fcp_cli.launching.run import run_job
 from fcp_cli.launching.spec import LaunchSpec
+from fcp_cli.machine import processes
 from tests.patience import PATIENCE_SECONDS, wait_until
 from tests.training.small_runs import ranks_in
 

@@ -8,7 +8,7 @@ import pytest
 
 from fcp_cli.console import Origins
 from fcp_cli.errors import UsageError
-from fcp_cli.launching.machine import Machine
+from fcp_cli.machine.devices import Machine
 from fcp_cli.profiling import choices
 from fcp_cli.profiling.choices import MeasureChoice, choose_measurement
 

@@ -11,7 +11,7 @@ from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.batches import BatchSettings
 from fcp_cli.planning.run import make_plan
-from fcp_cli.training.metrics import FORMAT, MicroBatchTiming, StepMeasurement
+from fcp_cli.runs.metrics import FORMAT, MicroBatchTiming, StepMeasurement
 from tests.planning.examples import example_problem, long_tail
 
 SLOW_RANK, SLOW_FACTOR = 3, 1.5

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from fcp_cli.errors import RunError
-from fcp_cli.launching.heartbeat import End, Heartbeat, beating, read_heartbeat
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.report.watch import RunState, RunTail, run_view
+from fcp_cli.runs.heartbeat import End, Heartbeat, beating, read_heartbeat
 from tests.report.runs import make_example_plan, measured, run_record, write_run
 
 

@@ -8,8 +8,8 @@ import torch
 
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import Continuation
+from fcp_cli.runs.checkpoint_header import CheckpointHeader, check_header, checkpoints, read_header
 from fcp_cli.training.checkpoint import TrainState, load_checkpoint, remove_leftovers, save_checkpoint
-from fcp_cli.training.checkpoint_header import CheckpointHeader, check_header, checkpoints, read_header
 from tests.launching.jobs import plan_metadata
 
 pytestmark = pytest.mark.torch

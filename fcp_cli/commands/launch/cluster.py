@@ -25,9 +25,9 @@ def launch_cluster_job(
     Only Slurm is asked to start something; for the other targets, the command that does is told.
     """
     from fcp_cli.launching.document import launch_document
-    from fcp_cli.launching.run_dirs import launch_text
-    from fcp_cli.launching.spec import RunPaths
     from fcp_cli.launching.targets.catalog import TARGETS, JobFile, job_files
+    from fcp_cli.runs.folder import RunPaths
+    from fcp_cli.runs.launch_record import launch_text
 
     assert resolved.cluster_job is not None
     target, job = TARGETS[resolved.target], resolved.cluster_job
@@ -76,9 +76,9 @@ def _start(resolved: Launch, target: Target, files: Sequence[JobFile]) -> str:
     """Everything into the run directory, then off; returns what Slurm said, else ""."""
     from fcp_cli.launching.document import launch_document
     from fcp_cli.launching.preflight import check_run_dir
-    from fcp_cli.launching.record import write_record
-    from fcp_cli.launching.run_dirs import write_launch
     from fcp_cli.launching.targets.write import require_sbatch, submit
+    from fcp_cli.runs.launch_record import write_launch
+    from fcp_cli.runs.record import write_record
 
     run_dir, is_slurm = resolved.spec.run_dir, resolved.target == "slurm"
     if is_slurm:

@@ -12,9 +12,9 @@ from fcp_cli.errors import FcpError, RunError, UsageError
 
 if TYPE_CHECKING:
     from fcp_cli.launching.checks import Finding
-    from fcp_cli.launching.machine import Machine
     from fcp_cli.launching.request import LaunchRequest
     from fcp_cli.launching.resolve import Launch
+    from fcp_cli.machine.devices import Machine
 
 
 def resolve_request(request: LaunchRequest) -> Launch:
@@ -40,7 +40,7 @@ def refuse_unused(request: LaunchRequest) -> None:
 
 
 def _find_machine(device: str, *, dry_run: bool) -> Machine:
-    from fcp_cli.launching.machine import UNKNOWN_MACHINE, find_machine
+    from fcp_cli.machine.devices import UNKNOWN_MACHINE, find_machine
 
     try:
         return find_machine(device)
@@ -54,9 +54,9 @@ def _find_machine(device: str, *, dry_run: bool) -> Machine:
 def find_problems(resolved: Launch) -> list[Finding]:
     """What would make the job fail or be slow, here and in its environment."""
     from fcp_cli.launching.checks import check_launch
-    from fcp_cli.launching.facts import collect_facts
+    from fcp_cli.launching.checks.reach import collect_job_facts
 
-    facts = collect_facts(resolved.job, machine=resolved.machine, added=resolved.spec.environment)
+    facts = collect_job_facts(resolved.job, machine=resolved.machine, added=resolved.spec.environment)
     return check_launch(resolved.job, facts)
 
 

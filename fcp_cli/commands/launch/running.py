@@ -27,8 +27,8 @@ def run_here(resolved: Launch, *, json: bool) -> None:
     """
     from fcp_cli.launching.document import launch_document
     from fcp_cli.launching.preflight import check_run_dir
-    from fcp_cli.launching.record import write_record
-    from fcp_cli.launching.run_dirs import write_launch
+    from fcp_cli.runs.launch_record import write_launch
+    from fcp_cli.runs.record import write_record
 
     spec, node_rank = resolved.spec, resolved.node_rank or 0
     check_run_dir(spec.run_dir, parameters=resolved.parameters, keep_checkpoints=resolved.kept_checkpoints)
@@ -49,10 +49,10 @@ def run_here(resolved: Launch, *, json: bool) -> None:
 
 
 def _run_watched(resolved: Launch, node_rank: int, *, json: bool) -> tuple[JobOutcome, _Watcher]:
-    from fcp_cli.launching.heartbeat import beating
     from fcp_cli.launching.local import local_spec
     from fcp_cli.launching.meeting import Meeting
     from fcp_cli.launching.run import run_job
+    from fcp_cli.runs.heartbeat import beating
 
     spec, bundled = local_spec(resolved, node_rank), resolved.settings is not None
     watcher = _Watcher(resolved, shows=bundled and node_rank == 0)
@@ -87,7 +87,7 @@ class _Watcher:
     def __init__(self, resolved: Launch, *, shows: bool) -> None:
         from datetime import timezone
 
-        from fcp_cli.training.metrics import MetricsTail
+        from fcp_cli.runs.metrics import MetricsTail
         from fcp_cli.training.progress import TrainingProgress
 
         every = resolved.settings.log_every if resolved.settings is not None else 1

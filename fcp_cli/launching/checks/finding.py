@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fcp_cli.launching.facts import Facts
+from fcp_cli.machine.facts import Facts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

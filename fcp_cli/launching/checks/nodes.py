@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from fcp_cli.launching.checks.finding import Finding, error, number, warning
 from fcp_cli.launching.environment import HCCL_PORTS
-from fcp_cli.launching.facts import Facts
 from fcp_cli.launching.job import Job
-from fcp_cli.launching.network import is_loopback
+from fcp_cli.machine.facts import Facts
+from fcp_cli.machine.network import is_loopback
 
 _INTERFACE_VARIABLES = {
     "cpu": ("GLOO_SOCKET_IFNAME",),

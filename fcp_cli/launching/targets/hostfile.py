@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fcp_cli.errors import UsageError
-from fcp_cli.launching.network import is_loopback
+from fcp_cli.machine.network import is_loopback
 
 
 def read_hostfile(path: Path) -> tuple[str, ...]:

@@ -10,12 +10,12 @@ from pathlib import Path
 from fcp_cli.console import Origins
 from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.launching.environment import Variable
-from fcp_cli.launching.machine import UNKNOWN_MACHINE, Machine
 from fcp_cli.launching.placement import THIS_MACHINE, planned_cluster
 from fcp_cli.launching.spec import LaunchSpec
 from fcp_cli.launching.targets.catalog import LOCAL, TARGETS
 from fcp_cli.launching.targets.hostfile import read_hostfile
 from fcp_cli.launching.targets.job import ClusterJob, Mount, job_name
+from fcp_cli.machine.devices import UNKNOWN_MACHINE, Machine
 from fcp_cli.plan.metadata import PlanMetadata
 
 _KUBERNETES = ("pytorchjob", "volcano")

@@ -1,4 +1,4 @@
-"""Where a run is kept: `runs/NAME-NNN`, and the record of its latest launch inside."""
+"""The record of a run's latest launch, `launch.json`: what `--resume` and `--continue-from` read."""
 
 from __future__ import annotations
 
@@ -8,34 +8,9 @@ from typing import Any
 
 from fcp_cli.errors import RunError
 from fcp_cli.files import write_text_atomically
-from fcp_cli.launching.spec import RunPaths
+from fcp_cli.runs.folder import RUNS, RunPaths
 
 FORMAT = "fcp-launch/1"
-RUNS = Path("runs")
-
-
-def next_run_dir(name: str, *, runs: Path = RUNS) -> Path:
-    """The first `runs/NAME-NNN` after all that exist; a new run never touches an old one."""
-    numbers = [int(path.name.removeprefix(f"{name}-")) for path in _runs_of(name, runs)]
-    return runs / f"{name}-{max(numbers, default=0) + 1:03d}"
-
-
-def latest_run_dir(name: str | None, *, runs: Path = RUNS) -> Path:
-    """The run of the bundled trainer to resume when none is named: the one launched last, of this name if one is given.
-
-    Raises:
-        RunError: there is none.
-    """
-    candidates = [path for path in runs.glob(f"{name or '*'}-[0-9]*") if RunPaths(run_dir=path).launch.is_file()]
-    found = [path for path in candidates if read_launch(path)["training"] is not None]
-    if not found:
-        what = f"run of {name}" if name else "run"
-        raise RunError(f"there is no {what} in the folder {runs} to resume; name one with --run-dir")
-    return max(found, key=lambda path: RunPaths(run_dir=path).launch.stat().st_mtime_ns)
-
-
-def _runs_of(name: str, runs: Path) -> list[Path]:
-    return [path for path in runs.glob(f"{name}-*") if path.name.removeprefix(f"{name}-").isdigit()]
 
 
 def write_launch(run_dir: Path, document: dict[str, Any]) -> None:
@@ -62,6 +37,20 @@ def read_launch(run_dir: Path) -> dict[str, Any]:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise RunError(f"{path} is not a launch record of format {FORMAT!r}")
     return document
+
+
+def latest_run_dir(name: str | None, *, runs: Path = RUNS) -> Path:
+    """The run of the bundled trainer to resume when none is named: the one launched last, of this name if one is given.
+
+    Raises:
+        RunError: there is none.
+    """
+    candidates = [path for path in runs.glob(f"{name or '*'}-[0-9]*") if RunPaths(run_dir=path).launch.is_file()]
+    found = [path for path in candidates if read_launch(path)["training"] is not None]
+    if not found:
+        what = f"run of {name}" if name else "run"
+        raise RunError(f"there is no {what} in the folder {runs} to resume; name one with --run-dir")
+    return max(found, key=lambda path: RunPaths(run_dir=path).launch.stat().st_mtime_ns)
 
 
 def has_followed(run_dir: Path, plan_hash: str) -> bool:

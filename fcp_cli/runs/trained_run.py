@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from fcp_cli.errors import RunError
-from fcp_cli.launching.run_dirs import read_launch
-from fcp_cli.launching.spec import RunPaths
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.training.checkpoint_header import check_plan_of, checkpoints, read_header
+from fcp_cli.runs.checkpoint_header import check_plan_of, checkpoints, read_header
+from fcp_cli.runs.folder import RunPaths
+from fcp_cli.runs.launch_record import read_launch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 from fcp_cli.files import replaced_atomically, write_text_atomically
-from fcp_cli.launching.facts import collect_facts, facts_document
-from fcp_cli.launching.spec import RunPaths
+from fcp_cli.machine.facts import collect_facts, facts_document
 from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.runs.folder import RunPaths
 
 
 def write_record(run_dir: Path, plan: Path, metadata: PlanMetadata) -> None:

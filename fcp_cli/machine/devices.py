@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fcp_cli.errors import RunError
+from fcp_cli.machine.host import host_memory_bytes, usable_cores
 
 # Beyond this many processes per core, ranks on a CPU mostly wait for each other.
 _RANKS_PER_CORE = 2
@@ -77,8 +78,8 @@ def find_machine(device: str = "auto") -> Machine:
     return Machine(
         device=found,
         num_devices=counts.get(found, 0),
-        num_cores=_cores(),
-        memory_bytes=_memory_bytes(),
+        num_cores=usable_cores(),
+        memory_bytes=host_memory_bytes(),
         visible=_visible(found),
     )
 
@@ -99,7 +100,10 @@ def find_machine_without_torch(device: str = "auto") -> Machine:
     if found not in ("cpu", "npu") or (found == "npu" and not npus):
         raise RunError(f"there is no {found} device here that MindSpore could use; 'fcp env' lists what there is")
     return Machine(
-        device=found, num_devices=npus if found == "npu" else 0, num_cores=_cores(), memory_bytes=_memory_bytes()
+        device=found,
+        num_devices=npus if found == "npu" else 0,
+        num_cores=usable_cores(),
+        memory_bytes=host_memory_bytes(),
     )
 
 
@@ -132,17 +136,6 @@ def load_torch() -> Any:
             "set_env.sh, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to train on the CPU"
         ) from error
     return torch
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _memory_bytes() -> int:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return 0
 
 
 def _first_line(error: BaseException) -> str:

@@ -22,10 +22,8 @@ from typing import Any
 
 from fcp_cli import __version__
 from fcp_cli.errors import FcpError
-from fcp_cli.launching import network
-from fcp_cli.launching.job import Job
-from fcp_cli.launching.machine import Machine, find_machine, load_torch
-from fcp_cli.launching.msrun import path_of_python
+from fcp_cli.machine import network
+from fcp_cli.machine.devices import Machine, find_machine, load_torch
 
 _PACKAGES = (
     "numpy",
@@ -65,13 +63,12 @@ _VARIABLES = (
     "SLURM_NNODES",
     "SLURM_NODEID",
 )
-_WAY_SECONDS = 10.0
 _NOT_INSTALLED = "not installed"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """This machine, and what it sees of a job.
+    """This machine, and what it sees of the nodes of a job (the last five; `launching.checks` fills them in).
 
     Attributes:
         packages, programs: name to version or path; None where it is not there.
@@ -114,24 +111,23 @@ class Facts:
 
 
 def collect_facts(
-    job: Job | None = None, *, machine: Machine | None = None, added: Mapping[str, str] = MappingProxyType({})
+    *, machine: Machine | None = None, added: Mapping[str, str] = MappingProxyType({}), path: str | None = None
 ) -> Facts:
-    """Look around; with a job, also at what this machine sees of it.
+    """Collect the facts of this machine.
 
     Args:
-        job: what is about to be launched here.
-        machine: where it is known already.
-        added: variables that it will have beside those of the environment.
+        machine: its devices, where they are known already.
+        added: variables that a job will have beside those of the environment.
+        path: PATH as a job will have it; None: as it is.
     """
     machine, error = (machine, "") if machine is not None else _machine()
-    meets = job is not None and job.num_nodes > 1 and job.node_rank is not None
     return Facts(
         python_version=platform.python_version(),
         system=platform.platform(),
         host=socket.gethostname(),
         cpu_cores=os.cpu_count() or 1,
         packages={name: _version(name) for name in _PACKAGES},
-        programs={name: shutil.which(name, path=_path_of_job(job)) for name in _PROGRAMS},
+        programs={name: shutil.which(name, path=path) for name in _PROGRAMS},
         machine=machine,
         machine_error=error,
         **_devices(machine),
@@ -144,37 +140,7 @@ def collect_facts(
         variables={
             name: value for name, value in sorted({**os.environ, **added}.items()) if name.startswith(_VARIABLES)
         },
-        **(_meeting(job) if meets and job is not None else {}),
     )
-
-
-def _meeting(job: Job) -> dict[str, Any]:
-    addresses = network.addresses_of(job.master_addr)
-    return {
-        "master_addresses": addresses,
-        "way_problem": _way_problem(job) if job.node_rank and addresses else "",
-        "master_is_here": network.is_here(job.master_addr),
-        "port_problem": _port_problem(job) if job.node_rank == 0 else "",
-        "hosts_here": tuple(number for number, host in enumerate(job.hosts) if network.is_here(host)),
-    }
-
-
-def _way_problem(job: Job) -> str:
-    """Node 0 may not listen yet, but its machine must be there; no use to wait for one that is not."""
-    return network.way_problem(job.master_addr, job.master_port, seconds=_WAY_SECONDS)
-
-
-def _port_problem(job: Job) -> str:
-    """Under msrun, torch meets at the port after the scheduler's."""
-    ports = (job.master_port, job.master_port + 1) if job.launcher == "msrun" else (job.master_port,)
-    return next(filter(None, map(network.port_problem, ports)), "")
-
-
-def _path_of_job(job: Job | None) -> str | None:
-    """PATH as the job will have it; None: as it is."""
-    if job is None or job.launcher != "msrun":
-        return None
-    return path_of_python(sys.executable, os.environ.get("PATH", ""))
 
 
 def _version(package: str) -> str | None:

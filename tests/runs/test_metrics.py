@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fcp_cli.errors import RunError
-from fcp_cli.training.metrics import (
+from fcp_cli.runs.metrics import (
     MetricsTail,
     MetricsWriter,
     MicroBatchTiming,

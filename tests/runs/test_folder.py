@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from fcp_cli.errors import RunError
-from fcp_cli.launching.run_dirs import FORMAT, latest_run_dir, next_run_dir, read_launch, write_launch
+from fcp_cli.runs.folder import next_run_dir
+from fcp_cli.runs.launch_record import FORMAT, latest_run_dir, read_launch, write_launch
 
 
 def make_run(runs: Path, name: str, *, at: int, training: dict[str, int] | None) -> Path:

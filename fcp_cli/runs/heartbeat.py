@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from fcp_cli.files import write_text_atomically
-from fcp_cli.launching import processes
+from fcp_cli.machine import processes
 
 FORMAT = "fcp-heartbeat/1"
 End = Literal["finished", "interrupted", "failed"]

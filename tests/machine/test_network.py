@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from fcp_cli.launching.network import way_problem
+from fcp_cli.machine.network import way_problem
 
 
 def test_a_machine_that_is_there_is_reached_whether_it_listens_yet_or_not() -> None:

@@ -1,0 +1,63 @@
+"""Where a run is kept, `runs/NAME-NNN`, and every path inside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+RUNS = Path("runs")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPaths:
+    """Every path below a run directory; made nowhere else."""
+
+    run_dir: Path
+
+    @property
+    def metrics(self) -> Path:
+        return self.run_dir / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.run_dir / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.run_dir / "tensorboard"
+
+    @property
+    def logs(self) -> Path:
+        """One folder per start; inside, what the launcher and each rank printed."""
+        return self.run_dir / "logs"
+
+    @property
+    def plan(self) -> Path:
+        """A copy of the plan that the latest start follows."""
+        return self.run_dir / "plan.parquet"
+
+    @property
+    def profile(self) -> Path:
+        """The cost profile that the plan was made with."""
+        return self.run_dir / "profile.yaml"
+
+    @property
+    def versions(self) -> Path:
+        """What was installed where the run was started, as `fcp env --json` prints it."""
+        return self.run_dir / "versions.json"
+
+    @property
+    def launch(self) -> Path:
+        """The commands and environment of the latest start, as `--json` prints them."""
+        return self.run_dir / "launch.json"
+
+    @property
+    def heartbeat(self) -> Path:
+        """Whether the latest start is still at work; see `runs.heartbeat`."""
+        return self.run_dir / "heartbeat.json"
+
+
+def next_run_dir(name: str, *, runs: Path = RUNS) -> Path:
+    """Return the first `runs/NAME-NNN` after all that exist; a new run never touches an old one."""
+    taken = [path.name.removeprefix(f"{name}-") for path in runs.glob(f"{name}-*")]
+    return runs / f"{name}-{max((int(number) for number in taken if number.isdigit()), default=0) + 1:03d}"
