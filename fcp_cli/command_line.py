@@ -1,31 +1,165 @@
-"""How the commands of `fcp` read a command line: typer's classes, where people expect more of them than typer does."""
+"""How the commands of `fcp` read a command line and show their help: typer, with options declared as dataclasses.
+
+`takes` makes a command of a function that takes one option dataclass (see `options`). The help is plain text under one
+heading per group, the same on a terminal and through a pipe.
+"""
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from dataclasses import MISSING
+from functools import wraps
+from typing import Annotated, Any, TypeVar, cast
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from fcp_cli.console import verbosity
 from fcp_cli.errors import Interrupted, UsageError
+from fcp_cli.options import Opt, Option, build, options_of
 
+T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class Command(TyperCommand):
-    """A verb: -q and -v may stand behind it, too, and its usage shows arguments as everybody writes them."""
+def takes(kind: type[T], *, examples: str) -> Callable[[Callable[[T], None]], Callable[..., None]]:
+    """Make a command of a function of one option dataclass.
+
+    Args:
+        kind: the dataclass; its fields become the command's options and arguments.
+        examples: command lines that end the help, one a line.
+    """
+    options = tuple(options_of(kind))
+    assert len({option.name for option in options}) == len(options), f"{kind.__name__} declares an option twice"
+    context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    signature = inspect.Signature([context, *map(_parameter, options)])
+
+    def decorate(function: Callable[[T], None]) -> Callable[..., None]:
+        @wraps(function)
+        def command(*, context: typer.Context, **values: Any) -> None:
+            if context.invoked_subcommand is not None:
+                return  # a group's own options do nothing when one of its commands runs
+            sources = {name: context.get_parameter_source(name) for name in values}
+            values |= {option.name: tuple(values[option.name] or ()) for option in options if option.many}
+            function(
+                build(
+                    kind,
+                    values,
+                    given={name for name, source in sources.items() if source and source.name != "DEFAULT"},
+                    typed={name for name, source in sources.items() if source and source.name == "COMMANDLINE"},
+                )
+            )
+
+        command.__dict__ |= {"__signature__": signature, "examples": examples}
+        command.__annotations__ = {}  # typer would resolve those of `function`, which say nothing about options
+        return command
+
+    return decorate
+
+
+def _parameter(option: Option) -> inspect.Parameter:
+    """Return the parameter that typer reads as this option."""
+    kind: Any = list[option.type] if option.many else option.type  # type: ignore[name-defined]
+    default = option.default if option.default is not MISSING else inspect.Parameter.empty
+    if default is None or (option.many and not default):
+        kind, default = kind | None, default if default is inspect.Parameter.empty else None
+    mark = option.mark
+    settings: dict[str, Any] = {
+        "help": mark.help,
+        "metavar": option.metavar or None,
+        "show_default": mark.unset or True,
+    }
+    if isinstance(mark, Opt):
+        switch = f"/--no-{option.flag[2:]}" if mark.negatable else ""
+        flags = mark.flags or (option.flag + switch,)
+        info = typer.Option(*flags, min=mark.min, max=mark.max, rich_help_panel=option.group, **settings)
+    else:
+        info = typer.Argument(**settings)
+    annotation = Annotated[kind, info]
+    return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+class _Help:
+    """How every command and group shows itself; mixed into typer's classes."""
+
+    params: list[Any]
+    epilog: str | None
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Write a required argument as NAME, where typer writes {NAME}."""
+        pieces: list[str] = super().collect_usage_pieces(ctx)  # type: ignore[misc]
+        pieces = [re.sub(r"\{(.*)\}", lambda name: name[1].upper(), piece) for piece in pieces]
+        return [piece.replace("[[", "[").replace("]]", "]") for piece in pieces]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments, commands, and options under their headings in the order of the dataclass."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Commands": []}
+        for name, command in getattr(self, "commands", {}).items():
+            sections["Commands"].append((name, " ".join(command.help.split("\n\n")[0].split())))
+        for parameter in self.get_params(ctx):  # type: ignore[attr-defined]
+            sections.setdefault(help_section(parameter), []).append(_help_row(parameter, ctx))
+        for title, rows in sections.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the examples as they are, ready to be copied."""
+        if self.epilog:
+            with formatter.section("Examples"):
+                for line in self.epilog.strip().splitlines():
+                    formatter.write(f"{'':{formatter.current_indent}}{line.strip()}\n")
+
+
+def help_section(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        return "Arguments"
+    return parameter.rich_help_panel or "Options"
+
+
+def _help_row(parameter: Any, context: Any) -> tuple[str, str]:
+    default = default_text(parameter, context)
+    words = [*spellings(parameter), metavar_of(parameter)]
+    left = ", ".join(filter(None, words[:-1])) + (f" {words[-1]}" if words[-1] else "")
+    return left.strip(), f"{parameter.help}{f' [default: {default}]' if default else ''}"
+
+
+def spellings(parameter: Any) -> list[str]:
+    """Return the flags of an option, short ones first; --[no-]x stands for a switch and its opposite."""
+    if parameter.param_type_name == "argument":
+        return []
+    flags = sorted(parameter.opts, key=lambda flag: flag.startswith("--"))
+    return [f"--[no-]{flag[2:]}" if parameter.secondary_opts and flag.startswith("--") else flag for flag in flags]
+
+
+def metavar_of(parameter: Any) -> str:
+    is_switch = getattr(parameter, "is_flag", False) or getattr(parameter, "count", False)
+    return "" if is_switch else str(parameter.metavar or parameter.name.upper())
+
+
+def default_text(parameter: Any, context: Any) -> str:
+    """Return how the help writes a default; the config's, where it has one."""
+    value = parameter.get_default(context, call=False)
+    if value is None:
+        return parameter.show_default if isinstance(parameter.show_default, str) else ""
+    if isinstance(value, bool):
+        return str(parameter.opts[0]) if value and parameter.secondary_opts else ""
+    if getattr(parameter, "count", False):
+        return ""
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+class Command(_Help, TyperCommand):
+    """A verb: -q and -v may stand behind it, too."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, _without_verbosity(args, self.params))
 
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return [_usage_piece(piece) for piece in super().collect_usage_pieces(ctx)]
-
 
 def _without_verbosity(args: list[str], parameters: Sequence[Any]) -> list[str]:
-    """Obey -q and -v among a verb's words, and leave them out; option values and what follows -- are not looked at."""
+    """Obey -q and -v among a verb's words, and leave them out; option values and what follows -- stay as they are."""
     taking_value = {name for p in parameters if not getattr(p, "is_flag", True) for name in p.opts}
     left: list[str] = []
     for index, word in enumerate(args):
@@ -42,28 +176,34 @@ def _without_verbosity(args: list[str], parameters: Sequence[Any]) -> list[str]:
 _LEVELS = {"-q": -1, "--quiet": -1, "-v": 1, "--verbose": 1, "-vv": 2}
 
 
-def _usage_piece(piece: str) -> str:
-    """Typer writes {NAME} where NAME is required, and brackets around a metavar that has its own."""
-    if piece.startswith("{") and piece.endswith("}"):
-        return piece[1:-1].upper()
-    return piece[1:-1] if piece.startswith("[[") and piece.endswith("]]") else piece
+class Group(_Help, TyperGroup):
+    """Several verbs under one name."""
 
 
 class App(typer.Typer):
-    """Verbs are commands of our own class."""
+    """Commands and groups of our own classes, with the examples of `takes` below their help."""
+
+    def __init__(self, **settings: Any) -> None:
+        # Without rich's boxes: a heading and two columns leave the help twice the width, and a pipe the same text.
+        super().__init__(**{"cls": Group, "rich_markup_mode": None, **settings})
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Function], Function]:
-        return super().command(name, **{"cls": Command, **settings})
+        return self._with_examples(super().command, name, cls=Command, **settings)
+
+    def callback(self, **settings: Any) -> Callable[[Function], Function]:
+        return self._with_examples(super().callback, **settings)
+
+    @staticmethod
+    def _with_examples(register: Any, *words: Any, **settings: Any) -> Callable[[Function], Function]:
+        def decorate(function: Function) -> Function:
+            register(*words, epilog=getattr(function, "examples", None), **settings)(function)
+            return function
+
+        return decorate
 
 
-class RootGroup(TyperGroup):
-    """Gives Ctrl-C its own exit status (click alone would make it 1), and keeps help short."""
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        command = super().get_command(ctx, cmd_name)
-        if command is not None:
-            _hide_environment(command)
-        return command
+class RootGroup(Group):
+    """Gives Ctrl-C its own exit status (click alone would make it 1), and an error its one line."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         try:
@@ -84,7 +224,7 @@ _WRONG_USAGE: Any = typer.BadParameter.__base__  # click's UsageError, wherever 
 
 
 def _one_line(error: Any) -> Exception:
-    """What click says in a box below the usage, as every other error of fcp; help that was asked for stays help."""
+    """Return click's message, a box below the usage, as a line like every other error of fcp; help stays help."""
     if type(error).__name__ == "NoArgsIsHelpError":
         return cast("Exception", error)
     message = error.format_message().rstrip(".").replace("Value error, ", "").replace("Input should", "it should")
@@ -95,7 +235,7 @@ def _one_line(error: Any) -> Exception:
 
 
 def _origin(error: typer.BadParameter) -> str:
-    """Where a wrong value comes from if it was not typed: nobody looks for a flag in a command that has none."""
+    """Return where a wrong value comes from if it was not typed: nobody looks for a flag in a command that has none."""
     if error.ctx is None or error.param is None or not error.param.name:
         return ""
     source = error.ctx.get_parameter_source(error.param.name)
@@ -104,11 +244,3 @@ def _origin(error: typer.BadParameter) -> str:
     if source is not None and source.name == "ENVIRONMENT":
         return f" (set by {error.ctx.auto_envvar_prefix}_{error.param.name.upper()})"
     return ""
-
-
-def _hide_environment(command: Any) -> None:
-    """The epilog names the variables once by their rule; a line per option would double the length of every help."""
-    for parameter in command.params:
-        parameter.show_envvar = False
-    for subcommand in getattr(command, "commands", {}).values():
-        _hide_environment(subcommand)

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from fcp_cli.command_line import takes
 from fcp_cli.console import human, note, print_json
+from fcp_cli.options import Arg, Opt
 from fcp_cli.words import counted
 
 _MOST_SHOWN = 10
 
 
-def check(
-    plan: Annotated[Path, typer.Argument(metavar="[PLAN]", help="The plan to check.")] = Path("plan.parquet"),
-    manifest: Annotated[Path | None, typer.Option(help="Its manifest, to check lengths and all times against.")] = None,
-    length_column: Annotated[str, typer.Option(help="Column of the manifest with lengths.")] = "length",
-    json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON document on stdout.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckOptions:
+    plan: Annotated[Path, Arg("The plan to check.")] = Path("plan.parquet")
+    manifest: Annotated[Path | None, Opt("Its manifest, to check lengths and all times against.", unset="none")] = None
+    length_column: Annotated[str, Opt("Column of the manifest with lengths.")] = "length"
+    json: Annotated[bool, Opt("Print the findings as one JSON document on stdout.")] = False
+
+
+@takes(
+    CheckOptions,
+    examples="""
+    fcp check
+    fcp check plan.parquet --manifest lengths.parquet
+    """,
+)
+def check(options: CheckOptions) -> None:
     """Prove a plan: order, ranks, waves, token budget, coverage, times, bounds, totals and hash.
 
     Exit status 0 for a sound plan, 1 for any other.
@@ -28,15 +41,17 @@ def check(
     from fcp_cli.plan.check import check_plan
     from fcp_cli.plan.reader import PlanReader
 
-    table = read_manifest(manifest, length_column=length_column) if manifest is not None else None
+    plan, table = options.plan, None
+    if options.manifest is not None:
+        table = read_manifest(options.manifest, length_column=options.length_column)
     findings = list(islice(check_plan(plan, manifest=table), _MOST_SHOWN))
     metadata = PlanReader(plan).metadata
-    if json:
+    if options.json:
         shown = [{"step": f.step, "order": f.order, "message": f.message} for f in findings]
         print_json({"plan": str(plan), "plan_hash": metadata.plan_hash, "sound": not findings, "findings": shown})
-    for finding in findings if not json else ():
+    for finding in findings if not options.json else ():
         human().print(f"{plan}: {finding}", markup=False, soft_wrap=True)
     if findings:
         raise typer.Exit(1)
-    if not json:
+    if not options.json:
         note(f"{plan} is sound: {counted(metadata.steps, 'step')}, hash {metadata.plan_hash[:16]}")

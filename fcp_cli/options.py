@@ -1,0 +1,209 @@
+"""Options as data: a command's options are the annotated fields of a frozen dataclass, written once.
+
+The dataclass is the value that the library works with; its annotations give the flags, the metavars, the defaults, the
+limits, the help, the keys of `fcp.yaml`, the environment names and the reference page. Nothing here imports typer, so
+that a library package may own the options that it obeys; `command_line.takes` makes a command of them.
+
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class ClusterOptions:
+        ranks: Annotated[int | None, Opt("Model replicas.", min=1, unset="the profile's cluster")] = None
+
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class PlanOptions:
+        manifest: Annotated[Path, Arg("Parquet with lengths.")]
+        cluster: Annotated[ClusterOptions, Group("Cluster")] = ClusterOptions()
+
+Fields without a mark are no options: they need a default, which the command line leaves alone.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import KW_ONLY, MISSING, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from fcp_cli.errors import UsageError
+
+T = TypeVar("T")
+_METAVARS: Final[dict[Any, str]] = {int: "N", float: "X", str: "NAME", Path: "FILE"}
+
+
+@dataclass(frozen=True, slots=True)
+class Opt:
+    """An option.
+
+    Attributes:
+        help: one or two sentences.
+        flags: its spellings; without them `--name-of-the-field`.
+        metavar: what stands for the value; without it N, X, NAME, FILE or the choices of a `Literal`.
+        min, max: limits of a number.
+        unset: for options whose default is None, the words for what is then used.
+        group: heading in the help; a `Group` gives it to all options of its dataclass.
+        negatable: a switch has a `--no-...`, too.
+    """
+
+    help: str
+    _: KW_ONLY
+    flags: tuple[str, ...] = ()
+    metavar: str | None = None
+    min: float | None = None
+    max: float | None = None
+    unset: str | None = None
+    group: str | None = None
+    negatable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Arg:
+    """A positional argument; a field of type `tuple[T, ...]` takes the rest of the words."""
+
+    help: str
+    _: KW_ONLY
+    metavar: str | None = None
+    unset: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A nested dataclass whose options stand under one heading; the field's default instance holds their defaults.
+
+    Attributes:
+        title: the heading.
+        of: for a field of type `Mapping[str, Any]`, the dataclass whose options it collects: only those that were
+            given, since they override values that were recorded or found elsewhere.
+    """
+
+    title: str
+    _: KW_ONLY
+    of: type | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """A field of type `frozenset[str]`: names of the options that stood on the command line itself."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """An option or argument as its dataclass declares it.
+
+    Attributes:
+        name: of the field.
+        type: of one value, without None.
+        many: it collects a tuple of values.
+        default: of the field; `MISSING` where a value is required.
+        mark: its `Opt` or `Arg`.
+        group: heading in the help, None: none.
+    """
+
+    name: str
+    type: Any
+    many: bool
+    default: Any
+    mark: Opt | Arg
+    group: str | None
+
+    @property
+    def flag(self) -> str:
+        """The flag that messages name."""
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def metavar(self) -> str:
+        if self.type is bool:
+            return ""
+        if self.mark.metavar is not None:
+            return self.mark.metavar
+        choices = self.choices
+        if isinstance(self.mark, Arg):
+            return self.name.upper()
+        return "|".join(choices) if choices else _METAVARS[self.type]
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return get_args(self.type) if get_origin(self.type) is Literal else ()
+
+
+def options_of(kind: type, *, defaults: Any = None, group: str | None = None) -> Iterator[Option]:
+    """Yield the options of a dataclass and of its groups, in the order of the fields.
+
+    Args:
+        kind: a dataclass.
+        defaults: an instance whose values stand for the defaults of the fields.
+        group: heading of options that name none.
+    """
+    for name, hint, mark, default in _marked_fields(kind, defaults):
+        if isinstance(mark, Group):
+            inner = default if mark.of is None and default is not MISSING else None
+            yield from options_of(mark.of or hint, defaults=inner, group=mark.title)
+        elif isinstance(mark, Opt | Arg):
+            value_type, many = _value_type(hint)
+            own = mark.group if isinstance(mark, Opt) else None
+            yield Option(name=name, type=value_type, many=many, default=default, mark=mark, group=own or group)
+
+
+def build(kind: type[T], values: Mapping[str, Any], *, given: Collection[str], typed: Collection[str]) -> T:
+    """Make an instance of an option dataclass.
+
+    Args:
+        kind: the dataclass.
+        values: of all its options, by name.
+        given: names of the options whose values are no defaults.
+        typed: names of those on the command line.
+    """
+    found: dict[str, Any] = {}
+    for name, hint, mark, _ in _marked_fields(kind, None):
+        if isinstance(mark, Typed):
+            found[name] = frozenset(typed)
+        elif isinstance(mark, Group) and mark.of is not None:
+            found[name] = {option.name: values[option.name] for option in options_of(mark.of) if option.name in given}
+        elif isinstance(mark, Group):
+            found[name] = build(hint, values, given=given, typed=typed)
+        elif mark is not None:
+            found[name] = values[name]
+    return kind(**found)
+
+
+def check_limits(instance: Any) -> None:
+    """Refuse numbers beyond the limits of their options, and unknown choices, in a value that no command line made.
+
+    Raises:
+        UsageError: a value that the command line would refuse, too.
+    """
+    for option in options_of(type(instance)):
+        value, mark = getattr(instance, option.name), option.mark
+        if value is None or not isinstance(mark, Opt):
+            continue
+        if option.choices and value not in option.choices:
+            raise UsageError(f"{option.flag} is {value!r}; it must be one of {', '.join(option.choices)}")
+        # Written so that NaN, which no comparison accepts, is refused.
+        if mark.min is not None and not value >= mark.min:
+            raise UsageError(f"{option.flag} is {value}; it must be at least {mark.min:g}")
+        if mark.max is not None and not value <= mark.max:
+            raise UsageError(f"{option.flag} is {value}; it must be at most {mark.max:g}")
+
+
+def _marked_fields(kind: type, defaults: Any) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Yield name, type, mark and default of each field; the mark is None where there is none."""
+    hints = get_type_hints(kind, include_extras=True)
+    for field in fields(kind):
+        hint, mark = hints[field.name], None
+        if get_origin(hint) is Annotated:
+            hint, mark = get_args(hint)[:2]
+        default: Any = field.default
+        if defaults is not None:
+            default = getattr(defaults, field.name)
+        elif field.default_factory is not MISSING:
+            default = field.default_factory()
+        yield field.name, hint, mark, default
+
+
+def _value_type(hint: Any) -> tuple[Any, bool]:
+    """Return the type of one value without None, and whether a field of this type takes several."""
+    if get_origin(hint) in (Union, types.UnionType):
+        (hint,) = (part for part in get_args(hint) if part is not type(None))
+    if get_origin(hint) is tuple:
+        return get_args(hint)[0], True
+    return hint, False
