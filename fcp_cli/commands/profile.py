@@ -205,7 +205,7 @@ def fit(
     """Refit a profile from the metrics of real training runs, where every micro-batch is a sample."""
     from fcp_cli.cost.profile import load_cost_profile
     from fcp_cli.profiling.refit import refit, samples_of_run
-    from fcp_cli.report.run_file import metrics_path
+    from fcp_cli.runs.metrics_reader import metrics_path
 
     _refuse_two_documents(output, json)
     before = load_cost_profile(profile) if profile is not None else None

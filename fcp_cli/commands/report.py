@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from fcp_cli.report.page import Speedup
     from fcp_cli.report.page_data import PlanPicture
     from fcp_cli.report.plan_file import PlanFile
-    from fcp_cli.report.run_file import RunFile
     from fcp_cli.report.run_picture import RunPicture
+    from fcp_cli.runs.metrics_reader import RunFile
 
 _SPEEDUP_SEQUENCES = 16_384  # planned anew to find the best static plan
 _METRICS_BYTES = 200_000_000  # beyond this only each k-th measured step is read
@@ -98,8 +98,8 @@ def _look_at_run(
     metrics: Path | None, file: PlanFile, picture: PlanPicture
 ) -> tuple[RunFile | None, RunPicture | None, list[str]]:
     """The run, its pictures, and a line for whatever could not be used."""
-    from fcp_cli.report.run_file import open_run
     from fcp_cli.report.run_picture import RunPicture
+    from fcp_cli.runs.metrics_reader import open_run
 
     if metrics is None:
         return None, None, []

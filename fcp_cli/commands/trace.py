@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from fcp_cli.plan.metadata import PlanMetadata
     from fcp_cli.plan.step import StepPlan
     from fcp_cli.report.plan_file import PlanFile
-    from fcp_cli.report.run_file import RunFile, RunStep
     from fcp_cli.report.trace import Kind
+    from fcp_cli.runs.metrics_reader import RunFile, RunStep
 
 
 def trace(
@@ -82,7 +82,7 @@ def _overlaps(wanted: range, metadata: PlanMetadata) -> bool:
 def _open(inputs: list[Path]) -> tuple[PlanFile | None, RunFile | None, list[str]]:
     """The plan and the run among what was named, and a line about a run that does not fit the plan and is left out."""
     from fcp_cli.report.plan_file import open_plan
-    from fcp_cli.report.run_file import open_run
+    from fcp_cli.runs.metrics_reader import open_run
 
     plans = [path for path in inputs if _is_parquet(path)]
     runs = [path for path in inputs if path not in plans]

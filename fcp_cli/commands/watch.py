@@ -17,7 +17,8 @@ from fcp_cli.kinds import another_kind
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fcp_cli.report.watch import RunState, RunTail, Standing
+    from fcp_cli.report.watch import RunState, Standing
+    from fcp_cli.runs.metrics_reader import MetricsTail
 
 
 def watch(
@@ -32,10 +33,15 @@ def watch(
     Ends when the run ends: exit status 0 where it finished, 1 where it was interrupted, failed, or died without a word.
     Through a pipe it prints plain lines.
     """
-    from fcp_cli.report.watch import RunState, RunTail
+    from fcp_cli.report.watch import WINDOW_STEPS, RunState
+    from fcp_cli.runs.metrics_reader import MetricsTail
 
     console = human()
-    watched = _Watched(tail=RunTail(_metrics(run_dir)), state=RunState(), ascii_only=console.options.ascii_only)
+    watched = _Watched(
+        tail=MetricsTail(_metrics(run_dir), joins_with=WINDOW_STEPS),
+        state=RunState(),
+        ascii_only=console.options.ascii_only,
+    )
     if once or json:
         _show_once(watched, console, json=json)
         return
@@ -67,7 +73,7 @@ def _metrics(run_dir: Path) -> Path:
 class _Watched:
     """A run, and what was last known of it; `look` first."""
 
-    tail: RunTail
+    tail: MetricsTail
     state: RunState
     ascii_only: bool
     quiet_seconds: float = field(init=False, default=0.0)

@@ -21,6 +21,7 @@ from fcp_cli.launching.node_command import node_argv, node_environment
 from fcp_cli.launching.ranks import Ranks, ranks_of
 from fcp_cli.launching.spec import LaunchSpec
 from fcp_cli.machine import processes
+from fcp_cli.runs.follower import FileFollower
 
 _POLL_SECONDS = 0.1
 _TRACEBACK = b"Traceback (most recent call last)"
@@ -237,19 +238,17 @@ class _Follower:
         self._ranks = ranks
         self._stream = stream
         self._target = target
-        self._path: Path | None = None
-        self._offset = 0
+        self._file: FileFollower | None = None
         self._held = b""
         self._held_since = 0.0
 
     def copy_new(self) -> None:
-        self._path = self._path or self._ranks.rank_0(self._stream)
-        if self._path is None:
-            return
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            new = file.read()
-        self._offset += len(new)
+        if self._file is None:
+            path = self._ranks.rank_0(self._stream)
+            if path is None:
+                return
+            self._file = FileFollower(path)
+        new = self._file.read()
         if not self._held and _TRACEBACK in new:
             start = new.rfind(b"\n", 0, new.index(_TRACEBACK)) + 1  # torch writes [rank0]: before it
             self._write(new[:start])

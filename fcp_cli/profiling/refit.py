@@ -15,7 +15,7 @@ from fcp_cli.models.model import load_model
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.runs.metrics import read_metrics
+from fcp_cli.runs.metrics_reader import read_metrics
 
 # Every so many samples one is held out: the error on these is what the new profile can promise.
 HOLD_OUT_EVERY = 5

@@ -8,7 +8,7 @@ import numpy as np
 
 from fcp_cli.plan.step import FloatArray, Int64Array
 from fcp_cli.report.page_data import Columns
-from fcp_cli.report.run_file import RunStep
+from fcp_cli.runs.metrics_reader import RunStep
 
 _SCATTER_POINTS = 2_500
 _SERIES_POINTS = 400

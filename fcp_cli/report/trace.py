@@ -16,7 +16,7 @@ from typing import Any, Literal, TextIO
 import numpy as np
 
 from fcp_cli.plan.step import MicroBatch, StepPlan
-from fcp_cli.report.run_file import RunStep
+from fcp_cli.runs.metrics_reader import RunStep
 
 Event = dict[str, Any]
 Kind = Literal["planned", "measured"]

@@ -1,28 +1,21 @@
-"""A run while it trains, seen from outside: follows its metrics file and draws the latest state."""
+"""A run while it trains, seen from outside: folds its records and draws the latest state."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from fcp_cli.errors import RunError
 from fcp_cli.report.bars import bar
-from fcp_cli.report.run_file import run_step
 from fcp_cli.runs.heartbeat import Heartbeat
-from fcp_cli.runs.metrics import FORMAT
 from fcp_cli.training.progress import clock, short_count, short_seconds
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-_WINDOW_STEPS = 20  # over which pace, rates and idle shares are averaged
+WINDOW_STEPS = 20  # over which pace, rates and idle shares are averaged
 _RANKS_SHOWN = 16
 _BAR_COLUMNS = 28
 # A run that nobody vouches for is given up after this long, or after this many of its steps.
@@ -31,70 +24,12 @@ _SILENT_SECONDS, _SILENT_STEPS = 300.0, 20.0
 Standing = Literal["running", "finished", "interrupted", "failed", "gone", "silent"]
 
 
-class RunTail:
-    """Follows a metrics file; each `poll` returns what is new, damaged lines left out.
-
-    Of a long history only the latest start and its last steps are parsed, so that joining a run late is quick.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._inode = -1
-        self._offset = 0
-
-    def poll(self) -> list[dict[str, Any]]:
-        """New records, oldest first; none while the file does not exist.
-
-        Raises:
-            RunError: the file is not metrics of a run.
-        """
-        try:
-            with self.path.open("rb") as file:
-                self._reopen(os.fstat(file.fileno()))
-                return list(_parsed(self._new_lines(file)))
-        except FileNotFoundError:
-            return []
-
-    def _reopen(self, status: os.stat_result) -> None:
-        """Start at the top of a file that was replaced or cut, as a resumed run does."""
-        if status.st_ino != self._inode or status.st_size < self._offset:
-            self._inode, self._offset = status.st_ino, 0
-
-    def _new_lines(self, file: BinaryIO) -> list[bytes]:
-        """The last start among the whole new lines and the steps after it; on joining only the last of them."""
-        start: list[bytes] = []
-        most = None if self._offset else _WINDOW_STEPS
-        steps: deque[bytes] = deque(maxlen=most)
-        file.seek(self._offset)
-        for line in file:
-            if not line.endswith(b"\n"):
-                break  # still being written
-            if self._offset == 0 and f'"{FORMAT}"'.encode() not in line:
-                raise RunError(f'{self.path} is not the metrics of a run: its first line has no "format": "{FORMAT}"')
-            self._offset += len(line)
-            if b'"kind":"run"' in line or b'"kind": "run"' in line:
-                start, steps = [line], deque(maxlen=most)
-            else:
-                steps.append(line)
-        return [*start, *steps]
-
-
-def _parsed(lines: list[bytes]) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        with suppress(KeyError, TypeError, ValueError):
-            record = json.loads(line)
-            if record["kind"] == "step":
-                run_step(record)  # proves it
-            if record["kind"] in ("run", "step"):
-                yield record
-
-
 @dataclass(slots=True)
 class RunState:
     """The latest start of a run and its last steps."""
 
     run: dict[str, Any] = field(default_factory=dict)
-    window: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_WINDOW_STEPS))
+    window: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
 
     def feed(self, record: dict[str, Any]) -> None:
         if record["kind"] == "run":

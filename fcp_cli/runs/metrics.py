@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from fcp_cli.errors import RunError
 from fcp_cli.files import write_text_atomically
-from fcp_cli.kinds import another_kind
-from fcp_cli.words import first_sentence
 
 FORMAT = "fcp-metrics/1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MicroBatchTiming:
-    """One micro-batch on one rank: what the plan said, and what the clock said (from the start of the step)."""
+class MicrobatchTiming:
+    """A micro-batch on one rank: its predicted seconds, and the measured ones, counted from the start of the step."""
 
     order: int
     degree: int
@@ -53,7 +50,7 @@ class StepMeasurement:
     learning_rate: float
     seconds: float
     predicted_seconds: float
-    ranks: Sequence[Sequence[MicroBatchTiming]]
+    ranks: Sequence[Sequence[MicrobatchTiming]]
     warm_up: bool = False
 
     def busy_seconds(self) -> list[float]:
@@ -119,15 +116,22 @@ def drop_steps_from(path: Path, first_step: int) -> None:
     """Remove the records of steps >= `first_step`, and a last line cut short by a kill, before a resumed run appends.
 
     A missing file is left missing.
+
+    Raises:
+        RunError: a line before the last is damaged.
     """
     if not path.is_file():
         return
-    kept = [line for line, record in _records(path) if record.get("kind") != "step" or record["step"] < first_step]
+    kept = [line for line, record in records_of(path) if record.get("kind") != "step" or record["step"] < first_step]
     write_text_atomically(path, "".join(f"{line}\n" for line in kept))
 
 
-def _records(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
-    """The lines of a metrics file with their meaning; a last line that was cut short is skipped."""
+def records_of(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each line of a metrics file with its record; a last line that a kill cut short is skipped.
+
+    Raises:
+        RunError: another line is not JSON.
+    """
     lines = path.read_text(encoding="utf-8").split("\n")
     for number, line in enumerate(lines, start=1):
         if not line:
@@ -138,58 +142,3 @@ def _records(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
             if number == len(lines):
                 return
             raise RunError(f"{path} line {number} is not JSON: the metrics are damaged ({error})") from error
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All records of a metrics file, in order.
-
-    Raises:
-        RunError: the file is missing, damaged, or not metrics of a run.
-    """
-    if mistaken := another_kind(path, "metrics"):
-        raise RunError(mistaken)
-    try:
-        records = [record for _, record in _records(path)]
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunError(f"cannot read the metrics {path}: {first_sentence(error)}") from error
-    if not records or not isinstance(records[0], dict) or records[0].get("format") != FORMAT:
-        raise RunError(f'{path} is not the metrics of a run: expected a first line with "format": "{FORMAT}"')
-    return records
-
-
-class MetricsTail:
-    """Follows a metrics file from outside: each `poll` returns the whole records that are new since the last.
-
-    Records that stood in the file before `since` (ISO time) are passed over: a resumed run keeps those of the first.
-    """
-
-    def __init__(self, path: Path, *, since: str) -> None:
-        self._path = path
-        self._since = since
-        self._inode = -1
-        self._offset = 0
-        self._live = False
-
-    def poll(self) -> list[dict[str, Any]]:
-        try:
-            with self._path.open("rb") as file:
-                self._follow(file.fileno())
-                file.seek(self._offset)
-                whole, _, _ = file.read().rpartition(b"\n")
-        except FileNotFoundError:
-            return []
-        if not whole:
-            return []
-        self._offset += len(whole) + 1
-        return [record for record in map(json.loads, whole.splitlines()) if self._is_live(record)]
-
-    def _follow(self, descriptor: int) -> None:
-        """Start again at the top when the file was replaced, as `drop_steps_from` does."""
-        inode = os.fstat(descriptor).st_ino
-        if inode != self._inode:
-            self._inode, self._offset, self._live = inode, 0, False
-
-    def _is_live(self, record: dict[str, Any]) -> bool:
-        if record["kind"] == "run":
-            self._live = record["started"] >= self._since
-        return self._live

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from fcp_cli.runtime.loader import Fetch
     from fcp_cli.runtime.ring import Ring, attention, current_ring
     from fcp_cli.runtime.session import LocalMicroBatch, Session, Step, start, steps
-    from fcp_cli.runtime.timing import MicroBatchTiming
+    from fcp_cli.runtime.timing import MicrobatchTiming
 
 __all__ = [
     "Fetch",
     "LocalMicroBatch",
-    "MicroBatchTiming",
+    "MicrobatchTiming",
     "Ring",
     "Session",
     "Step",
@@ -30,7 +30,7 @@ __all__ = [
 _MODULES = {
     "Fetch": "loader",
     "LocalMicroBatch": "session",
-    "MicroBatchTiming": "timing",
+    "MicrobatchTiming": "timing",
     "Ring": "ring",
     "Session": "session",
     "Step": "session",

@@ -31,7 +31,7 @@ from fcp_cli.runtime.loader import Fetch, LoadedStep, Shard, fetches_labels, loa
 from fcp_cli.runtime.loss import token_loss_sum
 from fcp_cli.runtime.prefetch import Prefetched
 from fcp_cli.runtime.ring import Ring, current_ring
-from fcp_cli.runtime.timing import Clock, MicroBatchTiming, clock_for
+from fcp_cli.runtime.timing import Clock, MicrobatchTiming, clock_for
 from fcp_cli.runtime.transport import ProcessTransport, Transport
 from fcp_cli.runtime.world import ProcessWorld, World, join_process_group, local_device
 
@@ -239,13 +239,13 @@ class Step(FollowedStep):
         return int(self._tokens)
 
     @property
-    def timings(self) -> tuple[MicroBatchTiming, ...]:
+    def timings(self) -> tuple[MicrobatchTiming, ...]:
         """When this rank's micro-batches ran; on a device, reading it waits for the last one."""
         if not self._marks:
             return ()
         clock, first = self._session.clock, self._marks[0][0]
         return tuple(
-            MicroBatchTiming(
+            MicrobatchTiming(
                 order=shard.row.order, start_seconds=clock.seconds(first, begin), seconds=clock.seconds(begin, end)
             )
             for shard, (begin, end) in zip(self._shards, self._marks, strict=False)

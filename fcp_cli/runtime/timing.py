@@ -10,7 +10,7 @@ import torch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MicroBatchTiming:
+class MicrobatchTiming:
     """One micro-batch of one rank as it ran, counted from the rank's start of the step.
 
     Under DDP and FSDP2 the last micro-batch of a step includes the reduction of the gradients.

@@ -16,8 +16,7 @@ from fcp_cli.kinds import Kind, another_kind
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.profiling.samples import read_samples
-from fcp_cli.report.run_file import open_run
-from fcp_cli.runs.metrics import read_metrics
+from fcp_cli.runs.metrics_reader import open_run, read_metrics
 from tests.planning.examples import PROFILE
 
 READERS: dict[str, tuple[Callable[[Path], object], ...]] = {

@@ -10,8 +10,8 @@ from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.report.charts import DegreeColours, inline_csv
 from fcp_cli.report.page_data import HeatMap, PlanPicture, bars_of, evenly_spaced
-from fcp_cli.report.run_file import run_step
 from fcp_cli.report.run_picture import RunPicture, measured_bars
+from fcp_cli.runs.metrics_reader import run_step
 from tests.report.runs import SLOW_FACTOR, SLOW_RANK, make_example_plan, measured
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.report.run_file import run_step
 from fcp_cli.report.trace import TraceBuilder, write_trace
+from fcp_cli.runs.metrics_reader import run_step
 from tests.report.browser import chromium
 from tests.report.perfetto_reader import PerfettoReader
 from tests.report.runs import make_example_plan, measured

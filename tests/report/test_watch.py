@@ -11,8 +11,9 @@ import pytest
 
 from fcp_cli.errors import RunError
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.report.watch import RunState, RunTail, run_view
+from fcp_cli.report.watch import WINDOW_STEPS, RunState, run_view
 from fcp_cli.runs.heartbeat import End, Heartbeat, beating, read_heartbeat
+from fcp_cli.runs.metrics_reader import MetricsTail
 from tests.report.runs import make_example_plan, measured, run_record, write_run
 
 
@@ -31,14 +32,14 @@ def lines(plan: Path, tmp_path: Path) -> list[str]:
 
 def state_of(path: Path) -> RunState:
     state = RunState()
-    for record in RunTail(path).poll():
+    for record in MetricsTail(path, joins_with=WINDOW_STEPS).poll():
         state.feed(record)
     return state
 
 
 def test_only_whole_new_lines_are_given(lines: list[str], tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    tail = RunTail(path)
+    tail = MetricsTail(path, joins_with=WINDOW_STEPS)
     assert tail.poll() == []
     path.write_text(lines[0] + lines[1] + lines[2][:50])
     assert [record["kind"] for record in tail.poll()] == ["run", "step"]
@@ -51,7 +52,7 @@ def test_only_whole_new_lines_are_given(lines: list[str], tmp_path: Path) -> Non
 def test_a_replaced_file_is_read_from_its_top(lines: list[str], tmp_path: Path) -> None:
     path, new = tmp_path / "metrics.jsonl", tmp_path / "new.jsonl"
     path.write_text("".join(lines[:3]))
-    tail = RunTail(path)
+    tail = MetricsTail(path, joins_with=WINDOW_STEPS)
     assert len(tail.poll()) == 3
     new.write_text("".join(lines[:2]))
     new.replace(path)
@@ -61,7 +62,7 @@ def test_a_replaced_file_is_read_from_its_top(lines: list[str], tmp_path: Path) 
 def test_damaged_lines_are_passed_over(lines: list[str], tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(lines[0] + "garbage\n" + '{"kind":"step","step":1}\n' + lines[3])
-    assert [record.get("step") for record in RunTail(path).poll()] == [None, 2]
+    assert [record.get("step") for record in MetricsTail(path, joins_with=WINDOW_STEPS).poll()] == [None, 2]
 
 
 def test_of_a_long_run_only_the_last_steps_are_read(plan: Path, lines: list[str], tmp_path: Path) -> None:
@@ -69,13 +70,16 @@ def test_of_a_long_run_only_the_last_steps_are_read(plan: Path, lines: list[str]
     step = json.loads(lines[2])
     many = [json.dumps({**step, "step": i}, separators=(",", ":")) + "\n" for i in range(100)]
     path.write_text(lines[0] + "".join(many))
-    assert [record.get("step") for record in RunTail(path).poll()] == [None, *range(80, 100)]
+    assert [record.get("step") for record in MetricsTail(path, joins_with=WINDOW_STEPS).poll()] == [
+        None,
+        *range(80, 100),
+    ]
 
 
 def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"loss":1}\n')
     with pytest.raises(RunError, match="is not the metrics of a run"):
-        RunTail(tmp_path / "metrics.jsonl").poll()
+        MetricsTail(tmp_path / "metrics.jsonl").poll()
 
 
 def test_the_state_leaves_warm_up_out_of_rates(plan: Path, lines: list[str], tmp_path: Path) -> None:

@@ -8,19 +8,18 @@ import pytest
 
 from fcp_cli.errors import RunError
 from fcp_cli.runs.metrics import (
-    MetricsTail,
     MetricsWriter,
-    MicroBatchTiming,
+    MicrobatchTiming,
     StepMeasurement,
     drop_steps_from,
-    read_metrics,
 )
+from fcp_cli.runs.metrics_reader import MetricsTail, read_metrics
 
 RUN: dict[str, object] = {"format": "fcp-metrics/1", "kind": "run", "started": "2026-01-01T00:00:00+00:00"}
 
 
-def timing(order: int, seconds: float) -> MicroBatchTiming:
-    return MicroBatchTiming(order=order, degree=2, tokens=10, predicted_seconds=0.5, start_seconds=0.0, seconds=seconds)
+def timing(order: int, seconds: float) -> MicrobatchTiming:
+    return MicrobatchTiming(order=order, degree=2, tokens=10, predicted_seconds=0.5, start_seconds=0.0, seconds=seconds)
 
 
 def measured(step: int = 3, *, loss: float = 2.0) -> StepMeasurement:
@@ -122,11 +121,12 @@ def test_a_tail_gives_each_whole_record_once(tmp_path: Path) -> None:
     write(path, RUN, measured(0).record())
     assert [record["kind"] for record in tail.poll()] == ["run", "step"]
     with path.open("a") as file:
-        file.write('{"kind":"step",')
+        whole = json.dumps(measured(1).record())
+        file.write(whole[:20])
         file.flush()
         assert tail.poll() == []
-        file.write('"step":1}\n')
-    assert tail.poll() == [{"kind": "step", "step": 1}]
+        file.write(f"{whole[20:]}\n")
+    assert tail.poll() == [measured(1).record()]
     assert tail.poll() == []
 
 

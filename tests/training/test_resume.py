@@ -23,7 +23,7 @@ import torch
 from fcp_cli.machine import processes
 from fcp_cli.models.shipped import shipped_profile_path
 from fcp_cli.runs.checkpoint_header import checkpoints
-from fcp_cli.runs.metrics import read_metrics
+from fcp_cli.runs.metrics_reader import read_metrics
 from tests.patience import wait_until
 from tests.training.small_runs import fcp_command, ranks_in, run_fcp, write_manifest, write_small_plan
 

@@ -87,7 +87,7 @@ class _Watcher:
     def __init__(self, resolved: Launch, *, shows: bool) -> None:
         from datetime import timezone
 
-        from fcp_cli.runs.metrics import MetricsTail
+        from fcp_cli.runs.metrics_reader import MetricsTail
         from fcp_cli.training.progress import TrainingProgress
 
         every = resolved.settings.log_every if resolved.settings is not None else 1

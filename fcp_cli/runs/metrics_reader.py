@@ -1,15 +1,16 @@
-"""The metrics of a run as pictures need them: step by step, in arrays, and forgiving of what a killed run leaves.
+"""Reads the metrics of a run, step by step, in arrays, while the run is at work or afterwards.
 
-`training.metrics.read_metrics` is strict and reads whole files; this reads gigabytes line by line, leaves damaged
-lines out, and remembers in `problems` what it left out.
+`open_run` reads gigabytes line by line and leaves out what a killed run damaged, `MetricsTail` follows a run from
+outside, and `read_metrics`, for fitting, refuses damage.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from fcp_cli.errors import RunError
 from fcp_cli.kinds import another_kind
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.step import FloatArray, Int64Array
-from fcp_cli.runs.metrics import FORMAT
-from fcp_cli.words import counted
+from fcp_cli.runs.follower import FileFollower
+from fcp_cli.runs.metrics import FORMAT, records_of
+from fcp_cli.words import counted, first_sentence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,10 +58,10 @@ _TIMING_FIELDS = ("order", "degree", "tokens", "predicted_seconds", "start_secon
 
 
 def run_step(record: dict[str, Any], *, num_ranks: int | None = None) -> RunStep:
-    """The arrays of one `step` record.
+    """Return the arrays of one `step` record.
 
     Args:
-        record: as `training.metrics` writes it.
+        record: as `runs.metrics` writes it.
         num_ranks: of the job, where it is known.
 
     Raises:
@@ -100,7 +102,7 @@ def run_step(record: dict[str, Any], *, num_ranks: int | None = None) -> RunStep
 
 @dataclass(kw_only=True, slots=True)
 class RunFile:
-    """A metrics file: the record its latest start wrote, and its steps.
+    """A metrics file: the record of its latest start, and its steps.
 
     Attributes:
         run: the first `run` record, or the latest that was met.
@@ -124,7 +126,7 @@ class RunFile:
         return int(self.run["ranks_per_node"])
 
     def steps(self, *, every: int = 1) -> Iterator[RunStep]:
-        """The steps in the file's order; with `every` = k only each k-th is parsed."""
+        """Yield the steps in the file's order; with `every` = k only each k-th is parsed."""
         self.problems.clear()
         damaged: list[int] = []
         left_out: Counter[str] = Counter()
@@ -147,7 +149,7 @@ class RunFile:
         self._report(damaged, left_out, found)
 
     def _parse(self, line: str) -> RunStep | dict[str, Any] | None:
-        """A step, a record of another kind, or None for a damaged line; a `run` record becomes the current one."""
+        """Return a step, a record of another kind, or None for damage; a `run` record becomes current."""
         try:
             record = json.loads(line)
             if record["kind"] == "step":
@@ -217,12 +219,92 @@ def _nothing_at(path: Path) -> str:
 
 
 def metrics_path(path: Path) -> Path:
-    """The metrics file of a run that was named by its folder."""
+    """Return the metrics file of a run that was named by its folder, or the file itself."""
     return path / "metrics.jsonl" if path.is_dir() else path
 
 
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return all records of a metrics file, in order.
+
+    Raises:
+        RunError: the file is missing, damaged, or not metrics of a run.
+    """
+    if mistaken := another_kind(path, "metrics"):
+        raise RunError(mistaken)
+    try:
+        records = [record for _, record in records_of(path)]
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(f"cannot read the metrics {path}: {first_sentence(error)}") from error
+    if not records or not isinstance(records[0], dict) or records[0].get("format") != FORMAT:
+        raise RunError(f'{path} is not the metrics of a run: expected a first line with "format": "{FORMAT}"')
+    return records
+
+
+class MetricsTail:
+    """Follows the metrics of a run from outside.
+
+    Attributes:
+        path: of the metrics file, which may not exist yet.
+    """
+
+    def __init__(self, path: Path, *, since: str = "", joins_with: int | None = None) -> None:
+        """Follow a metrics file.
+
+        Args:
+            path: of the file.
+            since: ISO time; records of a start before it are passed over: a resumed run keeps those of the first.
+            joins_with: so many of the latest steps at most are parsed on joining, so that it is quick late in a run.
+        """
+        self.path = path
+        self._since = since
+        self._joins_with = joins_with
+        self._follower = FileFollower(path)
+        self._is_live = False
+
+    def poll(self) -> list[dict[str, Any]]:
+        """Return the whole records that are new since the last call, oldest first, damaged lines left out.
+
+        Of several new starts only the latest counts, with its steps.
+
+        Raises:
+            RunError: the file is not metrics of a run.
+        """
+        records: list[dict[str, Any]] = []
+        for line in self._latest_lines():
+            with suppress(KeyError, TypeError, ValueError):
+                record = json.loads(line)
+                if record["kind"] == "run":
+                    self._is_live = record.get("started", "") >= self._since
+                elif record["kind"] == "step":
+                    run_step(record)  # raises where the record is damaged
+                else:
+                    continue
+                if self._is_live:
+                    records.append(record)
+        return records
+
+    def _latest_lines(self) -> list[bytes]:
+        """Return the new line of the latest start, if any, and the lines of the steps after it."""
+        start: list[bytes] = []
+        steps: deque[bytes] | None = None
+        for line in self._follower.lines():
+            if steps is None:
+                joins = self._follower.offset == len(line)
+                if joins and f'"{FORMAT}"'.encode() not in line:
+                    raise RunError(
+                        f'{self.path} is not the metrics of a run: its first line has no "format": "{FORMAT}"'
+                    )
+                steps = deque(maxlen=self._joins_with if joins else None)
+            if b'"kind":"run"' in line or b'"kind": "run"' in line:
+                start = [line]
+                steps.clear()
+            else:
+                steps.append(line)
+        return [*start, *(steps or ())]
+
+
 def _plan_hashes(path: Path) -> set[str]:
-    """Of every start of the run: a resumed one may have been given another plan."""
+    """Return the plan hash of every start of the run: a resumed one may have been given another plan."""
     hashes = set()
     for _, line in _lines(path):
         if '"kind":"run"' in line or '"kind": "run"' in line:

@@ -7,7 +7,7 @@ import pytest
 
 from fcp_cli.errors import RunError
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.report.run_file import open_run
+from fcp_cli.runs.metrics_reader import open_run
 from tests.report.runs import make_example_plan, measured, run_record, write_run
 
 MICROBATCH = {"order": 0, "degree": 1, "tokens": 9, "predicted_seconds": 1.0, "start_seconds": 0.0, "seconds": 1.0}

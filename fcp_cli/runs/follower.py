@@ -1,0 +1,56 @@
+"""Follows a file that another process appends to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+class FileFollower:
+    """The part of a file that has not been read yet.
+
+    Attributes:
+        offset: bytes read so far; 0 again once the file was replaced or cut short, as a resumed run does with its
+            metrics: it is then read from its top.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset = 0
+        self._inode = -1
+
+    def read(self) -> bytes:
+        """Return what was appended since the last call; nothing while the file does not exist."""
+        with self._open() as file:
+            new = file.read() if file else b""
+            self.offset += len(new)
+            return new
+
+    def lines(self) -> Iterator[bytes]:
+        """Yield the whole lines appended since the last call, each with its end; one still being written comes later.
+
+        The file may be many gigabytes: it is read line by line.
+        """
+        with self._open() as file:
+            for line in file or ():
+                if not line.endswith(b"\n"):
+                    return
+                self.offset += len(line)
+                yield line
+
+    @contextmanager
+    def _open(self) -> Iterator[BinaryIO | None]:
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            yield None
+            return
+        with file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode or status.st_size < self.offset:
+                self._inode, self.offset = status.st_ino, 0
+            file.seek(self.offset)
+            yield file
