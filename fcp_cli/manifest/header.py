@@ -36,20 +36,6 @@ def readable(path: Path, *, kind: str = "Parquet") -> Iterator[None]:
         ) from error
 
 
-def read_json(path: Path) -> Any:
-    """What a JSON file holds.
-
-    Raises:
-        ManifestError: it cannot be read, or is not JSON.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ManifestError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ManifestError(f"{path} is not JSON: {error}") from error
-
-
 def manifest_files(path: Path) -> list[Path]:
     """The file itself, or the `.parquet` files of a folder in name order.
 

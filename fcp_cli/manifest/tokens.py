@@ -20,7 +20,7 @@ from fcp_cli.manifest.sources.shards import open_shard
 from fcp_cli.manifest.sources.text import TextTokens
 from fcp_cli.manifest.table import IntArray
 from fcp_cli.manifest.tokenizer import open_tokenizer
-from fcp_cli.manifest.vision import recorded_processor
+from fcp_cli.vision.processors import recorded_processor
 
 
 class TokenReader(Protocol):

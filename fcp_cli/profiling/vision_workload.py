@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -15,9 +14,8 @@ from fcp_cli.models.model import ModelSpec
 from fcp_cli.models.transformers_config import whole_config
 from fcp_cli.profiling.samples import VisionPoint
 from fcp_cli.profiling.workload import autocast_for
-from fcp_cli.runtime.exchange import route
-from fcp_cli.runtime.integrations.transformers import encode_visuals
-from fcp_cli.runtime.visuals import VisualPart, VisualShard
+from fcp_cli.vision.families import FAMILIES
+from fcp_cli.vision.parts import VisualPart
 
 
 def build_encoder(spec: ModelSpec, blocks: int, device: torch.device) -> nn.Module:
@@ -39,7 +37,7 @@ def build_encoder(spec: ModelSpec, blocks: int, device: torch.device) -> nn.Modu
 
 
 class VisionWorkload:
-    """Runs one call of the encoder, as `encode_visuals` of the runtime makes it in every micro-batch.
+    """Runs one call of the encoder, as the runtime makes it in every micro-batch.
 
     Args:
         model: as `build_encoder` makes it.
@@ -51,7 +49,7 @@ class VisionWorkload:
         self.model = model
         self._device = device
         self._autocast = autocast_for(device, dtype)
-        self._shard = lru_cache(maxsize=4)(self._make_shard)
+        self._pixels = lru_cache(maxsize=4)(self._draw_pixels)
         self._blocks = {
             name: module
             for name, module in model.named_modules()
@@ -70,37 +68,18 @@ class VisionWorkload:
 
     def call(self, point: VisionPoint) -> Callable[[], None]:
         """Forward, and backward where the point is a trained one; to be called. Gradients add up as in training."""
-        shard = self._shard(point.sides)
+        parts, pixels = [_part(side) for side in point.sides], self._pixels(point.sides)
+        family = FAMILIES[self.model.config.model_type]  # type: ignore[union-attr, index]
 
         def run() -> None:
             with torch.set_grad_enabled(point.trained), self._autocast():
-                embeddings = encode_visuals(self.model, shard)
+                embeddings = family.encode(self.model, parts, pixels)
             if point.trained:
                 torch.autograd.backward(embeddings, torch.ones_like(embeddings))
 
         return run
 
-    def _make_shard(self, sides: tuple[int, ...]) -> VisualShard:
-        parts = tuple(
-            VisualPart(
-                kind="image",
-                start_token=0,
-                num_tokens=side * side // 4,
-                work=1.0,
-                grid=(side, side),
-                pixels=lambda: torch.empty(0),  # drawn below, on the device
-            )
-            for side in sides
-        )
-        nobody = np.zeros(0, dtype=np.int64)
-        return VisualShard(
-            parts=parts,
-            pixels=self._pixels(sides),
-            kinds=(),
-            route=route(nobody, nobody, ranks=(0,), index=0),
-        )
-
-    def _pixels(self, sides: tuple[int, ...]) -> torch.Tensor:
+    def _draw_pixels(self, sides: tuple[int, ...]) -> torch.Tensor:
         config: Any = self.model.config
         vision = config.vision_config
         draw = torch.Generator(self._device).manual_seed(sum(sides))
@@ -111,3 +90,14 @@ class VisionWorkload:
             values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
             shape = (sum(side * side for side in sides), values)
         return torch.randn(shape, generator=draw, device=self._device)
+
+
+def _part(side: int) -> VisualPart:
+    return VisualPart(
+        kind="image",
+        start_token=0,
+        num_tokens=side * side // 4,
+        work=1.0,
+        grid=(side, side),
+        pixels=lambda: torch.empty(0),  # the pixels of all parts are drawn at once, on the device
+    )

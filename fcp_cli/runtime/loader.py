@@ -18,7 +18,8 @@ from fcp_cli.runtime.cursor import RankStep
 from fcp_cli.runtime.followed_step import IGNORED, require_length
 from fcp_cli.runtime.layout import ShardLayout, shard_layout
 from fcp_cli.runtime.loss import next_token_labels
-from fcp_cli.runtime.visuals import VisualPart, VisualSequence, VisualShard, visual_shard
+from fcp_cli.runtime.visuals import VisualShard, visual_shard
+from fcp_cli.vision.parts import VisualPart, VisualSequence
 
 Fetch: TypeAlias = Callable[[int], Any]
 """From a manifest row to the sequence's tokens, or to (tokens, labels); arrays, tensors or lists of integers.

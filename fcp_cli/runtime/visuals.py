@@ -10,60 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from heapq import heapify, heapreplace
-from typing import Any, Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.exchange import Route, route
-from fcp_cli.runtime.layout import IntArray, ShardLayout
-
-FloatArray: TypeAlias = npt.NDArray[np.float64]
-
-Kind = Literal["image", "video"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VisualPart:
-    """The smallest piece of an image or a video that the encoder can run alone: an image, a pair of frames, a tile.
-
-    Attributes:
-        kind: which placeholder its tokens have.
-        start_token: position of the first of its tokens in the sequence.
-        num_tokens: how many it has, all together.
-        work: of the encoder for it, in any unit that all parts share.
-        grid: height and width in patches.
-        pixels: gives the encoder's input for it, [patches, ...]; called ahead of time in a background thread, and only
-            on the rank that encodes it.
-    """
-
-    kind: Kind
-    start_token: int
-    num_tokens: int
-    work: float
-    grid: tuple[int, int]
-    pixels: Callable[[], Tensor]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VisualSequence:
-    """One sequence with images or videos, as `fetch` returns it.
-
-    Attributes:
-        tokens: [tokens] ids, with placeholders where visual embeddings go.
-        labels: [tokens] as Hugging Face data sets have them, or None to learn every token.
-        parts: the pieces of its images and videos, in the order of their tokens; may be empty.
-        position_ids: [axes, tokens] where the model's positions are not 0, 1, 2, ...
-    """
-
-    tokens: Any
-    labels: Any = None
-    parts: tuple[VisualPart, ...] = ()
-    position_ids: IntArray | None = None
+from fcp_cli.runtime.layout import ShardLayout
+from fcp_cli.vision.parts import Kind, VisualPart, share_out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -134,70 +89,6 @@ def visual_shard(
         kinds=tuple("video" if is_video else "image" for is_video in kinds.tolist()),
         route=route(np.repeat(encoders, sizes), consumers, ranks=ranks, index=member),
     )
-
-
-def share_out(work: Sequence[float], members: int) -> IntArray:
-    """[parts] who encodes each part; the same on every rank that asks.
-
-    The heaviest first, each to whoever has least so far: the most loaded member then has at most 4/3 - 1/(3 members) of
-    the least possible (Graham, 1969). Then it shares its parts and those of another member out anew between the two, as
-    evenly as can be, as long as that makes the most loaded one end earlier.
-    """
-    encoders = _largest_first(work, members)
-    weights = np.asarray(work, dtype=np.float64)
-    loads = np.bincount(encoders, weights=weights, minlength=members)
-    for _ in range(_MOST_ROUNDS_PER_MEMBER * members):
-        heaviest = int(loads.argmax())
-        if loads[heaviest] <= _EVEN_ENOUGH * loads.mean():
-            break
-        least, best = loads[heaviest] * (1 - 1e-9), None
-        for other in np.flatnonzero(np.arange(members) != heaviest).tolist():
-            both = np.flatnonzero((encoders == heaviest) | (encoders == other))
-            half = both[_half_of(weights[both])]
-            larger = max(weights[half].sum(), weights[both].sum() - weights[half].sum())
-            if larger < least:
-                least, best = larger, (other, both, half)
-        if best is None:
-            break
-        other, both, half = best
-        encoders[both] = heaviest
-        encoders[half] = other
-        loads = np.bincount(encoders, weights=weights, minlength=members)
-    return encoders
-
-
-_EVEN_ENOUGH = 1.01  # largest over mean load at which sharing out anew ends
-_MOST_ROUNDS_PER_MEMBER = 8
-_LEVELS = 4096  # a half is sought among so many sums
-
-
-def _largest_first(work: Sequence[float], members: int) -> IntArray:
-    loads = [(0.0, member) for member in range(members)]
-    heapify(loads)
-    encoders = np.empty(len(work), dtype=np.int64)
-    for part in sorted(range(len(work)), key=lambda i: -work[i]):
-        load, member = loads[0]
-        encoders[part] = member
-        heapreplace(loads, (load + work[part], member))
-    return encoders
-
-
-def _half_of(weights: FloatArray) -> list[int]:
-    """Which of the weights come closest to half of their sum: all sums that some of them have are the bits of a number.
-
-    Weights are rounded to 1/4096 of their sum.
-    """
-    rounded = np.rint(weights * (_LEVELS / weights.sum())).astype(np.int64).tolist()
-    sums = [1]
-    for weight in rounded:
-        sums.append(sums[-1] | sums[-1] << weight)
-    wanted = (sums[-1] & (2 << sum(rounded) // 2) - 1).bit_length() - 1
-    chosen = []
-    for position in range(len(rounded) - 1, -1, -1):
-        if not sums[position] >> wanted & 1:
-            chosen.append(position)
-            wanted -= rounded[position]
-    return chosen
 
 
 def _in_order(parts: Sequence[VisualPart]) -> Sequence[VisualPart]:

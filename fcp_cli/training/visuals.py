@@ -15,10 +15,10 @@ from torch import Tensor
 from fcp_cli.errors import RunError
 from fcp_cli.manifest.sources.media import MediaRecords
 from fcp_cli.manifest.table import IntArray
-from fcp_cli.manifest.vision import InternVision, QwenVision, Visual
 from fcp_cli.runtime.followed_step import IGNORED
-from fcp_cli.runtime.integrations import internvl, qwen3_vl
-from fcp_cli.runtime.visuals import VisualSequence
+from fcp_cli.vision import internvl, qwen3_vl
+from fcp_cli.vision.parts import VisualSequence
+from fcp_cli.vision.processors import InternVision, QwenVision, Visual
 
 
 class SyntheticVisuals:

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fcp_cli.runtime.integrations.internvl import visual_sequence
-from fcp_cli.runtime.visuals import VisualSequence
+from fcp_cli.vision.internvl import visual_sequence
+from fcp_cli.vision.parts import VisualSequence
 
 VOCAB_SIZE, IMAGE = 64, 60
 TILES = (0, 1, 3, 6, 9)

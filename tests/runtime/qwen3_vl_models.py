@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fcp_cli.runtime.integrations.qwen3_vl import visual_sequence
-from fcp_cli.runtime.visuals import VisualSequence
+from fcp_cli.vision.parts import VisualSequence
+from fcp_cli.vision.qwen3_vl import visual_sequence
 
 VOCAB_SIZE, IMAGE, VIDEO, START, END = 64, 60, 61, 62, 63
 TEXT_ONLY, ONE_IMAGE, MANY_IMAGES, ONE_VIDEO, BOTH = range(5)

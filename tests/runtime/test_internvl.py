@@ -11,7 +11,7 @@ from fcp_cli.errors import RunError
 
 pytest.importorskip("transformers")
 
-from fcp_cli.runtime.integrations.internvl import encode, visual_sequence
+from fcp_cli.vision.internvl import encode, visual_sequence
 from tests.runtime.internvl_models import IMAGE, config, model
 from tests.runtime.vision_models import assert_exchange_keeps_encoder_gradients
 
@@ -40,7 +40,7 @@ def test_every_tile_is_a_part_and_read_when_asked() -> None:
 
 def test_a_rank_without_tiles_encodes_as_little_as_can_be() -> None:
     """One merged patch: its embedding is there, and nobody asks for it."""
-    assert encode(model().model, None).shape == (1, 1, 32)
+    assert encode(model().model, (), None).shape == (1, 1, 32)
 
 
 def test_the_exchange_keeps_the_gradient_of_every_parameter_of_encoder_and_projector() -> None:

@@ -17,7 +17,7 @@ from tests.runtime.plans import Row, write_plan
 
 pytest.importorskip("transformers")
 
-from fcp_cli.runtime.integrations.qwen3_vl import encode, visual_sequence
+from fcp_cli.vision.qwen3_vl import encode, visual_sequence
 from tests.runtime.qwen3_vl_models import END, IMAGE, PATCH_VALUES, START, VIDEO, config, inputs_of, model, sequence
 from tests.runtime.vision_models import assert_exchange_keeps_encoder_gradients
 
@@ -59,7 +59,7 @@ def test_every_shard_has_the_positions_of_transformers_at_its_tokens(members: in
 
 
 def test_a_rank_without_pictures_encodes_one_blank_patch() -> None:
-    assert encode(model().model, None).shape == (1, 1 + 2, 32)  # an embedding, two deepstack levels; nobody asks
+    assert encode(model().model, (), None).shape == (1, 1 + 2, 32)  # an embedding, two deepstack levels; nobody asks
 
 
 def test_the_exchange_keeps_the_gradient_of_every_parameter_of_encoder_merger_and_deepstack() -> None:

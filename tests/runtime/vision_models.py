@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runtime.exchange import exchange
-from fcp_cli.runtime.integrations.transformers import encode_visuals
 from fcp_cli.runtime.layout import shard_layout
 from fcp_cli.runtime.loss import next_token_labels, token_loss_sum
 from fcp_cli.runtime.session import LocalMicroBatch
-from fcp_cli.runtime.visuals import VisualSequence, visual_shard
+from fcp_cli.runtime.visuals import visual_shard
 from fcp_cli.verification.emulation import Meeting, ThreadTransport, run_ranks
 from fcp_cli.verification.replay import Replayed, take_gradient
+from fcp_cli.vision import families
+from fcp_cli.vision.parts import VisualSequence
 from tests.runtime import internvl_models, qwen3_vl_models
 from tests.runtime.models import Recomputation, Wrapping, recompute, wrap
 from tests.runtime.plans import Row
@@ -133,7 +134,8 @@ def assert_exchange_keeps_encoder_gradients(family: Family, numbers: Sequence[in
     alone_shard = visual_shard(parts, whole, ranks=(0,), member=0)
     assert alone_shard is not None
     reference = unmodified(case)
-    embeddings = encode_visuals(reference.model, alone_shard)
+    encode = families.FAMILIES[family].encode
+    embeddings = encode(reference.model, alone_shard.parts, alone_shard.pixels)
     weights = torch.randn(embeddings.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     torch.autograd.backward((embeddings * weights).sum())
     at_token = np.full(layout.total_tokens, -1)
@@ -150,9 +152,8 @@ def assert_exchange_keeps_encoder_gradients(family: Family, numbers: Sequence[in
     def run(meeting: Meeting, rank: int) -> None:
         shard = visual_shard(parts, layout, ranks=tuple(range(members)), member=rank)
         assert shard is not None
-        arrived = exchange(
-            encode_visuals(models[rank].model, shard), shard.route, ThreadTransport(meeting.mailbox, rank, 120.0)
-        )
+        embeddings = encode(models[rank].model, shard.parts, shard.pixels)
+        arrived = exchange(embeddings, shard.route, ThreadTransport(meeting.mailbox, rank, 120.0))
         own = at_token[layout.index(rank)]
         torch.autograd.backward((arrived * weights[own[own >= 0]]).sum())
 

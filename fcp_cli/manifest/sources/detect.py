@@ -19,7 +19,7 @@ from fcp_cli.manifest.sources.megatron import MegatronIndex
 from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, PARQUET_SUFFIXES, open_shard
 from fcp_cli.manifest.sources.text import TextTree
 from fcp_cli.manifest.tokenizer import FileTokenizer, open_tokenizer
-from fcp_cli.manifest.vision import open_processor, words_of
+from fcp_cli.vision.processors import open_processor, words_of
 
 _SUFFIXES: Final = {
     "jsonl": (".jsonl", ".ndjson", ".json"),

@@ -17,7 +17,8 @@ import pyarrow as pa
 import pyarrow.csv
 
 from fcp_cli.errors import ManifestError
-from fcp_cli.manifest.header import read_json, readable
+from fcp_cli.files import read_json
+from fcp_cli.manifest.header import readable
 from fcp_cli.manifest.sources.jsonl import json_lines, json_record, size_of
 from fcp_cli.manifest.sources.shards import open_shard
 
@@ -131,7 +132,7 @@ def _integer(value: Any) -> Any:
 
 def _llava(path: Path) -> Iterator[Found]:
     """A JSON list of conversations with the paths of their images, beside the file or below it."""
-    document = read_json(path)
+    document = read_json(path, error=ManifestError)
     if not isinstance(document, list) or not all(isinstance(record, dict) for record in document):
         raise ManifestError(f"{path} is not a list of records with 'conversations'")
     share, rest = divmod(size_of(path), max(len(document), 1))

@@ -27,16 +27,11 @@ from torch import Tensor, nn
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.exchange import exchange
-from fcp_cli.runtime.integrations import internvl, qwen3_vl
 from fcp_cli.runtime.ring import Ring, attention, current_ring
-from fcp_cli.runtime.visuals import VisualShard
+from fcp_cli.vision.families import FAMILIES
 
 NAME = "fcp"
 """The attention implementation's name in transformers."""
-
-
-_VISION_FAMILIES: dict[str, Any] = {"qwen3_vl": qwen3_vl, "internvl": internvl}
-"""Model type -> the module that knows what its encoder takes and gives."""
 
 
 def prepare(model: transformers.PreTrainedModel) -> None:
@@ -65,8 +60,8 @@ def _text_config(config: Any) -> Any:
     """The language model's configuration; refuses models that fcp does not know how to take apart."""
     if not hasattr(config, "vision_config"):
         return config
-    if config.model_type not in _VISION_FAMILIES:
-        known = ", ".join(_VISION_FAMILIES)
+    if config.model_type not in FAMILIES:
+        known = ", ".join(FAMILIES)
         raise RunError(f"a {config.model_type} model is not a plain decoder, nor one of {known}; prepare its decoder")
     return config.text_config
 
@@ -136,20 +131,14 @@ def _bring_embeddings(
     ring: Ring | None = kwargs.get("ring")
     if ring is None:
         return None  # not under a plan
-    family = _VISION_FAMILIES[module.config.model_type]
+    family, visuals = FAMILIES[module.config.model_type], ring.visuals
     with torch.set_grad_enabled(torch.is_grad_enabled() and _is_trained(module)):
-        embeddings = encode_visuals(module, ring.visuals)
+        embeddings = family.encode(module, visuals.parts if visuals else (), visuals.pixels if visuals else None)
     ring.encoder_calls += 1
-    if ring.visuals is None:
+    if visuals is None:
         return args, {**kwargs, "mm_encoder_outputs": family.encoder_outputs(embeddings[:0], ())}
-    arrived = exchange(embeddings, ring.visuals.route, ring.transport)
-    return args, {**kwargs, "mm_encoder_outputs": family.encoder_outputs(arrived, ring.visuals.kinds)}
-
-
-def encode_visuals(model: nn.Module, shard: VisualShard | None) -> Tensor:
-    """[embeddings, levels, hidden] of a share of images and videos, by the encoder of a vision-language base model."""
-    found: Tensor = _VISION_FAMILIES[model.config.model_type].encode(model, shard)  # type: ignore[union-attr, index]
-    return found
+    arrived = exchange(embeddings, visuals.route, ring.transport)
+    return args, {**kwargs, "mm_encoder_outputs": family.encoder_outputs(arrived, visuals.kinds)}
 
 
 def _is_trained(module: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from fcp_cli.errors import ManifestError
-from fcp_cli.manifest.header import read_json
+from fcp_cli.files import read_json
 
 _MAX_ASPECT: Final = 200
 _DEFAULT_FPS: Final = 24.0  # what the Qwen3-VL processor takes for a video without a rate
@@ -295,5 +295,5 @@ def _config(folder: Path, name: str, section: str | None = None) -> dict[str, An
     file = folder / name
     if section is not None and not file.exists() and (folder / "processor_config.json").exists():
         return _config(folder, "processor_config.json")[section]  # type: ignore[no-any-return]
-    values = read_json(file)
+    values = read_json(file, error=ManifestError)
     return _Settings(file, values if isinstance(values, dict) else {})

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.visuals import Kind, VisualPart, VisualSequence, VisualShard
+from fcp_cli.vision.parts import Kind, VisualPart, VisualSequence
 
 Tiles: TypeAlias = "Tensor | Callable[[int, int], Tensor]"
 """A processor's tiles [tiles, channels, height, width], or a function that gives tiles start to stop when asked."""
@@ -67,20 +67,19 @@ def visual_sequence(
     )
 
 
-def encode(model: Any, shard: VisualShard | None) -> Tensor:
+def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Tensor:
     """[embeddings, 1, hidden] of this member's tiles; of a blank one, as small as can be, where it has none.
 
     Args:
         model: the `InternVLModel`.
-        shard: what to encode.
+        parts: what to encode; all tiles are of one size, so nothing of them is needed.
+        pixels: [tiles, channels, height, width] of all of them; None where there are none.
     """
     tower = model.vision_tower
-    if shard is not None and shard.pixels is not None:
-        tiles = shard.pixels
-    else:
+    if pixels is None:
         side = round(1 / model.config.downsample_ratio) * model.config.vision_config.patch_size[0]
-        tiles = torch.zeros(1, 3, side, side)
-    found = model.get_image_features(tiles.to(tower.device, tower.dtype), return_dict=True)
+        pixels = torch.zeros(1, 3, side, side)
+    found = model.get_image_features(pixels.to(tower.device, tower.dtype), return_dict=True)
     return found.pooler_output.flatten(0, 1).unsqueeze(1)  # type: ignore[no-any-return]
 
 

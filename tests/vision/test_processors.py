@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from fcp_cli.errors import ManifestError
-from fcp_cli.manifest.vision import InternVision, QwenVision, open_processor, words_of
+from fcp_cli.vision.processors import InternVision, QwenVision, open_processor, words_of
 
 QWEN, INTERN = QwenVision(), InternVision()
 

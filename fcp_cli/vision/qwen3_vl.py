@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.layout import IntArray
-from fcp_cli.runtime.visuals import Kind, VisualPart, VisualSequence, VisualShard
+from fcp_cli.vision.parts import IntArray, Kind, VisualPart, VisualSequence
 
 Pixels: TypeAlias = "Tensor | Callable[[int, int], Tensor]"
 """A processor's pixel rows [patches, values], or a function that gives rows start to stop of them when asked."""
@@ -58,19 +57,19 @@ def visual_sequence(
     )
 
 
-def encode(model: Any, shard: VisualShard | None) -> Tensor:
+def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Tensor:
     """[embeddings, 1 + deepstack levels, hidden] of this member's parts; of a blank patch where it has none.
 
     The blank one keeps every rank in step with hooks of DDP and FSDP; nobody asks for its embedding.
 
     Args:
         model: the `Qwen3VLModel`.
-        shard: what to encode.
+        parts: what to encode.
+        pixels: [patches, values] of all of them; None where there are none.
     """
     visual = model.visual
-    if shard is not None and shard.pixels is not None:
-        pixels, grids = shard.pixels, [(1, *part.grid) for part in shard.parts]
-    else:
+    grids = [(1, *part.grid) for part in parts]
+    if pixels is None:
         merge = visual.spatial_merge_size
         pixels = torch.zeros(merge * merge, _pixel_values(model.config.vision_config), device=visual.device)
         grids = [(1, merge, merge)]

@@ -1,0 +1,24 @@
+"""The families of vision-language models that can follow a plan, by their model type in transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Protocol
+
+from torch import Tensor
+
+from fcp_cli.vision import internvl, qwen3_vl
+from fcp_cli.vision.parts import Kind, VisualPart
+
+
+class VisionFamily(Protocol):
+    """What a module of a family gives the runtime, besides `visual_sequence` for the data set."""
+
+    def encode(self, model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Tensor:
+        """Return the embeddings [their tokens, levels, hidden] of the parts that a rank was given."""
+
+    def encoder_outputs(self, embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]:
+        """Return embeddings [tokens, levels, hidden] as the model's forward takes them in place of pixels."""
+
+
+FAMILIES: Final[Mapping[str, VisionFamily]] = {"qwen3_vl": qwen3_vl, "internvl": internvl}
