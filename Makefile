@@ -4,12 +4,12 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-msrun lint types unit browser pictures study clean
+.PHONY: demo test test-msrun lint types unit docs browser pictures study clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[torch,hf,report,megatron,video]" --group dev
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[torch,hf,report,megatron,video]" --group dev --group docs
 	touch $(STAMP)
 
 demo: $(STAMP)
@@ -28,6 +28,10 @@ types: $(STAMP)
 
 unit: $(STAMP)
 	$(BIN)/python -m pytest
+
+# The site of docs/, into site/; `make test` builds it, too. Any warning is an error, and nothing is fetched from elsewhere.
+docs: $(STAMP)
+	$(BIN)/python -m mkdocs build --strict --quiet
 
 # Pages and traces in a headless Chromium (`apt install chromium`); `make test` runs these tests too once this was run.
 browser: $(STAMP)
@@ -57,4 +61,4 @@ test-msrun: $(MSRUN_STAMP)
 	$(MSRUN_VENV)/bin/python -m pytest -m mindspore
 
 clean:
-	rm -rf $(VENV) $(MSRUN_VENV) demo
+	rm -rf $(VENV) $(MSRUN_VENV) demo site
