@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 def counted(count: int, noun: str) -> str:
     """1 -> "1 step", 1200 -> "1,200 steps"."""
@@ -14,6 +17,11 @@ def first_sentence(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return (str(error).strip().splitlines() or [type(error).__name__])[0].partition(". ")[0].rstrip(".")
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """Return the known word that a misspelt one most resembles, or None where none does."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1)), None)
 
 
 def duration(seconds: float) -> str:
