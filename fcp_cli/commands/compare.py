@@ -101,10 +101,8 @@ def compare(
     origins.report()
     syncs = SYNCS if sync is None and inputs.problem.pipeline_parallel == 1 else (inputs.problem.sync,)
     if inputs.problem.profile.common_ground is not None:
-        note(
-            "strategies are compared under version 1 of the cost model, the profile's common_ground; fcp plan uses all"
-        )
-        inputs = replace(inputs, problem=replace(inputs.problem, profile=inputs.problem.profile.under_version_1()))
+        note("strategies are compared under the profile's common_ground, without exposed_ring_share; fcp plan uses all")
+        inputs = replace(inputs, problem=replace(inputs.problem, profile=inputs.problem.profile.on_common_ground()))
     contenders, compared_steps = _run(inputs, names, syncs, milp_seconds)
     if json:
         print_json(comparison_document(contenders, inputs.problem, steps=compared_steps))

@@ -21,7 +21,7 @@ MEANINGS = {
     "ring_bytes_per_token": "alpha3: K/V forward, K/V and dK/dV backward, all layers",
     "microbatch_seconds": "beta1: fixed cost of one micro-batch",
     "ring_hop_seconds": "beta2: fixed cost of one hop, forward and backward, all layers",
-    "exposed_ring_share": "of a ring's seconds, not hidden by attention (version 2 of the format)",
+    "exposed_ring_share": "of a ring's seconds, not hidden by attention",
     "vision_seconds_per_patch": "vision encoder, per patch",
     "vision_seconds_per_patch2": "vision encoder's attention, per pair of patches of one image",
     "intra_node": "bytes per second in a ring inside a node",

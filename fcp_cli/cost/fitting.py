@@ -5,8 +5,8 @@ With A = sum (1 + eta) length^2 / d, T = tokens / d and hops = d - 1 a sample re
     seconds = beta1 + alpha2 T + v P + max(alpha1 A, (1 - s) ring) + s ring
     ring    = r T hops + beta2 hops,    r = alpha3 / bandwidth (one r per tier)
 
-with s = 0 in version 1 of the model, and s = `exposed_ring_share` in version 2, which is taken where it predicts
-held-out samples better. P = patches / d is the vision encoder's work, with pairs of patches as the patches that take as
+with s = 0 where attention may hide the whole ring, and s = `exposed_ring_share` where that predicts held-out samples
+better. P = patches / d is the vision encoder's work, with pairs of patches as the patches that take as
 long by the prior. Bytes and bandwidth only ever appear as their quotient: alpha3 is counted from the model, r is
 fitted, and the bandwidth follows. A non-negative least-squares fit without the maximum starts a bounded, robust one
 with it. What the samples cannot tell (a ring that always hides behind attention) stays near its prior.
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from scipy.optimize import least_squares, nnls
 
 from fcp_cli.cost.model import group_seconds
-from fcp_cli.cost.profile import FORMAT_1, FORMAT_2, Bandwidth, CommonGround, CostProfile
+from fcp_cli.cost.profile import EXPOSED_RING, HIDDEN_RING, Bandwidth, CommonGround, CostProfile
 from fcp_cli.errors import ProfileError
 from fcp_cli.manifest.table import FloatArray
 
@@ -31,7 +31,7 @@ OUTLIER_RELATIVE_ERROR = 0.05
 # Weight of "the ring is as its prior says" against one sample; enough to hold what no sample tells.
 PRIOR_WEIGHT = 0.02
 LEAST_SAMPLES = 5
-# Version 2 is taken where it takes at least this share of the held-out error away: less may be chance.
+# An exposed share is fitted where it takes at least this share of the held-out error away: less may be chance.
 LEAST_GAIN = 0.1
 _START_SHARE = 0.5
 
@@ -64,7 +64,7 @@ class Fit:
     Attributes:
         relative_errors: [samples] predicted / measured - 1 of each sample it was fitted to.
         kept: coefficients that the samples could not tell and that stay as they were.
-        held_out_percent: mean absolute error by format version, where both could be tried.
+        held_out_percent: mean absolute error by model (HIDDEN_RING, EXPOSED_RING), where both could be tried.
     """
 
     profile: CostProfile
@@ -79,7 +79,7 @@ def fit_profile(samples: Sequence[Sample], prior: CostProfile, *, held_out: Sequ
     Args:
         samples: measured micro-batches of one model on one cluster.
         prior: gives bytes per token, and the ring's figures where no sample of degree > 1 tells them.
-        held_out: decide whether version 2 predicts better; without rings among them version 1 is taken.
+        held_out: decide whether an exposed share predicts better; without rings among them none is fitted.
 
     Raises:
         ProfileError: too few samples, or too alike to tell the coefficients apart; the message says what is missing.
@@ -87,14 +87,17 @@ def fit_profile(samples: Sequence[Sample], prior: CostProfile, *, held_out: Sequ
     _require_enough(samples)
     terms = _Terms.of(samples)
     tiers = [name for name, used in (("intra_node", terms.intra), ("inter_node", terms.inter)) if used.any()]
-    profile = _fitted(terms, tiers, prior.under_version_1(), with_share=False)
+    profile = _fitted(terms, tiers, prior.on_common_ground(), with_share=False)
     held_out_percent: dict[str, float] = {}
     if prior.common_ground is not None and not tiers:
         profile = _with_ground(_fitted(terms, tiers, prior, with_share=False), profile)
     elif tiers and any(sample.degree > 1 and not sample.silent for sample in held_out):
         richer = _with_ground(_fitted(terms, tiers, prior, with_share=True), profile)
-        held_out_percent = {FORMAT_1: error_percent(held_out, profile), FORMAT_2: error_percent(held_out, richer)}
-        if held_out_percent[FORMAT_2] <= (1 - LEAST_GAIN) * held_out_percent[FORMAT_1]:
+        held_out_percent = {
+            HIDDEN_RING: error_percent(held_out, profile),
+            EXPOSED_RING: error_percent(held_out, richer),
+        }
+        if held_out_percent[EXPOSED_RING] <= (1 - LEAST_GAIN) * held_out_percent[HIDDEN_RING]:
             profile = richer
     kept = [f"bandwidth_bytes_per_second.{name}" for name in ("intra_node", "inter_node") if name not in tiers]
     if not tiers:
@@ -110,7 +113,7 @@ def fit_profile(samples: Sequence[Sample], prior: CostProfile, *, held_out: Sequ
 
 
 def _with_ground(richer: CostProfile, plain: CostProfile) -> CostProfile:
-    """A profile of version 2 with version 1's fit of the same samples."""
+    """Add the fit of the same samples without an exposed share to the one with it."""
     return replace(richer, common_ground=CommonGround(coefficients=plain.coefficients, bandwidth=plain.bandwidth))
 
 

@@ -1,59 +1,60 @@
-"""Cost profiles (contracts `fcp-cost-profile/1` and `/2`): the coefficients of the cost model, as YAML.
+"""Cost profiles (contract `fcp-cost-profile/1`): the coefficients of the cost model, as YAML.
 
-Version 2 has one coefficient more, `exposed_ring_share`, and a block `common_ground`: what version 1 says of the same
-samples, for whatever compares under version 1. A profile that needs no version 2 is written as version 1.
+Two keys are optional and come together: the coefficient `exposed_ring_share`, and the block `common_ground` with the
+fit of the same samples without it, for whatever compares strategies. A reader refuses every key that it does not know.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 import yaml
 
 from fcp_cli.errors import ProfileError
 from fcp_cli.kinds import another_kind
+from fcp_cli.validation import NonNegative, Positive, Share, parse_yaml, validated
 from fcp_cli.words import first_sentence
 
-FORMAT_1 = "fcp-cost-profile/1"
-FORMAT_2 = "fcp-cost-profile/2"
-ORIGINS = ("measured", "fitted", "analytic", "assumed")
-_ONLY_VERSION_2 = {"exposed_ring_share"}
+FORMAT: Final = "fcp-cost-profile/1"
+# The two models that a fit tries, as `measurement` names them.
+HIDDEN_RING: Final = "hidden_ring"  # attention may hide the whole ring
+EXPOSED_RING: Final = "exposed_ring_share"
+Origin = Literal["measured", "fitted", "analytic", "assumed"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Coefficients:
     """Symbols of the papers (Eq. 8-9): alpha1, alpha2, alpha3, beta1, beta2."""
 
-    attention_seconds_per_token2: float  # alpha1
-    linear_seconds_per_token: float  # alpha2
-    ring_bytes_per_token: float  # alpha3: K/V forward, K/V and dK/dV backward, all layers
-    microbatch_seconds: float  # beta1
-    ring_hop_seconds: float = 0.0  # beta2, per hop
-    vision_seconds_per_patch: float = 0.0
-    vision_seconds_per_patch2: float = 0.0
-    exposed_ring_share: float = 0.0  # version 2: of a ring's seconds, hidden by nothing; at most 1
+    attention_seconds_per_token2: NonNegative  # alpha1
+    linear_seconds_per_token: NonNegative  # alpha2
+    ring_bytes_per_token: NonNegative  # alpha3: K/V forward, K/V and dK/dV backward, all layers
+    microbatch_seconds: NonNegative  # beta1
+    ring_hop_seconds: NonNegative = 0.0  # beta2, per hop
+    vision_seconds_per_patch: NonNegative = 0.0
+    vision_seconds_per_patch2: NonNegative = 0.0
+    exposed_ring_share: Share = 0.0  # of a ring's seconds, hidden by nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bandwidth:
     """Point-to-point bytes per second inside a ring."""
 
-    intra_node: float
-    inter_node: float
+    intra_node: Positive
+    inter_node: Positive
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
     """Gives the token budget of a rank where all three are known; 0 means unknown."""
 
-    bytes_per_token: float = 0.0
-    model_state_bytes: float = 0.0
-    capacity_bytes: float = 0.0
+    bytes_per_token: NonNegative = 0.0
+    model_state_bytes: NonNegative = 0.0
+    capacity_bytes: NonNegative = 0.0
 
     def tokens_per_rank(self) -> int | None:
         """Most tokens a rank may hold in one micro-batch, or None where the figures are unknown."""
@@ -64,7 +65,7 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommonGround:
-    """What version 1 of the model says where a profile is of version 2: fitted to the same samples."""
+    """A fit of the same samples in which attention may hide a whole ring."""
 
     coefficients: Coefficients
     bandwidth: Bandwidth
@@ -75,13 +76,13 @@ class CostProfile:
     """One model on one cluster.
 
     Attributes:
-        common_ground: given exactly where a coefficient of version 2 is used.
+        common_ground: given exactly where `coefficients` may have an `exposed_ring_share`.
         text: the YAML it was read from, kept whole for the plan's metadata.
     """
 
     model: str
     cluster: str
-    origin: str
+    origin: Origin
     coefficients: Coefficients
     bandwidth: Bandwidth
     common_ground: CommonGround | None = None
@@ -89,18 +90,37 @@ class CostProfile:
     measurement: Mapping[str, Any] = field(default_factory=dict)
     text: str = field(default="", compare=False)
 
-    @property
-    def format(self) -> str:
-        """The contract that the profile's file follows."""
-        return FORMAT_1 if self.common_ground is None else FORMAT_2
-
-    def under_version_1(self) -> CostProfile:
-        """This profile, or its common ground: what strategies are compared under."""
+    def on_common_ground(self) -> CostProfile:
+        """Return the profile that strategies are compared under: without an exposed share of the ring."""
         if self.common_ground is None:
             return self
         ground = self.common_ground
         profile = replace(self, coefficients=ground.coefficients, bandwidth=ground.bandwidth, common_ground=None)
         return replace(profile, text=dump_cost_profile(profile))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Costs:
+    """The two blocks that price a pack, by their names in the file."""
+
+    coefficients: Coefficients
+    bandwidth_bytes_per_second: Bandwidth
+
+    def as_common_ground(self) -> CommonGround:
+        return CommonGround(coefficients=self.coefficients, bandwidth=self.bandwidth_bytes_per_second)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _File(_Costs):
+    """The whole file."""
+
+    format: str
+    origin: Origin
+    model: str = "unknown"
+    cluster: str = "unknown"
+    common_ground: _Costs | None = None
+    memory: Memory | None = None
+    measurement: Mapping[str, Any] | None = None
 
 
 def load_cost_profile(path: Path) -> CostProfile:
@@ -121,63 +141,60 @@ def load_cost_profile(path: Path) -> CostProfile:
 
 
 def parse_cost_profile(text: str, *, name: str) -> CostProfile:
-    """Parse the YAML of a cost profile; `name` stands for the file in error messages."""
-    try:
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ProfileError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from error
-    is_version_2 = _is_version_2(document, name)
-    known = {
-        "format",
-        "model",
-        "cluster",
-        "origin",
-        "coefficients",
-        "bandwidth_bytes_per_second",
-        "memory",
-        "measurement",
-    }
-    if is_version_2:
-        known.add("common_ground")
-    elif "common_ground" in document:
-        raise ProfileError(f"{name}: the block common_ground belongs to version 2 (format: {FORMAT_2})")
-    _reject_unknown(document, known, where=name, prefix="")
-    if document.get("origin") not in ORIGINS:
-        raise ProfileError(f"{name}: origin is {document.get('origin')!r}; it must be one of {', '.join(ORIGINS)}")
+    """Parse the YAML of a cost profile; `name` stands for the file in error messages.
+
+    Raises:
+        ProfileError: the text breaks the contract; the message names the offending key by its path.
+    """
+    document = parse_yaml(text, name=name, error=ProfileError)
+    _require_format(document, name)
+    file = validated(document, _File, where=name, error=ProfileError, remedy="'fcp profile show' lists a whole profile")
+    ground = file.common_ground
+    if ground is None and file.coefficients.exposed_ring_share:
+        raise ProfileError(
+            f"{name}: the block common_ground is missing; beside coefficients.exposed_ring_share it holds the fit "
+            "without one, which strategies are compared under"
+        )
+    if ground is not None and ground.coefficients.exposed_ring_share:
+        share = ground.coefficients.exposed_ring_share
+        raise ProfileError(
+            f"{name}: common_ground.coefficients.exposed_ring_share is {share}; it must be absent, since the common "
+            "ground is the fit without one"
+        )
     return CostProfile(
-        model=str(document.get("model", "unknown")),
-        cluster=str(document.get("cluster", "unknown")),
-        origin=document["origin"],
-        **_read_costs(document, name, version_2=is_version_2),
-        common_ground=_read_common_ground(document, name) if is_version_2 else None,
-        memory=_read_numbers(Memory, document, "memory", name) if document.get("memory") else Memory(),
-        measurement=document.get("measurement") or {},
+        model=file.model,
+        cluster=file.cluster,
+        origin=file.origin,
+        coefficients=file.coefficients,
+        bandwidth=file.bandwidth_bytes_per_second,
+        common_ground=None if ground is None else ground.as_common_ground(),
+        memory=file.memory or Memory(),
+        measurement=file.measurement or {},
         text=text,
     )
 
 
 def dump_cost_profile(profile: CostProfile) -> str:
-    """The YAML of a profile, as `parse_cost_profile` reads it."""
+    """Write a profile as the YAML that `parse_cost_profile` reads."""
     document: dict[str, Any] = {
-        "format": profile.format,
+        "format": FORMAT,
         "model": profile.model,
         "cluster": profile.cluster,
         "origin": profile.origin,
-        **_costs(profile, version_2=profile.common_ground is not None),
+        **_costs(profile, with_share=profile.common_ground is not None),
     }
     if profile.common_ground is not None:
-        document["common_ground"] = _costs(profile.common_ground, version_2=False)
+        document["common_ground"] = _costs(profile.common_ground, with_share=False)
     document["memory"] = _numbers(profile.memory)
     if profile.measurement:
         document["measurement"] = dict(profile.measurement)
     return yaml.dump(_inlined(document), Dumper=_Dumper, sort_keys=False, width=120)
 
 
-def _costs(holder: CostProfile | CommonGround, *, version_2: bool) -> dict[str, dict[str, float]]:
+def _costs(holder: CostProfile | CommonGround, *, with_share: bool) -> dict[str, dict[str, float]]:
     coefficients = _numbers(holder.coefficients)
-    if not version_2:
-        for name in _ONLY_VERSION_2:
-            del coefficients[name]
+    if not with_share:
+        del coefficients["exposed_ring_share"]
     return {"coefficients": coefficients, "bandwidth_bytes_per_second": _numbers(holder.bandwidth)}
 
 
@@ -212,72 +229,11 @@ def _inlined(value: Any) -> Any:
     return value
 
 
-def _is_version_2(document: Any, name: str) -> bool:
+def _require_format(document: Any, name: str) -> None:
     found = document.get("format") if isinstance(document, dict) else type(document).__name__
-    if found in (FORMAT_1, FORMAT_2):
-        return bool(found == FORMAT_2)
-    if str(found).startswith(FORMAT_1.partition("/")[0] + "/"):
-        raise ProfileError(f"{name} is {found}; this fcp reads {FORMAT_1} and {FORMAT_2}")
-    raise ProfileError(f"{name} is not a cost profile: expected 'format: {FORMAT_1}' or {FORMAT_2}, found {found!r}")
-
-
-def _read_costs(document: Mapping[str, Any], name: str, *, version_2: bool, prefix: str = "") -> dict[str, Any]:
-    """The two blocks that price a pack, as keyword arguments."""
-    given = document.get("coefficients")
-    misplaced = sorted(_ONLY_VERSION_2 & given.keys()) if isinstance(given, dict) and not version_2 else []
-    if misplaced:
-        raise ProfileError(f"{name}: {prefix}coefficients.{misplaced[0]} belongs to version 2 (format: {FORMAT_2})")
-    coefficients = _read_numbers(Coefficients, document, "coefficients", name, prefix=prefix)
-    if coefficients.exposed_ring_share > 1:
-        share = coefficients.exposed_ring_share
-        raise ProfileError(f"{name}: coefficients.exposed_ring_share is {share}; it must be a share from 0 to 1")
-    bandwidth = "bandwidth_bytes_per_second"
-    return {
-        "coefficients": coefficients,
-        "bandwidth": _read_numbers(Bandwidth, document, bandwidth, name, positive=True, prefix=prefix),
-    }
-
-
-def _read_common_ground(document: Mapping[str, Any], name: str) -> CommonGround:
-    block = document.get("common_ground")
-    if not isinstance(block, dict):
-        raise ProfileError(f"{name}: the block common_ground is missing; {FORMAT_2} holds version 1's figures there")
-    _reject_unknown(block, {"coefficients", "bandwidth_bytes_per_second"}, where=name, prefix="common_ground.")
-    return CommonGround(**_read_costs(block, name, version_2=False, prefix="common_ground."))
-
-
-def _reject_unknown(mapping: Mapping[str, Any], known: set[str], *, where: str, prefix: str) -> None:
-    for key in mapping:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"; did you mean {prefix}{near[0]}?" if near else f"; known: {', '.join(sorted(known))}"
-            raise ProfileError(f"{where}: unknown key {prefix}{key}{hint}")
-
-
-def _read_numbers(
-    kind: Any, document: Mapping[str, Any], block: str, name: str, *, positive: bool = False, prefix: str = ""
-) -> Any:
-    """Read a block of non-negative numbers into the dataclass `kind`."""
-    values = document.get(block)
-    if not isinstance(values, dict):
-        raise ProfileError(f"{name}: the block {prefix}{block} is missing; 'fcp profile show' lists a whole profile")
-    _reject_unknown(values, {f.name for f in fields(kind)}, where=name, prefix=f"{prefix}{block}.")
-    numbers: dict[str, float] = {}
-    for f in fields(kind):
-        if f.name not in values:
-            if f.default is not None and isinstance(f.default, float):
-                continue
-            raise ProfileError(f"{name}: {prefix}{block}.{f.name} is missing")
-        numbers[f.name] = _number(values[f.name], where=f"{name}: {prefix}{block}.{f.name}", positive=positive)
-    return kind(**numbers)
-
-
-def _number(value: Any, *, where: str, positive: bool) -> float:
-    # YAML 1.1 reads 6.451e-9 as a number but 50e9 (no sign, no dot) as a string: accept both.
-    try:
-        number = float(value) if not isinstance(value, bool) else math.nan
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number) or number < 0 or (positive and number == 0):
-        raise ProfileError(f"{where} is {value!r}; it must be a {'positive' if positive else 'non-negative'} number")
-    return number
+    if found == FORMAT:
+        return
+    kind = FORMAT.partition("/")[0]
+    if not str(found).startswith(f"{kind}/"):
+        raise ProfileError(f"{name} is not a cost profile: expected 'format: {FORMAT}', found {found!r}")
+    raise ProfileError(f"{name} is {found}; this fcp reads {FORMAT}; make it again with 'fcp profile'")

@@ -88,7 +88,7 @@ def profile_from_samples(samples: SamplesFile, *, freeze_vision: bool = False) -
     measurement = {
         **_circumstances(samples, environments[-1]),
         **_errors(measured, predicted),
-        "held_out_error_percent_by_format": fit.held_out_percent,
+        "held_out_error_percent_by_model": fit.held_out_percent,
         "assumed": [*fit.kept, *_assumed(samples, spec, encoder)],
         "memory_readings": _memory_readings(samples),
         "vision_encoder": _vision_record(samples, vision, freeze_vision) if spec.vision is not None else None,

@@ -162,7 +162,7 @@ def refit(runs: Sequence[RunSamples], *, before: CostProfile | None = None) -> R
         "micro_batches_held_out": len(held_out),
         "held_out_error_before_percent": round(errors["h"][0], 3),
         "held_out_error_percent": round(errors["h"][1], 3),
-        "held_out_error_percent_by_format": {name: round(error, 3) for name, error in fit.held_out_percent.items()},
+        "held_out_error_percent_by_model": {name: round(error, 3) for name, error in fit.held_out_percent.items()},
         "kept": list(fit.kept),
     }
     profile = replace(fit.profile, origin="fitted", measurement=measurement)

@@ -13,7 +13,7 @@ from fcp_cli.cost.explain import (
     hidden_ring_tokens,
     seconds_table,
 )
-from fcp_cli.cost.profile import FORMAT_1, FORMAT_2, CostProfile
+from fcp_cli.cost.profile import EXPOSED_RING, HIDDEN_RING, CostProfile
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -73,15 +73,15 @@ def _hidden_ring(profile: CostProfile, degree: int) -> str | None:
 
 
 def _formats(profile: CostProfile) -> list[str]:
-    """Which version of the model predicts what was held out how well, where both were tried."""
-    errors: Mapping[str, float] = profile.measurement.get("held_out_error_percent_by_format") or {}
-    if FORMAT_1 not in errors or FORMAT_2 not in errors:
+    """Say how well either model predicts what was held out, where both were tried."""
+    errors: Mapping[str, float] = profile.measurement.get("held_out_error_percent_by_model") or {}
+    if HIDDEN_RING not in errors or EXPOSED_RING not in errors:
         return []
-    one, two = errors[FORMAT_1], errors[FORMAT_2]
-    if profile.format == FORMAT_1:
-        return [f"{FORMAT_1}: held-out error {one:.1f} %; an exposed share of the ring would make it {two:.1f} %."]
+    hidden, exposed = errors[HIDDEN_RING], errors[EXPOSED_RING]
+    if profile.common_ground is None:
+        return [f"Held-out error {hidden:.1f} %; an exposed share of the ring would make it {exposed:.1f} %."]
     share = profile.coefficients.exposed_ring_share
-    return [f"{FORMAT_2}: {share:.0%} of a ring is exposed; held-out error {two:.1f} %, {one:.1f} % without this."]
+    return [f"{share:.0%} of a ring is exposed; held-out error {exposed:.1f} %, {hidden:.1f} % without this."]
 
 
 def print_errors(console: Console, profile: CostProfile) -> None:

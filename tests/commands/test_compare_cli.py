@@ -117,10 +117,10 @@ def test_an_unknown_strategy_is_one_line_and_status_2(folder: Path) -> None:
     assert len(result.stderr.strip().splitlines()) == 1
 
 
-def test_a_profile_of_version_2_is_compared_under_its_common_ground(folder: Path, tmp_path: Path) -> None:
+def test_a_profile_with_an_exposed_share_is_compared_under_its_common_ground(folder: Path, tmp_path: Path) -> None:
     ground = yaml.safe_load(PROFILE)
     costs = {name: ground[name] for name in ("coefficients", "bandwidth_bytes_per_second")}
-    richer = {**ground, "format": "fcp-cost-profile/2", "common_ground": costs}
+    richer = {**ground, "common_ground": costs}
     richer["coefficients"] = {**costs["coefficients"], "linear_seconds_per_token": 1.0, "exposed_ring_share": 0.5}
     (tmp_path / "richer.yaml").write_text(yaml.safe_dump(richer))
     tables = []
@@ -129,6 +129,6 @@ def test_a_profile_of_version_2_is_compared_under_its_common_ground(folder: Path
         result = fcp("compare", "dataset.parquet", *arguments, cwd=folder)
         assert result.returncode == 0, result.stderr
         tables.append(json.loads(result.stdout)["strategies"][0])
-    assert "compared under version 1 of the cost model" in result.stderr
+    assert "compared under the profile's common_ground, without exposed_ring_share" in result.stderr
     seconds = [[row["step_seconds"] for row in table["outcomes"].values()] for table in tables]
     assert seconds[0] == seconds[1]

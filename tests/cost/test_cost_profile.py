@@ -56,11 +56,24 @@ def _text(path: str, value: Any) -> str:
         ("bandwidth_bytes_per_second.intra_node", 0.0, "bandwidth_bytes_per_second.intra_node is 0.0; .* positive"),
         ("bandwidth_bytes_per_second", None, "the block bandwidth_bytes_per_second is missing"),
         ("coefficents", {}, r"unknown key coefficents; did you mean coefficients\?"),
-        ("origin", "guessed", "origin is 'guessed'; it must be one of measured, fitted, analytic, assumed"),
-        ("format", "fcp-cost-profile/9", "is fcp-cost-profile/9; this fcp reads fcp-cost-profile/1 and fcp-cost-pro"),
-        ("format", "fcp-plan/1", "is not a cost profile: expected 'format: fcp-cost-profile/1' or .*, found 'fcp-pla"),
-        ("format", "fcp-cost-profile/2", "the block common_ground is missing; fcp-cost-profile/2 holds version 1's"),
-        ("coefficients.exposed_ring_share", 0.25, "coefficients.exposed_ring_share belongs to version 2"),
+        ("origin", "guessed", "origin is 'guessed'; it must be one of analytic, assumed, fitted, measured"),
+        (
+            "coefficients",
+            [1.0],
+            r"coefficients is \[1.0\]; it must be a mapping; 'fcp profile show' lists",
+        ),
+        ("model", 8, "model is 8; it must be a text"),
+        (
+            "format",
+            "fcp-cost-profile/2",
+            "is fcp-cost-profile/2; this fcp reads fcp-cost-profile/1; make it again",
+        ),
+        ("format", "fcp-plan/1", "is not a cost profile: expected 'format: fcp-cost-profile/1', found 'fcp-plan/1'"),
+        (
+            "coefficients.exposed_ring_share",
+            0.25,
+            "the block common_ground is missing; beside coefficients.exposed_ring_share it holds the fit without one",
+        ),
     ],
 )
 def test_a_broken_profile_is_rejected_by_the_path_of_its_figure(path: str, value: Any, message: str) -> None:
@@ -85,36 +98,35 @@ def test_a_profile_survives_writing_and_reading() -> None:
     assert parse_cost_profile(dump_cost_profile(profile), name="x") == profile
 
 
-def _version_2(**coefficients: float) -> dict[str, Any]:
+def _with_common_ground(**coefficients: float) -> dict[str, Any]:
     document = copy.deepcopy(DOCUMENT)
     ground = {name: document[name] for name in ("coefficients", "bandwidth_bytes_per_second")}
     return {
         **document,
-        "format": "fcp-cost-profile/2",
         "coefficients": {**document["coefficients"], "microbatch_seconds": 0.05, **coefficients},
         "common_ground": ground,
     }
 
 
-def test_version_2_survives_writing_and_reading() -> None:
-    profile = parse_cost_profile(yaml.safe_dump(_version_2(exposed_ring_share=0.25)), name="x")
+def test_an_exposed_share_survives_writing_and_reading() -> None:
+    profile = parse_cost_profile(yaml.safe_dump(_with_common_ground(exposed_ring_share=0.25)), name="x")
     text = dump_cost_profile(profile)
-    assert text.startswith("format: fcp-cost-profile/2")
+    assert text.startswith("format: fcp-cost-profile/1")
     assert parse_cost_profile(text, name="x") == profile
 
 
-def test_the_common_ground_of_version_2_is_a_profile_of_version_1() -> None:
-    profile = parse_cost_profile(yaml.safe_dump(_version_2(exposed_ring_share=0.25)), name="x")
-    ground = profile.under_version_1()
+def test_the_common_ground_is_a_profile_without_an_exposed_share() -> None:
+    profile = parse_cost_profile(yaml.safe_dump(_with_common_ground(exposed_ring_share=0.25)), name="x")
+    ground = profile.on_common_ground()
     assert ground == parse_cost_profile(yaml.safe_dump(DOCUMENT), name="x")
     assert ground.text.startswith("format: fcp-cost-profile/1")
     assert "exposed" not in ground.text
 
 
 def test_the_common_ground_is_read_as_strictly_as_the_rest() -> None:
-    document = _version_2(exposed_ring_share=0.25)
+    document = _with_common_ground(exposed_ring_share=0.25)
     document["common_ground"]["coefficients"]["exposed_ring_share"] = 0.25
-    with pytest.raises(ProfileError, match=r"common_ground\.coefficients\.exposed_ring_share belongs to version 2"):
+    with pytest.raises(ProfileError, match=r"common_ground\.coefficients\.exposed_ring_share is 0.25; .* absent"):
         parse_cost_profile(yaml.safe_dump(document), name="x")
     del document["common_ground"]["coefficients"]
     with pytest.raises(ProfileError, match=r"the block common_ground\.coefficients is missing"):
@@ -123,7 +135,7 @@ def test_the_common_ground_is_read_as_strictly_as_the_rest() -> None:
 
 def test_more_than_the_whole_ring_cannot_be_exposed() -> None:
     with pytest.raises(ProfileError, match=r"coefficients.exposed_ring_share is 1.5; it must be a share from 0 to 1"):
-        parse_cost_profile(yaml.safe_dump(_version_2(exposed_ring_share=1.5)), name="x")
+        parse_cost_profile(yaml.safe_dump(_with_common_ground(exposed_ring_share=1.5)), name="x")
 
 
 def test_measured_points_are_written_one_a_line() -> None:

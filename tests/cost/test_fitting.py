@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fcp_cli.cost.fitting import Sample, error_percent, fit_profile, mean_absolute_percentage, predicted_seconds
-from fcp_cli.cost.profile import FORMAT_1, FORMAT_2, Bandwidth, Coefficients, CostProfile, dump_cost_profile
+from fcp_cli.cost.profile import EXPOSED_RING, HIDDEN_RING, Bandwidth, Coefficients, CostProfile, dump_cost_profile
 from fcp_cli.errors import ProfileError
 
 TRUTH = CostProfile(
@@ -109,33 +109,36 @@ def _split(samples: list[Sample]) -> tuple[list[Sample], list[Sample]]:
     return [s for i, s in enumerate(samples) if i % 4], samples[::4]
 
 
-def test_an_exposed_share_of_the_ring_is_found_and_written_as_version_2() -> None:
+def test_an_exposed_share_of_the_ring_is_found_and_written_with_its_common_ground() -> None:
     fitted, held_out = _split(_samples(EXPOSED))
     fit = fit_profile(fitted, PRIOR, held_out=held_out)
     assert fit.profile.coefficients.exposed_ring_share == pytest.approx(0.6, abs=0.02)
     assert _closeness(fit.profile, TRUTH) < 0.01
-    assert fit.held_out_percent[FORMAT_2] < 0.2 < 2.0 < fit.held_out_percent[FORMAT_1]
-    assert dump_cost_profile(fit.profile).startswith(f"format: {FORMAT_2}")
+    assert fit.held_out_percent[EXPOSED_RING] < 0.2 < 2.0 < fit.held_out_percent[HIDDEN_RING]
+    text = dump_cost_profile(fit.profile)
+    assert text.startswith("format: fcp-cost-profile/1")
+    assert "exposed_ring_share" in text
+    assert "common_ground" in text
 
 
-def test_the_common_ground_is_the_best_fit_of_version_1() -> None:
+def test_the_common_ground_is_the_best_fit_without_an_exposed_share() -> None:
     fitted, held_out = _split(_samples(EXPOSED))
     found = fit_profile(fitted, PRIOR, held_out=held_out).profile
     alone = fit_profile(fitted, PRIOR).profile
-    assert alone.format == FORMAT_1
-    assert error_percent(held_out, found.under_version_1()) == error_percent(held_out, alone)
+    assert alone.common_ground is None
+    assert error_percent(held_out, found.on_common_ground()) == error_percent(held_out, alone)
 
 
-def test_version_1_is_kept_where_the_whole_ring_may_hide() -> None:
+def test_no_share_is_exposed_where_the_whole_ring_may_hide() -> None:
     fitted, held_out = _split(_samples(TRUTH))
     noise = np.random.default_rng(0).normal(1.0, 0.02, len(fitted))
     noisy = [replace(s, seconds=s.seconds * float(n)) for s, n in zip(fitted, noise, strict=True)]
     fit = fit_profile(noisy, PRIOR, held_out=held_out)
-    assert fit.profile.format == FORMAT_1
-    assert set(fit.held_out_percent) == {FORMAT_1, FORMAT_2}
+    assert fit.profile.common_ground is None
+    assert set(fit.held_out_percent) == {HIDDEN_RING, EXPOSED_RING}
 
 
-def test_without_rings_a_prior_of_version_2_keeps_its_share() -> None:
+def test_without_rings_a_prior_with_an_exposed_share_keeps_it() -> None:
     fitted, held_out = _split(_samples(EXPOSED))
     prior = fit_profile(fitted, PRIOR, held_out=held_out).profile
     slower = replace(TRUTH, coefficients=replace(TRUTH.coefficients, linear_seconds_per_token=8e-5))

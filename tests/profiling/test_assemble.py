@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fcp_cli.cost.fitting import Sample, predicted_seconds
-from fcp_cli.cost.profile import FORMAT_1, FORMAT_2, Bandwidth, Coefficients, CostProfile, parse_cost_profile
+from fcp_cli.cost.profile import EXPOSED_RING, HIDDEN_RING, Bandwidth, Coefficients, CostProfile, parse_cost_profile
 from fcp_cli.errors import ProfileError
 from fcp_cli.profiling.assemble import profile_from_samples
 from fcp_cli.profiling.measure import MeasureSettings, points_of
@@ -67,22 +67,22 @@ def _drawn(lengths: tuple[int, ...], degree: int) -> Sample:
     return Sample(lengths=lengths, degree=degree, seconds=1.0)
 
 
-def test_exposed_rings_make_a_profile_of_version_2_that_says_what_it_gains() -> None:
+def test_exposed_rings_make_a_profile_with_an_exposed_share_that_says_what_it_gains() -> None:
     exposed = replace(TRUTH, coefficients=replace(TRUTH.coefficients, exposed_ring_share=0.8))
     profile = profile_from_samples(samples_of(exposed))
-    assert profile.format == FORMAT_2
+    assert profile.common_ground is not None
     assert profile.coefficients.exposed_ring_share == pytest.approx(0.8, abs=0.05)
-    errors = profile.measurement["held_out_error_percent_by_format"]
-    assert errors[FORMAT_2] < 0.5 < errors[FORMAT_1]
+    errors = profile.measurement["held_out_error_percent_by_model"]
+    assert errors[EXPOSED_RING] < 0.5 < errors[HIDDEN_RING]
     assert any("of a ring is exposed; held-out error 0." in line for line in reading(profile, (2,)))
-    assert parse_cost_profile(profile.text, name="x").format == FORMAT_2
-    ground = profile.under_version_1()
+    assert parse_cost_profile(profile.text, name="x").common_ground == profile.common_ground
+    ground = profile.on_common_ground()
     assert ground.bandwidth.inter_node == ground.bandwidth.intra_node  # one node: nothing is beyond it
 
 
-def test_rings_that_hide_stay_at_version_1() -> None:
+def test_rings_that_hide_make_a_profile_without_an_exposed_share() -> None:
     profile = profile_from_samples(samples_of(TRUTH))
-    assert profile.format == FORMAT_1
+    assert profile.common_ground is None
     assert profile.memory.bytes_per_token == pytest.approx(4e4)
     assert profile.measurement["step_seconds"] == 0.01
 

@@ -27,7 +27,7 @@ from fcp_cli.planning.work import work_on
 from tests.planning.examples import example_problem, table_of
 
 _PROFILE = """\
-format: fcp-cost-profile/2
+format: fcp-cost-profile/1
 model: m
 cluster: c
 origin: assumed
