@@ -38,6 +38,7 @@ from fcp_cli.runtime.integrations.megatron.follow import Follower
 from fcp_cli.runtime.integrations.megatron.microbatch import current_microbatch
 from fcp_cli.runtime.integrations.megatron.stack import MegatronStack
 from tests.patience import PATIENCE_SECONDS
+from tests.runtime.workers.groups import own_groups
 from tests.runtime.workers.leave import leave_job
 
 Result = TypeVar("Result")
@@ -186,9 +187,17 @@ Named = Mapping[str, Tensor]
 
 def worst_error_in_parallel(plan: Path, case: Case) -> float:
     """Largest difference of this process's share of the gradient from one process's, relative to its largest entry."""
+    dataset = tiny.Sequences(lengths_of(plan))
+    with joined():
+        weights, expected = whole_gradients(plan, case, dataset)
+    with joined(case):
+        return worst_share_error(plan, case, dataset, weights, expected)
+
+
+def whole_gradients(plan: Path, case: Case, dataset: tiny.Sequences) -> tuple[Named, list[Named]]:
+    """The weights of a model that one process holds whole, and its gradient of each step."""
     alone = tiny.config(**{name: value for name, value in case.settings.items() if name not in SHARED})
     whole = tiny.build(alone, rope=case.rope)
-    dataset = tiny.Sequences(lengths_of(plan))
     expected = []
     for rows in global_batches(plan):
         gradient_alone(whole, dataset, rows)
@@ -196,9 +205,12 @@ def worst_error_in_parallel(plan: Path, case: Case) -> float:
         if alone.moe_router_enable_expert_bias:  # by the counts of all processes, which are equal
             finalize._update_router_expert_bias([whole], alone)
             finalize.reset_model_temporary_tensors(alone, [whole])
-    with parallel(case):
-        settings, model = wrapped(case, weights=dict(whole.named_parameters()))
-        found = steps_planned(plan, case, dataset, settings, model, lambda: own_gradients(model))
+    return dict(whole.named_parameters()), expected
+
+
+def worst_share_error(plan: Path, case: Case, dataset: tiny.Sequences, weights: Named, expected: list[Named]) -> float:
+    settings, model = wrapped(case, weights=weights)
+    found = steps_planned(plan, case, dataset, settings, model, lambda: own_gradients(model))
     return max(
         share_error(gradients, named, case.tensor_parallel) for named, gradients in zip(expected, found, strict=True)
     )
@@ -234,23 +246,18 @@ def share(whole: Tensor, parameter: Any, tensor_parallel: int) -> Tensor:
 
 
 @contextmanager
-def parallel(case: Case) -> Iterator[None]:
-    """Within it, processes are joined to ranks as the case says; else each is a rank."""
-    parallel_state.destroy_model_parallel()
-    initialize(case.tensor_parallel, case.pipeline_parallel, case.expert_parallel)
-    yield
-    parallel_state.destroy_model_parallel()
-    initialize(1, 1)
-
-
-def initialize(tensor_parallel: int, pipeline_parallel: int, expert_parallel: int = 1) -> None:
-    parallel_state.initialize_model_parallel(
-        tensor_parallel,
-        pipeline_parallel,
-        expert_model_parallel_size=expert_parallel,
-        create_gloo_process_groups=False,
-        order="tp-cp-ep-dp-pp",
-    )
+def joined(case: Case = Case()) -> Iterator[None]:
+    """Within it, processes are joined to ranks as the case says, in process groups of its own. Collective."""
+    with own_groups():
+        parallel_state.initialize_model_parallel(
+            case.tensor_parallel,
+            case.pipeline_parallel,
+            expert_model_parallel_size=case.expert_parallel,
+            create_gloo_process_groups=False,
+            order="tp-cp-ep-dp-pp",
+        )
+        yield
+        parallel_state.destroy_model_parallel()
 
 
 def gradients_alone(plan: Path, case: Case) -> np.ndarray:
@@ -330,7 +337,21 @@ def steps_planned(
         model.zero_grad_buffer()
         run(**follower.planned(arguments))
         found.append(take())
+    let_go_of_groups(model)
     return found
+
+
+def let_go_of_groups(model: DistributedDataParallel) -> None:
+    """Drop what keeps a finished case's process groups alive.
+
+    Rotary tables are cached with their group; an expert layer's dispatcher keeps the graph of its last forward, which
+    leads back to the model through C++, where Python's collector cannot see the cycle.
+    """
+    for module in hooks.unwrapped(model).modules():
+        if hasattr(module.forward, "cache_clear"):
+            module.forward.cache_clear()
+        if hasattr(module, "token_dispatcher"):
+            vars(module.token_dispatcher).clear()
 
 
 def two_forwards(
@@ -474,33 +495,43 @@ def main(folder: Path, names: list[str]) -> None:
     torch.set_default_dtype(torch.float64)  # else Megatron divides by the number of tokens in fp32
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
     torch.compiler.set_stance("force_eager")  # Megatron compiles what it fuses, for longer than all cases take
-    initialize(1, 1)
     rank = dist.get_rank()
-    if rank == 0:
-        wanted = json.loads((folder / "settings.json").read_text())
-        refused = {name: refused_settings(settings) for name, settings in wanted.items()}
-        (folder / "refused.json").write_text(json.dumps({**refused, **refused_models()}))
-        with mock.patch.object(torch.cuda, "mem_get_info", lambda device: (7 << 30, 80 << 30)):
-            (folder / "most_groups.json").write_text(json.dumps(transformer_engine.most_groups(torch.device("cuda"))))
+    with joined():
+        if rank == 0:
+            leave_refusals(folder)
     for name, case in PARALLEL_CASES.items():
         if name in names or not names:
             error = worst_error_in_parallel(folder / case.plan, case)
             (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(error))
     for name, case in REFUSED.items():
         if name in names or not names:
-            with parallel(case):
+            with joined(case):
                 message = message_of(partial(gradients_planned, folder / case.plan, case))
             (folder / f"{name}-{rank}.refused").write_text(message)
-            dist.barrier()
-    for name in [name for name in names or CASES if name in CASES]:
-        case = CASES[name]
-        torch.compiler.set_stance("default" if name == COMPILED else "force_eager")
-        found = gradients_planned(folder / case.plan, case)
-        (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(found))
-        if rank == 0:
-            (folder / f"{name}-alone.pickle").write_bytes(pickle.dumps(gradients_alone(folder / case.plan, case)))
-        dist.barrier()
+    for name, case in CASES.items():
+        if name in names or not names:
+            torch.compiler.set_stance("default" if name == COMPILED else "force_eager")
+            with joined(case):
+                leave_gradients(folder, name, case)
     leave_job()
+
+
+def leave_refusals(folder: Path) -> None:
+    """What is said of settings and models that no job is started for, and how many groups a device has room for."""
+    wanted = json.loads((folder / "settings.json").read_text())
+    refused = {name: refused_settings(settings) for name, settings in wanted.items()}
+    (folder / "refused.json").write_text(json.dumps({**refused, **refused_models()}))
+    with mock.patch.object(torch.cuda, "mem_get_info", lambda device: (7 << 30, 80 << 30)):
+        (folder / "most_groups.json").write_text(json.dumps(transformer_engine.most_groups(torch.device("cuda"))))
+
+
+def leave_gradients(folder: Path, name: str, case: Case) -> None:
+    """This rank's gradients under the plan and, by rank 0, those of one process."""
+    rank = dist.get_rank()
+    found = gradients_planned(folder / case.plan, case)
+    (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(found))
+    if rank == 0:
+        (folder / f"{name}-alone.pickle").write_bytes(pickle.dumps(gradients_alone(folder / case.plan, case)))
 
 
 if __name__ == "__main__":

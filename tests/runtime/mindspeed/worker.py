@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
@@ -30,7 +31,6 @@ from megatron.core import package_info, parallel_state
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 
-from fcp_cli.errors import FcpError
 from fcp_cli.runtime.integrations.megatron.microbatch import current_microbatch
 from fcp_cli.runtime.integrations.megatron.schedule import hook_schedules
 from fcp_cli.runtime.integrations.mindspeed import attention
@@ -41,11 +41,13 @@ from tests.runtime.megatron.gradient_worker import (
     gradient,
     gradient_alone,
     lengths_of,
+    message_of,
     own_gradients,
     share,
     share_error,
     two_forwards,
 )
+from tests.runtime.workers.groups import own_groups
 from tests.runtime.workers.leave import leave_job
 
 Result = TypeVar("Result")
@@ -264,23 +266,20 @@ def main(folder: Path) -> None:
     settings = become_mindspeed()
     parallel_state.initialize_model_parallel(context_parallel_size=STATIC_DEGREE, create_gloo_process_groups=False)
     for name, case in REFUSED.items():
-        try:
-            gradients_planned(folder / case.plan, case, settings)
-            message = "no error"
-        except FcpError as error:
-            message = str(error)
+        with own_groups():
+            message = message_of(partial(gradients_planned, folder / case.plan, case, settings))
         (folder / f"{name}-{rank}.refused").write_text(message)
-        dist.barrier()
     for name, case in CASES.items():
-        found = gradients_planned(folder / case.plan, case, settings)
+        with own_groups():
+            found = gradients_planned(folder / case.plan, case, settings)
         (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(found))
         if rank == 0:
             (folder / f"{name}-alone.pickle").write_bytes(pickle.dumps(alone[case.plan, case.rope]))
-        dist.barrier()
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(2, context_parallel_size=STATIC_DEGREE, create_gloo_process_groups=False)
     for name, case in PARALLEL_CASES.items():
-        worst = worst_share_error(folder / case.plan, case, settings, whole)
+        with own_groups():
+            worst = worst_share_error(folder / case.plan, case, settings, whole)
         (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(worst))
     leave_job()
 
