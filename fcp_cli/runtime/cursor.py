@@ -12,7 +12,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import MicroBatch, StepPlan
-from fcp_cli.runtime.injection.followed import note_follower
+from fcp_cli.runtime.followed_plans import note_follower
 from fcp_cli.runtime.prefetch import Prefetched
 
 _STEPS_AHEAD = 4

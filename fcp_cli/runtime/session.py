@@ -296,7 +296,7 @@ class Step(FollowedStep):
         if self._session.metadata.sync != "iteration" or not holds_back:
             return
         for ring in earlier:
-            ring.not_yet = "" if is_last else self._too_early
+            ring.backward_forbidden = "" if is_last else self._too_early
 
     @property
     def _too_early(self) -> str:

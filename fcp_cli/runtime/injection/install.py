@@ -11,7 +11,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from fcp_cli.errors import FcpError, RunError, UsageError
-from fcp_cli.runtime.injection.followed import is_followed
+from fcp_cli.runtime.followed_plans import is_followed
 from fcp_cli.runtime.injection.imports import Hook, after_import
 from fcp_cli.runtime.injection.ranks import torch_variables
 
@@ -61,7 +61,7 @@ def _framework_hooks() -> dict[str, Hook]:
 
 
 def _hook_megatron(schedules: ModuleType) -> None:
-    from fcp_cli.runtime.integrations.megatron.schedule import hook_schedules
+    from fcp_cli.runtime.integrations.megatron_schedule import hook_schedules
 
     hook_schedules(schedules)
 

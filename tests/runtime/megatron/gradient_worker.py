@@ -198,7 +198,7 @@ def whole_gradients(plan: Path, case: Case, dataset: tiny.Sequences) -> tuple[Na
     """The weights of a model that one process holds whole, and its gradient of each step."""
     alone = tiny.config(**{name: value for name, value in case.settings.items() if name not in SHARED})
     whole = tiny.build(alone, rope=case.rope)
-    expected = []
+    expected: list[Named] = []
     for rows in global_batches(plan):
         gradient_alone(whole, dataset, rows)
         expected.append({name: gradient(parameter).clone() for name, parameter in whole.named_parameters()})

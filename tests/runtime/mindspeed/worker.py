@@ -32,7 +32,7 @@ from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 
 from fcp_cli.runtime.integrations.megatron.microbatch import current_microbatch
-from fcp_cli.runtime.integrations.megatron.schedule import hook_schedules
+from fcp_cli.runtime.integrations.megatron_schedule import hook_schedules
 from fcp_cli.runtime.integrations.mindspeed import attention
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.megatron.gradient_worker import (
@@ -252,6 +252,15 @@ def broken(what: str) -> Iterator[None]:
         hooks.placed = placed
 
 
+@contextmanager
+def parallel(**sizes: int) -> Iterator[None]:
+    """Within it, Megatron has process groups of these sizes. Collective."""
+    with own_groups():
+        parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
+        yield
+        parallel_state.destroy_model_parallel()
+
+
 def main(folder: Path) -> None:
     faulthandler.dump_traceback_later(PATIENCE_SECONDS, exit=True)
     torch.set_num_threads(1)
@@ -259,28 +268,26 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
     torch.compiler.set_stance("force_eager")  # Megatron compiles what it fuses, for longer than all cases take
     rank = dist.get_rank()
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-    alone = gradients_alone(folder) if rank == 0 else {}
-    whole = whole_model(folder / TENSOR)
-    parallel_state.destroy_model_parallel()
+    with parallel():
+        alone = gradients_alone(folder) if rank == 0 else {}
+        whole = whole_model(folder / TENSOR)
     settings = become_mindspeed()
-    parallel_state.initialize_model_parallel(context_parallel_size=STATIC_DEGREE, create_gloo_process_groups=False)
-    for name, case in REFUSED.items():
-        with own_groups():
-            message = message_of(partial(gradients_planned, folder / case.plan, case, settings))
-        (folder / f"{name}-{rank}.refused").write_text(message)
-    for name, case in CASES.items():
-        with own_groups():
-            found = gradients_planned(folder / case.plan, case, settings)
-        (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(found))
-        if rank == 0:
-            (folder / f"{name}-alone.pickle").write_bytes(pickle.dumps(alone[case.plan, case.rope]))
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(2, context_parallel_size=STATIC_DEGREE, create_gloo_process_groups=False)
-    for name, case in PARALLEL_CASES.items():
-        with own_groups():
-            worst = worst_share_error(folder / case.plan, case, settings, whole)
-        (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(worst))
+    with parallel(context_parallel_size=STATIC_DEGREE):
+        for name, case in REFUSED.items():
+            with own_groups():
+                message = message_of(partial(gradients_planned, folder / case.plan, case, settings))
+            (folder / f"{name}-{rank}.refused").write_text(message)
+        for name, case in CASES.items():
+            with own_groups():
+                found = gradients_planned(folder / case.plan, case, settings)
+            (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(found))
+            if rank == 0:
+                (folder / f"{name}-alone.pickle").write_bytes(pickle.dumps(alone[case.plan, case.rope]))
+    with parallel(tensor_model_parallel_size=2, context_parallel_size=STATIC_DEGREE):
+        for name, case in PARALLEL_CASES.items():
+            with own_groups():
+                worst = worst_share_error(folder / case.plan, case, settings, whole)
+            (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(worst))
     leave_job()
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.agreement import agree_on_plan
 from fcp_cli.runtime.cursor import PlanCursor
-from fcp_cli.runtime.injection.followed import note_follower
+from fcp_cli.runtime.followed_plans import note_follower
 from fcp_cli.runtime.integrations.megatron import checks
 from fcp_cli.runtime.integrations.megatron.batches import share, shares_data
 from fcp_cli.runtime.integrations.megatron.microbatch import PlannedMicroBatch, current_microbatch
