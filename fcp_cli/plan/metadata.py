@@ -1,4 +1,4 @@
-"""What a plan says about itself: the JSON under the Parquet schema's key `fcp`."""
+"""The metadata of a plan: the JSON under the Parquet schema's key `fcp`."""
 
 from __future__ import annotations
 
@@ -6,37 +6,24 @@ import base64
 import binascii
 import json
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal, get_args
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from fcp_cli.errors import PlanError
+from fcp_cli.validation import Count, NonNegativeCount, validated
 
-FORMAT = "fcp-plan/1"
-CONTINUED_FORMAT = "fcp-plan/2"  # as 1, but its steps are numbered on from another plan's
-PADDED_FORMAT = "fcp-plan/3"  # as 1 or 2, but seconds and token budget are those of padded lengths
-_FORMATS = (FORMAT, CONTINUED_FORMAT, PADDED_FORMAT)
-_LATER_KEYS = ("continues", "padding_multiple")  # left out where None: plans that are older than they keep their hash
-METADATA_KEY = b"fcp"
+FORMAT: Final = "fcp-plan/1"
+METADATA_KEY: Final = b"fcp"
+# A reader must know these or refuse the plan, since steps, times and budgets mean something else with them. They are
+# left out where None, so that plans without them have the hash that they had before the keys existed.
+_OPTIONAL_KEYS: Final = ("continues", "padding_multiple")
 
 Sync = Literal["iteration", "microbatch"]
-
-# Least values of the numbers that everything else divides by or counts with.
-_WHOLE_NUMBERS = {
-    "num_ranks": 1,
-    "ranks_per_node": 1,
-    "tensor_parallel": 1,
-    "pipeline_parallel": 1,
-    "global_batch_size": 1,
-    "tokens_per_rank": 1,
-    "epochs": 1,
-    "seed": 0,
-    "steps": 0,
-    "distinct_groups": 0,
-}
+LastBatch = Literal["keep", "drop"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,22 +31,22 @@ class ManifestReference:
     """The manifest a plan was made from: its sequences are row numbers into it."""
 
     name: str
-    rows: int
+    rows: NonNegativeCount
     content_hash: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverlongReport:
-    """What was done with sequences longer than `max_length`; `sequences` of them were met."""
+    """How sequences longer than `max_length` were treated; `sequences` of them were met."""
 
     policy: Literal["error", "drop", "truncate"] = "error"
-    max_length: int | None = None
-    sequences: int = 0
+    max_length: Count | None = None
+    sequences: NonNegativeCount = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Continuation:
-    """What went before a plan for the rest of a run; its steps are numbered on.
+    """The run that a plan continues, from its `first_step` on.
 
     Attributes:
         plan_hash, num_ranks: of the plan that the run followed until then.
@@ -68,18 +55,18 @@ class Continuation:
     """
 
     plan_hash: str
-    num_ranks: int
-    first_step: int
+    num_ranks: Count
+    first_step: Count
     trained: str
 
 
 def pack_rows(mask: npt.NDArray[np.bool_]) -> str:
-    """A mask over the manifest's rows as text: base64 of zlib of one bit per row."""
+    """Encode a mask over the manifest's rows as text: base64 of zlib of one bit per row."""
     return base64.b64encode(zlib.compress(np.packbits(mask).tobytes(), 9)).decode()
 
 
 def unpack_rows(text: str, rows: int) -> npt.NDArray[np.bool_]:
-    """[rows] the mask that `pack_rows` made.
+    """Decode the mask [rows] that `pack_rows` encoded.
 
     Raises:
         ValueError: it is damaged, or of another number of rows.
@@ -111,27 +98,27 @@ class PlanMetadata:
     """
 
     fcp_version: str
-    num_ranks: int
-    ranks_per_node: int
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
+    num_ranks: Count
+    ranks_per_node: Count
+    tensor_parallel: Count = 1
+    pipeline_parallel: Count = 1
     sync: Sync
-    global_batch_size: int
-    tokens_per_rank: int
-    padding_multiple: int | None = None
-    seed: int
+    global_batch_size: Count
+    tokens_per_rank: Count
+    padding_multiple: Count | None = None
+    seed: NonNegativeCount
     shuffle: bool
-    epochs: int = 1
-    last_batch: Literal["keep", "drop"] = "keep"
-    step_limit: int | None = None
+    epochs: Count = 1
+    last_batch: LastBatch = "keep"
+    step_limit: Count | None = None
     overlong: OverlongReport = field(default_factory=OverlongReport)
     solver: str
     solver_options: Mapping[str, Any] = field(default_factory=dict)
     manifest: ManifestReference
     cost_profile: str
     continues: Continuation | None = None
-    steps: int = 0
-    distinct_groups: int = 0
+    steps: NonNegativeCount = 0
+    distinct_groups: NonNegativeCount = 0
     plan_hash: str = ""
     created: str = ""
 
@@ -166,34 +153,29 @@ class PlanMetadata:
         dropped = self.overlong.sequences if self.overlong.policy == "drop" else 0
         return self.manifest.rows - dropped
 
-    @property
-    def format(self) -> str:
-        if self.padding_multiple is not None:
-            return PADDED_FORMAT
-        return FORMAT if self.continues is None else CONTINUED_FORMAT
-
     def hashed_json(self) -> bytes:
-        """The part of the metadata that the plan hash covers, in one canonical form."""
+        """Return the part of the metadata that the plan hash covers, in one canonical form."""
         document = self._document()
         del document["plan_hash"], document["created"]
         return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
 
     def to_json(self) -> str:
+        """Return the text that stands in the file."""
         return json.dumps(self._document())
 
     def _document(self) -> dict[str, Any]:
-        document = {"format": self.format, **asdict(self)}
-        return {key: value for key, value in document.items() if key not in _LATER_KEYS or value is not None}
+        document = {"format": FORMAT, **asdict(self)}
+        return {key: value for key, value in document.items() if key not in _OPTIONAL_KEYS or value is not None}
 
     def with_totals(self, *, steps: int, distinct_groups: int) -> PlanMetadata:
         return replace(self, steps=steps, distinct_groups=distinct_groups)
 
 
 def parse_metadata(raw: Mapping[bytes, bytes] | None, *, name: str) -> PlanMetadata:
-    """Read the metadata of a Parquet schema.
+    """Read the metadata of a Parquet schema; `name` stands for the file in messages.
 
     Raises:
-        PlanError: the file is not a plan, of another format version, or its metadata is damaged.
+        PlanError: the file is not a plan, or of another format; its metadata is damaged, or has a key that is unknown.
     """
     if not raw or METADATA_KEY not in raw:
         raise PlanError(f"{name} is a Parquet file but not a plan; make one with 'fcp plan MANIFEST -o plan.parquet'")
@@ -202,77 +184,27 @@ def parse_metadata(raw: Mapping[bytes, bytes] | None, *, name: str) -> PlanMetad
         found = document.pop("format", None)
     except (ValueError, AttributeError) as error:
         raise PlanError(f"{name}: the plan's metadata is damaged: {error}") from error
-    if str(found).startswith("fcp-manifest/"):
-        raise PlanError(f"{name} is a manifest, not a plan; make one with 'fcp plan {name} -o plan.parquet'")
-    if found not in _FORMATS:
-        raise PlanError(f"{name} has format {found!r}; this fcp reads {', '.join(_FORMATS)}")
-    known = {f.name for f in fields(PlanMetadata)}
-    try:
-        document["manifest"] = ManifestReference(**document["manifest"])
-        document["overlong"] = OverlongReport(**document.get("overlong", {}))
-        if document.get("continues") is not None:
-            document["continues"] = Continuation(**document["continues"])
-        metadata = PlanMetadata(**{key: value for key, value in document.items() if key in known})
-    except (KeyError, TypeError) as error:
-        raise PlanError(f"{name}: the plan's metadata is damaged: {error}") from error
-    if found != metadata.format:
-        given = [key for key in _LATER_KEYS if getattr(metadata, key) is not None]
-        keys = f"key {' and '.join(given)}" if given else f"none of the keys {', '.join(_LATER_KEYS)}"
-        raise PlanError(f"{name}: the plan's metadata is damaged: format {found!r} with {keys}")
-    for key, value, wanted in _wrong_values(metadata):
-        raise PlanError(f"{name}: the plan's metadata is damaged: {key} is {value!r}, not {wanted}")
+    if found != FORMAT:
+        raise PlanError(f"{name} has format {found!r}; this fcp reads {FORMAT}; make it again with 'fcp plan'")
+    metadata = validated(
+        document,
+        PlanMetadata,
+        where=f"{name}: the plan's metadata cannot be used",
+        error=PlanError,
+        remedy="use the fcp that made the plan, or make it again with 'fcp plan'",
+    )
+    if metadata.continues is not None:
+        try:
+            unpack_rows(metadata.continues.trained, metadata.manifest.rows)
+        except ValueError as error:
+            raise PlanError(
+                f"{name}: the plan's metadata is damaged: continues.trained is no mask of {metadata.manifest.rows} "
+                f"rows: {error}"
+            ) from error
     return metadata
 
 
-def _wrong_values(metadata: PlanMetadata) -> Iterator[tuple[str, Any, str]]:
-    """Key, value and what it should be, of every value that nothing could work with."""
-    for key, least in _WHOLE_NUMBERS.items():
-        value = getattr(metadata, key)
-        if not _is_whole(value, least):
-            yield key, value, f"a whole number of at least {least}"
-    for key, value, choices in (
-        ("sync", metadata.sync, get_args(Sync)),
-        ("last_batch", metadata.last_batch, ("keep", "drop")),
-        ("overlong.policy", metadata.overlong.policy, ("error", "drop", "truncate")),
-    ):
-        if value not in choices:
-            yield key, value, f"one of {', '.join(choices)}"
-    for key, value in (
-        ("step_limit", metadata.step_limit),
-        ("overlong.max_length", metadata.overlong.max_length),
-        ("padding_multiple", metadata.padding_multiple),
-    ):
-        if value is not None and not _is_whole(value, 1):
-            yield key, value, "absent or a whole number of at least 1"
-    for key, value in (("manifest.rows", metadata.manifest.rows), ("overlong.sequences", metadata.overlong.sequences)):
-        if not _is_whole(value, 0):
-            yield key, value, "a whole number of at least 0"
-    if metadata.continues is not None:
-        yield from _wrong_continuation(metadata.continues, metadata.manifest.rows)
-    for key in ("solver", "cost_profile", "plan_hash"):
-        if not isinstance(getattr(metadata, key), str):
-            yield key, getattr(metadata, key), "a text"
-
-
-def _wrong_continuation(continues: Continuation, rows: int) -> Iterator[tuple[str, Any, str]]:
-    for key in ("num_ranks", "first_step"):
-        if not _is_whole(getattr(continues, key), 1):
-            yield f"continues.{key}", getattr(continues, key), "a whole number of at least 1"
-    for key in ("plan_hash", "trained"):
-        if not isinstance(getattr(continues, key), str):
-            yield f"continues.{key}", getattr(continues, key), "a text"
-            return
-    try:
-        unpack_rows(continues.trained, rows)
-    except ValueError as error:
-        yield "continues.trained", str(error), f"a mask of {rows} rows"
-
-
-def _is_whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def steps_per_epoch(sequences: int, global_batch_size: int, last_batch: Literal["keep", "drop"]) -> int:
-    """Optimizer steps that one epoch of so many sequences takes."""
+def steps_per_epoch(sequences: int, global_batch_size: int, last_batch: LastBatch) -> int:
+    """Return the optimizer steps that one epoch of so many sequences takes."""
     whole, rest = divmod(sequences, global_batch_size)
     return whole + (1 if rest and last_batch == "keep" else 0)

@@ -27,6 +27,8 @@ class PlanReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if mistaken := another_kind(path, "plan"):
+            raise PlanError(mistaken)
         try:
             self._file = pq.ParquetFile(path)
         except FileNotFoundError as error:
@@ -34,8 +36,6 @@ class PlanReader:
         except (pa.ArrowException, OSError) as error:
             if path.is_dir():
                 raise PlanError(f"{path} is a folder, not a plan; name the plan file in it") from error
-            if mistaken := another_kind(path, "plan"):
-                raise PlanError(mistaken) from error
             raise PlanError(
                 f"{path} cannot be read as Parquet ({first_sentence(error)}): it is truncated, damaged or not a plan; "
                 "make one with 'fcp plan MANIFEST'"

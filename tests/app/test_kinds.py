@@ -34,7 +34,7 @@ KINDS: dict[str, Kind] = {
     "profile.samples.jsonl": "samples",
 }
 NOUNS = {
-    "lengths.parquet": "a (length )?manifest",
+    "lengths.parquet": "a length manifest",
     "plan.parquet": "a plan",
     "profile.yaml": "a cost profile",
     "metrics.jsonl": "the metrics of a run",
@@ -46,7 +46,7 @@ NOUNS = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One file of each kind, no more than its format stated, and two that fcp did not write."""
     folder = tmp_path_factory.mktemp("kinds")
-    for name, kind in (("lengths.parquet", "fcp-manifest/1"), ("plan.parquet", "fcp-plan/2")):
+    for name, kind in (("lengths.parquet", "fcp-manifest/1"), ("plan.parquet", "fcp-plan/1")):
         table = pa.table({"length": [1]}).replace_schema_metadata({"fcp": json.dumps({"format": kind})})
         pq.write_table(table, folder / name)
     pq.write_table(pa.table({"length": [1]}), folder / "foreign.parquet")

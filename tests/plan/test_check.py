@@ -255,14 +255,14 @@ def test_a_length_over_the_limit_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("num_ranks", 0, "num_ranks is 0, not a whole number of at least 1"),
-        ("global_batch_size", "512", "global_batch_size is '512', not a whole number"),
-        ("epochs", True, "epochs is True, not a whole number"),
-        ("sync", "never", "sync is 'never', not one of iteration, microbatch"),
-        ("padding_multiple", 0, "padding_multiple is 0, not absent or a whole number of at least 1"),
-        ("step_limit", 0, "step_limit is 0, not absent or a whole number of at least 1"),
-        ("cost_profile", None, "cost_profile is None, not a text"),
-        ("overlong", OverlongReport(sequences=-1), "overlong.sequences is -1, not a whole number of at least 0"),
+        ("num_ranks", 0, "num_ranks is 0; it must be a whole number of at least 1"),
+        ("global_batch_size", "512", "global_batch_size is '512'; it must be a whole number"),
+        ("epochs", True, "epochs is True; it must be a whole number"),
+        ("sync", "never", "sync is 'never'; it must be one of iteration, microbatch"),
+        ("padding_multiple", 0, "padding_multiple is 0; it must be a whole number of at least 1 or absent"),
+        ("step_limit", 0, "step_limit is 0; it must be a whole number of at least 1 or absent"),
+        ("cost_profile", None, "cost_profile is None; it must be a text"),
+        ("overlong", OverlongReport(sequences=-1), "overlong.sequences is -1; it must be a whole number of at least 0"),
     ],
 )
 def test_metadata_that_nothing_could_work_with_is_refused(plan: Path, key: str, value: Any, message: str) -> None:

@@ -201,12 +201,26 @@ def test_damage_inside_a_plan_is_recognised(tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_plan_of_a_later_format_is_refused(tmp_path: Path) -> None:
-    plan = small_plan(tmp_path / "plan.parquet")
+def with_metadata(plan: Path, old: bytes, new: bytes) -> Path:
+    """Replace a part of a plan's metadata."""
     table = pq.read_table(plan)
-    raw = table.schema.metadata[b"fcp"].replace(b"fcp-plan/1", b"fcp-plan/4")
-    pq.write_table(table.replace_schema_metadata({b"fcp": raw}), plan)
-    with pytest.raises(PlanError, match="has format 'fcp-plan/4'; this fcp reads fcp-plan/1, fcp-plan/2, fcp-plan/3"):
+    raw = table.schema.metadata[b"fcp"]
+    assert old in raw
+    pq.write_table(table.replace_schema_metadata({b"fcp": raw.replace(old, new)}), plan)
+    return plan
+
+
+def test_a_plan_of_another_format_is_refused(tmp_path: Path) -> None:
+    plan = with_metadata(small_plan(tmp_path / "plan.parquet"), b"fcp-plan/1", b"fcp-plan/3")
+    with pytest.raises(
+        PlanError, match=r"has format 'fcp-plan/3'; this fcp reads fcp-plan/1; make it again with 'fcp plan'$"
+    ):
+        PlanReader(plan)
+
+
+def test_a_key_that_this_fcp_does_not_know_is_refused(tmp_path: Path) -> None:
+    plan = with_metadata(small_plan(tmp_path / "plan.parquet"), b'"seed"', b'"spare_ranks": 1, "seed"')
+    with pytest.raises(PlanError, match=r"metadata cannot be used: unknown key spare_ranks; .*; use the fcp that made"):
         PlanReader(plan)
 
 

@@ -121,9 +121,10 @@ def test_a_plan_of_all_steps_keeps_the_metadata_and_the_hash_that_it_always_had(
     assert '"format": "fcp-plan/1"' in metadata.to_json()
 
 
-def test_a_program_that_knows_only_the_first_format_is_not_misled(tmp_path: Path) -> None:
+def test_a_plan_that_continues_says_so_in_a_key_that_readers_must_know(tmp_path: Path) -> None:
     metadata = PlanReader(continued(small_plan(tmp_path / "plan.parquet", table=TABLE), 2)).metadata
-    assert '"format": "fcp-plan/2"' in metadata.to_json()
+    assert '"format": "fcp-plan/1"' in metadata.to_json()
+    assert '"continues": {' in metadata.to_json()
 
 
 def test_a_damaged_mask_is_one_line(tmp_path: Path) -> None:
@@ -131,9 +132,7 @@ def test_a_damaged_mask_is_one_line(tmp_path: Path) -> None:
     continues = PlanReader(rest).metadata.continues
     assert continues is not None
     damaged = rewritten(rest, continues=replace(continues, trained="AAAA"))
-    with pytest.raises(
-        PlanError, match=r"the plan's metadata is damaged: continues.trained is .*, not a mask of 63 rows"
-    ):
+    with pytest.raises(PlanError, match=r"the plan's metadata is damaged: continues.trained is no mask of 63 rows: .*"):
         PlanReader(damaged)
 
 
