@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from fcp_cli.console import verbosity
 from fcp_cli.errors import Interrupted, UsageError
-from fcp_cli.options import Opt, Option, build, options_of
+from fcp_cli.options import Opt, Option, build, options_of, whole_numbers
 
 T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -42,7 +42,7 @@ def takes(kind: type[T], *, examples: str) -> Callable[[Callable[[T], None]], Ca
             if context.invoked_subcommand is not None:
                 return  # a group's own options do nothing when one of its commands runs
             sources = {name: context.get_parameter_source(name) for name in values}
-            values |= {option.name: tuple(values[option.name] or ()) for option in options if option.many}
+            values |= {option.name: _several(values[option.name], option) for option in options if option.many}
             function(
                 build(
                     kind,
@@ -59,10 +59,16 @@ def takes(kind: type[T], *, examples: str) -> Callable[[Callable[[T], None]], Ca
     return decorate
 
 
+def _several(value: Any, option: Option) -> tuple[Any, ...]:
+    return whole_numbers(value or "", option.flag) if option.commas else tuple(value or ())
+
+
 def _parameter(option: Option) -> inspect.Parameter:
     """Return the parameter that typer reads as this option."""
     kind: Any = list[option.type] if option.many else option.type  # type: ignore[name-defined]
-    default = option.default if option.default is not MISSING else inspect.Parameter.empty
+    default: Any = option.default if option.default is not MISSING else inspect.Parameter.empty
+    if option.commas:
+        kind, default = str, ",".join(map(str, default))
     if default is None or (option.many and not default):
         kind, default = kind | None, default if default is inspect.Parameter.empty else None
     mark = option.mark
@@ -90,7 +96,7 @@ class _Help:
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Write a required argument as NAME, where typer writes {NAME}."""
         pieces: list[str] = super().collect_usage_pieces(ctx)  # type: ignore[misc]
-        pieces = [re.sub(r"\{(.*)\}", lambda name: name[1].upper(), piece) for piece in pieces]
+        pieces = [re.sub(r"\{(.*)\}", lambda name: name[1], piece) for piece in pieces]
         return [piece.replace("[[", "[").replace("]]", "]") for piece in pieces]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

@@ -42,6 +42,7 @@ class Opt:
         unset: for options whose default is None, the words for what is then used.
         group: heading in the help; a `Group` gives it to all options of its dataclass.
         negatable: a switch has a `--no-...`, too.
+        commas: a field of type `tuple[int, ...]` is one word of positive numbers, as 1,2,4; they arrive in order.
     """
 
     help: str
@@ -53,6 +54,7 @@ class Opt:
     unset: str | None = None
     group: str | None = None
     negatable: bool = False
+    commas: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +113,17 @@ class Option:
         return f"--{self.name.replace('_', '-')}"
 
     @property
+    def commas(self) -> bool:
+        return isinstance(self.mark, Opt) and self.mark.commas
+
+    @property
     def metavar(self) -> str:
         if self.type is bool:
             return ""
         if self.mark.metavar is not None:
             return self.mark.metavar
+        if self.commas:
+            return "N,..."
         choices = self.choices
         if isinstance(self.mark, Arg):
             return self.name.upper()
@@ -164,6 +172,21 @@ def build(kind: type[T], values: Mapping[str, Any], *, given: Collection[str], t
         elif mark is not None:
             found[name] = values[name]
     return kind(**found)
+
+
+def whole_numbers(text: str, flag: str) -> tuple[int, ...]:
+    """Read "4,1,2" as (1, 2, 4).
+
+    Raises:
+        UsageError: it holds something else than positive whole numbers.
+    """
+    try:
+        numbers = {int(part) for part in text.split(",") if part.strip()}
+    except ValueError:
+        raise UsageError(f"{flag} is {text!r}; give whole numbers with commas, as 1,2,4") from None
+    if any(number < 1 for number in numbers):
+        raise UsageError(f"{flag} is {text!r}; every number must be at least 1")
+    return tuple(sorted(numbers))
 
 
 def check_limits(instance: Any) -> None:

@@ -19,8 +19,10 @@ _MOST_SHOWN = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckOptions:
+    """What to prove, and against what."""
+
     plan: Annotated[Path, Arg("The plan to check.")] = Path("plan.parquet")
-    manifest: Annotated[Path | None, Opt("Its manifest, to check lengths and all times against.", unset="none")] = None
+    manifest: Annotated[Path | None, Opt("Its manifest, to check lengths and all times against.")] = None
     length_column: Annotated[str, Opt("Column of the manifest with lengths.")] = "length"
     json: Annotated[bool, Opt("Print the findings as one JSON document on stdout.")] = False
 

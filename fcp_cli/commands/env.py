@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Annotated
 
-import typer
-
+from fcp_cli.command_line import takes
 from fcp_cli.console import note, print_json
+from fcp_cli.options import Opt
 
 
-def env(
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnvOptions:
+    """How to show what is installed."""
+
+    json: Annotated[bool, Opt("Print one JSON document on stdout.")] = False
+
+
+@takes(
+    EnvOptions,
+    examples="""
+    fcp env
+    fcp env --json
+    """,
+)
+def env(options: EnvOptions) -> None:
     """Show versions, devices and communication libraries, ready to be pasted into an issue."""
     from fcp_cli.machine.facts import collect_facts, facts_document, facts_lines
 
     facts = collect_facts()
-    if json:
+    if options.json:
         print_json(facts_document(facts))
         return
     note("Copy and paste this block into your issue:\n")

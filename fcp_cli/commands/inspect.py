@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
+from fcp_cli.command_line import takes
 from fcp_cli.console import human, note, print_json
 from fcp_cli.errors import UsageError
+from fcp_cli.options import Arg, Opt
 
 if TYPE_CHECKING:
     from fcp_cli.plan.step import StepPlan
@@ -16,29 +17,40 @@ if TYPE_CHECKING:
     from fcp_cli.report.plan_file import PlanFile
 
 
-def inspect(
-    plan: Annotated[Path, typer.Argument(metavar="[PLAN]", help="The plan to look at.")] = Path("plan.parquet"),
-    step: Annotated[int | None, typer.Option(min=0, help="Show this step instead of the whole plan.")] = None,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InspectOptions:
+    """Which part of a plan to show."""
+
+    plan: Annotated[Path, Arg("The plan to show.")] = Path("plan.parquet")
+    step: Annotated[int | None, Opt("Show this step instead of the whole plan.", min=0)] = None
     why: Annotated[
-        int | None, typer.Option(min=0, metavar="GROUP", help="With --step: why this micro-batch has its degree.")
-    ] = None,
-    manifest: Annotated[
-        Path | None, typer.Option(help="The plan's manifest, where it has mask or vision columns.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
-) -> None:
+        int | None, Opt("With --step: explain the degree of this micro-batch.", min=0, metavar="MICROBATCH")
+    ] = None
+    manifest: Annotated[Path | None, Opt("The plan's manifest, where it has mask or vision columns.")] = None
+    json: Annotated[bool, Opt("Print one JSON document on stdout.")] = False
+
+
+@takes(
+    InspectOptions,
+    examples="""
+    fcp inspect
+    fcp inspect plan.parquet --step 3 --why 0
+    """,
+)
+def inspect(options: InspectOptions) -> None:
     """Show a plan: its summary, or one step with groups, degrees, ranks, tokens, seconds and idle time."""
     from fcp_cli.report.plan_file import open_plan
 
-    file = open_plan(plan, quickly=step is not None)
+    step, why = options.step, options.why
+    file = open_plan(options.plan, quickly=step is not None)
     if step is None and why is not None:
         raise UsageError("--why names a micro-batch of one step; give --step too")
     if step is None:
-        _inspect_plan(file, manifest, json)
+        _inspect_plan(file, options.manifest, options.json)
     elif why is not None:
-        _inspect_degree(file, step, why, manifest, json)
+        _inspect_degree(file, step, why, options.manifest, options.json)
     else:
-        _inspect_step(file, step, json)
+        _inspect_step(file, step, options.json)
     for problem in file.problems:
         note(f"warning: {problem}")
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-import typer
-
-from fcp_cli.command_line import App
+from fcp_cli.command_line import App, takes
 from fcp_cli.console import human, note, print_json, progress
-from fcp_cli.errors import UsageError
 from fcp_cli.files import refuse_to_overwrite
+from fcp_cli.options import Arg, Opt
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
@@ -21,55 +20,65 @@ if TYPE_CHECKING:
     from fcp_cli.manifest.sources.detect import SourceOptions
     from fcp_cli.manifest.summary import ManifestSummary
 
-manifest_app = App(no_args_is_help=True, help="Build or show a length manifest: how long every sequence is.")
+manifest_app = App(
+    no_args_is_help=True,
+    help="Build or show a length manifest: how long every sequence is.",
+    epilog="fcp manifest build corpus/ -o lengths.parquet\nfcp manifest show lengths.parquet",
+)
 
-_BAR_CELLS = 22
-_KINDS = ("text", "jsonl", "parquet", "arrow", "megatron", "media", "auto")
+_BAR_CELLS: Final = 22
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuildOptions:
+    """Where the sequences are, and what counts as a token."""
+
+    source: Annotated[
+        Path, Arg("Folder of text files; JSONL, Parquet, Arrow or tar file, or a folder of them; Megatron .idx.")
+    ]
+    output: Annotated[Path, Opt("The manifest to write.", flags=("--output", "-o"))] = Path("lengths.parquet")
+    tokenizer: Annotated[
+        str, Opt("Tokens of a text: its UTF-8 bytes, or by a tokenizer.json.", metavar="bytes|FILE")
+    ] = "bytes"
+    kind: Annotated[
+        Literal["text", "jsonl", "parquet", "arrow", "megatron", "media", "auto"],
+        Opt("The form of SOURCE; auto looks at its name and content."),
+    ] = "auto"
+    column: Annotated[
+        str | None,
+        Opt(
+            "Field or column with texts, token ids or lengths.",
+            flags=("--column", "--text-field"),
+            unset="text in JSONL; the first of input_ids, text and length in Parquet and Arrow",
+        ),
+    ] = None
+    include: Annotated[
+        tuple[str, ...], Opt("Files of a folder of text to take, as '*.py'; may be repeated.", metavar="GLOB")
+    ] = ()
+    exclude: Annotated[tuple[str, ...], Opt("Files and folders to leave out; may be repeated.", metavar="GLOB")] = ()
+    processor: Annotated[
+        str | None,
+        Opt(
+            "For media (sizes of images and videos): qwen3-vl, internvl or the folder of a checkpoint.",
+            metavar="NAME|FOLDER",
+        ),
+    ] = None
+    vocab_size: Annotated[
+        int | None,
+        Opt("Of Megatron data.", min=1, unset="one more than the largest token in the .bin, if there is one"),
+    ] = None
+    json: Annotated[bool, Opt("Print the summary as one JSON document on stdout.")] = False
 
 
 @manifest_app.command()
-def build(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            help="Folder of text files; JSONL, Parquet, Arrow or tar file, or a folder of them; Megatron .idx."
-        ),
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The manifest to write.")] = Path("lengths.parquet"),
-    kind: Annotated[
-        str, typer.Option(metavar="KIND", help=f"What SOURCE is: {', '.join(_KINDS)} (by its name and content).")
-    ] = "auto",
-    tokenizer: Annotated[
-        str, typer.Option(metavar="bytes|FILE", help="Tokens of a text: its UTF-8 bytes, or by a tokenizer.json.")
-    ] = "bytes",
-    column: Annotated[
-        str | None,
-        typer.Option(
-            "--column",
-            "--text-field",
-            help="Field or column with texts, token ids or lengths; else text in JSONL, and input_ids, text or length "
-            "(the first there is) in Parquet and Arrow.",
-        ),
-    ] = None,
-    include: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB", help="Files of a folder of text to take, as '*.py'; repeatable.")
-    ] = None,
-    exclude: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB", help="Files and folders to leave out; repeatable.")
-    ] = None,
-    processor: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|FOLDER",
-            help="Of media (sizes of images and videos): qwen3-vl, internvl or the folder of a checkpoint.",
-        ),
-    ] = None,
-    vocab_size: Annotated[
-        int | None,
-        typer.Option(min=1, help="Of Megatron data; without it the .bin, if there, is read for its largest token."),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON document on stdout.")] = False,
-) -> None:
+@takes(
+    BuildOptions,
+    examples="""
+    fcp manifest build corpus/ --include '*.txt' -o lengths.parquet
+    fcp manifest build sizes.jsonl --kind media --processor qwen3-vl
+    """,
+)
+def build(options: BuildOptions) -> None:
     """Count the tokens of every sequence of SOURCE and write them as a manifest.
 
     The manifest remembers where its sequences are, so that training reads the same tokens again.
@@ -78,69 +87,94 @@ def build(
     from fcp_cli.manifest.build import build_manifest
     from fcp_cli.manifest.sources.detect import SourceOptions, detect_kind, open_source
 
-    if kind not in _KINDS:
-        raise UsageError(f"--kind {kind} is none of {', '.join(_KINDS)}")
+    source, output, kind = options.source, options.output, str(options.kind)
     refuse_to_overwrite(output, source)
     if kind == "auto":
         kind = detect_kind(source)
         note(f"reading {source} as {kind}")
-    options = SourceOptions(
-        tokenizer=tokenizer,
-        column=column,
-        include=tuple(include or ["*"]),
-        exclude=tuple(exclude or []),
-        processor=processor,
-        vocab_size=vocab_size,
+    reading = SourceOptions(
+        tokenizer=options.tokenizer,
+        column=options.column,
+        include=options.include or ("*",),
+        exclude=options.exclude,
+        processor=options.processor,
+        vocab_size=options.vocab_size,
     )
-    opened = open_source(source, kind, options, output=output.absolute())
-    _note_unused(opened.describe(), options)
+    opened = open_source(source, kind, reading, output=output.absolute())
+    _note_unused(opened.describe(), reading)
     with _advancing(opened.units, kind) as advance:
         built = build_manifest(opened, output, advance=advance)
     for reason, count in built.skipped.items():
         note(f"left out {counted(count, f'{reason} sequence')}")
-    _report(output, "length", json=json, extra={"skipped": built.skipped})
+    _report(output, "length", json=options.json, extra={"skipped": built.skipped})
     note(f"wrote {output}; next: fcp plan {output}")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShowOptions:
+    """Which manifest to show."""
+
+    path: Annotated[Path, Arg("Manifest: a Parquet file, a folder of them, or - for JSON lines.", metavar="MANIFEST")]
+    length_column: Annotated[str, Opt("Column with lengths, or with lists of tokens.")] = "length"
+    json: Annotated[bool, Opt("Print one JSON document on stdout.")] = False
+
+
 @manifest_app.command()
-def show(
-    path: Annotated[Path, typer.Argument(help="Manifest: a Parquet file, a folder of them, or - for JSON lines.")],
-    length_column: Annotated[
-        str, typer.Option(help="Column with the lengths, or a list column to measure.")
-    ] = "length",
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
-) -> None:
+@takes(
+    ShowOptions,
+    examples="""
+    fcp manifest show lengths.parquet
+    fcp manifest show dataset.parquet --length-column input_ids
+    """,
+)
+def show(options: ShowOptions) -> None:
     """Show counts, percentiles and a histogram of the lengths of a manifest."""
-    _report(path, length_column, json=json, extra={})
+    _report(options.path, options.length_column, json=options.json, extra={})
 
 
-@manifest_app.command()
-def synth(
-    name: Annotated[str, typer.Argument(metavar="DATASET", help="msrvtt, internvid, openvid, or mixed.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The JSON lines to write.")] = Path("sizes.jsonl"),
-    rows: Annotated[int, typer.Option(min=1, help="Sequences.")] = 10_000,
-    seed: Annotated[int, typer.Option(min=0, help="Of the draw.")] = 0,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SynthOptions:
+    """Which data set to imitate, and in what size."""
+
+    name: Annotated[
+        Literal["msrvtt", "internvid", "openvid", "mixed"], Arg("The data set to imitate.", metavar="DATASET")
+    ]
+    output: Annotated[Path, Opt("The JSON lines to write.", flags=("--output", "-o"))] = Path("sizes.jsonl")
+    rows: Annotated[int, Opt("Sequences.", min=1)] = 10_000
+    seed: Annotated[int, Opt("Seed of the random sizes.", min=0)] = 0
     short_side: Annotated[
         int | None,
-        typer.Option(min=1, help="Scale pictures to so many pixels on their shorter side, for small models."),
-    ] = None,
+        Opt("Scale pictures to so many pixels on their shorter side, for small models.", min=1, unset="none"),
+    ] = None
     fps: Annotated[
         float | None,
-        typer.Option(min=0.01, help="Frames per second of the clips (30); InternVL takes every frame it is given."),
-    ] = None,
-) -> None:
-    """Make up sizes of images and videos that follow published data sets, and say where the figures are from.
+        Opt("Frames per second of the clips; InternVL takes every frame it is given.", min=0.01, unset="30"),
+    ] = None
 
-    mixed is a fifth text alone, a fifth one image, a fifth two to eight images, and clips of all three sets.
+
+@manifest_app.command()
+@takes(
+    SynthOptions,
+    examples="""
+    fcp manifest synth mixed --rows 20000 -o sizes.jsonl
+    fcp manifest synth openvid --fps 2
+    """,
+)
+def synth(options: SynthOptions) -> None:
+    """Make up sizes of images and videos that follow published data sets, and name the source of each figure.
+
+    DATASET is msrvtt, internvid, openvid, or mixed: a fifth text alone, a fifth one image, a fifth two to eight images,
+    and clips of all three sets.
     """
-    from fcp_cli.manifest.synth import CLIP_SETS, NAMES, Scale, write_media_records
+    from fcp_cli.manifest.synth import CLIP_SETS, Scale, write_media_records
 
-    if name not in NAMES:
-        raise UsageError(f"{name} is none of {', '.join(NAMES)}")
-    scale = Scale(short_side=short_side, frames_per_second=fps)
+    name, output, rows = options.name, options.output, options.rows
+    scale = Scale(short_side=options.short_side, frames_per_second=options.fps)
     with progress() as bar:
-        task = bar.add_task("drawing", total=rows)
-        write_media_records(output, name, rows, seed=seed, scale=scale, advance=lambda done: bar.advance(task, done))
+        task = bar.add_task("writing", total=rows)
+        write_media_records(
+            output, name, rows, seed=options.seed, scale=scale, advance=lambda done: bar.advance(task, done)
+        )
     for clips in [name] if name in CLIP_SETS else CLIP_SETS:
         for figure, source in CLIP_SETS[clips].sources.items():
             note(f"{clips} {figure}: {source}")
@@ -148,7 +182,7 @@ def synth(
 
 
 def _note_unused(description: dict[str, Any], options: SourceOptions) -> None:
-    """An option that does not apply is said, never dropped in silence."""
+    """Name each option that does not apply: none is dropped in silence."""
     kind = description["kind"]
     if kind == "media" and description["tokenizer"] is None:
         note("assumed tokens of time stamps by Qwen's pre-tokenizer rule; --tokenizer FILE counts them exactly")
@@ -229,7 +263,7 @@ def _histogram(summary: ManifestSummary, *, ascii_only: bool) -> Any:
 
 
 def _short(tokens: int) -> str:
-    """A power of two the way people say it: 512, 4k, 2M (binary)."""
+    """Write a power of two in binary units: 512, 4k, 2M."""
     for factor, letter in ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "k")):
         if tokens >= factor:
             return f"{tokens // factor}{letter}"

@@ -3,215 +3,140 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import typer
-
-from fcp_cli.command_line import App
+from fcp_cli.command_line import App, takes
 from fcp_cli.console import Origins, human, note, print_json, progress
 from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.files import refuse_to_overwrite
+from fcp_cli.options import Arg, Opt
+from fcp_cli.profiling.options import ProfileRequest
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
     from fcp_cli.cost.profile import CostProfile
     from fcp_cli.profiling.measure import MeasureSettings
+    from fcp_cli.profiling.refit import Refit
     from fcp_cli.profiling.samples import SamplesFile
 
-profile_app = App(help="Measure what micro-batches cost here, or compute it; show, refit and compare profiles.")
+profile_app = App()
 
-_ANALYTIC = "Without measuring"
-_DEGREES = "1,2,4,8"  # that a profile is explained at, when it is made and when it is shown
-_WHERE = "Where and how long"
-_Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document on stdout.")]
+_DEGREES: Final = (1, 2, 4, 8)  # that a profile is explained at, when it is made and when it is shown
+_OUTPUT: Final = Path("profile.yaml")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileOptions(ProfileRequest):
+    """What to measure or compute, and where the profile goes."""
+
+    hf_config: Annotated[Path | None, Opt("config.json of a Hugging Face model, instead of --model.")] = None
+    output: Annotated[Path, Opt("The profile to write; - is stdout.", flags=("--output", "-o"))] = _OUTPUT
+    json: Annotated[bool, Opt("Print the result as one JSON document on stdout.")] = False
 
 
 @profile_app.callback(invoke_without_command=True)
-def profile(
-    context: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", "-m", help="Shipped model, or its YAML (qwen3-tiny on a CPU, else qwen3-8b)."),
-    ] = None,
-    hf_config: Annotated[
-        Path | None, typer.Option(help="config.json of a Hugging Face model, instead of --model.")
-    ] = None,
-    cluster: Annotated[
-        str | None, typer.Option(help="Shipped cluster or its YAML (this-machine; with --analytic example-8x8).")
-    ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write; - is stdout.")] = Path(
-        "profile.yaml"
-    ),
-    budget_minutes: Annotated[
-        float | None,
-        typer.Option(
-            min=0.01, help="Minutes to measure (1 for small models on a CPU, else 10).", rich_help_panel=_WHERE
-        ),
-    ] = None,
-    max_length: Annotated[
-        int | None,
-        typer.Option(help="Tokens of the longest pack (4096 on a CPU, else 131072).", rich_help_panel=_WHERE),
-    ] = None,
-    degrees: Annotated[
-        str | None, typer.Option(help="Degrees to measure, as 1,2,4 (up to 8).", rich_help_panel=_WHERE)
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Processes to measure with (one per device or core; 1 emulates); with --analytic, ranks of the job.",
-            rich_help_panel=_WHERE,
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or npu.", rich_help_panel=_WHERE)] = "auto",
-    dtype: Annotated[
-        str, typer.Option(help="auto, float32 or bfloat16 (auto: bfloat16 on accelerators).", rich_help_panel=_WHERE)
-    ] = "auto",
-    layers: Annotated[
-        str | None,
-        typer.Option(help="Layer counts to measure and extrapolate from, as 2,6 (all).", rich_help_panel=_WHERE),
-    ] = None,
-    samples: Annotated[
-        Path | None,
-        typer.Option(help="File that keeps samples (OUTPUT.samples.jsonl).", rich_help_panel=_WHERE),
-    ] = None,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Do not go on with an interrupted run.", rich_help_panel=_WHERE)
-    ] = False,
-    from_samples: Annotated[
-        Path | None, typer.Option(help="Fit these samples; measure nothing.", rich_help_panel=_WHERE)
-    ] = None,
-    nodes: Annotated[
-        int,
-        typer.Option(min=1, help="With several, print what to run on each node.", rich_help_panel=_WHERE),
-    ] = 1,
-    devices_per_node: Annotated[
-        int, typer.Option(min=1, help="Devices of each of several nodes.", rich_help_panel=_WHERE)
-    ] = 8,
-    analytic: Annotated[
-        bool,
-        typer.Option("--analytic", help="Compute from the figures of model and cluster.", rich_help_panel=_ANALYTIC),
-    ] = False,
-    tensor_parallel: Annotated[
-        int, typer.Option(min=1, help="Devices that share each layer.", rich_help_panel=_ANALYTIC)
-    ] = 1,
-    pipeline_parallel: Annotated[int, typer.Option(min=1, help="Pipeline stages.", rich_help_panel=_ANALYTIC)] = 1,
-    zero: Annotated[
-        int | None,
-        typer.Option(
-            min=0, max=3, help="ZeRO stage (the least that leaves half of the memory).", rich_help_panel=_ANALYTIC
-        ),
-    ] = None,
-    recompute: Annotated[
-        bool, typer.Option("--recompute", help="Recompute activations in backward.", rich_help_panel=_ANALYTIC)
-    ] = False,
-    freeze_vision: Annotated[
-        bool,
-        typer.Option("--freeze-vision", help="For jobs that train only the language model of a vision model."),
-    ] = False,
-    precision: Annotated[
-        str, typer.Option(help="bf16 (fp32 master weights), amp (autocast) or fp32.", rich_help_panel=_ANALYTIC)
-    ] = "bf16",
-    json: _Json = False,
-) -> None:
+@takes(
+    ProfileOptions,
+    examples="""
+    fcp profile --model qwen3-tiny --budget-minutes 2
+    fcp profile --analytic --model qwen3-8b --cluster h100-8x8 -o profile.yaml
+    """,
+)
+def profile(options: ProfileOptions) -> None:
     """Measure what micro-batches cost on this machine and write a cost profile for fcp plan.
 
-    Alone it measures here, within a minute on a CPU; an interrupted run goes on where it stopped. With --analytic it
-    computes the coefficients from the figures of a model and a cluster, and says what it assumes.
+    Alone it measures here, within a minute on a CPU; an interrupted measurement continues where it stopped. With
+    --analytic it computes the coefficients from the figures of a model and a cluster, and lists what it assumes.
     """
-    if context.invoked_subcommand is not None:
-        return
-    if model is not None and hf_config is not None:
-        raise UsageError("--model and --hf-config exclude each other; give one")
-    _refuse_two_documents(output, json)
-    name = str(hf_config) if hf_config is not None else model
-    origins = Origins()
-    if from_samples is not None:
-        _finish(_fitted(from_samples, freeze_vision), output, json, origins)
-        return
-    from fcp_cli.profiling.choices import JobChoice, MeasureChoice, choose_measurement, computed_profile
+    from fcp_cli.profiling.choices import choose_measurement, computed_profile
 
-    if analytic:
-        job = JobChoice(
-            ranks=ranks,
-            tensor_parallel=tensor_parallel,
-            pipeline_parallel=pipeline_parallel,
-            zero_stage=zero,
-            recompute=recompute,
-            precision=precision,
-            freeze_vision=freeze_vision,
-        )
-        _finish(computed_profile(name, cluster, job, origins), output, json, origins)
-        return
-    choice = MeasureChoice(
-        model=name,
-        cluster=cluster,
-        ranks=ranks,
-        nodes=nodes,
-        devices_per_node=devices_per_node,
-        degrees=tuple(_integers(degrees or "", "--degrees")),
-        max_length=max_length,
-        device=device,
-        dtype=dtype,
-        layers=tuple(_integers(layers or "", "--layers")),
-        budget_minutes=budget_minutes,
-        samples=samples or _samples_beside(output),
-        freeze_vision=freeze_vision,
-    )
-    settings = choose_measurement(choice, origins)
-    if nodes > 1:
-        _print_cluster_command(settings, output, fresh)
+    output, origins = options.output, Origins()
+    if options.model is not None and options.hf_config is not None:
+        raise UsageError("--model and --hf-config exclude each other; give one")
+    _refuse_two_documents(output, options.json)
+    if options.hf_config is not None:
+        options = replace(options, model=str(options.hf_config))
+    if options.samples is None and str(output) != "-":
+        options = replace(options, samples=output.with_suffix(".samples.jsonl"))
+    if options.from_samples is not None:
+        found = _fitted(options.from_samples, options.freeze_vision)
+    elif options.analytic:
+        found = computed_profile(options, origins)
     else:
-        _finish(_measured(settings, fresh, origins, freeze_vision), output, json, origins)
+        settings = choose_measurement(options, origins)
+        if options.nodes > 1:
+            _print_cluster_command(settings, output, options.fresh)
+            return
+        found = _measured(settings, options.fresh, origins, options.freeze_vision)
+    _finish(found, output, options.json, origins)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShowOptions:
+    """Which profile to explain, and at which lengths."""
+
+    path: Annotated[Path, Arg("Cost profile.", metavar="PROFILE")] = _OUTPUT
+    lengths: Annotated[
+        tuple[int, ...], Opt("Lengths to give times for, as 4096,65536.", commas=True, unset="around the break-even")
+    ] = ()
+    degrees: Annotated[tuple[int, ...], Opt("Degrees to give times for.", commas=True)] = _DEGREES
+    json: Annotated[bool, Opt("Print the result as one JSON document on stdout.")] = False
 
 
 @profile_app.command()
-def show(
-    path: Annotated[Path, typer.Argument(metavar="[PROFILE]", help="Cost profile.")] = Path("profile.yaml"),
-    lengths: Annotated[
-        str, typer.Option(help="Lengths to give times for, as 4096,65536 (around the break-even).")
-    ] = "",
-    degrees: Annotated[str, typer.Option(help="Degrees to give times for.")] = _DEGREES,
-    json: _Json = False,
-) -> None:
+@takes(
+    ShowOptions,
+    examples="""
+    fcp profile show
+    fcp profile show profile.yaml --lengths 4096,65536 --degrees 1,8
+    """,
+)
+def show(options: ShowOptions) -> None:
     """Explain a profile: each coefficient, where attention overtakes linear work, times of example lengths."""
     from fcp_cli.cost.profile import load_cost_profile
     from fcp_cli.report.profiles import print_profile
 
-    loaded = load_cost_profile(path)
-    chosen, wanted = _integers(degrees, "--degrees"), _integers(lengths, "--lengths")
-    if json:
-        print_json(_explained(loaded, wanted, chosen))
+    loaded, lengths, degrees = load_cost_profile(options.path), list(options.lengths), list(options.degrees)
+    if options.json:
+        print_json(_explained(loaded, lengths, degrees))
     else:
-        print_profile(human(), loaded, lengths=wanted, degrees=chosen)
+        print_profile(human(), loaded, lengths=lengths, degrees=degrees)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FitOptions:
+    """Which runs to refit from."""
+
+    metrics: Annotated[tuple[Path, ...], Arg("Folders of runs, or their metrics.jsonl.", metavar="RUN_DIR")]
+    output: Annotated[Path, Opt("The profile to write; - is stdout.", flags=("--output", "-o"))] = _OUTPUT
+    profile: Annotated[Path | None, Opt("Profile to compare with and to start from.", unset="the plan's own")] = None
+    plan: Annotated[Path | None, Opt("The runs' plan, if it lies elsewhere now.")] = None
+    skip_steps: Annotated[int, Opt("Steps after each start to leave out.", min=0)] = 1
+    json: Annotated[bool, Opt("Print the result as one JSON document on stdout.")] = False
 
 
 @profile_app.command()
-def fit(
-    metrics: Annotated[
-        list[Path], typer.Argument(metavar="RUN_DIR...", help="Folders of runs, or their metrics.jsonl.")
-    ],
-    plan: Annotated[Path | None, typer.Option(help="The runs' plan, if it lies elsewhere now.")] = None,
-    profile: Annotated[
-        Path | None, typer.Option(help="Profile to compare with and to start from (the plan's own).")
-    ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write; - is stdout.")] = Path(
-        "profile.yaml"
-    ),
-    skip_steps: Annotated[int, typer.Option(min=0, help="Steps after each start to leave out.")] = 1,
-    json: _Json = False,
-) -> None:
+@takes(
+    FitOptions,
+    examples="""
+    fcp profile fit runs/qwen3-8b-001
+    fcp profile fit runs/qwen3-8b-001 runs/qwen3-8b-002 --skip-steps 5 -o refitted.yaml
+    """,
+)
+def fit(options: FitOptions) -> None:
     """Refit a profile from the metrics of real training runs, where every micro-batch is a sample."""
     from fcp_cli.cost.profile import load_cost_profile
     from fcp_cli.profiling.refit import refit, samples_of_run
     from fcp_cli.runs.metrics_reader import metrics_path
 
-    _refuse_two_documents(output, json)
-    before = load_cost_profile(profile) if profile is not None else None
-    metrics = [metrics_path(path) for path in metrics]
-    runs = [samples_of_run(path, plan=plan, skip_steps=skip_steps) for path in metrics]
-    refuse_to_overwrite(output, *metrics, plan)  # the profile may be replaced: it is what is refitted
+    output = options.output
+    _refuse_two_documents(output, options.json)
+    before = load_cost_profile(options.profile) if options.profile is not None else None
+    metrics = [metrics_path(path) for path in options.metrics]
+    runs = [samples_of_run(path, plan=options.plan, skip_steps=options.skip_steps) for path in metrics]
+    refuse_to_overwrite(output, *metrics, options.plan)  # the profile may be replaced: it is what is refitted
     result = refit(runs, before=before)
     note(
         f"{counted(result.num_fitted, 'micro-batch')} fitted, {result.num_held_out} held out; held-out error "
@@ -220,42 +145,53 @@ def fit(
     if result.held_out_after_percent > result.held_out_before_percent:
         note("warning: the refit predicts held-out micro-batches worse than the profile before; train more steps")
     if result.kept:
-        note(f"kept as they were, since no micro-batch tells them: {', '.join(result.kept)}")
+        note(f"kept as they were, since no micro-batch shows them: {', '.join(result.kept)}")
     if any(run.hides_encoder for run in runs):
         note("warning: the plan counted no work of the vision encoder: what images took is inside the fitted figures")
     _write(result.profile, output)
-    if json:
-        print_json(
-            {
-                "output": str(output),
-                "micro_batches_fitted": result.num_fitted,
-                "micro_batches_held_out": result.num_held_out,
-                "fitted_error_percent": {"before": result.fitted_before_percent, "after": result.fitted_after_percent},
-                "held_out_error_percent": {
-                    "before": result.held_out_before_percent,
-                    "after": result.held_out_after_percent,
-                },
-                "kept": list(result.kept),
-            }
-        )
+    if options.json:
+        print_json(_refit_document(result, output))
+
+
+def _refit_document(result: Refit, output: Path) -> dict[str, Any]:
+    return {
+        "output": str(output),
+        "micro_batches_fitted": result.num_fitted,
+        "micro_batches_held_out": result.num_held_out,
+        "fitted_error_percent": {"before": result.fitted_before_percent, "after": result.fitted_after_percent},
+        "held_out_error_percent": {"before": result.held_out_before_percent, "after": result.held_out_after_percent},
+        "kept": list(result.kept),
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiffOptions:
+    """Two profiles."""
+
+    first: Annotated[Path, Arg("A cost profile.")]
+    second: Annotated[Path, Arg("Another.")]
+    json: Annotated[bool, Opt("Print the result as one JSON document on stdout.")] = False
 
 
 @profile_app.command()
-def diff(
-    first: Annotated[Path, typer.Argument(help="A cost profile.")],
-    second: Annotated[Path, typer.Argument(help="Another.")],
-    json: _Json = False,
-) -> None:
-    """Two profiles side by side, figure by figure."""
+@takes(
+    DiffOptions,
+    examples="""
+    fcp profile diff profile.yaml refitted.yaml
+    fcp profile diff profile.yaml refitted.yaml --json
+    """,
+)
+def diff(options: DiffOptions) -> None:
+    """Show two profiles side by side, figure by figure."""
     from fcp_cli.cost.explain import differences
     from fcp_cli.cost.profile import load_cost_profile
     from fcp_cli.report.profiles import print_differences
 
-    a, b = load_cost_profile(first), load_cost_profile(second)
+    a, b = load_cost_profile(options.first), load_cost_profile(options.second)
     rows = differences(a, b)
-    if json:
+    if options.json:
         figures = {row.path: {"first": row.first, "second": row.second, "ratio": row.ratio} for row in rows}
-        print_json({"first": str(first), "second": str(second), "figures": figures})
+        print_json({"first": str(options.first), "second": str(options.second), "figures": figures})
     else:
         print_differences(human(), a, b, rows)
 
@@ -267,11 +203,11 @@ def _measured(settings: MeasureSettings, fresh: bool, origins: Origins, freeze_v
     origins.report()
     origins.assumed.clear()
     if prepare_samples(settings, fresh=fresh):
-        note(f"going on with the measurement in {settings.samples}; --fresh begins anew")
+        note(f"continuing the measurement in {settings.samples}; --fresh begins again")
     try:
         return profile_from_samples(_run_with_bar(settings), freeze_vision=freeze_vision)
     except KeyboardInterrupt:
-        note(f"what was measured is kept in {settings.samples}; the same command goes on from there")
+        note(f"what was measured is kept in {settings.samples}; the same command continues from there")
         raise
 
 
@@ -308,13 +244,13 @@ def _fitted(path: Path, freeze_vision: bool) -> CostProfile:
 
 
 def _finish(found: CostProfile, output: Path, json: bool, origins: Origins) -> None:
-    """Say what was assumed and found, write the profile, and print it as JSON if asked to."""
+    """Report what was assumed and found, write the profile, and print it as JSON if asked to."""
     from fcp_cli.report.profiles import print_errors, reading
 
     origins.report()
     _require_room(found)
     console = human()
-    for line in reading(found, _integers(_DEGREES, "--degrees")):
+    for line in reading(found, list(_DEGREES)):
         note(line)
     print_errors(console, found)
     _write(found, output)
@@ -347,7 +283,7 @@ def _write(found: CostProfile, output: Path) -> None:
         sys.stdout.write(text)
         return
     write_text_atomically(output, text)
-    plan = "fcp plan dataset.parquet" + ("" if output == Path("profile.yaml") else f" --profile {output}")
+    plan = "fcp plan dataset.parquet" + ("" if output == _OUTPUT else f" --profile {output}")
     note(f"wrote {output} ({found.origin}); next: fcp profile show {output}, or {plan}")
 
 
@@ -376,17 +312,3 @@ def _explained(loaded: CostProfile, lengths: list[int], degrees: list[int]) -> d
             str(n): row for n, row in zip(lengths, seconds_table(loaded, lengths, degrees).tolist(), strict=True)
         },
     }
-
-
-def _integers(text: str, option: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise UsageError(f"{option} is {text!r}; give whole numbers with commas, as 1,2,4") from None
-    if any(number < 1 for number in numbers):
-        raise UsageError(f"{option} is {text!r}; every number must be at least 1")
-    return sorted(set(numbers))
-
-
-def _samples_beside(output: Path) -> Path:
-    return Path("profile.samples.jsonl") if str(output) == "-" else output.with_suffix(".samples.jsonl")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
+from fcp_cli.command_line import takes
 from fcp_cli.console import note, print_json, progress
 from fcp_cli.errors import FcpError, RunError
+from fcp_cli.options import Arg, Opt
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
@@ -20,21 +21,31 @@ if TYPE_CHECKING:
     from fcp_cli.report.run_picture import RunPicture
     from fcp_cli.runs.metrics_reader import RunFile
 
-_SPEEDUP_SEQUENCES = 16_384  # planned anew to find the best static plan
+_SPEEDUP_SEQUENCES = 16_384  # planned again to find the best static plan
 _METRICS_BYTES = 200_000_000  # beyond this only each k-th measured step is read
 
 
-def report(
-    plan: Annotated[Path, typer.Argument(metavar="[PLAN]", help="The plan to show.")] = Path("plan.parquet"),
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportOptions:
+    """What the page shows."""
+
+    plan: Annotated[Path, Arg("The plan to show.")] = Path("plan.parquet")
     metrics: Annotated[
-        Path | None, typer.Option(help="metrics.jsonl of a run that followed it, or the run's folder.")
-    ] = None,
-    manifest: Annotated[
-        Path | None, typer.Option(help="The plan's manifest, where it has mask or vision columns.")
-    ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
-    json: Annotated[bool, typer.Option("--json", help="Print its figures as one JSON document on stdout.")] = False,
-) -> None:
+        Path | None, Opt("metrics.jsonl of a run that followed it, or the run's folder.", metavar="RUN_DIR")
+    ] = None
+    output: Annotated[Path, Opt("The page to write.", flags=("--output", "-o"))] = Path("report.html")
+    manifest: Annotated[Path | None, Opt("The plan's manifest, where it has mask or vision columns.")] = None
+    json: Annotated[bool, Opt("Print its figures as one JSON document on stdout.")] = False
+
+
+@takes(
+    ReportOptions,
+    examples="""
+    fcp report
+    fcp report plan.parquet --metrics runs/qwen3-tiny-001 -o run.html
+    """,
+)
+def report(options: ReportOptions) -> None:
     """Show a plan as one page that opens anywhere: figures, Gantt charts, idle time, lengths, degrees, memory.
 
     With the metrics of a run also predicted against measured time, drift and the slowest ranks.
@@ -44,15 +55,17 @@ def report(
     from fcp_cli.report.page import Report, javascript_bundle
     from fcp_cli.report.plan_file import open_plan
 
+    output = options.output
     if not output.parent.is_dir():
         raise FcpError(f"cannot write {output}: there is no folder {output.parent}")
-    refuse_to_overwrite(output, plan, metrics, manifest)
-    file, table = open_plan(plan), read_manifest(manifest) if manifest is not None else None
+    refuse_to_overwrite(output, options.plan, options.metrics, options.manifest)
+    file = open_plan(options.plan)
+    table = read_manifest(options.manifest) if options.manifest is not None else None
     javascript_bundle()  # before the work: it may be missing
-    picture, sample = _look_at_plan(file)
-    run, measured, problems = _look_at_run(metrics, file, picture)
+    picture, sample = _draw_plan(file)
+    run, measured, problems = _draw_run(options.metrics, file, picture)
     page = Report(
-        name=plan.name,
+        name=options.plan.name,
         metadata=file.metadata,
         plan=picture,
         run=measured,
@@ -63,23 +76,23 @@ def report(
     text = page.html()
     write_text_atomically(output, text)
     size = len(text.encode())
-    if json:
-        written = {"report": str(output), "bytes": size, "plan": str(plan)}
+    if options.json:
+        written = {"report": str(output), "bytes": size, "plan": str(options.plan)}
         print_json({**written, "metrics": str(run.path) if run is not None else None, **page.figures()})
     for warning in page.warnings:
         note(f"warning: {warning}")
     note(f"{output}: {size / 1e6:.1f} MB, {picture.summary.steps:,} of {counted(file.metadata.steps, 'step')}")
 
 
-def _look_at_plan(file: PlanFile) -> tuple[PlanPicture, list[StepPlan]]:
-    """The pictures of a plan, and the steps to compare with a static plan."""
+def _draw_plan(file: PlanFile) -> tuple[PlanPicture, list[StepPlan]]:
+    """Return the pictures of a plan, and the steps to compare with a static plan."""
     from fcp_cli.report.page_data import PlanPicture, evenly_spaced
 
     meta = file.metadata
     picture, sample = PlanPicture(metadata=meta), []
     compared = max(2, min(32, _SPEEDUP_SEQUENCES // meta.global_batch_size))
-    looked_at = -(-meta.steps // picture.every)
-    sampled = {meta.first_step + i * picture.every for i in evenly_spaced(looked_at, compared)}
+    shown = -(-meta.steps // picture.every)
+    sampled = {meta.first_step + i * picture.every for i in evenly_spaced(shown, compared)}
     with progress() as bar:
         task = bar.add_task("reading the plan", total=meta.steps)
         for step in file.steps():
@@ -94,10 +107,10 @@ def _look_at_plan(file: PlanFile) -> tuple[PlanPicture, list[StepPlan]]:
     return picture, sample
 
 
-def _look_at_run(
+def _draw_run(
     metrics: Path | None, file: PlanFile, picture: PlanPicture
 ) -> tuple[RunFile | None, RunPicture | None, list[str]]:
-    """The run, its pictures, and a line for whatever could not be used."""
+    """Return the run, its pictures, and a line for whatever could not be used."""
     from fcp_cli.report.run_picture import RunPicture
     from fcp_cli.runs.metrics_reader import open_run
 
@@ -119,7 +132,7 @@ def _look_at_run(
 
 
 def _speedup(file: PlanFile, sample: list[StepPlan], longest: int, table: LengthTable | None) -> Speedup:
-    """The predicted gain over the best static plan."""
+    """Return the predicted gain over the best static plan."""
     from fcp_cli.planning.baseline import static_speedup
     from fcp_cli.planning.problem import problem_of
     from fcp_cli.report.page import Speedup

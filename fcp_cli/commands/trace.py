@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
-import typer
-
+from fcp_cli.command_line import takes
 from fcp_cli.console import note, print_json
 from fcp_cli.errors import FcpError, RunError, UsageError
 from fcp_cli.files import refuse_to_overwrite
+from fcp_cli.options import Arg, Opt
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
@@ -22,36 +23,45 @@ if TYPE_CHECKING:
     from fcp_cli.runs.metrics_reader import RunFile, RunStep
 
 
-def trace(
-    inputs: Annotated[
-        list[Path], typer.Argument(metavar="PLAN|RUN.jsonl...", help="A plan, the metrics of a run, or both.")
-    ],
-    steps: Annotated[str | None, typer.Option(metavar="A:B", help="Only steps A to before B. [default: all]")] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The trace; .gz compresses it, - is stdout.")] = Path(
-        "trace.json"
-    ),
-    json: Annotated[
-        bool, typer.Option("--json", help="Print what was written as one JSON document on stdout.")
-    ] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceOptions:
+    """What the trace shows."""
+
+    inputs: Annotated[tuple[Path, ...], Arg("A plan, the metrics of a run, or both.", metavar="PLAN|RUN.jsonl")]
+    steps: Annotated[str | None, Opt("Only steps A to before B.", metavar="A:B", unset="all")] = None
+    output: Annotated[Path, Opt("The trace to write; .gz compresses it, - is stdout.", flags=("--output", "-o"))] = (
+        Path("trace.json")
+    )
+    json: Annotated[bool, Opt("Print what was written as one JSON document on stdout.")] = False
+
+
+@takes(
+    TraceOptions,
+    examples="""
+    fcp trace plan.parquet
+    fcp trace plan.parquet runs/qwen3-tiny-001/metrics.jsonl --steps 0:10 -o trace.json.gz
+    """,
+)
+def trace(options: TraceOptions) -> None:
     """Write a trace for ui.perfetto.dev: a track per rank, an event per micro-batch, arrows between a ring's ranks.
 
     Given a plan and the run that followed it, planned and measured tracks stand side by side. Times are microseconds.
     """
     from fcp_cli.report.step_range import parse_steps
 
-    refuse_to_overwrite(output, *inputs)
-    wanted = parse_steps(steps)
-    if json and str(output) == "-":
+    output = options.output
+    refuse_to_overwrite(output, *options.inputs)
+    wanted = parse_steps(options.steps)
+    if options.json and str(output) == "-":
         raise UsageError("--json and -o - both want stdout; name a file with -o")
-    plan, run, problems = _open(inputs)
+    plan, run, problems = _open(options.inputs)
     if plan is not None and not _overlaps(wanted, plan.metadata):
         first, end = plan.metadata.first_step, plan.metadata.end_step
-        raise UsageError(f"{plan.path} has steps {first} to {end - 1}, not --steps {steps}")
+        raise UsageError(f"{plan.path} has steps {first} to {end - 1}, not --steps {options.steps}")
     source = _Source(plan, run, wanted)
     events = _write(output, source)
     problems += [*(plan.problems if plan is not None else ()), *(run.problems if run is not None else ())]
-    if json:
+    if options.json:
         print_json(_document(output, source, events, problems))
     for problem in problems:
         note(f"warning: {problem}")
@@ -79,8 +89,8 @@ def _overlaps(wanted: range, metadata: PlanMetadata) -> bool:
     return wanted.start < metadata.end_step and wanted.stop > metadata.first_step
 
 
-def _open(inputs: list[Path]) -> tuple[PlanFile | None, RunFile | None, list[str]]:
-    """The plan and the run among what was named, and a line about a run that does not fit the plan and is left out."""
+def _open(inputs: Sequence[Path]) -> tuple[PlanFile | None, RunFile | None, list[str]]:
+    """Return the plan, the run, and a line about a run that does not fit the plan and is left out."""
     from fcp_cli.report.plan_file import open_plan
     from fcp_cli.runs.metrics_reader import open_run
 
@@ -100,7 +110,7 @@ def _open(inputs: list[Path]) -> tuple[PlanFile | None, RunFile | None, list[str
 
 
 def _is_parquet(path: Path) -> bool:
-    """By what it holds, else by its name: a missing plan should be missed as a plan."""
+    """Tell a plan by its content, else by its name: a missing plan should be missed as a plan."""
     if not path.is_file():
         return path.suffix == ".parquet"
     with path.open("rb") as file:
@@ -167,7 +177,7 @@ class _Source:
 
 
 def _write(output: Path, source: _Source) -> int:
-    """Write the trace; how many events it has."""
+    """Write the trace and return how many events it has."""
     import gzip
 
     from fcp_cli.files import replaced_atomically

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fcp_cli.command_line import takes
 from fcp_cli.console import human, note, print_json
+from fcp_cli.options import Opt
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
     from fcp_cli.verification.verify import Verification
 
 
-def verify(
-    plan: Annotated[Path, typer.Option(help="The plan to verify.")] = Path("plan.parquet"),
-    steps: Annotated[int, typer.Option(min=1, help="Steps to replay.")] = 3,
-    first_step: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
-    max_length: Annotated[
-        int, typer.Option(min=1, help="Scale all lengths down until the longest has this many tokens.")
-    ] = 256,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON document on stdout.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyOptions:
+    """Which steps to replay, and how small."""
+
+    plan: Annotated[Path, Opt("The plan to verify.")] = Path("plan.parquet")
+    steps: Annotated[int, Opt("Steps to replay.", min=1)] = 3
+    first_step: Annotated[int, Opt("The first of them.", min=0)] = 0
+    max_length: Annotated[int, Opt("Scale all lengths down until the longest has this many tokens.", min=1)] = 256
+    json: Annotated[bool, Opt("Print the result as one JSON document on stdout.")] = False
+
+
+@takes(
+    VerifyOptions,
+    examples="""
+    fcp verify --plan plan.parquet
+    fcp verify --plan plan.parquet --first-step 100 --steps 10
+    """,
+)
+def verify(options: VerifyOptions) -> None:
     """Replay steps of a plan with a small fp64 model on CPU ranks, and compare loss and gradients with one process.
 
     Exit status 0 if no difference exceeds 1e-12 and no operation is out of order, else 1. Run it before trusting a plan
@@ -30,8 +43,10 @@ def verify(
     """
     from fcp_cli.verification.verify import verify as verify_plan
 
-    verification = verify_plan(plan, num_steps=steps, first_step=first_step, max_length=max_length)
-    if json:
+    verification = verify_plan(
+        options.plan, num_steps=options.steps, first_step=options.first_step, max_length=options.max_length
+    )
+    if options.json:
         print_json(_document(verification))
     else:
         _show(verification)

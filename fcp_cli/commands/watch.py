@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fcp_cli.command_line import takes
 from fcp_cli.console import human, note, print_json
 from fcp_cli.errors import RunError
 from fcp_cli.kinds import another_kind
+from fcp_cli.options import Arg, Opt
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,13 +23,25 @@ if TYPE_CHECKING:
     from fcp_cli.runs.metrics_reader import MetricsTail
 
 
-def watch(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's folder, or its metrics.jsonl.")],
-    every: Annotated[int, typer.Option(min=1, help="Through a pipe: steps between two lines.")] = 1,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Show the state now and end.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the state now as one JSON document on stdout.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WatchOptions:
+    """Which run to follow, and how often."""
+
+    run_dir: Annotated[Path, Arg("The run's folder, or its metrics.jsonl.")]
+    every: Annotated[int, Opt("Through a pipe: steps between two lines.", min=1)] = 1
+    interval: Annotated[float, Opt("Seconds between two readings.", min=0.1, metavar="SECONDS")] = 1.0
+    once: Annotated[bool, Opt("Show the state now and end.")] = False
+    json: Annotated[bool, Opt("Print the state now as one JSON document on stdout.")] = False
+
+
+@takes(
+    WatchOptions,
+    examples="""
+    fcp watch runs/qwen3-tiny-001
+    fcp watch runs/qwen3-tiny-001 --once
+    """,
+)
+def watch(options: WatchOptions) -> None:
     """Follow a run: loss, tokens/s, measured against planned time, idle time per rank, time left.
 
     Ends when the run ends: exit status 0 where it finished, 1 where it was interrupted, failed, or died without a word.
@@ -38,26 +52,26 @@ def watch(
 
     console = human()
     watched = _Watched(
-        tail=MetricsTail(_metrics(run_dir), joins_with=WINDOW_STEPS),
+        tail=MetricsTail(_metrics(options.run_dir), joins_with=WINDOW_STEPS),
         state=RunState(),
         ascii_only=console.options.ascii_only,
     )
-    if once or json:
-        _show_once(watched, console, json=json)
+    if options.once or options.json:
+        _show_once(watched, console, json=options.json)
         return
     try:
         if console.is_terminal:
-            _follow_live(watched, console, interval)
+            _follow_live(watched, console, options.interval)
         else:
-            _follow_lines(watched, console, interval, every)
+            _follow_lines(watched, console, options.interval, options.every)
     except KeyboardInterrupt:
-        raise typer.Exit(130) from None  # nothing of the watcher's was lost; the run goes on
+        raise typer.Exit(130) from None  # nothing of the watcher's was lost; the run trains on
     if watched.standing != "finished":
-        raise RunError(f"{run_dir}: {watched.remark()}")
+        raise RunError(f"{options.run_dir}: {watched.remark()}")
 
 
 def _metrics(run_dir: Path) -> Path:
-    """The metrics of a run; they need not exist yet where a launch is known."""
+    """Return the path of a run's metrics, which need not exist yet where a launch is known."""
     if not run_dir.is_dir():
         if mistaken := another_kind(run_dir, "metrics"):
             raise RunError(mistaken)
@@ -71,15 +85,15 @@ def _metrics(run_dir: Path) -> Path:
 
 @dataclass(kw_only=True)
 class _Watched:
-    """A run, and what was last known of it; `look` first."""
+    """A run, and what is known of it since the last `update`."""
 
     tail: MetricsTail
     state: RunState
     ascii_only: bool
     quiet_seconds: float = field(init=False, default=0.0)
 
-    def look(self, show: Callable[[dict[str, Any]], None] = lambda record: None) -> Standing:
-        """Take in what is new, showing each record, and say whether the run goes on.
+    def update(self, show: Callable[[dict[str, Any]], None] = lambda record: None) -> Standing:
+        """Read new records, showing each, and return whether the run still trains.
 
         The heartbeat is read first: a run that has ended by then has written all that will come.
         """
@@ -102,7 +116,7 @@ class _Watched:
 def _show_once(watched: _Watched, console: Console, *, json: bool) -> None:
     from fcp_cli.report.watch import run_view
 
-    standing = watched.look()
+    standing = watched.update()
     if json:
         print_json(watched.state.to_json(standing))
         return
@@ -118,8 +132,8 @@ def _follow_live(watched: _Watched, console: Console, interval: float) -> None:
 
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
-            standing = watched.look()
-            remark = watched.remark() if standing == "running" else None  # an end is said below the view
+            standing = watched.update()
+            remark = watched.remark() if standing == "running" else None  # an end has its line below the view
             live.update(run_view(watched.state, remark, ascii_only=watched.ascii_only), refresh=True)
             if standing != "running":
                 return
@@ -130,7 +144,7 @@ def _follow_lines(watched: _Watched, console: Console, interval: float, every: i
     from fcp_cli.training.progress import TrainingProgress
 
     lines, waits = TrainingProgress(console, every=every), False
-    while watched.look(lines.feed) == "running":
+    while watched.update(lines.feed) == "running":
         if not watched.state.run and not waits:
             note(f"waiting for {watched.tail.path}")
             waits = True
@@ -138,7 +152,7 @@ def _follow_lines(watched: _Watched, console: Console, interval: float, every: i
 
 
 def _quiet_seconds(*paths: Path) -> float:
-    """Seconds since the first of the files that exists was written."""
+    """Return the seconds since the first of the files that exists was written."""
     for path in paths:
         if path.is_file():
             return max(0.0, time.time() - path.stat().st_mtime)

@@ -18,11 +18,12 @@ from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.models.cluster import ClusterSpec, load_cluster
 from fcp_cli.models.shipped import EXAMPLE_CLUSTER, shipped_profile
-from fcp_cli.plan.metadata import PlanMetadata, Sync
+from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.padding import padding_multiple
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches, LastBatch, OverlongPolicy
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.continuation import RemainingSteps, batches_to_plan, remaining_steps, settings_of
+from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.problem import Problem, whole_budget
 from fcp_cli.words import counted
 
@@ -30,31 +31,6 @@ _FOLDER_PROFILE = Path("profile.yaml")
 _EXAMPLE_MODEL = "qwen3-8b"
 ASSUMED_TOKENS_PER_RANK = 16_384
 ASSUMED_GLOBAL_BATCH_SIZE = 512
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanRequest:
-    """What the user said; None where nothing."""
-
-    manifest: Path
-    profile: Path | None = None
-    ranks: int | None = None
-    ranks_per_node: int | None = None
-    tensor_parallel: int | None = None
-    pipeline_parallel: int | None = None
-    tokens_per_rank: int | None = None
-    padded_rings: bool = False
-    headroom: float = 0.0
-    global_batch_size: int | None = None
-    sync: Sync = "iteration"
-    seed: int = 0
-    shuffle: bool = True
-    epochs: int = 1
-    max_length: int | None = None
-    overlong: OverlongPolicy = "error"
-    last_batch: LastBatch = "keep"
-    length_column: str = "length"
-    steps: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,49 +51,39 @@ class PlanInputs:
         return batches_to_plan(self.table, self.problem, self.settings, self.remaining)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ContinuationRequest:
-    """What the user said about going on with a trained run on other ranks; None where nothing.
+def resolve_continuation(
+    request: PlanRequest, origins: Origins, *, plan: Path, first_step: int, manifest: Path, length_column: str
+) -> PlanInputs:
+    """Plan what a trained run has left for other ranks; what `request` leaves open is as it was.
 
-    Attributes:
-        plan: that the run followed.
-        first_step: that is not trained yet.
-        manifest: of the plan.
-    """
-
-    plan: Path
-    first_step: int
-    manifest: Path
-    length_column: str
-    ranks: int
-    ranks_per_node: int | None = None
-    tokens_per_rank: int | None = None
-    headroom: float = 0.0
-    profile: Path | None = None
-
-
-def resolve_continuation(request: ContinuationRequest, origins: Origins) -> PlanInputs:
-    """What a run has left, for other ranks; what was not said is as it was.
+    Args:
+        request: how many ranks go on, and what else differs; the batches stay those of the run.
+        origins: takes what was assumed.
+        plan: the plan that the run followed.
+        first_step: the first step that is not trained yet.
+        manifest: the plan's manifest.
+        length_column: its column that was planned.
 
     Raises:
         PlanError, ManifestError, ProfileError: a file cannot be used.
         UsageError: impossible settings.
     """
-    reader = PlanReader(request.plan)
+    reader = PlanReader(plan)
     metadata = reader.metadata
-    table = read_manifest(request.manifest, length_column=request.length_column)
+    table = read_manifest(manifest, length_column=length_column)
     if table.content_hash() != metadata.manifest.content_hash:
         raise ManifestError(
-            f"{request.manifest} is not the manifest {metadata.manifest.name} that {request.plan} was made from, or it "
+            f"{manifest} is not the manifest {metadata.manifest.name} that {plan} was made from, or it "
             "was changed since; name the right one: fcp plan MANIFEST --continue-from ..."
         )
-    ranks_per_node = request.ranks_per_node or min(metadata.ranks_per_node, request.ranks)
+    ranks = request.ranks or metadata.num_ranks
+    ranks_per_node = request.ranks_per_node or min(metadata.ranks_per_node, ranks)
     if request.ranks_per_node is None:
         origins.assume("--ranks-per-node", ranks_per_node, f"the run had {metadata.ranks_per_node}")
     if request.tokens_per_rank is None:
         origins.assume("--tokens-per-rank", metadata.tokens_per_rank, "the run's plan")
     tokens = request.tokens_per_rank or metadata.tokens_per_rank
-    profile = _profile_of_run(request, metadata, origins)
+    profile = _profile_of_run(request.profile, plan, metadata, origins)
     tensor_parallel, pipeline_parallel = devices_of_rank(
         profile, metadata.tensor_parallel, metadata.pipeline_parallel, origins
     )
@@ -125,7 +91,7 @@ def resolve_continuation(request: ContinuationRequest, origins: Origins) -> Plan
     return PlanInputs(
         table=table,
         problem=Problem(
-            num_ranks=request.ranks,
+            num_ranks=ranks,
             ranks_per_node=ranks_per_node,
             tensor_parallel=tensor_parallel,
             pipeline_parallel=pipeline_parallel,
@@ -135,14 +101,14 @@ def resolve_continuation(request: ContinuationRequest, origins: Origins) -> Plan
             profile=profile,
         ),
         settings=settings_of(metadata),
-        remaining=remaining_steps(reader, request.first_step),
+        remaining=remaining_steps(reader, first_step),
     )
 
 
-def _profile_of_run(request: ContinuationRequest, metadata: PlanMetadata, origins: Origins) -> CostProfile:
-    if request.profile is not None:
-        return load_cost_profile(request.profile)
-    profile = parse_cost_profile(metadata.cost_profile, name=f"{request.plan}: the plan's cost profile")
+def _profile_of_run(given: Path | None, plan: Path, metadata: PlanMetadata, origins: Origins) -> CostProfile:
+    if given is not None:
+        return load_cost_profile(given)
+    profile = parse_cost_profile(metadata.cost_profile, name=f"{plan}: the plan's cost profile")
     origins.assume("--profile", f"{profile.model} on {profile.cluster}", "the run's plan")
     return profile
 
@@ -154,12 +120,15 @@ def resolve(request: PlanRequest, origins: Origins) -> PlanInputs:
         ManifestError, ProfileError: a file cannot be used.
         UsageError: settings that contradict each other or cannot be assumed.
     """
+    if request.manifest is None:
+        raise UsageError("name the MANIFEST to plan, like 'fcp plan dataset.parquet', or a run with --continue-from")
     table = read_manifest(request.manifest, length_column=request.length_column)
     profile = _profile(request, origins)
     tensor_parallel, pipeline_parallel = devices_of_rank(
         profile, request.tensor_parallel, request.pipeline_parallel, origins
     )
-    if pipeline_parallel > 1 and request.sync != "microbatch":
+    sync = request.sync or "microbatch"  # the only one that pipelines allow, too
+    if pipeline_parallel > 1 and sync != "microbatch":
         raise UsageError(
             f"pipeline parallel is {pipeline_parallel}, whose ranks must run equally many micro-batches; add "
             "--sync microbatch"
@@ -175,7 +144,7 @@ def resolve(request: PlanRequest, origins: Origins) -> PlanInputs:
             pipeline_parallel=pipeline_parallel,
             tokens_per_rank=_whole_budget(_tokens_per_rank(request, profile, origins), padding, origins),
             padding_multiple=padding,
-            sync=request.sync,
+            sync=sync,
             profile=profile,
         ),
         settings=BatchSettings(

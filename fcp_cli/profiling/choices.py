@@ -17,58 +17,23 @@ from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.models.shipped import EXAMPLE_CLUSTER
 from fcp_cli.profiling.analytic import analytic_profile
 from fcp_cli.profiling.measure import MeasureSettings, default_degrees, default_layers, default_vision_layers
+from fcp_cli.profiling.options import ProfileRequest
 
 _CPU_MODEL, _MODEL = "qwen3-tiny", "qwen3-8b"
 _CPU_MAX_LENGTH, _MAX_LENGTH = 4096, 131_072
 _SMALL_MODEL_PARAMETERS = 1e8  # measured within a minute on a CPU
-_DEVICES = ("auto", "cpu", "cuda", "npu")
-_DTYPES = ("auto", "float32", "bfloat16")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobChoice:
-    """How a job is cut, as far as it was said; see `Parallelism`."""
-
-    ranks: int | None
-    tensor_parallel: int
-    pipeline_parallel: int
-    zero_stage: int | None
-    recompute: bool
-    precision: str
-    freeze_vision: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeasureChoice:
-    """What to measure, as far as it was said; see `MeasureSettings`."""
-
-    model: str | None
-    cluster: str | None
-    ranks: int | None
-    nodes: int
-    devices_per_node: int
-    degrees: tuple[int, ...]
-    max_length: int | None
-    device: str
-    dtype: str
-    layers: tuple[int, ...]
-    budget_minutes: float | None
-    samples: Path
-    freeze_vision: bool = False
-
-
-def computed_profile(model: str | None, cluster: str | None, job: JobChoice, origins: Origins) -> CostProfile:
-    """The analytic profile of a model on a cluster; what was assumed goes into `origins`.
+def computed_profile(job: ProfileRequest, origins: Origins) -> CostProfile:
+    """Compute the profile of a model on a cluster; what was assumed goes into `origins`.
 
     Raises:
-        UsageError: an unknown precision, or a cut that the model does not allow.
+        UsageError: a cut that the model does not allow.
         ProfileError: unknown model or cluster.
     """
-    if job.precision not in PRECISIONS:
-        raise UsageError(f"--precision is {job.precision!r}; it must be one of {', '.join(PRECISIONS)}")
-    spec, where = load_model(model or _MODEL), load_cluster(cluster or EXAMPLE_CLUSTER)
-    _assume(origins, "--model", model, spec.name, "--model or --hf-config sets it")
-    _assume(origins, "--cluster", cluster, where.name, "--cluster sets it")
+    spec, where = load_model(job.model or _MODEL), load_cluster(job.cluster or EXAMPLE_CLUSTER)
+    _assume(origins, "--model", job.model, spec.name, "--model or --hf-config sets it")
+    _assume(origins, "--cluster", job.cluster, where.name, "--cluster sets it")
     ranks = job.ranks or max(1, where.num_devices // (job.tensor_parallel * job.pipeline_parallel))
     _assume(origins, "--ranks", job.ranks, ranks, "all devices of the cluster")
     parallelism = Parallelism(
@@ -87,9 +52,9 @@ def computed_profile(model: str | None, cluster: str | None, job: JobChoice, ori
     return analytic_profile(spec, where, precision=PRECISIONS[job.precision], parallelism=parallelism)
 
 
-def _zero_stage(spec: ModelSpec, where: ClusterSpec, job: JobChoice, ranks: int, origins: Origins) -> int:
-    if job.zero_stage is not None:
-        return job.zero_stage
+def _zero_stage(spec: ModelSpec, where: ClusterSpec, job: ProfileRequest, ranks: int, origins: Origins) -> int:
+    if job.zero is not None:
+        return job.zero
     stage = choose_zero_stage(
         spec,
         PRECISIONS[job.precision],
@@ -102,7 +67,7 @@ def _zero_stage(spec: ModelSpec, where: ClusterSpec, job: JobChoice, ranks: int,
     return stage
 
 
-def choose_measurement(choice: MeasureChoice, origins: Origins) -> MeasureSettings:
+def choose_measurement(choice: ProfileRequest, origins: Origins) -> MeasureSettings:
     """What to measure: what was said, else what suits this machine; what was assumed goes into `origins`.
 
     Raises:
@@ -110,7 +75,6 @@ def choose_measurement(choice: MeasureChoice, origins: Origins) -> MeasureSettin
         ProfileError: unknown model or cluster, or torch and transformers are not installed.
         RunError: torch does not import, or there is no such device.
     """
-    _check_names(choice)
     kind, units = _units(choice, origins)
     on_cpu = kind == "cpu"
     spec = load_model(choice.model or (_CPU_MODEL if on_cpu else _MODEL))
@@ -151,18 +115,11 @@ def choose_measurement(choice: MeasureChoice, origins: Origins) -> MeasureSettin
         layers=layers,
         vision_layers=default_vision_layers(spec, layers, device=kind),
         budget_seconds=60.0 * minutes,
-        samples=choice.samples,
+        samples=choice.samples or Path("profile.samples.jsonl"),
     )
 
 
-def _check_names(choice: MeasureChoice) -> None:
-    if choice.device not in _DEVICES:
-        raise UsageError(f"--device is {choice.device!r}; it must be {', '.join(_DEVICES[:-1])} or {_DEVICES[-1]}")
-    if choice.dtype not in _DTYPES:
-        raise UsageError(f"--dtype is {choice.dtype!r}; it must be {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}")
-
-
-def _units(choice: MeasureChoice, origins: Origins) -> tuple[str, int]:
+def _units(choice: ProfileRequest, origins: Origins) -> tuple[str, int]:
     """The kind of device to measure on, and how many ranks that gives."""
     if choice.nodes > 1:  # the nodes are elsewhere: only what was said is known of them
         return choice.device, choice.nodes * choice.devices_per_node
@@ -199,7 +156,7 @@ def _cluster_like(device: _Device | None) -> str:
     return next((cluster for part, cluster in known.items() if part in name), EXAMPLE_CLUSTER)
 
 
-def _layers(choice: MeasureChoice, spec: ModelSpec) -> tuple[int, ...]:
+def _layers(choice: ProfileRequest, spec: ModelSpec) -> tuple[int, ...]:
     counts = choice.layers
     whole = counts == (spec.num_layers,)
     if counts and not whole and (len(counts) != 2 or max(counts) > spec.num_layers):

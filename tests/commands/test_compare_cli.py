@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from fcp_cli.commands.planning_options import note_compilation
+from fcp_cli.commands.plan import note_compilation
 from fcp_cli.planning.fcp import solver
 from tests.patience import PATIENCE_SECONDS
 from tests.planning.examples import PROFILE

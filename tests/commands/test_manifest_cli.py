@@ -155,7 +155,11 @@ def test_equal_lengths_get_a_remark(fcp: Any, tmp_path: Path) -> None:
         (("show", "text.parquet"), 1, "text.parquet is text, not a length manifest"),
         (("build", "none"), 1, "there is no source none"),
         (("build", "foreign.parquet", "-o", "foreign.parquet"), 2, "-o foreign.parquet would overwrite the source"),
-        (("build", "foreign.parquet", "--kind", "csv"), 2, "--kind csv is none of text, jsonl"),
+        (
+            ("build", "foreign.parquet", "--kind", "csv"),
+            2,
+            "invalid value for '--kind': 'csv' is not one of 'text', 'jsonl'",
+        ),
         (("build", "./", "-o", "new.parquet"), 2, "new.parquet would lie among the files of"),
         (("build", "foreign.parquet", "--tokenizer", "t.json"), 1, "there is no tokenizer t.json"),
         (("build", "bad.parquet", "-o", "no/m.parquet"), 1, "cannot write no/m.parquet"),

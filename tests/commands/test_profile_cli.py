@@ -117,7 +117,7 @@ def test_fit_shows_the_error_before_and_after(tmp_path: Path, fcp: Fcp) -> None:
     document = json.loads(done.out)
     assert document["micro_batches_fitted"] + document["micro_batches_held_out"] == 38
     assert document["held_out_error_percent"]["after"] < 1 < document["held_out_error_percent"]["before"]
-    assert "kept as they were, since no micro-batch tells them: bandwidth_bytes_per_second.inter_node" in done.err
+    assert "kept as they were, since no micro-batch shows them: bandwidth_bytes_per_second.inter_node" in done.err
     assert load_cost_profile(tmp_path / "fitted.yaml").origin == "fitted"
 
 
@@ -153,10 +153,14 @@ def test_fit_never_replaces_the_metrics_it_reads(tmp_path: Path, fcp: Fcp) -> No
         (["--analytic", "--model", "a", "--hf-config", "b"], 2, "--model and --hf-config exclude each other"),
         (["--analytic", "-o", "-", "--json"], 2, "--json and -o - both want stdout; write the profile to a file"),
         (["fit", "no.jsonl", "-o", "-", "--json"], 2, "--json and -o - both want stdout; write the profile to a file"),
-        (["--analytic", "--precision", "fp8"], 2, "--precision is 'fp8'; it must be one of bf16, amp, fp32"),
+        (
+            ["--analytic", "--precision", "fp8"],
+            2,
+            "invalid value for '--precision': 'fp8' is not one of 'bf16', 'amp', 'fp32'",
+        ),
         (["--analytic", "--tensor-parallel", "3"], 2, "--tensor-parallel 3 does not divide num_heads 32"),
         (["--analytic", "--zero", "0"], 1, "qwen3-8b does not fit: its state takes 147.4 of the 58.9 GB"),
-        (["--device", "tpu"], 2, "--device is 'tpu'; it must be auto, cpu, cuda or npu"),
+        (["--device", "tpu"], 2, "invalid value for '--device': 'tpu' is not one of 'auto', 'cpu', 'cuda', 'npu'"),
         (["--device", "cpu", "--max-length", "10"], 2, "--max-length is 10; it must be at least 512"),
         (["--device", "cpu", "--ranks", "2", "--degrees", "3"], 2, "--degrees 3 needs as many ranks; 2 are measured"),
         (["--device", "cpu", "--degrees", "one"], 2, "--degrees is 'one'; give whole numbers with commas"),
@@ -204,7 +208,7 @@ def test_a_measurement_whose_worker_dies_is_kept_and_gone_on_with(tmp_path: Path
     assert not (tmp_path / "profile.yaml").exists()
 
     done = fcp(*words, "0.2", "--json")
-    assert "going on with the measurement in profile.samples.jsonl" in done.err
+    assert "continuing the measurement in profile.samples.jsonl" in done.err
     assert "error held out" in done.err
     profile = load_cost_profile(tmp_path / "profile.yaml")
     assert json.loads(done.out)["profile"]["origin"] == profile.origin == "measured"

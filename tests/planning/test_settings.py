@@ -10,7 +10,8 @@ import pytest
 
 from fcp_cli.console import Origins
 from fcp_cli.errors import UsageError
-from fcp_cli.planning.settings import PlanRequest, resolve
+from fcp_cli.planning.options import PlanRequest
+from fcp_cli.planning.settings import resolve
 from tests.planning.examples import PROFILE
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,22 +9,10 @@ from fcp_cli.console import Origins
 from fcp_cli.errors import UsageError
 from fcp_cli.machine.devices import Machine
 from fcp_cli.profiling import choices
-from fcp_cli.profiling.choices import MeasureChoice, choose_measurement
+from fcp_cli.profiling.choices import choose_measurement
+from fcp_cli.profiling.options import ProfileRequest
 
-NOTHING_SAID = MeasureChoice(
-    model=None,
-    cluster=None,
-    ranks=None,
-    nodes=1,
-    devices_per_node=8,
-    degrees=(),
-    max_length=None,
-    device="auto",
-    dtype="auto",
-    layers=(),
-    budget_minutes=None,
-    samples=Path("samples.jsonl"),
-)
+UNSET = ProfileRequest()
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
 
 
@@ -44,7 +31,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_cpu_measures_the_tiny_model_on_a_rank_per_core(on: Any) -> None:
     on("cpu", 0)
     origins = Origins()
-    settings = choose_measurement(NOTHING_SAID, origins)
+    settings = choose_measurement(UNSET, origins)
     assert (settings.model, settings.ranks, settings.degrees) == ("qwen3-tiny", 4, (1, 2, 3, 4))
     assert (settings.device, settings.dtype, settings.layers) == ("cpu", "float32", (2,))
     assert settings.budget_seconds == 60
@@ -54,14 +41,14 @@ def test_a_cpu_measures_the_tiny_model_on_a_rank_per_core(on: Any) -> None:
 def test_more_ranks_than_cores_are_said_to_share_them(on: Any) -> None:
     on("cpu", 0)
     origins = Origins()
-    choose_measurement(replace(NOTHING_SAID, ranks=6), origins)
+    choose_measurement(replace(UNSET, ranks=6), origins)
     assert origins.assumed["times"] == "6 ranks sharing 4 cores (as a job of so many ranks here sees them)"
 
 
 def test_one_accelerator_emulates_degrees_and_takes_bandwidths_from_its_like(on: Any) -> None:
     on("cuda", 1, "NVIDIA H200", 141e9)
     origins = Origins()
-    settings = choose_measurement(NOTHING_SAID, origins)
+    settings = choose_measurement(UNSET, origins)
     assert settings.emulate
     assert (settings.model, settings.cluster, settings.dtype) == ("qwen3-8b", "h200-8x8", "bfloat16")
     assert settings.degrees == (1, 2, 3, 4, 6, 8)
@@ -71,7 +58,7 @@ def test_one_accelerator_emulates_degrees_and_takes_bandwidths_from_its_like(on:
 
 def test_eight_accelerators_measure_real_rings(on: Any) -> None:
     on("npu", 8, "Ascend910B3", 64e9)
-    settings = choose_measurement(replace(NOTHING_SAID, model="qwen3-1.7b"), Origins())
+    settings = choose_measurement(replace(UNSET, model="qwen3-1.7b"), Origins())
     assert not settings.emulate
     assert (settings.cluster, settings.device, settings.layers) == ("ascend910b-8x8", "npu", (28,))
 
@@ -81,11 +68,10 @@ def test_eight_accelerators_measure_real_rings(on: Any) -> None:
     [
         ({"layers": (3, 9)}, "--layers 3,9 must be two counts up to 2"),
         ({"layers": (1,)}, "--layers 1 must be two counts up to 2, as 1,2, or 2"),
-        ({"dtype": "fp8"}, "--dtype is 'fp8'; it must be auto, float32 or bfloat16"),
         ({"degrees": (8,)}, "--degrees 8 needs as many ranks; 4 are measured"),
     ],
 )
 def test_contradictory_options_are_named(on: Any, changes: dict[str, Any], message: str) -> None:
     on("cpu", 0)
     with pytest.raises(UsageError, match=message):
-        choose_measurement(replace(NOTHING_SAID, **changes), Origins())
+        choose_measurement(replace(UNSET, **changes), Origins())

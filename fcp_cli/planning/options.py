@@ -1,0 +1,72 @@
+"""The options that say what to plan for, as `fcp plan` and `fcp compare` take them and `settings.resolve` completes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from fcp_cli.options import Arg, Opt
+
+_CLUSTER: Final = "Cluster"
+_BATCHES: Final = "Global batches"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRequest:
+    """The sequences, the cluster and the global batches to plan for; None is found out or assumed."""
+
+    manifest: Annotated[Path | None, Arg("Parquet with lengths; - reads JSON lines from stdin.")] = None
+
+    profile: Annotated[
+        Path | None, Opt("Cost profile.", group=_CLUSTER, unset="profile.yaml here, else a shipped one")
+    ] = None
+    ranks: Annotated[int | None, Opt("Model replicas.", min=1, group=_CLUSTER, unset="the profile's cluster")] = None
+    ranks_per_node: Annotated[
+        int | None, Opt("Ranks that share a node.", min=1, group=_CLUSTER, unset="the profile's cluster")
+    ] = None
+    tokens_per_rank: Annotated[
+        int | None,
+        Opt("Most tokens of a rank in a micro-batch.", min=1, group=_CLUSTER, unset="the profile's memory"),
+    ] = None
+    sync: Annotated[
+        Literal["iteration", "microbatch"] | None,
+        Opt(
+            "Where ranks wait: at the end of a step (DDP, ZeRO-1/2), or after each wave (FSDP, pipelines).",
+            group=_CLUSTER,
+        ),
+    ] = "iteration"
+    headroom: Annotated[float, Opt("Fraction of the token budget to leave free.", group=_CLUSTER)] = 0.0
+    tensor_parallel: Annotated[
+        int | None, Opt("Devices that share each layer.", metavar="T", min=1, group=_CLUSTER, unset="the profile's")
+    ] = None
+    pipeline_parallel: Annotated[
+        int | None, Opt("Stages of a pipeline.", metavar="P", min=1, group=_CLUSTER, unset="the profile's")
+    ] = None
+    padded_rings: Annotated[
+        bool,
+        Opt(
+            "Count the padding of rings of equal chunks (Transformer Engine, MindSpeed).",
+            group=_CLUSTER,
+            negatable=True,
+        ),
+    ] = False
+
+    global_batch_size: Annotated[
+        int | None, Opt("Sequences per optimizer step.", min=1, group=_BATCHES, unset="512")
+    ] = None
+    steps: Annotated[int | None, Opt("Plan only so many steps.", min=1, group=_BATCHES, unset="all")] = None
+    epochs: Annotated[int, Opt("Passes over the data.", min=1, group=_BATCHES)] = 1
+    seed: Annotated[int, Opt("Seed of shuffling and solver.", min=0, group=_BATCHES)] = 0
+    shuffle: Annotated[bool, Opt("Shuffle every epoch.", group=_BATCHES, negatable=True)] = True
+    max_length: Annotated[
+        int | None,
+        Opt("Tokens beyond which a sequence is overlong.", min=1, group=_BATCHES, unset="what all ranks can hold"),
+    ] = None
+    overlong: Annotated[
+        Literal["error", "drop", "truncate"], Opt("What to do about overlong sequences.", group=_BATCHES)
+    ] = "error"
+    last_batch: Annotated[
+        Literal["keep", "drop"], Opt("What to do about an epoch's last, partial batch.", group=_BATCHES)
+    ] = "keep"
+    length_column: Annotated[str, Opt("Column with lengths, or with lists of tokens.", group=_BATCHES)] = "length"
