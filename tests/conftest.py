@@ -1,11 +1,24 @@
-"""How properties are tested: with the same examples each time, however slow the machine is at the moment.
+"""How tests run: properties with the same examples each time, and other processes only where a marker allows them.
 
-`HYPOTHESIS_PROFILE=search python -m pytest ...` looks for examples that nobody has seen yet.
+`HYPOTHESIS_PROFILE=search python -m pytest ...` looks for examples that were not tried before.
 """
 
+from __future__ import annotations
+
+import ast
 import os
 import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -15,3 +28,69 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 # A shell has what it starts in the background ignore Ctrl-C, and so would every process that a test interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Modules of the standard library that ask a small program (`uname`, `ldconfig`) and wait for its answer.
+_LOOK_UPS = ("platform", "ctypes.util")
+_IMPLY_PROCESSES = ("distributed", "browser", "mindspore")
+_IMPLY_TORCH = ("torch", "hf", "megatron")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest itself deselects by marker
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Complete the markers: what starts a job starts processes, and what needs transformers needs PyTorch."""
+    for item in items:
+        for implied, names in (("processes", _IMPLY_PROCESSES), ("torch", _IMPLY_TORCH)):
+            if any(item.get_closest_marker(name) for name in names):
+                item.add_marker(implied)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave modules out that need PyTorch as a whole, if such tests are: importing it takes longer than many tests."""
+    unwanted = "not torch" in config.option.markexpr and collection_path.name.startswith("test_")
+    return True if unwanted and _needs_torch(collection_path) else None
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Raise where a module imports PyTorch although no test of it is wanted."""
+    if "not torch" in session.config.option.markexpr and "torch" in sys.modules:
+        raise pytest.UsageError("a test module without `pytestmark = pytest.mark.torch` imports torch at its top")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Refuse new processes to tests, and the fixtures that they set up, without the marker `processes`."""
+    if item.get_closest_marker("processes"):
+        return (yield)
+    with _refused_processes():
+        return (yield)
+
+
+@contextmanager
+def _refused_processes() -> Iterator[None]:
+    start = subprocess.Popen.__init__
+
+    def start_look_ups_only(*args: Any, **kwargs: Any) -> None:
+        if not any(frame.f_globals.get("__name__") in _LOOK_UPS for frame, _ in traceback.walk_stack(None)):
+            pytest.fail("it starts a process: mark it with @pytest.mark.processes")
+        start(*args, **kwargs)
+
+    def refuse(_: BaseProcess) -> None:
+        pytest.fail("it starts a process: mark it with @pytest.mark.processes")
+
+    with (
+        mock.patch.object(subprocess.Popen, "__init__", start_look_ups_only),
+        mock.patch.object(BaseProcess, "start", refuse),
+    ):
+        yield
+
+
+def _needs_torch(module: Path) -> bool:
+    """Return whether the module's `pytestmark` names one of the markers that imply PyTorch."""
+    marks = (
+        node.value
+        for node in ast.parse(module.read_bytes()).body
+        if isinstance(node, ast.Assign)
+        and any(isinstance(it, ast.Name) and it.id == "pytestmark" for it in node.targets)
+    )
+    names = {node.attr for mark in marks for node in ast.walk(mark) if isinstance(node, ast.Attribute)}
+    return not names.isdisjoint(_IMPLY_TORCH)

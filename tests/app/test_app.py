@@ -10,6 +10,8 @@ import pytest
 
 from tests.patience import PATIENCE_SECONDS
 
+pytestmark = pytest.mark.processes
+
 HEAVY = ("torch", "numba", "scipy", "pyarrow", "numpy", "transformers", "yaml")
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +14,10 @@ import yaml
 
 from fcp_cli.commands.plan import note_compilation
 from fcp_cli.planning.fcp import solver
-from tests.patience import PATIENCE_SECONDS
+from tests.commands.planning_folder import fcp
 from tests.planning.examples import PROFILE
 
 SETTINGS = ("--ranks", "8", "--ranks-per-node", "4", "--tokens-per-rank", "4096", "--global-batch-size", "48")
-
-
-def fcp(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "fcp_cli", *arguments],
-        cwd=cwd,
-        env={**os.environ, "COLUMNS": "80", "NO_COLOR": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-    )
 
 
 @pytest.fixture(scope="module")

@@ -62,6 +62,7 @@ def test_a_step_that_is_not_there_is_wrong_usage(planned: Path) -> None:
     assert "plan.parquet has steps 0 to 3, not --step 4" in error
 
 
+@pytest.mark.processes
 def test_the_tables_are_plain_ascii_where_the_terminal_is(planned: Path) -> None:
     result = fcp_process("inspect", cwd=planned, PYTHONIOENCODING="ascii", LC_ALL="C")
     assert result.returncode == 0

@@ -281,6 +281,7 @@ if os.environ["RANK"] == sys.argv[1]:
 """
 
 
+@pytest.mark.processes
 @pytest.mark.distributed
 def test_a_users_script_runs_on_all_ranks_and_the_rank_that_fails_is_named(folder: Path) -> None:
     (folder / "script.py").write_text(_SCRIPT)
@@ -306,6 +307,7 @@ print(json.dumps([argv, {name: os.environ[name] for name in os.environ if name.s
 """
 
 
+@pytest.mark.processes
 @pytest.mark.distributed
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="needs /proc")
 def test_a_dry_run_prints_exactly_what_runs(folder: Path) -> None:
@@ -394,6 +396,7 @@ print("trained")
 """
 
 
+@pytest.mark.processes
 @pytest.mark.distributed
 def test_ranks_that_a_shell_script_starts_are_hooked_and_its_exit_status_is_that_of_the_launch(folder: Path) -> None:
     (folder / "unplanned.py").write_text(_UNPLANNED)
@@ -408,6 +411,7 @@ def test_ranks_that_a_shell_script_starts_are_hooked_and_its_exit_status_is_that
     assert "error: unplanned.py trains, but nothing in it follows the plan" in refused.stderr
 
 
+@pytest.mark.processes
 @pytest.mark.distributed
 def test_a_script_that_trains_without_the_plan_ends_the_whole_job_with_one_line(folder: Path) -> None:
     (folder / "unplanned.py").write_text(_UNPLANNED)

@@ -189,6 +189,7 @@ def environment(**changes: str) -> dict[str, str]:
     return kept | changes
 
 
+@pytest.mark.processes
 def test_standard_input_is_shown_and_no_colour_reaches_a_pipe(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "fcp_cli", "manifest", "show", "-"],
@@ -204,6 +205,7 @@ def test_standard_input_is_shown_and_no_colour_reaches_a_pipe(tmp_path: Path) ->
     assert max(len(line) for line in result.stderr.decode().splitlines()) <= 80
 
 
+@pytest.mark.processes
 def test_a_terminal_without_utf8_gets_plain_bars(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "fcp_cli", "manifest", "show", "-"],
@@ -217,6 +219,7 @@ def test_a_terminal_without_utf8_gets_plain_bars(tmp_path: Path) -> None:
     assert b" 4 - 8 | 100.0% ######################" in result.stderr
 
 
+@pytest.mark.processes
 def test_ctrl_c_while_building_leaves_nothing(tmp_path: Path) -> None:
     fifo = tmp_path / "d.jsonl"
     os.mkfifo(fifo)
@@ -235,6 +238,7 @@ def test_ctrl_c_while_building_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [fifo]
 
 
+@pytest.mark.processes
 def test_manifest_commands_import_no_torch(tmp_path: Path) -> None:
     program = (
         "import sys\n"

@@ -124,6 +124,7 @@ def test_flags_beat_the_environment_which_beats_the_config(folder: Path) -> None
     assert planned("--seed", "5", FCP_PLAN_SEED="4") == (5, "microbatch")
 
 
+@pytest.mark.processes
 def test_a_plan_goes_through_a_pipe(folder: Path) -> None:
     with (folder / "piped.parquet").open("wb") as stdout:
         subprocess.run(
@@ -137,6 +138,7 @@ def test_a_plan_goes_through_a_pipe(folder: Path) -> None:
     assert "plan.parquet" not in names(folder)
 
 
+@pytest.mark.processes
 def test_lengths_come_from_standard_input(folder: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "fcp_cli", "plan", "-", *EIGHT_RANKS, *FAST],
@@ -150,6 +152,7 @@ def test_lengths_come_from_standard_input(folder: Path) -> None:
     assert PlanReader(folder / "plan.parquet").metadata.manifest.rows == 3
 
 
+@pytest.mark.processes
 def test_planning_imports_no_torch(folder: Path) -> None:
     program = (
         "import sys\n"
@@ -228,6 +231,7 @@ def test_an_output_that_cannot_be_written_is_one_line(folder: Path, output: str,
     assert names(folder) == ["dataset.parquet", "profile.yaml"]
 
 
+@pytest.mark.processes
 def test_a_full_standard_output_is_one_line(folder: Path) -> None:
     with Path("/dev/full").open("wb") as full:
         result = subprocess.run(
@@ -242,6 +246,7 @@ def test_a_full_standard_output_is_one_line(folder: Path) -> None:
     assert result.stderr == "error: cannot write to standard output: no space left on device\n"
 
 
+@pytest.mark.processes
 def test_a_full_disk_leaves_the_old_plan_and_nothing_else(folder: Path) -> None:
     (folder / "plan.parquet").write_text("before")
     program = (
@@ -261,6 +266,7 @@ def test_a_full_disk_leaves_the_old_plan_and_nothing_else(folder: Path) -> None:
     assert names(folder) == ["dataset.parquet", "plan.parquet", "profile.yaml"]
 
 
+@pytest.mark.processes
 def test_ctrl_c_has_status_130_and_leaves_nothing(tmp_path: Path) -> None:
     write_dataset(tmp_path, sequences=200_000)  # minutes to plan: it is at it when the signal comes
     process = subprocess.Popen(

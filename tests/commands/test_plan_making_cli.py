@@ -46,6 +46,7 @@ def test_what_cannot_be_done_is_one_line(folder: Path, arguments: tuple[str, ...
     assert message in assert_one_error_line(result, status)
 
 
+@pytest.mark.processes
 def test_a_long_plan_interrupted_by_ctrl_c_goes_on_to_the_same_plan(tmp_path: Path) -> None:
     write_dataset(tmp_path, sequences=40_000)
     command = [sys.executable, "-m", "fcp_cli", "plan", "dataset.parquet", *EIGHT_RANKS, "--workers", "1"]

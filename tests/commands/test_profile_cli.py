@@ -197,6 +197,7 @@ def test_several_nodes_get_a_command_to_run_on_each(tmp_path: Path, fcp: Fcp) ->
     assert {point["degree"] for point in request["points"] if point["crosses_nodes"]} == {2, 3, 4, 6, 8}
 
 
+@pytest.mark.processes
 @pytest.mark.hf
 @pytest.mark.distributed
 def test_a_measurement_whose_worker_dies_is_kept_and_gone_on_with(tmp_path: Path, fcp: Fcp) -> None:

@@ -184,6 +184,7 @@ def test_mistakes_get_one_line(plan: Path, arguments: list[str], message: str) -
     assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.processes
 def test_a_missing_library_is_named_with_the_command_that_installs_it(plan: Path, tmp_path: Path) -> None:
     code = "import sys; sys.modules['vl_convert'] = None; from fcp_cli.app import main; main()"
     command = [sys.executable, "-c", code, "report", str(plan), "-o", str(tmp_path / "report.html")]

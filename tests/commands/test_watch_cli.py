@@ -90,6 +90,7 @@ def test_an_interrupted_run_ends_the_watch_and_says_so(plan: Path, tmp_path: Pat
     assert (once.returncode, once.stderr.splitlines()[-1]) == (0, "interrupted after step 2 of 4")
 
 
+@pytest.mark.processes
 def test_a_run_whose_launcher_was_killed_is_said_to_be_dead(plan: Path, tmp_path: Path) -> None:
     """Killed before its ranks wrote anything, too."""
     (tmp_path / "launch.json").write_text("{}")

@@ -56,6 +56,7 @@ def test_every_file_is_the_one_that_was_reviewed(case: str) -> None:
 SHELL_FILES = [name for case in CASES for name in generated(case) if name.endswith((".sh", ".sbatch"))]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", SHELL_FILES)
 def test_every_script_is_bash_without_findings(name: str) -> None:
     script = HERE / "golden" / name

@@ -21,6 +21,8 @@ from tests.patience import PATIENCE_SECONDS, wait_until
 from tests.ports import unused_port
 from tests.training.small_runs import fcp_command, run_fcp, write_manifest, write_small_plan
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 HOST = socket.gethostname()
 REAL = pytest.param(

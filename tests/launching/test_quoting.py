@@ -86,6 +86,7 @@ def probe(tmp_path: Path) -> Probe:
     return Probe(cluster, tmp_path)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("target", ["scripts", "slurm"])
 def test_every_argument_goes_through_the_scripts_and_a_real_bash(probe: Probe, target: str) -> None:
     @given(arguments=WORDS, note=st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20))

@@ -130,6 +130,7 @@ def test_ctrl_c_before_any_rank_is_there_ends_torchrun(spec: LaunchSpec, monkeyp
     assert killed == [runner.pid]
 
 
+@pytest.mark.processes
 def test_an_interpreter_that_is_not_there_is_one_line(spec: LaunchSpec) -> None:
     from dataclasses import replace
 
@@ -145,6 +146,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.processes
 def test_a_tree_of_sessions_is_killed_to_the_last_leaf() -> None:
     with subprocess.Popen([sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
@@ -166,6 +168,7 @@ while len(children) < 300:
 """
 
 
+@pytest.mark.processes
 def test_what_a_process_starts_while_it_is_being_ended_is_ended_too(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", _BREEDER],
@@ -179,6 +182,7 @@ def test_what_a_process_starts_while_it_is_being_ended_is_ended_too(tmp_path: Pa
     wait_until(lambda: ranks_in(tmp_path) == [])
 
 
+@pytest.mark.processes
 def test_how_a_child_of_another_process_ended_is_seen_before_that_one_asks() -> None:
     parent_of_dead = (
         "import subprocess, time; p = subprocess.Popen(['sh', '-c', 'exit 7']); print(p.pid); time.sleep(60)"

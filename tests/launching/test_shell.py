@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ def test_a_variable_is_replaced_on_the_machine_that_runs_the_command() -> None:
     assert shell.join(words) == """--node-rank="$K" "$DIR"'/my logs' '$K' ''"""
 
 
+@pytest.mark.processes
 @given(words=WORDS)
 @settings(max_examples=40)
 def test_every_word_goes_through_a_shell_unchanged(words: list[str]) -> None:

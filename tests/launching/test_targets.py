@@ -129,6 +129,7 @@ def test_files_are_not_overwritten_unless_forced(tmp_path: Path) -> None:
     assert (folder / "b").read_text() == "3"
 
 
+@pytest.mark.processes
 def test_what_slurm_says_against_a_job_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = FakeCluster(tmp_path)
     cluster.add("sbatch", 'echo "sbatch: error: Batch job submission failed: Invalid partition" >&2; exit 1')
@@ -153,6 +154,7 @@ def test_yaml_gives_every_text_back(value: str) -> None:
     assert "\n" not in yaml_scalar(value)
 
 
+@pytest.mark.processes
 def test_a_node_says_what_its_launcher_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["--node-rank=1", f"--log-dir={tmp_path / 'logs'}", "--", sys.executable, "-c"]
     assert node.main([*words, "import sys; print('no such port'); sys.exit(3)"]) == 1
@@ -163,6 +165,7 @@ def test_a_node_says_what_its_launcher_said(tmp_path: Path, capfd: pytest.Captur
     assert node.main([*words, "pass"]) == 0
 
 
+@pytest.mark.processes
 def test_a_node_knows_its_own_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OF_THE_USER", "eth7")
     monkeypatch.delenv("FOUND", raising=False)

@@ -27,6 +27,7 @@ def test_the_public_names_of_the_runtime_are_these() -> None:
     assert all(hasattr(runtime, name) for name in runtime.__all__)
 
 
+@pytest.mark.processes
 def test_training_and_verifying_need_neither_the_planner_nor_the_command_line() -> None:
     program = (
         "import sys, fcp_cli.runtime, fcp_cli.verification.verify\n"

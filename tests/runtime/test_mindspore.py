@@ -25,6 +25,7 @@ from tests.training.small_runs import fcp_command
 
 pytestmark = [
     pytest.mark.mindspore,
+    pytest.mark.torch,
     pytest.mark.skipif(
         importlib.util.find_spec("mindspore") is None, reason="mindspore is not installed: make test-msrun"
     ),

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from fcp_cli.planning.fcp.compiling import discard_stale_kernels
 from tests.patience import PATIENCE_SECONDS
 
@@ -31,6 +33,7 @@ def test_kernels_that_are_not_kept_need_no_care() -> None:
     discard_stale_kernels(kept_in(None))
 
 
+@pytest.mark.processes
 def test_the_planner_compiles_where_nothing_can_be_written() -> None:
     program = (
         "from numba.core import caching\n"
@@ -72,6 +75,7 @@ print(digest.hexdigest())
 """
 
 
+@pytest.mark.processes
 def test_compiled_and_interpreted_planners_make_the_same_plan_to_the_last_bit() -> None:
     def printed(**environment: str) -> str:
         run = subprocess.run(

@@ -17,7 +17,7 @@ from tests.ports import unused_port
 from tests.runtime.launch import ROOT
 from tests.runtime.plans import Row, write_plan
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
 SITE = ROOT / "fcp_cli" / "runtime" / "injection" / "site"
 TELL = """

@@ -16,6 +16,8 @@ from fcp_cli.runtime.integrations.megatron.padding import padding_report
 from fcp_cli.runtime.integrations.megatron.samples import TOKENS, Samples, load_shard
 from tests.planning.examples import example_problem, table_of
 
+pytestmark = pytest.mark.torch
+
 BUDGET = 96
 LENGTHS = [383, 250, 111, 97, *[1 + 7 * n % 61 for n in range(36)]]
 

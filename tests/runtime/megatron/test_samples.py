@@ -12,6 +12,8 @@ from fcp_cli.errors import RunError
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.integrations.megatron.samples import Samples, load_shard
 
+pytestmark = pytest.mark.torch
+
 LENGTH = 8
 PLANNED = 6
 

@@ -8,6 +8,8 @@ import torch
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.integrations.megatron.samples import LocalShard, Samples, load_shard
 
+pytestmark = pytest.mark.torch
+
 LENGTHS = (7, 30, 1, 12)
 SAMPLES = Samples(
     dataset=[{"tokens": torch.arange(1, length + 1)} for length in LENGTHS],
