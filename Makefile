@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-msrun lint types unit docs browser pictures study clean
+.PHONY: demo fast test test-msrun lint types unit docs browser pictures study clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,10 @@ types: $(STAMP)
 
 unit: $(STAMP)
 	$(BIN)/python -m pytest
+
+# The inner loop, under a minute on two cores: the tests that neither start processes nor need PyTorch.
+fast: $(STAMP)
+	$(BIN)/python -m pytest --quiet -n 2 -m "not processes and not torch"
 
 # The site of docs/, into site/; `make test` builds it, too. Any warning is an error, and nothing is fetched from elsewhere.
 docs: $(STAMP)

@@ -47,6 +47,7 @@ def small_journal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "_ROWS_PER_PART", 100)
 
 
+@pytest.mark.processes
 def test_two_processes_make_the_plan_that_one_makes(tmp_path: Path) -> None:
     alone = make(tmp_path / "one.parquet")
     together = make(tmp_path / "two.parquet", workers=2)
