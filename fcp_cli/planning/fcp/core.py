@@ -107,6 +107,19 @@ def total_of(values: FloatArray) -> float:
 
 
 @kernel
+def with_room_for(needed: int, values: Int64Array) -> Int64Array:
+    """Return an array that begins with the same values and has at least `needed` entries.
+
+    It doubles where it must grow, so that filling it entry by entry stays linear, and so does its memory.
+    """
+    if needed <= len(values):
+        return values
+    grown = np.zeros(max(needed, 2 * len(values)), dtype=np.int64)
+    grown[: len(values)] = values
+    return grown
+
+
+@kernel
 def make_tree(bins: int) -> Any:
     """A tree whose bins all have no room."""
     size = 1

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from fcp_cli.plan.step import FloatArray, Int64Array
 from fcp_cli.planning.fcp.compiling import kernel
-from fcp_cli.planning.fcp.core import Machine, Sequences, alone_seconds
+from fcp_cli.planning.fcp.core import Machine, Sequences, alone_seconds, with_room_for
 from fcp_cli.planning.fcp.wave import Wave, fill_wave, make_wave, outlook, wave_seconds
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
@@ -216,7 +216,7 @@ def search(tries: int, fills: int, sequences: Sequences, machine: Machine) -> An
 
 
 class Waves(NamedTuple):
-    """A planned step: bins of all waves back to back, and the bin of every sequence."""
+    """A planned step: the bins of all waves that hold sequences, back to back, and the bin of every sequence."""
 
     wave: Int64Array
     degree: Int64Array
@@ -226,32 +226,35 @@ class Waves(NamedTuple):
 
 @kernel
 def replay(targets: FloatArray, pairs: BoolArray, sequences: Sequences, machine: Machine) -> Any:
-    """Fill the waves once more and write down who runs what."""
+    """Fill the waves once more and write down who runs what.
+
+    Returns:
+        The waves, the number of bins, that of the bins' ranks, and how many sequences are left over.
+    """
     n, num_waves = len(sequences.work), len(targets)
     wave = make_wave(n, machine)
     alive, count = np.arange(n), n
     child, later = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
-    most = machine.num_ranks * num_waves
-    out = Waves(
-        np.zeros(most, dtype=np.int64),
-        np.zeros(most, dtype=np.int64),
-        np.zeros(most, dtype=np.int64),
-        np.full(n, -1),
-    )
+    # Every bin holds a sequence, so there are at most as many bins; of ranks there may be many times more.
+    wave_of, degree_of = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
+    ranks_of, bin_of = np.zeros(machine.num_ranks, dtype=np.int64), np.full(n, -1)
+    number_of = np.zeros(machine.num_ranks, dtype=np.int64)  # among all bins, of each bin of the wave
     bins, ranks = 0, 0
     for w in range(num_waves):
         wave.item_bin[:] = -1
         rest = fill_wave(targets[w], pairs[w], alive, count, child, later, sequences, machine, wave)
-        for k in range(count):
-            if wave.item_bin[alive[k]] >= 0:
-                out.bin_of[alive[k]] = bins + wave.item_bin[alive[k]]
+        ranks_of = with_room_for(ranks + machine.num_ranks, ranks_of)
         for b in range(wave.bins[0]):
-            out.wave[bins] = w
-            out.degree[bins] = wave.degree[b]
+            if wave.tokens[b] == 0:
+                continue
+            wave_of[bins], degree_of[bins], number_of[b] = w, wave.degree[b], bins
             bins += 1
             for k in range(wave.first[b], wave.first[b + 1]):
-                out.ranks[ranks] = wave.ranks[k]
+                ranks_of[ranks] = wave.ranks[k]
                 ranks += 1
+        for k in range(count):
+            if wave.item_bin[alive[k]] >= 0:
+                bin_of[alive[k]] = number_of[wave.item_bin[alive[k]]]
         alive[:rest] = child[:rest]
         count = rest
-    return out, bins, ranks, count
+    return Waves(wave_of, degree_of, ranks_of, bin_of), bins, ranks, count

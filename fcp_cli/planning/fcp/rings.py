@@ -13,11 +13,15 @@ import numpy as np
 
 from fcp_cli.plan.step import FloatArray, Int64Array
 from fcp_cli.planning.fcp.compiling import kernel
-from fcp_cli.planning.fcp.core import Machine, Sequences, alone_seconds
+from fcp_cli.planning.fcp.core import Machine, Sequences, alone_seconds, with_room_for
 
 
 class Rings(NamedTuple):
-    """Groups of degree > 1, in the order in which they were placed; `first` has one more entry: ranks used so far."""
+    """Groups of degree > 1, in the order in which they were placed; `first` has one more entry: ranks used so far.
+
+    Each sequence runs in one ring at most, so [sequences] entries suffice for all but `ranks`: what the rings need
+    together is known only once they are placed, and may be every rank for every sequence. `place_rings` makes it grow.
+    """
 
     sequence: Int64Array
     degree: Int64Array
@@ -47,14 +51,27 @@ def make_rings(count: int, num_ranks: int) -> Any:
         np.zeros(count),
         np.zeros(count),
         np.zeros(count + 1, dtype=np.int64),
-        np.zeros(max(count, 1) * num_ranks, dtype=np.int64)
-        if count * num_ranks < 1 << 22
-        else np.zeros(1 << 22, dtype=np.int64),
+        np.zeros(num_ranks, dtype=np.int64),
+    )
+
+
+@kernel
+def _with_ranks_for(needed: int, rings: Rings) -> Any:
+    """Return the same rings with space for `needed` ranks of all rings together."""
+    return Rings(
+        rings.sequence,
+        rings.degree,
+        rings.crosses,
+        rings.start,
+        rings.end,
+        rings.first,
+        with_room_for(needed, rings.ranks),
     )
 
 
 @kernel
 def make_timeline(num_ranks: int, gaps: int) -> Any:
+    """Make timelines that remember at most `gaps` waits; `_book` forgets the rest."""
     return Timeline(
         np.zeros(num_ranks),
         np.arange(num_ranks),
@@ -204,12 +221,17 @@ def _sort_node(node: int, machine: Machine, timeline: Timeline) -> None:
 @kernel
 def place_rings(
     target: float, count: int, sequences: Sequences, machine: Machine, timeline: Timeline, rings: Rings
-) -> int:
-    """Place the sequences rings.sequence[:count], in that order, to end by target; the number of gaps, or -1."""
+) -> Any:
+    """Place the sequences rings.sequence[:count], in that order, to end by target.
+
+    Returns:
+        The number of gaps, or -1 where a sequence does not fit; and the rings, whose `ranks` may have grown.
+    """
     per_node = machine.per_node
     for rank in range(machine.num_ranks):
         timeline.free[rank] = 0.0
         timeline.order[rank] = rank
+    # `_earliest_nodes` chooses whole nodes, of which there are num_ranks // per_node, and at most one more.
     chosen = np.zeros(machine.num_ranks // per_node + 1, dtype=np.int64)
     gaps = 0
     for g in range(count):
@@ -218,7 +240,8 @@ def place_rings(
         if len(machine.set_first) > 1:
             chosen_set = _from_catalogue(i, target, sequences, machine, timeline)
             if chosen_set < 0:
-                return -1
+                return -1, rings
+            rings = _with_ranks_for(n + machine.set_first[chosen_set + 1] - machine.set_first[chosen_set], rings)
             for k in range(machine.set_first[chosen_set], machine.set_first[chosen_set + 1]):
                 rings.ranks[n] = machine.set_ranks[k]
                 n += 1
@@ -231,9 +254,11 @@ def place_rings(
         if machine.num_ranks > per_node:
             waste, wide_degree = _across_nodes(i, target, waste, sequences, machine, timeline, chosen)
         if waste == np.inf:
-            return -1
+            return -1, rings
         if wide_degree:
             degree = wide_degree
+        rings = _with_ranks_for(n + degree, rings)
+        if wide_degree:
             _earliest_nodes(degree, machine, timeline, chosen)
             for k in range(degree // per_node):
                 for r in range(chosen[k] * per_node, (chosen[k] + 1) * per_node):
@@ -248,7 +273,7 @@ def place_rings(
                 n += 1
         rings.first[g + 1] = n
         gaps = _book(g, degree, wide_degree > 0, gaps, sequences, machine, timeline, rings)
-    return gaps
+    return gaps, rings
 
 
 @kernel

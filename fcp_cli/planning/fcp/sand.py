@@ -212,7 +212,10 @@ def fill(
     rings: Rings,
     sand: Sand,
 ) -> int:
-    """Lay the sequences `first` (by falling work) into the bins; how many did not fit (they go where most is left)."""
+    """Lay the sequences `first` (by falling work) into the bins; how many did not fit (they go where most is left).
+
+    -1: not even with more seconds than the bins have, for lack of slots.
+    """
     _reset(target, gaps, sequences, machine, timeline, rings, count, sand)
     bins = machine.num_ranks + gaps
     tree, closed = make_tree(bins), make_tree(bins)
@@ -241,7 +244,7 @@ def fill(
             if slot == NO_BIN:
                 slot = _closed_slot(b, sand)
             if slot == NO_BIN:
-                return len(first)
+                return -1  # `iteration.schedule` makes so many slots that this cannot be; a slot is never written unseen
         else:
             slot = _slot_with_room(b, tokens, sand)
         _put(i, b, slot, sequences, machine, sand)
