@@ -28,6 +28,7 @@ def some_batches(sync: Sync, *, num_ranks: int = 16, ranks_per_node: int = 4) ->
     )
 
 
+@pytest.mark.boundscheck
 @pytest.mark.parametrize("sync", ["iteration", "microbatch"])
 @settings(max_examples=15)
 @given(max_groups=st.integers(1, 20), num_ranks=st.integers(2, 20), ranks_per_node=st.integers(1, 8))

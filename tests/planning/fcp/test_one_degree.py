@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ def of_lengths(lengths: list[int]) -> Sequences:
 lists_of_lengths = st.lists(st.integers(1, 1000), min_size=1, max_size=60)
 
 
+@pytest.mark.boundscheck
 @settings(max_examples=50)
 @given(lengths=lists_of_lengths, capacity=st.integers(1000, 4000))
 def test_full_packs_are_first_fit_decreasing(lengths: list[int], capacity: int) -> None:
@@ -30,6 +32,7 @@ def test_full_packs_are_first_fit_decreasing(lengths: list[int], capacity: int) 
     assert packs == expected.max() + 1
 
 
+@pytest.mark.boundscheck
 @settings(max_examples=50)
 @given(lengths=lists_of_lengths, packs=st.integers(1, 20), capacity=st.integers(1000, 4000))
 def test_even_packs_have_like_tokens_or_are_refused(lengths: list[int], packs: int, capacity: int) -> None:

@@ -96,6 +96,7 @@ def drawn(sync: Sync, data: st.DataObject) -> GlobalBatches:
 SYNCS = pytest.mark.parametrize("sync", ["iteration", "microbatch"])
 
 
+@pytest.mark.boundscheck
 @SYNCS
 @settings(max_examples=60)
 @given(data=st.data())
@@ -137,6 +138,7 @@ def test_equal_short_sequences_are_shared_evenly(sync: Sync) -> None:
     assert step.gap < 1e-6
 
 
+@pytest.mark.boundscheck
 @SYNCS
 @settings(max_examples=60)
 @given(data=st.data())
