@@ -244,7 +244,7 @@ def fill(
             if slot == NO_BIN:
                 slot = _closed_slot(b, sand)
             if slot == NO_BIN:
-                return -1  # `iteration.schedule` makes so many slots that this cannot be; a slot is never written unseen
+                return -1  # cannot be, see `iteration._slots`; but no slot is written unseen
         else:
             slot = _slot_with_room(b, tokens, sand)
         _put(i, b, slot, sequences, machine, sand)
