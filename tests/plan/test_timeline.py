@@ -3,10 +3,14 @@ from __future__ import annotations
 from itertools import chain
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fcp_cli.plan.timeline import list_schedule, wave_start_times
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.step import FloatArray
+from fcp_cli.plan.timeline import list_schedule, start_times, wave_start_times
+from tests.plan.steps import Row, jobs, make_step, planned_makespan
 
 
 def offsets(groups: list[list[int]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -50,3 +54,37 @@ def test_no_rank_runs_two_microbatches_at_once_and_none_waits_without_reason(
     for i, group in enumerate(groups):
         earlier_ends = [ends[j] for j in range(i) if set(groups[j]) & set(group)]
         assert starts[i] == max(earlier_ends, default=0.0)
+
+
+def starts_of(rows: list[Row], num_ranks: int, sync: Sync) -> FloatArray:
+    step = make_step(rows)
+    return start_times(
+        sync,
+        wave=step.wave,
+        rank_offsets=step.rank_offsets,
+        ranks=step.ranks,
+        seconds=step.seconds,
+        num_ranks=num_ranks,
+    )
+
+
+@given(jobs())
+def test_the_last_end_is_the_makespan_that_the_definition_gives(job: tuple[list[Row], int, Sync]) -> None:
+    rows, num_ranks, sync = job
+    ends = starts_of(rows, num_ranks, sync) + make_step(rows).seconds
+    assert ends.max() == pytest.approx(planned_makespan(rows, num_ranks, sync), rel=1e-12)
+
+
+@given(jobs())
+def test_waves_never_overlap(job: tuple[list[Row], int, Sync]) -> None:
+    rows, num_ranks, _ = job
+    rows = sorted((row._replace(wave=max(row.wave, 0)) for row in rows), key=lambda row: row.wave)
+    step, start = make_step(rows), starts_of(rows, num_ranks, "microbatch")
+    for wave in range(1, int(step.wave.max()) + 1):
+        assert start[step.wave == wave].min() >= (start + step.seconds)[step.wave == wave - 1].max()
+
+
+def test_a_rank_waits_for_the_wave_under_microbatch_only() -> None:
+    rows = [Row([0], 1.0, 0), Row([1], 3.0, 0), Row([0], 3.0, 1), Row([1], 1.0, 1)]
+    ends = [(starts_of(rows, 2, sync) + make_step(rows).seconds).max() for sync in ("microbatch", "iteration")]
+    assert ends == [6.0, 4.0]

@@ -1,4 +1,4 @@
-"""Steps to simulate, hand-written and drawn by hypothesis, with makespans from the plan's own definition."""
+"""Steps, hand-written and drawn by hypothesis, with makespans from the definition of a plan's times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Row(NamedTuple):
 
 
 def make_step(rows: Sequence[Row], *, step: int = 0) -> StepPlan:
-    """A step whose predicted starts are left at 0: the simulator must not read them."""
+    """A step whose predicted starts are left at 0."""
     sequences = sum(len(row.lengths) for row in rows)
     return StepPlan(
         step=step,

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fcp_cli.cost.profile import CostProfile, parse_cost_profile
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.pricing import profile_seconds
+from tests.plan.steps import Row, make_step
+
+PROFILE = """
+format: fcp-cost-profile/1
+model: round-numbers
+cluster: two-nodes
+origin: assumed
+coefficients:
+  attention_seconds_per_token2: 0.01
+  linear_seconds_per_token: 0.1
+  ring_bytes_per_token: 12
+  microbatch_seconds: 0.5
+bandwidth_bytes_per_second: {intra_node: 10, inter_node: 1}
+"""
+
+
+@pytest.fixture
+def profile() -> CostProfile:
+    return parse_cost_profile(PROFILE, name="profile")
+
+
+def test_a_profile_prices_packs_idle_rows_and_rings_across_nodes(profile: CostProfile) -> None:
+    rows = [Row([0], 0, 0, (10, 20)), Row([1], 0, 0, ()), Row([0, 1], 0, 1, (30,)), Row([1, 2], 0, 1, (30,))]
+    seconds = profile_seconds(make_step(rows), profile=profile, ranks_per_node=2)
+    alone = 0.5 + 0.1 * 30 + 0.01 * (100 + 400)
+    inside = 0.5 + 0.1 * 15 + max(4.5, 12 * 30 / 2 / 10)
+    across = 0.5 + 0.1 * 15 + 12 * 30 / 2 / 1
+    assert seconds.tolist() == pytest.approx([alone, 0.0, inside, across])
+
+
+def test_eta_comes_from_the_manifest_and_lengths_from_the_plan(profile: CostProfile) -> None:
+    manifest = LengthTable(name="m", length_tokens=np.array([99, 99]), eta=np.array([0.0, 1.0]))
+    seconds = profile_seconds(
+        make_step([Row([0], 0, 0, (10, 20))]), profile=profile, ranks_per_node=2, manifest=manifest
+    )
+    assert seconds.tolist() == pytest.approx([0.5 + 0.1 * 30 + 0.01 * (100 + 2 * 400)])
