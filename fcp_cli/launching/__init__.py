@@ -1,1 +1,5 @@
-"""From a plan to a running job: what to start (`spec`), how (`torchrun`), after which checks (`preflight`)."""
+"""From a plan to a running job.
+
+`request` is what was typed; `resolve` makes one `Job` of it (`job/`), after the checks (`checks/`). A job runs here
+under `supervision/`, or is written as the files of one of the `targets/`, whose nodes start `node`.
+"""

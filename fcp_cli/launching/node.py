@@ -18,9 +18,9 @@ from typing import TextIO
 
 from fcp_cli.errors import FcpError, RunError
 from fcp_cli.files import write_text_atomically
-from fcp_cli.launching.msrun import path_of_python
-from fcp_cli.launching.run import JobOutcome, run_command
-from fcp_cli.launching.spec import PLAN_VARIABLE, RUN_DIR_VARIABLE
+from fcp_cli.launching.job.commands import path_of_python
+from fcp_cli.launching.job.job import PLAN_VARIABLE, RUN_DIR_VARIABLE
+from fcp_cli.launching.supervision.run import JobOutcome, run_command
 from fcp_cli.machine.network import interface_towards, port_problem
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runs.folder import RunPaths

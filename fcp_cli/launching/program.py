@@ -7,36 +7,32 @@ from pathlib import Path
 
 from fcp_cli.console import Origins
 from fcp_cli.errors import UsageError
-from fcp_cli.launching.inject import is_mindspore_script, through_entry
+from fcp_cli.launching.job.inject import is_mindspore_script, through_entry
 from fcp_cli.launching.request import LaunchRequest
 
 
 def started_program(request: LaunchRequest) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What the launcher starts for the user's program, and its arguments."""
-    program, arguments = _program(request), program_arguments(request)
+    """Return what the launcher starts for the user's program, and its arguments."""
+    program = _program(request)
+    arguments = request.program[len(program) :]
     return (program, arguments) if request.inject == "none" else through_entry((*program, *arguments))
 
 
-def program_arguments(request: LaunchRequest) -> tuple[str, ...]:
-    """What follows the script or the module."""
-    return request.program[2 if request.program[0] == "-m" else 1 :]
-
-
 def program_name(request: LaunchRequest) -> str:
-    """What its run directory is called after."""
+    """Return the name of its run directory."""
     return Path(_program(request)[-1]).stem
 
 
 def is_mindspore(request: LaunchRequest) -> bool:
-    """Whether the program is a script for MindSpore, whose ranks need no torch."""
+    """Return whether the program is a script for MindSpore, whose ranks need no torch."""
     return bool(request.program) and is_mindspore_script(Path(request.program[0]))
 
 
 def for_mindspore(request: LaunchRequest, assumed: Origins) -> LaunchRequest:
-    """MindSpore's ranks meet through msrun's scheduler, which is a process that runs the script, too.
+    """Leave the hooks out: MindSpore's ranks meet through msrun's scheduler, a process that runs the script, too.
 
     Raises:
-        UsageError: another launcher shall start it.
+        UsageError: another launcher is to start it.
     """
     script = request.program[0]
     if request.launcher != "msrun":

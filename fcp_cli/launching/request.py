@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fcp_cli.errors import RunError
-from fcp_cli.launching.inject import Inject
-from fcp_cli.launching.spec import Launcher
-from fcp_cli.launching.targets.catalog import LOCAL
-from fcp_cli.launching.targets.request import ClusterRequest, choose_target
+from fcp_cli.launching.job.inject import Inject
+from fcp_cli.launching.job.job import LOCAL, Launcher
+from fcp_cli.launching.targets.options import ClusterRequest, choose_target
 from fcp_cli.runs.folder import RunPaths, next_run_dir
 
 

@@ -9,8 +9,8 @@ import yaml
 
 from fcp_cli.console import Origins
 from fcp_cli.errors import RunError, UsageError
-from fcp_cli.launching import preflight
 from fcp_cli.launching.assumed_plan import is_assumed
+from fcp_cli.launching.checks import preflight
 from fcp_cli.launching.request import LaunchRequest, run_dir_of
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.runs.launch_record import read_launch

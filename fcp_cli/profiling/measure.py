@@ -9,7 +9,6 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 from fcp_cli.cost.fitting import LEAST_SAMPLES
 from fcp_cli.errors import ProfileError
 from fcp_cli.machine.processes import kill_tree
+from fcp_cli.machine.torchrun import torchrun_argv
 from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.profiling.points import measurement_points, vision_points
 from fcp_cli.profiling.request import Request
@@ -195,15 +195,14 @@ def worker_request(settings: MeasureSettings) -> Request:
 
 def worker_argv(ranks: int, request: Path) -> list[str]:
     """torchrun on this machine, as a module of this interpreter."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return [*launcher, "-m", "fcp_cli.profiling.worker", str(request)]
+    return [*torchrun_argv(ranks), "-m", "fcp_cli.profiling.worker", str(request)]
 
 
 def cluster_command(settings: MeasureSettings, request: Path, *, master: str) -> str:
     """What to run on every node of a cluster, with NODE_RANK set to 0, 1, ...; the request lies on shared storage."""
-    words = ["python", "-m", "torch.distributed.run"]
-    words += [f"--nnodes={settings.nodes}", f"--nproc-per-node={settings.ranks // settings.nodes}"]
-    tail = [f"--master-addr={master}", "--master-port=29500", "-m", "fcp_cli.profiling.worker", str(request.resolve())]
+    meeting = [f"--nnodes={settings.nodes}", f"--master-addr={master}", "--master-port=29500"]
+    words = torchrun_argv(settings.ranks // settings.nodes, python="python", options=meeting)
+    tail = ["-m", "fcp_cli.profiling.worker", str(request.resolve())]
     return f'{shlex.join(words)} --node-rank="$NODE_RANK" {shlex.join(tail)}'
 
 

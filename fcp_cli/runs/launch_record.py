@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,17 @@ FORMAT = "fcp-launch/1"
 
 
 def write_launch(run_dir: Path, document: dict[str, Any]) -> None:
-    """Remember how a run was launched, so that --resume need not be told again."""
+    """Write how a run was launched, so that --resume finds it again."""
     write_text_atomically(RunPaths(run_dir=run_dir).launch, launch_text(document))
 
 
 def launch_text(document: dict[str, Any]) -> str:
-    """The record as it stands in its file."""
+    """Return the record as it stands in its file."""
     return json.dumps(document, indent=2) + "\n"
 
 
 def read_launch(run_dir: Path) -> dict[str, Any]:
-    """How a run was launched last.
+    """Read how a run was launched last.
 
     Raises:
         RunError: there is no run in `run_dir`.
@@ -40,7 +41,7 @@ def read_launch(run_dir: Path) -> dict[str, Any]:
 
 
 def latest_run_dir(name: str | None, *, runs: Path = RUNS) -> Path:
-    """The run of the bundled trainer to resume when none is named: the one launched last, of this name if one is given.
+    """Return the run of the bundled trainer to resume when none is named: the one launched last, of this name if given.
 
     Raises:
         RunError: there is none.
@@ -54,8 +55,14 @@ def latest_run_dir(name: str | None, *, runs: Path = RUNS) -> Path:
 
 
 def has_followed(run_dir: Path, plan_hash: str) -> bool:
-    """Whether the latest launch in `run_dir` followed the plan of this hash."""
+    """Return whether the latest launch in `run_dir` followed the plan of this hash."""
     try:
         return bool(read_launch(run_dir)["plan_hash"] == plan_hash)
     except RunError:
         return False
+
+
+def followed_plan(run_dir: Path, launched: Mapping[str, Any]) -> Path:
+    """Return the plan that a run follows: its own copy, because the file it was launched with may be another by now."""
+    copy = RunPaths(run_dir=run_dir).plan
+    return copy if copy.is_file() else Path(launched["plan"])

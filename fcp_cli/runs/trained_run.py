@@ -10,7 +10,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runs.checkpoint_header import check_plan_of, checkpoints, read_header
 from fcp_cli.runs.folder import RunPaths
-from fcp_cli.runs.launch_record import read_launch
+from fcp_cli.runs.launch_record import followed_plan, read_launch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,7 @@ def read_trained_run(run_dir: Path, *, manifest: Path | None = None) -> TrainedR
             f"{run_dir} ran {' '.join(launched['program'])}, whose checkpoints fcp cannot read; only runs of the "
             "bundled trainer can be continued"
         )
-    plan = _plan(run_dir, launched)
+    plan = followed_plan(run_dir, launched)
     reader = PlanReader(plan)
     if reader.content_hash() != reader.metadata.plan_hash:
         raise RunError(f"{plan} was edited since {run_dir} followed it: its content does not match its plan hash")
@@ -66,12 +66,6 @@ def read_trained_run(run_dir: Path, *, manifest: Path | None = None) -> TrainedR
         length_column=launched["training"].get("length_column", "length"),
         model=launched["model"],
     )
-
-
-def _plan(run_dir: Path, launched: dict[str, Any]) -> Path:
-    """The run's own copy; the file that it was launched with may be another plan by now."""
-    copy = RunPaths(run_dir=run_dir).plan
-    return copy if copy.is_file() else Path(launched["plan"])
 
 
 def _manifest(given: Path | None, launched: dict[str, Any], plan: Path, name: str) -> Path:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from fcp_cli.errors import FcpError, RunError
+from fcp_cli.machine.torchrun import torchrun_argv
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runtime.session import start
 from fcp_cli.verification.model import TinyConfig
@@ -29,9 +30,8 @@ def replay_processes(plan: Path) -> list[Replayed]:
     """
     folder = plan.parent
     num_ranks = PlanReader(plan).metadata.num_ranks
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     done = subprocess.run(
-        [*argv, "-m", "fcp_cli.verification.processes", str(plan), str(folder)],
+        [*torchrun_argv(num_ranks), "-m", "fcp_cli.verification.processes", str(plan), str(folder)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,

@@ -191,7 +191,7 @@ def test_a_broken_coefficient_is_named_by_its_path(tmp_path: Path, fcp: Fcp, val
 
 def test_several_nodes_get_a_command_to_run_on_each(tmp_path: Path, fcp: Fcp) -> None:
     done = fcp("profile", "--model", "qwen3-8b", "--nodes", "2", "--devices-per-node", "8", "--device", "cuda")
-    assert "--nnodes=2 --nproc-per-node=8" in done.out
+    assert "--nproc-per-node=8 --nnodes=2" in done.out
     assert '--node-rank="$NODE_RANK"' in done.out
     request = json.loads((tmp_path / "profile.request.json").read_text())
     assert {point["degree"] for point in request["points"] if point["crosses_nodes"]} == {2, 3, 4, 6, 8}

@@ -6,35 +6,34 @@ import os
 import subprocess
 from pathlib import Path
 
-from fcp_cli.launching.spec import TRAINER, Launcher, LaunchSpec
-from fcp_cli.launching.targets.job import ClusterJob, Mount
+from fcp_cli.launching.job.job import Cluster, Job, Launcher, Mount
+from tests.launching.jobs import job
 from tests.patience import PATIENCE_SECONDS
 
 
-def cluster_job(*, device: str = "cuda", num_nodes: int = 2, launcher: Launcher = "torchrun") -> ClusterJob:
+def cluster_job(*, device: str = "cuda", num_nodes: int = 2, launcher: Launcher = "torchrun") -> Job:
     """The bundled trainer on nodes of 8 devices, with awkward paths and arguments."""
-    spec = LaunchSpec(
+    return job(
+        device,
         plan=Path("/shared/my data/plan.parquet"),
         run_dir=Path("/shared/runs/qwen3-8b-001"),
         num_nodes=num_nodes,
         processes_per_node=8,
-        program=TRAINER,
+        node_rank=None,
         arguments=("--model", "qwen3-8b", "--note", 'it\'s 5 $ \\ "quoted"\nand a second line'),
         environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
         python="/shared/venv/bin/python",
         launcher=launcher,
-    )
-    return ClusterJob(
-        spec=spec,
-        name="qwen3-8b-001",
-        device=device,
-        directory=Path("/shared/my code"),
-        interface_variables=("GLOO_SOCKET_IFNAME",),
         hosts=tuple(f"10.0.0.{k + 1}" for k in range(num_nodes)),
-        setup=("module load cuda/12.8",),
-        sbatch_options=("--partition=gpu", "--time=24:00:00"),
-        image="registry.example/fcp:1",
-        mounts=(Mount(claim="shared", path="/shared"),),
+        cluster=Cluster(
+            name="qwen3-8b-001",
+            directory=Path("/shared/my code"),
+            interface_variables=("GLOO_SOCKET_IFNAME",),
+            setup=("module load cuda/12.8",),
+            sbatch_options=("--partition=gpu", "--time=24:00:00"),
+            image="registry.example/fcp:1",
+            mounts=(Mount(claim="shared", path="/shared"),),
+        ),
     )
 
 

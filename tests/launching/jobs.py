@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fcp_cli.launching.job import Job
+from fcp_cli.launching.job.job import Job
 from fcp_cli.machine.devices import Machine
 from fcp_cli.models.shipped import shipped_profile
 from fcp_cli.plan.metadata import ManifestReference, PlanMetadata, Sync
@@ -14,6 +14,7 @@ from fcp_cli.plan.metadata import ManifestReference, PlanMetadata, Sync
 CPU = Machine(device="cpu", num_devices=0, num_cores=8, memory_bytes=64 << 30)
 GPUS = Machine(device="cuda", num_devices=8, num_cores=64, memory_bytes=512 << 30)
 NPUS = Machine(device="npu", num_devices=8, num_cores=64, memory_bytes=512 << 30)
+MACHINES = {"cpu": CPU, "cuda": GPUS, "npu": NPUS}
 
 
 def plan_metadata(*, model: str = "qwen3-8b", sync: Sync = "iteration", **changed: Any) -> PlanMetadata:
@@ -44,10 +45,25 @@ def job(stack: str = "cpu", *, metadata: PlanMetadata | None = None, **changed: 
     values: dict[str, Any] = {
         "plan": Path("plan.parquet"),
         "metadata": metadata or plan_metadata(),
-        "stack": stack,
+        "machine": MACHINES[stack],
+        "run_dir": Path("/data/my run"),
         "num_nodes": 2,
         "processes_per_node": 8,
         "node_rank": 0,
         "master_addr": "10.0.0.1",
     }
     return Job(**{**values, **changed})
+
+
+def local_job(**changed: Any) -> Job:
+    """The bundled trainer on this node's four CPU ranks."""
+    values: dict[str, Any] = {
+        "plan": Path("/data/plan.parquet"),
+        "num_nodes": 1,
+        "processes_per_node": 4,
+        "arguments": ("--steps", "10"),
+        "environment": {"OMP_NUM_THREADS": "1"},
+        "python": "/venv/bin/python",
+        "master_addr": "",
+    }
+    return job("cpu", **{**values, **changed})

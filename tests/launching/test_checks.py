@@ -8,20 +8,18 @@ from typing import Any
 import pytest
 
 from fcp_cli.launching.checks import CHECKS, check_launch
-from fcp_cli.launching.environment import job_variables, set_by_fcp
-from fcp_cli.launching.job import Job
+from fcp_cli.launching.job.environment import job_variables, set_by_fcp
+from fcp_cli.launching.job.job import Job
 from fcp_cli.machine import network
 from fcp_cli.machine.facts import Facts
-from tests.launching.jobs import CPU, GPUS, NPUS, job, plan_metadata
-
-MACHINES = {"cpu": CPU, "cuda": GPUS, "npu": NPUS}
+from tests.launching.jobs import MACHINES, job, plan_metadata
 
 
 def facts_of(stack: str, **changed: Any) -> Facts:
     """A node on which nothing is wrong; `variables` are the user's."""
     machine = MACHINES[stack]
     given: dict[str, str] = changed.pop("variables", {})
-    own = set_by_fcp(job_variables(job(stack), machine, given, interface="eth0"))
+    own = set_by_fcp(job_variables(job(stack), given, interface="eth0"))
     values: dict[str, Any] = {
         "python": "/venv/bin/python3",
         "host": "node-a",
@@ -201,7 +199,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ),
     (
         "cuda",
-        {"is_bundled": False, "metadata": plan_metadata(tokens_per_rank=16_384, cost_profile=MEASURED)},
+        {"program": ("train.py",), "metadata": plan_metadata(tokens_per_rank=16_384, cost_profile=MEASURED)},
         {},
         "warning: plan.parquet lets a rank hold 16,384 tokens, 181.2 GB with qwen3-8b, the plan's model, but a device "
         "here has 68.7 GB; plan with --tokens-per-rank 4507",
@@ -229,7 +227,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ),
     (
         "npu",
-        {"is_bundled": False, "metadata": plan_metadata(tokens_per_rank=4000, distinct_groups=200)},
+        {"program": ("train.py",), "metadata": plan_metadata(tokens_per_rank=4000, distinct_groups=200)},
         {},
         "warning: plan.parquet has 200 distinct groups: a framework that makes a communicator for each would take up "
         "to 13 GB per device; plan with --max-groups, or use fcp_cli.runtime, which makes one for all",
@@ -269,7 +267,10 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ),
     (
         "cuda",
-        {"is_bundled": False, "arguments": ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size=1")},
+        {
+            "program": ("train.py",),
+            "arguments": ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size=1"),
+        },
         {},
         "error: the script has --tensor-model-parallel-size 2, but plan.parquet was made for 1; plan with "
         "--tensor-parallel 2, or launch the script with the plan's",
@@ -285,7 +286,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         "cuda",
         {
             "metadata": plan_metadata(num_ranks=8, pipeline_parallel=2, sync="microbatch"),
-            "is_bundled": False,
+            "program": ("train.py",),
             "arguments": ("--use-tp-pp-dp-mapping",),
         },
         {},
@@ -372,20 +373,20 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ),
     (
         "npu",
-        {"is_bundled": False},
+        {"program": ("train.py",)},
         {"programs": {}},
         "warning: pdsh is not installed, and MindSpeed-MM hangs without it on several nodes; install pdsh",
     ),
     (
         "npu",
-        {"is_bundled": False, "arguments": ("--context-parallel-algo", "ulysses_cp_algo")},
+        {"program": ("train.py",), "arguments": ("--context-parallel-algo", "ulysses_cp_algo")},
         {},
         "error: --context-parallel-algo ulysses_cp_algo keeps the groups of its start, so no plan can change them; use "
         "megatron_cp_algo",
     ),
     (
         "npu",
-        {"is_bundled": False, "arguments": ("--context-parallel-size=4", "--seq-length=1001")},
+        {"program": ("train.py",), "arguments": ("--context-parallel-size=4", "--seq-length=1001")},
         {},
         "error: --seq-length 1001 is not divisible by 2 x --context-parallel-size 4, which MindSpeed demands at its "
         "start; use 1000",
@@ -451,7 +452,7 @@ def test_this_machines_own_addresses_are_recognised() -> None:
 
 def test_a_script_of_mindspore_s_needs_no_torch_npu() -> None:
     packages = {"torch": "2.7.1", "torch-npu": None}
-    of = {"launcher": "msrun", "needs_torch": False, "is_bundled": False}
+    of = {"launcher": "msrun", "needs_torch": False, "program": ("train.py",)}
     assert found("npu", of=of, packages=packages) == []
 
 

@@ -4,14 +4,13 @@ from typing import Any
 
 import pytest
 
-from fcp_cli.launching.environment import Variable, job_variables, set_by_fcp
-from fcp_cli.launching.job import argument
-from tests.launching.jobs import CPU, GPUS, NPUS, job, plan_metadata
+from fcp_cli.launching.job.environment import job_variables, set_by_fcp
+from fcp_cli.launching.job.job import Variable, argument
+from tests.launching.jobs import job, plan_metadata
 
 
 def variables(stack: str = "npu", given: dict[str, str] | None = None, **changed: Any) -> dict[str, Variable]:
-    machine = {"cpu": CPU, "cuda": GPUS, "npu": NPUS}[stack]
-    found = job_variables(job(stack, **changed), machine, given or {}, interface="eth0")
+    found = job_variables(job(stack, **changed), given or {}, interface="eth0")
     return {variable.name: variable for variable in found}
 
 
@@ -38,7 +37,7 @@ def test_several_nodes_talk_over_the_interface_that_leads_to_node_0(stack: str, 
 
 
 def test_a_machine_that_prints_commands_for_others_names_no_interface_of_its_own() -> None:
-    found = job_variables(job("npu", node_rank=None), NPUS, {})
+    found = job_variables(job("npu", node_rank=None), {})
     assert "HCCL_SOCKET_IFNAME" not in set_by_fcp(found)
     (hccl,) = (variable for variable in found if variable.name == "HCCL_SOCKET_IFNAME")
     assert (hccl.value, hccl.source) == ("", "each node's own route to 10.0.0.1")

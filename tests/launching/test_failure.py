@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.launching.failure import Failure, find_failure
+from fcp_cli.launching.supervision.failure import Failure, find_failure
 
 HOST = socket.gethostname()
 

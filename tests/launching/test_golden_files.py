@@ -41,7 +41,7 @@ CASES = {
 
 def generated(case: str) -> dict[str, str]:
     target, job = CASES[case]
-    return {f"{case}-{file.name}": file.text for file in job_files(TARGETS[target], job)}
+    return {f"{case}-{name}": text for name, text in job_files(TARGETS[target], job).items()}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -78,10 +78,10 @@ def test_every_manifest_is_what_the_cluster_takes(case: str) -> None:
     spec = document["spec"]
     if target == "pytorchjob":
         specs = spec["pytorchReplicaSpecs"].values()
-        assert sum(replica["replicas"] for replica in specs) == job.spec.num_nodes
+        assert sum(replica["replicas"] for replica in specs) == job.num_nodes
         assert all(replica["template"] == spec["pytorchReplicaSpecs"]["Master"]["template"] for replica in specs)
     else:
-        assert spec["minAvailable"] == spec["tasks"][0]["replicas"] == job.spec.num_nodes
+        assert spec["minAvailable"] == spec["tasks"][0]["replicas"] == job.num_nodes
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("volcano")])

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fcp_cli.launching.meeting import Meeting
-from fcp_cli.launching.spec import LaunchSpec
+from fcp_cli.launching.supervision.meeting import Meeting
+from tests.launching.jobs import local_job
 from tests.ports import unused_port
 
 
@@ -27,22 +26,19 @@ def silent_port() -> int:
 
 def said(folder: Path, port: int, *, node_rank: int, seconds: float = 60.0, **changes: object) -> list[str]:
     """What a node of two says when it looks once a second for so long."""
-    spec = LaunchSpec(
-        plan=folder / "plan.parquet",
+    job = local_job(
         run_dir=folder,
-        num_nodes=2,
         processes_per_node=1,
         program=("train.py",),
+        arguments=(),
         master_addr="127.0.0.1",
         master_port=port,
-        join_timeout_seconds=300,
-        log_dir=folder / "logs",
-        python="python",
+        **{"num_nodes": 2, "join_timeout_seconds": 300, "log_dir": folder / "logs", **changes},
     )
     lines: list[str] = []
     now = 0.0
     meeting = Meeting(
-        spec=replace(spec, **changes),  # type: ignore[arg-type]
+        job=job,
         node_rank=node_rank,
         announce=lambda line: lines.append(f"{now:.0f} s: {line}"),
         clock=lambda: now,

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.launching import shell
-from fcp_cli.launching.inject import through_entry
-from fcp_cli.launching.msrun import interpreter_name, msrun_argv, path_of_python
-from fcp_cli.launching.spec import TRAINER, LaunchSpec
+from fcp_cli.launching.job import shell
+from fcp_cli.launching.job.commands import interpreter_name, node_argv, path_of_python
+from fcp_cli.launching.job.inject import through_entry
+from fcp_cli.launching.job.job import Job
+from tests.launching.jobs import local_job
 from tests.launching.msrun_options import OPTIONS, parser
 from tests.patience import PATIENCE_SECONDS
 
@@ -25,31 +26,21 @@ needs_mindspore = [
     ),
 ]
 
-SPEC = LaunchSpec(
-    plan=Path("/data/plan.parquet"),
-    run_dir=Path("/data/my run"),
-    num_nodes=1,
-    processes_per_node=4,
-    program=TRAINER,
-    arguments=("--steps", "10"),
-    environment={"OMP_NUM_THREADS": "1"},
-    python="/venv/bin/python",
-    launcher="msrun",
-)
-TWO_NODES = replace(SPEC, num_nodes=2, master_addr="10.0.0.1", master_port=29501)
+JOB = local_job(launcher="msrun")
+TWO_NODES = replace(JOB, num_nodes=2, master_addr="10.0.0.1", master_port=29501)
 _PROGRAM, _ARGUMENTS = through_entry(("my script.py", "--note", "-- $x 'y' \"z\"\n", "--", "--worker_num=99"))
-SPECS = {
-    "one node": SPEC,
+JOBS = {
+    "one node": JOB,
     "two nodes": TWO_NODES,
-    "logs": replace(SPEC, log_dir=Path("/data/my run/logs/now")),
+    "logs": replace(JOB, log_dir=Path("/data/my run/logs/now")),
     "a script with awkward arguments": replace(TWO_NODES, program=_PROGRAM, arguments=_ARGUMENTS),
-    "a script of MindSpore's": replace(SPEC, program=("ms.py",), arguments=("--join", "False")),
-    "a module": replace(SPEC, program=("-m", "package.module"), arguments=("-m", "other")),
+    "a script of MindSpore's": replace(JOB, program=("ms.py",), arguments=("--join", "False")),
+    "a module": replace(JOB, program=("-m", "package.module"), arguments=("-m", "other")),
 }
 
 
 def test_on_one_node_everything_that_msrun_would_guess_is_stated() -> None:
-    assert msrun_argv(SPEC) == [
+    assert node_argv(JOB) == [
         "msrun",
         "--worker_num=4",
         "--local_worker_num=4",
@@ -72,7 +63,7 @@ def test_on_one_node_everything_that_msrun_would_guess_is_stated() -> None:
 
 
 def test_each_of_several_nodes_has_its_number_and_the_common_address() -> None:
-    assert msrun_argv(TWO_NODES, node_rank=1)[1:7] == [
+    assert node_argv(TWO_NODES, node_rank=1)[1:7] == [
         "--worker_num=8",
         "--local_worker_num=4",
         "--node_rank=1",
@@ -83,13 +74,13 @@ def test_each_of_several_nodes_has_its_number_and_the_common_address() -> None:
 
 
 def test_a_node_s_number_may_be_known_to_the_node_alone() -> None:
-    command = shell.join(msrun_argv(TWO_NODES, node_rank=shell.variable("SLURM_NODEID")))
+    command = shell.join(node_argv(TWO_NODES, node_rank=shell.variable("SLURM_NODEID")))
     assert '--node_rank="$SLURM_NODEID"' in command
 
 
 def test_a_script_of_mindspore_s_is_started_as_it_is() -> None:
     """Its scheduler runs the script, too."""
-    argv = msrun_argv(SPECS["a script of MindSpore's"])
+    argv = node_argv(JOBS["a script of MindSpore's"])
     assert argv[argv.index("python") :] == ["python", "ms.py", "--join", "False"]
 
 
@@ -106,20 +97,20 @@ def test_the_interpreter_s_folder_comes_first_on_path() -> None:
     assert path_of_python("/venv/bin/python", "") == "/venv/bin"
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", JOBS)
 def test_msrun_s_recorded_parser_understands_every_command(name: str) -> None:
-    argv = msrun_argv(SPECS[name], node_rank=0)
-    require_understood(vars(parser().parse_args(argv[1:])), SPECS[name], argv)
+    argv = node_argv(JOBS[name], node_rank=0)
+    require_understood(vars(parser().parse_args(argv[1:])), JOBS[name], argv)
 
 
-def require_understood(parsed: dict[str, object], spec: LaunchSpec, argv: list[str]) -> None:
+def require_understood(parsed: dict[str, object], job: Job, argv: list[str]) -> None:
     """Every option arrived as it was meant, and the program's own words were left to the program."""
     assert parsed["join"] is True
-    assert parsed["worker_num"] == spec.num_nodes * spec.processes_per_node
-    assert parsed["local_worker_num"] == spec.processes_per_node
+    assert parsed["worker_num"] == job.num_nodes * job.processes_per_node
+    assert parsed["local_worker_num"] == job.processes_per_node
     assert parsed["node_rank"] == 0
-    assert parsed["master_port"] == spec.master_port
-    assert parsed["log_dir"] == str(spec.log_dir or spec.run_dir / "logs" / "msrun-node0")
+    assert parsed["master_port"] == job.master_port
+    assert parsed["log_dir"] == str(job.log_dir or job.run_dir / "logs" / "msrun-node0")
     assert parsed["task_script"] == "python"
     assert parsed["task_script_args"] == argv[argv.index("python") + 1 :]
 
@@ -148,13 +139,13 @@ class TestRealParser:
     pytestmark = needs_mindspore
 
     def test_it_understands_every_command(self) -> None:
-        argvs = [msrun_argv(spec) for spec in SPECS.values()]
+        argvs = [node_argv(job) for job in JOBS.values()]
         found = real_parser(argvs)
-        for parsed, spec, argv in zip(found["parsed"], SPECS.values(), argvs, strict=True):
-            require_understood(parsed, spec, argv)
+        for parsed, job, argv in zip(found["parsed"], JOBS.values(), argvs, strict=True):
+            require_understood(parsed, job, argv)
 
     def test_it_still_has_the_options_that_were_recorded(self) -> None:
-        assert set(OPTIONS) <= set(real_parser([msrun_argv(SPEC)])["options"])
+        assert set(OPTIONS) <= set(real_parser([node_argv(JOB)])["options"])
 
 
 def real_parser(argvs: list[list[str]]) -> dict[str, list[dict[str, object]]]:

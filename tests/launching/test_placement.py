@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fcp_cli.errors import RunError, UsageError
-from fcp_cli.launching.placement import Placement, check_ranks, place, planned_nodes
+from fcp_cli.launching.job.nodes import check_ranks, place, planned_nodes
 from fcp_cli.machine.devices import UNKNOWN_MACHINE, Machine
 from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
 
@@ -40,7 +40,7 @@ def metadata(
 
 def test_a_plan_that_fits_runs_here_even_if_it_was_made_for_two_nodes() -> None:
     placement = place(PLAN, metadata(4, ranks_per_node=2), LAPTOP, nodes=None, must_fit=True)
-    assert placement == Placement(num_nodes=1, processes_per_node=4)
+    assert placement == (1, 4)
 
 
 def test_a_plan_too_large_for_the_cores_names_the_flags_that_spread_it() -> None:
@@ -54,14 +54,14 @@ def test_a_plan_too_large_for_the_cores_names_the_flags_that_spread_it() -> None
 
 
 def test_a_dry_run_of_a_large_plan_takes_the_nodes_that_it_was_made_for() -> None:
-    wanted = Placement(num_nodes=8, processes_per_node=8)
+    wanted = (8, 8)
     assert place(PLAN, metadata(64), LAPTOP, nodes=None, must_fit=False) == wanted
     assert place(PLAN, metadata(64), UNKNOWN_MACHINE, nodes=None, must_fit=False) == wanted
 
 
 def test_a_rank_of_two_devices_counts_twice() -> None:
     placement = place(PLAN, metadata(8, ranks_per_node=4, tensor_parallel=2), GPU_NODE, nodes=2, must_fit=True)
-    assert placement == Placement(num_nodes=2, processes_per_node=8)
+    assert placement == (2, 8)
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from fcp_cli.errors import FcpError, PlanError, RunError, UsageError
-from fcp_cli.launching import preflight
+from fcp_cli.launching.checks import preflight
 from fcp_cli.machine import devices
 from fcp_cli.machine.devices import Machine
+from fcp_cli.models.model import load_model
 from fcp_cli.plan.metadata import Continuation
 from fcp_cli.runs.checkpoint_header import FORMAT, CheckpointHeader
+from fcp_cli.training.settings import TrainSettings
+from tests.launching.jobs import local_job, plan_metadata
 from tests.training.small_runs import write_manifest, write_small_plan
 
 
@@ -125,10 +128,13 @@ def test_a_plan_that_goes_on_from_a_run_begins_no_new_one(plan: Path, tmp_path: 
 
 
 def test_a_model_larger_than_the_hosts_memory_is_an_error() -> None:
-    small = Machine(device="cpu", num_devices=0, num_cores=2, memory_bytes=10_000_000_000)
-    with pytest.raises(RunError, match=r"big needs 64 GB .* on 4 ranks, but this machine has 10 GB"):
-        preflight.check_memory("big", 1_000_000_000, small, ranks_here=4, sharded_over=1)
-    preflight.check_memory("big", 500_000_000, small, ranks_here=4, sharded_over=4)
+    settings = TrainSettings(plan=Path("plan.parquet"), model="qwen3-8b", run_dir=Path("run"))
+    parameters = load_model("qwen3-8b").parameters
+    small = Machine(device="cpu", num_devices=0, num_cores=2, memory_bytes=2 * 16 * parameters)
+    each = local_job(machine=small, settings=settings, model="qwen3-8b", metadata=plan_metadata(num_ranks=4))
+    with pytest.raises(RunError, match=r"qwen3-8b needs 524 GB .* on 4 ranks, but this machine has 262 GB"):
+        preflight.check_memory(each)
+    preflight.check_memory(replace(each, metadata=plan_metadata(num_ranks=4, sync="microbatch")))
 
 
 def test_a_run_dir_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:

@@ -15,9 +15,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fcp_cli.errors import UsageError
-from fcp_cli.launching.spec import LaunchSpec
+from fcp_cli.launching.job.job import Job
 from fcp_cli.launching.targets.catalog import TARGETS, job_files
-from fcp_cli.launching.targets.job import ClusterJob
 from tests.launching.cluster_jobs import FakeCluster, allocation, cluster_job
 
 # Stands for the interpreter: writes down its arguments and one variable, each ended by NUL.
@@ -50,26 +49,27 @@ class Probe:
     cluster: FakeCluster
     folder: Path
 
-    def job(self, arguments: list[str], note: str) -> ClusterJob:
+    def job(self, arguments: list[str], note: str) -> Job:
         here = self.folder / "it's a folder"
         here.mkdir(exist_ok=True)
         job = cluster_job(device="cpu")
-        spec: LaunchSpec = replace(
-            job.spec,
+        assert job.cluster is not None
+        return replace(
+            job,
             python=str(self.folder / "bin" / "probe"),
             arguments=tuple(arguments),
             environment={"NOTE": note},
+            cluster=replace(job.cluster, directory=here, setup=()),
         )
-        return replace(job, spec=spec, directory=here, setup=())
 
     def heard(self) -> tuple[list[str], str, str]:
         """What the interpreter was given, the variable NOTE, and where it ran."""
         *words, note, here = (self.folder / "heard").read_bytes().decode().split("\0")
         return words, note, here
 
-    def run(self, target: str, job: ClusterJob) -> subprocess.CompletedProcess[str]:
-        for file in job_files(TARGETS[target], job):
-            (self.folder / file.name).write_bytes(file.text.encode())
+    def run(self, target: str, job: Job) -> subprocess.CompletedProcess[str]:
+        for name, text in job_files(TARGETS[target], job).items():
+            (self.folder / name).write_bytes(text.encode())
         start = {
             "scripts": ("bash", str(self.folder / "node.sh"), "0"),
             "slurm": ("bash", str(self.folder / "job.sbatch")),
@@ -99,7 +99,7 @@ def test_every_argument_goes_through_the_scripts_and_a_real_bash(probe: Probe, t
         words, heard_note, here = probe.heard()
         assert words[words.index("fcp_cli.training.train") + 1 :] == arguments
         assert heard_note == note
-        assert here.rstrip("\n") == str(job.directory)
+        assert here.rstrip("\n") == str(job.cluster and job.cluster.directory)
 
     check()
 
@@ -109,10 +109,9 @@ def test_every_argument_goes_through_the_scripts_and_a_real_bash(probe: Probe, t
 @example(arguments=AWKWARD, note="\n".join(AWKWARD))
 @settings(max_examples=40)
 def test_every_argument_goes_through_a_manifest(target: str, arguments: list[str], note: str) -> None:
-    job = cluster_job()
-    job = replace(job, spec=replace(job.spec, arguments=tuple(arguments), environment={"NOTE": note}))
-    (file,) = job_files(TARGETS[target], job)
-    for container in _containers(yaml.safe_load(file.text)):
+    job = replace(cluster_job(), arguments=tuple(arguments), environment={"NOTE": note})
+    (text,) = job_files(TARGETS[target], job).values()
+    for container in _containers(yaml.safe_load(text)):
         environment = {"RANK": "3", "MASTER_ADDR": "host", "VC_TASK_INDEX": "3"}
         words = [_kubernetes_expanded(word, environment) for word in container["command"]]
         assert words[words.index("fcp_cli.training.train") + 1 :] == arguments
@@ -137,7 +136,6 @@ def _kubernetes_expanded(word: str, environment: dict[str, str]) -> str:
 
 
 def test_a_word_that_is_not_text_is_one_line() -> None:
-    job = cluster_job()
-    job = replace(job, spec=replace(job.spec, arguments=("\udc80",)))
+    job = replace(cluster_job(), arguments=("\udc80",))
     with pytest.raises(UsageError, match=r"node.sh cannot hold '.udc80': an argument or a path is not UTF-8 text"):
         job_files(TARGETS["scripts"], job)

@@ -14,9 +14,10 @@ from typing import IO
 import pytest
 
 from fcp_cli.errors import RunError
-from fcp_cli.launching.run import run_job
-from fcp_cli.launching.spec import LaunchSpec
+from fcp_cli.launching.job.job import Job
+from fcp_cli.launching.supervision.run import run_job
 from fcp_cli.machine import processes
+from tests.launching.jobs import local_job
 from tests.patience import PATIENCE_SECONDS, wait_until
 from tests.training.small_runs import ranks_in
 
@@ -53,64 +54,62 @@ class FakeRunner:
 
 
 @pytest.fixture
-def spec(tmp_path: Path) -> LaunchSpec:
-    return LaunchSpec(
+def job(tmp_path: Path) -> Job:
+    return local_job(
         plan=tmp_path / "plan.parquet",
         run_dir=tmp_path,
-        num_nodes=1,
         processes_per_node=2,
         program=("train.py",),
+        arguments=(),
         log_dir=tmp_path / "logs",
         python="python",
     )
 
 
-def fake_for(spec: LaunchSpec, **how: int) -> FakeRunner:
-    assert spec.log_dir is not None
-    return FakeRunner(log_dir=spec.log_dir, **how)
+def fake_for(job: Job, **how: int) -> FakeRunner:
+    assert job.log_dir is not None
+    return FakeRunner(log_dir=job.log_dir, **how)
 
 
 def test_a_job_gets_its_environment_and_rank_0_is_shown(
-    spec: LaunchSpec, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    job: Job, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OF_THE_USER", "kept")
-    runner = fake_for(spec)
-    outcome = run_job(spec, runner=runner)
+    runner = fake_for(job)
+    outcome = run_job(job, runner=runner)
     assert outcome.status == 0
     assert outcome.failure is None
     assert runner.argv[:3] == ["python", "-m", "torch.distributed.run"]
-    assert runner.environment["FCP_PLAN"] == str(spec.plan)
+    assert runner.environment["FCP_PLAN"] == str(job.plan)
     assert runner.environment["OF_THE_USER"] == "kept"
     assert capsys.readouterr().out == "1 to go\n0 to go\n"
 
 
-def test_standard_output_can_be_kept_free_for_a_json_document(
-    spec: LaunchSpec, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_job(spec, runner=fake_for(spec), stdout="stderr")
+def test_standard_output_can_be_kept_free_for_a_json_document(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    run_job(job, runner=fake_for(job), stdout="stderr")
     shown = capsys.readouterr()
     assert (shown.out, shown.err) == ("", "1 to go\n0 to go\n")
 
 
-def test_other_nodes_can_be_silent(spec: LaunchSpec, capsys: pytest.CaptureFixture[str]) -> None:
-    run_job(spec, runner=fake_for(spec), node_rank=1, shows=False)
+def test_other_nodes_can_be_silent(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    run_job(job, runner=fake_for(job), node_rank=1, shows=False)
     assert capsys.readouterr().out == ""
 
 
-def test_a_failed_job_says_who(spec: LaunchSpec) -> None:
-    outcome = run_job(spec, runner=fake_for(spec, status=3))
+def test_a_failed_job_says_who(job: Job) -> None:
+    outcome = run_job(job, runner=fake_for(job, status=3))
     assert outcome.failure is not None
     assert outcome.failure.summary().startswith("torchrun failed with status 3")
 
 
-def test_ctrl_c_asks_the_ranks_and_then_ends_everything(spec: LaunchSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_asks_the_ranks_and_then_ends_everything(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[object] = []
     monkeypatch.setattr(processes, "children", lambda pid: [pid + 1, pid + 2])
     monkeypatch.setattr(processes, "send", lambda pids, number: done.append((pids, number)))
     monkeypatch.setattr(processes, "kill_tree", lambda pid: done.append(("kill", pid)))
-    runner = fake_for(spec, status=1, polls=3)
+    runner = fake_for(job, status=1, polls=3)
     before = signal.getsignal(signal.SIGINT)
-    outcome = run_job(spec, runner=runner, watch=lambda: os.kill(os.getpid(), signal.SIGINT), announce=done.append)
+    outcome = run_job(job, runner=runner, watch=lambda: os.kill(os.getpid(), signal.SIGINT), announce=done.append)
     assert outcome.stopped_by == signal.SIGINT
     assert outcome.failure is None
     assert done[:3] == [
@@ -121,21 +120,21 @@ def test_ctrl_c_asks_the_ranks_and_then_ends_everything(spec: LaunchSpec, monkey
     assert signal.getsignal(signal.SIGINT) == before
 
 
-def test_ctrl_c_before_any_rank_is_there_ends_torchrun(spec: LaunchSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_before_any_rank_is_there_ends_torchrun(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[int] = []
     monkeypatch.setattr(processes, "kill_tree", killed.append)
-    runner = fake_for(spec, status=-9, polls=1)
-    outcome = run_job(spec, runner=runner, watch=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    runner = fake_for(job, status=-9, polls=1)
+    outcome = run_job(job, runner=runner, watch=lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert outcome.stopped_by == signal.SIGTERM
     assert killed == [runner.pid]
 
 
 @pytest.mark.processes
-def test_an_interpreter_that_is_not_there_is_one_line(spec: LaunchSpec) -> None:
+def test_an_interpreter_that_is_not_there_is_one_line(job: Job) -> None:
     from dataclasses import replace
 
     with pytest.raises(RunError, match="cannot start /no/python: No such file"):
-        run_job(replace(spec, python="/no/python"))
+        run_job(replace(job, python="/no/python"))
 
 
 _PARENT = """

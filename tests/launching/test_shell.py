@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fcp_cli.launching import shell
+from fcp_cli.launching.job import shell
 
 # What an argument of a process can hold: anything but NUL.
 WORDS = st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0")), min_size=1, max_size=6)

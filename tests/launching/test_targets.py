@@ -11,11 +11,11 @@ import pytest
 
 from fcp_cli.errors import FcpError, RunError, UsageError
 from fcp_cli.launching import node
-from fcp_cli.launching.targets.catalog import TARGETS, JobFile, job_files
+from fcp_cli.launching.targets.catalog import TARGETS, job_files
 from fcp_cli.launching.targets.hostfile import read_hostfile
-from fcp_cli.launching.targets.job import job_name, template_values
-from fcp_cli.launching.targets.request import ClusterRequest, choose_target
+from fcp_cli.launching.targets.options import ClusterRequest, choose_target
 from fcp_cli.launching.targets.templates import yaml_scalar
+from fcp_cli.launching.targets.values import job_name, template_values
 from fcp_cli.launching.targets.write import submit, write_files
 from tests.launching.cluster_jobs import FakeCluster, cluster_job
 
@@ -79,16 +79,16 @@ def test_a_site_changes_one_part_of_a_shipped_template(tmp_path: Path) -> None:
         "{% block directives %}\n{{ super() }}#SBATCH --account=ml\n{% endblock %}\n"
         "{% block setup %}\nmodule load fcp\n{% endblock %}\n"
     )
-    shipped, own = (job_files(TARGETS["slurm"], cluster_job(), template=path)[0] for path in (None, template))
-    assert own.name == "job.sbatch"
-    added = set(own.text.splitlines()) - set(shipped.text.splitlines())
+    shipped, own = (job_files(TARGETS["slurm"], cluster_job(), template=path) for path in (None, template))
+    assert list(own) == ["job.sbatch"]
+    added = set(own["job.sbatch"].splitlines()) - set(shipped["job.sbatch"].splitlines())
     assert added == {"#SBATCH --account=ml", "module load fcp"}
 
 
 def test_a_site_writes_its_own_template(tmp_path: Path) -> None:
     template = tmp_path / "bsub.j2"
     template.write_text("#BSUB -n {{ num_nodes }} -J {{ job_name }}\n{{ command | lines(2) }}\n")
-    assert job_files(TARGETS["slurm"], cluster_job(), template=template)[0].text.startswith(
+    assert job_files(TARGETS["slurm"], cluster_job(), template=template)["job.sbatch"].startswith(
         "#BSUB -n 2 -J qwen3-8b-001\n/shared/venv/bin/python -m fcp_cli.launching.node \\\n  --node-rank="
     )
 
@@ -119,13 +119,13 @@ def test_a_template_that_is_not_there_is_one_line(tmp_path: Path) -> None:
 
 def test_files_are_not_overwritten_unless_forced(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "job"
-    files = (JobFile(name="a", text="1"), JobFile(name="b", text="2"))
+    files = {"a": "1", "b": "2"}
     write_files(folder, files, overwrite=False)
     (folder / "a").unlink()
     with pytest.raises(FcpError, match=r"/b is there already; replace it with --force"):
         write_files(folder, files, overwrite=False)
     assert not (folder / "a").exists()  # nothing is half-written
-    write_files(folder, (JobFile(name="b", text="3"),), overwrite=True)
+    write_files(folder, {"b": "3"}, overwrite=True)
     assert (folder / "b").read_text() == "3"
 
 

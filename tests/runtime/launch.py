@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
+from fcp_cli.machine.torchrun import torchrun_argv
 from tests.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -14,9 +14,8 @@ ROOT = Path(__file__).parents[2]
 
 def torchrun(*program: str, num_ranks: int, **environment: str) -> None:
     """Run `program` (as after `torchrun`) on gloo ranks; a failing rank fails the test with what it said."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     done = subprocess.run(
-        [*command, *program],
+        [*torchrun_argv(num_ranks), *program],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,

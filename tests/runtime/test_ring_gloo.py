@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fcp_cli.machine.torchrun import torchrun_argv
 from tests.patience import PATIENCE_SECONDS
 
 pytestmark = [pytest.mark.torch, pytest.mark.distributed]
@@ -21,8 +21,7 @@ ROOT = Path(__file__).parents[2]
 @cache
 def run_job(num_ranks: int, staged: bool) -> dict[str, Any]:
     """What rank 0 of the worker reports; one launch serves all tests."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command += ["-m", "tests.runtime.workers.ring_worker", *(["--staged"] if staged else [])]
+    command = [*torchrun_argv(num_ranks), "-m", "tests.runtime.workers.ring_worker", *(["--staged"] if staged else [])]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     report: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,85 +13,85 @@ from fcp_cli.console import note, print_json
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
-    from fcp_cli.launching.resolve import Launch
-    from fcp_cli.launching.targets.catalog import JobFile, Target
+    from fcp_cli.launching.job.job import Job
+    from fcp_cli.launching.targets.catalog import Target
 
 
 def launch_cluster_job(
-    resolved: Launch, *, template: Path | None, output: Path | None, force: bool, dry_run: bool, json: bool
+    job: Job, *, template: Path | None, output: Path | None, force: bool, dry_run: bool, json: bool
 ) -> None:
     """Print the files of a job (--dry-run), write them (-o), or write them into the run directory and start the job.
 
     Only Slurm is asked to start something; for the other targets, the command that does is told.
     """
-    from fcp_cli.launching.document import launch_document
-    from fcp_cli.launching.targets.catalog import TARGETS, JobFile, job_files
+    from fcp_cli.launching.job.document import launch_document
+    from fcp_cli.launching.targets.catalog import TARGETS, job_files
     from fcp_cli.runs.folder import RunPaths
     from fcp_cli.runs.launch_record import launch_text
 
-    assert resolved.cluster_job is not None
-    target, job = TARGETS[resolved.target], resolved.cluster_job
+    assert job.cluster is not None
+    target = TARGETS[job.target]
     if output is not None:
-        job = replace(job, record=RunPaths(run_dir=output.absolute()).launch)
+        job = replace(job, cluster=replace(job.cluster, record=RunPaths(run_dir=output.absolute()).launch))
     files = job_files(target, job, template=template)
-    document = launch_document(resolved, files)
-    note(f"{counted(resolved.spec.num_nodes, 'node')} with {counted(resolved.spec.processes_per_node, 'process')} each")
+    document = launch_document(job, files)
+    note(f"{counted(job.num_nodes, 'node')} with {counted(job.processes_per_node, 'process')} each")
     if dry_run:
         if json:
             print_json(document)
         else:
             _print_files(files)
     elif output is not None:
-        record = JobFile(name=RunPaths(run_dir=output).launch.name, text=launch_text(document))
-        _write(output, (*files, record), force=force)
+        record = RunPaths(run_dir=output).launch.name
+        _write(output, {**files, record: launch_text(document)}, force=force)
         _tell(target, output)
         if json:
             print_json(document)
     else:
-        answer = _start(resolved, target, files)
+        answer = _start(job, target, files)
         if json:
             print_json({**document, "answer": answer})
 
 
-def _print_files(files: Sequence[JobFile]) -> None:
+def _print_files(files: Mapping[str, str]) -> None:
     """One file as it is, so that it can be piped into a file; several under their names."""
-    for file in files:
+    for name, text in files.items():
         if len(files) > 1:
-            sys.stdout.write(f"# ---- {file.name}\n")
-        sys.stdout.write(file.text)
+            sys.stdout.write(f"# ---- {name}\n")
+        sys.stdout.write(text)
 
 
-def _write(folder: Path, files: Sequence[JobFile], *, force: bool) -> None:
+def _write(folder: Path, files: Mapping[str, str], *, force: bool) -> None:
     from fcp_cli.launching.targets.write import write_files
 
     write_files(folder, files, overwrite=force)
-    note(f"wrote {', '.join(str(folder / file.name) for file in files)}")
+    note(f"wrote {', '.join(str(folder / name) for name in files)}")
 
 
 def _tell(target: Target, folder: Path) -> None:
     note(f"start the job with: {shlex.join(target.start(folder))}")
 
 
-def _start(resolved: Launch, target: Target, files: Sequence[JobFile]) -> str:
+def _start(job: Job, target: Target, files: Mapping[str, str]) -> str:
     """Everything into the run directory, then off; returns what Slurm said, else ""."""
-    from fcp_cli.launching.document import launch_document
-    from fcp_cli.launching.preflight import check_run_dir
+    from fcp_cli.launching.checks.preflight import check_run_dir
+    from fcp_cli.launching.job.document import launch_document
     from fcp_cli.launching.targets.write import require_sbatch, submit
     from fcp_cli.runs.launch_record import write_launch
     from fcp_cli.runs.record import write_record
 
-    run_dir, is_slurm = resolved.spec.run_dir, resolved.target == "slurm"
+    run_dir, is_slurm = job.run_dir, job.target == "slurm"
     if is_slurm:
         require_sbatch()
-    check_run_dir(run_dir, parameters=resolved.parameters, keep_checkpoints=resolved.kept_checkpoints)
-    write_record(run_dir, resolved.spec.plan, resolved.metadata)
-    write_launch(run_dir, launch_document(resolved, files))
-    resolved.spec.paths.logs.mkdir(exist_ok=True)
+    check_run_dir(run_dir, parameters=job.parameters, keep_checkpoints=job.kept_checkpoints)
+    write_record(run_dir, job.plan.absolute(), job.metadata)
+    write_launch(run_dir, launch_document(job, files))
+    job.paths.logs.mkdir(exist_ok=True)
     _write(run_dir, files, force=True)  # of this run's own earlier start
     if not is_slurm:
         _tell(target, run_dir)
         return ""
-    log = str(resolved.spec.paths.logs / "slurm-%j.log").replace("%", "%%").replace("%%j", "%j")
+    log = str(job.paths.logs / "slurm-%j.log").replace("%", "%%").replace("%%j", "%j")
     answer = submit(("sbatch", f"--output={log}", *target.start(run_dir)[1:]))
-    note(f"{answer}; its output goes to {resolved.spec.paths.logs}")
+    note(f"{answer}; its output goes to {job.paths.logs}")
     return answer

@@ -16,7 +16,7 @@ from fcp_cli.console import print_json
 from fcp_cli.errors import UsageError
 
 if TYPE_CHECKING:
-    from fcp_cli.launching.inject import Inject
+    from fcp_cli.launching.job.inject import Inject
     from fcp_cli.launching.request import LaunchRequest
 
 _TRAINER = "Bundled trainer"
@@ -196,7 +196,7 @@ def launch(
     Ctrl-C stops at the end of the step with a checkpoint; 'fcp launch --resume' goes on.
     """
     from fcp_cli.launching.request import LaunchRequest
-    from fcp_cli.launching.targets.request import ClusterRequest
+    from fcp_cli.launching.targets.options import ClusterRequest
 
     training = {
         "steps": steps,
@@ -278,7 +278,7 @@ def _probe(given: bool | None, program: list[str] | None, inject: str | None) ->
 
 
 def _launch_own_command(request: LaunchRequest, *, json: bool) -> None:
-    from fcp_cli.launching.inject import become
+    from fcp_cli.launching.job.inject import become
     from fcp_cli.launching.resolve import resolve_own_command
 
     refuse_unused(request)
@@ -297,23 +297,23 @@ def _launch_own_command(request: LaunchRequest, *, json: bool) -> None:
 
 
 def _launch(request: LaunchRequest, *, explain: bool, json: bool, output: Path | None, force: bool) -> None:
-    resolved = resolve_request(request)
+    job = resolve_request(request)
     if explain:
-        print_explanation(resolved, json=json)
+        print_explanation(job, json=json)
         return
     if force and output is None:
         raise UsageError("--force replaces files in the folder of -o; give that, too")
-    if output is not None and resolved.cluster_job is None:
+    if output is not None and job.cluster is None:
         raise UsageError("-o writes the files of a cluster job; name one with --target, or see --dry-run")
-    findings = find_problems(resolved)
+    findings = find_problems(job)
     for finding in findings:
         show_finding(finding)
     if any(finding.severity == "error" for finding in findings) and not request.dry_run:
         raise typer.Exit(1)
-    if resolved.cluster_job is not None:
+    if job.cluster is not None:
         template = request.cluster.template
-        launch_cluster_job(resolved, template=template, output=output, force=force, dry_run=request.dry_run, json=json)
+        launch_cluster_job(job, template=template, output=output, force=force, dry_run=request.dry_run, json=json)
     elif request.dry_run:
-        print_commands(resolved, json=json)
+        print_commands(job, json=json)
     else:
-        run_here(resolved, json=json)
+        run_here(job, json=json)

@@ -12,12 +12,12 @@ from fcp_cli.errors import FcpError, RunError, UsageError
 
 if TYPE_CHECKING:
     from fcp_cli.launching.checks import Finding
+    from fcp_cli.launching.job.job import Job
     from fcp_cli.launching.request import LaunchRequest
-    from fcp_cli.launching.resolve import Launch
     from fcp_cli.machine.devices import Machine
 
 
-def resolve_request(request: LaunchRequest) -> Launch:
+def resolve_request(request: LaunchRequest) -> Job:
     """Complete what was typed, and say what was assumed."""
     from fcp_cli.launching.resolve import resolve
 
@@ -26,9 +26,9 @@ def resolve_request(request: LaunchRequest) -> Launch:
     if device != "auto" and not request.program:
         request = replace(request, training={"device": device, **request.training})
     assumed = Origins()
-    resolved = resolve(request, lambda: _find_machine(device, dry_run=request.dry_run), assumed)
+    job = resolve(request, lambda: _find_machine(device, dry_run=request.dry_run), assumed)
     assumed.report()
-    return resolved
+    return job
 
 
 def refuse_unused(request: LaunchRequest) -> None:
@@ -51,13 +51,12 @@ def _find_machine(device: str, *, dry_run: bool) -> Machine:
         return UNKNOWN_MACHINE if device == "auto" else replace(UNKNOWN_MACHINE, device=device)
 
 
-def find_problems(resolved: Launch) -> list[Finding]:
+def find_problems(job: Job) -> list[Finding]:
     """What would make the job fail or be slow, here and in its environment."""
     from fcp_cli.launching.checks import check_launch
     from fcp_cli.launching.checks.reach import collect_job_facts
 
-    facts = collect_job_facts(resolved.job, machine=resolved.machine, added=resolved.spec.environment)
-    return check_launch(resolved.job, facts)
+    return check_launch(job, collect_job_facts(job))
 
 
 def show_finding(finding: Finding) -> None:
@@ -70,12 +69,12 @@ def show_finding(finding: Finding) -> None:
 def run_preflight(request: LaunchRequest, *, json: bool) -> None:
     """Only the checks; exit status 1 if one of them would stop the launch."""
     from fcp_cli.launching.checks import Finding
-    from fcp_cli.launching.preflight import check_space
+    from fcp_cli.launching.checks.preflight import check_space
 
     try:
-        resolved = resolve_request(request)
-        check_space(resolved.spec.run_dir, resolved.parameters, resolved.kept_checkpoints)
-        findings = find_problems(resolved)
+        job = resolve_request(request)
+        check_space(job.run_dir, job.parameters, job.kept_checkpoints)
+        findings = find_problems(job)
     except UsageError:
         raise
     except FcpError as error:  # nothing can be checked beyond it

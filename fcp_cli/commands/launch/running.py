@@ -13,51 +13,50 @@ from fcp_cli.errors import Interrupted, RunError
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
-    from fcp_cli.launching.failure import Failure
-    from fcp_cli.launching.resolve import Launch
-    from fcp_cli.launching.run import JobOutcome
+    from fcp_cli.launching.job.job import Job
+    from fcp_cli.launching.supervision.failure import Failure
+    from fcp_cli.launching.supervision.run import JobOutcome
 
 
-def run_here(resolved: Launch, *, json: bool) -> None:
+def run_here(job: Job, *, json: bool) -> None:
     """Start this machine's ranks, show them until all have ended, and report the end.
 
     Raises:
         Interrupted: the job was stopped before its time.
         RunError: a rank failed.
     """
-    from fcp_cli.launching.document import launch_document
-    from fcp_cli.launching.preflight import check_run_dir
+    from fcp_cli.launching.checks.preflight import check_run_dir
+    from fcp_cli.launching.job.document import launch_document
     from fcp_cli.runs.launch_record import write_launch
     from fcp_cli.runs.record import write_record
 
-    spec, node_rank = resolved.spec, resolved.node_rank or 0
-    check_run_dir(spec.run_dir, parameters=resolved.parameters, keep_checkpoints=resolved.kept_checkpoints)
+    node_rank = job.node_rank or 0
+    check_run_dir(job.run_dir, parameters=job.parameters, keep_checkpoints=job.kept_checkpoints)
     if node_rank == 0:
-        write_record(spec.run_dir, spec.plan, resolved.metadata)
-        write_launch(spec.run_dir, launch_document(resolved))
-    where = "this machine" if spec.num_nodes == 1 else f"node {node_rank} of {spec.num_nodes}"
-    count, devices = spec.processes_per_node, resolved.metadata.devices_per_rank
+        write_record(job.run_dir, job.plan, job.metadata)
+        write_launch(job.run_dir, launch_document(job))
+    where = "this machine" if job.num_nodes == 1 else f"node {node_rank} of {job.num_nodes}"
+    count, devices = job.processes_per_node, job.metadata.devices_per_rank
     what = counted(count, "rank") if devices == 1 else f"{count} processes, {devices} to a rank of the plan,"
-    note(f"starting {what} on {where}; everything goes to {spec.run_dir}")
-    outcome, watcher = _run_watched(resolved, node_rank, json=json)
-    stopped_by = _stopped_by(outcome, bundled=resolved.settings is not None)
+    note(f"starting {what} on {where}; everything goes to {job.run_dir}")
+    outcome, watcher = _run_watched(job, node_rank, json=json)
+    stopped_by = _stopped_by(outcome, bundled=job.is_bundled)
     if stopped_by is not None:
-        _report_stop(resolved, stopped_by)
+        _report_stop(job, stopped_by)
     if outcome.failure is not None:
-        _report_failure(outcome.failure, rank_0_is_shown=_shows(resolved))
-    _report_end(resolved, watcher.records, json=json)
+        _report_failure(outcome.failure, rank_0_is_shown=_shows(job))
+    _report_end(job, watcher.records, json=json)
 
 
-def _run_watched(resolved: Launch, node_rank: int, *, json: bool) -> tuple[JobOutcome, _Watcher]:
-    from fcp_cli.launching.local import local_spec
-    from fcp_cli.launching.meeting import Meeting
-    from fcp_cli.launching.run import run_job
+def _run_watched(job: Job, node_rank: int, *, json: bool) -> tuple[JobOutcome, _Watcher]:
+    from fcp_cli.launching.supervision.meeting import Meeting
+    from fcp_cli.launching.supervision.run import run_job
     from fcp_cli.runs.heartbeat import beating
 
-    spec, bundled = local_spec(resolved, node_rank), resolved.settings is not None
-    watcher = _Watcher(resolved, shows=bundled and node_rank == 0)
-    meeting = Meeting(spec=spec, node_rank=node_rank, announce=note)
-    with beating(spec.paths.heartbeat if node_rank == 0 else None) as pulse:
+    started, bundled = job.started_on(node_rank), job.is_bundled
+    watcher = _Watcher(job, shows=bundled and node_rank == 0)
+    meeting = Meeting(job=started, node_rank=node_rank, announce=note)
+    with beating(job.paths.heartbeat if node_rank == 0 else None) as pulse:
 
         def look() -> None:
             watcher.look()
@@ -66,13 +65,13 @@ def _run_watched(resolved: Launch, node_rank: int, *, json: bool) -> tuple[JobOu
 
         try:
             outcome = run_job(
-                spec,
+                started,
                 node_rank=node_rank,
-                shows=_shows(resolved),
+                shows=_shows(job),
                 watch=look,
                 announce=note,
                 # msrun joins a rank's streams, and what the trainer prints there is for people.
-                stdout="stderr" if json or (bundled and spec.launcher == "msrun") else "stdout",
+                stdout="stderr" if json or (bundled and job.launcher == "msrun") else "stdout",
             )
         finally:
             watcher.close()
@@ -84,14 +83,14 @@ def _run_watched(resolved: Launch, node_rank: int, *, json: bool) -> tuple[JobOu
 class _Watcher:
     """Follows the metrics of the bundled trainer, shows them, and keeps the step records' ends for the summary."""
 
-    def __init__(self, resolved: Launch, *, shows: bool) -> None:
+    def __init__(self, job: Job, *, shows: bool) -> None:
         from datetime import timezone
 
         from fcp_cli.runs.metrics_reader import MetricsTail
         from fcp_cli.training.progress import TrainingProgress
 
-        every = resolved.settings.log_every if resolved.settings is not None else 1
-        self._tail = MetricsTail(resolved.spec.paths.metrics, since=datetime.now(timezone.utc).isoformat())
+        every = job.settings.log_every if job.settings is not None else 1
+        self._tail = MetricsTail(job.paths.metrics, since=datetime.now(timezone.utc).isoformat())
         self._progress = TrainingProgress(human(), every=every) if shows and verbosity.level >= 0 else None
         self.records: list[dict[str, Any]] = []
 
@@ -107,9 +106,9 @@ class _Watcher:
             self._progress.close()
 
 
-def _shows(resolved: Launch) -> bool:
+def _shows(job: Job) -> bool:
     """Rank 0 is shown on its own node; -q silences the bundled trainer, but not what a script prints on purpose."""
-    return not resolved.node_rank and (resolved.settings is None or verbosity.level >= 0)
+    return not job.node_rank and (not job.is_bundled or verbosity.level >= 0)
 
 
 def _stopped_by(outcome: JobOutcome, *, bundled: bool) -> signal.Signals | None:
@@ -121,18 +120,18 @@ def _stopped_by(outcome: JobOutcome, *, bundled: bool) -> signal.Signals | None:
     return outcome.stopped_by if outcome.status else None
 
 
-def _report_stop(resolved: Launch, stopped_by: signal.Signals) -> None:
-    from fcp_cli.launching.document import resume_command
+def _report_stop(job: Job, stopped_by: signal.Signals) -> None:
+    from fcp_cli.launching.job.document import resume_command
 
-    stopped = Interrupted(_stop_message(resolved, resume_command(resolved)))
+    stopped = Interrupted(_stop_message(job, resume_command(job)))
     stopped.exit_status = 128 + stopped_by
     raise stopped
 
 
-def _stop_message(resolved: Launch, resume: str) -> str:
-    if resolved.settings is None:
+def _stop_message(job: Job, resume: str) -> str:
+    if job.settings is None:
         return "interrupted; the script was told to stop"
-    checkpoints = sorted(resolved.spec.paths.checkpoints.glob("step-*/checkpoint.json"))
+    checkpoints = sorted(job.paths.checkpoints.glob("step-*/checkpoint.json"))
     if not checkpoints:
         return "interrupted before the first checkpoint; nothing was kept but the metrics"
     step = int(checkpoints[-1].parent.name.removeprefix("step-"))
@@ -148,9 +147,9 @@ def _report_failure(failure: Failure, *, rank_0_is_shown: bool) -> None:
     raise RunError(summary)
 
 
-def _report_end(resolved: Launch, records: list[dict[str, Any]], *, json: bool) -> None:
-    paths = resolved.spec.paths
-    summary: dict[str, Any] = {"run_dir": str(paths.run_dir), "plan_hash": resolved.metadata.plan_hash}
+def _report_end(job: Job, records: list[dict[str, Any]], *, json: bool) -> None:
+    paths = job.paths
+    summary: dict[str, Any] = {"run_dir": str(paths.run_dir), "plan_hash": job.metadata.plan_hash}
     if records:
         first, last = records[0], records[-1]
         summary |= {"metrics": str(paths.metrics), "first": _ends(first), "last": _ends(last)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fcp_cli.launching.checks import nodes, plan, software, variables
 from fcp_cli.launching.checks.finding import Finding
-from fcp_cli.launching.job import Job
+from fcp_cli.launching.job.job import Job
 from fcp_cli.machine.facts import Facts
 
 __all__ = ["CHECKS", "Finding", "check_launch"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fcp_cli.launching.checks.finding import Finding, error, number, warning
-from fcp_cli.launching.environment import HCCL_PORTS
-from fcp_cli.launching.job import Job
+from fcp_cli.launching.job.environment import HCCL_PORTS
+from fcp_cli.launching.job.job import Job
 from fcp_cli.machine.facts import Facts
 from fcp_cli.machine.network import is_loopback
 

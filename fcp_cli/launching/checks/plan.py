@@ -8,8 +8,8 @@ from dataclasses import replace
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.errors import ProfileError
 from fcp_cli.launching.checks.finding import Finding, error, number, warning
-from fcp_cli.launching.environment import COMMUNICATORS, HCCL_BUFFERS
-from fcp_cli.launching.job import Job
+from fcp_cli.launching.job.environment import COMMUNICATORS, HCCL_BUFFERS
+from fcp_cli.launching.job.job import Job
 from fcp_cli.machine.facts import Facts
 from fcp_cli.models.memory import RESERVE_FRACTION
 from fcp_cli.models.model import load_model

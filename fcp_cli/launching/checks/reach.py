@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 
-from fcp_cli.launching.job import Job
-from fcp_cli.launching.msrun import path_of_python
+from fcp_cli.launching.job.commands import path_of_python
+from fcp_cli.launching.job.job import Job
 from fcp_cli.machine import network
-from fcp_cli.machine.devices import Machine
 from fcp_cli.machine.facts import Facts, collect_facts
 
 _WAY_SECONDS = 10.0
 
 
-def collect_job_facts(job: Job, *, machine: Machine, added: Mapping[str, str]) -> Facts:
-    """Collect the facts that the checks of a job judge.
-
-    Args:
-        job: what is about to be launched here.
-        machine: this machine's devices.
-        added: variables that the job will have beside those of the environment.
-    """
+def collect_job_facts(job: Job) -> Facts:
+    """Collect the facts that the checks of a job judge."""
     path = path_of_python(sys.executable, os.environ.get("PATH", "")) if job.launcher == "msrun" else None
-    facts = collect_facts(machine=machine, added=added, path=path)
+    facts = collect_facts(machine=job.machine, added=job.environment, path=path)
     if job.num_nodes == 1 or job.node_rank is None:
         return facts
     addresses = network.addresses_of(job.master_addr)

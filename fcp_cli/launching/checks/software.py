@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fcp_cli.launching.checks.finding import Finding, error, warning
-from fcp_cli.launching.job import Job, argument
-from fcp_cli.launching.msrun import interpreter_name
+from fcp_cli.launching.job.commands import interpreter_name
+from fcp_cli.launching.job.job import Job, argument
 from fcp_cli.machine.facts import Facts
 
 _LEAST_TORCH = (2, 7)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fcp_cli.launching.checks.finding import Finding, error, number, warning
-from fcp_cli.launching.job import Job
+from fcp_cli.launching.job.job import Job
 from fcp_cli.machine.devices import VISIBLE_DEVICES
 from fcp_cli.machine.facts import Facts
 

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from fcp_cli.errors import UsageError
-from fcp_cli.launching import shell
-from fcp_cli.launching.shell import variable
-from fcp_cli.launching.targets.job import ClusterJob, NodeFacts, template_values
+from fcp_cli.launching.job import shell
+from fcp_cli.launching.job.job import Job
+from fcp_cli.launching.job.shell import variable
 from fcp_cli.launching.targets.templates import render, shipped_template
+from fcp_cli.launching.targets.values import NodeFacts, template_values
 
-LOCAL = "local"
 HOSTFILE = "hostfile"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobFile:
-    """A generated file: its name and whole text."""
-
-    name: str
-    text: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,9 +31,14 @@ class Target:
 
     template: str
     others: tuple[str, ...] = ()
-    node: Callable[[ClusterJob], NodeFacts]
+    node: Callable[[Job], NodeFacts]
     ready: Callable[[str], str] = shell.quote
     start: Callable[[Path], tuple[str, ...]]
+
+
+def _name(job: Job) -> str:
+    assert job.cluster is not None
+    return job.cluster.name
 
 
 TARGETS = {
@@ -68,7 +66,7 @@ TARGETS = {
         node=lambda job: NodeFacts(
             rank=variable("RANK"),
             master_addr=variable("MASTER_ADDR"),
-            log_name=f"{job.name}-node{variable('RANK')}",
+            log_name=f"{_name(job)}-node{variable('RANK')}",
         ),
         ready=shell.kubernetes_word,
         start=lambda folder: ("kubectl", "apply", "-f", str(folder / "pytorchjob.yaml")),
@@ -78,8 +76,8 @@ TARGETS = {
         node=lambda job: NodeFacts(
             rank=variable("VC_TASK_INDEX"),
             # The svc plugin gives every pod this name: job-task-index.job
-            master_addr=f"{job.name}-node-0.{job.name}",
-            log_name=f"{job.name}-node{variable('VC_TASK_INDEX')}",
+            master_addr=f"{_name(job)}-node-0.{_name(job)}",
+            log_name=f"{_name(job)}-node{variable('VC_TASK_INDEX')}",
         ),
         ready=shell.kubernetes_word,
         start=lambda folder: ("kubectl", "apply", "-f", str(folder / "volcano.yaml")),
@@ -87,8 +85,8 @@ TARGETS = {
 }
 
 
-def job_files(target: Target, job: ClusterJob, *, template: Path | None = None) -> tuple[JobFile, ...]:
-    """The files of a job, the one that starts a node's ranks first. Nothing is written.
+def job_files(target: Target, job: Job, *, template: Path | None = None) -> dict[str, str]:
+    """Return name and text of a job's files, the one that starts a node's ranks first. Nothing is written.
 
     Args:
         target: one of `TARGETS`.
@@ -101,15 +99,9 @@ def job_files(target: Target, job: ClusterJob, *, template: Path | None = None) 
     values = template_values(job, target.node(job), target.ready)
     own = template or shipped_template(target.template)
     rendered = [(target.template, own), *((name, shipped_template(name)) for name in target.others)]
-    files = tuple(JobFile(name=name, text=render(path, values)) for name, path in rendered)
-    for file in files:
-        _check_text(file)
+    files = {name: render(path, values) for name, path in rendered}
+    for name, text in files.items():
+        # Bytes of an argument or a path that are no UTF-8 stand in a text as lone surrogates.
+        if lone := re.search("[\ud800-\udfff]+", text):
+            raise UsageError(f"{name} cannot hold {lone[0]!a}: an argument or a path is not UTF-8 text")
     return files
-
-
-def _check_text(file: JobFile) -> None:
-    try:
-        file.text.encode()
-    except UnicodeEncodeError as error:
-        found = file.text[error.start : error.end]
-        raise UsageError(f"{file.name} cannot hold {found!a}: an argument or a path is not UTF-8 text") from error

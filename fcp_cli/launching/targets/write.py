@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fcp_cli.errors import FcpError, RunError
 from fcp_cli.files import write_text_atomically
-from fcp_cli.launching.targets.catalog import JobFile
 
 
-def write_files(folder: Path, files: Sequence[JobFile], *, overwrite: bool) -> None:
+def write_files(folder: Path, files: Mapping[str, str], *, overwrite: bool) -> None:
     """Write all files, each whole, into a folder that is made if it is not there.
 
     Raises:
         FcpError: a file is there already and `overwrite` is off, or the folder cannot be written; nothing was written.
     """
-    for file in files:
-        if not overwrite and (folder / file.name).exists():
-            raise FcpError(f"{folder / file.name} is there already; replace it with --force, or choose another folder")
+    for name in files:
+        if not overwrite and (folder / name).exists():
+            raise FcpError(f"{folder / name} is there already; replace it with --force, or choose another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise FcpError(f"cannot make the folder {folder}: {error.strerror}") from error
-    for file in files:
-        write_text_atomically(folder / file.name, file.text)
+    for name, text in files.items():
+        write_text_atomically(folder / name, text)
 
 
 def require_sbatch() -> None:
@@ -38,7 +37,7 @@ def require_sbatch() -> None:
 
 
 def submit(argv: Sequence[str]) -> str:
-    """Run sbatch; returns what it said.
+    """Run sbatch; return its answer.
 
     Raises:
         RunError: it refused the job; its own words are passed on.

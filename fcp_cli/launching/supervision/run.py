@@ -15,11 +15,11 @@ from types import FrameType
 from typing import IO, Literal, Protocol, TextIO
 
 from fcp_cli.errors import RunError
-from fcp_cli.launching.failure import Failure
-from fcp_cli.launching.guard import guarded
-from fcp_cli.launching.node_command import node_argv, node_environment
-from fcp_cli.launching.ranks import Ranks, ranks_of
-from fcp_cli.launching.spec import LaunchSpec
+from fcp_cli.launching.job.commands import node_argv, node_environment
+from fcp_cli.launching.job.job import Job
+from fcp_cli.launching.supervision.failure import Failure
+from fcp_cli.launching.supervision.guard import guarded
+from fcp_cli.launching.supervision.ranks import Ranks, ranks_of
 from fcp_cli.machine import processes
 from fcp_cli.runs.follower import FileFollower
 
@@ -80,7 +80,7 @@ class JobOutcome:
 
 
 def run_job(
-    spec: LaunchSpec,
+    job: Job,
     *,
     node_rank: int = 0,
     shows: bool = True,
@@ -89,17 +89,17 @@ def run_job(
     stdout: Literal["stdout", "stderr"] = "stdout",
     runner: Runner | None = None,
 ) -> JobOutcome:
-    """Run the part of a job that is this node's to its end: `run_command` of a specification with `log_dir` set."""
-    assert spec.log_dir is not None
+    """Run the part of a job that is this node's to its end: `run_command` of a job with `log_dir` set."""
+    assert job.log_dir is not None
     return run_command(
-        node_argv(spec, node_rank=node_rank),
-        environment={**os.environ, **node_environment(spec, inherited_path=os.environ.get("PATH", ""))},
-        log_dir=spec.log_dir,
+        node_argv(job, node_rank=node_rank),
+        environment={**os.environ, **node_environment(job, inherited_path=os.environ.get("PATH", ""))},
+        log_dir=job.log_dir,
         shows=shows,
         watch=watch,
         announce=announce,
         stdout=stdout,
-        grace_seconds=spec.grace_seconds,
+        grace_seconds=job.grace_seconds,
         runner=runner,
     )
 

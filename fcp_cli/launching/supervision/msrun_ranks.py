@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fcp_cli.launching.blame import FailedRank, by_blame, said
-from fcp_cli.launching.failure import Failure, failure_of, last_lines
+from fcp_cli.launching.supervision.blame import FailedRank, by_blame, said
+from fcp_cli.launching.supervision.failure import Failure, failure_of, last_lines
 from fcp_cli.machine import processes
 
 _LOCAL_WORKERS = "--local_worker_num="

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fcp_cli.launching.ranks import ranks_of
+from fcp_cli.launching.supervision.ranks import ranks_of
 from fcp_cli.machine import processes
 
 _POLL_SECONDS = 0.2
@@ -34,7 +34,7 @@ def guarded(argv: Sequence[str], *, log_dir: Path, grace_seconds: float) -> Iter
         grace_seconds: that the ranks have for their step, once they are asked to stop.
     """
     guard = subprocess.Popen(
-        [sys.executable, "-m", "fcp_cli.launching.guard"],
+        [sys.executable, "-m", "fcp_cli.launching.supervision.guard"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""The environment that each stack needs, and why. Pure: a job and a machine in, variables out.
+"""The environment that each stack needs, and why. Pure: a job in, variables out.
 
 What the user has exported always wins; `checks/variables.py` warns where that is known to break.
 """
@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from fcp_cli.launching.job import Job
-from fcp_cli.machine.devices import Machine
+from fcp_cli.launching.job.job import Job, Variable
 
 # Communicators of a job under a plan: torch.distributed's own, and the one that carries every ring.
 COMMUNICATORS = 2
@@ -26,41 +25,21 @@ _MEGABYTE = 1 << 20
 _YOURS = "your environment"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Variable:
-    """One variable of the job.
-
-    Attributes:
-        value: what the ranks will see; "" where each node finds its own when it starts.
-        reason: why it is set at all.
-        source: where the value comes from.
-        is_given: whether the user had set it, so that fcp leaves it alone.
-    """
-
-    name: str
-    value: str
-    reason: str
-    source: str
-    is_given: bool = False
-
-
-def job_variables(
-    job: Job, machine: Machine, given: Mapping[str, str], *, interface: str | None = None
-) -> tuple[Variable, ...]:
-    """Every variable of the job's stack, in the order of `--explain`.
+def job_variables(job: Job, given: Mapping[str, str], *, interface: str | None = None) -> tuple[Variable, ...]:
+    """Return every variable of the job's stack, in the order of `--explain`.
 
     Args:
         job: what is launched.
-        machine: where `fcp launch` runs.
         given: the user's environment, which wins.
         interface: this machine's network interface towards node 0, where there are several nodes.
     """
-    wanted = [*_common(job, machine, interface), *_STACKS.get(job.stack, _nothing)(job, interface)]
+    of_stack = {"cuda": _cuda, "npu": _ascend}.get(job.stack)
+    wanted = [*_common(job, interface), *(of_stack(job, interface) if of_stack else ())]
     return tuple(_respecting(variable, given) for variable in wanted)
 
 
 def set_by_fcp(variables: Sequence[Variable]) -> dict[str, str]:
-    """What has to be added to the user's environment."""
+    """Return what has to be added to the user's environment."""
     return {variable.name: variable.value for variable in variables if variable.value and not variable.is_given}
 
 
@@ -72,13 +51,13 @@ def _respecting(variable: Variable, given: Mapping[str, str]) -> Variable:
     return replace(variable, value=value, source=source, is_given=True)
 
 
-def _common(job: Job, machine: Machine, interface: str | None) -> Iterator[Variable]:
-    if machine.device == "cpu" and job.num_nodes == 1:
+def _common(job: Job, interface: str | None) -> Iterator[Variable]:
+    if job.stack == "cpu" and job.num_nodes == 1:
         yield Variable(
             name="OMP_NUM_THREADS",
-            value=str(machine.threads_per_rank(job.processes_per_node)),
+            value=str(job.machine.threads_per_rank(job.processes_per_node)),
             reason="threads of a rank; torchrun would give it one",
-            source=f"{machine.num_cores} cores over {job.processes_per_node} ranks",
+            source=f"{job.machine.num_cores} cores over {job.processes_per_node} ranks",
         )
     if job.num_nodes > 1:
         yield _interface("GLOO_SOCKET_IFNAME", interface, job, "gloo")
@@ -184,10 +163,3 @@ def _hccl_port(job: Job) -> Variable:
         reason=f"first of {HCCL_PORTS} ports; 60000, its default, is one that Linux hands out to others",
         source=f"fcp's default for Ascend, clear of --master-port {job.master_port}",
     )
-
-
-def _nothing(job: Job, interface: str | None) -> Iterator[Variable]:
-    return iter(())
-
-
-_STACKS = {"cuda": _cuda, "npu": _ascend}

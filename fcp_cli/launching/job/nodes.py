@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -13,14 +12,6 @@ from fcp_cli.models.cluster import load_cluster
 from fcp_cli.plan.metadata import PlanMetadata
 
 THIS_MACHINE = "this-machine"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
-    """`num_nodes` machines with `processes_per_node` processes each."""
-
-    num_nodes: int
-    processes_per_node: int
 
 
 def check_ranks(plan: Path, metadata: PlanMetadata, ranks: int | None) -> None:
@@ -68,8 +59,10 @@ def _devices_per_node(metadata: PlanMetadata) -> int | None:
     return None if cluster.name == THIS_MACHINE else cluster.devices_per_node
 
 
-def place(plan: Path, metadata: PlanMetadata, machine: Machine, *, nodes: int | None, must_fit: bool) -> Placement:
-    """Spread the job over `nodes` machines; by default all of it runs here.
+def place(
+    plan: Path, metadata: PlanMetadata, machine: Machine, *, nodes: int | None, must_fit: bool
+) -> tuple[int, int]:
+    """Spread the job over `nodes` machines; by default all of it runs here. Return machines and processes on each.
 
     Args:
         plan: for messages.
@@ -90,7 +83,7 @@ def place(plan: Path, metadata: PlanMetadata, machine: Machine, *, nodes: int | 
     per_node = processes // nodes
     if must_fit and per_node > machine.most_ranks:
         raise RunError(_too_many(plan, metadata, machine, per_node, nodes))
-    return Placement(num_nodes=nodes, processes_per_node=per_node)
+    return nodes, per_node
 
 
 def _too_many(plan: Path, metadata: PlanMetadata, machine: Machine, per_node: int, nodes: int) -> str:

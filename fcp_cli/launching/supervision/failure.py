@@ -8,7 +8,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from fcp_cli.launching.blame import FailedRank, failed_ranks, meeting_problem
+from fcp_cli.launching.supervision.blame import FailedRank, failed_ranks, meeting_problem
 from fcp_cli.machine import processes
 
 _LAST_LINES = 20

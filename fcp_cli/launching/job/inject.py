@@ -12,8 +12,13 @@ from typing import Literal, TypeAlias
 
 import fcp_cli.runtime.injection
 from fcp_cli.errors import RunError
-from fcp_cli.launching.environment import Variable
-from fcp_cli.launching.spec import METRICS_VARIABLE, PLAN_VARIABLE, PROBE_VARIABLE, RUN_DIR_VARIABLE
+from fcp_cli.launching.job.job import (
+    METRICS_VARIABLE,
+    PLAN_VARIABLE,
+    PROBE_VARIABLE,
+    RUN_DIR_VARIABLE,
+    Variable,
+)
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.launch_record import has_followed
 

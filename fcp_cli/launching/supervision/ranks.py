@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from fcp_cli.launching.failure import Failure, TorchrunRanks
-from fcp_cli.launching.msrun_ranks import MsrunRanks
+from fcp_cli.launching.supervision.failure import Failure, TorchrunRanks
+from fcp_cli.launching.supervision.msrun_ranks import MsrunRanks
 
 
 class Ranks(Protocol):

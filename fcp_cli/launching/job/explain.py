@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fcp_cli.launching.environment import Variable
-from fcp_cli.launching.resolve import Launch
-from fcp_cli.launching.spec import METRICS_VARIABLE, MODEL_VARIABLE, PLAN_VARIABLE, RUN_DIR_VARIABLE
+from fcp_cli.launching.job.job import (
+    METRICS_VARIABLE,
+    MODEL_VARIABLE,
+    PLAN_VARIABLE,
+    RUN_DIR_VARIABLE,
+    Job,
+    Variable,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-# What fcp tells the job itself: reason and source.
+# What fcp sets for every job: reason and source.
 _OWN = {
     PLAN_VARIABLE: ("the plan that all ranks follow", "--plan, or the folder"),
     METRICS_VARIABLE: ("where rank 0 writes what it measured", "the run directory"),
@@ -20,21 +25,21 @@ _OWN = {
 }
 
 
-def explained(launch: Launch) -> tuple[Variable, ...]:
+def explained(job: Job) -> tuple[Variable, ...]:
     """All variables of the job: fcp's own, then those of the stack."""
-    environment = launch.spec.job_environment()
+    environment = job.job_environment()
     own = [
         Variable(name=name, value=environment[name], reason=reason, source=source)
         for name, (reason, source) in _OWN.items()
         if name in environment
     ]
-    return (*own, *launch.variables)
+    return (*own, *job.variables)
 
 
-def explanation_document(launch: Launch) -> dict[str, Any]:
+def explanation_document(job: Job) -> dict[str, Any]:
     """JSON values, for `--json`."""
     return {
-        "stack": launch.job.stack,
+        "stack": job.stack,
         "variables": [
             {
                 "name": variable.name,
@@ -43,12 +48,12 @@ def explanation_document(launch: Launch) -> dict[str, Any]:
                 "source": variable.source,
                 "set_by_fcp": not variable.is_given,
             }
-            for variable in explained(launch)
+            for variable in explained(job)
         ],
     }
 
 
-def explanation_table(launch: Launch) -> Table:
+def explanation_table(job: Job) -> Table:
     """Three columns that fit 80 characters; a long value is folded below its name."""
     from rich.box import SIMPLE_HEAD
     from rich.markup import escape
@@ -58,7 +63,7 @@ def explanation_table(launch: Launch) -> Table:
     table.add_column("variable", width=28, overflow="fold")
     table.add_column("why", width=25)
     table.add_column("value from", width=23)
-    for variable in explained(launch):
+    for variable in explained(job):
         value = variable.value or "(found on the node)"
         table.add_row(f"{variable.name}\n{escape(value)}", escape(variable.reason), escape(variable.source))
     return table

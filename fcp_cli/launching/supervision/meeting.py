@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from fcp_cli.launching.failure import TorchrunRanks
-from fcp_cli.launching.spec import LaunchSpec
+from fcp_cli.launching.job.job import Job
+from fcp_cli.launching.supervision.failure import TorchrunRanks
 from fcp_cli.machine.network import listens
 
 _PATIENCE_SECONDS: Final = 20.0  # a launcher needs some to read torch
@@ -20,21 +20,21 @@ class Meeting:
     """One node's view of it; `look` as often as you like.
 
     Attributes:
-        spec: of the job, with `log_dir` set.
+        job: with `log_dir` set.
         announce: is told the one line.
         clock: seconds.
     """
 
-    spec: LaunchSpec
+    job: Job
     node_rank: int
     announce: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
     _look_at: float | None = field(init=False)
 
     def __post_init__(self) -> None:
-        waits = self.spec.num_nodes > 1 and self.spec.join_timeout_seconds is not None
+        waits = self.job.num_nodes > 1 and self.job.join_timeout_seconds is not None
         # msrun starts its ranks at once, and they wait: only that node 0 is missing can be seen from outside.
-        tells = self.node_rank > 0 or self.spec.launcher == "torchrun"
+        tells = self.node_rank > 0 or self.job.launcher == "torchrun"
         self._look_at = self.clock() + self._pause_seconds() if waits and tells else None
 
     def look(self) -> None:
@@ -42,7 +42,7 @@ class Meeting:
         if self._look_at is None or self.clock() < self._look_at:
             return
         self._look_at = self.clock() + self._pause_seconds()
-        host, port = self.spec.master_addr, self.spec.master_port
+        host, port = self.job.master_addr, self.job.master_port
         if self._ranks_run():
             self._look_at = None
         elif listens(host, port, seconds=_PROBE_SECONDS):
@@ -55,12 +55,12 @@ class Meeting:
 
     def _say(self, what: str) -> None:
         self._look_at = None
-        self.announce(f"{what}; gives up after {self.spec.join_timeout_seconds} s (--join-timeout)")
+        self.announce(f"{what}; gives up after {self.job.join_timeout_seconds} s (--join-timeout)")
 
     def _pause_seconds(self) -> float:
-        return min(_PATIENCE_SECONDS, (self.spec.join_timeout_seconds or 0) / 3)
+        return min(_PATIENCE_SECONDS, (self.job.join_timeout_seconds or 0) / 3)
 
     def _ranks_run(self) -> bool:
         """Whether torchrun has met the others and started the ranks of this node."""
-        assert self.spec.log_dir is not None
-        return self.spec.launcher == "torchrun" and TorchrunRanks(self.spec.log_dir).rank_0("stdout") is not None
+        assert self.job.log_dir is not None
+        return self.job.launcher == "torchrun" and TorchrunRanks(self.job.log_dir).rank_0("stdout") is not None

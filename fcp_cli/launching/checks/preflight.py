@@ -11,7 +11,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from fcp_cli.errors import FcpError, PlanError, RunError, UsageError
-from fcp_cli.machine.devices import Machine
+from fcp_cli.launching.job.job import Job
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runs.checkpoint_header import check_plan_of, checkpoints, read_header
@@ -112,26 +112,22 @@ def check_beginning(plan: Path, metadata: PlanMetadata) -> None:
         )
 
 
-def check_memory(model: str, parameters: int, machine: Machine, *, ranks_here: int, sharded_over: int) -> None:
-    """Whether weights, gradients and optimizer fit the host's memory when ranks run on the CPU.
-
-    Args:
-        model: for the message.
-        parameters: of the model.
-        machine: with `memory_bytes`.
-        ranks_here: ranks on this machine.
-        sharded_over: ranks that share one copy; 1 where each holds a whole one.
+def check_memory(job: Job) -> None:
+    """Refuse a bundled trainer whose weights, gradients and optimizer exceed the host's memory on the CPU.
 
     Raises:
-        RunError: they do not.
+        RunError: they do.
     """
+    machine, ranks_here = job.machine, job.processes_per_node
     if machine.device != "cpu" or not machine.memory_bytes:
         return
-    needed = parameters * _TRAINING_BYTES_PER_PARAMETER * ranks_here // sharded_over
+    # A plan that syncs each micro-batch is trained with sharded weights: all ranks share one copy.
+    sharded_over = job.metadata.num_ranks if job.metadata.sync == "microbatch" else 1
+    needed = job.parameters * _TRAINING_BYTES_PER_PARAMETER * ranks_here // sharded_over
     if needed > machine.memory_bytes:
         raise RunError(
-            f"{model} needs {needed / 1e9:.0f} GB for weights, gradients and optimizer on {ranks_here} ranks, but this "
-            f"machine has {machine.memory_bytes / 1e9:.0f} GB; try --model qwen3-tiny, or launch on accelerators"
+            f"{job.model} needs {needed / 1e9:.0f} GB for weights, gradients and optimizer on {ranks_here} ranks, but "
+            f"this machine has {machine.memory_bytes / 1e9:.0f} GB; try --model qwen3-tiny, or launch on accelerators"
         )
 
 

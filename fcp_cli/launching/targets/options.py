@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fcp_cli.console import Origins
 from fcp_cli.errors import ProfileError, UsageError
-from fcp_cli.launching.environment import Variable
-from fcp_cli.launching.placement import THIS_MACHINE, planned_cluster
-from fcp_cli.launching.spec import LaunchSpec
-from fcp_cli.launching.targets.catalog import LOCAL, TARGETS
+from fcp_cli.launching.job.job import LOCAL, Cluster, Job, Mount
+from fcp_cli.launching.job.nodes import THIS_MACHINE, planned_cluster
+from fcp_cli.launching.targets.catalog import TARGETS
 from fcp_cli.launching.targets.hostfile import read_hostfile
-from fcp_cli.launching.targets.job import ClusterJob, Mount, job_name
+from fcp_cli.launching.targets.values import job_name
 from fcp_cli.machine.devices import UNKNOWN_MACHINE, Machine
 from fcp_cli.plan.metadata import PlanMetadata
 
@@ -31,7 +30,7 @@ _OPTIONS_OF = {
     "python": tuple(TARGETS),
 }
 # Where no --target is named, these options say which is meant; the others fit several.
-_TELLING = ("hostfile", "sbatch_options", "image")
+_DECISIVE = ("hostfile", "sbatch_options", "image")
 _FLAGS = {"sbatch_options": "--sbatch-option", "mounts": "--mount", "job_name": "--job-name"}
 
 
@@ -63,8 +62,8 @@ def choose_target(request: ClusterRequest) -> str:
     """
     if request.target is not None and request.target not in (LOCAL, *TARGETS):
         raise UsageError(f"--target is {request.target!r}; it must be one of {', '.join((LOCAL, *TARGETS))}")
-    told = next((_OPTIONS_OF[name][0] for name in _TELLING if getattr(request, name)), LOCAL)
-    target = request.target or told
+    meant = next((_OPTIONS_OF[name][0] for name in _DECISIVE if getattr(request, name)), LOCAL)
+    target = request.target or meant
     for name, targets in _OPTIONS_OF.items():
         if getattr(request, name) and target not in targets:
             flag = _FLAGS.get(name, f"--{name}")
@@ -107,7 +106,7 @@ def cluster_machine(
         device: as given; `auto` takes that of the cluster that the plan was made for.
         metadata: of the plan.
         find_machine: looks at this machine, where the plan was made for it.
-        assumed: is told what was chosen.
+        assumed: receives what was chosen.
     """
     if device == "auto":
         cluster = planned_cluster(metadata)
@@ -126,49 +125,39 @@ def _device_kind(cluster: str) -> str:
         return "npu" if "ascend" in cluster.lower() else "cuda"
 
 
-def complete_job(
-    request: ClusterRequest,
-    target: str,
-    spec: LaunchSpec,
-    variables: Sequence[Variable],
-    *,
-    device: str,
-    hosts: tuple[str, ...],
-    assumed: Origins,
-) -> ClusterJob:
-    """Everything that the templates of a target need.
+def for_cluster(request: ClusterRequest, job: Job, assumed: Origins) -> Job:
+    """Complete a job that was resolved as if it ran here with everything that the templates of its target need.
+
+    Variables that the user has set here are set on the nodes, too.
 
     Args:
         request: what was typed.
-        target: one of `TARGETS`.
-        spec: as if the job ran here.
-        variables: of the job's stack; those that the user has set here are set on the nodes, too.
-        device: kind of the nodes' devices.
-        hosts: that were listed.
-        assumed: is told what was filled in.
+        job: whose `target` is one of `TARGETS`.
+        assumed: receives what was filled in.
 
     Raises:
         UsageError: an option cannot be used as it is.
     """
-    is_container = target in _KUBERNETES
-    if target == "scripts" and not hosts:
-        hosts = tuple(f"node{k}" for k in range(spec.num_nodes))
+    is_container = job.target in _KUBERNETES
+    hosts = job.hosts
+    if job.target == "scripts" and not hosts:
+        hosts = tuple(f"node{k}" for k in range(job.num_nodes))
         assumed.assume("--hostfile", f"{hosts[0]} to {hosts[-1]}", "names to replace by those of your nodes")
-    return ClusterJob(
-        spec=replace(
-            spec,
-            python=_python(request, is_container=is_container, assumed=assumed),
-            environment={**spec.environment, **{v.name: v.value for v in variables if v.value}},
-        ),
-        name=job_name(request.job_name or spec.run_dir.name),
-        device=device,
-        directory=Path.cwd(),
-        interface_variables=tuple(v.name for v in variables if not v.value),
+    return replace(
+        job,
+        python=_python(request, is_container=is_container, assumed=assumed),
+        environment={**job.environment, **{v.name: v.value for v in job.variables if v.value}},
         hosts=hosts,
-        setup=request.setup,
-        sbatch_options=tuple(map(_sbatch_option, request.sbatch_options)),
-        image=_image(request) if is_container else "",
-        mounts=_mounts(request, spec, assumed) if is_container else (),
+        master_addr=hosts[0] if hosts else job.master_addr,
+        cluster=Cluster(
+            name=job_name(request.job_name or job.run_dir.name),
+            directory=Path.cwd(),
+            interface_variables=tuple(v.name for v in job.variables if not v.value),
+            setup=request.setup,
+            sbatch_options=tuple(map(_sbatch_option, request.sbatch_options)),
+            image=_image(request) if is_container else "",
+            mounts=_mounts(request, job, assumed) if is_container else (),
+        ),
     )
 
 
@@ -194,9 +183,9 @@ def _image(request: ClusterRequest) -> str:
     return request.image
 
 
-def _mounts(request: ClusterRequest, spec: LaunchSpec, assumed: Origins) -> tuple[Mount, ...]:
+def _mounts(request: ClusterRequest, job: Job, assumed: Origins) -> tuple[Mount, ...]:
     mounts = tuple(map(_mount, request.mounts))
-    for path in (spec.plan, spec.run_dir):
+    for path in (job.plan.absolute(), job.run_dir):
         if not any(path.is_relative_to(mount.path) for mount in mounts):
             assumed.assume(str(path), "in the image", "no --mount CLAIM:PATH covers it")
     return mounts

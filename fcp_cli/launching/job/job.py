@@ -1,0 +1,227 @@
+"""What a job is: one frozen value, from which commands, files and checks are made by pure functions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from fcp_cli.cost.profile import CostProfile, parse_cost_profile
+from fcp_cli.errors import ProfileError
+from fcp_cli.machine.devices import Machine
+from fcp_cli.models.model import load_model
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.runs.folder import RunPaths
+from fcp_cli.training.settings import TrainSettings
+
+Launcher = Literal["torchrun", "msrun"]
+"""What starts the ranks of one node."""
+
+LOCAL = "local"
+"""The target of a job that runs on this machine."""
+
+# Environment of the job; the runtime inside the script reads them.
+PLAN_VARIABLE = "FCP_PLAN"
+METRICS_VARIABLE = "FCP_METRICS"
+RUN_DIR_VARIABLE = "FCP_RUN_DIR"
+MODEL_VARIABLE = "FCP_MODEL"  # set for a script when --model was given
+PROBE_VARIABLE = "FCP_PROBE"  # for a script: 1 compares numbers before the first step, 0 does not
+
+TRAINER = ("-m", "fcp_cli.training.train")
+ADDRESS_TO_FILL_IN = "NODE0_ADDRESS"
+"""Stands for an address that only the reader of a printed command knows."""
+
+_BFLOAT16_BYTES = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variable:
+    """One variable of the job's environment.
+
+    Attributes:
+        value: what the ranks will see; "" where each node finds its own when it starts.
+        reason: why it is set at all.
+        source: where the value comes from.
+        is_given: whether the user had set it, so that fcp leaves it alone.
+    """
+
+    name: str
+    value: str
+    reason: str
+    source: str
+    is_given: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mount:
+    """A persistent volume claim and the folder where the containers see it."""
+
+    claim: str
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """What a scheduler needs to know of a job besides its ranks.
+
+    Attributes:
+        name: of the job: lower-case letters, digits and dashes, beginning with a letter.
+        directory: where the program is started.
+        interface_variables: names of variables that hold each node's own network interface.
+        setup: lines of shell that every node runs first.
+        sbatch_options: further options for Slurm, as `--partition=gpu`.
+        image, mounts: of the containers.
+        record: the launch record, which the first node puts into the run directory; None: it is there already.
+    """
+
+    name: str
+    directory: Path
+    interface_variables: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
+    sbatch_options: tuple[str, ...] = ()
+    image: str = ""
+    mounts: tuple[Mount, ...] = ()
+    record: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A job: what runs, on which machines, on how many processes, where it writes.
+
+    Attributes:
+        plan: as typed, for messages; the ranks are given its absolute path, the same on every node.
+        metadata: of the plan.
+        machine: that the ranks run on; of the nodes of a cluster only the kind of device is known.
+        run_dir: absolute path, shared by all nodes.
+        num_nodes: machines; 1 runs here.
+        processes_per_node: devices used on each.
+        node_rank: this machine's number; None where it is not one of the nodes (a dry run, a cluster).
+        program: what the launcher starts: ("script.py",) or ("-m", "package.module"); by default the bundled trainer.
+        arguments: what the program is given.
+        settings: of the bundled trainer; None for a script.
+        model: that is trained; None where only the user's script knows.
+        needs_torch: whether the ranks run torch; MindSpore's own scripts do not.
+        environment: set for the job beside FCP_PLAN, FCP_METRICS and FCP_RUN_DIR.
+        variables: the environment of the job's stack, with reasons.
+        hosts: names of the nodes in order, where they were listed.
+        master_addr, master_port: where the nodes meet; used only with several.
+        join_timeout_seconds: how long the nodes wait for each other; None: as long as the launcher does by itself.
+        grace_seconds: from SIGTERM or SIGHUP to the end of everything, whether the step has ended or not.
+        log_dir: where each rank's output goes; None leaves it on the terminal.
+        python: the interpreter that runs the launcher and the ranks.
+        launcher: what starts the ranks of each node.
+        target: `LOCAL`, or one of `targets.catalog.TARGETS`.
+        cluster: what a target's files need besides; None for `LOCAL`.
+    """
+
+    plan: Path
+    metadata: PlanMetadata
+    machine: Machine
+    run_dir: Path
+    num_nodes: int
+    processes_per_node: int
+    node_rank: int | None = None
+    program: tuple[str, ...] = TRAINER
+    arguments: tuple[str, ...] = ()
+    settings: TrainSettings | None = None
+    model: str | None = None
+    needs_torch: bool = True
+    environment: Mapping[str, str] = field(default_factory=dict)
+    variables: tuple[Variable, ...] = ()
+    hosts: tuple[str, ...] = ()
+    master_addr: str = ""
+    master_port: int = 29500
+    join_timeout_seconds: int | None = None
+    grace_seconds: int = 45
+    log_dir: Path | None = None
+    python: str = sys.executable
+    launcher: Launcher = "torchrun"
+    target: str = LOCAL
+    cluster: Cluster | None = None
+
+    @property
+    def stack(self) -> str:
+        """What the ranks run on: `cpu`, `cuda`, `npu`, or `unknown` on a head node that cannot tell."""
+        return self.machine.device
+
+    @property
+    def is_bundled(self) -> bool:
+        """Whether the bundled trainer runs, not a script."""
+        return self.program == TRAINER
+
+    @property
+    def paths(self) -> RunPaths:
+        return RunPaths(run_dir=self.run_dir)
+
+    @property
+    def parameters(self) -> int:
+        """Of the bundled trainer's model; 0 for a script, whose model is its own business."""
+        return 0 if self.settings is None else load_model(self.settings.model).parameters
+
+    @property
+    def kept_checkpoints(self) -> int:
+        """How many the run directory needs space for; 0 for a script, whose checkpoints are its own business."""
+        return 0 if self.settings is None else self.settings.keep_checkpoints
+
+    @property
+    def profile(self) -> CostProfile | None:
+        """The plan's cost profile; None where it has none that can be read."""
+        return _profile(self.metadata.cost_profile)
+
+    @property
+    def hop_bytes(self) -> int | None:
+        """The largest message of a ring in bytes; None where the model is not known.
+
+        It is the keys and values that a device of a rank holds of its token budget: one layer, in bfloat16.
+        """
+        name = self.model or (self.profile.model if self.profile is not None else None)
+        with suppress(ProfileError):
+            if name is not None:
+                spec = load_model(name)
+                heads = max(1, spec.num_kv_heads // self.metadata.tensor_parallel)
+                return 2 * heads * spec.head_dim * _BFLOAT16_BYTES * self.metadata.tokens_per_rank
+        return None
+
+    def job_environment(self) -> dict[str, str]:
+        """Return what is set for the job on top of the environment that fcp itself has."""
+        return {
+            PLAN_VARIABLE: str(self.plan.absolute()),
+            METRICS_VARIABLE: str(self.paths.metrics),
+            RUN_DIR_VARIABLE: str(self.run_dir),
+            **self.environment,
+        }
+
+    def started_on(self, node_rank: int) -> Job:
+        """Return the job as `fcp launch` starts it on one of its nodes: the same for --dry-run, the record and the run.
+
+        The ranks print into the first `logs/start-NNN` that is not there yet, `-nodeK` behind it on several nodes. The
+        bundled trainer shows no progress of its own: fcp does, from the metrics.
+        """
+        node = "" if self.num_nodes == 1 else f"-node{node_rank}"
+        number = 1
+        while (log_dir := self.paths.logs / f"start-{number:03d}{node}").exists():
+            number += 1
+        quiet = () if self.settings is None else ("--quiet",)
+        return replace(self, log_dir=log_dir, arguments=(*self.arguments, *quiet))
+
+
+@cache
+def _profile(text: str) -> CostProfile | None:
+    with suppress(ProfileError):
+        return parse_cost_profile(text, name="the plan's cost profile")
+    return None
+
+
+def argument(words: Sequence[str], flag: str) -> str | None:
+    """Return the value of `--flag VALUE` or `--flag=VALUE` among a script's arguments; the last one counts."""
+    found = None
+    for word, following in zip(words, [*words, ""][1:], strict=True):
+        if word == flag:
+            found = following
+        elif word.startswith(f"{flag}="):
+            found = word.partition("=")[2]
+    return found

@@ -1,0 +1,76 @@
+"""What a template of a target may use: one dictionary made of a job."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fcp_cli import __version__
+from fcp_cli.launching.job.commands import node_argv, node_environment
+from fcp_cli.launching.job.job import Job
+
+# A Kubernetes name has at most 63 characters, and controllers append to it.
+_LONGEST_NAME = 40
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeFacts:
+    """What only the node knows, as a `shell.variable` or a text that holds some.
+
+    Attributes:
+        rank: the node's number.
+        master_addr: address of node 0.
+        log_name: folder of this start and node below the run's logs.
+    """
+
+    rank: str
+    master_addr: str
+    log_name: str
+
+
+def template_values(job: Job, node: NodeFacts, ready: Callable[[str], str]) -> dict[str, Any]:
+    """Return every variable that a template sees; docs/how-to/launch.md lists them.
+
+    Args:
+        job: what is launched, on a cluster.
+        node: how a node finds its own number.
+        ready: makes a word ready for the file: `shell.quote` or `shell.kubernetes_word`.
+    """
+    cluster = job.cluster
+    assert cluster is not None
+    log_dir = job.paths.logs / node.log_name
+    job = replace(job, master_addr=node.master_addr, log_dir=log_dir)
+    command = [
+        *(job.python, "-m", "fcp_cli.launching.node", f"--node-rank={node.rank}", f"--log-dir={log_dir}"),
+        *(f"--interface-for={name}" for name in cluster.interface_variables),
+        *((f"--master-addr={node.master_addr}", f"--master-port={job.master_port}") if job.num_nodes > 1 else ()),
+        *((f"--record={cluster.record}",) if cluster.record is not None else ()),
+        *("--", *node_argv(job, node_rank=node.rank)),
+    ]
+    return {
+        "fcp_version": __version__,
+        "job_name": cluster.name,
+        "launcher": job.launcher,
+        "device": job.stack,
+        "num_nodes": job.num_nodes,
+        "processes_per_node": job.processes_per_node,
+        "plan": str(job.plan.absolute()),
+        "run_dir": str(job.run_dir),
+        "directory": str(cluster.directory),
+        "master_port": job.master_port,
+        "environment": {name: ready(value) for name, value in node_environment(job).items()},
+        "command": [ready(word) for word in command],
+        "hosts": list(job.hosts),
+        "setup": list(cluster.setup),
+        "sbatch_options": list(cluster.sbatch_options),
+        "image": cluster.image,
+        "mounts": [{"claim": mount.claim, "path": mount.path} for mount in cluster.mounts],
+    }
+
+
+def job_name(text: str) -> str:
+    """Return a name that Slurm and Kubernetes take, out of any text."""
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower())[:_LONGEST_NAME].strip("-")
+    return name if name[:1].isalpha() else f"fcp-{name}".rstrip("-")
