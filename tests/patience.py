@@ -9,9 +9,9 @@ from collections.abc import Callable
 PATIENCE_SECONDS = 600.0
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Look ten times a second; fail if it never comes true."""
+def wait_until(condition: Callable[[], bool], *, every_seconds: float = 0.1) -> None:
+    """Wait for a condition of other processes; fail if it never comes true."""
     end = time.monotonic() + PATIENCE_SECONDS
     while not condition():
         assert time.monotonic() < end
-        time.sleep(0.1)
+        time.sleep(every_seconds)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from fcp_cli.manifest.read import read_manifest
 from fcp_cli.plan.check import check_plan
 from fcp_cli.plan.reader import PlanReader
 from tests.commands.planning_folder import EIGHT_RANKS, assert_one_error_line, fcp, write_dataset
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import PATIENCE_SECONDS, wait_until
 
 FAST = ("--solver", "static")
 
@@ -278,11 +277,12 @@ def test_ctrl_c_has_status_130_and_leaves_nothing(tmp_path: Path) -> None:
         env={**os.environ, "COLUMNS": "80", "NO_COLOR": "1"},
         start_new_session=True,
     )
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not any(name.endswith(".partial") for name in names(tmp_path)):
+
+    def is_writing() -> bool:
         assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+        return any(name.endswith(".partial") for name in names(tmp_path))
+
+    wait_until(is_writing, every_seconds=0.01)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the processes that it starts get it, too
     out, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 130, err

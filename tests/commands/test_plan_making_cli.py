@@ -7,14 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from fcp_cli.plan.reader import PlanReader
 from tests.commands.planning_folder import EIGHT_RANKS, assert_one_error_line, fcp, write_dataset
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import PATIENCE_SECONDS, wait_until
 
 
 @pytest.fixture
@@ -53,11 +52,12 @@ def test_a_long_plan_interrupted_by_ctrl_c_goes_on_to_the_same_plan(tmp_path: Pa
     process = subprocess.Popen(
         command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env={**os.environ, "NO_COLOR": "1"}
     )
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (tmp_path / ".plan.parquet.journal" / "000000.arrow").exists():
+
+    def has_kept_a_step() -> bool:
         assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+        return (tmp_path / ".plan.parquet.journal" / "000000.arrow").exists()
+
+    wait_until(has_kept_a_step, every_seconds=0.01)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 130

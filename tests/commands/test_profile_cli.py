@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Protocol
 
@@ -20,7 +19,7 @@ from fcp_cli.profiling.measure import default_degrees
 from fcp_cli.profiling.points import measurement_points
 from fcp_cli.profiling.refit import HOLD_OUT_EVERY
 from fcp_cli.profiling.samples import read_samples
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import PATIENCE_SECONDS, wait_until
 from tests.profiling.test_refit import PLANNED, write_run
 
 ENVIRONMENT = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
@@ -232,11 +231,12 @@ def _kill_a_rank_after(observations: int, words: list[str], folder: Path) -> Non
     argv = [sys.executable, "-m", "fcp_cli", *words]
     process = subprocess.Popen(argv, cwd=folder, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
     samples = folder / "profile.samples.jsonl"
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not samples.exists() or samples.read_text().count('"observation"') < observations:
-        assert time.monotonic() < deadline
+
+    def has_observed() -> bool:
         assert process.poll() is None
-        time.sleep(0.1)
+        return samples.exists() and samples.read_text().count('"observation"') >= observations
+
+    wait_until(has_observed)
     rank_0 = next(pid for pid in descendants(process.pid) if environment_of(pid).get("RANK") == "0")
     send([rank_0], signal.SIGKILL)
     _, stderr = process.communicate(timeout=PATIENCE_SECONDS)

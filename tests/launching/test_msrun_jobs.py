@@ -58,7 +58,7 @@ _WAITS = (
 import pathlib, signal
 def stop(number, frame):
     pathlib.Path(f"stopped-{rank}").touch()
-    end = time.monotonic() + 200  # msrun kills the others as soon as one has ended with an error
+    end = time.monotonic() + 400  # msrun kills the others as soon as one has ended with an error
     while len(list(pathlib.Path().glob("stopped-*"))) < 4 and time.monotonic() < end:
         time.sleep(0.1)
     sys.exit(130)
@@ -238,7 +238,7 @@ def processes_in(folder: Path) -> list[int]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 def test_a_signal_to_fcp_asks_the_ranks_and_leaves_no_orphan(msrun: str, folder: Path, number: signal.Signals) -> None:
     """msrun itself would kill its ranks on SIGINT, and leave them running on SIGTERM."""
-    words = launch("--inject", "none", "--", write_script(folder, _WAITS))
+    words = launch("--grace", "500", "--inject", "none", "--", write_script(folder, _WAITS))
     job = subprocess.Popen(fcp_command(*words), cwd=folder, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: len(list(folder.glob("up-*"))) == 4 or job.poll() is not None)
     job.send_signal(number)
@@ -249,7 +249,7 @@ def test_a_signal_to_fcp_asks_the_ranks_and_leaves_no_orphan(msrun: str, folder:
 
 
 def test_when_fcp_is_killed_its_ranks_stop_and_msrun_ends(msrun: str, folder: Path) -> None:
-    words = launch("--inject", "none", "--", write_script(folder, _WAITS))
+    words = launch("--grace", "500", "--inject", "none", "--", write_script(folder, _WAITS))
     job = subprocess.Popen(fcp_command(*words), cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_until(lambda: len(list(folder.glob("up-*"))) == 4 or job.poll() is not None)
     job.kill()
