@@ -39,14 +39,18 @@ app = App(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Plan and launch Flexible Context Parallelism: ring-attention groups of any degree, decided before training.",
-    epilog="Every option can also be set by FCP_<COMMAND>_<OPTION> in the environment, or in fcp.yaml. "
-    "Exit status: 0 done, 1 the input or the plan is at fault, 2 wrong usage.",
+    help="""Plan and launch Flexible Context Parallelism: ring-attention groups of any degree, decided before training.
+
+    Every option can also be set by FCP_<COMMAND>_<OPTION> in the environment, or in fcp.yaml. Exit status: 0 done,
+    1 the input or the plan is at fault, 2 wrong usage.
+    """,
+    epilog="fcp profile\nfcp plan dataset.parquet\nfcp launch --model qwen3vl-8b",
 )
-for _verb in (check, compare, env, inspect, launch, plan, report, trace, verify, watch):
-    app.command()(_verb)
+# In the order in which a new user meets them; RootGroup puts the groups first.
 app.add_typer(manifest_app, name="manifest")
 app.add_typer(profile_app, name="profile")
+for _verb in (plan, launch, check, inspect, compare, verify, watch, report, trace, env):
+    app.command()(_verb)
 
 
 def _show_version(wanted: bool) -> None:
@@ -60,11 +64,16 @@ def root(
     context: typer.Context,
     config: Annotated[
         Path | None,
-        typer.Option(envvar="FCP_CONFIG", help="YAML with options per command; ./fcp.yaml is read when it exists."),
+        typer.Option(
+            metavar="FILE",
+            envvar="FCP_CONFIG",
+            help="YAML with options per command.",
+            show_default="fcp.yaml, if it exists",
+        ),
     ] = None,
     no_config: Annotated[bool, typer.Option("--no-config", help="Do not read ./fcp.yaml.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
-    verbose: Annotated[int, typer.Option("--verbose", "-v", count=True, help="Say more.")] = 0,
+    verbose: Annotated[int, typer.Option("--verbose", "-v", count=True, help="Print more.")] = 0,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
@@ -87,7 +96,7 @@ def main() -> None:
         print_error(str(error))
         sys.exit(error.exit_status)
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of a pipe is gone: nobody is left to tell
+        sys.stderr.close()  # the reader of a pipe is gone
         sys.exit(141)
     except OSError as error:
         if error.errno != errno.ENOSPC:

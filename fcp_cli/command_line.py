@@ -115,8 +115,11 @@ class _Help:
         """Write the examples as they are, ready to be copied."""
         if self.epilog:
             with formatter.section("Examples"):
-                for line in self.epilog.strip().splitlines():
-                    formatter.write(f"{'':{formatter.current_indent}}{line.strip()}\n")
+                formatter.write("".join(f"  {line}\n" for line in examples_of(self)))
+
+
+def examples_of(command: Any) -> list[str]:
+    return [line.strip() for line in (command.epilog or "").strip().splitlines()]
 
 
 def help_section(parameter: Any) -> str:
@@ -202,7 +205,9 @@ class App(typer.Typer):
     @staticmethod
     def _with_examples(register: Any, *words: Any, **settings: Any) -> Callable[[Function], Function]:
         def decorate(function: Function) -> Function:
-            register(*words, epilog=getattr(function, "examples", None), **settings)(function)
+            if examples := getattr(function, "examples", None):
+                settings["epilog"] = examples
+            register(*words, **settings)(function)
             return function
 
         return decorate
@@ -210,6 +215,11 @@ class App(typer.Typer):
 
 class RootGroup(Group):
     """Gives Ctrl-C its own exit status (click alone would make it 1), and an error its one line."""
+
+    def __init__(self, *, commands: dict[str, Any], **settings: Any) -> None:
+        # Typer puts groups last; a new user meets ours, manifest and profile, first.
+        groups_first = sorted(commands.items(), key=lambda item: not isinstance(item[1], TyperGroup))
+        super().__init__(commands=dict(groups_first), **settings)
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         try:

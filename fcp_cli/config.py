@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from fcp_cli.errors import UsageError
+from fcp_cli.words import did_you_mean
 
 
 def read_config(path: Path, group: Any) -> dict[str, Any]:
@@ -35,7 +34,7 @@ def _group_defaults(config: dict[str, Any], group: Any, *, where: str) -> dict[s
     defaults = {}
     for name, options in config.items():
         if name not in group.commands:
-            raise UsageError(f"{where}: there is no command {name!r}{_nearest(name, group.commands)}")
+            raise UsageError(f"{where}: there is no command {name!r}{did_you_mean(name, group.commands)}")
         if not isinstance(options, dict):
             raise UsageError(f"{where}: the options of {name!r} must be a mapping, not {options!r}")
         defaults[name] = _command_defaults(options, group.commands[name], where=where, name=name)
@@ -54,10 +53,5 @@ def _command_defaults(options: dict[str, Any], command: Any, *, where: str, name
         elif spelling in parameters:
             defaults[parameters[spelling]] = value
         else:
-            raise UsageError(f"{where}: {name!r} has no option {key!r}{_nearest(spelling, parameters)}")
+            raise UsageError(f"{where}: {name!r} has no option {key!r}{did_you_mean(spelling, parameters)}")
     return defaults
-
-
-def _nearest(name: object, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(str(name), list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""

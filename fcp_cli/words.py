@@ -7,13 +7,13 @@ from collections.abc import Iterable
 
 
 def counted(count: int, noun: str) -> str:
-    """1 -> "1 step", 1200 -> "1,200 steps"."""
+    """Write a count with its noun: "1 step", "1,200 steps"."""
     ending = "" if count == 1 else "es" if noun.endswith(("ch", "s", "x")) else "s"
     return f"{count:,} {noun}{ending}"
 
 
 def first_sentence(error: BaseException) -> str:
-    """What an error says, in its first sentence and without the full stop; libraries go on with guesses."""
+    """Return the first sentence of an error without its full stop; after it, libraries only guess."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return (str(error).strip().splitlines() or [type(error).__name__])[0].partition(". ")[0].rstrip(".")
@@ -24,8 +24,14 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word, list(known), n=1)), None)
 
 
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """Return what a message about an unknown word adds: "; did you mean 'plan'?", or nothing."""
+    near = nearest(str(word), known)
+    return f"; did you mean {near!r}?" if near else ""
+
+
 def duration(seconds: float) -> str:
-    """Three digits with the unit that fits: "1.23 ms", "45.6 ms", "2.68 s", "128 s", "21.3 min", "3.5 h"."""
+    """Write three digits with the unit that fits: "1.23 ms", "45.6 ms", "2.68 s", "128 s", "21.3 min", "3.5 h"."""
     if seconds < 1.0:
         return f"{1e3 * seconds:.3g} ms"
     if seconds < 600.0:

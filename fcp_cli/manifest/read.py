@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from fcp_cli.manifest.checks import FACTORS, LONGEST_TOKENS, NULL, checked_table
 from fcp_cli.manifest.header import manifest_files, read_footer, readable
 from fcp_cli.manifest.stdin import read_lengths_jsonl
 from fcp_cli.manifest.table import FloatArray, IntArray, LengthTable
+from fcp_cli.words import nearest
 
 __all__ = ["is_list", "read_lengths_jsonl", "read_manifest", "remarks"]
 
@@ -84,8 +84,8 @@ def _batches(file: Path, footer: Any, length_column: str) -> Iterator[Any]:
 
 def _missing_column(file: Path, schema: Any, length_column: str) -> str:
     usable = [field.name for field in schema if pa.types.is_integer(field.type) or is_list(field.type)]
-    close = difflib.get_close_matches(length_column, usable, n=1) or [name for name in _USUAL_NAMES if name in usable]
-    hint = f"pass --length-column {close[0]}" if close else "name one with --length-column, or run `fcp manifest build`"
+    close = nearest(length_column, usable) or next((name for name in _USUAL_NAMES if name in usable), None)
+    hint = f"pass --length-column {close}" if close else "name one with --length-column, or run `fcp manifest build`"
     return f"{file} has no column {length_column!r}; its columns are {', '.join(schema.names)}; {hint}"
 
 

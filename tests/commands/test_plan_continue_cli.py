@@ -83,7 +83,7 @@ def test_the_plan_is_written_beside_the_old_one_and_the_next_command_named(fcp: 
 
 
 def test_what_it_needs_and_what_cannot_change_is_told(fcp: Fcp, folder: Path) -> None:
-    assert fcp() == (2, "error: --continue-from needs --ranks: how many go on with the run")
+    assert fcp() == (2, "error: --continue-from needs --ranks: how many continue the run")
     for words in (("--seed", "1"), ("--global-batch-size", "8"), ("--sync", "microbatch"), ("--epochs", "2")):
         assert fcp("--ranks", "3", *words) == (
             2,

@@ -36,7 +36,7 @@ def test_a_limit_on_groups_holds_and_its_price_is_said(folder: Path) -> None:
     ("arguments", "status", "message"),
     [
         (("--max-groups", "4", "--solver", "static"), 2, "--max-groups works with --solver fcp only"),
-        (("--resume", "-o", "-"), 2, "--resume goes on with a file"),
+        (("--resume", "-o", "-"), 2, "--resume continues a file"),
         (("--resume",), 1, "nothing to resume"),
     ],
 )
