@@ -17,7 +17,7 @@ from fcp_cli.words import counted
 
 if TYPE_CHECKING:
     from fcp_cli.cost.profile import CostProfile
-    from fcp_cli.profiling.measure import MeasureSettings
+    from fcp_cli.profiling.measurement import Measurement
     from fcp_cli.profiling.refit import Refit
     from fcp_cli.profiling.samples import SamplesFile
 
@@ -50,7 +50,9 @@ def profile(options: ProfileOptions) -> None:
     Alone it measures here, within a minute on a CPU; an interrupted measurement continues where it stopped. With
     --analytic it computes the coefficients from the figures of a model and a cluster, and lists what it assumes.
     """
+    from fcp_cli.profiling.assemble import profile_from_samples
     from fcp_cli.profiling.choices import choose_measurement, computed_profile
+    from fcp_cli.profiling.samples import read_samples
 
     output, origins = options.output, Origins()
     if options.model is not None and options.hf_config is not None:
@@ -61,15 +63,15 @@ def profile(options: ProfileOptions) -> None:
     if options.samples is None and str(output) != "-":
         options = replace(options, samples=output.with_suffix(".samples.jsonl"))
     if options.from_samples is not None:
-        found = _fitted(options.from_samples, options.freeze_vision)
+        found = profile_from_samples(read_samples(options.from_samples), freeze_vision=options.freeze_vision)
     elif options.analytic:
         found = computed_profile(options, origins)
     else:
-        settings = choose_measurement(options, origins)
+        measurement = choose_measurement(options, origins)
         if options.nodes > 1:
-            _print_cluster_command(settings, output, options.fresh)
+            _print_cluster_command(measurement, output, options.fresh)
             return
-        found = _measured(settings, options.fresh, origins, options.freeze_vision)
+        found = _measured(measurement, options.fresh, origins, options.freeze_vision)
     _finish(found, output, options.json, origins)
 
 
@@ -196,51 +198,44 @@ def diff(options: DiffOptions) -> None:
         print_differences(human(), a, b, rows)
 
 
-def _measured(settings: MeasureSettings, fresh: bool, origins: Origins, freeze_vision: bool) -> CostProfile:
+def _measured(measurement: Measurement, fresh: bool, origins: Origins, freeze_vision: bool) -> CostProfile:
     from fcp_cli.profiling.assemble import profile_from_samples
-    from fcp_cli.profiling.measure import prepare_samples
+    from fcp_cli.profiling.samples import prepare_samples
 
     origins.report()
     origins.assumed.clear()
-    if prepare_samples(settings, fresh=fresh):
-        note(f"continuing the measurement in {settings.samples}; --fresh begins again")
+    if prepare_samples(measurement, fresh=fresh):
+        note(f"continuing the measurement in {measurement.samples}; --fresh begins again")
     try:
-        return profile_from_samples(_run_with_bar(settings), freeze_vision=freeze_vision)
+        return profile_from_samples(_run_with_bar(measurement), freeze_vision=freeze_vision)
     except KeyboardInterrupt:
-        note(f"what was measured is kept in {settings.samples}; the same command continues from there")
+        note(f"what was measured is kept in {measurement.samples}; the same command continues from there")
         raise
 
 
-def _run_with_bar(settings: MeasureSettings) -> SamplesFile:
+def _run_with_bar(measurement: Measurement) -> SamplesFile:
     from fcp_cli.profiling.measure import run_measurement
 
+    seconds = int(measurement.budget_seconds)
     with progress() as bar:
-        task = bar.add_task(f"measuring {Path(settings.model).name}", total=int(settings.budget_seconds))
+        task = bar.add_task(f"measuring {Path(measurement.model).name}", total=seconds)
 
         def show_progress(elapsed: float, observations: int) -> None:
-            bar.update(
-                task, completed=int(min(elapsed, settings.budget_seconds)), description=f"{observations} observations"
-            )
+            bar.update(task, completed=min(int(elapsed), seconds), description=f"{observations} observations")
 
-        return run_measurement(settings, on_progress=show_progress)
+        return run_measurement(measurement, on_progress=show_progress)
 
 
-def _print_cluster_command(settings: MeasureSettings, output: Path, fresh: bool) -> None:
-    from fcp_cli.profiling.measure import cluster_command, prepare_samples, worker_request
+def _print_cluster_command(measurement: Measurement, output: Path, fresh: bool) -> None:
+    from fcp_cli.profiling.measure import cluster_command
+    from fcp_cli.profiling.samples import prepare_samples
 
-    request = output.with_suffix(".request.json")
-    prepare_samples(settings, fresh=fresh)
-    worker_request(settings).write(request)
-    note(f"wrote {request} and {settings.samples}; run this on each of {settings.nodes} nodes, NODE_RANK 0 being")
-    note("MASTER_ADDR, with this folder on shared storage; then: fcp profile --from-samples " + str(settings.samples))
-    sys.stdout.write(cluster_command(settings, request, master="MASTER_ADDR") + "\n")
-
-
-def _fitted(path: Path, freeze_vision: bool) -> CostProfile:
-    from fcp_cli.profiling.assemble import profile_from_samples
-    from fcp_cli.profiling.samples import read_samples
-
-    return profile_from_samples(read_samples(path), freeze_vision=freeze_vision)
+    request, samples = output.with_suffix(".request.json"), measurement.samples
+    prepare_samples(measurement, fresh=fresh)
+    measurement.write(request)
+    note(f"wrote {request} and {samples}; run this on each of {measurement.nodes} nodes, NODE_RANK 0 being")
+    note(f"MASTER_ADDR, with this folder on shared storage; then: fcp profile --from-samples {samples}")
+    sys.stdout.write(cluster_command(measurement, request, master="MASTER_ADDR") + "\n")
 
 
 def _finish(found: CostProfile, output: Path, json: bool, origins: Origins) -> None:
@@ -255,7 +250,11 @@ def _finish(found: CostProfile, output: Path, json: bool, origins: Origins) -> N
     print_errors(console, found)
     _write(found, output)
     if json:
-        print_json({"output": str(output), "profile": _document(found)})
+        import yaml
+
+        from fcp_cli.cost.profile import dump_cost_profile
+
+        print_json({"output": str(output), "profile": yaml.safe_load(dump_cost_profile(found))})
 
 
 def _require_room(found: CostProfile) -> None:
@@ -285,15 +284,6 @@ def _write(found: CostProfile, output: Path) -> None:
     write_text_atomically(output, text)
     plan = "fcp plan dataset.parquet" + ("" if output == _OUTPUT else f" --profile {output}")
     note(f"wrote {output} ({found.origin}); next: fcp profile show {output}, or {plan}")
-
-
-def _document(found: CostProfile) -> dict[str, Any]:
-    import yaml
-
-    from fcp_cli.cost.profile import dump_cost_profile
-
-    document: dict[str, Any] = yaml.safe_load(dump_cost_profile(found))
-    return document
 
 
 def _explained(loaded: CostProfile, lengths: list[int], degrees: list[int]) -> dict[str, Any]:

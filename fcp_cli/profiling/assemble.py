@@ -1,4 +1,4 @@
-"""From samples to a cost profile that says what was measured, on what, and how far off it is."""
+"""Fits a cost profile to samples; its measurement block records what was measured, on what, and how far off it is."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ from fcp_cli.models.memory import (
     PRECISIONS,
     RESERVE_FRACTION,
     Parallelism,
+    Precision,
     model_state,
     precision_name,
     vision_bytes_per_token,
 )
 from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.profiling.analytic import analytic_profile, messages_per_hop
-from fcp_cli.profiling.measure import fitted_points, points_of
-from fcp_cli.profiling.samples import MeasuredPoint, Point, SamplesFile, measured_points
+from fcp_cli.profiling.points import Point
+from fcp_cli.profiling.samples import MeasuredPoint, SamplesFile, measured_points
 from fcp_cli.profiling.vision_fit import (
     VisionFit,
     fit_vision_samples,
     measured_bytes_per_patch,
     memory_readings,
+    slope_of_peaks,
     with_vision,
 )
 
@@ -49,7 +51,7 @@ class DegreeError:
 
 
 def profile_from_samples(samples: SamplesFile, *, freeze_vision: bool = False) -> CostProfile:
-    """Fit a cost profile; its measurement block tells hardware, versions, points and errors.
+    """Fit a cost profile; its measurement block holds hardware, versions, points and errors.
 
     Args:
         samples: of one measurement, which times a vision encoder both trained and frozen.
@@ -59,30 +61,30 @@ def profile_from_samples(samples: SamplesFile, *, freeze_vision: bool = False) -
         UsageError: `freeze_vision`, but the model has no encoder.
         ProfileError: too few points were observed, or the samples do not say on what.
     """
-    header = samples.header
-    spec = load_model(header["model"])
+    subject = samples.subject
+    spec = load_model(subject.model)
     environments = samples.of_kind("environment")
     if not environments:
         raise ProfileError("the samples hold no measurement yet: the worker never began; run 'fcp profile' again")
-    measured = measured_points(samples, points_of(header), layers=header["layers"], model_layers=spec.num_layers)
-    silent = bool(header["emulate"])
-    if fitted_points(samples) < LEAST_SAMPLES:
+    measured = measured_points(samples, subject.points(), layers=subject.layers, model_layers=spec.num_layers)
+    if samples.num_fitted < LEAST_SAMPLES:
         raise ProfileError(
-            f"only {fitted_points(samples)} points were observed, and a fit needs at least {LEAST_SAMPLES}; missing: "
+            f"only {samples.num_fitted} points were observed, and a fit needs at least {LEAST_SAMPLES}; missing: "
             f"{_missing(samples)}; run the same command again to go on, with more --budget-minutes"
         )
     fitted, held_out = (
-        [point.sample(silent=silent) for point in measured if point.point.held_out is kind] for kind in (False, True)
+        [point.sample(silent=subject.emulate) for point in measured if point.point.held_out is kind]
+        for kind in (False, True)
     )
     prior = _prior(samples, spec, freeze_vision)
     fit = fit_profile(fitted, prior, held_out=held_out)
-    predicted = predicted_seconds([point.sample(silent=silent) for point in measured], fit.profile)
+    predicted = predicted_seconds([point.sample(silent=subject.emulate) for point in measured], fit.profile)
     vision = fit_vision_samples(samples, spec)
     encoder = vision.get("frozen" if freeze_vision else "trained")
     memory = _memory(samples, spec, environments[-1], prior, freeze_vision)
     profile = replace(fit.profile, origin="measured", memory=memory)
-    if int(header["nodes"]) == 1 and header["cluster"] == "this-machine":
-        profile = _of_one_node(profile)
+    if subject.nodes == 1 and subject.cluster == "this-machine":
+        profile = _on_one_node(profile)
     if encoder is not None:
         profile = with_vision(profile, encoder.costs)
     measurement = {
@@ -102,7 +104,7 @@ def _vision_record(samples: SamplesFile, fits: Mapping[str, VisionFit], freeze_v
     bytes_per_patch = measured_bytes_per_patch(samples)
     return {
         "freeze_vision": freeze_vision,
-        "blocks_measured": samples.header.get("vision_layers"),
+        "blocks_measured": list(samples.subject.vision_layers) or None,
         **{name: fit.record() for name, fit in fits.items()},
         "bytes_per_patch": bytes_per_patch,
         "memory_readings": memory_readings(samples, bytes_per_patch) if bytes_per_patch else None,
@@ -110,15 +112,15 @@ def _vision_record(samples: SamplesFile, fits: Mapping[str, VisionFit], freeze_v
 
 
 def _missing(samples: SamplesFile) -> str:
-    """The packs that were to be fitted and were not observed, cheapest first, as far as a fit needs them."""
+    """Name the packs that were to be fitted and were not observed, cheapest first, as many as a fit needs."""
     seen = {line["point"] for line in samples.of_kind("observation")}
-    points = [point for point in points_of(samples.header) if not point.held_out and point.key not in seen]
+    points = [point for point in samples.subject.points() if not point.held_out and point.key not in seen]
     named = [f"{'+'.join(map(str, point.lengths))} at degree {point.degree}" for point in points[:LEAST_SAMPLES]]
     return ", ".join(named)
 
 
-def _of_one_node(profile: CostProfile) -> CostProfile:
-    """There is nothing beyond this node: what crosses nodes is what stays inside."""
+def _on_one_node(profile: CostProfile) -> CostProfile:
+    """Give rings across nodes the bandwidth inside: this machine has no other node."""
     ground = profile.common_ground
     if ground is not None:
         ground = replace(ground, bandwidth=replace(ground.bandwidth, inter_node=ground.bandwidth.intra_node))
@@ -127,13 +129,11 @@ def _of_one_node(profile: CostProfile) -> CostProfile:
 
 
 def _prior(samples: SamplesFile, spec: ModelSpec, freeze_vision: bool) -> CostProfile:
-    """Figures for what the samples cannot tell: transfers between ranks where they were timed, else the cluster's."""
-    header = samples.header
-    precision = PRECISIONS[precision_name(header["dtype"])]
+    """Return figures for what packs do not show: transfers between ranks where they were timed, else the cluster's."""
     prior = analytic_profile(
         spec,
-        load_cluster(header["cluster"]),
-        precision=precision,
+        load_cluster(samples.subject.cluster),
+        precision=_precision(samples),
         parallelism=_parallelism(samples, freeze_vision),
     )
     tiers = {tier: _transfer_figures(samples, tier) for tier in ("intra_node", "inter_node")}
@@ -148,7 +148,7 @@ def _prior(samples: SamplesFile, spec: ModelSpec, freeze_vision: bool) -> CostPr
 
 
 def _transfer_figures(samples: SamplesFile, tier: str) -> tuple[float, float] | None:
-    """(seconds per message, bytes per second) by non-negative least squares on relative error."""
+    """Fit (seconds per message, bytes per second) by non-negative least squares on relative error."""
     by_size: dict[int, list[float]] = {}
     for line in samples.of_kind("transfer"):
         if line["tier"] == tier:
@@ -162,24 +162,28 @@ def _transfer_figures(samples: SamplesFile, tier: str) -> tuple[float, float] | 
     return float(latency), float(1.0 / max(per_byte, 1e-15))
 
 
+def _precision(samples: SamplesFile) -> Precision:
+    return PRECISIONS[precision_name(samples.subject.dtype)]
+
+
 def _parallelism(samples: SamplesFile, freeze_vision: bool) -> Parallelism:
-    return Parallelism(ranks=int(samples.header["ranks"]), zero_stage=0, freeze_vision=freeze_vision)
+    return Parallelism(ranks=samples.subject.ranks, zero_stage=0, freeze_vision=freeze_vision)
 
 
 def _memory(
     samples: SamplesFile, spec: ModelSpec, environment: Mapping[str, Any], prior: CostProfile, freeze_vision: bool
 ) -> Memory:
-    """Measured where the whole model ran, else from its figures; a visual token's bytes include its patches'."""
+    """Return the memory block: measured where the whole model ran, else from its figures.
+
+    A visual token's bytes include those of its patches, unless the encoder is frozen.
+    """
     slope, steps = _bytes_per_token(samples), samples.of_kind("step")
     capacity = float(environment["device_memory_bytes"]) * (1 - RESERVE_FRACTION)
     if slope is None or not steps:
         return replace(prior.memory, capacity_bytes=capacity)
     state = float(steps[-1]["state_bytes"])
     if spec.vision is not None:
-        precision, parallelism = (
-            PRECISIONS[precision_name(samples.header["dtype"])],
-            _parallelism(samples, freeze_vision),
-        )
+        precision, parallelism = _precision(samples), _parallelism(samples, freeze_vision)
         per_patch = measured_bytes_per_patch(samples)
         if per_patch is None or freeze_vision:
             slope += vision_bytes_per_token(spec, precision, parallelism)
@@ -193,16 +197,12 @@ def _memory(
 
 
 def _bytes_per_token(samples: SamplesFile) -> float | None:
-    """Of the language model, from peaks of growing packs; None where they were not read, or tell nothing."""
-    peaks = sorted((int(line["tokens"]), float(line["peak_bytes"])) for line in samples.of_kind("memory"))
-    if len(peaks) < 2 or peaks[-1][1] <= peaks[0][1]:
-        return None
-    tokens, peak_bytes = np.array(peaks).T
-    return float(np.polyfit(tokens, peak_bytes, 1)[0])
+    """Return the language model's bytes per token, from peaks of growing packs; None where they do not show it."""
+    return slope_of_peaks([(line["tokens"], line["peak_bytes"]) for line in samples.of_kind("memory")])
 
 
 def _memory_readings(samples: SamplesFile) -> list[dict[str, Any]]:
-    """Peak bytes of the language model's activations on one rank against what is fitted to them."""
+    """Compare peak bytes of the language model's activations on one rank with the line fitted to them."""
     slope = _bytes_per_token(samples)
     return [
         {
@@ -226,8 +226,7 @@ def _assumed(samples: SamplesFile, spec: ModelSpec, encoder: VisionFit | None) -
 
 
 def _circumstances(samples: SamplesFile, environment: Mapping[str, Any]) -> dict[str, Any]:
-    header = samples.header
-    steps = samples.of_kind("step")
+    subject, steps = samples.subject, samples.of_kind("step")
     transfers = {
         tier: {"seconds_per_message": figures[0], "bytes_per_second": figures[1]}
         for tier in ("intra_node", "inter_node")
@@ -238,9 +237,9 @@ def _circumstances(samples: SamplesFile, environment: Mapping[str, Any]) -> dict
         "date": environment["at"],
         "fcp": __version__,
         **described,
-        "layers_measured": list(header["layers"]),
-        "degrees": list(header["degrees"]),
-        "emulated": "degrees above 1: one rank, silent peers, no communication" if header["emulate"] else "none",
+        "layers_measured": list(subject.layers),
+        "degrees": list(subject.degrees),
+        "emulated": "degrees above 1: one rank, silent peers, no communication" if subject.emulate else "none",
         "transfers": transfers,
         "left_out": [key for line in samples.of_kind("left_out")[-1:] for key in line["points"]] or None,
         "step_seconds": samples.summary(steps[-1]["seconds"]) if steps else None,
@@ -259,7 +258,7 @@ def _errors(measured: Sequence[MeasuredPoint[Point]], predicted: Any) -> dict[st
 
 
 def errors_by_degree(measured: Sequence[MeasuredPoint[Point]], predicted: Any) -> list[DegreeError]:
-    """Errors of fitted and of held-out points, per degree."""
+    """Return the mean errors of fitted and of held-out points at each degree."""
     found = []
     for degree in sorted({point.point.degree for point in measured}):
         errors: dict[bool, list[float]] = {False: [], True: []}
@@ -291,7 +290,7 @@ def _point_record(point: MeasuredPoint[Point], predicted: float) -> dict[str, An
 
 
 def _rounded(value: Any) -> Any:
-    """Measured figures to six significant digits; what is unknown is left out."""
+    """Round measured figures to six significant digits, and leave out what is unknown."""
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}")
     if isinstance(value, Mapping):

@@ -7,13 +7,74 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TypeVar
 
 from fcp_cli.errors import UsageError
 from fcp_cli.models.memory import Parallelism, Precision, estimate_memory, patch_activation_bytes
 from fcp_cli.models.model import ModelSpec
-from fcp_cli.profiling.samples import Point, VisionPoint
 
 LEAST_LENGTH = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """A pack to be measured at a degree; a held-out one is never fitted, only compared."""
+
+    lengths: tuple[int, ...]
+    degree: int
+    held_out: bool = False
+    crosses_nodes: bool = False
+
+    @property
+    def key(self) -> str:
+        """Names the point in the samples file."""
+        return f"{self.degree}{'x' if self.crosses_nodes else ''}:{'+'.join(map(str, self.lengths))}"
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def work(self) -> float:
+        """In no unit: grows with the time that a layer takes."""
+        return (sum(length * length for length in self.lengths) + 2048 * self.tokens) / self.degree
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisionPoint:
+    """A call of the vision encoder to be measured: square parts of so many patches along a side.
+
+    `trained` runs a backward, too; a frozen encoder has none.
+    """
+
+    sides: tuple[int, ...]
+    trained: bool
+    held_out: bool = False
+
+    @property
+    def key(self) -> str:
+        """Names the point in the samples file."""
+        parts = (f"{side}x{len(list(alike))}" for side, alike in groupby(self.sides))
+        return f"vision {'trained' if self.trained else 'frozen'}:{'+'.join(parts)}"
+
+    @property
+    def part_patches(self) -> tuple[int, ...]:
+        return tuple(side * side for side in self.sides)
+
+    @property
+    def patches(self) -> int:
+        return sum(self.part_patches)
+
+    @property
+    def work(self) -> float:
+        """In no unit: grows with the time that a layer takes."""
+        forward = sum(patches * patches for patches in self.part_patches) + 2048 * self.patches
+        return float((3 if self.trained else 1) * forward)
+
+
+P = TypeVar("P", Point, VisionPoint)
 
 
 def measurement_points(max_length: int, degrees: Sequence[int], *, crosses_nodes: bool = False) -> list[Point]:

@@ -8,86 +8,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic
 
 import numpy as np
 
-from fcp_cli.cost.fitting import Sample
+from fcp_cli.cost.fitting import LEAST_SAMPLES, Sample
 from fcp_cli.errors import ProfileError
 from fcp_cli.kinds import another_kind
+from fcp_cli.profiling.measurement import Measurement, Subject, model_figures
+from fcp_cli.profiling.points import P, Point
+from fcp_cli.validation import validated
 
-FORMAT = "fcp-samples/1"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
-    """A pack to be measured at a degree; a held-out one is never fitted, only compared."""
-
-    lengths: tuple[int, ...]
-    degree: int
-    held_out: bool = False
-    crosses_nodes: bool = False
-
-    @property
-    def key(self) -> str:
-        """Names the point in the samples file."""
-        return f"{self.degree}{'x' if self.crosses_nodes else ''}:{'+'.join(map(str, self.lengths))}"
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
-
-    @property
-    def work(self) -> float:
-        """In no unit: grows with the time that a layer takes."""
-        return (sum(length * length for length in self.lengths) + 2048 * self.tokens) / self.degree
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VisionPoint:
-    """A call of the vision encoder to be measured: square parts of so many patches along a side.
-
-    `trained` runs a backward, too; a frozen encoder has none.
-    """
-
-    sides: tuple[int, ...]
-    trained: bool
-    held_out: bool = False
-
-    @property
-    def key(self) -> str:
-        """Names the point in the samples file."""
-        parts = (f"{side}x{len(list(alike))}" for side, alike in groupby(self.sides))
-        return f"vision {'trained' if self.trained else 'frozen'}:{'+'.join(parts)}"
-
-    @property
-    def part_patches(self) -> tuple[int, ...]:
-        return tuple(side * side for side in self.sides)
-
-    @property
-    def patches(self) -> int:
-        return sum(self.part_patches)
-
-    @property
-    def work(self) -> float:
-        """In no unit: grows with the time that a layer takes."""
-        forward = sum(patches * patches for patches in self.part_patches) + 2048 * self.patches
-        return float((3 if self.trained else 1) * forward)
-
-
-P = TypeVar("P", Point, VisionPoint)
+FORMAT: Final = "fcp-samples/1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredPoint(Generic[P]):
-    """All observations of a point: its seconds are what `SamplesFile.summary` makes of them."""
+    """All observations of a point; `SamplesFile.summary` makes its seconds of them."""
 
     point: P
     seconds: float
-    spread: float  # (median - lowest decile) / lowest decile
     repeats: int
 
     def sample(self: MeasuredPoint[Point], *, silent: bool = False) -> Sample:
@@ -102,9 +44,10 @@ class MeasuredPoint(Generic[P]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplesFile:
-    """A samples file as read: the header and the lines by kind."""
+    """A samples file as read: what was measured, the model's figures at that time, and the lines by kind."""
 
-    header: Mapping[str, Any]
+    subject: Subject
+    figures: Mapping[str, Any]
     lines: Sequence[Mapping[str, Any]]
 
     def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
@@ -120,20 +63,71 @@ class SamplesFile:
         """Whether the ranks shared CPU cores while they were measured."""
         return any(line.get("shares_cores") for line in self.of_kind("environment"))
 
+    @property
+    def num_fitted(self) -> int:
+        """How many of the points that a fit may use were observed."""
+        seen = {line["point"] for line in self.of_kind("observation")}
+        return sum(point.key in seen and not point.held_out for point in self.subject.points())
+
     def summary(self, seconds: Sequence[float]) -> float:
-        """One figure for repeated observations: their lowest decile, since other load only ever adds.
+        """Return one figure for repeated observations: their lowest decile, since other load only ever adds.
 
         Where the ranks are each other's load they take turns, and the median is what a job sees.
         """
         return float(np.quantile(np.asarray(seconds), 0.5 if self.shares_cores else 0.1))
 
     def seconds_by_point(self, layers: int) -> dict[str, list[float]]:
-        """Observed seconds of each point with so many layers."""
+        """Return the observed seconds of each point with so many layers."""
         found: dict[str, list[float]] = {}
         for line in self.of_kind("observation"):
             if line["layers"] == layers:
                 found.setdefault(line["point"], []).extend(line["seconds"])
         return found
+
+
+def prepare_samples(measurement: Measurement, *, fresh: bool) -> bool:
+    """Begin a samples file, or find one to resume; true if it is resumed. One with enough points begins again.
+
+    Raises:
+        ProfileError: the file holds samples of something else.
+        UsageError: `max_length` leaves too few lengths.
+    """
+    measurement.points()  # refuses a `max_length` before anything is written
+    path = measurement.samples
+    if path.exists() and not fresh:
+        samples = read_samples(path)
+        if not samples.finished or samples.num_fitted < LEAST_SAMPLES:
+            _require_same(measurement, samples)
+            append_line(path, {"kind": "resumed"})
+            return True
+    try:
+        begin_samples(measurement)
+    except OSError as error:
+        raise ProfileError(f"cannot write the samples {path}: {error.strerror or error}") from error
+    return False
+
+
+def begin_samples(measurement: Measurement) -> None:
+    """Write the first line of a samples file."""
+    subject = measurement.subject()
+    header = {"format": FORMAT, **asdict(subject), "figures": model_figures(subject.model), "emulate": subject.emulate}
+    measurement.samples.write_text(json.dumps(header) + "\n", encoding="utf-8")
+
+
+def _require_same(measurement: Measurement, samples: SamplesFile) -> None:
+    wanted = {**asdict(measurement.subject()), "figures": model_figures(measurement.model)}
+    found = {**asdict(samples.subject), "figures": samples.figures}
+    for key in sorted(wanted):
+        if wanted[key] != found[key]:
+            raise ProfileError(
+                f"{measurement.samples} holds an unfinished measurement with another {key} ({_short(found[key])}, not "
+                f"{_short(wanted[key])}); finish that one, or begin again with --fresh"
+            )
+
+
+def _short(value: Any) -> str:
+    text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def read_samples(path: Path) -> SamplesFile:
@@ -148,11 +142,14 @@ def read_samples(path: Path) -> SamplesFile:
         rows = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ProfileError(f"cannot read the samples {path}: {getattr(error, 'strerror', None) or error}") from error
-    parsed = [_parse(row) for row in rows]
-    header = parsed[0] if parsed else None
-    if header is None or header.get("format") != FORMAT:
+    header, *lines = [_parse(row) for row in rows] or [None]
+    if header is None or header.pop("format", None) != FORMAT:
         raise ProfileError(f"{path} holds no samples of 'fcp profile' ({FORMAT}); give another --samples, or remove it")
-    return SamplesFile(header=header, lines=[line for line in parsed[1:] if line is not None])
+    figures = header.pop("figures", {})
+    header.pop("emulate", None)  # follows from the ranks
+    remedy = "give another --samples, or begin again with --fresh"
+    subject = validated(header, Subject, where=f"{path}, first line", error=ProfileError, remedy=remedy)
+    return SamplesFile(subject=subject, figures=figures, lines=[line for line in lines if line is not None])
 
 
 def _parse(row: str) -> dict[str, Any] | None:
@@ -172,7 +169,7 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
 def measured_points(
     samples: SamplesFile, points: Iterable[P], *, layers: Sequence[int], model_layers: int
 ) -> list[MeasuredPoint[P]]:
-    """The points that were observed, for the whole model.
+    """Return the points that were observed, for the whole model.
 
     With two layer counts a < b the model's remaining layers are added at the difference's slope:
     t = t_a + (model_layers - a) (t_b - t_a) / (b - a).
@@ -186,12 +183,6 @@ def measured_points(
     return found
 
 
-def spread(seconds: Sequence[float]) -> float:
-    """(median - lowest decile) / lowest decile: how far the observations lie apart."""
-    low, middle = np.quantile(np.asarray(seconds), [0.1, 0.5])
-    return float((middle - low) / low)
-
-
 def _measured(
     samples: SamplesFile, point: P, seconds: Sequence[Sequence[float]], layers: Sequence[int], model_layers: int
 ) -> MeasuredPoint[P]:
@@ -202,6 +193,5 @@ def _measured(
     return MeasuredPoint(
         point=point,
         seconds=total,
-        spread=max(spread(values) for values in seconds),
         repeats=min(len(values) for values in seconds),
     )

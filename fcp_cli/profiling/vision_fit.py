@@ -1,4 +1,4 @@
-"""From the samples of a vision encoder to its coefficients, trained and frozen, with their errors."""
+"""Fits the coefficients of a vision encoder, trained and frozen, to its samples."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from fcp_cli.cost.fitting import LEAST_SAMPLES, mean_absolute_percentage
 from fcp_cli.cost.profile import Coefficients, CostProfile
 from fcp_cli.cost.vision_fitting import VisionCosts, VisionSample, fit_vision
 from fcp_cli.models.model import ModelSpec
-from fcp_cli.profiling.measure import vision_points_of
-from fcp_cli.profiling.samples import MeasuredPoint, SamplesFile, VisionPoint, measured_points
+from fcp_cli.profiling.points import VisionPoint
+from fcp_cli.profiling.samples import MeasuredPoint, SamplesFile, measured_points
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionFit:
-    """One pass, trained or frozen.
+    """The fit of one kind of call: trained (forward and backward) or frozen (forward alone).
 
     Attributes:
-        points: that were observed, fitted and held out.
-        predicted_seconds: of each.
+        costs: the fitted coefficients.
+        points: the observed calls, fitted and held out.
+        predicted_seconds: what `costs` gives for each of them.
     """
 
     costs: VisionCosts
@@ -30,7 +31,7 @@ class VisionFit:
     predicted_seconds: tuple[float, ...]
 
     def error_percent(self, *, held_out: bool) -> float | None:
-        """Mean absolute error; None where no such point was observed."""
+        """Return the mean absolute error in per cent; None where no such point was observed."""
         errors = [
             predicted / measured.seconds - 1.0
             for measured, predicted in zip(self.points, self.predicted_seconds, strict=True)
@@ -39,7 +40,7 @@ class VisionFit:
         return mean_absolute_percentage(errors) if errors else None
 
     def record(self) -> dict[str, Any]:
-        """For the measurement block of a cost profile."""
+        """Return the block that a cost profile's measurement keeps."""
         return {
             "call_seconds": self.costs.call_seconds,
             "seconds_per_patch": self.costs.seconds_per_patch,
@@ -63,15 +64,15 @@ class VisionFit:
 
 
 def fit_vision_samples(samples: SamplesFile, spec: ModelSpec) -> Mapping[str, VisionFit]:
-    """By pass, `trained` or `frozen`: those of which enough points were observed; empty without an encoder."""
+    """Fit `trained` and `frozen` calls, each if enough of them were observed; none without an encoder."""
     if spec.vision is None:
         return {}
     found: dict[str, VisionFit] = {}
     for name, trained in (("trained", True), ("frozen", False)):
         measured = measured_points(
             samples,
-            [point for point in vision_points_of(samples.header) if point.trained is trained],
-            layers=samples.header.get("vision_layers", ()),
+            [point for point in samples.subject.vision_points() if point.trained is trained],
+            layers=samples.subject.vision_layers,
             model_layers=spec.vision.depth,
         )
         fitted = [_sample(one) for one in measured if not one.point.held_out]
@@ -83,7 +84,7 @@ def fit_vision_samples(samples: SamplesFile, spec: ModelSpec) -> Mapping[str, Vi
 
 
 def with_vision(profile: CostProfile, costs: VisionCosts) -> CostProfile:
-    """The profile with these costs of its encoder; what every call costs is part of every micro-batch."""
+    """Return the profile with these costs of its encoder; every micro-batch makes one call and pays its fixed part."""
 
     def changed(coefficients: Coefficients) -> Coefficients:
         return replace(
@@ -100,16 +101,21 @@ def with_vision(profile: CostProfile, costs: VisionCosts) -> CostProfile:
 
 
 def measured_bytes_per_patch(samples: SamplesFile) -> float | None:
-    """Of a trained encoder, from peaks of growing calls; None where they were not read, or tell nothing."""
-    peaks = sorted((int(line["patches"]), float(line["peak_bytes"])) for line in samples.of_kind("vision_memory"))
+    """Return a trained encoder's bytes per patch, from peaks of growing calls; None where they do not show it."""
+    return slope_of_peaks([(line["patches"], line["peak_bytes"]) for line in samples.of_kind("vision_memory")])
+
+
+def slope_of_peaks(readings: Sequence[tuple[float, float]]) -> float | None:
+    """Return bytes per unit of (units, peak bytes), by a straight line; None of fewer than two or of falling peaks."""
+    peaks = sorted(readings)
     if len(peaks) < 2 or peaks[-1][1] <= peaks[0][1]:
         return None
-    patches, peak_bytes = np.array(peaks).T
-    return float(np.polyfit(patches, peak_bytes, 1)[0])
+    units, peak_bytes = np.array(peaks, dtype=np.float64).T
+    return float(np.polyfit(units, peak_bytes, 1)[0])
 
 
 def memory_readings(samples: SamplesFile, bytes_per_patch: float) -> Sequence[Mapping[str, Any]]:
-    """Peak bytes of calls of the encoder against so many bytes per patch."""
+    """Compare peak bytes of calls of the encoder with so many bytes per patch."""
     return [
         {
             "patches": line["patches"],

@@ -12,7 +12,7 @@ from torch import nn
 
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.models.transformers_config import whole_config
-from fcp_cli.profiling.samples import VisionPoint
+from fcp_cli.profiling.points import VisionPoint
 from fcp_cli.profiling.workload import autocast_for
 from fcp_cli.vision.families import FAMILIES
 from fcp_cli.vision.parts import VisualPart

@@ -1,4 +1,4 @@
-"""Measures on the ranks of a job: `torchrun ... -m fcp_cli.profiling.worker REQUEST.json`, which `fcp profile` runs.
+"""Measures on the ranks of a job: `torchrun ... -m fcp_cli.profiling.worker REQUEST.json`, which `fcp profile` starts.
 
 Rank 0 decides what comes next and appends every observation to the samples file at once; the other ranks follow.
 """
@@ -32,9 +32,10 @@ from fcp_cli.profiling.device import (
     device_name,
     ranks_on_this_host,
 )
-from fcp_cli.profiling.points import LEAST_SIDE, points_that_fit, vision_points_that_fit
-from fcp_cli.profiling.request import Request, Schedule, Task, read_request
-from fcp_cli.profiling.samples import P, Point, VisionPoint, append_line, read_samples
+from fcp_cli.profiling.measurement import Measurement, read_measurement
+from fcp_cli.profiling.points import LEAST_SIDE, P, Point, VisionPoint, points_that_fit, vision_points_that_fit
+from fcp_cli.profiling.samples import append_line, read_samples
+from fcp_cli.profiling.schedule import Schedule, Task
 from fcp_cli.profiling.vision_workload import VisionWorkload, build_encoder
 from fcp_cli.profiling.workload import SilentTransport, Workload, build_model, groups_of
 from fcp_cli.runtime.gradients import PlainSync
@@ -44,27 +45,27 @@ from fcp_cli.runtime.world import ProcessWorld, join_process_group, local_device
 _TRANSFER_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
 _TRANSFER_REPEATS = 12
 _STEP_REPEATS = 5
-_VISION_BUDGET_SHARE = 0.4  # of the observations of a vision model
+_VISION_BUDGET_SHARE = 0.4  # of the time for the observations of a vision model
 
 
 def main(argv: list[str]) -> None:
     """Run one request; called by torchrun on every rank."""
-    request = read_request(Path(argv[0]))
+    request = read_measurement(Path(argv[0]))
     device = torch.device("cpu") if request.device == "cpu" else local_device()
     if device.type == "cpu":
         torch.set_num_threads(1)  # one core per rank, as the bundled trainer runs
     owns = join_process_group(device)
     try:
-        Measurement(request, device).run()
+        Measurer(request, device).run()
     finally:
         if owns:
             dist.destroy_process_group()
 
 
-class Measurement:
+class Measurer:
     """One rank's part in a measurement."""
 
-    def __init__(self, request: Request, device: torch.device) -> None:
+    def __init__(self, request: Measurement, device: torch.device) -> None:
         self.request = request
         self.device = device
         self.world = ProcessWorld()
@@ -77,24 +78,21 @@ class Measurement:
         self.workload = Workload(
             build_model(self.spec, max(request.layers), device), device, request.dtype, self.transport
         )
-        self.points = points_that_fit(
-            request.points,
-            replace(self.spec, num_layers=max(request.layers)),
-            PRECISIONS[precision_name(request.dtype)],
-            device_bytes=device_memory_bytes(device, ranks_on_host=self.ranks_per_node),
-        )
+        self.device_bytes = device_memory_bytes(device, ranks_on_host=self.ranks_per_node)
+        precision = PRECISIONS[precision_name(request.dtype)]
+        measured = replace(self.spec, num_layers=max(request.layers))
+        asked, asked_calls = request.points(), request.vision_points()
+        self.points = points_that_fit(asked, measured, precision, device_bytes=self.device_bytes)
         self.schedule = Schedule(self.points, request.layers)
+        calls = vision_points_that_fit(asked_calls, self.spec, precision, device_bytes=self.device_bytes)
+        self.vision_schedule = Schedule(calls, request.vision_layers)
         self.vision: VisionWorkload | None = None
-        self.vision_schedule: Schedule[VisionPoint] = Schedule((), ())
-        if request.vision_points:
-            self._prepare_vision()
-
-    def _prepare_vision(self) -> None:
-        blocks, precision = max(self.request.vision_layers), PRECISIONS[precision_name(self.request.dtype)]
-        self.vision = VisionWorkload(build_encoder(self.spec, blocks, self.device), self.device, self.request.dtype)
-        device_bytes = device_memory_bytes(self.device, ranks_on_host=self.ranks_per_node)
-        points = vision_points_that_fit(self.request.vision_points, self.spec, precision, device_bytes=device_bytes)
-        self.vision_schedule = Schedule(points, self.request.vision_layers)
+        if asked_calls:
+            encoder = build_encoder(self.spec, max(request.vision_layers), device)
+            self.vision = VisionWorkload(encoder, device, request.dtype)
+        kept = {*(point.key for point in self.points), *(call.key for call in calls)}
+        keys = [*(point.key for point in asked), *(call.key for call in asked_calls)]
+        self.left_out = [key for key in keys if key not in kept]
 
     @property
     def is_first(self) -> bool:
@@ -103,13 +101,8 @@ class Measurement:
     def run(self) -> None:
         self._resume()
         self._write(kind="environment", **self._environment())
-        asked = [*(point.key for point in self.request.points), *(point.key for point in self.request.vision_points)]
-        kept = {task.point.key for task in self.schedule.tasks} | {
-            task.point.key for task in self.vision_schedule.tasks
-        }
-        left_out = [key for key in asked if key not in kept]
-        if left_out:
-            self._write(kind="left_out", points=left_out, reason="more memory than a rank has")
+        if self.left_out:
+            self._write(kind="left_out", points=self.left_out, reason="more memory than a rank has")
         if self.world.size > 1 and not self.request.emulate:
             self._transfers()
         self._warm_up()
@@ -148,7 +141,7 @@ class Measurement:
             "ranks_per_node": self.ranks_per_node,
             "cores": usable_cores(),
             "shares_cores": self.shares_cores,
-            "device_memory_bytes": device_memory_bytes(self.device, ranks_on_host=self.ranks_per_node),
+            "device_memory_bytes": self.device_bytes,
             "clocks": clocks(self.device),
             "dtype": self.request.dtype,
             "threads_per_rank": torch.get_num_threads() if self.device.type == "cpu" else None,
@@ -159,7 +152,7 @@ class Measurement:
         }
 
     def _transfers(self) -> None:
-        """Every rank sends to one neighbour and receives from another, as in a ring: within nodes, then across."""
+        """Time messages: every rank sends to one neighbour and receives from another, within nodes, then across."""
         tiers = {"intra_node": 1}
         if self.world.size > self.ranks_per_node:
             tiers["inter_node"] = self.ranks_per_node
@@ -180,14 +173,14 @@ class Measurement:
         return min(self._gather(self.stopwatch.measure(work)))
 
     def _gather(self, seconds: float) -> list[float]:
-        """Every rank's seconds."""
+        """Return every rank's seconds."""
         mine = torch.tensor([seconds], dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(self.world.size)]
         dist.all_gather(everyone, mine)
         return [float(value) for value in everyone]
 
     def _warm_up(self) -> None:
-        """The first call of every kernel and degree pays for what later ones do not."""
+        """Run each degree once or twice: the first call of a kernel compiles and allocates, later ones do not."""
         for degree in {point.degree for point in self.points}:
             cheapest = next(point for point in self.points if point.degree == degree)
             for _ in range(2):
@@ -206,17 +199,15 @@ class Measurement:
             self._write(kind="observation", point=task.point.key, layers=task.layers, seconds=seconds)
 
     def _agree_on_next(self, schedule: Schedule[P], deadline: float) -> int | None:
-        if os.getppid() != self.launcher:  # torchrun was killed: nobody would ever end this process
+        # A torchrun that was killed leaves its ranks running, and no one else would ever end them.
+        if os.getppid() != self.launcher:
             raise SystemExit("the launcher is gone")
-        choice = torch.tensor([-1], dtype=torch.int64)
-        if self.is_first:
-            position = schedule.next(deadline - time.monotonic())
-            choice[0] = -1 if position is None else position
-        self.world.broadcast(choice)
-        return None if int(choice) < 0 else int(choice)
+        position = schedule.next(deadline - time.monotonic()) if self.is_first else None
+        chosen = self._of_first(-1 if position is None else position)
+        return None if chosen < 0 else chosen
 
     def _observe(self, task: Task[Point]) -> list[float]:
-        """Seconds of each group that ran the point: of the member that was disturbed least.
+        """Return the seconds of each group that ran the point: those of the member that was disturbed least.
 
         Members end together, so one that another had to wait for shows the work itself, and the others show waiting.
         Where ranks share cores they take turns, and what counts is from the first start to the last end; ranks that are
@@ -242,7 +233,7 @@ class Measurement:
             yield self.stopwatch.measure(work)
 
     def _observe_vision(self, task: Task[VisionPoint]) -> list[float]:
-        """Seconds of every rank, all of which run the same parts: an encoder's ranks do not wait for each other."""
+        """Return the seconds of every rank; all run the same parts, since encoders do not wait for each other."""
         assert self.vision is not None
         self.vision.set_blocks(task.layers)
         work = self.vision.call(task.point)
@@ -251,7 +242,7 @@ class Measurement:
         return [max(everyone)] if self.shares_cores else everyone
 
     def _step(self) -> None:
-        """What a step costs beside its micro-batches: gradients summed over ranks, clipped, and AdamW."""
+        """Time what a step costs beside its micro-batches: gradients summed over ranks, clipped, and AdamW."""
         model = self.workload.model
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
         sync = PlainSync(model, self.world)
@@ -269,26 +260,26 @@ class Measurement:
         self._write(kind="step", layers=max(self.request.layers), seconds=seconds, state_bytes=state_bytes(optimizer))
 
     def _memory(self) -> None:
-        """Peak bytes of growing packs on one rank; the largest is the longest that was observed at degree 1."""
+        """Read peak bytes of growing packs on one rank; the largest is the longest that was observed at degree 1."""
         observed = [
             task.point.lengths[0]
             for task, seconds in zip(self.schedule.tasks, self.schedule.seconds, strict=True)
             if seconds and task.point.degree == 1 and len(task.point.lengths) == 1
         ]
         self.workload.set_layers(max(self.request.layers))
-        longest = self._agree_on_longest(max(observed, default=512))
+        longest = self._of_first(max(observed, default=512))
         for tokens in (longest // 4, longest // 2, longest):
             self._peak(self.workload.microbatch((tokens,), (self.world.rank,), 0), kind="memory", tokens=tokens)
 
     def _vision_memory(self, vision: VisionWorkload) -> None:
-        """Peak bytes of growing numbers of parts of one size, up to the largest call that was observed."""
+        """Read peak bytes of growing numbers of parts of one size, up to the largest call that was observed."""
         observed = [
             task.point.patches
             for task, seconds in zip(self.vision_schedule.tasks, self.vision_schedule.seconds, strict=True)
             if seconds and task.point.trained
         ]
         vision.set_blocks(max(self.request.vision_layers))
-        most = self._agree_on_longest(max(observed, default=8 * LEAST_SIDE**2)) // LEAST_SIDE**2
+        most = self._of_first(max(observed, default=8 * LEAST_SIDE**2)) // LEAST_SIDE**2
         for parts in (most // 4, most // 2, most):
             point = VisionPoint(sides=(LEAST_SIDE,) * parts, trained=True)
             self._peak(vision.call(point), kind="vision_memory", patches=point.patches)
@@ -304,14 +295,15 @@ class Measurement:
         if before is not None and after is not None:
             self._write(**line, peak_bytes=after - before)
 
-    def _agree_on_longest(self, longest: int) -> int:
-        value = torch.tensor([longest], dtype=torch.int64)
-        self.world.broadcast(value)
-        return int(value)
+    def _of_first(self, value: int) -> int:
+        """Return rank 0's value on every rank."""
+        shared = torch.tensor([value], dtype=torch.int64)
+        self.world.broadcast(shared)
+        return int(shared)
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Weights, gradients and optimizer state, counted tensor by tensor."""
+    """Return the bytes of weights, gradients and optimizer state, counted tensor by tensor."""
     total = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -322,7 +314,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _release_freed_memory() -> None:
-    """Give what was freed back to the system, so that the resident size tells what is in use."""
+    """Give freed memory back to the system, so that the resident size is what is in use."""
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.models.transformers_config import text_config
-from fcp_cli.profiling.samples import Point
+from fcp_cli.profiling.points import Point
 from fcp_cli.runtime.integrations.transformers import prepare
 from fcp_cli.runtime.layout import shard_layout
 from fcp_cli.runtime.loss import token_loss_sum

@@ -15,7 +15,7 @@ from fcp_cli import app
 from fcp_cli.console import verbosity
 from fcp_cli.cost.profile import load_cost_profile
 from fcp_cli.machine.processes import descendants, environment_of, send
-from fcp_cli.profiling.measure import default_degrees
+from fcp_cli.profiling.measurement import default_degrees, read_measurement
 from fcp_cli.profiling.points import measurement_points
 from fcp_cli.profiling.refit import HOLD_OUT_EVERY
 from fcp_cli.profiling.samples import read_samples
@@ -192,8 +192,8 @@ def test_several_nodes_get_a_command_to_run_on_each(tmp_path: Path, fcp: Fcp) ->
     done = fcp("profile", "--model", "qwen3-8b", "--nodes", "2", "--devices-per-node", "8", "--device", "cuda")
     assert "--nproc-per-node=8 --nnodes=2" in done.out
     assert '--node-rank="$NODE_RANK"' in done.out
-    request = json.loads((tmp_path / "profile.request.json").read_text())
-    assert {point["degree"] for point in request["points"] if point["crosses_nodes"]} == {2, 3, 4, 6, 8}
+    points = read_measurement(tmp_path / "profile.request.json").points()
+    assert {point.degree for point in points if point.crosses_nodes} == {2, 3, 4, 6, 8}
 
 
 @pytest.mark.processes

@@ -23,8 +23,7 @@ from fcp_cli.models.model import VisionSpec, load_model
 from fcp_cli.models.shipped import shipped_profile
 from fcp_cli.models.transformers_config import text_config, whole_config
 from fcp_cli.profiling.analytic import analytic_profile, forward_operations, ring_bytes_per_token
-from fcp_cli.profiling.points import points_that_fit
-from fcp_cli.profiling.samples import Point
+from fcp_cli.profiling.points import Point, points_that_fit
 
 
 def _profile(model: str = "qwen3-8b", **parallelism: Any) -> CostProfile:

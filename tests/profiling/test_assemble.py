@@ -12,7 +12,7 @@ from fcp_cli.cost.fitting import Sample, predicted_seconds
 from fcp_cli.cost.profile import EXPOSED_RING, HIDDEN_RING, Bandwidth, Coefficients, CostProfile, parse_cost_profile
 from fcp_cli.errors import ProfileError
 from fcp_cli.profiling.assemble import profile_from_samples
-from fcp_cli.profiling.measure import MeasureSettings, points_of
+from fcp_cli.profiling.measurement import Measurement, model_figures
 from fcp_cli.profiling.samples import SamplesFile
 from fcp_cli.report.profiles import reading
 
@@ -32,7 +32,7 @@ TRUTH = CostProfile(
 ENVIRONMENT = {"kind": "environment", "at": "now", "device": "cpu", "ranks_per_node": 4, "device_memory_bytes": 8e9}
 
 
-SETTINGS = MeasureSettings(
+MEASUREMENT = Measurement(
     model="qwen3-tiny",
     cluster="this-machine",
     ranks=4,
@@ -47,20 +47,20 @@ SETTINGS = MeasureSettings(
 
 
 def samples_of(
-    truth: CostProfile, *, settings: MeasureSettings = SETTINGS, observed: int | None = None, **environment: Any
+    truth: CostProfile, *, measurement: Measurement = MEASUREMENT, observed: int | None = None, **environment: Any
 ) -> SamplesFile:
     """What four ranks would have written if every pack took what `truth` says; memory of 40 kB per token."""
-    header = settings.header()
-    points = points_of(header)[:observed]
+    points = measurement.points()[:observed]
     drawn = [_drawn(point.lengths, point.degree) for point in points]
     lines: list[dict[str, Any]] = [{**ENVIRONMENT, **environment}]
     lines += [
-        {"kind": "observation", "point": point.key, "layers": settings.layers[0], "seconds": [seconds] * 3}
+        {"kind": "observation", "point": point.key, "layers": measurement.layers[0], "seconds": [seconds] * 3}
         for point, seconds in zip(points, predicted_seconds(drawn, truth).tolist(), strict=True)
     ]
     lines += [{"kind": "memory", "tokens": tokens, "peak_bytes": 1e6 + 4e4 * tokens} for tokens in (512, 1024, 2048)]
     lines.append({"kind": "step", "layers": 2, "seconds": [0.01], "state_bytes": 7_000_000})
-    return SamplesFile(header=header, lines=lines)
+    figures = model_figures(measurement.model)
+    return SamplesFile(subject=measurement.subject(), figures=figures, lines=lines)
 
 
 def _drawn(lengths: tuple[int, ...], degree: int) -> Sample:

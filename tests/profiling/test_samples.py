@@ -1,23 +1,42 @@
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fcp_cli.errors import ProfileError, UsageError
-from fcp_cli.profiling.points import measurement_points
-from fcp_cli.profiling.request import Request, Schedule, read_request
-from fcp_cli.profiling.samples import Point, append_line, measured_points, read_samples
+from fcp_cli.profiling.measurement import Measurement, read_measurement
+from fcp_cli.profiling.points import Point, measurement_points
+from fcp_cli.profiling.samples import append_line, begin_samples, measured_points, read_samples
+from fcp_cli.profiling.schedule import Schedule
 
 POINT = Point(lengths=(512, 64), degree=2)
 
 
 def _file(tmp_path: Path, *lines: dict[str, Any]) -> Path:
-    path = tmp_path / "samples.jsonl"
-    for line in ({"format": "fcp-samples/1"}, *lines):
-        append_line(path, line)
-    return path
+    measurement = _measurement(tmp_path)
+    begin_samples(measurement)
+    for line in lines:
+        append_line(measurement.samples, line)
+    return measurement.samples
+
+
+def _measurement(tmp_path: Path) -> Measurement:
+    return Measurement(
+        model="qwen3-tiny",
+        cluster="this-machine",
+        ranks=2,
+        degrees=(1, 2),
+        max_length=1024,
+        device="cpu",
+        dtype="float32",
+        layers=(1, 2),
+        budget_seconds=3.0,
+        samples=tmp_path / "samples.jsonl",
+    )
 
 
 def _observation(point: Point, layers: int, *seconds: float) -> dict[str, Any]:
@@ -129,12 +148,22 @@ def test_a_resumed_schedule_goes_on_with_what_is_missing() -> None:
 
 
 def test_a_request_survives_its_file(tmp_path: Path) -> None:
-    request = Request(
-        model="qwen3-tiny",
-        layers=(1, 2),
-        points=(POINT, Point(lengths=(64,), degree=1, held_out=True)),
-        samples=tmp_path / "samples.jsonl",
-        budget_seconds=3.0,
-    )
+    request = _measurement(tmp_path)
     request.write(tmp_path / "request.json")
-    assert read_request(tmp_path / "request.json") == request
+    assert read_measurement(tmp_path / "request.json") == request
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ({"degrees": [1, 0]}, "samples.jsonl, first line: degrees[1] is 0; it must be a whole number of at least 1"),
+        ({"rank": 2}, "samples.jsonl, first line: unknown key rank; did you mean ranks?"),
+        ({"layers": None}, "samples.jsonl, first line: layers is None; it must be a list"),
+        ({"format": "fcp-samples/9"}, "holds no samples of 'fcp profile' (fcp-samples/1); give another --samples"),
+    ],
+)
+def test_a_damaged_first_line_is_named(tmp_path: Path, header: dict[str, Any], message: str) -> None:
+    path = _file(tmp_path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **header}) + "\n")
+    with pytest.raises(ProfileError, match=re.escape(message)):
+        read_samples(path)

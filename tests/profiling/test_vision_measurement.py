@@ -14,14 +14,14 @@ from fcp_cli.errors import UsageError
 from fcp_cli.models.memory import PRECISIONS
 from fcp_cli.models.model import load_model
 from fcp_cli.profiling.assemble import profile_from_samples
-from fcp_cli.profiling.measure import default_vision_layers, vision_points_of, worker_request
-from fcp_cli.profiling.points import vision_points, vision_points_that_fit
-from fcp_cli.profiling.request import Request, Schedule, read_request
-from fcp_cli.profiling.samples import Point, SamplesFile, VisionPoint, append_line, read_samples
+from fcp_cli.profiling.measurement import default_vision_layers, read_measurement
+from fcp_cli.profiling.points import VisionPoint, vision_points, vision_points_that_fit
+from fcp_cli.profiling.samples import SamplesFile, begin_samples, read_samples
+from fcp_cli.profiling.schedule import Schedule
 from fcp_cli.report.profiles import reading
 from tests.profiling import test_assemble
 
-SETTINGS = replace(test_assemble.SETTINGS, model="qwen3-vl-tiny", layers=(3,), vision_layers=(3,))
+MEASUREMENT = replace(test_assemble.MEASUREMENT, model="qwen3-vl-tiny", layers=(3,), vision_layers=(3,))
 TRAINED = VisionCosts(call_seconds=3e-3, seconds_per_patch=9e-6, seconds_per_patch2=8e-9)
 FROZEN = VisionCosts(call_seconds=1e-3, seconds_per_patch=3e-6, seconds_per_patch2=2e-9)
 
@@ -57,10 +57,11 @@ def test_a_resumed_measurement_goes_on_with_the_calls_that_are_missing() -> None
 
 
 def test_a_request_with_calls_of_an_encoder_survives_its_file(tmp_path: Path) -> None:
-    request = worker_request(SETTINGS)
-    assert request.vision_points == tuple(vision_points_of(SETTINGS.header())) != ()
+    request = replace(MEASUREMENT, samples=tmp_path / "samples.jsonl")
     request.write(tmp_path / "request.json")
-    assert read_request(tmp_path / "request.json") == request
+    found = read_measurement(tmp_path / "request.json")
+    assert found == request
+    assert found.vision_points() == vision_points(found.max_length, mixed=True)
 
 
 @pytest.mark.parametrize(
@@ -89,14 +90,14 @@ def test_calls_beyond_a_rank_s_memory_are_left_out() -> None:
 def samples(*, observed: int | None = None) -> SamplesFile:
     """What ranks would have written if the encoder took what `TRAINED` and `FROZEN` say, 20 kB for a patch."""
     truth = test_assemble.TRUTH
-    text = test_assemble.samples_of(truth, settings=SETTINGS)
+    text = test_assemble.samples_of(truth, measurement=MEASUREMENT)
     lines = list(text.lines)
-    for point in vision_points_of(SETTINGS.header())[:observed]:
+    for point in MEASUREMENT.vision_points()[:observed]:
         call = VisionSample(part_patches=point.part_patches, seconds=1.0)
         (seconds,) = (TRAINED if point.trained else FROZEN).predicted_seconds([call]).tolist()
         lines.append({"kind": "observation", "point": point.key, "layers": 3, "seconds": [seconds] * 3})
     lines += [{"kind": "vision_memory", "patches": n, "peak_bytes": 1e5 + 2e4 * n} for n in (512, 1024, 2048)]
-    return SamplesFile(header=text.header, lines=lines)
+    return replace(text, lines=lines)
 
 
 def vision_coefficients(profile: CostProfile) -> VisionCosts:
@@ -179,14 +180,13 @@ def test_a_worker_times_the_encoder_and_its_memory(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Schedule, "MOST_REPEATS", 1)
     monkeypatch.setattr(Schedule, "LEAST_REPEATS", 1)
     path = tmp_path / "samples.jsonl"
-    settings = replace(SETTINGS, ranks=1, degrees=(1,), max_length=512, samples=path)
-    append_line(path, settings.header())
-    request: Request = replace(worker_request(settings), points=(Point(lengths=(64,), degree=1),), budget_seconds=100.0)
+    request = replace(MEASUREMENT, ranks=1, degrees=(1,), max_length=512, samples=path, budget_seconds=250.0)
+    begin_samples(request)
     request.write(tmp_path / "request.json")
     worker.main([str(tmp_path / "request.json")])
     found = read_samples(path)
     assert found.finished
     observed = found.seconds_by_point(3)
-    assert {point.key for point in request.vision_points} <= set(observed)
+    assert {point.key for point in request.vision_points()} <= set(observed)
     assert min(seconds for key in observed for seconds in observed[key]) > 0
     assert [line["patches"] for line in found.of_kind("vision_memory")] == [128, 256, 512]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fcp_cli.profiling.samples import Point
+from fcp_cli.profiling.points import Point
 
 torch: Any = pytest.importorskip("torch")
 pytest.importorskip("transformers")

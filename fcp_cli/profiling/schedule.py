@@ -1,64 +1,12 @@
-"""What the controller asks of the worker: one JSON file that every rank reads."""
+"""The order in which a measurement observes its points, so that a budget of time is spent where it counts most."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Generic
+from dataclasses import dataclass
+from typing import Generic
 
-from fcp_cli.profiling.samples import P, Point, VisionPoint
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """One measurement.
-
-    Attributes:
-        model: name or path, as `load_model` takes it.
-        layers: layer counts to measure with: the whole model's, or two smaller ones to extrapolate from.
-        points: what to measure.
-        samples: file to append to; only rank 0 writes it.
-        budget_seconds: no observation begins later than that after the first.
-        device: `auto`, `cpu`, `cuda` or `npu`.
-        dtype: `float32`, or `bfloat16` for fp32 weights under autocast, as the bundled trainer runs.
-        emulate: one rank stands for a member of every ring; its peers are silent.
-        vision_points: calls of the vision encoder to measure; none where the model has none.
-        vision_layers: block counts of it, as `layers`.
-    """
-
-    model: str
-    layers: tuple[int, ...]
-    points: tuple[Point, ...]
-    samples: Path
-    budget_seconds: float
-    device: str = "auto"
-    dtype: str = "float32"
-    emulate: bool = False
-    vision_points: tuple[VisionPoint, ...] = ()
-    vision_layers: tuple[int, ...] = ()
-
-    def write(self, path: Path) -> None:
-        document: dict[str, Any] = {**asdict(self), "samples": str(self.samples)}
-        path.write_text(json.dumps(document), encoding="utf-8")
-
-
-def read_request(path: Path) -> Request:
-    """Read what `Request.write` wrote."""
-    document: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    points = tuple(Point(**{**point, "lengths": tuple(point["lengths"])}) for point in document["points"])
-    vision = tuple(VisionPoint(**{**point, "sides": tuple(point["sides"])}) for point in document["vision_points"])
-    return Request(
-        **{
-            **document,
-            "points": points,
-            "layers": tuple(document["layers"]),
-            "vision_points": vision,
-            "vision_layers": tuple(document["vision_layers"]),
-            "samples": Path(document["samples"]),
-        }
-    )
+from fcp_cli.profiling.points import P
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

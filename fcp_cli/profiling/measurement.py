@@ -1,0 +1,141 @@
+"""What is measured on what: the value that `fcp profile` chooses, its worker obeys, and a samples file begins with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from fcp_cli.errors import ProfileError
+from fcp_cli.files import read_json
+from fcp_cli.models.model import ModelSpec, load_model
+from fcp_cli.profiling.points import Point, VisionPoint, measurement_points, vision_points
+from fcp_cli.validation import Count, NonEmptyText, validated
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """What is measured on what; a run may only add to samples of the same subject.
+
+    Attributes:
+        model: name or path, as `load_model` takes it.
+        cluster: name that the profile gives; its figures stand in for what cannot be measured here.
+        ranks: processes on all nodes, one per device or core; 1 emulates degrees above 1.
+        nodes: machines; with several, rings across nodes are measured too.
+        degrees: to measure.
+        max_length: tokens of the longest sequence and pack.
+        device: `cpu`, `cuda` or `npu`; with several nodes, where this machine says nothing, also `auto`.
+        dtype: `float32`, or `bfloat16` for fp32 weights under autocast, as the bundled trainer runs.
+        layers: layer counts to measure with: the whole model's, or two smaller ones to extrapolate from.
+        vision_layers: block counts of the vision encoder, as `layers`; none where the model has none.
+    """
+
+    model: NonEmptyText
+    cluster: NonEmptyText
+    ranks: Count
+    nodes: Count = 1
+    degrees: tuple[Count, ...]
+    max_length: Count
+    device: NonEmptyText
+    dtype: NonEmptyText
+    layers: tuple[Count, ...]
+    vision_layers: tuple[Count, ...] = ()
+
+    @property
+    def emulate(self) -> bool:
+        """Whether one rank stands for a member of every ring; its peers are silent."""
+        return self.ranks == 1
+
+    def points(self) -> list[Point]:
+        """Return the packs to measure: in rings inside nodes, then across them.
+
+        Raises:
+            UsageError: `max_length` leaves too few lengths to tell the coefficients apart.
+        """
+        if self.nodes == 1:
+            return measurement_points(self.max_length, self.degrees)
+        inside = [degree for degree in self.degrees if degree <= self.ranks // self.nodes]
+        across = [degree for degree in self.degrees if degree > 1]
+        return [
+            *measurement_points(self.max_length, inside),
+            *measurement_points(self.max_length, across, crosses_nodes=True),
+        ]
+
+    def vision_points(self) -> list[VisionPoint]:
+        """Return the calls of the vision encoder to measure; none where the model has none."""
+        vision = load_model(self.model).vision
+        if vision is None or not self.vision_layers:
+            return []
+        # A call runs as many patches as a pack has tokens at most; InternVL's tiles all have one size.
+        return vision_points(self.max_length, mixed=vision.kind == "qwen3_vl")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement(Subject):
+    """A subject to measure now.
+
+    Attributes:
+        budget_seconds: for observations, beside the start of the processes.
+        samples: file that keeps what is measured; only rank 0 writes it.
+    """
+
+    budget_seconds: float
+    samples: Path
+
+    def subject(self) -> Subject:
+        """Return what is measured, without how long and where to."""
+        return Subject(**{f.name: getattr(self, f.name) for f in fields(Subject)})
+
+    def write(self, path: Path) -> None:
+        """Write the request that every rank of the worker reads, whatever folder it runs in."""
+        model = str(Path(self.model).resolve()) if Path(self.model).exists() else self.model
+        document = {**asdict(self), "model": model, "samples": str(self.samples.resolve())}
+        path.write_text(json.dumps(document), encoding="utf-8")
+
+
+def read_measurement(path: Path) -> Measurement:
+    """Read what `Measurement.write` wrote.
+
+    Raises:
+        ProfileError: unreadable, or its subject is damaged.
+    """
+    document = read_json(path, error=ProfileError)
+    budget_seconds, samples = document.pop("budget_seconds"), Path(document.pop("samples"))
+    subject = validated(document, Subject, where=str(path), error=ProfileError)
+    return Measurement(**asdict(subject), budget_seconds=budget_seconds, samples=samples)
+
+
+def model_figures(model: str) -> Mapping[str, Any]:
+    """Return the figures of a model as JSON holds them: samples of other figures are of another model."""
+    spec = asdict(load_model(model))
+    figures: Mapping[str, Any] = json.loads(
+        json.dumps({key: value for key, value in spec.items() if key not in ("sources", "aliases")})
+    )
+    return figures
+
+
+def default_degrees(ranks: int, most: int = 8) -> tuple[int, ...]:
+    """Return the degrees to measure: all up to 4, then 6 and 8; a single rank emulates them."""
+    reach = ranks if ranks > 1 else most
+    return tuple(degree for degree in (1, 2, 3, 4, 6, 8) if degree <= reach)
+
+
+def default_layers(spec: ModelSpec, *, device: str, memory_bytes: float) -> tuple[int, ...]:
+    """Return the whole model's layers where its training state fits half of the memory, else two counts."""
+    if 16 * spec.text_parameters <= memory_bytes / 2:
+        return (spec.num_layers,)
+    return (1, 2) if device == "cpu" else (2, min(6, spec.num_layers))
+
+
+def default_vision_layers(spec: ModelSpec, layers: Sequence[int], *, device: str) -> tuple[int, ...]:
+    """Return all blocks of the encoder where the whole language model is measured, else two counts; none without one.
+
+    The deepstack mergers lie behind the first blocks, so that both counts have all of them.
+    """
+    if spec.vision is None:
+        return ()
+    least = max(1, len(spec.vision.deepstack_layers))
+    most = min(least + (1 if device == "cpu" else 4), spec.vision.depth)
+    return (spec.vision.depth,) if len(layers) == 1 or least == most else (least, most)
