@@ -50,9 +50,7 @@ def profile(options: ProfileOptions) -> None:
     Alone it measures here, within a minute on a CPU; an interrupted measurement continues where it stopped. With
     --analytic it computes the coefficients from the figures of a model and a cluster, and lists what it assumes.
     """
-    from fcp_cli.profiling.assemble import profile_from_samples
     from fcp_cli.profiling.choices import choose_measurement, computed_profile
-    from fcp_cli.profiling.samples import read_samples
 
     output, origins = options.output, Origins()
     if options.model is not None and options.hf_config is not None:
@@ -63,6 +61,9 @@ def profile(options: ProfileOptions) -> None:
     if options.samples is None and str(output) != "-":
         options = replace(options, samples=output.with_suffix(".samples.jsonl"))
     if options.from_samples is not None:
+        from fcp_cli.profiling.assemble import profile_from_samples
+        from fcp_cli.profiling.samples import read_samples
+
         found = profile_from_samples(read_samples(options.from_samples), freeze_vision=options.freeze_vision)
     elif options.analytic:
         found = computed_profile(options, origins)
