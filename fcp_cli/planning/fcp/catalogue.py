@@ -11,10 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from fcp_cli.errors import UsageError
-from fcp_cli.plan.step import Int64Array
 
 _CHOOSING_RANKS = 256  # above, choosing among so many sets would take longer than planning
 # Sets kept in a round, of all; a set is worth its uses times its degree, to these powers. No rule is best everywhere.
@@ -74,15 +71,6 @@ def tree_sets(max_groups: int, *, num_ranks: int, ranks_per_node: int) -> list[r
     wide = [block for block in tree if len(block) >= ranks_per_node]
     narrow = [block for block in tree if len(block) < ranks_per_node]
     return _widest_first([*wide, *_three_quarters(num_ranks, ranks_per_node), *narrow][:max_groups])
-
-
-def flat(sets: list[range], num_ranks: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """The sets back to back (offsets, ranks), and which degrees they have ([num_ranks + 1], 1 or 0)."""
-    first = np.concatenate(([0], np.cumsum([len(block) for block in sets], dtype=np.int64)))
-    ranks = np.concatenate([np.arange(block.start, block.stop) for block in sets]).astype(np.int64)
-    allowed = np.zeros(num_ranks + 1, dtype=np.int64)
-    allowed[[1, *(len(block) for block in sets)]] = 1
-    return first, ranks, allowed
 
 
 def _by_value(sets: list[range], values: Mapping[range, int], tree: list[range]) -> list[range]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,16 +14,16 @@ from fcp_cli.plan.step import FloatArray, Int64Array
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import GlobalBatches
 from fcp_cli.planning.bounds import lower_bound_seconds, simple_bound_seconds
-from fcp_cli.planning.fcp import iteration, microbatch
+from fcp_cli.planning.compiled import iteration, microbatch
+from fcp_cli.planning.compiled.compiling import is_kept
+from fcp_cli.planning.compiled.core import Machine, Sequences
+from fcp_cli.planning.compiled.one_degree import quickest
+from fcp_cli.planning.compiled.sand import CLOSED
 from fcp_cli.planning.fcp.catalogue import Trial, choose_sets
-from fcp_cli.planning.fcp.compiling import kept_in
-from fcp_cli.planning.fcp.core import Machine, Sequences
-from fcp_cli.planning.fcp.machine import by_falling_work, in_batch_order, machine_of
-from fcp_cli.planning.fcp.one_degree import quickest
-from fcp_cli.planning.fcp.sand import CLOSED
 from fcp_cli.planning.interrupts import interrupts_deferred
+from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, machine_of
 from fcp_cli.planning.problem import Assignment, Batch, Problem
-from fcp_cli.planning.published.static import StaticSolver, static_degrees
+from fcp_cli.planning.static import StaticSolver, static_degrees
 
 # Amounts of work, counted so that no result depends on how fast the machine is.
 _TARGETS_PER_WAVE = 24  # candidate targets looked at for each wave
@@ -90,10 +89,8 @@ def _spread(steps: int, most: int, phase: float = 0.0) -> list[int]:
 
 
 def is_compiled(sync: Sync) -> bool:
-    """Whether an earlier run left the search of this sync compiled on disk."""
-    search: Any = iteration.schedule if sync == "iteration" else microbatch.search
-    folder = kept_in(search)
-    return folder is not None and any(Path(folder).glob(f"*.{search.__name__}-*.nbi"))
+    """Return whether an earlier run left the search of this sync compiled on disk."""
+    return is_kept(iteration.schedule if sync == "iteration" else microbatch.search)
 
 
 def group_limit_price(limited: FcpSolver, batches: GlobalBatches) -> float:

@@ -17,7 +17,7 @@ from fcp_cli.planning.assemble import assemble, makespan_seconds
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.fcp.solver import make_solver
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.published.static import static_candidates
+from fcp_cli.planning.static import static_candidates
 
 _PROFILE = """\
 format: fcp-cost-profile/1

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from fcp_cli.plan.step import Int64Array
-from fcp_cli.planning.fcp.compiling import kernel
-from fcp_cli.planning.fcp.core import Machine, Sequences
-from fcp_cli.planning.fcp.rings import Rings, Timeline, make_rings, make_timeline, place_rings
-from fcp_cli.planning.fcp.sand import Sand, balance, fill, make_sand
+from fcp_cli.planning.compiled.compiling import kernel
+from fcp_cli.planning.compiled.core import Machine, Sequences
+from fcp_cli.planning.compiled.rings import Rings, Timeline, make_rings, make_timeline, place_rings
+from fcp_cli.planning.compiled.sand import Sand, balance, fill, make_sand
 
 _MOST_SLOTS = 1 << 26  # of all bins together, 512 MB; more only where the sand itself needs them
 

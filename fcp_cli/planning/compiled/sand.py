@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fcp_cli.plan.step import FloatArray, Int64Array
-from fcp_cli.planning.fcp.compiling import kernel
-from fcp_cli.planning.fcp.core import (
+from fcp_cli.planning.compiled.compiling import kernel
+from fcp_cli.planning.compiled.core import (
     NO_BIN,
     Machine,
     Sequences,
@@ -26,7 +26,7 @@ from fcp_cli.planning.fcp.core import (
     roomiest,
     set_room,
 )
-from fcp_cli.planning.fcp.rings import Rings, Timeline
+from fcp_cli.planning.compiled.rings import Rings, Timeline
 
 CLOSED = -1  # tokens left in a slot that is not in use
 END = -1

@@ -17,9 +17,9 @@ import numpy as np
 from fcp_cli.manifest.table import IntArray
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import GlobalBatches
-from fcp_cli.planning.fcp.core import Sequences
-from fcp_cli.planning.fcp.machine import in_batch_order, machine_of
-from fcp_cli.planning.fcp.one_degree import even_count, even_packs, full_packs, longest_first, share_out
+from fcp_cli.planning.compiled.core import Sequences
+from fcp_cli.planning.compiled.one_degree import even_count, even_packs, full_packs, longest_first, share_out
+from fcp_cli.planning.kernel_inputs import in_batch_order, machine_of
 from fcp_cli.planning.packing import members_by_pack
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 from fcp_cli.planning.work import work_on

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fcp_cli.plan.step import FloatArray, Int64Array
-from fcp_cli.planning.fcp.compiling import kernel
-from fcp_cli.planning.fcp.core import Machine, Sequences, alone_seconds, with_room_for
+from fcp_cli.planning.compiled.compiling import kernel
+from fcp_cli.planning.compiled.core import Machine, Sequences, alone_seconds, with_room_for
 
 
 class Rings(NamedTuple):

@@ -6,8 +6,7 @@ import numpy as np
 
 from fcp_cli.cost.model import Work
 from fcp_cli.plan.step import Int64Array
-from fcp_cli.planning.fcp.catalogue import flat
-from fcp_cli.planning.fcp.core import Machine, Sequences
+from fcp_cli.planning.compiled.core import Machine, Sequences
 from fcp_cli.planning.problem import Problem
 
 
@@ -16,7 +15,7 @@ def machine_of(problem: Problem, rank_sets: list[range] | None = None) -> Machin
     c, bandwidth = problem.profile.coefficients, problem.profile.bandwidth
     sets = np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64), np.ones(problem.num_ranks + 1, dtype=np.int64)
     if rank_sets:
-        sets = flat(rank_sets, problem.num_ranks)
+        sets = _back_to_back(rank_sets, problem.num_ranks)
     return Machine(
         num_ranks=problem.num_ranks,
         per_node=min(problem.ranks_per_node, problem.num_ranks),
@@ -51,3 +50,12 @@ def by_falling_work(work: Work) -> tuple[Int64Array, Sequences]:
         work=total[order],
         tokens=work.tokens[order],
     )
+
+
+def _back_to_back(sets: list[range], num_ranks: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """The sets back to back (offsets, ranks), and which degrees they have ([num_ranks + 1], 1 or 0)."""
+    first = np.concatenate(([0], np.cumsum([len(block) for block in sets], dtype=np.int64)))
+    ranks = np.concatenate([np.arange(block.start, block.stop) for block in sets]).astype(np.int64)
+    allowed = np.zeros(num_ranks + 1, dtype=np.int64)
+    allowed[[1, *(len(block) for block in sets)]] = 1
+    return first, ranks, allowed

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from fcp_cli.plan.step import Int64Array
-from fcp_cli.planning.fcp.compiling import inlined, kernel
-from fcp_cli.planning.fcp.core import (
+from fcp_cli.planning.compiled.compiling import inlined, kernel
+from fcp_cli.planning.compiled.core import (
     NO_BIN,
     Machine,
     Sequences,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fcp_cli.plan.step import FloatArray, Int64Array
-from fcp_cli.planning.fcp.compiling import discard_stale_kernels, inlined, kernel
+from fcp_cli.planning.compiled.compiling import inlined, kernel
 
 NO_BIN = -1
 
@@ -174,6 +174,3 @@ def roomiest(tree: Tree) -> int:
     while node < size:
         node = 2 * node if tree.seconds[2 * node] >= tree.seconds[2 * node + 1] else 2 * node + 1
     return node - size
-
-
-discard_stale_kernels(make_tree)

@@ -19,9 +19,9 @@ from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.bounds import lower_bound_seconds, simple_bound_seconds
-from fcp_cli.planning.certificate import crowd_bound, wave_bound
-from fcp_cli.planning.fcp.machine import by_falling_work, machine_of
+from fcp_cli.planning.compiled.certificate import crowd_bound, wave_bound
 from fcp_cli.planning.fcp.solver import make_solver
+from fcp_cli.planning.kernel_inputs import by_falling_work, machine_of
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.work import work_on
 from tests.planning.examples import example_problem, table_of

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fcp_cli.planning.fcp.core import Sequences
-from fcp_cli.planning.fcp.one_degree import even_count, even_packs, full_packs, longest_first
+from fcp_cli.planning.compiled.core import Sequences
+from fcp_cli.planning.compiled.one_degree import even_count, even_packs, full_packs, longest_first
 from fcp_cli.planning.packing import first_fit_decreasing, spread_evenly
 
 

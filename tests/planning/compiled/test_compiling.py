@@ -2,35 +2,62 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from fcp_cli.planning.fcp.compiling import discard_stale_kernels
+from fcp_cli.planning.compiled import compiling
+from fcp_cli.planning.compiled.compiling import is_kept, kernel, package_stamp
 from tests.patience import PATIENCE_SECONDS
 
 
-def kept_in(folder: Path | None) -> SimpleNamespace:
-    """A stand-in for a compiled function that is kept in a folder."""
-    return SimpleNamespace(stats=SimpleNamespace(cache_path=None if folder is None else str(folder)))
+def doubling(folder: Path) -> Any:
+    """A kernel in a module of its own, not compiled yet."""
+    source = folder / "doubling.py"
+    source.write_text("def double(x):\n    return 2 * x\n")
+    spec = importlib.util.spec_from_file_location("doubling", source)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return kernel(module.double)
 
 
-def test_kernels_of_other_sources_are_removed_once(tmp_path: Path) -> None:
-    old = tmp_path / "sand.fill-1.py311.nbi"
-    old.write_text("compiled from older sources")
-    discard_stale_kernels(kept_in(tmp_path))
-    assert not old.exists()
-    old.write_text("compiled from these sources")
-    discard_stale_kernels(kept_in(tmp_path))
-    assert old.exists()
+def test_a_kernel_is_kept_until_any_source_of_the_package_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "package_stamp", lambda: "these sources")
+    assert not is_kept(doubling(tmp_path))
+    assert doubling(tmp_path)(4) == 8
+    again = doubling(tmp_path)
+    assert is_kept(again)
+    assert again(4) == 8
+    assert sum(again.stats.cache_hits.values()) == 1
+    monkeypatch.setattr(compiling, "package_stamp", lambda: "other sources")
+    changed = doubling(tmp_path)
+    assert not is_kept(changed)
+    assert changed(4) == 8
+    assert sum(changed.stats.cache_hits.values()) == 0
 
 
-def test_kernels_that_are_not_kept_need_no_care() -> None:
-    discard_stale_kernels(kept_in(None))
+def test_the_stamp_of_a_package_is_that_of_every_source_in_it(tmp_path: Path) -> None:
+    sources = tmp_path / "a.py", tmp_path / "b.py"
+    for source in sources:
+        source.write_text("x = 1\n")
+    stamps = {package_stamp(tmp_path)}
+    for source in sources:
+        package_stamp.cache_clear()
+        source.write_text("x = 2\n")
+        stamps.add(package_stamp(tmp_path))
+    assert len(stamps) == 3
+
+
+def test_a_plain_function_is_not_kept() -> None:
+    assert not is_kept(len)
 
 
 @pytest.mark.processes
@@ -38,7 +65,7 @@ def test_the_planner_compiles_where_nothing_can_be_written() -> None:
     program = (
         "from numba.core import caching\n"
         "caching.CacheImpl._locator_classes = []\n"
-        "from fcp_cli.planning.fcp import core\n"
+        "from fcp_cli.planning.compiled import core\n"
         "import numpy as np\n"
         "tree = core.make_tree(3)\n"
         "core.set_room(tree, 2, 5.0, 7)\n"

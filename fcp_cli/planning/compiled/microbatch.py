@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fcp_cli.plan.step import FloatArray, Int64Array
-from fcp_cli.planning.fcp.compiling import kernel
-from fcp_cli.planning.fcp.core import Machine, Sequences, alone_seconds, with_room_for
-from fcp_cli.planning.fcp.wave import Wave, fill_wave, make_wave, outlook, wave_seconds
+from fcp_cli.planning.compiled.compiling import kernel
+from fcp_cli.planning.compiled.core import Machine, Sequences, alone_seconds, with_room_for
+from fcp_cli.planning.compiled.wave import Wave, fill_wave, make_wave, outlook, wave_seconds
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 

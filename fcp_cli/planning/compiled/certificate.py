@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fcp_cli.plan.step import FloatArray, Int64Array
-from fcp_cli.planning.fcp.compiling import discard_stale_kernels, inlined, kernel
-from fcp_cli.planning.fcp.core import Machine, Sequences, pack_seconds, total_of
+from fcp_cli.planning.compiled.compiling import inlined, kernel
+from fcp_cli.planning.compiled.core import Machine, Sequences, pack_seconds, total_of
 
 _STEPS = 24  # of bisection
 _LONGEST = 4  # sequences whose wave is looked at
@@ -351,6 +351,3 @@ def crowd_bound(at_least: float, sequences: Sequences, machine: Machine) -> floa
             makespan = step_end
         best = max(best, bound * (1.0 - _MARGIN))
     return float(best)
-
-
-discard_stale_kernels(area_bound)
