@@ -40,7 +40,7 @@ def package_stamp(folder: Path = Path(__file__).parent) -> str:
     return hashlib.sha256(b"".join(source.read_bytes() for source in sorted(folder.glob("*.py")))).hexdigest()
 
 
-class _PackageCache(FunctionCache):  # type: ignore[misc]
+class _PackageCache(FunctionCache):
     """numba's cache on disk, whose entries count only for one state of this whole package.
 
     numba compares the file in which a function stands; but what that function calls is compiled into it and stands in
@@ -50,11 +50,13 @@ class _PackageCache(FunctionCache):  # type: ignore[misc]
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(function)
-        self._cache_file = IndexDataCacheFile(self.cache_path, self._impl.filename_base, package_stamp())
+        super().__init__(function)  # type: ignore[no-untyped-call]
+        self._cache_file = IndexDataCacheFile(  # type: ignore[no-untyped-call]
+            self.cache_path, self._impl.filename_base, package_stamp()
+        )
 
     def has_entries(self) -> bool:
-        return bool(self._cache_file._load_index())
+        return bool(self._cache_file._load_index())  # type: ignore[no-untyped-call]
 
 
 def _compiled(function: Any, **options: Any) -> Any:
