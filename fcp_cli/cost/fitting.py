@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares, nnls
 
-from fcp_cli.cost.model import group_seconds
+from fcp_cli.cost.model import group_seconds, overlapped_seconds
 from fcp_cli.cost.profile import EXPOSED_RING, HIDDEN_RING, Bandwidth, CommonGround, CostProfile
 from fcp_cli.errors import ProfileError
 from fcp_cli.manifest.table import FloatArray
@@ -208,9 +208,7 @@ class _Terms:
             ring += parameters[position] * self.ring * self.tier(name)
         if len(parameters) > at + 1 + len(tiers):
             share = parameters[-1]
-        exposed = share * ring
-        overlapped = np.maximum(attention, ring - exposed)
-        return np.asarray(columns[:, 1:] @ parameters[1:at] + overlapped + exposed)
+        return overlapped_seconds(columns[:, 1:] @ parameters[1:at], attention, ring, share)
 
 
 def _require_enough(samples: Sequence[Sample]) -> None:

@@ -1,11 +1,11 @@
-"""Predicted seconds of a pack on a group (DESIGN: cost profile; Eq. 8-10 of the FCP paper with the degree written out).
+"""Predicted seconds of a pack on a group of degree d (Eq. 8-10 of the FCP paper with the degree written out).
 
 attention = sum_k alpha1 (1 + eta_k) length_k^2 / d
 linear    = sum_k alpha2 length_k / d + vision_k / d
 ring      = 0 if d = 1 else alpha3 * tokens * (d - 1) / d / bandwidth + ring_hop_seconds * (d - 1)
 T         = microbatch_seconds + linear + max(attention, (1 - s) ring) + s ring,     s = exposed_ring_share
 
-Version 1 of the format has s = 0: attention may hide the whole ring. With s = 1 it hides nothing.
+With s = 0, its default, attention may hide the whole ring; with s = 1 it hides nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Work:
         return self.attention_seconds + self.linear_seconds
 
     def take(self, index: IntArray | int) -> Work:
-        """That of some sequences, or of one."""
+        """Return the work of some of the sequences, or of one."""
         return Work(
             attention_seconds=self.attention_seconds[index],
             linear_seconds=self.linear_seconds[index],
@@ -47,7 +47,7 @@ class Work:
 
 
 def sequence_work(table: LengthTable, profile: CostProfile) -> Work:
-    """Work of every sequence of a table."""
+    """Return the work of every sequence of a table."""
     c = profile.coefficients
     length = table.length_tokens.astype(np.float64)
     attention = c.attention_seconds_per_token2 * length * length
@@ -70,7 +70,7 @@ def group_seconds(
     degree: npt.ArrayLike,
     crosses_nodes: npt.ArrayLike,
 ) -> FloatArray:
-    """Predicted seconds of packs on groups; all arguments broadcast.
+    """Predict the seconds of packs on groups; all arguments broadcast.
 
     Args:
         profile: coefficients and bandwidths.
@@ -84,17 +84,26 @@ def group_seconds(
     d = np.asarray(degree, dtype=np.float64)
     attention = np.asarray(attention_seconds) / d
     ring = ring_seconds(profile, tokens=tokens, degree=d, crosses_nodes=crosses_nodes)
-    exposed = c.exposed_ring_share * ring
-    return np.asarray(
-        c.microbatch_seconds + np.asarray(linear_seconds) / d + np.maximum(attention, ring - exposed) + exposed,
-        dtype=np.float64,
-    )
+    other = c.microbatch_seconds + np.asarray(linear_seconds) / d
+    return overlapped_seconds(other, attention, ring, c.exposed_ring_share)
+
+
+def overlapped_seconds(
+    other: FloatArray, attention: FloatArray, ring: FloatArray, exposed_ring_share: float
+) -> FloatArray:
+    """Add a ring to computation: attention hides all of it but the exposed share, and nothing else hides any.
+
+    The order of the operations here and in `group_seconds` is part of the definition: the planner's kernels repeat it
+    bit by bit, and plan hashes depend on the last bit.
+    """
+    exposed = exposed_ring_share * ring
+    return np.asarray(other + np.maximum(attention, ring - exposed) + exposed, dtype=np.float64)
 
 
 def ring_seconds(
     profile: CostProfile, *, tokens: npt.ArrayLike, degree: npt.ArrayLike, crosses_nodes: npt.ArrayLike
 ) -> FloatArray:
-    """Seconds of a pack's ring, hidden or not; 0 at degree 1. All arguments broadcast."""
+    """Predict the seconds of a pack's ring, hidden or not; 0 at degree 1. All arguments broadcast."""
     c = profile.coefficients
     d = np.asarray(degree, dtype=np.float64)
     bandwidth = np.where(crosses_nodes, profile.bandwidth.inter_node, profile.bandwidth.intra_node)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +17,7 @@ import pyarrow.compute as pc
 
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.manifest.table import LengthTable
-from fcp_cli.plan.metadata import PlanMetadata, unpack_rows
+from fcp_cli.plan.metadata import PlanMetadata, Sync, unpack_rows
 from fcp_cli.plan.padding import held_tokens
 from fcp_cli.plan.pricing import profile_seconds
 from fcp_cli.plan.reader import PlanReader
@@ -83,15 +84,35 @@ def check_plan(path: Path, *, manifest: LengthTable | None = None) -> Iterator[F
     yield from coverage.finish()
 
 
+class Limits(Protocol):
+    """What the rows of a step must keep to: a plan's metadata has it, and so has a planning problem."""
+
+    @property
+    def num_ranks(self) -> int: ...
+    @property
+    def tokens_per_rank(self) -> int: ...
+    @property
+    def padding_multiple(self) -> int | None: ...
+    @property
+    def sync(self) -> Sync: ...
+
+
+def check_layout(step: StepPlan, limits: Limits) -> Iterator[Finding]:
+    """Check who runs what in a step: ranks, token budget and waves; times are left aside."""
+    rank_findings = list(_check_ranks(step, limits))
+    yield from rank_findings
+    yield from _check_budget(step, limits)
+    if not rank_findings:
+        yield from _check_waves(step, limits)
+
+
 def check_step(
     step: StepPlan, metadata: PlanMetadata, profile: CostProfile, manifest: LengthTable | None
 ) -> Iterator[Finding]:
-    """The rules of one step."""
-    rank_findings = list(_check_ranks(step, metadata))
-    yield from rank_findings
-    yield from _check_budget(step, metadata)
-    if not rank_findings:
-        yield from _check_waves(step, metadata)
+    """Check one step against all rules."""
+    findings = list(check_layout(step, metadata))
+    yield from findings
+    if not findings:  # times follow from ranks and waves
         yield from _check_times(step, metadata, profile, manifest)
 
 
@@ -143,22 +164,22 @@ def _sizes(table: pa.Table, column: str) -> np.ndarray[tuple[int, ...], np.dtype
     return np.asarray(pc.list_value_length(table.column(column)).to_numpy(), dtype=np.int64)
 
 
-def _check_ranks(step: StepPlan, metadata: PlanMetadata) -> Iterator[Finding]:
+def _check_ranks(step: StepPlan, limits: Limits) -> Iterator[Finding]:
     """Every row has ranks, ascending and in range; every rank has a row."""
     if (step.degrees < 1).any():
         yield Finding(step=step.step, order=_first(step.degrees < 1), message="no ranks")
         return
     owner = np.repeat(np.arange(len(step)), step.degrees)
-    outside = (step.ranks < 0) | (step.ranks >= metadata.num_ranks)
+    outside = (step.ranks < 0) | (step.ranks >= limits.num_ranks)
     if outside.any():
         at = _first(outside)
-        message = f"rank {step.ranks[at]} of a job of {metadata.num_ranks}"
+        message = f"rank {step.ranks[at]} of a job of {limits.num_ranks}"
         yield Finding(step=step.step, order=int(owner[at]), message=message)
         return
     falls = (np.diff(step.ranks) <= 0) & (owner[1:] == owner[:-1])
     if falls.any():
         yield Finding(step=step.step, order=int(owner[_first(falls)]), message="its ranks do not ascend")
-    absent = np.setdiff1d(np.arange(metadata.num_ranks), step.ranks)
+    absent = np.setdiff1d(np.arange(limits.num_ranks), step.ranks)
     if len(absent):
         message = f"rank {absent[0]} has no row ({len(absent)} ranks have none); an idle rank needs an idle row"
         yield Finding(step=step.step, message=message)
@@ -169,23 +190,23 @@ def _check_ranks(step: StepPlan, metadata: PlanMetadata) -> Iterator[Finding]:
         )
 
 
-def _check_budget(step: StepPlan, metadata: PlanMetadata) -> Iterator[Finding]:
-    capacity = metadata.tokens_per_rank * step.degrees
-    held = held_tokens(step, metadata.padding_multiple)
+def _check_budget(step: StepPlan, limits: Limits) -> Iterator[Finding]:
+    capacity = limits.tokens_per_rank * step.degrees
+    held = held_tokens(step, limits.padding_multiple)
     for order in np.flatnonzero(held > capacity)[:1].tolist():
         tokens, ranks = counted(held[order], "token"), counted(step.degrees[order], "rank")
-        padded = "" if metadata.padding_multiple is None else ", with padding,"
+        padded = "" if limits.padding_multiple is None else ", with padding,"
         message = f"{tokens}{padded} on {ranks}, where {capacity[order]:,} fit"
         yield Finding(step=step.step, order=order, message=message)
 
 
-def _check_waves(step: StepPlan, metadata: PlanMetadata) -> Iterator[Finding]:
+def _check_waves(step: StepPlan, limits: Limits) -> Iterator[Finding]:
     """Under `iteration` there are none; under `microbatch` they count from 0 and each uses every rank once."""
-    if metadata.sync == "iteration":
+    if limits.sync == "iteration":
         if (step.wave != -1).any():
             order = _first(step.wave != -1)
             yield Finding(step=step.step, order=order, message=f"wave {step.wave[order]} under sync iteration, not -1")
-        rows = np.bincount(step.ranks, minlength=metadata.num_ranks)
+        rows = np.bincount(step.ranks, minlength=limits.num_ranks)
         needless = (np.diff(step.sequence_offsets) == 0) & (rows[step.ranks[step.rank_offsets[:-1]]] > 1)
         for order in np.flatnonzero(needless)[:1].tolist():
             rank = step.ranks[step.rank_offsets[order]]
@@ -196,11 +217,11 @@ def _check_waves(step: StepPlan, metadata: PlanMetadata) -> Iterator[Finding]:
         yield Finding(step=step.step, message="waves do not count up from 0")
         return
     uses = np.bincount(
-        np.repeat(step.wave.astype(np.int64), step.degrees) * metadata.num_ranks + step.ranks,
-        minlength=(int(step.wave[-1]) + 1) * metadata.num_ranks,
+        np.repeat(step.wave.astype(np.int64), step.degrees) * limits.num_ranks + step.ranks,
+        minlength=(int(step.wave[-1]) + 1) * limits.num_ranks,
     )
     for at in np.flatnonzero(uses != 1)[:1].tolist():
-        wave, rank = divmod(at, metadata.num_ranks)
+        wave, rank = divmod(at, limits.num_ranks)
         yield Finding(step=step.step, message=f"wave {wave} uses rank {rank} {uses[at]} times, not once")
 
 

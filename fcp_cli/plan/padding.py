@@ -1,4 +1,6 @@
-"""The length that a sequence has on a ring of equal chunks, as Transformer Engine and MindSpeed cut them.
+"""Padding: the length and work of a sequence on a ring of equal chunks, as Transformer Engine and MindSpeed cut it.
+
+This is the definition; the planner's kernels repeat it, and a test holds the two equal bit by bit.
 
 On d ranks a sequence is cut into 2 d chunks. Chunks are equally long where its length is a multiple of 2 d; under
 sequence parallelism each rank's share must also divide over the devices of its tensor parallelism. What a plan is
@@ -13,13 +15,15 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from fcp_cli.plan.step import Int64Array, StepPlan
+from fcp_cli.cost.model import Work
+from fcp_cli.cost.profile import CostProfile
+from fcp_cli.plan.step import Int64Array, StepPlan, offsets_of
 
 _CHUNKS_PER_RANK = 2  # one from the front of the sequence and one from its back
 
 
 def padding_multiple(tensor_parallel: int = 1) -> int:
-    """What a rank's share of a sequence must be a multiple of, in tokens.
+    """Return the tokens that a rank's share of a sequence must be a multiple of.
 
     Args:
         tensor_parallel: devices over which sequence parallelism divides the share; 1 without it.
@@ -28,7 +32,7 @@ def padding_multiple(tensor_parallel: int = 1) -> int:
 
 
 def padded_tokens(length_tokens: npt.ArrayLike, degree: npt.ArrayLike, multiple: int | None) -> Int64Array:
-    """Lengths with padding; the arguments broadcast.
+    """Return lengths with padding; the arguments broadcast.
 
     Args:
         length_tokens: of sequences.
@@ -42,6 +46,27 @@ def padded_tokens(length_tokens: npt.ArrayLike, degree: npt.ArrayLike, multiple:
     return np.asarray(-(-lengths // unit) * unit, dtype=np.int64)
 
 
+def padded_work(work: Work, degree: npt.ArrayLike, multiple: int | None, profile: CostProfile) -> Work:
+    """Return the work of sequences padded for groups of `degree` ranks, still before division by it.
+
+    Args:
+        work: of the sequences as they are, or padded for one rank; no group pads less.
+        degree: of the group of each; broadcasts.
+        multiple: the padding multiple, or None: nothing is padded.
+        profile: gives the seconds of a token of padding beside attention.
+    """
+    if multiple is None:
+        return work
+    tokens = padded_tokens(work.tokens, degree, multiple)
+    growth = tokens / work.tokens
+    added = profile.coefficients.linear_seconds_per_token * (tokens - work.tokens)
+    return Work(
+        attention_seconds=work.attention_seconds * growth * growth,
+        linear_seconds=work.linear_seconds + added,
+        tokens=tokens,
+    )
+
+
 def padded_lengths(step: StepPlan, multiple: int | None) -> Int64Array:
     """[sequences] the lengths of a step, in its order, with padding."""
     return padded_tokens(step.lengths, np.repeat(step.degrees, np.diff(step.sequence_offsets)), multiple)
@@ -51,5 +76,4 @@ def held_tokens(step: StepPlan, multiple: int | None) -> Int64Array:
     """[microbatches] tokens that the ranks of each micro-batch hold together, with padding."""
     if multiple is None:
         return step.tokens
-    running = np.concatenate(([0], np.cumsum(padded_lengths(step, multiple))))
-    return np.asarray(np.diff(running[step.sequence_offsets]), dtype=np.int64)
+    return np.diff(offsets_of(padded_lengths(step, multiple))[step.sequence_offsets])

@@ -1,15 +1,16 @@
-"""What the micro-batches of a planned step cost under a cost profile."""
+"""Prices packs on groups under a cost profile: the only place where sequences become the seconds of a micro-batch."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
-from fcp_cli.cost.model import group_seconds, sequence_work
+from fcp_cli.cost.model import Work, group_seconds, sequence_work
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.manifest.table import LengthTable
-from fcp_cli.plan.padding import held_tokens, padded_lengths
+from fcp_cli.plan.padding import padded_tokens, padded_work
 from fcp_cli.plan.step import FloatArray, Int32Array, Int64Array, StepPlan
 
 
@@ -21,7 +22,7 @@ def profile_seconds(
     padding_multiple: int | None = None,
     manifest: LengthTable | None = None,
 ) -> FloatArray:
-    """[microbatches] seconds of each micro-batch under a cost profile; 0 for an idle row.
+    """Price the micro-batches of a planned step: [microbatches] seconds, 0 for an idle row.
 
     Args:
         step: the planned step; lengths are its own, after truncation.
@@ -30,24 +31,81 @@ def profile_seconds(
         padding_multiple: of the plan; see `padding`.
         manifest: gives `eta` and vision columns; without it every sequence counts as causal text.
     """
-    sequences = planned_sequences(step, manifest)
-    if padding_multiple is not None:
-        sequences = replace(sequences, length_tokens=padded_lengths(step, padding_multiple))
-    work = sequence_work(sequences, profile)
-    idle = step.tokens == 0
-    seconds = group_seconds(
-        profile,
-        attention_seconds=_per_microbatch(work.attention_seconds, step.sequence_offsets),
-        linear_seconds=_per_microbatch(work.linear_seconds, step.sequence_offsets),
-        tokens=held_tokens(step, padding_multiple),
-        degree=step.degrees,
-        crosses_nodes=crosses_nodes(step.rank_offsets, step.ranks, ranks_per_node),
+    return microbatch_seconds(
+        single_rank_work(planned_sequences(step, manifest), profile, padding_multiple),
+        step.sequence_offsets,
+        rank_offsets=step.rank_offsets,
+        ranks=step.ranks,
+        profile=profile,
+        ranks_per_node=ranks_per_node,
+        padding_multiple=padding_multiple,
     )
-    return np.where(idle, 0.0, seconds)
+
+
+def microbatch_seconds(
+    work: Work,
+    offsets: Int64Array,
+    *,
+    rank_offsets: Int64Array,
+    ranks: Int32Array,
+    profile: CostProfile,
+    ranks_per_node: int,
+    padding_multiple: int | None,
+) -> FloatArray:
+    """Price packs on groups of ranks: [microbatches] seconds, 0 for a pack without sequences.
+
+    Args:
+        work: of the packs' sequences, back to back, on a single rank (`single_rank_work`).
+        offsets: [microbatches + 1] pack i has the sequences `offsets[i]:offsets[i + 1]`.
+        rank_offsets, ranks: group i has the ranks `ranks[rank_offsets[i]:rank_offsets[i + 1]]`, ascending.
+        profile, ranks_per_node, padding_multiple: as for `profile_seconds`.
+    """
+    working = np.flatnonzero(np.diff(offsets))
+    # Packs without sequences take no room in `work`: the others lie back to back without them.
+    degree = np.diff(rank_offsets)[working]
+    pack = pack_work(work, np.append(offsets[working], offsets[-1:]), degree, profile, padding_multiple)
+    seconds = np.zeros(len(offsets) - 1)
+    seconds[working] = group_seconds(
+        profile,
+        attention_seconds=pack.attention_seconds,
+        linear_seconds=pack.linear_seconds,
+        tokens=pack.tokens,
+        degree=degree,
+        crosses_nodes=crosses_nodes(rank_offsets, ranks, ranks_per_node)[working],
+    )
+    return seconds
+
+
+def single_rank_work(sequences: LengthTable, profile: CostProfile, padding_multiple: int | None) -> Work:
+    """Return the work of each sequence on one rank, padded for that; no group pads less, so bounds may use it."""
+    padded = padded_tokens(sequences.length_tokens, 1, padding_multiple)
+    return sequence_work(replace(sequences, length_tokens=padded), profile)
+
+
+def pack_work(
+    work: Work, offsets: Int64Array, degree: npt.ArrayLike, profile: CostProfile, padding_multiple: int | None
+) -> Work:
+    """Add up the work of packs on groups of `degree` ranks ([packs], or one for all); none of the packs is empty.
+
+    Args:
+        work: of the packs' sequences, back to back, on a single rank.
+        offsets: [packs + 1] pack p has the sequences `offsets[p]:offsets[p + 1]`.
+        degree: ranks of each pack's group.
+        profile, padding_multiple: say what rings are padded to, and what that costs.
+    """
+    first = offsets[:-1]
+    if padding_multiple is not None:
+        degrees = np.broadcast_to(np.asarray(degree), first.shape)
+        work = padded_work(work, np.repeat(degrees, np.diff(offsets)), padding_multiple, profile)
+    return Work(
+        attention_seconds=np.add.reduceat(work.attention_seconds, first),
+        linear_seconds=np.add.reduceat(work.linear_seconds, first),
+        tokens=np.add.reduceat(work.tokens, first),
+    )
 
 
 def planned_sequences(step: StepPlan, manifest: LengthTable | None) -> LengthTable:
-    """The sequences of a step in its own order, with its own lengths; factors of cost from the manifest, if any."""
+    """Return the sequences of a step in its own order, with its own lengths and, if given, the manifest's factors."""
     lengths = step.lengths.astype(np.int64)
     if manifest is None:
         return LengthTable(name="", length_tokens=lengths)
@@ -61,16 +119,6 @@ def planned_sequences(step: StepPlan, manifest: LengthTable | None) -> LengthTab
     )
 
 
-def _per_microbatch(values: FloatArray, offsets: Int64Array) -> FloatArray:
-    """Sum `values` per micro-batch; empty packs give 0 (which `np.add.reduceat` alone does not)."""
-    owner = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-    return np.bincount(owner, weights=values, minlength=len(offsets) - 1).astype(np.float64)
-
-
-def crosses_nodes(
-    rank_offsets: Int64Array, ranks: Int32Array, ranks_per_node: int
-) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """[groups] whether each group's ranks lie on more than one node; ranks ascend within a group."""
-    return np.asarray(
-        ranks[rank_offsets[:-1]] // ranks_per_node != ranks[rank_offsets[1:] - 1] // ranks_per_node, dtype=np.bool_
-    )
+def crosses_nodes(rank_offsets: Int64Array, ranks: Int32Array, ranks_per_node: int) -> npt.NDArray[np.bool_]:
+    """Return [groups] whether each group's ranks lie on more than one node; ranks ascend within a group."""
+    return np.asarray(ranks[rank_offsets[:-1]] // ranks_per_node != ranks[rank_offsets[1:] - 1] // ranks_per_node)

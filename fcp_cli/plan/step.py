@@ -14,6 +14,11 @@ Int64Array = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 
+def offsets_of(sizes: npt.ArrayLike) -> Int64Array:
+    """Return where each of several lists of these sizes begins, back to back, and where the last one ends."""
+    return np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
     """One row of a plan: a pack of sequences on a group of ranks. An idle row has no sequences and takes no time.
@@ -78,10 +83,14 @@ class StepPlan:
         return np.diff(self.rank_offsets)
 
     @cached_property
+    def is_idle(self) -> npt.NDArray[np.bool_]:
+        """[microbatches] whether a row has no sequences: its rank only takes part."""
+        return np.asarray(self.sequence_offsets[1:] == self.sequence_offsets[:-1])
+
+    @cached_property
     def tokens(self) -> Int64Array:
         """[microbatches] tokens per pack; 0 for an idle row."""
-        running = np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
-        return np.asarray(running[self.sequence_offsets[1:]] - running[self.sequence_offsets[:-1]], dtype=np.int64)
+        return np.diff(offsets_of(self.lengths)[self.sequence_offsets])
 
     @property
     def gap(self) -> float:

@@ -79,9 +79,9 @@ def test_under_microbatch_every_wave_uses_every_rank_once() -> None:
     [
         ([([0], [0, 1])], "a sequence is missing or repeated"),
         ([([0], [0, 1]), ([1], [1, 2])], "a sequence is missing or repeated"),
-        ([([0], [0]), ([0, 1], [1, 2])], "a pack over the token budget"),
-        ([([1, 0], [0, 1, 2])], "ranks of a group do not ascend"),
-        ([([0, 0], [0, 1, 2])], "ranks of a group do not ascend"),
+        ([([0], [0]), ([0, 1], [1, 2])], "order 1: 4,001 tokens on 2 ranks, where 4,000 fit"),
+        ([([1, 0], [0, 1, 2])], "order 0: its ranks do not ascend"),
+        ([([0, 0], [0, 1, 2])], "order 0: its ranks do not ascend"),
         ([([0, 4], [0, 1, 2])], "a rank out of range"),
         ([([0], [0, 1]), ([1], []), ([2], [2])], "a micro-batch without ranks or sequences"),
     ],
@@ -95,10 +95,11 @@ def test_a_broken_assignment_is_refused(packs: list[tuple[list[int], list[int]]]
 @pytest.mark.parametrize(
     ("sync", "waves", "defect"),
     [
-        ("iteration", [0, 0], "waves under sync iteration"),
+        ("iteration", [0, 0], "order 0: wave 0 under sync iteration, not -1"),
         ("microbatch", [0, 2], "waves do not count up"),
         ("microbatch", [1, 1], "waves do not count up"),
-        ("microbatch", [0, 0], "uses a rank twice"),
+        ("microbatch", [1, 0], "waves do not count up"),
+        ("microbatch", [0, 0], "wave 0 uses rank 1 2 times, not once"),
     ],
 )
 def test_broken_waves_are_refused(sync: Sync, waves: list[int], defect: str) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from fcp_cli.cost.model import group_seconds
-from fcp_cli.planning.assemble import microbatch_seconds
+from fcp_cli.planning.assemble import assignment_seconds
 from fcp_cli.planning.batches import GlobalBatches
 from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
 from fcp_cli.planning.published.drafts import Draft, assign, capacities, packs_of, place_waves, quickest
@@ -72,7 +72,7 @@ def balance(batch: Batch, problem: Problem, capacity_tokens: int) -> list[Draft]
 
 def in_waves_of_like_time(drafts: Sequence[Draft], batch: Batch, problem: Problem) -> Assignment:
     """The same packs and degrees, longest first into the first wave with room, on ranks anew."""
-    seconds = microbatch_seconds(assign(drafts, "iteration"), batch, problem)
+    seconds = assignment_seconds(assign(drafts, "iteration"), batch, problem)
     waves: list[list[Draft]] = []
     free: list[int] = []
     for i in np.argsort(-seconds, kind="stable").tolist():
