@@ -37,7 +37,7 @@ def for_mindspore(request: LaunchRequest, assumed: Origins) -> LaunchRequest:
     script = request.program[0]
     if request.launcher != "msrun":
         raise UsageError(f"{script} imports mindspore, whose ranks meet only under msrun; add --launcher msrun")
-    if request.inject == "entry":
+    if request.inject != "none":
         assumed.assume("--inject", "none", f"{script} imports mindspore, and msrun's scheduler has to run it, too")
     return replace(request, inject="none")
 

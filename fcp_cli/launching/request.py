@@ -1,73 +1,93 @@
-"""What was typed for `fcp launch`."""
+"""What was typed for `fcp launch`: its options, and the value that `resolve` works with. Imports nothing heavy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from fcp_cli.errors import RunError
-from fcp_cli.launching.job.inject import Inject
-from fcp_cli.launching.job.job import LOCAL, Launcher
-from fcp_cli.launching.targets.options import ClusterRequest, choose_target
-from fcp_cli.runs.folder import RunPaths, next_run_dir
+from fcp_cli.options import Arg, Group, Opt
+from fcp_cli.training.settings import Device, TrainSettings
+
+Launcher: TypeAlias = Literal["torchrun", "msrun"]
+"""What starts the ranks of one node."""
+Inject: TypeAlias = Literal["entry", "env", "none"]
+"""How a program is made to follow the plan: started by the runtime's entry, by its environment, or not at all."""
+Target: TypeAlias = Literal["local", "scripts", "slurm", "pytorchjob", "volcano"]
+LOCAL: Final = "local"
+"""The target of a job that runs on this machine."""
+
+_NODES: Final = "Several nodes"
+_CLUSTERS: Final = "Clusters"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterOptions:
+    """Where a job runs, if not here."""
+
+    target: Annotated[
+        Target | None,
+        Opt("Where the job runs: here, by ssh (scripts), on Slurm or on Kubernetes.", unset="what the options imply"),
+    ] = None
+    template: Annotated[Path | None, Opt("Your own instead of the one in launchers/.", metavar="FILE.j2")] = None
+    hostfile: Annotated[Path | None, Opt("Nodes, one a line, node 0 first.")] = None
+    setup: Annotated[tuple[str, ...], Opt("Shell that a node runs first; may be repeated.", metavar="LINE")] = ()
+    sbatch_option: Annotated[tuple[str, ...], Opt("As --partition=gpu; may be repeated.", metavar="OPTION")] = ()
+    image: Annotated[str | None, Opt("Container image.")] = None
+    mount: Annotated[
+        tuple[str, ...], Opt("Volume of a container, as CLAIM:/path; may be repeated.", metavar="CLAIM:PATH")
+    ] = ()
+    python: Annotated[str | None, Opt("Interpreter on the nodes.", metavar="PATH", unset="this one")] = None
+    job_name: Annotated[str | None, Opt("Name of the job.", unset="the run directory's")] = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchRequest:
-    """What was typed; None is what was not.
+    """What to launch, and where; None is found out or assumed.
 
     Attributes:
-        program: the script and its arguments after `--`, or `-m module` and its arguments; empty: the bundled trainer.
+        program: a script and its arguments, or `-m`, a module and its arguments; empty: the bundled trainer.
         training: settings of the bundled trainer that were given, by field of `TrainSettings`.
-        synthetic: train on random tokens.
-        device: `cpu`, `cuda`, `npu`, or `auto`.
-        launcher: what starts the ranks of a node.
-        cluster: where the job runs, if not here.
-        dry_run: nothing is started or written.
-        grace_seconds: from SIGTERM to the end of everything.
-        inject: how the program is made to follow the plan.
-        probe: whether the program's numbers are compared before its first step; None: in the first run of a plan.
     """
 
-    plan: Path | None = None
-    manifest: Path | None = None
-    model: str | None = None
-    ranks: int | None = None
-    nodes: int | None = None
-    node_rank: int | None = None
-    master_addr: str | None = None
-    master_port: int = 29500
-    join_timeout_seconds: int = 300
-    run_dir: Path | None = None
-    resume: bool = False
-    synthetic: bool = False
-    program: tuple[str, ...] = ()
-    training: Mapping[str, Any] = field(default_factory=dict)
-    device: str = "auto"
-    launcher: Launcher = "torchrun"
-    cluster: ClusterRequest = field(default_factory=ClusterRequest)
-    dry_run: bool = False
-    grace_seconds: int = 45
-    inject: Inject = "entry"
-    probe: bool | None = None
-
-    @property
-    def runs_here(self) -> bool:
-        """Whether this machine will run ranks, and so must have what they need."""
-        return not self.dry_run and choose_target(self.cluster) == LOCAL
-
-
-def run_dir_of(request: LaunchRequest, name: str) -> Path:
-    """The run directory that was named, else a new one of this name.
-
-    Raises:
-        RunError: it holds a run, which the bundled trainer would overwrite.
-    """
-    run_dir = request.run_dir or next_run_dir(name)
-    paths = RunPaths(run_dir=run_dir)
-    may_exist = request.program or request.resume or request.node_rank  # node 0 may have begun before this one looks
-    if not may_exist and (paths.metrics.exists() or paths.checkpoints.exists()):
-        raise RunError(f"{run_dir} already holds a run; continue it with --resume, or choose another --run-dir")
-    return run_dir
+    program: Annotated[
+        tuple[str, ...], Arg("Your own script (or -m MODULE) instead of the bundled trainer.", metavar="-- SCRIPT ARGS")
+    ] = ()
+    model: Annotated[
+        str | None, Opt("Shipped model, model YAML or config.json.", metavar="NAME|FILE", unset="the plan's")
+    ] = None
+    plan: Annotated[Path | None, Opt("Plan to follow.", unset="plan.parquet")] = None
+    manifest: Annotated[Path | None, Opt("Manifest of the plan, to read tokens through.", unset="beside the plan")] = (
+        None
+    )
+    synthetic: Annotated[bool, Opt("Train on random tokens of the planned lengths.")] = False
+    ranks: Annotated[int | None, Opt("Make sure that the plan is for so many ranks.", min=1)] = None
+    device: Annotated[Device, Opt("What the ranks run on.")] = "auto"
+    run_dir: Annotated[
+        Path | None, Opt("Folder of metrics, checkpoints and logs.", metavar="DIR", unset="a new runs/NAME-NNN")
+    ] = None
+    resume: Annotated[bool, Opt("Continue from the newest checkpoint, with the settings of the run.")] = False
+    inject: Annotated[Inject | None, Opt("How a script of yours is made to follow the plan.", unset="entry")] = None
+    probe: Annotated[
+        bool | None,
+        Opt(
+            "Compare a tiny step's numbers before the first step of a Megatron script.",
+            negatable=True,
+            unset="in a plan's first run",
+        ),
+    ] = None
+    grace: Annotated[
+        int, Opt("How long a step may still take after SIGTERM, before all is ended.", min=1, metavar="SECONDS")
+    ] = 45
+    dry_run: Annotated[bool, Opt("Print the commands; start and write nothing.")] = False
+    training: Annotated[Mapping[str, Any], Group("Bundled trainer", of=TrainSettings)] = field(default_factory=dict)
+    nodes: Annotated[int | None, Opt("Machines to spread the ranks over.", group=_NODES)] = None
+    node_rank: Annotated[int | None, Opt("Which of them this is, from 0.", group=_NODES)] = None
+    master_addr: Annotated[str | None, Opt("Address of node 0.", metavar="HOST", group=_NODES)] = None
+    master_port: Annotated[int, Opt("A free port of node 0.", group=_NODES)] = 29500
+    join_timeout: Annotated[
+        int, Opt("How long the nodes wait for each other to start.", min=1, metavar="SECONDS", group=_NODES)
+    ] = 300
+    launcher: Annotated[Launcher, Opt("What starts a node's ranks.", group=_CLUSTERS)] = "torchrun"
+    cluster: Annotated[ClusterOptions, Group(_CLUSTERS)] = ClusterOptions()

@@ -14,10 +14,10 @@ from fcp_cli.launching.assumed_plan import assumed_plan
 from fcp_cli.launching.checks import preflight
 from fcp_cli.launching.job.environment import job_variables, set_by_fcp
 from fcp_cli.launching.job.inject import OwnCommand, own_command, probe_variable
-from fcp_cli.launching.job.job import ADDRESS_TO_FILL_IN, LOCAL, MODEL_VARIABLE, Job, Variable
+from fcp_cli.launching.job.job import ADDRESS_TO_FILL_IN, MODEL_VARIABLE, Job, Variable
 from fcp_cli.launching.job.nodes import check_ranks, place, planned_nodes
 from fcp_cli.launching.program import for_mindspore, is_mindspore, program_name, started_program
-from fcp_cli.launching.request import LaunchRequest, run_dir_of
+from fcp_cli.launching.request import LOCAL, LaunchRequest
 from fcp_cli.launching.targets.options import (
     choose_target,
     cluster_machine,
@@ -25,7 +25,7 @@ from fcp_cli.launching.targets.options import (
     hosts_of,
     refuse_local_options,
 )
-from fcp_cli.launching.trainer_settings import trainer_settings
+from fcp_cli.launching.trainer_settings import run_dir_of, trainer_settings
 from fcp_cli.machine.devices import Machine, find_machine_without_torch
 from fcp_cli.machine.network import free_ports, interface_towards
 from fcp_cli.plan.metadata import PlanMetadata
@@ -62,7 +62,7 @@ def resolve(request: LaunchRequest, find_machine: Callable[[], Machine], assumed
         *job_variables(job, os.environ, interface=interface),
     )
     job = replace(job, variables=variables, environment={**job.environment, **set_by_fcp(variables)})
-    if job.is_bundled and request.runs_here:
+    if job.is_bundled and job.target == LOCAL and not request.dry_run:
         preflight.check_memory(job)
     return job if job.target == LOCAL else for_cluster(request.cluster, job, assumed)
 
@@ -77,9 +77,10 @@ def _placed(
     if target != LOCAL:
         refuse_local_options(target, node_rank=request.node_rank, master_addr=request.master_addr)
         nodes = nodes or len(hosts) or planned_nodes(metadata)
+    runs_here = target == LOCAL and not request.dry_run
     machine = _machine(request, target, metadata, find_machine, assumed)
-    num_nodes, processes_per_node = place(plan, metadata, machine, nodes=nodes, must_fit=request.runs_here)
-    if request.runs_here:
+    num_nodes, processes_per_node = place(plan, metadata, machine, nodes=nodes, must_fit=runs_here)
+    if runs_here:
         preflight.check_nodes(num_nodes, request.node_rank, request.master_addr, request.run_dir)
     planned = planned_nodes(metadata)
     if planned != num_nodes:
@@ -103,8 +104,8 @@ def _placed(
         master_addr=request.master_addr or (hosts[0] if hosts else ADDRESS_TO_FILL_IN),
         master_port=free_ports(request.master_port, count=2) if needs_ports else request.master_port,
         # Nodes of a cluster's job start when the cluster has them, so they keep the launcher's own patience.
-        join_timeout_seconds=request.join_timeout_seconds if target == LOCAL else None,
-        grace_seconds=request.grace_seconds,
+        join_timeout_seconds=request.join_timeout if target == LOCAL else None,
+        grace_seconds=request.grace,
         launcher=request.launcher,
         target=target,
     )
@@ -113,7 +114,7 @@ def _placed(
 def _with_program(request: LaunchRequest, job: Job, assumed: Origins) -> Job:
     """Return the job with the bundled trainer or the user's own program, and where it writes."""
     if not request.program:
-        settings = trainer_settings(request, job.plan, job.metadata, assumed)
+        settings = trainer_settings(request, job, assumed)
         return replace(
             job,
             run_dir=settings.run_dir,

@@ -1,4 +1,4 @@
-"""What the bundled trainer is told: its model, its data and its run directory, as the plan has them unless said."""
+"""The settings of the bundled trainer: its model, its data and its run directory, as the plan has them unless given."""
 
 from __future__ import annotations
 
@@ -11,15 +11,28 @@ from fcp_cli.console import Origins
 from fcp_cli.errors import RunError, UsageError
 from fcp_cli.launching.assumed_plan import is_assumed
 from fcp_cli.launching.checks import preflight
-from fcp_cli.launching.request import LaunchRequest, run_dir_of
+from fcp_cli.launching.job.job import Job
+from fcp_cli.launching.request import LOCAL, LaunchRequest
 from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.runs.folder import RunPaths, next_run_dir
 from fcp_cli.runs.launch_record import read_launch
 from fcp_cli.training.settings import TrainSettings
 
 
-def trainer_settings(request: LaunchRequest, plan: Path, metadata: PlanMetadata, assumed: Origins) -> TrainSettings:
-    """What the bundled trainer is told."""
-    preflight.check_trainer(metadata, plan, needs_transformers=request.runs_here)
+def trainer_settings(request: LaunchRequest, job: Job, assumed: Origins) -> TrainSettings:
+    """Complete the settings of the bundled trainer, and check that it can run.
+
+    Args:
+        request: what was typed.
+        job: with its plan and machines.
+        assumed: receives what was filled in.
+
+    Raises:
+        FcpError: the model, the data, the run directory or a setting is at fault.
+    """
+    plan, metadata = job.plan, job.metadata
+    runs_here = job.target == LOCAL and not request.dry_run
+    preflight.check_trainer(metadata, plan, needs_transformers=runs_here)
     model = _model(request.model, metadata, assumed)
     if request.plan is None and not is_assumed(metadata):
         assumed.assume("--plan", plan, "it is in this folder")
@@ -31,7 +44,7 @@ def trainer_settings(request: LaunchRequest, plan: Path, metadata: PlanMetadata,
         resume=request.resume,
         **request.training,
     )
-    _tell_about_vision(metadata, settings, assumed)
+    _note_vision(metadata, settings, assumed)
     if not is_assumed(metadata):
         preflight.check_steps(plan, metadata, settings.steps)
     if request.resume:
@@ -53,14 +66,16 @@ def _model(given: str | None, metadata: PlanMetadata, assumed: Origins) -> str:
     return given or str(planned)
 
 
-def _tell_about_vision(metadata: PlanMetadata, settings: TrainSettings, assumed: Origins) -> None:
+def _note_vision(metadata: PlanMetadata, settings: TrainSettings, assumed: Origins) -> None:
     """A plan that was priced with a trained encoder does not balance a frozen one, nor the other way round."""
     planned = (_planned_profile(metadata).get("measurement") or {}).get("freeze_vision")
     if planned is not None and planned != settings.freeze_vision:
         kinds = ("a trained", "a frozen")
-        mend = "fcp profile --analytic --freeze-vision" if settings.freeze_vision else "fcp profile --analytic"
+        remedy = "fcp profile --analytic --freeze-vision" if settings.freeze_vision else "fcp profile --analytic"
         assumed.assume(
-            "cost profile", f"that of {kinds[planned]} vision encoder", f"the run has {kinds[not planned]} one; {mend}"
+            "cost profile",
+            f"that of {kinds[planned]} vision encoder",
+            f"the run has {kinds[not planned]} one; {remedy}",
         )
 
 
@@ -116,3 +131,17 @@ def _check_manifest(manifest: Path, length_column: str, plan: Path, metadata: Pl
             f"{manifest} is not the manifest that {plan} was made from, or it was changed since; plan again with "
             f"'fcp plan {manifest} -o {plan}', or name the right one with --manifest"
         )
+
+
+def run_dir_of(request: LaunchRequest, name: str) -> Path:
+    """Return the run directory that was named, else a new one of this name.
+
+    Raises:
+        RunError: it holds a run, which the bundled trainer would overwrite.
+    """
+    run_dir = request.run_dir or next_run_dir(name)
+    paths = RunPaths(run_dir=run_dir)
+    may_exist = request.program or request.resume or request.node_rank  # node 0 may have begun before this one looks
+    if not may_exist and (paths.metrics.exists() or paths.checkpoints.exists()):
+        raise RunError(f"{run_dir} already holds a run; continue it with --resume, or choose another --run-dir")
+    return run_dir

@@ -14,12 +14,12 @@ from fcp_cli.runs.folder import RUNS, RunPaths
 FORMAT = "fcp-launch/1"
 
 
-def write_launch(run_dir: Path, document: dict[str, Any]) -> None:
+def write_launch(run_dir: Path, document: Mapping[str, Any]) -> None:
     """Write how a run was launched, so that --resume finds it again."""
     write_text_atomically(RunPaths(run_dir=run_dir).launch, launch_text(document))
 
 
-def launch_text(document: dict[str, Any]) -> str:
+def launch_text(document: Mapping[str, Any]) -> str:
     """Return the record as it stands in its file."""
     return json.dumps(document, indent=2) + "\n"
 

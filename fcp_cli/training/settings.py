@@ -1,18 +1,21 @@
-"""Everything the bundled trainer can be told, and how it travels through a torchrun command line. Imports no torch."""
+"""The settings of the bundled trainer, and how they travel through a torchrun command line. Imports no torch.
+
+Fields marked `Opt` are options of `fcp launch`, too.
+"""
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from fcp_cli.errors import UsageError
+from fcp_cli.options import Opt, check_limits
 
-DTYPES = ("auto", "float32", "bfloat16")
-DEVICES = ("auto", "cpu", "cuda", "npu")
+Device: TypeAlias = Literal["auto", "cpu", "cuda", "npu"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,36 +46,35 @@ class TrainSettings:
     model: str
     run_dir: Path
     manifest: Path | None = None
-    length_column: str = "length"
-    steps: int | None = None
-    learning_rate: float = 3e-4
-    warmup_steps: int = 10
-    decay_steps: int | None = None
+    device: Device = "auto"
+    steps: Annotated[int | None, Opt("Stop after so many steps in all.", min=1, unset="the plan's")] = None
+    learning_rate: Annotated[float, Opt("Peak of the schedule.", min=0)] = 3e-4
+    warmup_steps: Annotated[int, Opt("Steps of linear warm-up.", min=0)] = 10
+    decay_steps: Annotated[int | None, Opt("Where the cosine ends.", min=1, unset="the plan's steps")] = None
     min_learning_rate_ratio: float = 0.1
-    weight_decay: float = 0.1
-    max_grad_norm: float = 1.0
-    seed: int = 0
-    device: str = "auto"
-    dtype: str = "auto"
-    recompute: bool = False
-    freeze_vision: bool = False
-    checkpoint_every: int = 100
-    keep_checkpoints: int = 2
+    weight_decay: Annotated[float, Opt("Weight decay of matrices.", min=0)] = 0.1
+    max_grad_norm: Annotated[float, Opt("Clip gradients to this norm; 0: never.", min=0)] = 1.0
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], Opt("Type of matrix products; auto: by device.")] = "auto"
+    recompute: Annotated[bool, Opt("Recompute activations in backward.")] = False
+    freeze_vision: Annotated[bool, Opt("Train the language model of a vision model only.")] = False
+    seed: Annotated[int, Opt("Seed of the initial weights.", min=0)] = 0
+    checkpoint_every: Annotated[int, Opt("Steps between checkpoints; 0: only at the end.", min=0)] = 100
+    keep_checkpoints: Annotated[int, Opt("Newest checkpoints that stay.", min=1)] = 2
+    length_column: Annotated[str, Opt("Column of the manifest with lengths.")] = "length"
+    log_every: Annotated[int, Opt("Steps per line without a terminal.", min=1)] = 10
     resume: bool = False
-    log_every: int = 10
     quiet: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if value is not None and not value >= least:
-                raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}")
-        for name, known in (("dtype", DTYPES), ("device", DEVICES)):
-            if getattr(self, name) not in known:
-                raise UsageError(f"--{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
+        check_limits(self)
+        # No options of `fcp launch`, or not of the trainer alone: only the trainer's own command line sets these here.
+        if self.device not in get_args(Device):
+            raise UsageError(f"--device is {self.device!r}; it must be one of {', '.join(get_args(Device))}")
+        if not self.min_learning_rate_ratio >= 0:
+            raise UsageError(f"--min-learning-rate-ratio is {self.min_learning_rate_ratio}; it must be at least 0")
 
     def argv(self) -> list[str]:
-        """The arguments that `parse_settings` reads back; what is at its default is left out."""
+        """Return the arguments that `parse_settings` reads back; what is at its default is left out."""
         words: list[str] = []
         for f in fields(self):
             value = getattr(self, f.name)
@@ -84,44 +86,27 @@ class TrainSettings:
         return words
 
 
-_LEAST: dict[str, float] = {
-    "steps": 1,
-    "learning_rate": 0,
-    "warmup_steps": 0,
-    "decay_steps": 1,
-    "min_learning_rate_ratio": 0,
-    "weight_decay": 0,
-    "max_grad_norm": 0,
-    "seed": 0,
-    "checkpoint_every": 0,
-    "keep_checkpoints": 1,
-    "log_every": 1,
-}
-
-
 def parse_settings(argv: Sequence[str]) -> TrainSettings:
     """Read the trainer's command line; --plan and --run-dir fall back on FCP_PLAN and FCP_RUN_DIR."""
+    import argparse  # here: every `fcp` command imports this module
+
     parser = argparse.ArgumentParser(
         prog="python -m fcp_cli.training.train",
         description="Train a model under a plan. Run it with torchrun, one process per rank; 'fcp launch' does.",
         allow_abbrev=False,
     )
+    hints = get_type_hints(TrainSettings)
     for f in fields(TrainSettings):
-        parser.add_argument(f"--{f.name.replace('_', '-')}", **_argument(f))
-    values = vars(parser.parse_args(argv))
-    return TrainSettings(**values)
+        parser.add_argument(f"--{f.name.replace('_', '-')}", **_argument(f.name, hints[f.name], f.default))
+    return TrainSettings(**vars(parser.parse_args(argv)))
 
 
-def _argument(f: Any) -> dict[str, Any]:
-    """How one field is read, from its annotation and default."""
-    if f.type == "bool":
+def _argument(name: str, hint: Any, default: Any) -> dict[str, Any]:
+    """Return how argparse reads one field."""
+    if hint is bool:
         return {"action": "store_true"}
-    kind: Any = next(kind for name, kind in _KINDS.items() if f.type.startswith(name))
-    fallback = os.environ.get({"plan": "FCP_PLAN", "run_dir": "FCP_RUN_DIR"}.get(f.name, ""))
-    required = f.name in ("plan", "model", "run_dir")
-    if required:
-        return {"type": kind, "required": fallback is None, "default": kind(fallback) if fallback else None}
-    return {"type": kind, "default": f.default, "help": "default: %(default)s"}
-
-
-_KINDS: dict[str, Any] = {"Path": Path, "int": int, "float": float, "str": str}
+    kind = str if get_origin(hint) is Literal else next((part for part in get_args(hint) if part is not NoneType), hint)
+    if default is not MISSING:
+        return {"type": kind, "default": default, "help": "default: %(default)s"}
+    fallback = os.environ.get({"plan": "FCP_PLAN", "run_dir": "FCP_RUN_DIR"}.get(name, ""))
+    return {"type": kind, "required": fallback is None, "default": kind(fallback) if fallback else None}

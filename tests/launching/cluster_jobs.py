@@ -6,7 +6,8 @@ import os
 import subprocess
 from pathlib import Path
 
-from fcp_cli.launching.job.job import Cluster, Job, Launcher, Mount
+from fcp_cli.launching.job.job import Cluster, Job, Mount
+from fcp_cli.launching.request import Launcher
 from tests.launching.jobs import job
 from tests.patience import PATIENCE_SECONDS
 

@@ -140,15 +140,16 @@ def test_a_model_larger_than_the_hosts_memory_is_an_error() -> None:
 def test_a_run_dir_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(FcpError, match=r"cannot write the run directory .*; choose another --run-dir"):
-        preflight.check_run_dir(tmp_path / "file" / "run", parameters=0, keep_checkpoints=1)
+        preflight.check_run_dir(local_job(run_dir=tmp_path / "file" / "run"))
 
 
 def test_a_full_disk_is_found_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1_000_000_000))
-    with pytest.raises(FcpError, match=r"has 1.0 GB free, but 3 checkpoints need 36.1 GB"):
-        preflight.check_run_dir(tmp_path, parameters=1_000_000_000, keep_checkpoints=2)
+    settings = TrainSettings(plan=Path("plan.parquet"), model="qwen3-8b", run_dir=Path("run"))
+    with pytest.raises(FcpError, match=r"has 1.0 GB free, but 3 checkpoints need 294.9 GB"):
+        preflight.check_run_dir(local_job(run_dir=tmp_path, settings=settings))
     with pytest.raises(FcpError, match="GB free"):
-        preflight.check_run_dir(tmp_path / "run", parameters=1_000_000_000, keep_checkpoints=2)
+        preflight.check_run_dir(local_job(run_dir=tmp_path / "run", settings=settings))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -11,9 +11,10 @@ import pytest
 
 from fcp_cli.errors import FcpError, RunError, UsageError
 from fcp_cli.launching import node
+from fcp_cli.launching.request import ClusterOptions
 from fcp_cli.launching.targets.catalog import TARGETS, job_files
 from fcp_cli.launching.targets.hostfile import read_hostfile
-from fcp_cli.launching.targets.options import ClusterRequest, choose_target
+from fcp_cli.launching.targets.options import choose_target
 from fcp_cli.launching.targets.templates import yaml_scalar
 from fcp_cli.launching.targets.values import job_name, template_values
 from fcp_cli.launching.targets.write import submit, write_files
@@ -21,29 +22,25 @@ from tests.launching.cluster_jobs import FakeCluster, cluster_job
 
 
 def test_the_options_tell_the_target() -> None:
-    assert choose_target(ClusterRequest()) == "local"
-    assert choose_target(ClusterRequest(hostfile=Path("hosts"))) == "scripts"
-    assert choose_target(ClusterRequest(sbatch_options=("--partition=gpu",))) == "slurm"
-    assert choose_target(ClusterRequest(image="fcp:1")) == "pytorchjob"
-    assert choose_target(ClusterRequest(image="fcp:1", target="volcano")) == "volcano"
+    assert choose_target(ClusterOptions()) == "local"
+    assert choose_target(ClusterOptions(hostfile=Path("hosts"))) == "scripts"
+    assert choose_target(ClusterOptions(sbatch_option=("--partition=gpu",))) == "slurm"
+    assert choose_target(ClusterOptions(image="fcp:1")) == "pytorchjob"
+    assert choose_target(ClusterOptions(image="fcp:1", target="volcano")) == "volcano"
 
 
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
+        (ClusterOptions(target="slurm", image="x"), "--image is for --target pytorchjob or volcano, not for slurm"),
+        (ClusterOptions(job_name="a"), "--job-name is for --target slurm or pytorchjob or volcano, not for local"),
         (
-            ClusterRequest(target="lsf"),
-            "--target is 'lsf'; it must be one of local, scripts, slurm, pytorchjob, volcano",
-        ),
-        (ClusterRequest(target="slurm", image="x"), "--image is for --target pytorchjob or volcano, not for slurm"),
-        (ClusterRequest(job_name="a"), "--job-name is for --target slurm or pytorchjob or volcano, not for local"),
-        (
-            ClusterRequest(template=Path("a.j2")),
+            ClusterOptions(template=Path("a.j2")),
             "--template is for --target scripts or slurm or pytorchjob or volcano, not for local",
         ),
     ],
 )
-def test_an_option_without_meaning_is_refused(request_: ClusterRequest, message: str) -> None:
+def test_an_option_without_meaning_is_refused(request_: ClusterOptions, message: str) -> None:
     with pytest.raises(UsageError) as error:
         choose_target(request_)
     assert str(error.value) == message

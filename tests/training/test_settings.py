@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -22,7 +22,11 @@ REQUIRED: dict[str, Any] = {"plan": Path("plan.parquet"), "model": "qwen3-tiny",
     manifest=st.none() | st.just(Path("a b.parquet")),
 )
 def test_settings_survive_the_command_line(
-    steps: int | None, learning_rate: float, dtype: str, resume: bool, manifest: Path | None
+    steps: int | None,
+    learning_rate: float,
+    dtype: Literal["auto", "float32", "bfloat16"],
+    resume: bool,
+    manifest: Path | None,
 ) -> None:
     before = TrainSettings(
         **REQUIRED, steps=steps, learning_rate=learning_rate, dtype=dtype, resume=resume, manifest=manifest

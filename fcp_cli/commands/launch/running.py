@@ -31,7 +31,7 @@ def run_here(job: Job, *, json: bool) -> None:
     from fcp_cli.runs.record import write_record
 
     node_rank = job.node_rank or 0
-    check_run_dir(job.run_dir, parameters=job.parameters, keep_checkpoints=job.kept_checkpoints)
+    check_run_dir(job)
     if node_rank == 0:
         write_record(job.run_dir, job.plan, job.metadata)
         write_launch(job.run_dir, launch_document(job))

@@ -131,48 +131,48 @@ def check_memory(job: Job) -> None:
         )
 
 
-def check_space(run_dir: Path, parameters: int, keep_checkpoints: int) -> None:
-    """As `check_run_dir`, but makes nothing: the nearest folder that exists stands for one that does not yet.
+def check_space(job: Job) -> None:
+    """Check as `check_run_dir` does, but make nothing: the nearest folder that exists stands for one that does not yet.
 
     Raises:
         FcpError: no permission, not a folder, or too little space.
     """
-    nearest = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
-    _check_run_dir(nearest, parameters, keep_checkpoints)
+    _check_folder(next(folder for folder in (job.run_dir, *job.run_dir.parents) if folder.exists()), job)
 
 
-def check_run_dir(run_dir: Path, *, parameters: int, keep_checkpoints: int) -> None:
+def check_run_dir(job: Job) -> None:
     """Make the run directory and prove that it can be written and holds the checkpoints; else leave no new folder.
 
     Raises:
         FcpError: no permission, not a folder, or too little space.
     """
-    made = not run_dir.exists()
+    made = not job.run_dir.exists()
     try:
-        _check_run_dir(run_dir, parameters, keep_checkpoints)
+        _check_folder(job.run_dir, job)
     except FcpError:
         if made:
             with suppress(OSError):
-                run_dir.rmdir()
+                job.run_dir.rmdir()
         raise
 
 
-def _check_run_dir(run_dir: Path, parameters: int, keep_checkpoints: int) -> None:
+def _check_folder(folder: Path, job: Job) -> None:
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=run_dir) as probe:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder) as probe:
             probe.write(b"fcp")
-        free = shutil.disk_usage(run_dir).free
+        free = shutil.disk_usage(folder).free
     except OSError as error:
         raise FcpError(
-            f"cannot write the run directory {run_dir}: {error.strerror}; choose another --run-dir"
+            f"cannot write the run directory {folder}: {error.strerror}; choose another --run-dir"
         ) from error
     # One more than are kept stands there while the oldest is not yet removed.
-    needed = _LEAST_FREE_BYTES + parameters * _CHECKPOINT_BYTES_PER_PARAMETER * (keep_checkpoints + 1)
+    count = job.kept_checkpoints + 1
+    needed = _LEAST_FREE_BYTES + job.parameters * _CHECKPOINT_BYTES_PER_PARAMETER * count
     if free < needed:
         raise FcpError(
-            f"{run_dir} has {free / 1e9:.1f} GB free, but {keep_checkpoints + 1} checkpoints need "
-            f"{needed / 1e9:.1f} GB; choose another --run-dir or a smaller --keep-checkpoints"
+            f"{folder} has {free / 1e9:.1f} GB free, but {count} checkpoints need {needed / 1e9:.1f} GB; choose "
+            "another --run-dir or a smaller --keep-checkpoints"
         )
 
 

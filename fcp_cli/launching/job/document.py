@@ -11,7 +11,8 @@ from typing import Any
 
 from fcp_cli.launching.job.commands import node_argv, shell_command
 from fcp_cli.launching.job.inject import without_entry
-from fcp_cli.launching.job.job import LOCAL, Job
+from fcp_cli.launching.job.job import Job
+from fcp_cli.launching.request import LOCAL
 from fcp_cli.runs.launch_record import FORMAT
 from fcp_cli.training.settings import TrainSettings
 

@@ -8,7 +8,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
 
 import fcp_cli.runtime.injection
 from fcp_cli.errors import RunError
@@ -21,8 +20,6 @@ from fcp_cli.launching.job.job import (
 )
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.launch_record import has_followed
-
-Inject: TypeAlias = Literal["entry", "env", "none"]
 
 ENTRY = ("-m", "fcp_cli.runtime")
 """Prepares the rank and then runs the program that follows a `--`."""

@@ -8,21 +8,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.errors import ProfileError
+from fcp_cli.launching.request import LOCAL, Launcher
 from fcp_cli.machine.devices import Machine
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.training.settings import TrainSettings
-
-Launcher = Literal["torchrun", "msrun"]
-"""What starts the ranks of one node."""
-
-LOCAL = "local"
-"""The target of a job that runs on this machine."""
 
 # Environment of the job; the runtime inside the script reads them.
 PLAN_VARIABLE = "FCP_PLAN"

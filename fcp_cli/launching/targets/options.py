@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from fcp_cli.console import Origins
 from fcp_cli.errors import ProfileError, UsageError
-from fcp_cli.launching.job.job import LOCAL, Cluster, Job, Mount
+from fcp_cli.launching.job.job import Cluster, Job, Mount
 from fcp_cli.launching.job.nodes import THIS_MACHINE, planned_cluster
+from fcp_cli.launching.request import LOCAL, ClusterOptions
 from fcp_cli.launching.targets.catalog import TARGETS
 from fcp_cli.launching.targets.hostfile import read_hostfile
 from fcp_cli.launching.targets.values import job_name
@@ -21,53 +22,29 @@ _KUBERNETES = ("pytorchjob", "volcano")
 # Which targets an option belongs to; where no target is named, the first of them is meant.
 _OPTIONS_OF = {
     "hostfile": ("scripts",),
-    "sbatch_options": ("slurm",),
+    "sbatch_option": ("slurm",),
     "image": _KUBERNETES,
-    "mounts": _KUBERNETES,
+    "mount": _KUBERNETES,
     "setup": ("scripts", "slurm"),
     "job_name": ("slurm", *_KUBERNETES),
     "template": tuple(TARGETS),
     "python": tuple(TARGETS),
 }
 # Where no --target is named, these options say which is meant; the others fit several.
-_DECISIVE = ("hostfile", "sbatch_options", "image")
-_FLAGS = {"sbatch_options": "--sbatch-option", "mounts": "--mount", "job_name": "--job-name"}
+_DECISIVE = ("hostfile", "sbatch_option", "image")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClusterRequest:
-    """What was typed about where the job runs; None or empty is what was not.
-
-    Attributes:
-        mounts: as `CLAIM:/path`.
-        python: the interpreter on the nodes.
-    """
-
-    target: str | None = None
-    hostfile: Path | None = None
-    template: Path | None = None
-    setup: tuple[str, ...] = ()
-    sbatch_options: tuple[str, ...] = ()
-    image: str | None = None
-    mounts: tuple[str, ...] = ()
-    python: str | None = None
-    job_name: str | None = None
-
-
-def choose_target(request: ClusterRequest) -> str:
+def choose_target(request: ClusterOptions) -> str:
     """The target that was named, or that an option belongs to; else `local`.
 
     Raises:
-        UsageError: there is no such target, or an option has no meaning for it.
+        UsageError: an option has no meaning for it.
     """
-    if request.target is not None and request.target not in (LOCAL, *TARGETS):
-        raise UsageError(f"--target is {request.target!r}; it must be one of {', '.join((LOCAL, *TARGETS))}")
     meant = next((_OPTIONS_OF[name][0] for name in _DECISIVE if getattr(request, name)), LOCAL)
     target = request.target or meant
     for name, targets in _OPTIONS_OF.items():
         if getattr(request, name) and target not in targets:
-            flag = _FLAGS.get(name, f"--{name}")
-            raise UsageError(f"{flag} is for --target {' or '.join(targets)}, not for {target}")
+            raise UsageError(f"--{name.replace('_', '-')} is for --target {' or '.join(targets)}, not for {target}")
     return target
 
 
@@ -83,7 +60,7 @@ def refuse_local_options(target: str, *, node_rank: int | None, master_addr: str
             raise UsageError(f"{flag} is for --target {LOCAL}; under {target} every node finds it by itself")
 
 
-def hosts_of(request: ClusterRequest, num_nodes: int | None) -> tuple[str, ...]:
+def hosts_of(request: ClusterOptions, num_nodes: int | None) -> tuple[str, ...]:
     """The nodes that were listed; empty where none were.
 
     Raises:
@@ -125,7 +102,7 @@ def _device_kind(cluster: str) -> str:
         return "npu" if "ascend" in cluster.lower() else "cuda"
 
 
-def for_cluster(request: ClusterRequest, job: Job, assumed: Origins) -> Job:
+def for_cluster(request: ClusterOptions, job: Job, assumed: Origins) -> Job:
     """Complete a job that was resolved as if it ran here with everything that the templates of its target need.
 
     Variables that the user has set here are set on the nodes, too.
@@ -154,14 +131,14 @@ def for_cluster(request: ClusterRequest, job: Job, assumed: Origins) -> Job:
             directory=Path.cwd(),
             interface_variables=tuple(v.name for v in job.variables if not v.value),
             setup=request.setup,
-            sbatch_options=tuple(map(_sbatch_option, request.sbatch_options)),
+            sbatch_options=tuple(map(_sbatch_option, request.sbatch_option)),
             image=_image(request) if is_container else "",
             mounts=_mounts(request, job, assumed) if is_container else (),
         ),
     )
 
 
-def _python(request: ClusterRequest, *, is_container: bool, assumed: Origins) -> str:
+def _python(request: ClusterOptions, *, is_container: bool, assumed: Origins) -> str:
     if request.python is not None or is_container:
         return request.python or "python"
     assumed.assume("--python", sys.executable, "it must be there on every node")
@@ -177,14 +154,14 @@ def _sbatch_option(text: str) -> str:
     return option
 
 
-def _image(request: ClusterRequest) -> str:
+def _image(request: ClusterOptions) -> str:
     if request.image is None:
         raise UsageError("containers need --image: the name of one with fcp, torch and your code")
     return request.image
 
 
-def _mounts(request: ClusterRequest, job: Job, assumed: Origins) -> tuple[Mount, ...]:
-    mounts = tuple(map(_mount, request.mounts))
+def _mounts(request: ClusterOptions, job: Job, assumed: Origins) -> tuple[Mount, ...]:
+    mounts = tuple(map(_mount, request.mount))
     for path in (job.plan.absolute(), job.run_dir):
         if not any(path.is_relative_to(mount.path) for mount in mounts):
             assumed.assume(str(path), "in the image", "no --mount CLAIM:PATH covers it")
