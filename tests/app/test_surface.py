@@ -86,7 +86,6 @@ SURFACE = {
     """,
 }
 COMMANDS = {" ".join(command.words): command for command in command_entries()}
-UNIFORM = {name: command for name, command in COMMANDS.items() if name != "launch"}
 
 
 def test_commands_stand_in_the_order_in_which_a_new_user_meets_them() -> None:
@@ -110,7 +109,7 @@ def test_environment_and_config_names_follow_from_the_flag(command: CommandEntry
         assert option.config_key == (".".join((*command.words, flag[2:])) if flag else None)
 
 
-@pytest.mark.parametrize("command", UNIFORM.values(), ids=UNIFORM)
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_help_fits_80_columns_and_ends_with_examples_of_that_command(command: CommandEntry) -> None:
     shown = CliRunner().invoke(app, [*command.words, "--help"], env={"COLUMNS": "80"}).output
     text, _, examples = shown.partition("\nExamples:\n")
@@ -125,7 +124,7 @@ def test_help_fits_80_columns_and_ends_with_examples_of_that_command(command: Co
         assert {word for word in own_words if word.startswith("-")} <= set(SURFACE[" ".join(runs.words)].split())
 
 
-@pytest.mark.parametrize("command", UNIFORM.values(), ids=UNIFORM)
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_metavars_and_defaults_are_written_one_way(command: CommandEntry) -> None:
     for option in command.options:
         assert option.help.endswith(".")
