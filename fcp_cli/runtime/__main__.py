@@ -7,13 +7,14 @@ import os
 import sys
 
 from fcp_cli.errors import FcpError
+from fcp_cli.runtime.error_file import record_error
 from fcp_cli.runtime.injection.install import install
 from fcp_cli.runtime.injection.program import parse_program, run_program
 from fcp_cli.runtime.injection.ranks import is_scheduler
 
 
 def main() -> None:
-    """Run the program that the command line names; its exit status and its exceptions are this process's own."""
+    """Run the program that the command line names, and end with its exit status or its exception."""
     if is_scheduler(os.environ):
         return
     atexit.register(_end_failed_rank)  # the first to be registered is the last to run
@@ -22,6 +23,7 @@ def main() -> None:
         install(os.environ)
         run_program(program)
     except FcpError as error:
+        record_error(error)
         print(f"error: {error}", file=sys.stderr)
         _failed.append(error.exit_status)
         sys.exit(error.exit_status)
@@ -39,10 +41,10 @@ _failed: list[int] = []  # the exit status of a program that ended with an excep
 
 
 def _end_failed_rank() -> None:
-    """End here a rank that has failed, after its last words and all exit handlers.
+    """End a rank that has failed at once, after it has written its error and all exit handlers have run.
 
-    Threads of a backend that still need Python while the interpreter ends abort the process: then neither its status
-    nor its last line would say why it failed.
+    Threads of a back end that still need Python while the interpreter ends abort the process: then neither its status
+    nor its last line would be those of the error.
     """
     if any(_failed):
         sys.stdout.flush()

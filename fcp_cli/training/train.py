@@ -7,7 +7,8 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from fcp_cli.errors import FcpError
+from fcp_cli.errors import FcpError, RunError
+from fcp_cli.runtime.error_file import record_error
 from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.settings import parse_settings
 
@@ -15,7 +16,7 @@ _INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train; an FcpError becomes one line on stderr and its exit status."""
+    """Train, and turn an FcpError into one line on stderr and its exit status."""
     stop = StopRequest().install()  # before the slow imports: Ctrl-C at any time is a request, not a traceback
     try:
         settings = parse_settings(sys.argv[1:] if argv is None else argv)
@@ -30,12 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error)
     except torch.OutOfMemoryError as error:
         return _fail(_out_of_memory(error))
-    except RuntimeError as error:
-        if not _is_lost_connection(error):
-            raise
-        # Another rank failed, and says why; torchrun is about to end this one.
-        print(f"lost the connection to another rank: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 1
+    except Exception as error:
+        if isinstance(error, RuntimeError) and _is_lost_connection(error):
+            # Another rank failed, and leaves its own error; torchrun is about to end this one.
+            print(f"lost the connection to another rank: {str(error).splitlines()[0]}", file=sys.stderr)
+            return 1
+        record_error(error)
+        raise
 
 
 def _is_lost_connection(error: RuntimeError) -> bool:
@@ -43,20 +45,14 @@ def _is_lost_connection(error: RuntimeError) -> bool:
 
 
 def _fail(error: FcpError) -> int:
-    print(f"error: {_who()}{error}", file=sys.stderr)
+    record_error(error)
+    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    speaker = "" if is_alone else f"rank {os.environ['RANK']} on {socket.gethostname()}: "
+    print(f"error: {speaker}{error}", file=sys.stderr)
     return error.exit_status
 
 
-def _who() -> str:
-    """Which of several ranks speaks."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return ""
-    return f"rank {os.environ['RANK']} on {socket.gethostname()}: "
-
-
 def _out_of_memory(error: BaseException) -> FcpError:
-    from fcp_cli.errors import RunError
-
     reason = str(error).strip().splitlines()[0]
     return RunError(
         f"out of device memory: plan with a smaller --tokens-per-rank, or train with --recompute ({reason})"

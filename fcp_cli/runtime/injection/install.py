@@ -11,6 +11,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from fcp_cli.errors import FcpError, RunError, UsageError
+from fcp_cli.runtime.error_file import record_error
 from fcp_cli.runtime.followed_plans import is_followed
 from fcp_cli.runtime.injection.imports import Hook, after_import
 from fcp_cli.runtime.injection.ranks import torch_variables
@@ -104,7 +105,8 @@ def require_followed() -> None:
 
 
 def _one_line_errors(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """fcp's own errors are for the user and say what mends them; others keep their traceback."""
+    """Print fcp's own errors as one line, since they name their remedy, and others with their traceback."""
+    record_error(error)
     if isinstance(error, FcpError):
         print(f"error: {error}", file=sys.stderr)
     else:
