@@ -20,7 +20,7 @@ FORMAT = "fcp-metrics/1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MicrobatchTiming:
+class MicroBatchTiming:
     """A micro-batch on one rank: its predicted seconds, and the measured ones, counted from the start of the step."""
 
     order: int
@@ -50,7 +50,7 @@ class StepMeasurement:
     learning_rate: float
     seconds: float
     predicted_seconds: float
-    ranks: Sequence[Sequence[MicrobatchTiming]]
+    ranks: Sequence[Sequence[MicroBatchTiming]]
     warm_up: bool = False
 
     def busy_seconds(self) -> list[float]:

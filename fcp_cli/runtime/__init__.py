@@ -1,4 +1,4 @@
-"""What runs inside the training job: follow a plan, switch rings per micro-batch, sum gradients over all ranks.
+"""The part that runs inside the training job: follow a plan, switch rings per micro-batch, sum gradients.
 
 The names are imported on first use: `python -m fcp_cli.runtime` prepares a script's environment before torch is read.
 """
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from fcp_cli.runtime.loader import Fetch
     from fcp_cli.runtime.ring import Ring, attention, current_ring
     from fcp_cli.runtime.session import LocalMicroBatch, Session, Step, start, steps
-    from fcp_cli.runtime.timing import MicrobatchTiming
+    from fcp_cli.runtime.timing import MicroBatchTiming
 
 __all__ = [
     "Fetch",
     "LocalMicroBatch",
-    "MicrobatchTiming",
+    "MicroBatchTiming",
     "Ring",
     "Session",
     "Step",
@@ -30,7 +30,7 @@ __all__ = [
 _MODULES = {
     "Fetch": "loader",
     "LocalMicroBatch": "session",
-    "MicrobatchTiming": "timing",
+    "MicroBatchTiming": "timing",
     "Ring": "ring",
     "Session": "session",
     "Step": "session",

@@ -1,4 +1,4 @@
-"""Before the first step, all ranks make sure that they follow one and the same plan, made for as many ranks."""
+"""Make sure, before the first step, that all ranks follow one and the same plan, made for as many ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HASH_WORDS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """What one rank found under the plan's path.
+    """The plan as one rank found it under the plan's path.
 
     Attributes:
         words: [17] int64 to be shown to all ranks: 1 if the plan can be followed, and its hash; else zeros.
@@ -40,7 +40,7 @@ class Fingerprint:
 def agree_on_plan(
     world: World, path: Path, device: torch.device, *, tensor_parallel: int = 1, pipeline_parallel: int = 1
 ) -> PlanMetadata:
-    """Read the plan on every rank, prove that its content is what its hash says, and compare the hash over all ranks.
+    """Read the plan on every rank, prove its content by its hash, and compare the hash over all ranks.
 
     Args:
         world: all processes.
@@ -71,7 +71,7 @@ def agree_on_plan(
 
 
 def fingerprint(path: Path) -> Fingerprint:
-    """Read and prove a plan; what is wrong with it is kept, so that all ranks stop together."""
+    """Read and prove a plan, and keep its fault, if it has one, so that all ranks stop together."""
     try:
         metadata = read_proven(path)
     except FcpError as error:
@@ -109,7 +109,7 @@ def require_agreement(
 
 
 def read_proven(path: Path) -> PlanMetadata:
-    """The metadata of a plan whose content is what its hash says.
+    """Read the metadata of a plan, and prove the plan's content by its hash.
 
     Raises:
         PlanError: the file is missing, damaged, or was edited.
@@ -129,7 +129,7 @@ def _check_size(
     launched: int, path: Path, metadata: PlanMetadata, tensor_parallel: int, pipeline_parallel: int
 ) -> None:
     planned = (metadata.tensor_parallel, metadata.pipeline_parallel)
-    # A plan of ranks that says nothing of what they are made of fits any.
+    # A plan that does not state what its ranks are made of fits any.
     if planned not in ((1, 1), (tensor_parallel, pipeline_parallel)):
         raise RunError(
             f"the plan {path} has tensor parallel {metadata.tensor_parallel} and pipeline parallel "

@@ -1,4 +1,4 @@
-"""Follows a plan file as one rank sees it: per step, the micro-batches that this rank takes part in."""
+"""Follow a plan file as one rank sees it: per step, the micro-batches that this rank takes part in."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STEPS_AHEAD = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStep:
-    """One step as one rank runs it.
+    """A step as one rank runs it.
 
     Attributes:
         step: optimizer step.
@@ -41,7 +41,7 @@ class RankStep:
 
 
 class PlanCursor:
-    """Iterate it to get this rank's steps from `first_step` on, read ahead by a few steps in a background thread.
+    """An iterator over this rank's steps from `first_step` on, read ahead by a few steps in a background thread.
 
     Memory does not grow with the plan: one row group of the file and a few steps are held.
 

@@ -1,4 +1,4 @@
-"""Moves rows of a tensor from the ranks that computed them to the ranks that need them; gradients travel back.
+"""Move rows of a tensor from the ranks that computed them to the ranks that need them; gradients travel back.
 
 This is what stands between a vision encoder, whose images are shared out by work, and a language model, whose tokens
 lie in zig-zag shards. It knows nothing of either: producers and consumers may be the same ranks, other ranks, or some
@@ -42,7 +42,7 @@ class Route:
 
     @property
     def num_outputs(self) -> int:
-        """Rows that this rank gets."""
+        """Return how many rows this rank gets."""
         return sum(map(len, self.receives))
 
 
@@ -51,7 +51,8 @@ def route(producers: IntArray, consumers: IntArray, *, ranks: tuple[int, ...], i
 
     Args:
         producers: [rows] place in `ranks` of who computes each row; a producer's input holds its rows in this order.
-        consumers: [rows] place of who needs each row, -1 for nobody; a consumer's output holds its rows in this order.
+        consumers: [rows] place of who needs each row, -1 where none does; a consumer's output holds
+            its rows in this order.
         ranks: global ranks of all that take part; the same on all of them.
         index: this rank's place among them.
     """
@@ -69,7 +70,7 @@ def exchange(rows: Tensor, route: Route, transport: Transport | None) -> Tensor:
     """Hand rows over and get those that this rank needs. Collective over the route's ranks, and so is its backward.
 
     Args:
-        rows: [at least as many as this rank produces, ...]; rows that nobody needs get zero gradient, so that a rank
+        rows: [at least as many as this rank produces, ...]; rows that no rank needs get zero gradient, so that one
             that produces nothing may pass a dummy row to keep its own computation in the graph.
         route: this rank's part; bound to the call, backward does not ask what is current by then.
         transport: carries the messages; None is enough where a single rank takes part.
@@ -96,14 +97,14 @@ class _Exchange(torch.autograd.Function):
 
 
 def move_rows(kind: str, rows: Tensor, route: Route, transport: Transport | None, *, num_outputs: int) -> Waits[Tensor]:
-    """One direction of an exchange; yields what it waits for.
+    """Run one direction of an exchange; yield the handles it waits for.
 
     Args:
         kind: what travels, for records and messages.
         rows: [inputs, ...]
         route: this rank's part.
         transport: carries the messages.
-        num_outputs: rows of the result; those that nobody sends stay zero.
+        num_outputs: rows of the result; those that no rank sends stay zero.
     """
     out = rows.new_zeros(num_outputs, *rows.shape[1:])
     sends, receives = (
@@ -116,7 +117,7 @@ def move_rows(kind: str, rows: Tensor, route: Route, transport: Transport | None
         send = rows[sends[to]] if len(sends[to]) else None
         receive = rows.new_empty(len(receives[source]), *rows.shape[1:]) if len(receives[source]) else None
         if send is None and receive is None:
-            continue  # so say both ends
+            continue  # both ends know from the route that nothing travels
         assert transport is not None
         handle = transport.start(kind, send, route.ranks[to], receive, route.ranks[source])
         under_way.append((handle, send, receive, receives[source]))  # a send must live until it has left

@@ -1,4 +1,4 @@
-"""What a training loop that follows a plan must keep to, whatever its framework."""
+"""Rules that every training loop under a plan keeps, whatever its framework."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ IGNORED = -100  # label of a token that has no next token to predict, as everywh
 
 
 def plan_path(given: str | Path | None) -> Path:
-    """The plan that a script names, else the one that `fcp launch` put into FCP_PLAN.
+    """Return the plan that a script names, else the one that `fcp launch` put into FCP_PLAN.
 
     Raises:
         RunError: neither.
@@ -54,7 +54,7 @@ class FollowedStep:
         self._is_finished = False
 
     def __len__(self) -> int:
-        """Micro-batches of this rank."""
+        """Return the number of this rank's micro-batches."""
         return self._num_microbatches
 
     def require_finished(self) -> None:
@@ -70,11 +70,14 @@ class FollowedStep:
             raise RunError(f"step {self.index} was iterated twice; each of its micro-batches runs once")
         self._is_begun = True
 
-    def _require_attention(self, row: MicroBatch, ring: RingMember, told: str) -> None:
-        """A model that kept its own attention would let sequences of a pack, or shards of one, go their own ways."""
+    def _require_attention(self, row: MicroBatch, ring: RingMember, remedy: str) -> None:
+        """Raise RunError if a micro-batch that needs `attention` never called it.
+
+        A model with its own attention would let the sequences of a pack see each other, and shards not.
+        """
         shares = row.degree > 1 or len(row.sequences) > 1
         if shares and not ring.attention_calls:
             raise RunError(
                 f"step {self.index}, micro-batch {row.order}, degree {row.degree}, {len(row.sequences)} sequences: "
-                f"{told}"
+                f"{remedy}"
             )

@@ -1,6 +1,6 @@
-"""Sums gradients over all ranks once per step, whatever holds the parameters: nothing, DDP or FSDP2.
+"""Sum gradients over all ranks once per step, whatever holds the parameters: nothing, DDP or FSDP2.
 
-DDP and FSDP2 average over ranks where the training objective asks for a sum, so each tells a factor that the loss is
+DDP and FSDP2 average over ranks where the training objective asks for a sum, so each names a factor that the loss is
 multiplied with. Neither may reduce before a rank's last micro-batch of the step: ranks have different numbers of them.
 """
 
@@ -21,26 +21,26 @@ _BUCKET_BYTES = 32 << 20
 
 
 class GradientSync(Protocol):
-    """How one kind of model gets its gradients summed."""
+    """A way to sum the gradients of one kind of model."""
 
     loss_factor: float
     """What the loss is multiplied with so that reduced gradients are sums over ranks."""
 
     def before_microbatch(self, *, is_last: bool) -> None:
-        """Called before the forward of each of the step's micro-batches."""
+        """Prepare the model for one micro-batch; called before the forward of each."""
         ...
 
     def reduce(self) -> None:
-        """Called after the backward of the step's last micro-batch; then gradients are sums over all ranks."""
+        """Make gradients sums over all ranks; called after the backward of the step's last micro-batch."""
         ...
 
     def restore(self) -> None:
-        """Called when the step is over, finished or given up: leave the model as it was found."""
+        """Leave the model as it was found; called when the step is over, finished or given up."""
         ...
 
 
 def gradient_sync(model: nn.Module | None, world: World, sync: Sync) -> GradientSync:
-    """The right one for a model.
+    """Return the way to sum a model's gradients.
 
     Raises:
         RunError: the model is wrapped by something that cannot follow this plan.
@@ -60,7 +60,7 @@ def gradient_sync(model: nn.Module | None, world: World, sync: Sync) -> Gradient
 
 
 class NoSync:
-    """The session was given no model: the script sums the gradients over all ranks itself."""
+    """No sum at all: the session was given no model, so the script sums the gradients over all ranks itself."""
 
     loss_factor = 1.0
 
@@ -148,7 +148,7 @@ class PlainSync:
         pass
 
     def _reduce(self, parameters: list[nn.Parameter]) -> None:
-        """All-reduce one bucket: the gradients, then one flag each that says whether any rank has it."""
+        """All-reduce one bucket: the gradients, then one flag each for whether any rank has it."""
         present = [parameter.grad is not None for parameter in parameters]
         pieces = [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters]
         flags = torch.tensor(present, dtype=pieces[0].dtype).to(pieces[0].device, non_blocking=True)
@@ -165,7 +165,7 @@ class PlainSync:
 
 
 def _buckets(model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Parameters in order, cut where dtype or device changes or a bucket is full; the same on all ranks."""
+    """Yield the parameters in order, cut where dtype or device changes or a bucket is full; the same on all ranks."""
     bucket: list[nn.Parameter] = []
     held_bytes = 0
     for parameter in model.parameters():
@@ -188,7 +188,7 @@ def _is_fsdp(module: nn.Module) -> bool:
 
 
 def _check_covers(model: nn.Module, world: World) -> None:
-    """Parameters sharded over fewer ranks than the plan has would have their gradients summed over those only."""
+    """Raise RunError if a parameter is sharded over fewer ranks than the plan has: its gradients would miss others."""
     for name, parameter in model.named_parameters():
         mesh = getattr(parameter, "device_mesh", None)
         covered = mesh.size() if mesh is not None else 1

@@ -1,11 +1,16 @@
-"""Which tokens of a pack each member of a ring holds: exact, uneven zig-zag chunks.
+"""The layout of a pack on a ring: exact, uneven zig-zag chunks of every sequence.
 
 A sequence of L tokens on a ring of degree d is cut into 2d chunks; chunk j has ``L // 2d + (j < L % 2d)`` tokens, so
 no token is padded and none is lost, whatever L is. Member r owns chunk r (its *front*) and chunk 2d-1-r (its *back*)
 of every sequence, which gives every member the same share of a causal triangle. A member's local buffer is the
 concatenation over the sequences of [front, back].
 
-Every shape of the ring follows from (lengths, degree) alone, so ranks never tell each other sizes.
+Example: L = 10 tokens on d = 2 members, 2d = 4 chunks of 3, 3, 2 and 2 tokens:
+
+    position   0 1 2 | 3 4 5 | 6 7 | 8 9
+    member       0   |   1   |  1  |  0       member 0 holds [0 1 2 8 9], member 1 holds [3 4 5 6 7]
+
+Every shape of the ring follows from (lengths, degree) alone, so ranks never exchange sizes.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ class Segments:
     Attributes:
         q_lengths, k_lengths: tokens of each segment's queries and of its keys.
         causal: query i sees keys 0..i of its segment (then both lengths are equal); else every query sees every key.
-        memo: what a kernel derives from the lengths once per device (cumulative lengths, masks); dies with the layout.
+        memo: values that a kernel derived from the lengths, by `derived`; freed with the layout.
     """
 
     q_lengths: tuple[int, ...]
@@ -40,8 +45,8 @@ class Segments:
     causal: bool
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
-    def remember(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """`make()`, called once per key."""
+    def derived(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """Return `make()`, called once per key: a layout serves all layers of a model, and many micro-batches."""
         if key not in self.memo:
             self.memo[key] = make()
         value: Value = self.memo[key]
@@ -65,7 +70,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hop:
-    """What one member computes while it holds one member's keys and values.
+    """The work of one member while it holds one member's keys and values.
 
     Attributes:
         q_rows: its own rows that take part.
@@ -105,42 +110,42 @@ class ShardLayout:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of the whole pack."""
+        """Return the tokens of the whole pack."""
         return sum(self._tokens)
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of the member that holds most; what a receive buffer must fit."""
+        """Return the tokens of the member that holds most, which a receive buffer must fit."""
         return max(self._tokens)
 
     def tokens(self, index: int) -> int:
-        """Tokens that member `index` holds."""
+        """Return how many tokens member `index` holds."""
         return self._tokens[index]
 
     def fronts(self, index: int) -> IntArray:
-        """[sequences] Tokens of member `index`'s front chunk of each sequence; may be 0."""
+        """Return [sequences] the tokens of member `index`'s front chunk of each sequence; may be 0."""
         fronts: IntArray = self._fronts[index]
         return fronts
 
     def backs(self, index: int) -> IntArray:
-        """[sequences] Tokens of member `index`'s back chunk of each sequence; may be 0."""
+        """Return [sequences] the tokens of member `index`'s back chunk of each sequence; may be 0."""
         backs: IntArray = self._backs[index]
         return backs
 
     def position_ids(self, index: int) -> IntArray:
-        """[tokens(index)] Position of each local token within its own sequence."""
+        """Return [tokens(index)] the position of each local token within its own sequence."""
         positions = np.arange(self._tokens[index], dtype=np.int64)
         starts, sizes = self._runs(index)
         return positions + np.repeat(starts - _offsets(sizes), sizes)
 
     def index(self, index: int) -> IntArray:
-        """[tokens(index)] Position of each local token in the concatenated pack; ``pack[index]`` is the shard."""
+        """Return [tokens(index)] the position of each local token in the whole pack; ``pack[index]`` is the shard."""
         owned = self._fronts[index] + self._backs[index]
         bases = _offsets(np.asarray(self.lengths, dtype=np.int64))
         return self.position_ids(index) + np.repeat(bases, owned)
 
     def hops(self, member: int, source: int, *, packed: bool = True) -> tuple[Hop, ...]:
-        """What `member` computes with the keys and values of `source`; nothing where no query meets a key.
+        """Return the work of `member` with the keys and values of `source`; none where no query meets a key.
 
         Chunks are ordered in time: those of an earlier source's front come before all of the member's tokens, those
         of a later source come between the member's front and its back. Only the member's own chunks need a causal
@@ -158,7 +163,7 @@ class ShardLayout:
         return self._hops[key]
 
     def _runs(self, index: int) -> tuple[IntArray, IntArray]:
-        """Start within the sequence, and size, of [front_0, back_0, front_1, back_1, ...]."""
+        """Return where [front_0, back_0, front_1, back_1, ...] start within their sequences, and their sizes."""
         lengths = np.asarray(self.lengths, dtype=np.int64)
         sizes = np.stack((self._fronts[index], self._backs[index]), axis=1).ravel()
         chunks = np.array((index, 2 * self.degree - 1 - index))
@@ -185,12 +190,12 @@ class ShardLayout:
 
 @lru_cache(maxsize=CACHED_LAYOUTS)
 def shard_layout(lengths: tuple[int, ...], degree: int) -> ShardLayout:
-    """The layout of a pack on a ring of `degree` members; cached, so that micro-batches of equal shape share it."""
+    """Return the layout of a pack on a ring of `degree` members; cached, so micro-batches of equal shape share it."""
     return ShardLayout(lengths, degree)
 
 
 def _offsets(sizes: IntArray) -> IntArray:
-    """Exclusive prefix sum."""
+    """Return the exclusive prefix sum."""
     return np.cumsum(sizes) - sizes
 
 

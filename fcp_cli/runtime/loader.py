@@ -1,4 +1,4 @@
-"""Loads exactly the tokens that one rank holds of its micro-batches, ahead of the training loop."""
+"""Load exactly the tokens that one rank holds of its micro-batches, ahead of the training loop."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ token is not to be learned, a prompt for example); shifting them to the next tok
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """What one rank holds of one micro-batch; all tensors [1, tokens] int64, positions perhaps [axes, 1, tokens].
+    """One rank's tokens of one micro-batch; all tensors [1, tokens] int64, positions perhaps [axes, 1, tokens].
 
     A rank that holds no token (an idle row, or a pack with fewer tokens than ranks) gets one pad token outside every
     sequence, with an ignored label, so that it takes part in every forward and backward with weight zero.
@@ -88,7 +88,7 @@ def load_steps(
         device: where the shards will go: for CUDA they are put in page-locked memory.
 
     Raises:
-        RunError: a sequence is shorter than the plan says; its labels are not as long as its tokens, or come against
+        RunError: a sequence is shorter than in the plan; its labels are not as long as its tokens, or come against
             `labelled`.
     """
     for step in steps:
@@ -102,14 +102,14 @@ def load_steps(
 
 
 def fetches_labels(path: Path, first_step: int, fetch: Fetch) -> bool:
-    """Whether `fetch` returns labels, from the first sequence to be trained; the same on every rank."""
+    """Return whether `fetch` returns labels, judged by the first sequence to be trained; the same on every rank."""
     for step in PlanReader(path).steps(first_step):
         return _has_labels(fetch(int(step.sequences[0])))
     return False
 
 
 def load_shard(row: MicroBatch, fetch: Fetch, *, rank: int, labelled: bool = False) -> Shard:
-    """This rank's part of one micro-batch."""
+    """Load this rank's part of one micro-batch."""
     member = row.ranks.index(rank)
     layout = shard_layout(row.lengths, row.degree)
     place = partial(Shard, row=row, member=member, layout=layout)
@@ -128,7 +128,7 @@ def load_shard(row: MicroBatch, fetch: Fetch, *, rank: int, labelled: bool = Fal
 
 
 def _position_ids(sequences: list[_Sequence], layout: ShardLayout, member: int, index: Tensor) -> Tensor:
-    """[1, tokens], or [axes, 1, tokens] where a sequence of the pack brings its own; the others count on all axes."""
+    """Return positions [1, tokens], or [axes, 1, tokens] where a sequence has its own; others count on all axes."""
     given = [sequence.position_ids for sequence in sequences if sequence.position_ids is not None]
     if not given:
         return torch.from_numpy(layout.position_ids(member)).unsqueeze(0)
@@ -184,7 +184,7 @@ def _tokens(values: Any) -> Tensor:
 
 
 def _prepare_hops(shard: Shard, *, packed: bool) -> None:
-    """Work out here what the first layer's attention would otherwise hold the training loop up with."""
+    """Work out the ring's hops here, in the loader's thread: the first layer's attention would wait for them."""
     for source in range(shard.layout.degree):
         shard.layout.hops(shard.member, source, packed=packed)
 

@@ -1,4 +1,4 @@
-"""The loss whose gradient no plan can change: sum of token losses / tokens of the global batch.
+"""The loss whose gradient no plan can change: the sum of token losses / tokens of the global batch.
 
 Every rank adds its own tokens' share and gradients are summed over ranks, so it does not matter which rank ran which
 sequence with whom. A mean per group or per rank would weigh tokens by how the plan happened to pack them.
@@ -14,7 +14,7 @@ from fcp_cli.runtime.followed_step import IGNORED
 
 
 def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of the cross entropies of the labelled tokens, in at least fp32; 0 (with zero gradients) where none is.
+    """Return the sum of the labelled tokens' cross entropies, in at least fp32; 0 (with zero gradients) where none is.
 
     Args:
         logits: [1, tokens, vocabulary].
@@ -25,5 +25,5 @@ def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def next_token_labels(tokens: Tensor) -> Tensor:
-    """[n] the label of each token of one sequence: the next token, `IGNORED` at the end."""
+    """Return [n] the label of each token of one sequence: the next token, `IGNORED` at the end."""
     return torch.cat((tokens[1:], tokens.new_full((1,), IGNORED)))

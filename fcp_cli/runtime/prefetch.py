@@ -1,4 +1,4 @@
-"""Runs an iterator in a background thread, a bounded number of items ahead of whoever consumes it."""
+"""Run an iterator in a background thread, a bounded number of items ahead of its consumer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Prefetched(Generic[T]):
-    """Iterate it to get the items of `items` in order; an exception raised there is raised here, at its place.
+    """An iterator over the items of `items` in order; an exception raised there is raised here, at its place.
 
     At most `depth` items wait, plus the one that the thread is making. With `depth=0` there is no thread and items
     are made when they are asked for. `close` lets the thread end; it is a daemon, so an open one does not hold up exit.
@@ -68,7 +68,7 @@ class Prefetched(Generic[T]):
                 self._changed.notify_all()
 
     def _offer(self, item: T) -> bool:
-        """Hand an item over once there is room; false when nobody wants it any more."""
+        """Hand an item over once there is room; return False when the consumer has closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
             if self._closed:

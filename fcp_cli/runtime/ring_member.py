@@ -1,4 +1,4 @@
-"""The group of one micro-batch as one of its members sees it: what every framework's ring has."""
+"""The group of one micro-batch as one of its members sees it: the part that every framework's ring has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fcp_cli.runtime.layout import Hop, ShardLayout
 
 
 class RingMember:
-    """One member's place in a ring, and what it computes there. Cheap to make: nothing is communicated.
+    """One member's place in a ring, and its work there. Cheap to make: nothing is communicated.
 
     Not a dataclass: FSDP2 copies those among a module's arguments, and the calls of a copy would not be counted here.
 
@@ -36,19 +36,19 @@ class RingMember:
 
     @property
     def tokens(self) -> int:
-        """Tokens that this member holds, without padding."""
+        """Return how many tokens this member holds, without padding."""
         return self.layout.tokens(self.index)
 
     def source(self, hop: int) -> int:
-        """The member whose keys and values this member holds at `hop`: its own at hop 0, then its predecessors'."""
+        """Return the member whose keys and values this one holds at `hop`: its own at hop 0, then its predecessors'."""
         return (self.index - hop) % self.degree
 
     def work(self, hop: int, *, packed: bool = True) -> tuple[Hop, ...]:
-        """What this member computes at `hop`; see `ShardLayout.hops`."""
+        """Return this member's work at `hop`; see `ShardLayout.hops`."""
         return self.layout.hops(self.index, self.source(hop), packed=packed)
 
     def check_shapes(self, q: Any, k: Any, v: Any) -> None:
-        """Whether queries, keys and values [1, heads, tokens, head_dim] of any framework are this member's shard.
+        """Check that queries, keys and values [1, heads, tokens, head_dim] of any framework are this member's shard.
 
         Raises:
             RunError: they are not.

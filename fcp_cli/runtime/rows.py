@@ -1,4 +1,4 @@
-"""Reading and updating some rows of a packed tensor: views where the rows are contiguous, cached indices elsewhere."""
+"""Read and update some rows of a packed tensor: views where the rows are contiguous, cached indices elsewhere."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from fcp_cli.runtime.layout import Rows
 
 
 def take(tensor: Tensor, rows: Rows) -> Tensor:
-    """The rows of `tensor`; a view where they are contiguous."""
+    """Return the rows of `tensor`; a view where they are contiguous."""
     if rows.span is not None:
         return tensor[rows.span[0] : rows.span[1]]
     return tensor.index_select(0, _positions(rows, tensor.device))
 
 
 def add(total: Tensor, rows: Rows, share: Tensor) -> None:
-    """``total[rows] += share``."""
+    """Add `share` to the rows of `total`, in place."""
     if rows.span is not None:
         total[rows.span[0] : rows.span[1]].add_(share)
     else:
@@ -41,7 +41,7 @@ def merge(out: Tensor, lse: Tensor, rows: Rows, part: Tensor, part_lse: Tensor) 
 
 
 def _positions(rows: Rows, device: torch.device) -> Tensor:
-    """The rows as an index tensor on `device`, moved there once."""
+    """Return the rows as an index tensor on `device`, moved there once."""
     if device not in rows.memo:
         rows.memo[device] = to_device(torch.as_tensor(rows.positions), device)
     positions: Tensor = rows.memo[device]

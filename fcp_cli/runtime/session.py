@@ -1,4 +1,4 @@
-"""Drives a training loop by a plan: which micro-batches a rank runs, on which ring, and when gradients are reduced.
+"""Drive a training loop by a plan: which micro-batches a rank runs, on which ring, and when gradients are reduced.
 
 session = fcp_cli.runtime.start("plan.parquet", fetch)
 for step in session.steps(model):
@@ -31,7 +31,7 @@ from fcp_cli.runtime.loader import Fetch, LoadedStep, Shard, fetches_labels, loa
 from fcp_cli.runtime.loss import token_loss_sum
 from fcp_cli.runtime.prefetch import Prefetched
 from fcp_cli.runtime.ring import Ring, current_ring
-from fcp_cli.runtime.timing import Clock, MicrobatchTiming, clock_for
+from fcp_cli.runtime.timing import Clock, MicroBatchTiming, clock_for
 from fcp_cli.runtime.transport import ProcessTransport, Transport
 from fcp_cli.runtime.world import ProcessWorld, World, join_process_group, local_device
 
@@ -73,7 +73,7 @@ def start(plan: str | Path | None = None, fetch: Fetch | None = None, *, device:
 def steps(
     plan: str | Path | None = None, fetch: Fetch | None = None, model: nn.Module | None = None, first_step: int = 0
 ) -> Generator[Step, None, None]:
-    """`start(plan, fetch).steps(model, first_step=first_step)`, for a loop that needs nothing else."""
+    """Return `start(plan, fetch).steps(model, first_step=first_step)`, for a loop that needs nothing else."""
     return start(plan, fetch).steps(model, first_step=first_step)
 
 
@@ -81,7 +81,7 @@ class Session:
     """One rank's part in a job that follows a plan. Made by `start`; use it as a context manager or call `close`.
 
     Attributes:
-        plan, metadata: the plan file and what it says about itself.
+        plan, metadata: the plan file and its metadata.
         world: all ranks of the job.
         device: where micro-batches are put.
     """
@@ -117,8 +117,9 @@ class Session:
         return tensor.to(self.device, non_blocking=True)
 
     def steps(self, model: nn.Module | None = None, *, first_step: int = 0) -> Generator[Step, None, None]:
-        """The plan's steps from `first_step` on, each to be iterated to its end before the next. Every rank calls it.
+        """Yield the plan's steps from `first_step` on, each to be iterated to its end before the next.
 
+        Every rank calls it.
         Args:
             model: whose gradients are summed over ranks: as it is (it starts from rank 0's weights), in
                 DistributedDataParallel, or sharded with `fully_shard`. Without one, the script sums them itself.
@@ -154,13 +155,13 @@ class Session:
             loaded.close()
 
     def _sum_over_ranks(self, count: int) -> Tensor:
-        """0-d int64 on the device: the host does not wait for it."""
+        """Return the sum as 0-d int64 on the device: the host does not wait for it."""
         total = torch.tensor(count, device=self.device)
         self.world.all_reduce_sum(total)
         return total
 
     def close(self) -> None:
-        """Leave the job: destroys the process group if `start` made it."""
+        """Leave the job, and destroy the process group if `start` made it."""
         if self._owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -200,7 +201,7 @@ class LocalMicroBatch:
         self._divisor = divisor
 
     def loss(self, logits: Tensor) -> Tensor:
-        """This rank's share of the step's loss, to call backward on.
+        """Return this rank's share of the step's loss, to call backward on.
 
         It is the sum of its token losses / tokens of the global batch, times what undoes the averaging of DDP and
         FSDP2.
@@ -211,7 +212,7 @@ class LocalMicroBatch:
         return self.normalised(token_loss_sum(logits, self.labels))
 
     def normalised(self, loss_sum: Tensor) -> Tensor:
-        """The same from a sum of token losses (0-d) that the script computed itself, with a fused kernel perhaps."""
+        """Return this rank's share of the loss from a sum of token losses (0-d) that the script computed itself."""
         self.loss_sum = loss_sum.detach()
         return loss_sum * self._factor / self._divisor
 
@@ -235,17 +236,17 @@ class Step(FollowedStep):
 
     @property
     def tokens(self) -> int:
-        """Tokens of the global batch that carry a loss. With labels from `fetch`, reading it waits for the device."""
+        """Return the tokens of the global batch that carry a loss; with labels from `fetch`, wait for the device."""
         return int(self._tokens)
 
     @property
-    def timings(self) -> tuple[MicrobatchTiming, ...]:
-        """When this rank's micro-batches ran; on a device, reading it waits for the last one."""
+    def timings(self) -> tuple[MicroBatchTiming, ...]:
+        """Return when this rank's micro-batches ran; on a device, wait for the last one."""
         if not self._marks:
             return ()
         clock, first = self._session.clock, self._marks[0][0]
         return tuple(
-            MicrobatchTiming(
+            MicroBatchTiming(
                 order=shard.row.order, start_seconds=clock.seconds(first, begin), seconds=clock.seconds(begin, end)
             )
             for shard, (begin, end) in zip(self._shards, self._marks, strict=False)
@@ -287,19 +288,20 @@ class Step(FollowedStep):
         return microbatch
 
     def _order_backwards(self, *, is_last: bool) -> None:
-        """Where ranks have different numbers of micro-batches, backwards that are held back must wait for all forwards.
+        """Forbid backwards between forwards where ranks have different numbers of micro-batches.
 
-        In between, one rank would begin a backward while another of its ring begins a forward, and both would wait.
+        A loop may run each backward before the next forward, or all forwards first. In between, one rank would begin
+        a backward while another of its ring begins a forward, and both would wait for each other.
         """
         earlier = [microbatch.ring for microbatch in self._microbatches[:-1]]
         holds_back = any(ring.attention_calls and not ring.backward_calls for ring in earlier)
         if self._session.metadata.sync != "iteration" or not holds_back:
             return
         for ring in earlier:
-            ring.backward_forbidden = "" if is_last else self._too_early
+            ring.backward_forbidden = "" if is_last else self._backward_too_early
 
     @property
-    def _too_early(self) -> str:
+    def _backward_too_early(self) -> str:
         return (
             f"step {self.index}: the backward of an earlier micro-batch runs between the forwards of later ones; under "
             "sync iteration ranks have different numbers of them and would wait for each other: run each backward "
@@ -317,8 +319,7 @@ class Step(FollowedStep):
                 )
 
     def reduced_loss(self) -> float:
-        """The step's loss as one process would report it: token losses of all ranks / tokens of the global batch.
-
+        """Return the step's loss as one process would report it: token losses of all ranks / tokens of the batch.
         Every rank calls it, after the last micro-batch.
 
         Raises:

@@ -1,4 +1,4 @@
-"""When each micro-batch ran, without making the host wait for the device."""
+"""Measure when each micro-batch ran, without making the host wait for the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MicrobatchTiming:
+class MicroBatchTiming:
     """One micro-batch of one rank as it ran, counted from the rank's start of the step.
 
     Under DDP and FSDP2 the last micro-batch of a step includes the reduction of the gradients.
@@ -23,16 +23,16 @@ class MicrobatchTiming:
 
 class Clock(Protocol):
     def mark(self) -> Any:
-        """A point in time on the device; costs the host microseconds."""
+        """Return a point in time on the device; costs the host microseconds."""
         ...
 
     def seconds(self, earlier: Any, later: Any) -> float:
-        """Between two marks; waits until the device has passed both."""
+        """Return the seconds between two marks; wait until the device has passed both."""
         ...
 
 
 class HostClock:
-    """For the CPU, where work is done when the call returns."""
+    """A clock for the CPU, where work is done when the call returns."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -42,7 +42,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """For an accelerator: events on its current stream."""
+    """A clock for an accelerator: events on its current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._module = torch.get_device_module(device)

@@ -1,8 +1,13 @@
-"""How the members of a ring exchange keys, values and their gradients.
+"""Exchange keys, values and their gradients between the members of a ring.
 
 A hop is one batch of at most one send and one receive, to and from global ranks. Everything runs over one
-communicator of all ranks, so a group of any ranks costs nothing to make. Ranks issue their hops in the plan's order;
-messages between two ranks arrive in the order they were sent.
+communicator of all ranks, so a group of any ranks costs nothing to make: a plan changes groups with every
+micro-batch, and a communicator of NCCL or HCCL takes seconds and hundreds of megabytes.
+
+Why this cannot deadlock: NCCL and HCCL run a rank's operations on one communicator in the order of their issue, and a
+send blocks until its receive is posted. All ranks issue their hops in the plan's order, each hop's send and receive
+as one batch, and messages between two ranks arrive in the order they were sent. `verification/order.py` proves the
+order of a recorded run.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class Handle(Protocol):
-    """A hop under way. Neither of its tensors may be touched before `wait` returns (on a GPU: is enqueued)."""
+    """A hop under way. Neither of its tensors may be touched before `wait` has returned (on a GPU: is enqueued)."""
 
     def wait(self) -> None: ...
 
@@ -53,10 +58,10 @@ class Transport(Protocol):
 
 
 class ProcessTransport:
-    """Real ranks over torch.distributed: one process group of all ranks, warmed up once, used for nothing else.
+    """Ranks as processes over torch.distributed: one process group of all ranks, warmed up once.
 
-    Make it with `ProcessTransport.create`, on every rank. CUDA tensors under gloo are staged through pinned host
-    memory.
+    Nothing else runs on the group: a collective of the script between two hops would take part in their order. Make it
+    with `ProcessTransport.create`, on every rank. CUDA tensors under gloo are staged through pinned host memory.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -65,8 +70,7 @@ class ProcessTransport:
 
     @classmethod
     def create(cls, device: torch.device) -> ProcessTransport:
-        """Collective: every rank of the default group calls it, once, before the first step.
-
+        """Make the group and warm it up. Every rank of the default group calls it, once, before the first step.
         The first point-to-point batch of a communicator must not involve only some of its ranks, so a reduction and a
         ring over all ranks run here; afterwards any ranks may talk.
         """
@@ -78,7 +82,7 @@ class ProcessTransport:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Of all ranks, for rings of others that name global ranks."""
+        """Return the group of all ranks, for other implementations of rings that name global ranks."""
         return self._group
 
     def start(self, kind: str, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> Handle:
@@ -87,7 +91,7 @@ class ProcessTransport:
         return _Hop(_batch(self._group, send, to, receive, source))
 
     def warm_up(self, device: torch.device) -> None:
-        """Collective over the group: a reduction and one hop around it."""
+        """Run a reduction and one hop around the group. Collective over it."""
         token = torch.zeros(1, device="cpu" if self._staged else device)
         dist.all_reduce(token, group=self._group)
         ranks = dist.get_process_group_ranks(self._group)
@@ -119,7 +123,7 @@ class _Hop:
 
 
 class _StagedHop:
-    """Device -> pinned host -> gloo -> pinned host -> device. For tests and rehearsals, not for speed."""
+    """A hop from device to pinned host, over gloo, and back. For tests and rehearsals, not for speed."""
 
     def __init__(
         self, group: dist.ProcessGroup, send: Tensor | None, to: int, receive: Tensor | None, source: int

@@ -1,4 +1,4 @@
-"""Images and videos of a micro-batch: which member of the ring encodes what, and whose tokens that becomes.
+"""The images and videos of a micro-batch: which member of the ring encodes each, and whose tokens they become.
 
 Stage 1: every member encodes some parts (an image, a pair of frames, a tile), shared out so that their work is even,
 whatever tokens the member holds. Stage 2: an `exchange` takes each part's embeddings to the members that hold its
@@ -38,14 +38,14 @@ class VisualShard:
     route: Route
 
     def map_pixels(self, change: Callable[[Tensor], Tensor]) -> VisualShard:
-        """The same with changed pixels: on another device, in page-locked memory."""
+        """Return the same with changed pixels: on another device, in page-locked memory."""
         return self if self.pixels is None else replace(self, pixels=change(self.pixels))
 
 
 def visual_shard(
     parts: Sequence[Sequence[VisualPart]], layout: ShardLayout, *, ranks: tuple[int, ...], member: int
 ) -> VisualShard | None:
-    """One member's share of a pack; reads the pixels of what it encodes. None where the pack has no part.
+    """Return one member's share of a pack, with the pixels of what it encodes. None where the pack has no part.
 
     Args:
         parts: of each sequence of the pack. Of a part that the planned length cuts, the tokens left are filled; one

@@ -1,4 +1,4 @@
-"""All ranks of the job, as the runtime needs them besides rings: a few small collectives."""
+"""All ranks of the job, as the runtime needs them besides rings: a few small collectives, joining and leaving."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MSRUN_SECONDS = "MS_TOPO_TIMEOUT"
 
 
 class World(Protocol):
-    """Every rank calls the same methods in the same order. Tensors are changed in place."""
+    """All ranks of a job. Every rank calls the same methods in the same order. Tensors are changed in place."""
 
     @property
     def rank(self) -> int: ...
@@ -52,8 +52,8 @@ class ProcessWorld:
         dist.broadcast(tensor, src=0)
 
 
-def _meet(rank: int, size: int, seconds: int) -> Any:
-    """The store where the ranks that msrun started meet; unlike torchrun, it does not bring nodes together first.
+def _msrun_store(rank: int, size: int, seconds: int) -> Any:
+    """Return the store where the ranks that msrun started meet; unlike torchrun, it does not join nodes first.
 
     Raises:
         RunError: not all of them came in time.
@@ -73,7 +73,7 @@ def _meet(rank: int, size: int, seconds: int) -> Any:
 
 
 def local_device() -> torch.device:
-    """The device of this process: its local rank's CUDA or NPU device where there is one, else the CPU.
+    """Return the device of this process: its local rank's CUDA or NPU device where there is one, else the CPU.
 
     Where the script has already set up torch.distributed, its back end decides.
     """
@@ -88,7 +88,7 @@ def local_device() -> torch.device:
 
 
 def join_process_group(device: torch.device) -> bool:
-    """Initialise torch.distributed unless the script has; true if it was done here.
+    """Initialise torch.distributed unless the script has; return whether it was done here.
 
     Without torchrun's environment variables the process is the only rank.
     """
@@ -100,7 +100,7 @@ def join_process_group(device: torch.device) -> bool:
     if "RANK" in os.environ and _MSRUN_SECONDS in os.environ:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group(
-            backend, store=_meet(rank, size, int(os.environ[_MSRUN_SECONDS])), rank=rank, world_size=size
+            backend, store=_msrun_store(rank, size, int(os.environ[_MSRUN_SECONDS])), rank=rank, world_size=size
         )
     elif "RANK" in os.environ:
         dist.init_process_group(backend)
@@ -111,7 +111,7 @@ def join_process_group(device: torch.device) -> bool:
 
 
 def leave_process_group() -> None:
-    """Destroy what is left of torch.distributed when a script has come to its end, before the interpreter does.
+    """Destroy what is left of torch.distributed when a script has ended, before the interpreter does.
 
     Gloo's threads may still hold a tensor of the last collective, and a thread that needs Python while Python ends
     aborts the process: a job whose work was done would fail. After an exception nothing is done here: it may have

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.runs.metrics import MicrobatchTiming
+from fcp_cli.runs.metrics import MicroBatchTiming
 
 # order, start seconds and seconds of one micro-batch
 _FIELDS = 3
@@ -27,16 +27,16 @@ def encode(timings: Sequence[tuple[int, float, float]], *, stop: bool, most: int
     return vector
 
 
-def decode(vectors: Sequence[torch.Tensor], plan: StepPlan) -> tuple[bool, list[list[MicrobatchTiming]]]:
+def decode(vectors: Sequence[torch.Tensor], plan: StepPlan) -> tuple[bool, list[list[MicroBatchTiming]]]:
     """(whether any rank was asked to stop, the timings of every rank)."""
     return any(bool(vector[0]) for vector in vectors), [_timings_of(vector, plan) for vector in vectors]
 
 
-def _timings_of(vector: torch.Tensor, plan: StepPlan) -> list[MicrobatchTiming]:
+def _timings_of(vector: torch.Tensor, plan: StepPlan) -> list[MicroBatchTiming]:
     count = int(vector[1])
     rows = vector[2 : 2 + _FIELDS * count].view(count, _FIELDS).tolist()
     return [
-        MicrobatchTiming(
+        MicroBatchTiming(
             order=int(order),
             degree=int(plan.degrees[int(order)]),
             tokens=int(plan.tokens[int(order)]),
@@ -55,7 +55,7 @@ def most_microbatches(plan: StepPlan) -> int:
 
 def gather_timings(
     plan: StepPlan, timings: Sequence[tuple[int, float, float]], *, stop: bool
-) -> tuple[bool, list[list[MicrobatchTiming]]]:
+) -> tuple[bool, list[list[MicroBatchTiming]]]:
     """Tell all ranks this rank's timings and stop request; returns everybody's, the same on every rank."""
     mine = encode(timings, stop=stop, most=most_microbatches(plan))
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

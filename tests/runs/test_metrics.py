@@ -9,7 +9,7 @@ import pytest
 from fcp_cli.errors import RunError
 from fcp_cli.runs.metrics import (
     MetricsWriter,
-    MicrobatchTiming,
+    MicroBatchTiming,
     StepMeasurement,
     drop_steps_from,
 )
@@ -18,8 +18,8 @@ from fcp_cli.runs.metrics_reader import MetricsTail, read_metrics
 RUN: dict[str, object] = {"format": "fcp-metrics/1", "kind": "run", "started": "2026-01-01T00:00:00+00:00"}
 
 
-def timing(order: int, seconds: float) -> MicrobatchTiming:
-    return MicrobatchTiming(order=order, degree=2, tokens=10, predicted_seconds=0.5, start_seconds=0.0, seconds=seconds)
+def timing(order: int, seconds: float) -> MicroBatchTiming:
+    return MicroBatchTiming(order=order, degree=2, tokens=10, predicted_seconds=0.5, start_seconds=0.0, seconds=seconds)
 
 
 def measured(step: int = 3, *, loss: float = 2.0) -> StepMeasurement:

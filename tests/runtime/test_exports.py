@@ -15,7 +15,7 @@ def test_the_public_names_of_the_runtime_are_these() -> None:
     assert runtime.__all__ == [
         "Fetch",
         "LocalMicroBatch",
-        "MicrobatchTiming",
+        "MicroBatchTiming",
         "Ring",
         "Session",
         "Step",

@@ -1,4 +1,4 @@
-"""Calls a function right after a module was imported, whoever imports it and whenever, without importing it first."""
+"""Call a function right after a module was imported, by anyone and at any time, without importing it first."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def after_import(hooks: Mapping[str, Hook]) -> None:
 
 
 class _HookingFinder(MetaPathFinder):
-    """Lets the other finders find a module, and wraps its loader."""
+    """A finder that lets the others find a module, and wraps its loader."""
 
     def __init__(self, waiting: dict[str, Hook]) -> None:
         self._waiting = waiting
@@ -48,7 +48,7 @@ class _HookingFinder(MetaPathFinder):
 
 
 class _HookingLoader(Loader):
-    """Loads as the wrapped loader does and then calls the hook; the module remembers only the wrapped one."""
+    """A loader that loads as the wrapped one does and then calls the hook; the module keeps only the wrapped one."""
 
     def __init__(self, wrapped: Loader, hook: Hook) -> None:
         self._wrapped = wrapped

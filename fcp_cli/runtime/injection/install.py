@@ -1,4 +1,4 @@
-"""Prepares a process for a script under a plan: its rank, the hooks on frameworks, and the watch over both."""
+"""Prepare a process for a script under a plan: its rank, the hooks on frameworks, and the watch over both."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def install(environment: MutableMapping[str, str]) -> None:
     if not environment.get(PLAN_VARIABLE):
         raise UsageError(f"{PLAN_VARIABLE} names no plan; set it, or start the script with 'fcp launch --plan PLAN'")
     environment.update(torch_variables(environment))
-    _speak_in_lines()
+    _write_whole_lines()
     sys.excepthook = _one_line_errors
     after_import(
         {
@@ -43,8 +43,8 @@ def install(environment: MutableMapping[str, str]) -> None:
     )
 
 
-def _speak_in_lines() -> None:
-    """Have every line leave this process in one piece: ranks share a terminal.
+def _write_whole_lines() -> None:
+    """Make every line leave this process in one piece: ranks share a terminal.
 
     Launchers start ranks by `python -u`, with which `print` hands on each of its arguments by itself.
     """
@@ -54,7 +54,7 @@ def _speak_in_lines() -> None:
 
 
 def _framework_hooks() -> dict[str, Hook]:
-    """By module: what an integration changes in it. Each imports its integration only when it is called."""
+    """Return the hook of each module that an integration changes. A hook imports its integration when it is called."""
     return {
         "megatron.core.pipeline_parallel.schedules": _hook_megatron,
         "megatron.training.utils": _hook_megatron_training,
@@ -74,7 +74,7 @@ def _hook_megatron_training(utils: ModuleType) -> None:
 
 
 def _watch_optimizers(optimizer: ModuleType) -> None:
-    """Before the first optimizer step of the process, make sure that its gradients came from the plan."""
+    """Make sure, before the first optimizer step of the process, that its gradients came from the plan."""
 
     def check(*_: Any) -> None:
         handle.remove()
@@ -84,7 +84,7 @@ def _watch_optimizers(optimizer: ModuleType) -> None:
 
 
 def _leave_at_exit(_: ModuleType) -> None:
-    """Many scripts end without `destroy_process_group`."""
+    """Destroy the process group at exit, which many scripts leave out."""
 
     def leave() -> None:
         from fcp_cli.runtime.world import leave_process_group

@@ -1,4 +1,4 @@
-"""Runs a script or a module as `python SCRIPT ARGS` would, in a process that is already prepared."""
+"""Run a script or a module as `python SCRIPT ARGS` would, in a process that is already prepared."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Program:
 
 
 def parse_program(words: Sequence[str]) -> Program:
-    """From what follows `python -m fcp_cli.runtime`. A `--` before it is optional: torchrun swallows one.
+    """Parse what follows `python -m fcp_cli.runtime`. A `--` before it is optional: torchrun swallows one.
 
     Raises:
         UsageError: neither a script nor a module is named.
@@ -37,7 +37,7 @@ def parse_program(words: Sequence[str]) -> Program:
 
 
 def run_program(program: Program) -> None:
-    """Run it as `__main__`, with `sys.argv` and `sys.path[0]` as Python itself sets them. Its exceptions come through.
+    """Run a program as `__main__`, with `sys.argv` and `sys.path[0]` as Python sets them. Its exceptions come through.
 
     Raises:
         UsageError: there is no such script.

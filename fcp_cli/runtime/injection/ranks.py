@@ -1,4 +1,4 @@
-"""Which rank a process is, where another launcher than torchrun started it: msrun's variables in torch's words."""
+"""Translate msrun's variables into torch's, so that a process that msrun started knows its rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MSRUN = {
 
 
 def is_scheduler(environment: Mapping[str, str]) -> bool:
-    """Whether this is the process that msrun starts beside the ranks, with their command, to bring them together.
+    """Return whether this is the process that msrun starts beside the ranks, with their command, to join them.
 
     torch needs none: it has to end at once, with status 0.
     """
@@ -27,12 +27,12 @@ def is_scheduler(environment: Mapping[str, str]) -> bool:
 
 
 def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What torch.distributed must be told about a worker of msrun; empty for any other process.
+    """Return the variables that torch.distributed needs in a worker of msrun; none for any other process.
 
     Ranks meet at the port after the scheduler's, which is taken.
 
     Raises:
-        RunError: msrun did not say which rank this is.
+        RunError: msrun did not set which rank this is.
     """
     if environment.get(_ROLE) != _WORKER:
         return {}

@@ -1,4 +1,7 @@
-"""What the ring asks of an attention kernel."""
+"""The interface of an attention kernel to the ring.
+
+T tokens, H query heads, G key/value heads, D head size; Tq and Tk where queries and keys differ in number.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from fcp_cli.runtime.layout import Segments
 
 
 class AttentionKernel(Protocol):
-    """Packed attention whose backward takes the log-sum-exp and output of the *whole* row, not of the keys at hand.
+    """Packed attention whose backward takes the log-sum-exp and output of the *whole* row, not of the keys it gets.
 
     That is what lets a ring split a row's keys over several calls: with the final `out` and `lse`, each call's share of
     dq, dk and dv is exact, and the shares add up.
@@ -23,15 +26,15 @@ class AttentionKernel(Protocol):
     packed: bool
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
-        """Attention of every segment.
+        """Attend within every segment.
 
         Args:
-            q: [sum(q_lengths), heads, head_dim]; the last dimension is contiguous, as in `k` and `v`.
-            k, v: [sum(k_lengths), kv_heads, head_dim]; heads is a multiple of kv_heads.
+            q: [Tq, H, D], Tq = sum(q_lengths); the last dimension is contiguous, as in `k` and `v`.
+            k, v: [Tk, G, D], Tk = sum(k_lengths); H is a multiple of G.
             scale: factor on the scores.
 
         Returns:
-            out, as `q`, and lse [sum(q_lengths), heads] in `lse_dtype(q.dtype)`.
+            out [Tq, H, D] in the type of `q`, and lse [Tq, H] in `lse_dtype(q.dtype)`.
         """
         ...
 
@@ -46,12 +49,12 @@ class AttentionKernel(Protocol):
         segments: Segments,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients (dq, dk, dv), shaped as q, k, v, given each row's final `out` and `lse`."""
+        """Return the gradients (dq, dk, dv), shaped as q, k, v, given each row's final `out` and `lse`."""
         ...
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Precision in which results are kept and merged: fp64 for fp64, else fp32."""
+    """Return the precision in which results are kept and merged: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

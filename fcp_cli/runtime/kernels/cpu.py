@@ -15,7 +15,7 @@ _SHARES_KV_HEADS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
 
 
 class CpuKernel:
-    """fp64, fp32, bf16 and fp16. An empty q or k would kill the process (SIGFPE); `Segments` has none."""
+    """fp64, fp32, bf16 and fp16. An empty q or k would end the process (SIGFPE); `Segments` has none."""
 
     packed = False
 
@@ -57,26 +57,26 @@ class CpuKernel:
 
 
 def _split(packed: Tensor, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """[tokens, heads, ...] -> one view [1, heads, length, ...] per segment."""
+    """Split [T, H, ...] into one view [1, H, length, ...] per segment."""
     batched = packed.transpose(0, 1).unsqueeze(0)
     return (batched,) if len(lengths) == 1 else torch.split_with_sizes(batched, lengths, dim=2)
 
 
 def _join(pieces: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
-    """One [1, heads, length, ...] per segment -> [tokens, heads, ...]: the kernel's own memory order."""
+    """Join one [1, H, length, ...] per segment to [T, H, ...], which is the kernel's own memory order."""
     unbatched = [piece[0].transpose(0, 1) for piece in pieces]
     return unbatched[0] if len(unbatched) == 1 else torch.cat(unbatched)
 
 
 def _with_heads(kv: Tensor, heads: int) -> Tensor:
-    """[tokens, kv_heads, head_dim] -> as many heads as the kernel needs: each kv head serves a run of query heads."""
+    """Give [T, G, D] as many heads as the kernel needs: each key/value head serves a run of query heads."""
     if _SHARES_KV_HEADS or kv.shape[1] == heads:
         return kv
     return kv.repeat_interleave(heads // kv.shape[1], dim=1)
 
 
 def _sum_heads(grad: Tensor, kv_heads: int) -> Tensor:
-    """The gradient of `_with_heads`."""
+    """Return the gradient of `_with_heads`."""
     if grad.shape[1] == kv_heads:
         return grad
     return grad.reshape(grad.shape[0], kv_heads, -1, grad.shape[2]).sum(2)

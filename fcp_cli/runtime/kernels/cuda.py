@@ -56,10 +56,10 @@ class CudaFlashKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         bounds = _bounds(segments, q.device)
         # No dropout, so the random state is never read; it only has to exist.
-        random_state = segments.remember(
+        random_state = segments.derived(
             ("random_state", q.device), lambda: torch.zeros(2, dtype=torch.uint64, device=q.device)
         )
-        unused = segments.remember(("unused", q.device), lambda: torch.empty(0, device=q.device))
+        unused = segments.derived(("unused", q.device), lambda: torch.empty(0, device=q.device))
         dq, dk, dv = _backward(
             grad_out.contiguous(),
             q,
@@ -81,14 +81,14 @@ class CudaFlashKernel:
 
 
 def check_head_dim(q: Tensor) -> None:
-    """Raises: RunError for a head_dim the flash kernel does not take."""
+    """Raise RunError for a head_dim that the flash kernel does not take."""
     head_dim = q.shape[-1]
     if head_dim % 8 or head_dim > 256:
         raise RunError(f"head_dim {head_dim} does not fit the CUDA flash kernel: it takes multiples of 8 up to 256")
 
 
 def tokens_first(lse: Tensor, q: Tensor) -> Tensor:
-    """[heads, tokens] as the kernel gives it -> [tokens, heads].
+    """Turn [H, T], as the kernel gives it, into [T, H].
 
     Raises: RunError for another shape (releases before 2.7 padded it per sequence), rather than wrong gradients later.
     """
@@ -102,7 +102,7 @@ def tokens_first(lse: Tensor, q: Tensor) -> Tensor:
 
 
 def _bounds(segments: Segments, device: torch.device) -> _Bounds:
-    return segments.remember(("bounds", device), lambda: _make_bounds(segments, device))
+    return segments.derived(("bounds", device), lambda: _make_bounds(segments, device))
 
 
 def _make_bounds(segments: Segments, device: torch.device) -> _Bounds:

@@ -75,7 +75,7 @@ def _segment_backward(
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    """[heads, rows, keys] in the precision of lse."""
+    """Return the scores [H, rows, keys] in the precision of lse."""
     dtype = lse_dtype(q.dtype)
     scores = (q.transpose(0, 1).to(dtype) @ _expand(k, q).transpose(1, 2).to(dtype)) * scale
     if causal:
@@ -85,11 +85,11 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
 
 
 def _expand(kv: Tensor, q: Tensor) -> Tensor:
-    """[keys, kv_heads, head_dim] -> [heads, keys, head_dim]: each kv head serves a run of query heads."""
+    """Expand [keys, G, D] to [H, keys, D]: each key/value head serves a run of query heads."""
     return kv.transpose(0, 1).repeat_interleave(q.shape[1] // kv.shape[1], dim=0)
 
 
 def _reduce(grad: Tensor, like: Tensor) -> Tensor:
-    """[heads, keys, head_dim] -> [keys, kv_heads, head_dim]: sum over the query heads that shared a kv head."""
+    """Sum [H, keys, D] over the query heads that shared a key/value head: [keys, G, D]."""
     keys, kv_heads, head_dim = like.shape
     return grad.view(kv_heads, -1, keys, head_dim).sum(1).transpose(0, 1).to(like.dtype)

@@ -78,7 +78,7 @@ class NpuKernel:
     def _fusion_attention(
         self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Output [tokens, heads, head_dim]; row maxima and sums, shaped [tokens, heads, 8]."""
+        """Return the output [T, H, D] and the rows' maxima and sums, shaped [T, H, 8]."""
         out, largest, total, *_ = self._operators.npu_fusion_attention(
             q.contiguous(),
             k.contiguous(),
@@ -97,7 +97,7 @@ class NpuKernel:
         return out, largest, total
 
     def _stats_are_head_major(self, like: Tensor) -> bool:
-        """Whether the statistics of a segment lie in memory as [heads, rows, 8], against their shape.
+        """Return whether the statistics of a segment lie in memory as [H, rows, 8], against their shape.
 
         Releases differ, and a wrong guess would give wrong gradients in silence, so the operator is asked once:
         scores that name their own row and head.
@@ -129,9 +129,9 @@ class NpuKernel:
 
 
 def _stats_order(segments: Segments, q: Tensor) -> Tensor:
-    """[tokens * heads] Where the statistic of (token, head) lies in memory that is [heads, rows] per segment."""
+    """Return [T * H] where the statistic of (token, head) lies in memory that is [H, rows] per segment."""
     heads = q.shape[1]
-    return segments.remember(
+    return segments.derived(
         ("stats_order", heads, q.device), lambda: to_device(_make_stats_order(segments, heads), q.device)
     )
 
@@ -143,11 +143,11 @@ def _make_stats_order(segments: Segments, heads: int) -> Tensor:
 
 
 def _mask_and_lengths(segments: Segments, device: torch.device) -> dict[str, Any]:
-    return segments.remember(("npu", device), lambda: _make_mask_and_lengths(segments, device))
+    return segments.derived(("npu", device), lambda: _make_mask_and_lengths(segments, device))
 
 
 def _make_mask_and_lengths(segments: Segments, device: torch.device) -> dict[str, Any]:
-    """Keyword arguments; lengths are cumulative host integers without the leading 0."""
+    """Make the operator's keyword arguments; lengths are cumulative host integers without the leading 0."""
     return {
         "atten_mask": _causal_mask(device) if segments.causal else None,
         "sparse_mode": _CAUSAL_BOTTOM_RIGHT if segments.causal else _NO_MASK,

@@ -1,4 +1,4 @@
-"""Which kernel serves which device and type."""
+"""The choice of the attention kernel, by device and type."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FLOATING = (*_HALF, torch.float32, torch.float64)
 
 @lru_cache(maxsize=32)
 def select_kernel(device_type: str, dtype: torch.dtype) -> AttentionKernel:
-    """The kernel for tensors of `dtype` on a device of `device_type`: "cpu", "cuda" or "npu".
+    """Return the kernel for tensors of `dtype` on a device of `device_type`: "cpu", "cuda" or "npu".
 
     fp32 and fp64 on an accelerator run as plain matrix products (see `DenseKernel`).
 

@@ -1,4 +1,4 @@
-"""Read by every Python that starts with this folder on PYTHONPATH: prepares the ranks of a job under a plan.
+"""Prepare the ranks of a job under a plan, in every Python that starts with this folder on PYTHONPATH.
 
 For jobs whose own shell script starts the ranks (`fcp launch --inject env`). Every other process is left alone: one
 that is no rank, one without a plan. A sitecustomize of the site itself is run too.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def _prepare_rank() -> None:
-    # Python goes on without a sitecustomize that fails, and the script would train without the plan: so end here.
+    # Python continues without a sitecustomize that fails, and the script would train without the plan: so end here.
     try:
         from fcp_cli.errors import FcpError
         from fcp_cli.runtime.injection.install import install
@@ -35,7 +35,7 @@ def _end(message: str, status: int) -> None:
 
 
 def _run_site_own() -> None:
-    """The next sitecustomize on the path, which this one hides."""
+    """Run the next sitecustomize on the path, which this one hides."""
     here = str(Path(__file__).resolve().parent)
     others = [entry for entry in sys.path if str(Path(entry or ".").resolve()) != here]
     spec = PathFinder.find_spec("sitecustomize", others)
