@@ -120,6 +120,7 @@ class Session:
         """Yield the plan's steps from `first_step` on, each to be iterated to its end before the next.
 
         Every rank calls it.
+
         Args:
             model: whose gradients are summed over ranks: as it is (it starts from rank 0's weights), in
                 DistributedDataParallel, or sharded with `fully_shard`. Without one, the script sums them itself.

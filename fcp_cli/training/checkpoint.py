@@ -1,4 +1,4 @@
-"""Checkpoints: a folder per saved step that exists whole or not at all, and resuming from one exactly.
+"""Save and load checkpoints: a folder per saved step that exists whole or not at all, from which a run resumes exactly.
 
     checkpoints/step-00000500/
         checkpoint.json      format, step, plan hash, ranks, sharding
@@ -8,6 +8,10 @@
 
 `step` counts finished steps. The learning rate is a function of the step and the data order is the plan, so neither is
 saved. Everything is read with `weights_only`: a checkpoint can hold tensors and numbers, never code.
+
+Not torch.distributed.checkpoint: its reader opens the metadata of a checkpoint with a plain `pickle.load`, which runs
+what the file contains. Its storage without pickle (safetensors) is not public in the oldest torch that fcp supports,
+drops what is not a tensor (the optimizer's parameter groups), and doubles a rank's shard in memory while it writes.
 """
 
 from __future__ import annotations
@@ -96,10 +100,10 @@ def _prune(folder: Path, keep: int) -> None:
 def load_checkpoint(
     checkpoint: Path, state: TrainState, *, header: CheckpointHeader, rank: int, num_ranks: int
 ) -> None:
-    """Put a checkpoint back into the live objects; bit for bit what was saved.
+    """Put a checkpoint back into the live objects, bit for bit as it was saved.
 
-    On another number of ranks than it was saved on, shards are cut anew. A rank that was not there before keeps the
-    random generators that it started with.
+    On another number of ranks than it was saved on, each rank cuts its shard out of the saved ones. A rank that was
+    not there before keeps the random generators that it started with.
 
     Raises:
         RunError: a file is missing or damaged, or its tensors are not this model's.
@@ -117,7 +121,7 @@ def load_checkpoint(
 def _saved_state(
     checkpoint: Path, state: TrainState, header: CheckpointHeader, rank: int, num_ranks: int
 ) -> dict[str, Any]:
-    """What this rank loads: the one state, its own shard, or a shard cut from those of other ranks."""
+    """Read what this rank loads: the one state, its own shard, or a shard cut from those of all ranks."""
     if header.sharding == "replicated":
         return _read_tensors(checkpoint / "state.pt")
     if header.num_ranks == num_ranks:
@@ -128,7 +132,7 @@ def _saved_state(
 
 
 def _resharded(shards: Sequence[dict[str, Any]], state: TrainState) -> dict[str, Any]:
-    """This rank's shard of every tensor, out of the shards of all ranks that saved it."""
+    """Return this rank's shard of every tensor, out of the shards of all ranks that saved it."""
     first = shards[0]
     live = dict(_named_tensors(state.model))
     if live.keys() != first["model"].keys():
@@ -148,7 +152,7 @@ def _resharded(shards: Sequence[dict[str, Any]], state: TrainState) -> dict[str,
 
 
 def _own_part(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """This rank's rows of a tensor whose rows the ranks shared out as `fully_shard` does; a scalar is everybody's."""
+    """Return this rank's rows of a tensor, shared out as `fully_shard` does; every rank holds a scalar whole."""
     if not isinstance(like, DTensor) or not parts[0].dim():
         return parts[0].clone()
     whole = torch.cat(list(parts))
@@ -170,7 +174,7 @@ def _captured(state: TrainState) -> dict[str, Any]:
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and saved buffers, a tied one once."""
+    """Yield parameters and saved buffers, a tied one once."""
     parameters = dict(model.named_parameters())
     yield from parameters.items()
     saved = model.state_dict(keep_vars=True).keys()
@@ -178,7 +182,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor; shares its memory."""
+    """Return this rank's part of a tensor, which shares its memory."""
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local
 
@@ -260,7 +264,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a kill during a save left behind; called by one rank at the start of a run."""
+    """Remove what a kill during a save left behind. One rank calls it, at the start of a run."""
     for leftover in folder.glob(f".{PREFIX}*.partial"):
         with suppress(OSError):
             shutil.rmtree(leftover)

@@ -1,4 +1,4 @@
-"""Where the tokens of a run come from. Imports no torch, so that `fcp launch` can look before it starts anything."""
+"""The source of a run's tokens. Imports no torch, so that `fcp launch` can check it before it starts anything."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fcp_cli.plan.reader import PlanReader
 def open_data(
     plan: Path, manifest: Path | None, *, vocab_size: int, seed: int, length_column: str = "length"
 ) -> TokenReader:
-    """The tokens of a manifest's source, or random ones of the plan's lengths.
+    """Open the tokens of a manifest's source, or random ones of the plan's lengths.
 
     They are random where `manifest` is None, or was built from sizes of images and videos.
 
@@ -35,7 +35,7 @@ def open_data(
 
 
 def planned_lengths(plan: Path) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """[manifest rows] tokens of each sequence as planned; 0 for one that the plan leaves out."""
+    """Return [manifest rows] the tokens of each sequence as planned; 0 for one that the plan leaves out."""
     reader = PlanReader(plan)
     lengths = np.zeros(reader.metadata.manifest.rows, dtype=np.int64)
     for step in reader.steps():
@@ -44,7 +44,7 @@ def planned_lengths(plan: Path) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 
 
 def has_tokens(manifest: Path, *, length_column: str = "length") -> bool:
-    """Whether training can read tokens through this manifest; false if it was made of lengths alone.
+    """Return whether training can read tokens through this manifest; it cannot if it was made of lengths alone.
 
     Raises:
         ManifestError: it names a source, but that is gone or was changed.

@@ -1,4 +1,4 @@
-"""Ctrl-C during training: finish the step, save, leave."""
+"""Answer Ctrl-C during training: finish the step, save, leave."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import FrameType
 
 
 class StopRequest:
-    """Remembers SIGINT; a second one ends the process at once.
+    """A flag that the first SIGINT sets; a second one ends the process at once.
 
     The ranks agree on it at the end of each step, since the signal may reach them in different steps. SIGTERM keeps
     its ordinary effect: it is how torchrun ends the ranks that wait for one that failed.

@@ -1,4 +1,4 @@
-"""Builds the model to train: unmodified transformers classes with the plan's attention, random weights."""
+"""Build the model to train: unmodified transformers classes with the plan's attention, random weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fcp_cli.models.transformers_config import whole_config
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltModel:
-    """A model and what a person wants to know about it.
+    """A model and its figures for a person.
 
     Attributes:
         model: on the device; its `forward` takes input_ids and position_ids.
@@ -30,7 +30,7 @@ class BuiltModel:
 
 
 def model_vocab_size(name: str) -> int:
-    """Entries of the model's vocabulary.
+    """Return how many entries the model's vocabulary has.
 
     Raises:
         ProfileError: there is no such model.
@@ -41,7 +41,7 @@ def model_vocab_size(name: str) -> int:
 def build_model(
     name: str, *, seed: int, device: torch.device, recompute: bool = False, freeze_vision: bool = False
 ) -> BuiltModel:
-    """Random weights from `seed`, equal on all ranks, in float32.
+    """Build a model with random weights from `seed`, equal on all ranks, in float32.
 
     Args:
         name: a shipped model, a model YAML, or a Hugging Face config.json.
@@ -75,7 +75,7 @@ def build_model(
 
 
 def model_config(name: str) -> Any:
-    """The transformers configuration: a config.json as it stands, or the figures of a description.
+    """Return the transformers configuration: a config.json as it stands, or the figures of a description.
 
     A vision-language model that fcp cannot take apart gives its language model alone.
 
@@ -101,7 +101,7 @@ def model_config(name: str) -> Any:
 
 
 def has_vision(config: Any) -> bool:
-    """Whether a transformers configuration is of a vision-language model."""
+    """Return whether a transformers configuration is of a vision-language model."""
     return hasattr(config, "vision_config")
 
 

@@ -14,7 +14,7 @@ _BETAS = (0.9, 0.95)
 
 
 def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
-    """AdamW that decays matrices; norms and biases are not pulled towards zero."""
+    """Make an AdamW that decays matrices; norms and biases are not pulled towards zero."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
@@ -24,12 +24,14 @@ def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Ada
 
 
 def learning_rate_at(step: int, *, settings: TrainSettings, plan_steps: int) -> float:
-    """Linear warm-up to the peak, then a cosine down to the floor; a function of the step alone, so resuming is exact.
+    """Return the learning rate of a step: linear warm-up to the peak, then a cosine down to the floor.
+
+    It is a function of the step alone, so that resuming is exact.
 
     Args:
         step: optimizer step, from 0; step `warmup_steps` is the first at the peak.
         settings: peak, warm-up, decay and floor.
-        plan_steps: where the cosine ends unless the settings say otherwise.
+        plan_steps: where the cosine ends unless the settings name another step.
     """
     if step < settings.warmup_steps:
         return settings.learning_rate * (step + 1) / (settings.warmup_steps + 1)
@@ -45,7 +47,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> float:
-    """Scale the gradients so that their global L2 norm is at most `max_norm` (0: leave them); returns the norm before.
+    """Scale the gradients so that their global L2 norm is at most `max_norm` (0: leave them); return the norm before.
 
     Under FSDP each rank holds a shard of every gradient; the norm is over all of them.
     """

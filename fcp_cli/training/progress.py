@@ -1,4 +1,4 @@
-"""Shows a run while it trains: one live line on a terminal, one plain line every few steps through a pipe.
+"""Show a run while it trains: one live line on a terminal, one plain line every few steps through a pipe.
 
 It is fed with metrics records, so the trainer and whoever watches it from outside show the same.
 """
@@ -18,7 +18,7 @@ _STEPS_FOR_PACE = 20
 
 
 def progress_line(record: Mapping[str, Any], *, steps: int, seconds_left: float | None) -> str:
-    """One step, in at most 80 columns below 1,000 steps and an hour to go; beyond, the end may be cut."""
+    """Describe one step, in at most 80 columns below 1,000 steps and an hour to go; beyond, the end may be cut."""
     seconds = record["seconds"]
     loss = record["loss"]
     parts = [
@@ -34,7 +34,7 @@ def progress_line(record: Mapping[str, Any], *, steps: int, seconds_left: float 
 
 
 def short_count(number: float) -> str:
-    """1234567 -> 1.23M."""
+    """Write 1234567 as 1.23M."""
     for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= factor:
             return f"{number / factor:.3g}{unit}"
@@ -42,19 +42,19 @@ def short_count(number: float) -> str:
 
 
 def short_seconds(seconds: float) -> str:
-    """At most five characters up to a day: 0.012, 1.23, 12.34, 1234."""
+    """Write seconds in at most five characters up to a day: 0.012, 1.23, 12.34, 1234."""
     return f"{seconds:.3f}" if seconds < 1 else f"{seconds:.2f}" if seconds < 100 else f"{seconds:.0f}"
 
 
 def clock(seconds: float) -> str:
-    """3725 -> 1:02:05."""
+    """Write 3725 seconds as 1:02:05."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 class TrainingProgress:
-    """Feed it every record; close it at the end, however the end comes.
+    """The live display of a run. Feed it every record; close it at the end, however the end comes.
 
     Args:
         console: where to print.
@@ -106,7 +106,7 @@ class TrainingProgress:
         self._live.update(text, refresh=True)
 
     def close(self) -> None:
-        """Leave the last line standing and give the terminal back."""
+        """Keep the last line on the screen and release the terminal."""
         if self._live is not None:
             with suppress(OSError):
                 self._live.stop()

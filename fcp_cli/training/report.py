@@ -1,4 +1,4 @@
-"""What rank 0 writes and shows while it trains: metrics, TensorBoard scalars, progress."""
+"""The output of rank 0 while it trains: metrics, TensorBoard scalars, progress."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run_record(
     steps: int,
     parameters: int,
 ) -> dict[str, Any]:
-    """The record that begins a run or its continuation; `steps` is where it will stop."""
+    """Return the record that begins a run or its continuation; `steps` is where it will stop."""
     return {
         "format": FORMAT,
         "kind": "run",
@@ -48,7 +48,7 @@ def run_record(
 
 
 def device_name(device: torch.device) -> str:
-    """The accelerator's name, or the CPU's architecture."""
+    """Return the accelerator's name, or the CPU's architecture."""
     if device.type == "cpu":
         return platform.processor() or platform.machine()
     name: str = torch.get_device_module(device).get_device_name(device)
@@ -56,7 +56,7 @@ def device_name(device: torch.device) -> str:
 
 
 class Report:
-    """Opened by rank 0 once it is known where the run begins."""
+    """The open outputs of rank 0, made once it is known where the run begins."""
 
     def __init__(self, settings: TrainSettings, run: dict[str, Any]) -> None:
         paths = RunPaths(run_dir=settings.run_dir)

@@ -11,7 +11,7 @@ _SCALARS = ("loss", "grad_norm", "learning_rate", "seconds", "predicted_seconds"
 
 
 class Scalars:
-    """Writes the scalars of each step record; does nothing where tensorboard is missing."""
+    """A writer of the scalars of each step record; it does nothing where tensorboard is missing."""
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
         self._writer: Any = None

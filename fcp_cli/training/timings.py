@@ -1,4 +1,4 @@
-"""What the ranks tell each other at the end of a step: their timings, and whether one was asked to stop.
+"""Exchange between the ranks, at the end of a step, their timings and whether one was asked to stop.
 
 One all-gather of a small float64 vector per step, on the CPU, so that no accelerator waits for it.
 The vector's size follows from the plan; a float64 holds an order number exactly.
@@ -19,7 +19,7 @@ _FIELDS = 3
 
 
 def encode(timings: Sequence[tuple[int, float, float]], *, stop: bool, most: int) -> torch.Tensor:
-    """[2 + 3 * most] float64: stop flag, number of timings, then (order, start, seconds) each; `most` timings fit."""
+    """Encode as [2 + 3 * most] float64: stop flag, number of timings, then (order, start, seconds) each."""
     vector = torch.zeros(2 + _FIELDS * most, dtype=torch.float64)
     vector[0], vector[1] = float(stop), float(len(timings))
     if timings:
@@ -28,7 +28,7 @@ def encode(timings: Sequence[tuple[int, float, float]], *, stop: bool, most: int
 
 
 def decode(vectors: Sequence[torch.Tensor], plan: StepPlan) -> tuple[bool, list[list[MicroBatchTiming]]]:
-    """(whether any rank was asked to stop, the timings of every rank)."""
+    """Return whether any rank was asked to stop, and the timings of every rank."""
     return any(bool(vector[0]) for vector in vectors), [_timings_of(vector, plan) for vector in vectors]
 
 
@@ -49,14 +49,14 @@ def _timings_of(vector: torch.Tensor, plan: StepPlan) -> list[MicroBatchTiming]:
 
 
 def most_microbatches(plan: StepPlan) -> int:
-    """Micro-batches of the rank that has most in this step."""
+    """Return the number of micro-batches of the rank that has most in this step."""
     return int(torch.bincount(torch.from_numpy(plan.ranks.astype("int64"))).max())
 
 
 def gather_timings(
     plan: StepPlan, timings: Sequence[tuple[int, float, float]], *, stop: bool
 ) -> tuple[bool, list[list[MicroBatchTiming]]]:
-    """Tell all ranks this rank's timings and stop request; returns everybody's, the same on every rank."""
+    """Send this rank's timings and stop request to all; return those of all ranks, the same on every rank."""
     mine = encode(timings, stop=stop, most=most_microbatches(plan))
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, mine)

@@ -2,7 +2,7 @@
 
 Under `sync: iteration` every rank holds the whole model and the session sums the gradients once a step, after the
 rank's last micro-batch; not DistributedDataParallel, whose reduction runs inside the last backward: it would count as
-that micro-batch's time, and its buckets are laid out anew after the first step, which would change the last bits of a
+that micro-batch's time, and its buckets are rearranged after the first step, which would change the last bits of a
 resumed run. Under `sync: microbatch` the model is sharded with FSDP2.
 """
 
@@ -77,7 +77,7 @@ def _open_data(settings: TrainSettings) -> Fetch:
 
 
 def _require_free(settings: TrainSettings) -> None:
-    """Before any rank writes: a new run must not mix with one that is there."""
+    """Raise RunError if a new run would mix with one that is there; called before any rank writes."""
     paths = RunPaths(run_dir=settings.run_dir)
     if not settings.resume and (paths.metrics.exists() or checkpoints(paths.checkpoints)):
         raise RunError(
@@ -92,7 +92,7 @@ def _device(kind: str) -> torch.device | None:
 
 
 class Trainer:
-    """One rank's model and optimizer, and on rank 0 what is written and shown."""
+    """One rank's model and optimizer, and on rank 0 the run's output."""
 
     def __init__(self, settings: TrainSettings, session: Session) -> None:
         self.settings = settings
@@ -116,7 +116,7 @@ class Trainer:
         self.first_step = self._resume() if settings.resume else 0
         self._report = self._open_report(built.parameters) if session.rank == 0 else None
         _require_shared(self.paths, session)
-        self._tell(built.parameters)
+        self._announce(built.parameters)
 
     def run(self, stop: StopRequest) -> bool:
         """Train until the last step, or until a rank is asked to stop; a checkpoint is there either way."""
@@ -134,14 +134,14 @@ class Trainer:
         return True
 
     def _steps(self) -> Iterator[tuple[Step, StepPlan]]:
-        """This rank's steps, each with the whole plan of the step."""
+        """Yield this rank's steps, each with the whole plan of the step."""
         plans = PlanReader(self.settings.plan).steps(self.first_step)
         steps = self.session.steps(self.model, first_step=self.first_step)
         with closing(steps):
             yield from zip(islice(steps, self.last_step - self.first_step), plans, strict=False)
 
     def _train_step(self, step: Step, plan: StepPlan, begin: float, stop: StopRequest) -> tuple[StepMeasurement, bool]:
-        """Forward, backward and update; returns what all ranks measured, and whether one was asked to stop."""
+        """Run forward, backward and update; return what all ranks measured, and whether one was asked to stop."""
         self.optimizer.zero_grad(set_to_none=True)
         for microbatch in step:
             with self._precision():
@@ -168,7 +168,7 @@ class Trainer:
         return measured, stopping
 
     def _precision(self) -> AbstractContextManager[Any]:
-        """Autocast for a whole model; FSDP2 casts by its own policy."""
+        """Return autocast for a whole model; FSDP2 casts by its own policy."""
         if self.is_sharded or self.dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.session.device.type, dtype=self.dtype)
@@ -190,7 +190,7 @@ class Trainer:
             note(f"saved {path}")
 
     def _resume(self) -> int:
-        """Load the newest checkpoint, if there is one; returns the step to go on with."""
+        """Load the newest checkpoint, if there is one; return the first step to run."""
         if self.session.rank == 0:
             remove_leftovers(self.paths.checkpoints)
         found = checkpoints(self.paths.checkpoints)
@@ -238,7 +238,7 @@ class Trainer:
         )
         return Report(self.settings, run)
 
-    def _tell(self, parameters: int) -> None:
+    def _announce(self, parameters: int) -> None:
         if self.session.rank != 0:
             return
         metadata = self.session.metadata
@@ -264,7 +264,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _require_shared(paths: RunPaths, session: Session) -> None:
-    """Every rank must see what rank 0 wrote, or checkpoints would be scattered over the nodes.
+    """Check that every rank sees what rank 0 wrote: else checkpoints would be scattered over the nodes.
 
     Raises:
         RunError: on every rank, if one does not.

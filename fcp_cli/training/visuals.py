@@ -64,7 +64,7 @@ class SyntheticVisuals:
         return [self._config.image_token_id, getattr(self._config, "video_token_id", self._config.image_token_id)]
 
     def _ids(self, row: int, images: tuple[Visual, ...], videos: tuple[Visual, ...]) -> IntArray:
-        """[length] random text with the placeholders of one part after each piece of it, and the rest at the end."""
+        """Return [length] random text, the placeholders of one part after each piece of it, and the rest at the end."""
         image, video = self._placeholders
         parts = [(image, self._part_tokens(visual)) for visual in images for _ in range(visual.grid[0])]
         parts += [(video, self._part_tokens(visual)) for visual in videos for _ in range(visual.grid[0])]
@@ -103,7 +103,7 @@ def _grids(visuals: tuple[Visual, ...]) -> IntArray:
 
 
 def _require_same_patches(records: MediaRecords, config: Any) -> None:
-    """The manifest's tokens hold for one way to cut pictures."""
+    """Check that the model cuts pictures as the manifest did, whose tokens hold for one way only."""
     processor, vision = records.processor, config.vision_config
     if config.model_type == "qwen3_vl" and isinstance(processor, QwenVision):
         counted = (processor.patch_size, processor.merge_size, processor.temporal_patch_size)

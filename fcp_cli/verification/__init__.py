@@ -1,1 +1,1 @@
-"""`fcp verify`: replays steps of a plan with a small model and compares gradients with one process."""
+"""`fcp verify`: replay steps of a plan with a small model and compare gradients with one process."""

@@ -47,7 +47,7 @@ class Mailbox:
 
 
 class ThreadTransport:
-    """One rank of several that run as threads of one process; for tests of whole training steps.
+    """One rank of several that run as threads of one process; for whole training steps.
 
     Args:
         mailbox: shared by all ranks.
@@ -102,7 +102,7 @@ class _Delivery:
 
 
 def run_lockstep(members: Sequence[Waits[Result]]) -> list[Result]:
-    """Drive the generators of all members of a ring in one thread; their results, in order.
+    """Drive the generators of all members of a ring in one thread; return their results, in order.
 
     Each generator yields the handle it waits for. Raises: RunError when no member can go on.
     """
@@ -126,7 +126,7 @@ def run_lockstep(members: Sequence[Waits[Result]]) -> list[Result]:
 
 
 class Meeting:
-    """Where the ranks of one process meet: for collectives at a barrier, for the rings' messages in a mailbox."""
+    """The meeting point of the ranks of one process: a barrier for collectives, a mailbox for the rings' messages."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -136,7 +136,7 @@ class Meeting:
         self.result = torch.empty(0)
 
     def abort(self) -> None:
-        """Let no rank wait for one that failed."""
+        """Release every rank that waits for one that failed."""
         self.barrier.abort()
         self.mailbox.abort()
 
@@ -170,11 +170,11 @@ class ThreadWorld:
         meeting.barrier.wait()
         with torch.no_grad():
             tensor.copy_(meeting.result)
-        meeting.barrier.wait()  # nobody may start the next collective before all have read this one
+        meeting.barrier.wait()  # no rank may start the next collective before all have read this one
 
 
 def run_ranks(size: int, run: Callable[[Meeting, int], Result]) -> list[Result]:
-    """Call `run(meeting, rank)` on one thread per rank; the results in rank order.
+    """Call `run(meeting, rank)` on one thread per rank; return the results in rank order.
 
     Raises:
         Exception: what the first failing rank raised; the others are released from their collectives.

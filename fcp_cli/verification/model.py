@@ -37,12 +37,12 @@ def ring_attend(q: Tensor, k: Tensor, v: Tensor, ring: Ring | None) -> Tensor:
 
 
 def plain_attend(q: Tensor, k: Tensor, v: Tensor, ring: Ring | None) -> Tensor:
-    """PyTorch's own attention over one whole sequence."""
+    """Run PyTorch's own attention over one whole sequence."""
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 class TinyLanguageModel(nn.Module):
-    """Embedding, `layers` pre-norm blocks, untied output. Equal seeds give equal weights."""
+    """A language model: embedding, `layers` pre-norm blocks, untied output. Equal seeds give equal weights."""
 
     def __init__(
         self, config: TinyConfig, attend: Attend, *, seed: int = 0, dtype: torch.dtype = torch.float64
@@ -63,7 +63,7 @@ class TinyLanguageModel(nn.Module):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.2)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, ring: Ring | None = None) -> Tensor:
-        """Logits [1, T, vocabulary] of input_ids, position_ids [1, T]."""
+        """Return the logits [1, T, vocabulary] of input_ids, position_ids [1, T]."""
         hidden = self.embedding(input_ids)
         for block in self.blocks:
             if self.recompute:
@@ -104,7 +104,7 @@ class _Block(nn.Module):
 
 
 def _rotate(x: Tensor, position_ids: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al., RoFormer) of x [1, heads, T, head_dim]."""
+    """Apply the rotary position embedding (Su et al., RoFormer) to x [1, heads, T, head_dim]."""
     half = x.shape[-1] // 2
     frequency = 10_000.0 ** (-torch.arange(half, dtype=x.dtype, device=x.device) / half)
     angle = position_ids[:, None, :, None] * frequency

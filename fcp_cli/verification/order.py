@@ -1,4 +1,4 @@
-"""Would these operations deadlock? A check of what the ranks of a run issued, without any rank.
+"""Check that the operations which the ranks of a run issued cannot deadlock, without running any rank.
 
 A green run over gloo does not show that the same order works on NCCL or HCCL: gloo buffers, they block. This checks
 the recorded operations against what those libraries require: every send meets its receive, first in first out and of
@@ -20,7 +20,7 @@ SEND, RECEIVE = "send", "recv"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operation:
-    """One operation that a rank issued.
+    """An operation that a rank issued.
 
     Attributes:
         group: communicator it ran on.
@@ -116,7 +116,7 @@ def _compare_sequences(
 
 
 def _check_pairs(operations: Mapping[int, Sequence[Operation]]) -> None:
-    """The n-th send from a to b on a group meets the n-th receive of b from a, and carries as many bytes."""
+    """Check that the n-th send from a to b on a group meets the n-th receive of b from a, and carries as many bytes."""
     sends: dict[tuple[str, int, int], list[Operation]] = {}
     receives: dict[tuple[str, int, int], list[Operation]] = {}
     for rank, issued in operations.items():
@@ -144,8 +144,9 @@ def _check_pair(pair: tuple[str, int, int], sends: list[Operation], receives: li
 
 
 def _simulate(batches: Mapping[int, list[Batch]], groups: Mapping[str, Sequence[int]]) -> None:
-    """Every batch blocks its rank until each of its operations has met its partner at the head of the partner's list.
+    """Run the batches as NCCL and HCCL would, and raise RunError when no rank can move.
 
+    Every batch blocks its rank until each of its operations has met its partner at the head of the partner's list.
     Receives and sends inside a batch do not block each other, as in one ncclGroup or one HcclBatchSendRecv.
     """
     heads = dict.fromkeys(batches, 0)
@@ -169,7 +170,7 @@ def _advance(
     matched: dict[int, set[int]],
     groups: Mapping[str, Sequence[int]],
 ) -> bool:
-    """Match what can be matched of the rank's current batch; True if the batch is complete and the rank moved on."""
+    """Match what can be matched of the rank's current batch; return whether the rank completed it and moved on."""
     batch = batches[rank][heads[rank]]
     if batch[0].is_collective:
         members = sorted(groups.get(batch[0].group, batches))

@@ -1,7 +1,7 @@
-"""A plan's ranks as real processes over gloo, started with torchrun.
+"""Run a plan's ranks as processes over gloo, started with torchrun.
 
 As a program (`python -m fcp_cli.verification.processes PLAN FOLDER`, under torchrun) it is one of the ranks: it writes
-what it computed into the folder, or the line that says why it could not.
+what it computed into the folder, or the line of its error.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fcp_cli.verification.replay import Replayed, replay_rank, synthetic_tokens
 
 
 def replay_processes(plan: Path) -> list[Replayed]:
-    """Replay all steps of a plan on as many processes as it has ranks; one account per rank.
+    """Replay all steps of a plan on as many processes as it has ranks; return one account per rank.
 
     Raises:
-        RunError: a rank failed; its own line says why.
+        RunError: a rank failed; the message is its own line.
     """
     folder = plan.parent
     num_ranks = PlanReader(plan).metadata.num_ranks
@@ -45,7 +45,7 @@ def replay_processes(plan: Path) -> list[Replayed]:
 def _reason(folder: Path, stderr: str) -> str:
     for path in sorted(folder.glob("rank-*.error")):
         return path.read_text(encoding="utf-8")
-    return (stderr.strip().splitlines() or ["torchrun said nothing"])[-1]
+    return (stderr.strip().splitlines() or ["torchrun printed nothing"])[-1]
 
 
 def _load(path: Path) -> Replayed:
@@ -59,7 +59,7 @@ def _result(folder: Path, rank: int) -> Path:
 
 
 def run_rank(plan: Path, folder: Path) -> None:
-    """What each process does."""
+    """Replay the plan as one of its ranks, and leave the result or the error in the folder."""
     config = TinyConfig()
     torch.set_num_threads(1)
     try:

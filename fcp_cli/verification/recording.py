@@ -10,7 +10,7 @@ from fcp_cli.verification.order import Operation
 
 
 class RecordingTransport:
-    """Passes hops on to another transport and writes down what the rank did, for `order.check_order`."""
+    """A transport that passes hops on to another and writes them down, for `order.check_order`."""
 
     def __init__(self, inner: Transport, group: str = "ring") -> None:
         self._inner = inner
@@ -45,7 +45,7 @@ class RecordingTransport:
 
 
 class RecordingWorld:
-    """Passes collectives on and writes them down beside the ring's operations."""
+    """A world that passes collectives on to another and writes them down beside the ring's operations."""
 
     def __init__(self, inner: World, record: RecordingTransport) -> None:
         self._inner = inner

@@ -1,4 +1,4 @@
-"""What the ranks compute under a plan, and what one process computes for the same sequences."""
+"""Compute gradients under a plan on its ranks, and those of the same sequences in one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _RECEIVE_TIMEOUT_SECONDS = 120.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replayed:
-    """One rank's, or one process's, account of some steps.
+    """The account of some steps by one rank, or by one process.
 
     Attributes:
         losses: [steps] loss of each step, as one process reports it.
@@ -41,7 +41,7 @@ class Replayed:
 
 
 def synthetic_tokens(plan: Path, vocab_size: int, seed: int = 0) -> Fetch:
-    """Random tokens per manifest row, the same on every rank; each as long as the plan's longest, to be cut."""
+    """Make random tokens per manifest row, the same on every rank; each as long as the plan's longest, to be cut."""
     longest = max(int(step.lengths.max()) for step in PlanReader(plan).steps())
 
     def fetch(row: int) -> npt.NDArray[np.int64]:
@@ -51,7 +51,7 @@ def synthetic_tokens(plan: Path, vocab_size: int, seed: int = 0) -> Fetch:
 
 
 def replay_rank(session: Session, config: TinyConfig, *, seed: int = 0) -> Replayed:
-    """One rank's part of all steps of the session's plan. Collective; its ring and its world are recorded."""
+    """Run one rank's part of all steps of the session's plan. Collective; its ring and its world are recorded."""
     record = RecordingTransport(session.transport)
     session.transport = record
     session.world = RecordingWorld(session.world, record)
@@ -61,7 +61,7 @@ def replay_rank(session: Session, config: TinyConfig, *, seed: int = 0) -> Repla
 
 
 def gradients_on_rank(session: Session, model: nn.Module, forward: Callable[[LocalMicroBatch], Tensor]) -> Replayed:
-    """Loss and gradient of every step of the plan at the model's weights, which stay as they are. Collective.
+    """Return loss and gradient of every step of the plan at the model's weights, which stay as they are. Collective.
 
     Args:
         session: whose plan is followed.
@@ -78,7 +78,7 @@ def gradients_on_rank(session: Session, model: nn.Module, forward: Callable[[Loc
 
 
 def thread_session(plan: Path, fetch: Fetch | None, meeting: Meeting, rank: int) -> Session:
-    """A session for one rank of `run_ranks`."""
+    """Make a session for one rank of `run_ranks`."""
     return Session(
         plan=plan,
         metadata=PlanReader(plan).metadata,
@@ -91,7 +91,7 @@ def thread_session(plan: Path, fetch: Fetch | None, meeting: Meeting, rank: int)
 
 
 def replay_threads(plan: Path, config: TinyConfig, *, seed: int = 0) -> list[Replayed]:
-    """All ranks of the plan as threads of this process, through the same session as real ones."""
+    """Replay all ranks of the plan as threads of this process, through the same session as processes."""
     fetch = synthetic_tokens(plan, config.vocab_size, seed)
 
     def run(meeting: Meeting, rank: int) -> Replayed:
@@ -101,7 +101,7 @@ def replay_threads(plan: Path, config: TinyConfig, *, seed: int = 0) -> list[Rep
 
 
 def replay_alone(plan: Path, config: TinyConfig, *, seed: int = 0) -> Replayed:
-    """The same in one process that knows of no ranks: sequence by sequence, with PyTorch's own attention."""
+    """Replay the plan in one process that knows of no ranks: sequence by sequence, with PyTorch's own attention."""
     model = TinyLanguageModel(config, plain_attend, seed=seed)
     return gradients_alone(plan, synthetic_tokens(plan, config.vocab_size, seed), model, model)
 
@@ -109,7 +109,7 @@ def replay_alone(plan: Path, config: TinyConfig, *, seed: int = 0) -> Replayed:
 def gradients_alone(
     plan: Path, fetch: Fetch, model: nn.Module, forward: Callable[[Tensor, Tensor], Tensor]
 ) -> Replayed:
-    """What `gradients_on_rank` must agree with; `forward` takes input ids and position ids [1, tokens] to logits."""
+    """Return what `gradients_on_rank` must give; `forward` takes input ids and position ids [1, tokens] to logits."""
     losses, gradients = [], []
     for step in PlanReader(plan).steps():
         sequences = list(_labelled_sequences(step, fetch))
@@ -126,7 +126,7 @@ def gradients_alone(
 
 
 def _labelled_sequences(step: StepPlan, fetch: Fetch) -> Iterator[tuple[Tensor, Tensor]]:
-    """([tokens] ids, [tokens] next-token labels) of each sequence of a step, cut to the plan's length."""
+    """Yield ([tokens] ids, [tokens] next-token labels) of each sequence of a step, cut to the plan's length."""
     for row, length in zip(step.sequences.tolist(), step.lengths.tolist(), strict=True):
         found = fetch(row)
         ids, labels = found if isinstance(found, tuple) else (found, found)
@@ -134,7 +134,7 @@ def _labelled_sequences(step: StepPlan, fetch: Fetch) -> Iterator[tuple[Tensor, 
 
 
 def take_gradient(model: nn.Module) -> npt.NDArray[np.float64]:
-    """[parameters] the model's gradient as one flat array, gathered where FSDP2 shards it; clears it."""
+    """Take the model's gradient as one flat array [parameters], gathered where FSDP2 shards it, and clear it."""
     pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
     model.zero_grad(set_to_none=True)
     whole = [piece.full_tensor() if hasattr(piece, "full_tensor") else piece for piece in pieces]

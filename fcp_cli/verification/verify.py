@@ -1,4 +1,4 @@
-"""Proves a plan on this machine: gradients of its own steps, run on as many ranks as it has, against one process."""
+"""Prove a plan on this machine: gradients of its own steps, run on as many ranks as it has, against one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MOST_THREADS = 512
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepVerdict:
-    """One replayed step; differences are the largest over all ranks, absolute."""
+    """A replayed step; differences are the largest over all ranks, absolute."""
 
     step: int
     microbatches: int
@@ -51,7 +51,7 @@ class StepVerdict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
-    """What was replayed, how, and how it went.
+    """The outcome of a replay: what was replayed, on which ranks, and how far it was off.
 
     Attributes:
         ranks_are: processes over gloo, or threads of one process.
@@ -120,7 +120,7 @@ def _scaled(step: StepPlan, scale: float, number: int) -> StepPlan:
 
 
 def _write(path: Path, metadata: PlanMetadata, steps: Sequence[StepPlan]) -> Path:
-    """The steps as a plan file of their own, so that all of the runtime takes part in replaying them."""
+    """Write the steps as a plan file of their own, so that all of the runtime takes part in replaying them."""
     with plan_writer(path, replace(metadata, tensor_parallel=1, pipeline_parallel=1, continues=None)) as writer:
         for step in steps:
             writer.append(step)
@@ -152,7 +152,7 @@ def _order_fault(ranks: Sequence[Replayed]) -> str | None:
 
 @contextmanager
 def _one_thread_per_rank() -> Iterator[None]:
-    """Emulated ranks share this machine's cores already."""
+    """Run torch on one thread: emulated ranks share this machine's cores already."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,1 +1,1 @@
-"""Makes the models of other libraries run their attention on the plan's rings."""
+"""Make the models of other libraries run their attention on the plan's rings."""

@@ -57,7 +57,7 @@ def prepare(model: transformers.PreTrainedModel) -> None:
 
 
 def _text_config(config: Any) -> Any:
-    """The language model's configuration; refuses models that fcp does not know how to take apart."""
+    """Return the language model's configuration; refuse models that fcp does not know how to take apart."""
     if not hasattr(config, "vision_config"):
         return config
     if config.model_type not in FAMILIES:
@@ -67,7 +67,7 @@ def _text_config(config: Any) -> Any:
 
 
 def _encoder_owner(model: transformers.PreTrainedModel) -> nn.Module:
-    """The module that calls the encoder: the base model below the head."""
+    """Return the module that calls the encoder: the base model below the head."""
     owner: nn.Module = model.base_model
     if "mm_encoder_outputs" not in inspect.signature(owner.forward).parameters:
         raise RunError(
@@ -77,7 +77,7 @@ def _encoder_owner(model: transformers.PreTrainedModel) -> nn.Module:
 
 
 def _check_config(config: Any) -> None:
-    """Refuse what is known before the first forward."""
+    """Refuse settings that no plan can follow, before the first forward."""
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise RunError(f"a {name} model is not a plain decoder; prepare its decoder")
@@ -93,7 +93,7 @@ def _check_config(config: Any) -> None:
 def _bind_ring(
     module: transformers.PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Before each forward of a model: add the current ring to the call, and refuse what would be ignored or wrong."""
+    """Add the current ring to each call of a model, and refuse arguments that would be ignored or wrong."""
     if module.config.get_text_config()._attn_implementation != NAME:
         return None
     ring = kwargs.get("ring") or current_ring.get()
@@ -103,16 +103,16 @@ def _bind_ring(
             "model.set_attn_implementation('sdpa')"
         )
     given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
-    for name, mend in _REFUSED_ARGUMENTS.items():
+    for name, remedy in _REFUSED_ARGUMENTS.items():
         if given.get(name) is not None:
-            raise RunError(f"the model was given {name}, which it cannot use under a plan; {mend}")
+            raise RunError(f"the model was given {name}, which it cannot use under a plan; {remedy}")
     if given.get("position_ids") is None:
         raise RunError("the model was given no position_ids; pass position_ids=microbatch.position_ids")
     return args, {**kwargs, "ring": ring, "use_cache": False}
 
 
 _REFUSED_ARGUMENTS = {
-    "attention_mask": "leave it out: the plan says which tokens belong together",
+    "attention_mask": "leave it out: the plan decides which tokens belong together",
     "labels": "leave them out and use microbatch.loss(logits)",
     "past_key_values": "leave them out: training keeps no cache",
     "pixel_values": "leave them out: fetch gives images with their sequence",
@@ -123,7 +123,7 @@ _REFUSED_ARGUMENTS = {
 def _bring_embeddings(
     module: transformers.PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Before each forward of a vision-language model: encode this rank's parts, bring the embeddings of its tokens.
+    """Encode this rank's parts before each forward of a vision-language model, and fetch the embeddings of its tokens.
 
     Every rank runs the encoder once for every micro-batch, with or without images, so that gradients exist everywhere
     and the collectives of DDP and FSDP2 meet.
@@ -142,7 +142,7 @@ def _bring_embeddings(
 
 
 def _is_trained(module: nn.Module) -> bool:
-    """Whether anything besides the language model has a gradient."""
+    """Return whether anything besides the language model has a gradient."""
     parts = [part for name, part in module.named_children() if name != "language_model"]
     return any(parameter.requires_grad for part in parts for parameter in part.parameters())
 
@@ -157,7 +157,7 @@ def _attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' signature of an attention; query [1, heads, tokens, head_dim], key and value with fewer heads."""
+    """Attend as transformers asks for it; query [1, heads, tokens, head_dim], key and value with fewer heads."""
     ring = kwargs.get("ring")
     if ring is None:
         raise RunError(
@@ -170,7 +170,7 @@ def _attention_forward(
 
 
 def _check_call(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
-    """Refuse what attention over shards does not do, instead of leaving it out."""
+    """Refuse what attention over shards cannot do, instead of leaving it out."""
     is_causal = kwargs.get("is_causal")
     refused = {
         "an attention mask": attention_mask is not None,

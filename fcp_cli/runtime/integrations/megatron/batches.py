@@ -27,7 +27,7 @@ _hooked: list[Callable[..., Any]] = []
 
 
 def hook_batches(utils: ModuleType) -> None:
-    """Called when `megatron.training.utils` has been imported, before its importer sees it.
+    """Hook `megatron.training.utils`, to be called once it has been imported, before its importer sees it.
 
     Within a micro-batch of a plan, every process of several takes the batch from its own data iterator; elsewhere, in
     evaluation for example, the first process broadcasts as ever.
@@ -50,7 +50,7 @@ def hook_batches(utils: ModuleType) -> None:
 
 
 def shares_data(data_iterator: Any, replica: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether a process of this replica has no data of its own and can do without. All its processes call it.
+    """Return whether a process of this replica has no data of its own and can do without. All its processes call it.
 
     Scripts that broadcast by a function of their own cannot: it would wait for the static length.
     """
@@ -62,7 +62,7 @@ def shares_data(data_iterator: Any, replica: dist.ProcessGroup, device: torch.de
 
 
 def share(read: Callable[[], LoadedStep], replica: dist.ProcessGroup) -> LoadedStep:
-    """What the first process of a replica reads, on all of them. All call it."""
+    """Return what the first process of a replica reads, on all of them. All call it."""
     first = dist.get_process_group_ranks(replica)[0]
     found: list[Any] = [read() if dist.get_rank() == first else None]
     dist.broadcast_object_list(found, src=first, group=replica)

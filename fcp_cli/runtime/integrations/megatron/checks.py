@@ -1,4 +1,4 @@
-"""What must be true of Megatron, its configuration and its model before a plan can be followed: else one line."""
+"""Check that Megatron, its configuration and its model can follow a plan; refuse, in one line, what cannot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OLDEST = (0, 16, 1)
 
 
 def check_schedules(schedules: ModuleType) -> None:
-    """The version, and what is called in `megatron.core.pipeline_parallel.schedules`.
+    """Check the version, and the functions that are called in `megatron.core.pipeline_parallel.schedules`.
 
     Raises:
         RunError: too old, or changed.
@@ -29,7 +29,7 @@ def check_schedules(schedules: ModuleType) -> None:
 
 
 def check_model_classes() -> None:
-    """What is hooked in models.
+    """Check the classes and methods that are hooked in models.
 
     Raises:
         RunError: a class or an argument is missing.
@@ -72,7 +72,7 @@ def require(
 
 
 def megatron_version() -> str:
-    """Of the megatron-core that is imported."""
+    """Return the version of the megatron-core that is imported."""
     from megatron.core import package_info
 
     return str(package_info.__version__)
@@ -87,7 +87,7 @@ def _advice() -> str:
 
 
 def check_chunks(model: Any) -> Any:
-    """The one model chunk that the schedule is given.
+    """Return the one model chunk that the schedule is given.
 
     Raises:
         RunError: there are several, or they are sharded with FSDP.
@@ -104,7 +104,7 @@ def check_chunks(model: Any) -> Any:
 
 
 def check_config(config: Any) -> None:
-    """The transformer's configuration.
+    """Check the transformer's configuration.
 
     Raises:
         RunError: it asks for something that a plan cannot follow.
@@ -119,14 +119,14 @@ def check_config(config: Any) -> None:
 
 
 def check_settings(config: Any) -> None:
-    """As `check_config`, but for context parallelism, which is not the same under MindSpeed."""
+    """Check the configuration but for context parallelism, which is not the same under MindSpeed."""
     for is_refused, reason in _refusals(config):
         if is_refused:
             raise RunError(reason)
 
 
 def _refusals(config: Any) -> Iterable[tuple[bool, str]]:
-    """Whether each thing is asked for, and what is said then. Settings that a version does not have count as off."""
+    """Yield whether each refused setting is on, and its message. Settings that a version does not have count as off."""
 
     def setting(name: str) -> Any:
         return getattr(config, name, None)
@@ -162,7 +162,7 @@ def _refusals(config: Any) -> Iterable[tuple[bool, str]]:
 
 
 def _moe_refusals(setting: Callable[[str], Any]) -> Iterable[tuple[bool, str]]:
-    """What makes a token's experts, or its loss, depend on the tokens that it shares a rank with."""
+    """Yield settings that make a token's experts, or its loss, depend on the tokens that it shares a rank with."""
     coefficients = setting("moe_aux_loss_coeff")
     yield (
         any(coefficients) if isinstance(coefficients, list) else bool(coefficients),
@@ -220,7 +220,7 @@ def check_layers(model: Any) -> None:
 
 
 def attention_layers(model: Any) -> list[Any]:
-    """Of a GPTModel; at least one.
+    """Return the attention layers of a GPTModel; at least one.
 
     Raises:
         RunError: one is not plain causal self-attention.

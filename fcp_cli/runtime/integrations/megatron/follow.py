@@ -1,4 +1,4 @@
-"""One Megatron process following a plan: every call of the schedule gets the next step's micro-batches of its rank."""
+"""Follow a plan in one Megatron process: every call of the schedule gets the next step's micro-batches of its rank."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _PROBE_VARIABLE = "FCP_PROBE"
 
 
 class Follower:
-    """Made in the first training step of the process, on all of them. `planned` is called once per step.
+    """A process's way through a plan, made in its first training step, on all of them. `run` is called once per step.
 
     Args:
         plan: plan file.
@@ -77,7 +77,7 @@ class Follower:
         expert_parallel = parallel_state.get_expert_model_parallel_world_size()
         checks.check_waves(pipeline_parallel, expert_parallel, self.metadata.sync)
         if pipeline_parallel > 1:
-            self._config.variable_seq_lengths = True  # stages tell each other the shapes, which now differ
+            self._config.variable_seq_lengths = True  # stages exchange the shapes, which now differ
         # The processes that hold the same part of the model, one per rank of the plan.
         self._peers = dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
         self._rank = self._peers.index(dist.get_rank())
@@ -99,14 +99,14 @@ class Follower:
         self._first_step = self._next_step = 0
 
     def run(self, schedule: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """The schedule's next step: what it returns for the plan's micro-batches instead of the script's."""
+        """Run the schedule's next step on the plan's micro-batches instead of the script's; return what it returns."""
         planned = self.planned(arguments)
         with self.stack.around_step():
             reports = schedule(**planned)
         return self.stack.totals(reports)
 
     def planned(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The schedule's arguments for the next step of the plan, given those of the script.
+        """Return the schedule's arguments for the next step of the plan, given those of the script.
 
         Raises:
             RunError: the plan is at its end, or the script's global batch is not the plan's.
@@ -129,13 +129,13 @@ class Follower:
         }
 
     def _next(self, data_iterator: Any) -> LoadedStep:
-        """The next step, read here or by the process of this replica that the script gives its data to."""
+        """Return the next step, read here or by the process of this replica that the script gives its data to."""
         if self._shares_data is None:
             self._shares_data = shares_data(data_iterator, self._replica, self._device)
         read = partial(self._read, data_iterator)
         if not self._shares_data:
             return read()
-        note_follower(self._plan)  # what is told the step reads nothing of the plan
+        note_follower(self._plan)  # a process that is given the step reads nothing of the plan itself
         return share(read, self._replica)
 
     def _read(self, data_iterator: Any) -> LoadedStep:
@@ -167,7 +167,7 @@ class Follower:
         self._iterator, self._first_step, self._next_step = data_iterator, step, step
 
     def _probe(self, step: LoadedStep) -> str:
-        """Compare numbers before the first step, where that can be done; what came out of it."""
+        """Compare numbers before the first step, where that can be done; return the outcome for the log."""
         if not self._probe_is_wanted():
             return f"not probed ({_PROBE_VARIABLE}=0)"
         difference = probe(
@@ -182,7 +182,7 @@ class Follower:
         return f"probe: attention within {difference:.0e}"
 
     def _probe_is_wanted(self) -> bool:
-        """What rank 0 was told: nodes that started later may see a run directory that is not new to them."""
+        """Return whether rank 0 wants the probe: to nodes that started later the run directory may not look new."""
         wanted = torch.tensor(int(os.environ.get(_PROBE_VARIABLE) != "0"), device=self._device)
         ProcessWorld().broadcast(wanted)
         return bool(wanted)
@@ -212,7 +212,7 @@ class Follower:
             )
 
     def _step(self, *, is_repeated: bool) -> LoadedStep:
-        """The next step; the same again where Megatron reruns one to see whether its result was a hardware fault."""
+        """Return the next step; the same again where Megatron reruns one to see whether hardware was at fault."""
         if is_repeated and self._current is not None:
             return self._current
         assert self._steps is not None
@@ -226,7 +226,7 @@ class Follower:
         return step
 
     def _check_batch(self, step: LoadedStep, arguments: Mapping[str, Any]) -> None:
-        """Learning-rate schedule, log and checkpoint of the script count samples: they must be the plan's."""
+        """Check that the script's batch is the plan's: its learning rate, log and checkpoints count samples."""
         ranks = parallel_state.get_data_parallel_world_size()
         per_rank, size = arguments["num_microbatches"], arguments["micro_batch_size"]
         if per_rank * size * ranks != step.plan.sequences:
@@ -237,7 +237,7 @@ class Follower:
             )
 
     def enter(self, shard: LocalShard) -> PlannedMicroBatch:
-        """The shard with its ring, ready for one forward."""
+        """Give a shard its ring, ready for one forward."""
         row, layout = shard.row, shard.layout
         ranks = tuple(self._peers[rank] for rank in row.ranks)
         tokens = shard.positions.shape[0]
@@ -253,7 +253,7 @@ class Follower:
         )
 
     def check_forward(self, microbatch: PlannedMicroBatch, *, read: int) -> None:
-        """Whether the forward that just ended followed the plan.
+        """Check that the forward that just ended followed the plan.
 
         Raises:
             RunError: it did not.
@@ -269,7 +269,7 @@ class Follower:
 
 
 class _Batches:
-    """What the script gets for its data iterator in one step: the batch of the micro-batch whose forward is running.
+    """The script's data iterator in one step: it gives the batch of the micro-batch whose forward is running.
 
     `counts_tokens` compares the script's count of tokens with its loss mask, for which the host waits for the device.
     """
@@ -294,7 +294,7 @@ class _Batches:
         return self._microbatch.batch
 
     def wrap(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """The script's forward step, once per micro-batch, within that micro-batch."""
+        """Wrap the script's forward step so that each of its calls runs within its micro-batch."""
 
         def planned_forward_step(data_iterator: Any, model: Any, *rest: Any) -> tuple[Any, Any]:
             microbatch = self._follower.enter(next(self._shards))
@@ -315,7 +315,7 @@ class _Batches:
 def _checked_loss(
     loss_function: Callable[..., Any] | None, counted: PlannedMicroBatch | None, stack: Stack
 ) -> Callable[..., Any] | None:
-    """Refuse what would weigh tokens by how the plan packs them.
+    """Refuse a loss that would weigh tokens by how the plan packs them.
 
     Megatron multiplies a loss that comes without a count by its static group's size and divides it by the number of
     micro-batches.

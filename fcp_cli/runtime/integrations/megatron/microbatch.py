@@ -37,7 +37,7 @@ class PlannedMicroBatch:
 
     @property
     def tokens(self) -> int:
-        """With padding."""
+        """Return the tokens of the shard, with padding."""
         return self.positions.shape[0]
 
 

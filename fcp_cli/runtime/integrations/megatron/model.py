@@ -1,4 +1,4 @@
-"""Makes the attention and the rotary embeddings of a GPTModel follow the micro-batch of each call.
+"""Make the attention and the rotary embeddings of a GPTModel follow the micro-batch of each call.
 
 Nothing is kept in a module or in Megatron's parallel state. The ring travels in the call's PackedSeqParams, which every
 layer hands down and recomputation keeps; the rotary table of the call is cut to the positions of the shard, and is an
@@ -65,7 +65,7 @@ def hook_model(model: GPTModel, hook_layer: Callable[[Attention], None] | None =
 def _bind_microbatch(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, place: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Before each forward of the model: describe the micro-batch's sequences in the call."""
+    """Describe the micro-batch's sequences in each call of the model."""
     microbatch = current_microbatch.get()
     if microbatch is None:
         return None
@@ -95,7 +95,7 @@ def _sequences(microbatch: PlannedMicroBatch) -> RingSequences:
 
 
 def _cut_rotary_table(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """[longest, 1, 1, dim] -> [tokens, 1, 1, dim]; YaRN returns the table with a factor."""
+    """Cut the table [longest, 1, 1, dim] to [tokens, 1, 1, dim]; YaRN returns the table with a factor."""
     microbatch = current_microbatch.get()
     if microbatch is None:
         return None
@@ -161,7 +161,7 @@ def _count_tokens(router: Any, args: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def unwrapped(chunk: nn.Module) -> GPTModel:
-    """The GPTModel inside DDP and precision wrappers.
+    """Return the GPTModel inside DDP and precision wrappers.
 
     Raises:
         RunError: there is none, or it is another kind of model.
@@ -177,5 +177,5 @@ def unwrapped(chunk: nn.Module) -> GPTModel:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where its parameters are."""
+    """Return the device of the model's parameters."""
     return next(model.parameters()).device

@@ -1,4 +1,4 @@
-"""What rings of equal chunks add to a plan's tokens, and whether the plan counts it."""
+"""Padding that rings of equal chunks add to a plan's tokens, and whether the plan counts it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fcp_cli.plan.reader import PlanReader
 
 
 def padding_report(plan: Path, metadata: PlanMetadata, *, tensor_parallel: int) -> str:
-    """How much of the whole plan is padding, for the line that says what is followed. Reads the plan.
+    """Read the plan and return how much of it is padding, for the line that names the plan.
 
     Args:
         plan: plan file.

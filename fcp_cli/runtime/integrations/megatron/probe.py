@@ -1,7 +1,7 @@
-"""Before the first step: attention on the plan's groups against the same sequences run alone, without a ring.
+"""Compare, before the first step, attention on the plan's groups with the same sequences run alone, without a ring.
 
 A hook that a model class evades, a kernel that is wrong on this device, a group that mixes ranks up: most of these
-change the loss by less than anybody would see in a curve. So what one layer's attention makes of made-up hidden states
+change the loss by less than a person would see in a curve. So what one layer's attention makes of made-up hidden states
 is compared, forward and backward, token by token. Nothing else of the model runs, so that nothing else can disturb it:
 neither dropout, nor experts that get another token by a rounding, nor the other stages of a pipeline.
 """
@@ -139,7 +139,7 @@ def _collate(items: Any) -> dict[str, Tensor]:
 def _attended(
     model: Any, layer: Any, batch: Any, weight: Tensor, microbatch: PlannedMicroBatch | None = None
 ) -> Tensor:
-    """[2, tokens, hidden_size] on the host: the layer's output, and the gradient of its hidden states.
+    """Return [2, tokens, hidden_size] on the host: the layer's output, and the gradient of its hidden states.
 
     Without a micro-batch by Megatron's own rotary embedding, and no ring.
     """
@@ -166,7 +166,7 @@ def _attended(
 
 @contextmanager
 def _only(layer: Any, decoder: Any) -> Iterator[list[Tensor]]:
-    """Of all its layers, the decoder runs this attention alone; what came out of it is in the list."""
+    """Make the decoder run this attention alone of all its layers; the list gets what came out of it."""
     outputs: list[Tensor] = []
 
     def attend(
@@ -176,7 +176,7 @@ def _only(layer: Any, decoder: Any) -> Iterator[list[Tensor]]:
             hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params
         )
         outputs.append(out)
-        return hidden_states[:1]  # of which the last stage makes logits that nobody reads
+        return hidden_states[:1]  # of which the last stage makes logits that are not read
 
     decoder.set_input_tensor(None)  # a later stage may have one of an evaluation, and would take its length
     own = vars(decoder).get("forward")
@@ -192,7 +192,7 @@ def _only(layer: Any, decoder: Any) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def _frozen(layer: nn.Module) -> Iterator[None]:
-    """Within it, backwards leave no gradient in the layer's weights, and wake none of DDP's hooks."""
+    """Keep backwards from leaving gradients in the layer's weights, and from waking DDP's hooks."""
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -204,14 +204,14 @@ def _frozen(layer: nn.Module) -> Iterator[None]:
 
 
 def _differences(found: Tensor, expected: Tensor) -> list[float]:
-    """Relative L2, of [kinds, tokens, hidden_size] for each kind."""
+    """Return the relative L2 difference of [kinds, tokens, hidden_size], for each kind."""
     error, size = ((tensor.flatten(1).norm(dim=1)) for tensor in (found - expected, expected))
     relative: list[float] = (error / size.clamp_min(1e-30)).tolist()
     return relative
 
 
 def _worst(differences: Iterable[float], device: torch.device) -> float:
-    """Over all processes, so that all stop or none; what is not a number is worse than any."""
+    """Return the largest over all processes, so that all stop or none; what is not a number is worse than any."""
     found = torch.tensor([math.inf if math.isnan(one) else one for one in differences], device=device).max()
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return float(found)

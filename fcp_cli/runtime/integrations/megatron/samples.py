@@ -34,7 +34,7 @@ _RANDOM_SAMPLER = "MegatronPretrainingRandomSampler"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Samples:
-    """Where a script's samples come from.
+    """The source of a script's samples.
 
     Attributes:
         dataset: random access by manifest row; an item is a mapping with "tokens" and tensors as long as they are.
@@ -49,7 +49,7 @@ class Samples:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalShard:
-    """What one rank holds of one row, on the host.
+    """One rank's part of one row, on the host.
 
     Attributes:
         row: in the plan.
@@ -70,17 +70,17 @@ class LocalShard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedStep:
-    """One step of one rank."""
+    """A step of one rank."""
 
     plan: RankStep
     shards: tuple[LocalShard, ...]
 
 
 def find_samples(data_iterator: Any) -> Samples:
-    """The data set behind a data iterator, and how far training has come.
+    """Find the data set behind a data iterator, and how far training has come.
 
     Raises:
-        RunError: the iterator hides its data set, or its sampler does not tell how many samples were consumed.
+        RunError: the iterator hides its data set, or its sampler does not show how many samples were consumed.
     """
     inner = data_iterator
     while hasattr(inner, "iterable"):  # megatron.core.rerun_state_machine.RerunDataIterator
@@ -102,7 +102,7 @@ def find_samples(data_iterator: Any) -> Samples:
 
 
 def _sampler(iterator: Any) -> Any:
-    """Of a DataLoader's iterator: the batch sampler that the loader was given, else its sampler."""
+    """Return the batch sampler that a DataLoader was given, else its sampler, from the loader's iterator."""
     index_sampler = iterator._index_sampler
     if hasattr(index_sampler, "consumed_samples"):
         return index_sampler
@@ -120,7 +120,7 @@ def load_steps(
         load: `load_shard` for the rank.
 
     Raises:
-        RunError: an item has no tokens, or fewer than the plan says.
+        RunError: an item has no tokens, or fewer than in the plan.
     """
     for step in steps:
         yield LoadedStep(plan=step, shards=tuple(load(row, samples) for row in step.rows))
@@ -129,7 +129,7 @@ def load_steps(
 def load_shard(
     row: MicroBatch, samples: Samples, *, rank: int, multiple: int = 1, even_chunks: bool = False
 ) -> LocalShard:
-    """A rank's part of one row, padded with zeros: tokens that no planned token sees and whose loss mask is 0.
+    """Load a rank's part of one row, padded with zeros: tokens that no planned token sees and whose loss mask is 0.
 
     A rank without tokens gets padding only, so that it takes part in every forward and backward with weight zero.
 
@@ -163,7 +163,7 @@ def load_shard(
     positions = _ended(positions, padding)
     if shard.get(POSITIONS, positions).dim() == 1:  # those of several axes (mRoPE) are the data set's own
         shard[POSITIONS] = positions
-    # The plan says which tokens see each other; a script that passes a mask on must find one all the same.
+    # The plan decides which tokens see each other; a script that passes a mask on must find one all the same.
     shard[ATTENTION_MASK] = torch.zeros(1, 1, 1, dtype=torch.bool)
     return LocalShard(
         row=row,
@@ -176,7 +176,7 @@ def load_shard(
 
 
 def _ended(tensor: Tensor, end: int) -> Tensor:
-    """With so many zeros at its end. Most need none, and torch is slow to add none."""
+    """Add zeros at the end of a tensor. Most need none, and torch is slow to add none."""
     return pad(tensor, (0, end)) if end else tensor
 
 
@@ -185,7 +185,7 @@ def _padding(tokens: int, multiple: int) -> int:
 
 
 def _item(samples: Samples, at: int, length: int) -> dict[str, Tensor]:
-    """What an item of the data set holds per token, cut to the plan's length."""
+    """Return what an item of the data set holds per token, cut to the plan's length."""
     found = samples.dataset[at]
     if not isinstance(found, Mapping) or TOKENS not in found:
         names = ", ".join(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
@@ -207,7 +207,7 @@ def _item(samples: Samples, at: int, length: int) -> dict[str, Tensor]:
 
 
 def _check_is_one_sequence(item: Mapping[str, Any], at: int, tokens: int, length: int) -> None:
-    """Raise RunError if the item itself says that its tokens do not all see those before them, as a plan has it."""
+    """Raise RunError if the item itself shows that its tokens do not all see those before them, as in a plan."""
     ends = item.get(_ENDS)
     if ends is not None and len(ends) > 2:
         raise RunError(

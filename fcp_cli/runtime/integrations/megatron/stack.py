@@ -1,4 +1,4 @@
-"""What a model is built with: what differs where Megatron's own parts have been replaced by others (MindSpeed)."""
+"""The parts that a model is built with: what differs where others (MindSpeed) have replaced Megatron's own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Stack(Protocol):
 
     @property
     def name(self) -> str:
-        """With its version, for messages."""
+        """Return the name, with its version, for messages."""
         ...
 
     def check(self, config: Any, model: Any) -> None:
@@ -33,19 +33,19 @@ class Stack(Protocol):
         ...
 
     def around_step(self) -> AbstractContextManager[None]:
-        """Within it, the schedule runs one step."""
+        """Return the context in which the schedule runs one step."""
         ...
 
     def around_script(self) -> AbstractContextManager[None]:
-        """Within it, the script's forward step and its loss function run."""
+        """Return the context in which the script's forward step and its loss function run."""
         ...
 
     def without_ring(self, model: Any, layer: Any) -> AbstractContextManager[None]:
-        """Within it, this attention layer of the model runs a whole sequence, outside of any micro-batch, by itself."""
+        """Return the context in which this layer attends to a whole sequence by itself, outside of micro-batches."""
         ...
 
     def totals(self, reports: Any) -> Any:
-        """What the script gets from the schedule, given what its loss function reported per micro-batch."""
+        """Return what the script gets from the schedule, given what its loss function reported per micro-batch."""
         ...
 
 

@@ -54,7 +54,7 @@ class Rings:
         return f"Transformer Engine ({self.count} process groups)"
 
     def sequences(self, ranks: tuple[int, ...], lengths: Sequence[int]) -> PackedSeqParams:
-        """A pack on the ring of these processes, in Megatron's words.
+        """Describe a pack on the ring of these processes in Megatron's terms.
 
         Args:
             ranks: global, in ring order.
@@ -67,14 +67,14 @@ class Rings:
             cu_seqlens_kv=ends,
             max_seqlen_q=max(lengths),
             max_seqlen_kv=max(lengths),
-            # Without a group, a local size of 1 says that this call has no ring.
+            # Without a group, a local size of 1 means that this call has no ring.
             local_cp_size=len(ranks),
             cp_group=self.groups[ranks] if len(ranks) > 1 else None,
         )
 
 
 def wants_rings(model: nn.Module) -> bool:
-    """Whether Transformer Engine attends: it does where the model has it, unless FCP_ATTENTION says otherwise.
+    """Return whether Transformer Engine attends: it does where the model has it, unless FCP_ATTENTION forbids it.
 
     Raises:
         RunError: the variable asks for what is not there.
@@ -121,7 +121,7 @@ def make_rings(model: nn.Module, plan: Path, peers: Sequence[int], device: torch
 
 
 def most_groups(device: torch.device) -> int:
-    """That a process with this device may be in: half of the memory that is free now, where that is known."""
+    """Return how many groups a process on this device may be in: half of the memory that is free now, where known."""
     if device.type != "cuda":
         return MOST_GROUPS
     free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -129,7 +129,7 @@ def most_groups(device: torch.device) -> int:
 
 
 def attend(core: Any, run: Callable[..., Tensor], arguments: Mapping[str, Any]) -> Tensor:
-    """One call of Megatron's core attention on packed tokens: [tokens, heads * head_dim] -> [tokens, 1, the same].
+    """Run Megatron's core attention on packed tokens [tokens, heads * head_dim]; return [tokens, 1, the same].
 
     Args:
         core: the module, which keeps the group that it was given last.
@@ -160,13 +160,13 @@ def _cores(model: nn.Module) -> list[Any]:
 
 
 def _rank_sets(plan: Path) -> list[tuple[int, ...]]:
-    """Those of degree > 1, in one order for all processes."""
+    """Return the groups of degree > 1, in one order for all processes."""
     rows = (row for step in PlanReader(plan).steps() for row in step.microbatches())
     return sorted({row.ranks for row in rows if row.degree > 1}, key=lambda ranks: (len(ranks), ranks))
 
 
 def _members(rank_sets: Iterable[tuple[int, ...]], peers: Sequence[int]) -> list[tuple[int, ...]]:
-    """The processes of each group: a rank of the plan may be several, each with its own part of the model."""
+    """Return the processes of each group: a rank of the plan may be several, each with its own part of the model."""
     columns: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(columns, tuple(peers))
     return [tuple(column[rank] for rank in ranks) for ranks in rank_sets for column in sorted(set(columns))]

@@ -1,7 +1,7 @@
 """MindSpeed's ring attention on the ring of each call.
 
 The ring comes with the call's PackedSeqParams, which every layer hands down and recomputation keeps. Only the core
-attention is told of packed sequences: megatron-core 0.12 would else rotate queries and keys by its static group.
+attention is given packed sequences: megatron-core 0.12 would else rotate queries and keys by its static group.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _ask_for_whole_table(
 
 
 def _attention(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """An attention layer's forward: it runs as for a single sequence and hands the ring on to its core attention."""
+    """Run an attention layer's forward as for a single sequence, and hand the ring on to its core attention."""
     sequences = kwargs.get(PARAMS)
     if not isinstance(sequences, RingSequences):
         return original(*args, **kwargs)
@@ -61,7 +61,7 @@ def _attention(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _recomputable_core(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The core attention, to be recomputed alone in backward, when the layer's call is over: it gets the ring now."""
+    """Bind the ring to the core attention, which is recomputed alone in backward, when the layer's call is over."""
     return original(*args, **{**kwargs, PARAMS: _sequences.get() or kwargs.get(PARAMS)})
 
 
@@ -94,7 +94,7 @@ def _core_attention(
 
 
 def plain_attention(scale: float, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-    """A core attention of one whole sequence, causal and by no ring, in fp32 or more; its memory grows with the square.
+    """Attend to one whole sequence, causally, without a ring, in fp32 or more; memory grows with the square.
 
     Megatron's signature of it; query [tokens, 1, heads, head_dim] -> [tokens, 1, heads * head_dim].
     """
@@ -108,13 +108,13 @@ def plain_attention(scale: float, query: Tensor, key: Tensor, value: Tensor, *_:
 
 
 def _local_lengths(ring: Ring) -> tuple[int, ...]:
-    """Of each sequence, the tokens that this member holds; none on an idle rank."""
+    """Return how many tokens of each sequence this member holds; none on an idle rank."""
     return tuple((ring.layout.fronts(ring.index) + ring.layout.backs(ring.index)).tolist())
 
 
 @lru_cache(maxsize=CACHED_LAYOUTS)
 def _local_sequences(lengths: tuple[int, ...], device: torch.device) -> PackedSeqParams:
-    """MindSpeed's description of a shard: where each sequence ends, and the rows of its front and its back chunk."""
+    """Describe a shard as MindSpeed does: where each sequence ends, and the rows of its front and its back chunk."""
     sizes = torch.tensor(lengths)
     ends = sizes.cumsum(0)
     is_front = torch.arange(int(ends[-1])) < (ends - sizes // 2).repeat_interleave(sizes)
@@ -125,7 +125,7 @@ def _local_sequences(lengths: tuple[int, ...], device: torch.device) -> PackedSe
 
 
 def _check_placement(ring: Ring) -> None:
-    """MindSpeed can take its patches away and put them on again (`repatch`): then its ring would be the static one."""
+    """Raise RunError where MindSpeed has renewed its patches (`repatch`): its ring would be the static one."""
     from mindspeed.core.context_parallel import dot_product_attention
 
     asked = dot_product_attention.get_ring_ranks_for_inter_window_kv()
@@ -136,7 +136,7 @@ def _check_placement(ring: Ring) -> None:
         )
 
 
-def mend_unflatten() -> bool:
+def replace_unflatten() -> bool:
     """Replace MindSpeed's `unflatten_softmax` if it fails on this version, as it does without its fused update.
 
     It regards a transposed tensor through `view`, which needs its elements in order: with several heads they are not.
@@ -152,7 +152,7 @@ def mend_unflatten() -> bool:
 
 
 def unflatten_softmax_wrapper(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same with `reshape`: [tokens, heads, 8] in the order of tokens -> head by head within each sequence."""
+    """Do the same with `reshape`: [tokens, heads, 8] by tokens becomes head by head within each sequence."""
 
     def unflatten_softmax(x: Tensor, sub_seq_len: list[int]) -> Tensor:
         heads, lanes = x.shape[1:]

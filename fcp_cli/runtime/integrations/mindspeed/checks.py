@@ -1,4 +1,4 @@
-"""What must be true of MindSpeed, its settings and its model before a plan can be followed: else one line."""
+"""Check that MindSpeed, its settings and its model can follow a plan; refuse, in one line, what cannot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RING = "megatron_cp_algo"
 
 
 def name() -> str:
-    """MindSpeed and Megatron with their versions."""
+    """Return MindSpeed's and Megatron's names with their versions."""
     try:
         version = metadata.version("mindspeed")
     except metadata.PackageNotFoundError:  # a folder on PYTHONPATH
@@ -29,7 +29,7 @@ def _advice() -> str:
 
 
 def check_schedules(schedules: ModuleType) -> None:
-    """The versions, and what is called in `megatron.core.pipeline_parallel.schedules`.
+    """Check the versions, and the functions that are called in `megatron.core.pipeline_parallel.schedules`.
 
     Raises:
         RunError: another line of MindSpeed, or changed.
@@ -42,7 +42,7 @@ def check_schedules(schedules: ModuleType) -> None:
 
 
 def check_targets() -> None:
-    """Everything that is hooked, or relied on, in Megatron and MindSpeed.
+    """Check everything that is hooked, or relied on, in Megatron and MindSpeed.
 
     Raises:
         RunError: a function or an argument is missing.
@@ -81,7 +81,7 @@ def _require(module: ModuleType, path: str, parameters: tuple[str, ...]) -> None
 
 
 def check_config(config: Any) -> None:
-    """The transformer's configuration, into which MindSpeed copies its own settings.
+    """Check the transformer's configuration, into which MindSpeed copies its own settings.
 
     Raises:
         RunError: it asks for something that a plan cannot follow.

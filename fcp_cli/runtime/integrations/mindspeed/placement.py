@@ -1,4 +1,4 @@
-"""What Megatron and MindSpeed are told when a call asks who it shares its sequences, or its gradients, with.
+"""Answer Megatron and MindSpeed, call by call, with which ranks a call shares its sequences, or its gradients.
 
 Both keep one static answer in module globals and read it, through functions, wherever they need it. Those functions
 are wrapped: within a call that has a placement they answer with it, and otherwise as before. The globals stay as they
@@ -24,7 +24,7 @@ _RINGS = "mindspeed.core.context_parallel.model_parallel_utils"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Where a call runs; what is left out stays Megatron's static answer.
+    """The groups of a call; what is left out stays Megatron's static answer.
 
     Attributes:
         ranks: global ranks of the ring, in its order.
@@ -60,7 +60,7 @@ def _own(placement: Placement) -> tuple[int, ...]:
 
 @contextmanager
 def placed(placement: Placement) -> Iterator[None]:
-    """Within it, calls of this thread have the placement."""
+    """Give calls of this thread the placement."""
     token = _current.set(placement)
     try:
         yield

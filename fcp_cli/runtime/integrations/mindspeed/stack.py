@@ -17,7 +17,7 @@ from fcp_cli.runtime.integrations.mindspeed import checks
 from fcp_cli.runtime.integrations.mindspeed.attention import (
     hook_layer,
     hook_rotary,
-    mend_unflatten,
+    replace_unflatten,
     plain_attention,
 )
 from fcp_cli.runtime.integrations.mindspeed.placement import Placement, hook_parallel_state, placed
@@ -25,7 +25,7 @@ from fcp_cli.runtime.transport import ProcessTransport
 
 
 class MindSpeedStack:
-    """MindSpeed keeps its static context-parallel group of two or more ranks, and is told another one call by call.
+    """megatron-core under MindSpeed, which keeps its static context-parallel group and is given another call by call.
 
     A script's own code runs as that of a rank that is alone: what it would slice for, multiply by or sum over the
     static group stays as it is. Gradients are counted over all ranks, where megatron-core 0.12 leaves the members of a
@@ -48,7 +48,7 @@ class MindSpeedStack:
         alone = parallel_state.get_pipeline_model_parallel_group()  # of one process, as was checked
         self._alone = Placement(ranks=(dist.get_rank(),), group=alone, data=alone)
         hook_parallel_state()
-        mend_unflatten()
+        replace_unflatten()
         layers = hook_model(model, partial(hook_layer, group=transport.group))
         if getattr(model, "rotary_pos_emb", None) is not None and model.position_embedding_type != "mrope":
             hook_rotary(model.rotary_pos_emb)
@@ -72,7 +72,7 @@ class MindSpeedStack:
 
     @contextmanager
     def without_ring(self, model: Any, layer: Any) -> Iterator[None]:
-        """MindSpeed attends by a ring of two or more ranks, or not at all: here by attention that is written out."""
+        """Replace MindSpeed's attention, which needs a ring of two or more ranks, by one that is written out."""
         static, ring = model.config.context_parallel_size, layer.core_attention.forward
         model.config.context_parallel_size = 1  # else the rotary table would be as long as a whole static group's
         layer.core_attention.forward = partial(plain_attention, layer.core_attention.softmax_scale)
@@ -83,7 +83,7 @@ class MindSpeedStack:
             model.config.context_parallel_size, layer.core_attention.forward = static, ring
 
     def totals(self, reports: Any) -> Any:
-        """One report for all micro-batches of all ranks: sums and counts that each script's call had of its own only.
+        """Sum the reports of all micro-batches and ranks into one: each call of the script knows only its own.
 
         What is not such a pair is averaged over this rank's micro-batches.
         """
@@ -100,7 +100,7 @@ class MindSpeedStack:
 
 
 def _is_pair(value: Any) -> bool:
-    """A sum of losses and the number of tokens, as Megatron's training loop takes them."""
+    """Return whether a report is a sum of losses and a number of tokens, as Megatron's training loop takes them."""
     return len(value) == 2 if isinstance(value, (tuple, list)) else isinstance(value, Tensor) and value.numel() == 2
 
 

@@ -19,7 +19,7 @@ _RING_GROUP = "fcp-rings"
 
 
 class Exchange:
-    """One exchange under way. Holds on to what is sent, which must live until it has left."""
+    """An exchange under way. It holds on to what is sent, which must live until it has left."""
 
     __slots__ = ("_handles", "_received", "_sent")
 
@@ -29,14 +29,14 @@ class Exchange:
         self._received = received
 
     def wait(self) -> Tensor | None:
-        """What has arrived."""
+        """Wait, and return what has arrived."""
         for handle in self._handles:
             handle.wait()
         return self._received
 
 
 class Ranks:
-    """Every rank calls the collectives in the same order. Made by `join`."""
+    """All ranks of a MindSpore job, made by `join`. Every rank calls the collectives in the same order."""
 
     __slots__ = ("rank", "size")
 
@@ -64,11 +64,11 @@ class Ranks:
         return Exchange(handles, sent, received)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks."""
+        """Return the sum over all ranks."""
         return ops.AllReduce(ops.ReduceOp.SUM, GlobalComm.WORLD_COMM_GROUP)(tensor)
 
     def gather(self, words: IntArray) -> IntArray:
-        """[size, words] int32: each rank's words."""
+        """Return [size, words] int32: each rank's words."""
         mine = Tensor(words.astype(np.int32))
         gathered = ops.AllGather(GlobalComm.WORLD_COMM_GROUP)(mine).asnumpy()
         table: IntArray = gathered.reshape(self.size, len(words)).astype(np.int64)

@@ -45,7 +45,7 @@ class Ring(RingMember):
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring, scale: float | None = None) -> Tensor:
-    """Causal attention over the micro-batch's pack, of which each member of the ring holds a shard.
+    """Compute causal attention over the micro-batch's pack, of which each member of the ring holds a shard.
 
     Collective over the ring's members, and so is its backward. Every sequence attends to itself only. PyNative mode.
 
@@ -68,7 +68,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring, scale: float | Non
 
 
 class _RingAttention(_Function):  # type: ignore[misc]  # mindspore has no types
-    """`attention` as a node of MindSpore's graph, which keeps the ring: backward never asks what the ring is now."""
+    """`attention` as a node of MindSpore's graph, which keeps its ring: backward may run in another micro-batch."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, scale: float) -> Tensor:
@@ -89,7 +89,7 @@ class _RingAttention(_Function):  # type: ignore[misc]  # mindspore has no types
 
 
 def _forward(ring: Ring, queries: Held, pair: Held, like: Tensor) -> tuple[Held, Held]:
-    """Final out [.., tokens, head_dim] and lse [.., tokens, 1] of this member's queries, which come scaled."""
+    """Return the final out [.., tokens, head_dim] and lse [.., tokens, 1] of this member's scaled queries."""
     out = lse = None
     pairs = _Travel(ring, like, like.dtype)
     for hop in range(ring.degree):
@@ -111,7 +111,7 @@ def _forward(ring: Ring, queries: Held, pair: Held, like: Tensor) -> tuple[Held,
 def _backward(
     ring: Ring, grad_out: Held, queries: Held, pair: Held, out: Held, lse: Held, like: Tensor
 ) -> tuple[Held, Held]:
-    """Gradients of the scaled queries and of this member's own pair.
+    """Return the gradients of the scaled queries and of this member's own pair.
 
     The gradient of a pair travels one hop behind the pair, until it arrives at home.
     """
@@ -143,7 +143,7 @@ class _Travel:
     __slots__ = ("_arrival", "_dtype", "_ring", "_shape")
 
     def __init__(self, ring: Ring, like: Tensor, dtype: Any) -> None:
-        """`like` is [1, kv_heads, .., head_dim]."""
+        """Start with no pair; `like` is [1, kv_heads, .., head_dim]."""
         self._ring = ring
         self._shape = (2, like.shape[1], like.shape[3])
         self._dtype = dtype
@@ -163,13 +163,13 @@ class _Travel:
         )
 
     def arrived(self) -> Held:
-        """The pair of the hop after the one that was passed on."""
+        """Wait, and return the pair of the hop after the one that was passed on."""
         assert self._arrival is not None, "nothing was passed on"
         return self._arrival.wait()
 
 
 def _attend(queries: Tensor, pair: Tensor, work: Hop) -> tuple[Tensor, Tensor]:
-    """Attention of some queries to some keys alone: out and lse."""
+    """Attend from some queries to some keys alone; return out and lse."""
     rows = _take(queries, work.q_rows)
     keys, values = (_flat(tensor) for tensor in _take(pair, work.k_rows))
     scores = _scores(_flat(rows), keys, work, repeats=rows.shape[1])
@@ -183,7 +183,7 @@ def _attend(queries: Tensor, pair: Tensor, work: Hop) -> tuple[Tensor, Tensor]:
 def _attend_back(
     queries: Tensor, pair: Tensor, grad_out: Tensor, delta: Tensor, lse: Tensor, work: Hop
 ) -> tuple[Tensor, Tensor]:
-    """Shares of the gradients of the queries and of the pair, given the final lse of the queries."""
+    """Return shares of the gradients of the queries and of the pair, given the final lse of the queries."""
     rows = _take(queries, work.q_rows)
     flat = _flat(rows)
     grads, deltas, lses = (_flat(_take(tensor, work.q_rows)) for tensor in (grad_out, delta, lse))
@@ -195,7 +195,7 @@ def _attend_back(
 
 
 def _scores(queries: Tensor, keys: Tensor, work: Hop, *, repeats: int) -> Tensor:
-    """[kv_heads, repeats * queries, keys]; minus infinity where a query must not see a key."""
+    """Return [kv_heads, repeats * queries, keys]; minus infinity where a query must not see a key."""
     scores = _PRODUCT_TRANSPOSED(queries, keys)
     if not work.segments.causal:
         return scores
@@ -212,13 +212,13 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Te
 
 
 def _take(tensor: Tensor, rows: Rows) -> Tensor:
-    """Some tokens, which are the last dimension but one."""
+    """Return some tokens, which are the last dimension but one."""
     start, stop = _span(rows)
     return tensor if (start, stop) == (0, tensor.shape[-2]) else tensor[..., start:stop, :]
 
 
 def _spread(parts: Sequence[Tensor], rows: Sequence[Rows], shape: tuple[int, ...], fill: float) -> Tensor:
-    """A tensor of `shape` that holds the parts at their rows, which ascend, and `fill` between them."""
+    """Make a tensor of `shape` that holds the parts at their rows, which ascend, and `fill` between them."""
     pieces: list[Tensor] = []
     at = 0
     for part, (start, stop) in zip(parts, map(_span, rows), strict=True):
@@ -239,13 +239,13 @@ def _span(rows: Rows) -> tuple[int, int]:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """[kv_heads, .., tokens, n] -> precise [kv_heads, .. * tokens, n], as matrix products take it."""
+    """Turn [kv_heads, .., tokens, n] into precise [kv_heads, .. * tokens, n], as matrix products take it."""
     precise = tensor.astype(_PRECISE)
     return precise if precise.ndim == 3 else precise.reshape((precise.shape[0], -1, precise.shape[-1]))
 
 
 def _grouped(tensor: Tensor, k: Tensor, tokens: int, *, factor: float = 1.0) -> Held:
-    """[1, heads, padded, n] -> precise [kv_heads, repeats, tokens, n], times a factor."""
+    """Turn [1, heads, padded, n] into precise [kv_heads, repeats, tokens, n], times a factor."""
     if not tokens:
         return None
     kv_heads, (_, heads, padded, width) = k.shape[1], tensor.shape
@@ -254,7 +254,7 @@ def _grouped(tensor: Tensor, k: Tensor, tokens: int, *, factor: float = 1.0) -> 
 
 
 def _pair(k: Tensor, v: Tensor, tokens: int) -> Held:
-    """[2, kv_heads, tokens, head_dim] of two [1, kv_heads, padded, head_dim]."""
+    """Stack two [1, kv_heads, padded, head_dim] to [2, kv_heads, tokens, head_dim]."""
     if not tokens:
         return None
     pair = ops.concat((k, v))
@@ -262,7 +262,7 @@ def _pair(k: Tensor, v: Tensor, tokens: int) -> Held:
 
 
 def _like(grouped: Held, batched: Tensor) -> Tensor:
-    """[.., tokens, n] of any grouping -> shaped and typed as `batched` [1, heads, padded, n], zeros in the padding."""
+    """Shape and type [.., tokens, n] of any grouping as `batched` [1, heads, padded, n], zeros in the padding."""
     if grouped is None:
         return ops.zeros(batched.shape, batched.dtype)
     tokens, padded = grouped.shape[-2], batched.shape[2]

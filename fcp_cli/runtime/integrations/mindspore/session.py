@@ -1,4 +1,4 @@
-"""Drives a MindSpore training loop by a plan: this rank's micro-batches, each on its ring, and sums over all ranks.
+"""Drive a MindSpore training loop by a plan: this rank's micro-batches, each on its ring, and sums over all ranks.
 
 session = fcp_cli.runtime.integrations.mindspore.start("plan.parquet", fetch)
 for step in session.steps():
@@ -64,7 +64,7 @@ class Session:
     """One rank's part in a job that follows a plan. Made by `start`.
 
     Attributes:
-        plan, metadata: the plan file and what it says about itself.
+        plan, metadata: the plan file and its metadata.
         ranks: all ranks of the job.
     """
 
@@ -79,11 +79,11 @@ class Session:
         return self.ranks.rank
 
     def steps(self, *, first_step: int = 0) -> Generator[Step, None, None]:
-        """The plan's steps from `first_step` on, each to be iterated to its end before the next.
+        """Yield the plan's steps from `first_step` on, each to be iterated to its end before the next.
 
         Raises:
             RunError: a step beyond the plan; while iterating, a loop that leaves out micro-batches or does not run
-                `attention`, data that is shorter than the plan says.
+                `attention`, data that is shorter than in the plan.
         """
         cursor = PlanCursor(self.plan, self.rank, first_step=first_step)
         try:
@@ -117,7 +117,7 @@ class MicroBatch:
         )
 
     def loss(self, logits: Tensor) -> Tensor:
-        """This rank's share of the step's loss: the sum of its token losses / predicted tokens of the global batch.
+        """Return this rank's share of the step's loss: its summed token losses / predicted tokens of the global batch.
 
         Args:
             logits: [1, tokens, vocabulary] for `input_ids`.
@@ -163,7 +163,7 @@ class Step(FollowedStep):
         self._grads = [total + grad for total, grad in zip(self._grads, grads, strict=True)]
 
     def summed(self) -> tuple[float, tuple[Tensor, ...]]:
-        """Loss and gradients of the global batch: sums over all ranks. Every rank calls it, after its last micro-batch.
+        """Sum loss and gradients over all ranks. Every rank calls it, after its last micro-batch.
 
         Raises:
             RunError: micro-batches are left, or none was added.
@@ -181,7 +181,7 @@ def _ring(row: PlannedMicroBatch, ranks: Ranks) -> Ring:
 
 
 def _shard(row: PlannedMicroBatch, ring: Ring, fetch: Fetch) -> tuple[IntArray, IntArray, IntArray]:
-    """Tokens, positions and labels that this rank holds; one pad token where it holds none."""
+    """Return the tokens, positions and labels that this rank holds; one pad token where it holds none."""
     if not ring.tokens:
         pad = np.zeros(1, dtype=np.int64)
         return pad, pad, np.full(1, IGNORED, dtype=np.int64)
