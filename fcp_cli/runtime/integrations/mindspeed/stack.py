@@ -17,8 +17,8 @@ from fcp_cli.runtime.integrations.mindspeed import checks
 from fcp_cli.runtime.integrations.mindspeed.attention import (
     hook_layer,
     hook_rotary,
-    replace_unflatten,
     plain_attention,
+    replace_unflatten,
 )
 from fcp_cli.runtime.integrations.mindspeed.placement import Placement, hook_parallel_state, placed
 from fcp_cli.runtime.transport import ProcessTransport
