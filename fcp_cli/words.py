@@ -21,7 +21,12 @@ def first_sentence(error: BaseException) -> str:
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """Return the known word that a misspelt one most resembles, or None where none does."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1)), None)
+    return next(iter(nearest_words(word, known)), None)
+
+
+def nearest_words(word: str, known: Iterable[str], *, most: int = 1, cutoff: float = 0.6) -> list[str]:
+    """Return the known words, nearest first, that a misspelt one resembles by at least `cutoff` (0 to 1)."""
+    return difflib.get_close_matches(word, list(known), n=most, cutoff=cutoff)
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:

@@ -1,14 +1,15 @@
-"""What a cluster's figures are: the YAML in `profiles/clusters`, or the machine at hand."""
+"""A cluster as figures, read from its YAML in `profiles/clusters` or found on this machine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from fcp_cli.errors import ProfileError
 from fcp_cli.machine.host import cpu_name, host_memory_bytes, usable_cores
-from fcp_cli.models.descriptions import Figures, find_shipped, read_yaml_mapping
+from fcp_cli.models.descriptions import find_shipped, read_description
+from fcp_cli.validation import Count, NonEmptyText, NonNegative, Positive, validated
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,19 +25,19 @@ class ClusterSpec:
         sources: figure to where it was read; `assumed` where nobody measured it.
     """
 
-    name: str
-    device: str
-    nodes: int
-    devices_per_node: int
-    memory_bytes: float
-    peak_flops: float
-    linear_efficiency: float
-    attention_efficiency: float
-    intra_node_bytes_per_second: float
-    inter_node_bytes_per_second: float
-    message_seconds: float
-    microbatch_seconds: float
-    aliases: tuple[str, ...] = ()
+    name: NonEmptyText
+    device: NonEmptyText
+    nodes: Count
+    devices_per_node: Count
+    memory_bytes: Positive
+    peak_flops: Positive
+    linear_efficiency: Positive
+    attention_efficiency: Positive
+    intra_node_bytes_per_second: Positive
+    inter_node_bytes_per_second: Positive
+    message_seconds: NonNegative = 0.0
+    microbatch_seconds: NonNegative = 0.0
+    aliases: tuple[NonEmptyText, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -45,7 +46,7 @@ class ClusterSpec:
 
 
 def load_cluster(name_or_path: str | Path) -> ClusterSpec:
-    """A shipped cluster by name or alias, `this-machine`, or a description by path.
+    """Load a shipped cluster by name or alias, `this-machine`, or a description by path.
 
     Raises:
         ProfileError: unknown name (the nearest are listed), unreadable file, missing or impossible figures.
@@ -53,35 +54,14 @@ def load_cluster(name_or_path: str | Path) -> ClusterSpec:
     path = Path(name_or_path)
     if path.suffix not in {".yaml", ".yml"}:
         path = find_shipped(str(name_or_path), kind="cluster")
-    document = read_yaml_mapping(path, kind="cluster")
-    if document.get("detected"):
+    document = read_description(path, kind="cluster")
+    if document.pop("detected", False):
         return this_machine()
-    return _parse(document, where=str(path))
-
-
-def _parse(document: dict[str, Any], *, where: str) -> ClusterSpec:
-    figures = Figures(document, where=where)
-    figures.reject_unknown({f.name for f in fields(ClusterSpec)} | {"format", "detected"})
-    return ClusterSpec(
-        name=figures.text("name"),
-        device=figures.text("device"),
-        nodes=figures.count("nodes"),
-        devices_per_node=figures.count("devices_per_node"),
-        memory_bytes=figures.number("memory_bytes"),
-        peak_flops=figures.number("peak_flops"),
-        linear_efficiency=figures.number("linear_efficiency"),
-        attention_efficiency=figures.number("attention_efficiency"),
-        intra_node_bytes_per_second=figures.number("intra_node_bytes_per_second"),
-        inter_node_bytes_per_second=figures.number("inter_node_bytes_per_second"),
-        message_seconds=figures.number("message_seconds", default=0.0, positive=False),
-        microbatch_seconds=figures.number("microbatch_seconds", default=0.0, positive=False),
-        aliases=tuple(str(alias) for alias in document.get("aliases") or ()),
-        sources={str(key): str(value) for key, value in (document.get("sources") or {}).items()},
-    )
+    return validated(document, ClusterSpec, where=str(path), error=ProfileError)
 
 
 def this_machine() -> ClusterSpec:
-    """This machine as a cluster of one node: its cores as devices, round figures for what only a measurement tells.
+    """Describe this machine as a cluster of one node: cores as devices, round figures where one would have to measure.
 
     Never imports torch: accelerators are for `fcp profile` to find, where torch is at hand.
     """

@@ -1,4 +1,4 @@
-"""Reads a model's figures from a Hugging Face config.json."""
+"""Reads the figures of a model from a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 from fcp_cli.errors import ProfileError
+
+_ARCHITECTURES: Final[Mapping[str, Literal["qwen3", "qwen2", "llama"]]] = {
+    "qwen3": "qwen3",
+    "qwen3_vl_text": "qwen3",
+    "qwen2": "qwen2",
+    "llama": "llama",
+    "mistral": "llama",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,12 +24,12 @@ class HfConfig:
     """The language model of a config.json.
 
     Attributes:
-        architecture: one of `models.ARCHITECTURES`.
-        figures: by the names of `ModelSpec`, not yet checked.
+        architecture: as `ModelSpec` has it.
+        figures: by the names of `TextFigures`, not yet checked; what the file leaves out is missing.
     """
 
     name: str
-    architecture: str
+    architecture: Literal["qwen3", "qwen2", "llama"]
     figures: Mapping[str, Any]
 
 
@@ -41,20 +49,22 @@ def read_hf_config(path: Path) -> HfConfig:
     if not isinstance(document, dict):
         raise ProfileError(f"{path} is not a model configuration: expected a JSON object")
     text = document.get("text_config") or document.get("llm_config") or document
+    figures = _text_figures(document, text, where=str(path))
     return HfConfig(
         name=Path(document.get("_name_or_path") or path.resolve().parent.name).name or path.stem,
         architecture=_architecture(document, text, where=str(path)),
-        figures=_text_figures(document, text, where=str(path)),
+        figures={key: value for key, value in figures.items() if value is not None},
     )
 
 
-def _architecture(document: Mapping[str, Any], text: Mapping[str, Any], *, where: str) -> str:
+def _architecture(
+    document: Mapping[str, Any], text: Mapping[str, Any], *, where: str
+) -> Literal["qwen3", "qwen2", "llama"]:
     # A vision configuration is read for its language model only: its tower's shapes differ per family.
     found = str(text.get("model_type", document.get("model_type")))
-    known = {"qwen3": "qwen3", "qwen3_vl_text": "qwen3", "qwen2": "qwen2", "llama": "llama", "mistral": "llama"}
-    if found not in known:
-        raise ProfileError(f"{where}: model_type is {found!r}; known: {', '.join(sorted(known))}")
-    return known[found]
+    if found not in _ARCHITECTURES:
+        raise ProfileError(f"{where}: model_type is {found!r}; known: {', '.join(sorted(_ARCHITECTURES))}")
+    return _ARCHITECTURES[found]
 
 
 def _text_figures(document: Mapping[str, Any], text: Mapping[str, Any], *, where: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a model's figures are: the YAML in `profiles/models`, or a Hugging Face config.json.
+"""A model as figures, read from its YAML in `profiles/models` or from a Hugging Face config.json.
 
 Symbols: h = hidden_size, H = num_heads, K = num_kv_heads, D = head_dim, f = ffn_size, V = vocab_size.
 """
@@ -6,16 +6,16 @@ Symbols: h = hidden_size, H = num_heads, K = num_kv_heads, D = head_dim, f = ffn
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal, TypeAlias
 
 from fcp_cli.errors import ProfileError
-from fcp_cli.models.descriptions import Figures, find_shipped, read_yaml_mapping
+from fcp_cli.models.descriptions import find_shipped, read_description
 from fcp_cli.models.hf_config import read_hf_config
+from fcp_cli.validation import Count, NonEmptyText, NonNegativeCount, Positive, validated
 
-ARCHITECTURES = ("qwen3", "qwen2", "llama", "qwen3_vl", "internvl")
-VISION_KINDS = ("qwen3_vl", "internvit")
+Architecture: TypeAlias = Literal["qwen3", "qwen2", "llama", "qwen3_vl", "internvl"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,26 +31,26 @@ class VisionSpec:
             model; empty where there are none.
     """
 
-    kind: str
-    depth: int
-    hidden_size: int
-    num_heads: int
-    ffn_size: int
-    patch_size: int
-    temporal_patch_size: int
-    merge_size: int
-    image_size: int
-    out_hidden_size: int
-    deepstack_layers: tuple[int, ...] = ()
+    kind: Literal["qwen3_vl", "internvit"]
+    depth: Count
+    hidden_size: Count
+    num_heads: Count
+    ffn_size: Count
+    patch_size: Count
+    temporal_patch_size: Count
+    merge_size: Count
+    image_size: Count
+    out_hidden_size: Count
+    deepstack_layers: tuple[NonNegativeCount, ...] = ()
 
     @property
     def block_parameters(self) -> int:
-        """Matrices of the transformer blocks: what a patch is multiplied with, biases and norms left out."""
+        """Parameters of the matrices that a patch is multiplied with in the blocks, without biases and norms."""
         return self.depth * (4 * self.hidden_size**2 + 2 * self.hidden_size * self.ffn_size)
 
     @property
     def encoder_parameters(self) -> int:
-        """Embedding, positions and blocks, without what follows them."""
+        """Parameters of embedding, positions and blocks, without the projector."""
         h, patches = self.hidden_size, (self.image_size // self.patch_size) ** 2
         embedding = 3 * self.temporal_patch_size * self.patch_size**2 * h + h + patches * h
         class_token = 2 * h if self.kind == "internvit" else 0  # the token and its position
@@ -60,7 +60,7 @@ class VisionSpec:
 
     @property
     def projector_parameters(self) -> int:
-        """Everything between the last block and the language model."""
+        """Parameters of everything between the last block and the language model."""
         merged, out = self.hidden_size * self.merge_size**2, self.out_hidden_size
         if self.kind == "internvit":
             return 2 * merged + (merged + 1) * out + (out + 1) * out
@@ -73,44 +73,53 @@ class VisionSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelSpec:
-    """A dense decoder-only language model, with a vision tower where it has one.
+class TextFigures:
+    """The shapes of a language model, as the block `text` of a description gives them.
 
     Attributes:
-        architecture: family in transformers: one of `ARCHITECTURES`.
         ffn_size: width of the gated MLP (three matrices of hidden_size x ffn_size).
         qkv_bias: biases on the query, key and value projections.
         qk_norm: RMS norms over head_dim on queries and keys.
+    """
+
+    num_layers: Count
+    hidden_size: Count
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    ffn_size: Count
+    vocab_size: Count
+    tied_embeddings: bool
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    rope_theta: Positive = 10_000.0
+    norm_eps: Positive = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec(TextFigures):
+    """A dense decoder-only language model, with a vision tower where it has one.
+
+    Attributes:
+        architecture: family in transformers.
         sources: figure, or block of figures, to where it was read.
     """
 
     name: str
-    architecture: str
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_size: int
-    vocab_size: int
-    tied_embeddings: bool
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-6
+    architecture: Architecture
     vision: VisionSpec | None = None
     aliases: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def layer_matrix_parameters(self) -> int:
-        """Matrices of one layer: every token is multiplied with each of them."""
+        """Parameters of the matrices of one layer; every token is multiplied with each of them."""
         projections = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         return projections + 3 * self.hidden_size * self.ffn_size
 
     @property
     def layer_parameters(self) -> int:
-        """All parameters of one layer."""
+        """Parameters of one layer: matrices, biases and norms."""
         biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.qkv_bias else 0
         norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
         return self.layer_matrix_parameters + biases + norms
@@ -130,8 +139,20 @@ class ModelSpec:
         return self.text_parameters + (self.vision.parameters if self.vision else 0)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Description:
+    """A description file, without its format."""
+
+    name: NonEmptyText
+    architecture: Architecture
+    text: TextFigures
+    vision: VisionSpec | None = None
+    aliases: tuple[NonEmptyText, ...] = ()
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+
 def load_model(name_or_path: str | Path) -> ModelSpec:
-    """A shipped model by name or alias, or a description by path: YAML, config.json, or the folder that holds one.
+    """Load a shipped model by name or alias, or a description by path: YAML, config.json, or the folder that holds one.
 
     Raises:
         ProfileError: unknown name (the nearest are listed), unreadable file, missing or contradictory figures.
@@ -143,7 +164,18 @@ def load_model(name_or_path: str | Path) -> ModelSpec:
         return load_hf_config(path)
     if path.suffix not in {".yaml", ".yml"}:
         path = find_shipped(str(name_or_path), kind="model")
-    return _parse(read_yaml_mapping(path, kind="model"), where=str(path))
+    found = validated(read_description(path, kind="model"), _Description, where=str(path), error=ProfileError)
+    return _checked(
+        ModelSpec(
+            **asdict(found.text),
+            name=found.name,
+            architecture=found.architecture,
+            vision=found.vision,
+            aliases=found.aliases,
+            sources=found.sources,
+        ),
+        where=str(path),
+    )
 
 
 def load_hf_config(path: Path) -> ModelSpec:
@@ -153,93 +185,15 @@ def load_hf_config(path: Path) -> ModelSpec:
         ProfileError: unreadable, not a dense model of a known architecture, or contradictory figures.
     """
     read = read_hf_config(path)
-    spec = _text_spec(
-        Figures(dict(read.figures), where=str(path)),
-        name=read.name,
-        architecture=read.architecture,
-        sources={"text": str(path)},
-    )
-    _check(spec, where=str(path))
-    return spec
+    text = validated(read.figures, TextFigures, where=str(path), error=ProfileError)
+    sources = {"text": str(path)}
+    spec = ModelSpec(**asdict(text), name=read.name, architecture=read.architecture, sources=sources)
+    return _checked(spec, where=str(path))
 
 
-def _parse(document: dict[str, Any], *, where: str) -> ModelSpec:
-    top = Figures(document, where=where)
-    top.reject_unknown({"format", "name", "aliases", "architecture", "text", "vision", "sources"})
-    text = Figures(document.get("text"), where=where, block="text.")
-    text.reject_unknown(_TEXT_FIGURES)
-    vision = None
-    if document.get("vision") is not None:
-        vision = _parse_vision(Figures(document["vision"], where=where, block="vision."))
-    spec = _text_spec(
-        text,
-        name=top.text("name"),
-        architecture=top.text("architecture"),
-        vision=vision,
-        aliases=tuple(str(alias) for alias in document.get("aliases") or ()),
-        sources={str(key): str(value) for key, value in (document.get("sources") or {}).items()},
-    )
-    _check(spec, where=where)
-    return spec
-
-
-_TEXT_FIGURES = {
-    "num_layers",
-    "hidden_size",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "ffn_size",
-    "vocab_size",
-    "tied_embeddings",
-    "qkv_bias",
-    "qk_norm",
-    "rope_theta",
-    "norm_eps",
-}
-
-
-def _text_spec(
-    figures: Figures,
-    *,
-    name: str,
-    architecture: str,
-    sources: Mapping[str, str],
-    vision: VisionSpec | None = None,
-    aliases: tuple[str, ...] = (),
-) -> ModelSpec:
-    return ModelSpec(
-        name=name,
-        architecture=architecture,
-        num_layers=figures.count("num_layers"),
-        hidden_size=figures.count("hidden_size"),
-        num_heads=figures.count("num_heads"),
-        num_kv_heads=figures.count("num_kv_heads"),
-        head_dim=figures.count("head_dim"),
-        ffn_size=figures.count("ffn_size"),
-        vocab_size=figures.count("vocab_size"),
-        tied_embeddings=figures.flag("tied_embeddings"),
-        qkv_bias=figures.flag("qkv_bias", default=False),
-        qk_norm=figures.flag("qk_norm", default=False),
-        rope_theta=figures.number("rope_theta", default=10_000.0),
-        norm_eps=figures.number("norm_eps", default=1e-6),
-        vision=vision,
-        aliases=aliases,
-        sources=sources,
-    )
-
-
-def _parse_vision(figures: Figures) -> VisionSpec:
-    names = {f.name for f in fields(VisionSpec)}
-    figures.reject_unknown(names)
-    numbers = {name: figures.count(name) for name in names - {"kind", "deepstack_layers"}}
-    return VisionSpec(kind=figures.text("kind"), deepstack_layers=figures.counts("deepstack_layers"), **numbers)
-
-
-def _check(spec: ModelSpec, *, where: str) -> None:
-    """Reject figures that contradict each other, the first one found by name."""
+def _checked(spec: ModelSpec, *, where: str) -> ModelSpec:
+    """Return the model, unless figures contradict each other; the message names the first that do."""
     complaints = [
-        (spec.architecture not in ARCHITECTURES, f"architecture {spec.architecture!r} is not one of {ARCHITECTURES}"),
         (
             spec.num_heads % spec.num_kv_heads != 0,
             f"num_kv_heads {spec.num_kv_heads} does not divide num_heads {spec.num_heads}",
@@ -256,11 +210,11 @@ def _check(spec: ModelSpec, *, where: str) -> None:
     for wrong, message in complaints:
         if wrong:
             raise ProfileError(f"{where}: {message}")
+    return spec
 
 
 def _vision_complaints(spec: ModelSpec, vision: VisionSpec) -> list[tuple[bool, str]]:
     return [
-        (vision.kind not in VISION_KINDS, f"vision.kind {vision.kind!r} is not one of {VISION_KINDS}"),
         (
             vision.hidden_size % vision.num_heads != 0,
             f"vision.hidden_size {vision.hidden_size} is not divisible by vision.num_heads {vision.num_heads}",

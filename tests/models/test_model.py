@@ -81,10 +81,11 @@ def _document(**changes: Any) -> dict[str, Any]:
     [
         ({"num_kv_heads": 7}, "num_kv_heads 7 does not divide num_heads 32"),
         ({"head_dim": 127}, "head_dim 127 is odd"),
-        ({"num_layers": 0}, "text.num_layers is 0; it must be an integer >= 1"),
+        ({"num_layers": 0}, "text.num_layers is 0; it must be a whole number of at least 1"),
         ({"num_layers": 36.5}, "text.num_layers is 36.5"),
         ({"hidden_size": True}, "text.hidden_size is True"),
-        ({"ffn_size": None}, "text.ffn_size is missing"),
+        ({"ffn_size": None}, "text.ffn_size is None; it must be a whole number of at least 1"),
+        ({"qk_norm": 1}, "text.qk_norm is 1; it must be true or false"),
         ({"fnn_size": 3}, "unknown key text.fnn_size; did you mean text.ffn_size?"),
         ({"norm_eps": float("nan")}, "text.norm_eps is nan; it must be a positive number"),
     ],
@@ -93,6 +94,13 @@ def test_figures_that_cannot_be_are_rejected_by_name(tmp_path: Path, changes: di
     path = tmp_path / "model.yaml"
     path.write_text(yaml.safe_dump(_document(**changes)))
     with pytest.raises(ProfileError, match=message.replace("?", r"\?")):
+        load_model(path)
+
+
+def test_an_architecture_of_no_family_is_rejected(tmp_path: Path) -> None:
+    path = tmp_path / "model.yaml"
+    path.write_text(yaml.safe_dump({**_document(), "architecture": "mamba"}))
+    with pytest.raises(ProfileError, match=r"architecture is 'mamba'; it must be one of .*llama.*qwen3_vl"):
         load_model(path)
 
 
