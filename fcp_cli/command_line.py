@@ -53,7 +53,7 @@ def takes(kind: type[T], *, examples: str) -> Callable[[Callable[[T], None]], Ca
             )
 
         command.__dict__ |= {"__signature__": signature, "examples": examples}
-        command.__annotations__ = {}  # typer would resolve those of `function`, which say nothing about options
+        command.__annotations__ = {}  # typer would resolve those of `function`, which declare no options
         return command
 
     return decorate
@@ -251,7 +251,7 @@ def _one_line(error: Any) -> Exception:
 
 
 def _origin(error: typer.BadParameter) -> str:
-    """Return where a wrong value comes from if it was not typed: nobody looks for a flag in a command that has none."""
+    """Return where a wrong value comes from if it was not typed: the command that was typed has no flag to blame."""
     if error.ctx is None or error.param is None or not error.param.name:
         return ""
     source = error.ctx.get_parameter_source(error.param.name)

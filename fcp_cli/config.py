@@ -42,7 +42,7 @@ def _group_defaults(config: dict[str, Any], group: Any, *, where: str) -> dict[s
 
 
 def _command_defaults(options: dict[str, Any], command: Any, *, where: str, name: str) -> dict[str, Any]:
-    """Keys are spelt like the long flags; a command with subcommands takes their names as keys too."""
+    """Read the options of one command; keys are spelt like long flags, and name the subcommands of a group, too."""
     subcommands = getattr(command, "commands", {})
     parameters = {flag.lstrip("-"): p.name for p in command.params for flag in p.opts if flag.startswith("--")}
     defaults: dict[str, Any] = {}

@@ -24,14 +24,14 @@ verbosity = Verbosity()
 
 
 def human() -> Console:
-    """The console for people: stderr, so that stdout stays free for `--json` and `-o -`."""
+    """Return the console for people: stderr, so that stdout stays free for `--json` and `-o -`."""
     from rich.console import Console
 
     return Console(stderr=True, quiet=verbosity.level < 0, highlight=False)
 
 
 def note(message: str) -> None:
-    """One line about what was assumed or chosen; silent under -q."""
+    """Print a line about what was assumed or chosen; silent under -q."""
     human().print(message, markup=False, soft_wrap=True)
 
 
@@ -52,7 +52,7 @@ def print_json(document: Mapping[str, Any]) -> None:
 
 
 def progress(*, transient: bool = True) -> Progress:
-    """A progress bar on stderr that shows only on a terminal and never under -q."""
+    """Return a progress bar on stderr that shows only on a terminal and never under -q."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = human()
@@ -69,7 +69,7 @@ def progress(*, transient: bool = True) -> Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origins:
-    """Where each setting of a command came from, for the lines that say what was assumed and what looks wrong."""
+    """Where each setting of a command came from, for the lines about what was assumed and what may be wrong."""
 
     assumed: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)

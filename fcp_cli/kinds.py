@@ -1,4 +1,4 @@
-"""What a file is, for the one line that says so when a command was given another kind than it reads."""
+"""Recognizes the files of fcp, for the message of a command that was given another kind than it reads."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _PARQUET_MAGIC: Final = b"PAR1"
 
 
 def another_kind(path: Path, wanted: Kind) -> str | None:
-    """Say that `path` is of a kind that fcp knows and that is not `wanted`, and what to do with it.
+    """Describe a file that is of another kind than `wanted`, and what to do with it.
 
     Returns:
-        One line without a full stop; None where the file is of the wanted kind, of none that can be told, or cannot be
-        read: then only the reader knows what is wrong.
+        One line without a full stop; None where the file is of the wanted kind, is not recognized, or cannot be read:
+        then only the reader knows what is wrong.
     """
     if not path.is_file():  # what is read from a pipe here would be missing later
         return None
@@ -77,7 +77,7 @@ def _format_in_text(head: bytes) -> str | None:
 
 
 def _format_in_footer(path: Path) -> str | None:
-    """What the footer of a Parquet file states under the key `fcp`."""
+    """Return the format that the footer of a Parquet file states under the key `fcp`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -109,7 +109,7 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """The flag that messages name."""
+        """Return the flag that messages name."""
         return f"--{self.name.replace('_', '-')}"
 
     @property

@@ -110,7 +110,7 @@ def _inspect_plan(file: PlanFile, manifest: Path | None, json: bool) -> None:
 
 
 def _summarise(file: PlanFile) -> tuple[PlanSummary, list[StepPlan], int]:
-    """Totals, a sample of steps for the static baseline, and the longest sequence."""
+    """Return totals, a sample of steps for the static baseline, and the longest sequence."""
     from fcp_cli.plan.summary import PlanSummary
     from fcp_cli.planning.baseline import baseline_steps
 

@@ -42,7 +42,7 @@ class BuildOptions:
     ] = "bytes"
     kind: Annotated[
         Literal["text", "jsonl", "parquet", "arrow", "megatron", "media", "auto"],
-        Opt("The form of SOURCE; auto looks at its name and content."),
+        Opt("The form of SOURCE; auto finds it by name and content."),
     ] = "auto"
     column: Annotated[
         str | None,
@@ -65,7 +65,11 @@ class BuildOptions:
     ] = None
     vocab_size: Annotated[
         int | None,
-        Opt("Of Megatron data.", min=1, unset="one more than the largest token in the .bin, if there is one"),
+        Opt(
+            "Size of the vocabulary of Megatron data.",
+            min=1,
+            unset="one more than the largest token in the .bin, if there is one",
+        ),
     ] = None
     json: Annotated[bool, Opt("Print the summary as one JSON document on stdout.")] = False
 

@@ -125,8 +125,8 @@ def note_compilation(solvers: Iterable[str], syncs: Iterable[Sync]) -> None:
 def _plan_to_file(
     inputs: PlanInputs, options: PlanOptions, output: Path, origins: Origins, *, next_command: str | None = None
 ) -> None:
-    result, sample = _make(inputs, options, output)
-    extra = _extra(result, sample, inputs) | _limit(result, inputs)
+    result, sample = _make_with_progress(inputs, options, output)
+    extra = _gain_and_time(result, sample, inputs) | _price_of_group_limit(result, inputs)
     if options.json:
         print_json(_document(result, output, extra, origins))
     else:
@@ -143,14 +143,14 @@ def _plan_to_stdout(inputs: PlanInputs, options: PlanOptions) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.parquet"
-        _make(inputs, options, path)
+        _make_with_progress(inputs, options, path)
         with path.open("rb") as file:
             shutil.copyfileobj(file, sys.stdout.buffer)
         sys.stdout.buffer.flush()
 
 
-def _make(inputs: PlanInputs, options: PlanOptions, output: Path) -> tuple[PlanResult, list[StepPlan]]:
-    """The plan, and the sample of its steps that the static baseline is compared on."""
+def _make_with_progress(inputs: PlanInputs, options: PlanOptions, output: Path) -> tuple[PlanResult, list[StepPlan]]:
+    """Make the plan, and return it with the sample of its steps that the static baseline is compared on."""
     from fcp_cli.planning.baseline import baseline_steps
     from fcp_cli.planning.run import make_plan
 
@@ -181,8 +181,8 @@ def _make(inputs: PlanInputs, options: PlanOptions, output: Path) -> tuple[PlanR
     return result, sample
 
 
-def _limit(result: PlanResult, inputs: PlanInputs) -> dict[str, Any]:
-    """What a limit on rank sets costs."""
+def _price_of_group_limit(result: PlanResult, inputs: PlanInputs) -> dict[str, Any]:
+    """Return what a limit on groups costs, where there is one."""
     if "max_groups" not in result.solver.options:
         return {}
     from fcp_cli.planning.fcp.solver import FcpSolver, group_limit_price
@@ -192,8 +192,8 @@ def _limit(result: PlanResult, inputs: PlanInputs) -> dict[str, Any]:
     return {"max_groups": limit, "max_groups_price": group_limit_price(result.solver, inputs.batches())}
 
 
-def _extra(result: PlanResult, sample: list[StepPlan], inputs: PlanInputs) -> dict[str, Any]:
-    """What only planning knows: the gain over static, and its own time."""
+def _gain_and_time(result: PlanResult, sample: list[StepPlan], inputs: PlanInputs) -> dict[str, Any]:
+    """Return what only planning knows: the gain over the static baseline, and its own time."""
     from fcp_cli.planning.baseline import static_speedup
 
     found = static_speedup(
@@ -222,7 +222,7 @@ def _show(result: PlanResult, extra: dict[str, Any]) -> None:
     planning = f"{per_step} per step, {duration(extra['planning_seconds'])} in all"
     lines = {"speed-up": static, "planning": planning}
     if "max_groups" in extra:
-        lines["group limit"] = f"{extra['max_groups']} rank sets cost {extra['max_groups_price']:.2%} of the step time"
+        lines["group limit"] = f"{extra['max_groups']} groups cost {extra['max_groups_price']:.2%} of the step time"
     print_plan(human(), result.metadata, result.summary, extra=lines)
 
 

@@ -96,7 +96,7 @@ def _draw_plan(file: PlanFile) -> tuple[PlanPicture, list[StepPlan]]:
     with progress() as bar:
         task = bar.add_task("reading the plan", total=meta.steps)
         for step in file.steps():
-            picture.glance(step)
+            picture.compare(step)
             if picture.wants(step.step):
                 picture.add(step)
             if step.step in sampled:

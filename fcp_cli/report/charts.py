@@ -56,7 +56,7 @@ class DegreeColours:
         self.domain = list(dict.fromkeys(self._labels[degree] for degree in found))
 
     def with_labels(self, columns: Columns) -> Columns:
-        """The columns and a `colour` for each row's degree."""
+        """Return the columns with a `colour` for each line's degree."""
         degrees = np.asarray(columns["degree"]).tolist() if columns else []
         return {**columns, "colour": [self._labels.get(degree, self.domain[-1]) for degree in degrees]}
 
@@ -67,7 +67,7 @@ class DegreeColours:
 
 
 def _range_label(degree: int, largest: int) -> str:
-    """1, 2, 3-4, 5-8, ... and everything above 64 together."""
+    """Return the range of a degree: 1, 2, 3-4, 5-8, ... and everything above 64 together."""
     exponent = (degree - 1).bit_length()
     if exponent >= len(_PALETTE) - 1:
         return f"{2 ** (len(_PALETTE) - 2) + 1}-{largest}"
@@ -76,7 +76,7 @@ def _range_label(degree: int, largest: int) -> str:
 
 
 def inline_csv(columns: Columns) -> Spec:
-    """A table as Vega's inline CSV; numbers to 5 digits, which is more than a screen has pixels."""
+    """Write a table as Vega's inline CSV; numbers to 5 digits, which is more than a screen has pixels."""
     texts = [[_cell(value) for value in np.asarray(column).tolist()] for column in columns.values()]
     table = io.StringIO()
     csv.writer(table, lineterminator="\n").writerows([list(columns), *zip(*texts, strict=True)])
@@ -104,7 +104,7 @@ def _chart(description: str, height: int, **parts: Any) -> Spec:
 
 
 def step_chart(series: Columns, drift: Columns | None) -> Spec:
-    """Planned seconds, lower bound and measured seconds over the steps."""
+    """Draw planned seconds, lower bound and measured seconds over the steps."""
     names = [name for name in _SERIES if name != "measured" or drift is not None]
     lines = [_line(series, "planned", "planned", names), _line(series, "bound", "lower bound", names)]
     lines[1]["mark"]["strokeDash"] = [5, 5]  # a good plan lies on its bound; dashed, both show
@@ -136,12 +136,12 @@ _ENDS = {"lower bound": [2, 3], "planned end": [7, 3], "measured end": [1, 0]}
 def gantt_chart(
     bars: Columns, ends: Columns, colours: DegreeColours, *, num_ranks: int, first: int | None = None
 ) -> Spec:
-    """Rank x time of one step.
+    """Draw rank x time of one step.
 
     Args:
         bars: rectangles of one step, or of all that can be chosen.
         ends: where to draw lines, and `what` each of them is; charts of one step share a time axis if they share these.
-        first: the step to begin with; the page's parameter `chosen` then says which to draw. None: there is only one.
+        first: the step to begin with; the page's parameter `chosen` then names the one to draw. None: the only one.
     """
     chosen = [{"filter": "datum.step == chosen"}] if first is not None else []
     rectangles = {
@@ -198,7 +198,7 @@ def _ranks(num_ranks: int) -> Spec:
 
 
 def heat_chart(cells: Columns, *, num_ranks: int) -> Spec:
-    """Idle share per rank and step."""
+    """Draw the idle share per rank and step."""
     ranks = {"scale": _ranks(num_ranks), "axis": {"tickMinStep": 1, "grid": False}}
     return _chart(
         "Heat map of idle time: ranks over steps",
@@ -214,7 +214,7 @@ def heat_chart(cells: Columns, *, num_ranks: int) -> Spec:
                 "field": "idle",
                 "type": "quantitative",
                 "title": "idle share",
-                # Never stretched over less than 10 %: a plan that hardly waits should look like one.
+                # Never stretched over less than 10 %: a plan that hardly waits should show it.
                 "scale": {"scheme": "viridis", "domain": [0, max(0.1, float(np.max(np.asarray(cells["idle"]))))]},
                 "legend": {"format": ".1%", "gradientLength": 180},
             },
@@ -228,7 +228,7 @@ def _percent(field: str, title: str) -> Spec:
 
 
 def length_chart(bars: Columns, boundaries: Columns, colours: DegreeColours) -> Spec:
-    """How long the sequences are, at which degree they run, and from where on a degree no longer holds them."""
+    """Draw how long the sequences are, their degrees, and from where on a degree no longer holds them."""
     scale = {"type": "log", "base": 2, "nice": False}
     rectangles = {
         "data": inline_csv(colours.with_labels(bars)),
@@ -265,7 +265,7 @@ def length_chart(bars: Columns, boundaries: Columns, colours: DegreeColours) -> 
 
 
 def mix_chart(mix: Columns, colours: DegreeColours) -> Spec:
-    """Shares of each degree in micro-batches, tokens and rank-seconds."""
+    """Draw the shares of each degree in micro-batches, tokens and rank-seconds."""
     return _chart(
         "Share of each degree in micro-batches, tokens and rank-seconds",
         110,
@@ -285,7 +285,7 @@ def mix_chart(mix: Columns, colours: DegreeColours) -> Spec:
 
 
 def memory_chart(bars: Columns, *, budget: int, num_ranks: int) -> Spec:
-    """Most tokens that each rank holds in one micro-batch, against the budget."""
+    """Draw the most tokens that each rank holds in one micro-batch, against the budget."""
     rectangles = {
         "data": inline_csv(bars),
         "mark": {"type": "rect", "color": _PLANNED},
@@ -308,7 +308,7 @@ def memory_chart(bars: Columns, *, budget: int, num_ranks: int) -> Spec:
 
 
 def scatter_chart(points: Columns, colours: DegreeColours) -> Spec:
-    """Predicted against measured seconds per micro-batch; on the dashed line the prediction is right."""
+    """Draw predicted against measured seconds per micro-batch; on the dashed line the prediction is right."""
     planned, measured = np.asarray(points["planned"]), np.asarray(points["measured"])
     low, high = float(min(planned.min(), measured.min())), float(max(planned.max(), measured.max()))
     scale = {"type": "log", "nice": False, "domain": [low * 0.9, high * 1.1]}
@@ -331,7 +331,7 @@ def scatter_chart(points: Columns, colours: DegreeColours) -> Spec:
 
 
 def residual_chart(quantiles: Columns) -> Spec:
-    """Spread of measured / predicted - 1 per degree."""
+    """Draw the spread of measured / predicted - 1 per degree."""
     x = {"field": "degree", "type": "ordinal", "title": "degree", "axis": {"labelAngle": 0, "labelOverlap": True}}
     y = _y("p10", "measured / predicted - 1", axis={"format": "+.0%"}, scale={"zero": True})
     tooltip = [*_tooltip(degree="degree", micro_batches="micro-batches"), _percent("median", "median")]
@@ -354,7 +354,7 @@ def residual_chart(quantiles: Columns) -> Spec:
 
 
 def drift_chart(drift: Columns) -> Spec:
-    """Measured / predicted over the steps, for whole steps and for micro-batches alone."""
+    """Draw measured / predicted over the steps, for whole steps and for micro-batches alone."""
     names = {"whole": "whole step", "micro_batches": "micro-batches"}
     scale = {"domain": list(names.values()), "range": [_MEASURED, _PLANNED]}
     lines = [
@@ -375,7 +375,7 @@ def drift_chart(drift: Columns) -> Spec:
 
 
 def slowest_chart(ranks: Columns) -> Spec:
-    """The ranks that took longest for their work."""
+    """Draw the ranks that took longest for their work."""
     return _chart(
         "The slowest ranks: measured over predicted seconds of their micro-batches",
         30 + 18 * len(ranks["rank"]),

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def ranked(contenders: Sequence[Contender]) -> list[Contender]:
-    """Quickest first, each under its own best sync; those that cannot plan the batches last."""
+    """Sort the quickest first, each under its own best sync, and those that cannot plan the batches last."""
     return sorted(contenders, key=lambda one: one.best.step_seconds if one.best else float("inf"))
 
 
 def print_comparison(console: Console, contenders: Sequence[Contender], syncs: Sequence[Sync]) -> None:
-    """One row per strategy, the quickest first; below the table, why a strategy has none."""
+    """Print a line per strategy, the quickest first, and below the table why a strategy has no figures."""
     console.print(_table(ranked(contenders), syncs))
     for contender in contenders:
         if contender.refusal:
@@ -71,7 +71,7 @@ def _percent(share: float) -> str:
 
 
 def comparison_document(contenders: Sequence[Contender], problem: Problem, *, steps: int) -> dict[str, Any]:
-    """For `--json`: every outcome, the quickest strategy first."""
+    """Return every outcome as `--json` prints it, the quickest strategy first."""
     return {
         "num_ranks": problem.num_ranks,
         "ranks_per_node": problem.ranks_per_node,

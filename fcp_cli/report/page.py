@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing but itself.
+"""The report as one self-contained HTML page.
 
 Charts are Vega-Lite, drawn in the reader's browser as SVG; `vl-convert-python` brings the three JavaScript libraries
 as one bundle of 0.9 MB (plotly.js would be 4.8 MB), so the page opens without a network and can be sent by mail.
@@ -29,7 +29,7 @@ _TEMPLATE = Path(__file__).with_name("page.html")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speedup:
-    """Predicted gain over the best static plan: `factor` is None where it is not known, and `remark` says more."""
+    """Predicted gain over the best static plan: `factor` is None where it is not known, as `remark` explains."""
 
     factor: float | None
     remark: str
@@ -37,7 +37,7 @@ class Speedup:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Everything that goes on the page.
+    """The content of the page.
 
     Attributes:
         name: of the plan file.
@@ -57,7 +57,7 @@ class Report:
     warnings: list[str] = field(default_factory=list)
 
     def html(self) -> str:
-        """The whole page."""
+        """Return the whole page."""
         specs = dict(self._charts())
         document = json.dumps({"config": charts.CONFIG, "charts": specs}, allow_nan=False, separators=(",", ":"))
         return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
@@ -72,7 +72,7 @@ class Report:
         )
 
     def figures(self) -> dict[str, Any]:
-        """The headline as JSON values; totals are over the steps that were looked at."""
+        """Return the headline as JSON values; totals are over the steps that were read."""
         summary = self.plan.summary
         measured = self.run.totals() if self.run is not None and not self.run.is_empty else None
         return {
@@ -116,7 +116,7 @@ class Report:
         yield "tokens/s", f"{rate:,.0f}", f"{rate / self.metadata.num_ranks:,.0f} per rank"
         speedup = self.speedup
         yield "speed-up", "not known" if speedup.factor is None else f"{speedup.factor:.2f}x", speedup.remark
-        yield "distinct groups", f"{self.metadata.distinct_groups:,}", "rank sets of degree over 1"
+        yield "distinct groups", f"{self.metadata.distinct_groups:,}", "of degree over 1"
         if self.run is not None and not self.run.is_empty:
             yield from self._measured_headline(self.run.totals())
 
@@ -150,7 +150,7 @@ class Report:
             yield "chart-slowest", charts.slowest_chart(self.run.slowest_ranks())
 
     def _step_ends(self) -> Columns:
-        """Lines of the Gantt charts: a step's lower bound, its planned end, and its measured one."""
+        """Return the lines of the Gantt charts: a step's lower bound, its planned end, and its measured one."""
         ends, measured = self.plan.ends(), self.run.ends if self.run is not None else {}
         rows = []
         for step in self.plan.chosen_steps():
@@ -175,7 +175,7 @@ class Report:
         }
 
     def _shares(self) -> dict[int, tuple[float, float, float]]:
-        """Per degree its shares of micro-batches, tokens and rank-seconds."""
+        """Return the shares of micro-batches, tokens and rank-seconds of each degree."""
         summary = self.plan.summary
         return {
             degree: (
@@ -251,10 +251,10 @@ class Report:
         return f"<section><h2>One step, rank by rank</h2><p>{caption}</p>{picker}{figures}</section>"
 
     def _sampled(self) -> str:
-        every, looked_at = self.plan.every, self.plan.summary.steps
+        every, read = self.plan.every, self.plan.summary.steps
         if every == 1:
             return ""
-        return f" The plan is large: this page looks at each {every}th step, {looked_at:,} of {self.metadata.steps:,}."
+        return f" The plan is large: this page reads each {every}th step, {read:,} of {self.metadata.steps:,}."
 
     def _heat_cells(self) -> str:
         heat = self.plan.heat
@@ -294,7 +294,7 @@ def _figure(chart: str) -> str:
 
 @cache
 def javascript_bundle() -> str:
-    """Vega, Vega-Lite and Vega-Embed as one script.
+    """Return Vega, Vega-Lite and Vega-Embed as one script.
 
     Raises:
         FcpError: vl-convert-python is not installed.

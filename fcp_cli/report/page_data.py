@@ -1,4 +1,4 @@
-"""What the page shows of a plan: gathered in one pass over its steps, in sizes that a browser can draw."""
+"""The figures that the page shows of a plan: gathered in one pass over its steps, in sizes that a browser can draw."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _GANTT_BARS = 12_000  # over all steps that can be chosen
 _MOST_GANTT_STEPS = 48
 _BINS_PER_OCTAVE = 4
 _LENGTH_BINS = 32 * _BINS_PER_OCTAVE
-_RANK_STEPS_READ = 2_000_000  # beyond this only each k-th step is looked at
+_RANK_STEPS_READ = 2_000_000  # beyond this only each k-th step is read
 
 Columns = dict[str, npt.NDArray[np.generic] | list[str]]
 
 
 def evenly_spaced(total: int, count: int) -> list[int]:
-    """At most `count` of the numbers below `total`, the first and the last among them."""
+    """Return at most `count` of the numbers below `total`, the first and the last among them."""
     if count >= total:
         return list(range(total))
     return sorted({round(i * (total - 1) / max(count - 1, 1)) for i in range(count)})
 
 
 def bars_of(step: StepPlan) -> Columns:
-    """A step as rectangles: one per group and run of neighbouring ranks; idle rows are left out."""
+    """Return a step as rectangles: one per micro-batch and run of neighbouring ranks, without idle ones."""
     rows = np.repeat(np.arange(len(step)), step.degrees)
     first = np.ones(len(rows), dtype=bool)
     first[1:] = (np.diff(rows) != 0) | (np.diff(step.ranks) != 1)
@@ -54,7 +54,7 @@ def bars_of(step: StepPlan) -> Columns:
 
 
 def joined(tables: list[Columns]) -> Columns:
-    """Tables of like columns, one under the other."""
+    """Stack tables of like columns."""
     if not tables:
         return {}
     return {name: np.concatenate([np.asarray(table[name]) for table in tables]) for name in tables[0]}
@@ -77,7 +77,7 @@ class HeatMap:
         self._row_of_rank = np.arange(self.num_ranks) * self.rows // self.num_ranks
 
     def add(self, step: int, idle: FloatArray) -> None:
-        """`idle`: [num_ranks] share of the step in which each rank waits."""
+        """Count a step: `idle` is [num_ranks], the share of it in which each rank waits."""
         column = (step - self.first_step) * self.columns // self.steps
         self.total[column] += np.bincount(self._row_of_rank, weights=idle, minlength=self.rows)
         self.count[column] += np.bincount(self._row_of_rank, minlength=self.rows)
@@ -95,14 +95,14 @@ class HeatMap:
 
 @dataclass(kw_only=True)
 class PlanPicture:
-    """Show it every step with `glance`, and with `add` those that `wants` names, in order.
+    """The pictures of a plan: give it every step in order, with `compare` first, then with `add` where it `wants` one.
 
     Attributes:
-        every: each how-manieth step is looked at.
+        every: one step in so many is read.
         summary: totals over those steps.
         lengths: [degree, bin] sequences by length and by the degree they run at.
         peak_tokens: [num_ranks] most tokens that a rank holds in one micro-batch.
-        groups: distinct rank sets per degree, as hashes.
+        groups: distinct groups per degree, as hashes.
     """
 
     metadata: PlanMetadata
@@ -148,44 +148,44 @@ class PlanPicture:
     def _keep_bars(self, step: StepPlan) -> None:
         if self._chosen_steps is None:
             count = max(3, min(_MOST_GANTT_STEPS, _GANTT_BARS // max(len(bars_of(step)["order"]), 1)))
-            looked_at = -(-self.metadata.steps // self.every)
-            self._chosen_steps = {self.metadata.first_step + i * self.every for i in evenly_spaced(looked_at, count)}
+            read = -(-self.metadata.steps // self.every)
+            self._chosen_steps = {self.metadata.first_step + i * self.every for i in evenly_spaced(read, count)}
         if step.step in self._chosen_steps:
             self._chosen[step.step] = bars_of(step)
 
-    def glance(self, step: StepPlan) -> None:
-        """Every step, wanted or not, may be the worst."""
+    def compare(self, step: StepPlan) -> None:
+        """Keep a step, wanted or not, if it is the slowest or the farthest above its bound so far."""
         if self._slowest is None or step.makespan_seconds > self._slowest.makespan_seconds:
             self._slowest = step
         if self._widest is None or step.gap > self._widest.gap:
             self._widest = step
 
     def chosen_steps(self) -> dict[int, Columns]:
-        """The steps that the page can show as a Gantt chart: evenly spaced ones, and the worst."""
+        """Return the steps that the page can show as a Gantt chart: evenly spaced ones, and the worst."""
         for step in (self._slowest, self._widest):
             if step is not None:
                 self._chosen.setdefault(step.step, bars_of(step))
         return dict(sorted(self._chosen.items()))
 
     def worst_steps(self) -> tuple[StepPlan, StepPlan]:
-        """The slowest step, and the one farthest above its lower bound."""
+        """Return the slowest step, and the one farthest above its lower bound."""
         assert self._slowest is not None and self._widest is not None
         return self._slowest, self._widest
 
     def ends(self) -> dict[int, tuple[float, float]]:
-        """Makespan and lower bound of every step that was looked at."""
+        """Return makespan and lower bound of every step that was read."""
         ends = {step: (makespan, bound) for step, makespan, bound in self.series}
         return ends | {step.step: (step.makespan_seconds, step.bound_seconds) for step in self.worst_steps()}
 
     def step_series(self) -> Columns:
-        """Makespan and bound over the steps, averaged where there are more steps than points."""
+        """Return makespan and bound over the steps, averaged where there are more steps than points."""
         table = np.array(self.series)
         parts = np.array_split(table, min(len(table), _SERIES_POINTS))
         means = np.array([part.mean(axis=0) for part in parts])
         return {"step": means[:, 0], "planned": means[:, 1], "bound": means[:, 2]}
 
     def length_bars(self) -> Columns:
-        """The histogram as stacked rectangles, from the lowest degree up."""
+        """Return the histogram as stacked rectangles, from the lowest degree up."""
         degree, bin_ = np.nonzero(self.lengths)
         tops = np.cumsum(self.lengths, axis=0)
         return {
@@ -198,7 +198,7 @@ class PlanPicture:
         }
 
     def peak_bars(self) -> Columns:
-        """Most tokens per rank; for many ranks the most and the least of each bin of them."""
+        """Return the most tokens per rank; for many ranks, the most in each bin of them."""
         bins = np.array_split(np.arange(self.metadata.num_ranks), min(self.metadata.num_ranks, 2 * _HEAT_ROWS))
         return {
             "rank": np.array([ranks[0] for ranks in bins]),
@@ -207,7 +207,7 @@ class PlanPicture:
         }
 
     def degree_boundaries(self) -> Int64Array:
-        """Lengths in tokens beyond which a sequence alone no longer fits degree 1, 2, 4, ..."""
-        budget = self.metadata.tokens_per_rank
+        """Return the lengths in tokens beyond which a sequence alone no longer fits degree 1, 2, 4, ..."""
         powers = 2 ** np.arange(int(np.log2(self.metadata.num_ranks)) + 1, dtype=np.int64)
-        return np.asarray(budget * powers[budget * powers <= 2 * self.longest_tokens], dtype=np.int64)
+        held = self.metadata.tokens_per_rank * powers
+        return np.asarray(held[held <= 2 * self.longest_tokens], dtype=np.int64)

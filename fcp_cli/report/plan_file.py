@@ -1,7 +1,7 @@
 """A plan as pictures need it: forgiving of what an editor or a script did to it.
 
-`plan.check` proves a plan; this shows what can be shown of any, leaves out steps that no picture could hold, and
-remembers in `problems` that the file was edited and what was left out.
+`plan.check` proves a plan; this reads what can be shown of any, leaves out steps that no picture could hold, and
+keeps in `problems` that the file was edited and what was left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
 
-_QUICK_BYTES = 100_000_000  # the hash of a larger file takes longer than a look at one of its steps should
+_QUICK_BYTES = 100_000_000  # to hash a larger file takes longer than to show one of its steps should
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class PlanFile:
         return self.reader.metadata
 
     def steps(self, first: int = 0) -> Generator[StepPlan, None, None]:
-        """The steps from `first` on that can be shown, in order."""
+        """Yield the steps from `first` on that can be shown, in order."""
         left_out, reason, before = 0, "", first - 1
         try:
             for step in self.reader.steps(first):
@@ -58,7 +58,7 @@ class PlanFile:
                 self.problems.append(f"{self.path}: left out {reason}{more}")
 
     def step(self, wanted: int) -> StepPlan:
-        """One step.
+        """Return one step.
 
         Raises:
             PlanError: it is not in the file, or cannot be shown.
@@ -70,14 +70,14 @@ class PlanFile:
         return found
 
     def nothing_to_show(self, what: str = "any step") -> PlanError:
-        """The error where nothing is left of what was asked for, and why."""
+        """Return the error for a plan without `what`, with the reason that was last found."""
         left_out = [problem.partition("left out ")[2] for problem in self.problems if "left out " in problem]
         reason = f" ({left_out[-1]})" if left_out else ""
         return PlanError(f"{self.path} does not hold {what} that can be shown{reason}; see: fcp check {self.path}")
 
 
 def open_plan(path: Path, *, quickly: bool = False) -> PlanFile:
-    """Open a plan; whether its content is what its hash says stands in `problems`.
+    """Open a plan; its `problems` record a content that differs from its hash.
 
     Args:
         path: the plan.
@@ -96,7 +96,7 @@ def open_plan(path: Path, *, quickly: bool = False) -> PlanFile:
 
 
 def _fault(step: StepPlan, metadata: PlanMetadata) -> str | None:
-    """Why no picture can hold a step; None for any that was planned."""
+    """Return why no picture can hold a step; None for any that was planned."""
     num_ranks = metadata.num_ranks
     if not metadata.first_step <= step.step < metadata.end_step:
         return f"the plan ends with step {metadata.end_step - 1}"

@@ -22,7 +22,7 @@ _MOST_RANKS_SHOWN = 64
 def print_plan(
     console: Console, metadata: PlanMetadata, summary: PlanSummary, *, extra: Mapping[str, str] | None = None
 ) -> None:
-    """The whole plan: headline figures, then how its time divides over degrees."""
+    """Print the whole plan: headline figures, then how its time divides over degrees."""
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))
@@ -33,7 +33,7 @@ def print_plan(
 
 
 def speedup_text(speedup: float, static_degree: int, sampled: int, steps: int) -> str:
-    """The predicted gain over the best static plan, and what it was computed on."""
+    """Describe the predicted gain over the best static plan, and the steps that it was computed on."""
     where = "" if sampled == steps else f", on {sampled} of {steps} steps"
     return f"{speedup:.2f}x over the best static plan (degree {static_degree}{where})"
 
@@ -51,7 +51,7 @@ def _headline(metadata: PlanMetadata, summary: PlanSummary) -> dict[str, str]:
         f"(step {summary.slowest_step})",
         "gap": f"{summary.gap:.2%} over the lower bound of {summary.bound_seconds / max(summary.steps, 1):.4g} s",
         "idle": f"{summary.idle_fraction:.2%} of all rank-seconds",
-        "groups": f"{counted(metadata.distinct_groups, 'distinct rank set')} of degree > 1",
+        "groups": f"{counted(metadata.distinct_groups, 'distinct group')} of degree > 1",
     }
     if metadata.continues is not None:
         before = metadata.continues
@@ -70,7 +70,7 @@ def _padding(metadata: PlanMetadata, summary: PlanSummary) -> dict[str, str]:
 
 
 def devices_text(metadata: PlanMetadata) -> str:
-    """What the plan's ranks are made of."""
+    """Describe the devices of a plan's ranks."""
     return (
         f"{metadata.devices_per_rank} per rank (tensor parallel {metadata.tensor_parallel}, pipeline parallel "
         f"{metadata.pipeline_parallel}), {metadata.num_devices:,} in all"
@@ -86,7 +86,7 @@ def _left_out(metadata: PlanMetadata) -> str:
 
 
 def _degree_table(summary: PlanSummary, ascii_only: bool) -> Table:
-    """Share of micro-batches, tokens and rank-seconds per degree."""
+    """Tabulate the shares of micro-batches, tokens and rank-seconds per degree."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -108,7 +108,7 @@ def _degree_table(summary: PlanSummary, ascii_only: bool) -> Table:
 
 
 def print_step(console: Console, metadata: PlanMetadata, step: StepPlan) -> None:
-    """One step: its micro-batches in order, then a bar per rank."""
+    """Print one step: its micro-batches in order, then a bar per rank."""
     console.print(
         f"[bold]step {step.step}[/]: {step.makespan_seconds:.4g} s, lower bound {step.bound_seconds:.4g} s, "
         f"gap {step.gap:.2%}, idle {step.idle_fraction(metadata.num_ranks):.2%}"
@@ -135,34 +135,34 @@ def _step_table(step: StepPlan, has_waves: bool) -> Table:
     ]
     for name in names:
         table.add_column(name, justify="left" if name == "ranks" else "right", overflow="fold")
-    for row in step.microbatches():
-        if not row.is_idle:
-            table.add_row(*_step_cells(row, has_waves))
+    for microbatch in step.microbatches():
+        if not microbatch.is_idle:
+            table.add_row(*_step_cells(microbatch, has_waves))
     return table
 
 
-def _step_cells(row: MicroBatch, has_waves: bool) -> Iterator[str]:
-    yield str(row.order)
+def _step_cells(microbatch: MicroBatch, has_waves: bool) -> Iterator[str]:
+    yield str(microbatch.order)
     if has_waves:
-        yield str(row.wave)
-    yield str(row.degree)
-    yield rank_ranges(row.ranks)
-    yield str(len(row.sequences))
-    yield f"{row.tokens:,}"
-    yield f"{max(row.lengths):,}"
-    yield f"{row.start_seconds:.3f}"
-    yield f"{row.seconds:.3f}"
+        yield str(microbatch.wave)
+    yield str(microbatch.degree)
+    yield rank_ranges(microbatch.ranks)
+    yield str(len(microbatch.sequences))
+    yield f"{microbatch.tokens:,}"
+    yield f"{max(microbatch.lengths):,}"
+    yield f"{microbatch.start_seconds:.3f}"
+    yield f"{microbatch.seconds:.3f}"
 
 
 def _rank_table(step: StepPlan, num_ranks: int, ascii_only: bool) -> Table:
-    """How long each rank computes; the longest idle first where there are too many to show."""
+    """Tabulate how long each rank computes; only the idlest where there are too many to show."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     busy = step.busy_seconds(num_ranks)
     microbatches = [0] * num_ranks
-    for row in step.microbatches():
-        for rank in row.ranks if not row.is_idle else ():
+    for microbatch in step.microbatches():
+        for rank in microbatch.ranks if not microbatch.is_idle else ():
             microbatches[rank] += 1
     shown, caption = list(range(num_ranks)), None
     if num_ranks > _MOST_RANKS_SHOWN:
@@ -186,7 +186,7 @@ def _rank_table(step: StepPlan, num_ranks: int, ascii_only: bool) -> Table:
 
 
 def rank_ranges(ranks: tuple[int, ...]) -> str:
-    """Ascending ranks as compact ranges: 0-3,7."""
+    """Write ascending ranks as compact ranges: 0-3,7."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
@@ -197,7 +197,7 @@ def rank_ranges(ranks: tuple[int, ...]) -> str:
 
 
 def step_document(step: StepPlan, num_ranks: int) -> dict[str, Any]:
-    """One step for `--json`."""
+    """Return one step as `--json` prints it."""
     return {
         "step": step.step,
         "makespan_seconds": step.makespan_seconds,
@@ -207,16 +207,16 @@ def step_document(step: StepPlan, num_ranks: int) -> dict[str, Any]:
         "busy_seconds": step.busy_seconds(num_ranks).tolist(),
         "micro_batches": [
             {
-                "order": row.order,
-                "wave": row.wave,
-                "degree": row.degree,
-                "ranks": list(row.ranks),
-                "sequences": list(row.sequences),
-                "lengths": list(row.lengths),
-                "tokens": row.tokens,
-                "start_seconds": row.start_seconds,
-                "seconds": row.seconds,
+                "order": microbatch.order,
+                "wave": microbatch.wave,
+                "degree": microbatch.degree,
+                "ranks": list(microbatch.ranks),
+                "sequences": list(microbatch.sequences),
+                "lengths": list(microbatch.lengths),
+                "tokens": microbatch.tokens,
+                "start_seconds": microbatch.start_seconds,
+                "seconds": microbatch.seconds,
             }
-            for row in step.microbatches()
+            for microbatch in step.microbatches()
         ],
     }

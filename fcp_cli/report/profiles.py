@@ -31,7 +31,7 @@ def print_profile(console: Console, profile: CostProfile, *, lengths: Sequence[i
 
 
 def reading(profile: CostProfile, degrees: Sequence[int]) -> list[str]:
-    """What the figures mean together, in sentences; of rings at the smallest and the largest of `degrees`."""
+    """Return what the figures mean together, in sentences; of rings at the smallest and the largest of `degrees`."""
     lines = []
     middle = break_even_tokens(profile)
     if middle is not None:
@@ -60,20 +60,20 @@ def reading(profile: CostProfile, degrees: Sequence[int]) -> list[str]:
 
 
 def _hidden_ring(profile: CostProfile, degree: int) -> str | None:
-    """From which length on a ring costs nothing; None where none does."""
+    """Describe from which length on a ring costs nothing; None where none does."""
     inside, across = (
         hidden_ring_tokens(profile, degree=degree, tier="intra_node"),
         hidden_ring_tokens(profile, degree=degree, tier="inter_node"),
     )
     if inside is None or across is None:
         return None
-    what = "what may hide of a ring" if profile.coefficients.exposed_ring_share else "a ring"
+    what = "the share of a ring that may hide" if profile.coefficients.exposed_ring_share else "a ring"
     beyond = "" if across == inside else f", across nodes {across:,.0f}"
     return f"Attention hides {what} of degree {degree} from {inside:,.0f} tokens on{beyond}."
 
 
 def _formats(profile: CostProfile) -> list[str]:
-    """Say how well either model predicts what was held out, where both were tried."""
+    """Describe how well either model predicts what was held out, where both were tried."""
     errors: Mapping[str, float] = profile.measurement.get("held_out_error_percent_by_model") or {}
     if HIDDEN_RING not in errors or EXPOSED_RING not in errors:
         return []
@@ -85,7 +85,7 @@ def _formats(profile: CostProfile) -> list[str]:
 
 
 def print_errors(console: Console, profile: CostProfile) -> None:
-    """The error table of a measured profile; nothing where nothing was measured."""
+    """Print the error table of a measured profile; nothing where nothing was measured."""
     rows: Any = profile.measurement.get("error_by_degree")
     if not rows:
         return
@@ -109,7 +109,7 @@ def print_errors(console: Console, profile: CostProfile) -> None:
 
 
 def _add_encoder_errors(table: Table, encoder: Mapping[str, Any]) -> None:
-    """Rows of a measured vision encoder, which has no degree: every rank runs its own parts."""
+    """Add the errors of a measured vision encoder, which has no degree: every rank runs its own parts."""
     fits = [(name, encoder[name]) for name in ("trained", "frozen") if name in encoder]
     if fits:
         table.add_section()
@@ -125,7 +125,7 @@ def _add_encoder_errors(table: Table, encoder: Mapping[str, Any]) -> None:
 
 
 def print_differences(console: Console, first: CostProfile, second: CostProfile, rows: Sequence[Difference]) -> None:
-    """Two profiles side by side."""
+    """Print two profiles side by side."""
     for name, profile in (("first", first), ("second", second)):
         console.print(f"{name}: {profile.model} on {profile.cluster}, {profile.origin}", markup=False)
     table = _table("figure", "first", "second", "ratio")

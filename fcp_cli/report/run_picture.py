@@ -1,4 +1,4 @@
-"""What the page shows of a run beside its plan: predicted against measured, drift, and slow ranks."""
+"""The figures that the page shows of a run beside its plan: predicted against measured, drift, and slow ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _POINTS_KEPT = 200_000
 
 @dataclass(kw_only=True)
 class RunPicture:
-    """Feed it every measured step.
+    """The pictures of a run: give `add` every measured step.
 
     Attributes:
         num_ranks: of the job.
@@ -61,7 +61,7 @@ class RunPicture:
         return not self._series
 
     def totals(self) -> dict[str, float]:
-        """Over all steps but warm-up: median step seconds, seconds measured / planned, tokens/s, idle share."""
+        """Return median step seconds, seconds measured / planned, tokens/s and idle share of all steps but warm-up."""
         _, seconds, predicted, _, _, tokens, idle = np.array(self._series).T
         return {
             "step_seconds": float(np.median(seconds)),
@@ -71,7 +71,7 @@ class RunPicture:
         }
 
     def drift(self) -> Columns:
-        """Measured / planned over the steps: whole steps, and the micro-batches alone."""
+        """Return measured / planned over the steps: of whole steps, and of the micro-batches alone."""
         table = np.array(self._series)
         parts = [part.sum(axis=0) / len(part) for part in np.array_split(table, min(len(table), _SERIES_POINTS))]
         step, seconds, predicted, busy, planned, _, _ = np.array(parts).T
@@ -86,13 +86,13 @@ class RunPicture:
         return np.concatenate(self._points, axis=1)
 
     def scatter(self) -> Columns:
-        """Planned and measured seconds per micro-batch, thinned out evenly."""
+        """Return planned and measured seconds per micro-batch, thinned out evenly."""
         points = self._all_points()
         degree, planned, measured = points[:, :: max(1, -(-points.shape[1] // _SCATTER_POINTS))]
         return {"degree": degree.astype(np.int64), "planned": planned, "measured": measured}
 
     def residuals(self) -> Columns:
-        """Quantiles of measured / planned - 1 per degree."""
+        """Return quantiles of measured / planned - 1 per degree."""
         degree, planned, measured = self._all_points()
         residual = measured / planned - 1.0
         degrees = np.unique(degree)
@@ -103,7 +103,7 @@ class RunPicture:
         return {"degree": degrees.astype(np.int64), "micro_batches": counts, **columns}
 
     def slowest_ranks(self) -> Columns:
-        """The ranks that took longest for what they were given, slowest first."""
+        """Return the ranks that took longest for their work, slowest first."""
         ratio = self._busy / np.maximum(self._planned, 1e-12)
         ratio[self._planned == 0] = 0.0
         ranks = np.argsort(-ratio, kind="stable")[:_RANKS_SHOWN]
@@ -111,7 +111,7 @@ class RunPicture:
 
 
 def _groups(step: RunStep) -> FloatArray:
-    """[3, microbatches] degree, planned and measured seconds; a ring takes as long as its slowest member."""
+    """Return [3, microbatches]: degree, planned and measured seconds; a ring takes as long as its slowest member."""
     works = (step.pack_tokens > 0) & (step.planned_seconds > 0)
     _, index, group = np.unique(step.orders[works], return_index=True, return_inverse=True)
     measured = np.zeros(len(index))
@@ -120,7 +120,7 @@ def _groups(step: RunStep) -> FloatArray:
 
 
 def measured_bars(step: RunStep) -> Columns:
-    """A measured step as rectangles, like `page_data.bars_of`."""
+    """Return a measured step as rectangles, like `page_data.bars_of`."""
     by_rank = np.lexsort((step.ranks, step.orders))
     by_rank = by_rank[step.pack_tokens[by_rank] > 0]
     orders, ranks = step.orders[by_rank], step.ranks[by_rank]

@@ -1,4 +1,4 @@
-"""`--steps A:B`, as Python slices are written."""
+"""Reads `--steps A:B`, written like a Python slice."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fcp_cli.errors import UsageError
 
 
 def parse_steps(text: str | None) -> range:
-    """Steps `A` to before `B`; `A:` and `:B` are open, `A` alone is one step, None is all.
+    """Read the steps `A` to before `B`; `A:` and `:B` are open, `A` alone is one step, None is all.
 
     Raises:
         UsageError: anything else.

@@ -44,7 +44,7 @@ class TraceBuilder:
     _flows: int = field(default=0, init=False)
 
     def names(self, kinds: Iterable[Kind]) -> Iterator[Event]:
-        """Metadata events: names and order of processes and threads."""
+        """Yield metadata events: names and order of processes and threads."""
         yield from _named("process", _STEPS_PID, 1, "steps", 0)
         for kind in kinds:
             yield from _named("thread", **self._track(kind, None), name=kind, index=_KINDS.index(kind))
@@ -55,17 +55,19 @@ class TraceBuilder:
                 yield from _named("thread", **self._track(kind, rank), name=f"rank {rank}", index=rank)
 
     def step(self, planned: StepPlan | None, measured: RunStep | None) -> Iterator[Event]:
-        """The events of one step, planned, measured or both."""
-        rows = {row.order: row for row in planned.microbatches()} if planned is not None else {}
+        """Yield the events of one step, planned, measured or both."""
+        microbatches = (
+            {microbatch.order: microbatch for microbatch in planned.microbatches()} if planned is not None else {}
+        )
         lengths = [0.0]
         if planned is not None:
             lengths.append(planned.makespan_seconds)
             yield self._planned_step(planned)
-            yield from self._planned_rows(rows.values())
+            yield from self._planned_microbatches(microbatches.values())
         if measured is not None:
             lengths.append(measured.seconds)
             yield self._measured_step(measured)
-            yield from self._measured_rows(measured, rows)
+            yield from self._measured_microbatches(measured, microbatches)
         self.clock_seconds += max(lengths)
 
     def _planned_step(self, step: StepPlan) -> Event:
@@ -81,29 +83,36 @@ class TraceBuilder:
         args |= {"idle_fraction": step.idle_fraction, "warm_up": step.warm_up}
         return self._slice("measured", None, f"step {step.step}", 0.0, step.seconds, args)
 
-    def _planned_rows(self, rows: Iterable[MicroBatch]) -> Iterator[Event]:
-        for row in rows:
-            if row.is_idle:
+    def _planned_microbatches(self, microbatches: Iterable[MicroBatch]) -> Iterator[Event]:
+        for microbatch in microbatches:
+            if microbatch.is_idle:
                 continue
-            args = {"step": row.step, **_pack_arguments(row), "predicted_seconds": row.seconds}
-            for rank in row.ranks:
-                yield self._slice("planned", rank, _name(row.order, row.degree), row.start_seconds, row.seconds, args)
-            yield from self._flow("planned", [(rank, row.start_seconds) for rank in row.ranks])
+            args = {"step": microbatch.step, **_pack_arguments(microbatch), "predicted_seconds": microbatch.seconds}
+            for rank in microbatch.ranks:
+                yield self._slice(
+                    "planned",
+                    rank,
+                    _name(microbatch.order, microbatch.degree),
+                    microbatch.start_seconds,
+                    microbatch.seconds,
+                    args,
+                )
+            yield from self._flow("planned", [(rank, microbatch.start_seconds) for rank in microbatch.ranks])
 
-    def _measured_rows(self, step: RunStep, rows: dict[int, MicroBatch]) -> Iterator[Event]:
+    def _measured_microbatches(self, step: RunStep, microbatches: dict[int, MicroBatch]) -> Iterator[Event]:
         for order in np.unique(step.orders).tolist():
             members = np.flatnonzero(step.orders == order)
             for i in members.tolist():
-                yield self._measured_slice(step, i, rows.get(order))
+                yield self._measured_slice(step, i, microbatches.get(order))
             if len(members) > 1:
                 ranks, starts = step.ranks[members].tolist(), step.start_seconds[members].tolist()
                 yield from self._flow("measured", list(zip(ranks, starts, strict=True)))
 
-    def _measured_slice(self, step: RunStep, i: int, row: MicroBatch | None) -> Event:
+    def _measured_slice(self, step: RunStep, i: int, microbatch: MicroBatch | None) -> Event:
         order, degree, seconds = int(step.orders[i]), int(step.degrees[i]), float(step.busy_seconds[i])
         args: dict[str, Any] = {"step": step.step, "order": order, "degree": degree, "tokens": int(step.pack_tokens[i])}
-        if row is not None:
-            args |= _pack_arguments(row)
+        if microbatch is not None:
+            args |= _pack_arguments(microbatch)
         args |= {"predicted_seconds": float(step.planned_seconds[i]), "measured_seconds": seconds}
         name = _name(order, degree) if args["tokens"] else f"{order}: idle"
         return self._slice("measured", int(step.ranks[i]), name, float(step.start_seconds[i]), seconds, args)
@@ -111,13 +120,13 @@ class TraceBuilder:
     def _slice(
         self, kind: Kind, rank: int | None, name: str, start_seconds: float, seconds: float, args: dict[str, Any]
     ) -> Event:
-        """A complete event on a rank's track, or on the track of whole steps."""
+        """Return a complete event on a rank's track, or on the track of whole steps."""
         begin, end = self._microseconds(start_seconds), self._microseconds(start_seconds + seconds)
         event = {"name": name, "cat": kind, "ph": "X", **self._track(kind, rank)}
         return {**event, "ts": begin, "dur": end - begin, "args": args}
 
     def _flow(self, kind: Kind, members: list[tuple[int, float]]) -> Iterator[Event]:
-        """Arrows through the members of a ring, earliest first: an arrow cannot point back in time."""
+        """Yield arrows through the members of a ring, earliest first: an arrow cannot point back in time."""
         if len(members) < 2:
             return
         self._flows += 1
@@ -136,7 +145,7 @@ class TraceBuilder:
         return {"pid": self._pid(kind, rank // self.ranks_per_node), "tid": 1 + rank}
 
     def _pid(self, kind: Kind, node: int) -> int:
-        """Planned and measured tracks of one node stand next to each other."""
+        """Return an id that puts planned and measured tracks of one node next to each other."""
         return 1 + _STEPS_PID + len(_KINDS) * node + _KINDS.index(kind)
 
 
@@ -144,13 +153,18 @@ def _name(order: int, degree: int) -> str:
     return f"{order}: degree {degree}"
 
 
-def _pack_arguments(row: MicroBatch) -> dict[str, Any]:
-    args: dict[str, Any] = {"order": row.order, "degree": row.degree, "tokens": row.tokens, "ranks": list(row.ranks)}
-    if row.wave >= 0:
-        args["wave"] = row.wave
-    args["num_sequences"] = len(row.sequences)
-    args["sequences"] = list(row.sequences[:_MOST_SEQUENCES])
-    args["lengths"] = list(row.lengths[:_MOST_SEQUENCES])
+def _pack_arguments(microbatch: MicroBatch) -> dict[str, Any]:
+    args: dict[str, Any] = {
+        "order": microbatch.order,
+        "degree": microbatch.degree,
+        "tokens": microbatch.tokens,
+        "ranks": list(microbatch.ranks),
+    }
+    if microbatch.wave >= 0:
+        args["wave"] = microbatch.wave
+    args["num_sequences"] = len(microbatch.sequences)
+    args["sequences"] = list(microbatch.sequences[:_MOST_SEQUENCES])
+    args["lengths"] = list(microbatch.lengths[:_MOST_SEQUENCES])
     return args
 
 
@@ -161,7 +175,7 @@ def _named(what: Literal["process", "thread"], pid: int, tid: int, name: str, in
 
 
 def write_trace(file: TextIO, events: Iterable[Event], *, source: dict[str, Any]) -> int:
-    """Write events as they come, in the JSON object form of the format; returns how many.
+    """Write events as they come, in the JSON object form of the format, and return how many there were.
 
     Args:
         file: text, open for writing.

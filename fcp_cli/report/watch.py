@@ -1,4 +1,4 @@
-"""A run while it trains, seen from outside: folds its records and draws the latest state."""
+"""A run while it trains, seen from outside: keeps its last records and shows the latest state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 WINDOW_STEPS = 20  # over which pace, rates and idle shares are averaged
 _RANKS_SHOWN = 16
 _BAR_COLUMNS = 28
-# A run that nobody vouches for is given up after this long, or after this many of its steps.
+# A run without a living launcher is given up after this long, or after this many of its steps.
 _SILENT_SECONDS, _SILENT_STEPS = 300.0, 20.0
 
 Standing = Literal["running", "finished", "interrupted", "failed", "gone", "silent"]
@@ -44,7 +44,7 @@ class RunState:
 
     @property
     def steps(self) -> int:
-        """Where the run will stop; 0 where the run did not say."""
+        """Return the step that the run stops at; 0 where it did not record one."""
         return int(self.run.get("steps", 0))
 
     @property
@@ -52,7 +52,7 @@ class RunState:
         return self.last is not None and 0 < self.steps <= self.last["step"] + 1
 
     def _paced(self) -> list[dict[str, Any]]:
-        """The steps to average over: warm-up only where there is nothing else."""
+        """Return the steps to average over: warm-up only where there is nothing else."""
         return [record for record in self.window if not record.get("warm_up")] or list(self.window)
 
     def mean(self, name: str) -> float:
@@ -66,7 +66,7 @@ class RunState:
         return float(max(0, self.steps - self.last["step"] - 1) * self.mean("seconds"))
 
     def idle_of_ranks(self) -> dict[int, float]:
-        """Rank -> share of the last steps in which it ran no micro-batch."""
+        """Return for each rank the share of the last steps in which it ran no micro-batch."""
         idle: dict[int, float] = {}
         seconds = 0.0
         for record in self._paced():
@@ -76,7 +76,7 @@ class RunState:
         return {rank: total / seconds for rank, total in sorted(idle.items())}
 
     def to_json(self, standing: Standing) -> dict[str, Any]:
-        """JSON values; rates and shares are means over the last steps."""
+        """Return JSON values; rates and shares are means over the last steps."""
         document: dict[str, Any] = {"model": self.run.get("model"), "steps": self.steps, "standing": standing}
         document["finished"] = standing == "finished"
         if self.last is None:
@@ -94,14 +94,14 @@ class RunState:
         }
 
     def standing(self, heartbeat: Heartbeat | None, *, quiet_seconds: float) -> Standing:
-        """Whether the run goes on, and if not, how it ended.
+        """Return whether the run still trains, and if not, how it ended.
 
         Args:
             heartbeat: of its launcher; None for a job that `fcp launch` did not start.
-            quiet_seconds: since the run wrote last. The ranks of a launcher that was killed may go on without it.
+            quiet_seconds: since the run wrote last. Ranks may train on after their launcher was killed.
         """
-        starts_anew = heartbeat is not None and heartbeat.started > self.run.get("started", "")
-        if self.finished and not (starts_anew and heartbeat is not None and heartbeat.ended is None):
+        starts_again = heartbeat is not None and heartbeat.started > self.run.get("started", "")
+        if self.finished and not (starts_again and heartbeat is not None and heartbeat.ended is None):
             return "finished"
         if heartbeat is not None:
             return heartbeat.ended or ("gone" if heartbeat.is_gone and not self._moves(quiet_seconds) else "running")
@@ -109,7 +109,7 @@ class RunState:
         return "silent" if quiet_seconds > max(_SILENT_SECONDS, steps_seconds) else "running"
 
     def remark(self, standing: Standing, heartbeat: Heartbeat | None, *, quiet_seconds: float) -> str | None:
-        """One line about a run that ended unfinished, or that has not moved for long; None about any other."""
+        """Return a line about a run that ended unfinished, or has not moved for long; None about any other."""
         if standing == "running":
             return self._quiet_remark(heartbeat, quiet_seconds)
         where = f"after step {self.last['step'] + 1} of {self.steps}" if self.last else "before its first step"
@@ -124,19 +124,19 @@ class RunState:
 
     def _quiet_remark(self, heartbeat: Heartbeat | None, quiet_seconds: float) -> str | None:
         if heartbeat is not None and heartbeat.is_gone:
-            return f"its launcher on {heartbeat.host} is gone; its ranks may go on without it"
+            return f"its launcher on {heartbeat.host} is gone; its ranks may train on without it"
         if self.last is None or self._moves(quiet_seconds):
             return None
         what = "the run may have stopped" if heartbeat is None else "its launcher is at work"
         return f"no new step for {clock(quiet_seconds)}: {what}"
 
     def _moves(self, quiet_seconds: float) -> bool:
-        """Whether the last step is no longer ago than five usual ones, or a minute."""
+        """Return whether the last step is no longer ago than five usual ones, or a minute."""
         return self.last is not None and quiet_seconds <= max(60.0, 5.0 * self.mean("seconds"))
 
 
 def run_view(state: RunState, remark: str | None, *, ascii_only: bool) -> Group:
-    """The whole view, at most 80 columns wide, and the remark below it."""
+    """Return the whole view, at most 80 columns wide, and the remark below it."""
     from rich.console import Group
     from rich.text import Text
 

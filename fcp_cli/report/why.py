@@ -1,6 +1,6 @@
-"""Why a group has its degree: what one rank fewer and one rank more would cost, and what bound the choice.
+"""Explains why a group has its degree: what one rank fewer or more would cost, and what bound the choice.
 
-The answer is the cost model's: it prices the same pack at the neighbouring degrees. It does not replay the solver.
+The cost model answers, by pricing the same pack at the neighbouring degrees; the solver is not replayed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reason:
-    """What speaks against a neighbouring degree."""
+    """The reason against a neighbouring degree."""
 
     degree: int
     bound: Bound
@@ -65,15 +65,15 @@ class Reason:
 class Explanation:
     """A micro-batch, its neighbouring degrees, and the reasons against those."""
 
-    row: MicroBatch
+    microbatch: MicroBatch
     alternatives: tuple[Alternative, ...]
     reasons: tuple[Reason, ...]
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "step": self.row.step,
-            "order": self.row.order,
-            "degree": self.row.degree,
+            "step": self.microbatch.step,
+            "order": self.microbatch.order,
+            "degree": self.microbatch.degree,
             "alternatives": [{**asdict(a), "rank_seconds": a.rank_seconds} for a in self.alternatives],
             "reasons": [asdict(reason) for reason in self.reasons],
         }
@@ -88,26 +88,30 @@ def explain_degree(step: StepPlan, order: int, problem: Problem, *, manifest: Le
         problem: what the plan was made for.
         manifest: gives `eta` and vision columns; without it every sequence counts as causal text.
     """
-    row = step.microbatch(order)
-    degrees = [d for d in (row.degree - 1, row.degree, row.degree + 1) if 1 <= d <= problem.num_ranks]
-    priced = {degree: _priced(step, row, degree, problem, manifest) for degree in degrees}
-    fewer, more = _against_fewer(row, priced, step, problem), _against_more(row, priced, step, problem)
+    microbatch = step.microbatch(order)
+    degrees = [
+        d for d in (microbatch.degree - 1, microbatch.degree, microbatch.degree + 1) if 1 <= d <= problem.num_ranks
+    ]
+    priced = {degree: _priced(step, microbatch, degree, problem, manifest) for degree in degrees}
+    fewer, more = _against_fewer(microbatch, priced, step, problem), _against_more(microbatch, priced, step, problem)
     return Explanation(
-        row=row,
+        microbatch=microbatch,
         alternatives=tuple(priced.values()),
         reasons=(fewer, more) if fewer is not None else (more,),
     )
 
 
 def _priced(
-    step: StepPlan, row: MicroBatch, degree: int, problem: Problem, manifest: LengthTable | None
+    step: StepPlan, microbatch: MicroBatch, degree: int, problem: Problem, manifest: LengthTable | None
 ) -> Alternative:
-    members = slice(int(step.sequence_offsets[row.order]), int(step.sequence_offsets[row.order + 1]))
+    members = slice(int(step.sequence_offsets[microbatch.order]), int(step.sequence_offsets[microbatch.order + 1]))
     work = work_on(batch_work(planned_sequences(step, manifest), problem), degree, problem)
     attention, linear = work.attention_seconds[members].sum(), work.linear_seconds[members].sum()
     tokens = int(work.tokens[members].sum())
     size = problem.ranks_per_node
-    crosses = row.ranks[0] // size != row.ranks[-1] // size if degree == row.degree else degree > size
+    crosses = (
+        microbatch.ranks[0] // size != microbatch.ranks[-1] // size if degree == microbatch.degree else degree > size
+    )
     seconds = float(
         group_seconds(
             problem.profile,
@@ -129,18 +133,20 @@ def _priced(
         seconds=seconds,
         attention_seconds=float(attention) / degree,
         ring_seconds=float(ring - exposed),
-        end_seconds=row.start_seconds + seconds,
+        end_seconds=microbatch.start_seconds + seconds,
     )
 
 
-def _against_fewer(row: MicroBatch, priced: dict[int, Alternative], step: StepPlan, problem: Problem) -> Reason | None:
-    if row.degree == 1:
+def _against_fewer(
+    microbatch: MicroBatch, priced: dict[int, Alternative], step: StepPlan, problem: Problem
+) -> Reason | None:
+    if microbatch.degree == 1:
         return None
-    fewer, own = priced[row.degree - 1], priced[row.degree]
+    fewer, own = priced[microbatch.degree - 1], priced[microbatch.degree]
     if not fewer.fits:
         text = f"each would hold {fewer.tokens_per_rank:,} tokens, over the budget of {problem.tokens_per_rank:,}"
         return Reason(degree=fewer.degree, bound="memory", text=text)
-    limit, what = _time_limit(row, step)
+    limit, what = _time_limit(microbatch, step)
     if fewer.end_seconds > limit * (1 + 1e-9):
         text = f"it would end at {fewer.end_seconds:.3f} s, after {what} at {limit:.3f} s"
         return Reason(degree=fewer.degree, bound="balance", text=text)
@@ -148,14 +154,16 @@ def _against_fewer(row: MicroBatch, priced: dict[int, Alternative], step: StepPl
     if own.rank_seconds < fewer.rank_seconds:
         text = f"it would cost {-saved:.1%} more rank-seconds"
     else:
-        text = f"it would fit and save {saved:.1%} of its rank-seconds; the ranks come out more even at {row.degree}"
+        text = f"it would fit and save {saved:.1%} of its rank-seconds; ranks come out more even at {microbatch.degree}"
     return Reason(degree=fewer.degree, bound="balance", text=text)
 
 
-def _against_more(row: MicroBatch, priced: dict[int, Alternative], step: StepPlan, problem: Problem) -> Reason:
-    more, own = priced.get(row.degree + 1), priced[row.degree]
+def _against_more(microbatch: MicroBatch, priced: dict[int, Alternative], step: StepPlan, problem: Problem) -> Reason:
+    more, own = priced.get(microbatch.degree + 1), priced[microbatch.degree]
     if more is None:
-        return Reason(degree=row.degree + 1, bound="ranks", text=f"there are only {counted(problem.num_ranks, 'rank')}")
+        return Reason(
+            degree=microbatch.degree + 1, bound="ranks", text=f"there are only {counted(problem.num_ranks, 'rank')}"
+        )
     gain = own.seconds - more.seconds
     extra = more.rank_seconds / own.rank_seconds - 1.0
     if more.crosses_nodes and not own.crosses_nodes:
@@ -167,7 +175,7 @@ def _against_more(row: MicroBatch, priced: dict[int, Alternative], step: StepPla
             f"{gain:.3f} s sooner for {extra:.1%} more rank-seconds"
         )
         return Reason(degree=more.degree, bound="topology", text=text)
-    limit, what = _time_limit(row, step)
+    limit, what = _time_limit(microbatch, step)
     slack = limit - own.end_seconds
     text = f"{gain:.3f} s sooner for {extra:.1%} more rank-seconds; "
     if slack > 1e-3 * limit:
@@ -178,16 +186,16 @@ def _against_more(row: MicroBatch, priced: dict[int, Alternative], step: StepPla
     return Reason(degree=more.degree, bound="balance", text=text)
 
 
-def _time_limit(row: MicroBatch, step: StepPlan) -> tuple[float, str]:
-    """When whatever its ranks wait for next ends, and what that is."""
-    if row.wave < 0:
+def _time_limit(microbatch: MicroBatch, step: StepPlan) -> tuple[float, str]:
+    """Return when the step or wave that its ranks wait for ends, and its name."""
+    if microbatch.wave < 0:
         return step.makespan_seconds, "the step"
-    in_wave = step.wave == row.wave
-    return float(np.max((step.start_seconds + step.seconds)[in_wave])), f"wave {row.wave}"
+    in_wave = step.wave == microbatch.wave
+    return float(np.max((step.start_seconds + step.seconds)[in_wave])), f"wave {microbatch.wave}"
 
 
 def print_why(console: Console, explanation: Explanation) -> None:
-    """The explanation for people, in 80 columns."""
+    """Print an explanation in 80 columns."""
     for line in _introduction(explanation):
         console.print(line, markup=False)
     console.print(_table(explanation))
@@ -196,15 +204,13 @@ def print_why(console: Console, explanation: Explanation) -> None:
 
 
 def _introduction(explanation: Explanation) -> Iterator[str]:
-    row = explanation.row
+    microbatch = explanation.microbatch
+    count = len(microbatch.sequences)
     yield (
-        f"step {row.step}, micro-batch {row.order}: degree {row.degree}, {_sequences(len(row.sequences))}, "
-        f"{counted(row.tokens, 'token')}, longest {max(row.lengths):,}"
+        f"step {microbatch.step}, micro-batch {microbatch.order}: degree {microbatch.degree}, "
+        f"{'one sequence' if count == 1 else counted(count, 'sequence')}, "
+        f"{counted(microbatch.tokens, 'token')}, longest {max(microbatch.lengths):,}"
     )
-
-
-def _sequences(count: int) -> str:
-    return "one sequence" if count == 1 else counted(count, "sequence")
 
 
 def _table(explanation: Explanation) -> Any:
@@ -215,7 +221,7 @@ def _table(explanation: Explanation) -> Any:
     for name in ("degree", "seconds", "rank-s", "attention s", "ring s", "tokens/rank", "spans"):
         table.add_column(name, justify="right")
     for a in explanation.alternatives:
-        chosen = a.degree == explanation.row.degree
+        chosen = a.degree == explanation.microbatch.degree
         table.add_row(
             f"{'> ' if chosen else ''}{a.degree}",
             f"{a.seconds:.3f}",

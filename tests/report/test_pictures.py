@@ -26,7 +26,7 @@ def reader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def picture(reader: PlanReader) -> PlanPicture:
     picture = PlanPicture(metadata=reader.metadata)
     for step in reader.steps():
-        picture.glance(step)
+        picture.compare(step)
         picture.add(step)
     return picture
 

@@ -136,7 +136,7 @@ def test_ranks_that_go_on_without_their_launcher_are_watched_on(lines: list[str]
     state = state_of(tmp_path / "metrics.jsonl")
     killed = heartbeat(pid=2**22 + 1, age_seconds=500.0)
     assert state.standing(killed, quiet_seconds=2.0) == "running"
-    assert "its ranks may go on without it" in str(state.remark("running", killed, quiet_seconds=2.0))
+    assert "its ranks may train on without it" in str(state.remark("running", killed, quiet_seconds=2.0))
 
 
 @pytest.mark.parametrize(("age_seconds", "standing"), [(100.0, "running"), (130.0, "gone")])

@@ -27,36 +27,36 @@ def explanations(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 def test_the_planned_degree_is_priced_as_the_plan_says(explanations: list[Explanation]) -> None:
     for explanation in explanations:
-        own = next(a for a in explanation.alternatives if a.degree == explanation.row.degree)
-        assert own.seconds == pytest.approx(explanation.row.seconds)
+        own = next(a for a in explanation.alternatives if a.degree == explanation.microbatch.degree)
+        assert own.seconds == pytest.approx(explanation.microbatch.seconds)
         assert own.fits
 
 
 def test_neighbours_are_one_rank_away(explanations: list[Explanation]) -> None:
     for explanation in explanations:
-        degree = explanation.row.degree
+        degree = explanation.microbatch.degree
         assert [a.degree for a in explanation.alternatives] == [
             d for d in (degree - 1, degree, degree + 1) if 1 <= d <= 16
         ]
 
 
 def test_memory_is_named_exactly_where_one_rank_fewer_cannot_hold_the_pack(explanations: list[Explanation]) -> None:
-    rings = [explanation for explanation in explanations if explanation.row.degree > 1]
+    rings = [explanation for explanation in explanations if explanation.microbatch.degree > 1]
     assert rings
     for explanation in rings:
         fewer, reason = explanation.alternatives[0], explanation.reasons[0]
-        assert (reason.bound == "memory") == (explanation.row.tokens > 16384 * fewer.degree)
+        assert (reason.bound == "memory") == (explanation.microbatch.tokens > 16384 * fewer.degree)
         assert reason.degree == fewer.degree
 
 
 def test_a_single_rank_has_only_the_reason_against_more(explanations: list[Explanation]) -> None:
-    singles = [explanation for explanation in explanations if explanation.row.degree == 1]
+    singles = [explanation for explanation in explanations if explanation.microbatch.degree == 1]
     assert singles
     assert all([reason.degree for reason in explanation.reasons] == [2] for explanation in singles)
 
 
 def test_leaving_the_node_is_named(explanations: list[Explanation]) -> None:
-    whole_nodes = [e for e in explanations if e.row.degree == 4 and not e.alternatives[1].crosses_nodes]
+    whole_nodes = [e for e in explanations if e.microbatch.degree == 4 and not e.alternatives[1].crosses_nodes]
     assert all(e.reasons[-1].bound == "topology" for e in whole_nodes)
     assert all("leave the node" in e.reasons[-1].text for e in whole_nodes)
 
