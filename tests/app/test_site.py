@@ -14,6 +14,7 @@ import typer.main
 
 from fcp_cli.app import app
 
+pytestmark = pytest.mark.processes
 pytest.importorskip("mkdocs", reason="the site needs the dependency group 'docs'")
 
 ROOT = Path(__file__).parents[2]

@@ -94,7 +94,7 @@ def test_a_site_writes_its_own_template(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("a\n{{ job_nme }}\n", "line 2: 'job_nme' is undefined; did you mean 'job_name'?"),
-        ("{{ zebra }}", "line 1: 'zebra' is undefined; docs/how-to/launch.md lists the variables of a template"),
+        ("{{ zebra }}", "line 1: 'zebra' is undefined; docs/reference/templates.md lists the variables of a template"),
         ("a\n\n{% if %}\n", "line 3: Expected an expression, got 'end of statement block'"),
         ("{{ plan | shout }}", "line 1: No filter named 'shout'."),
         ("a\n{{ num_nodes // 0 }}", "line 2: ZeroDivisionError: integer division or modulo by zero"),
@@ -176,7 +176,7 @@ def test_a_node_knows_its_own_interface(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_documentation_lists_every_variable_of_a_template() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "how-to" / "launch.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "templates.md").read_text()
     table = text[text.index("| variable | what it holds |") :].split("\n\n")[0]
     listed = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     target = TARGETS["slurm"]

@@ -111,4 +111,4 @@ def _place(error: BaseException, template: Path) -> str:
 def _nearest(message: str, values: Mapping[str, Any]) -> str:
     """What may have been meant by the name in "'jb_name' is undefined"."""
     near = difflib.get_close_matches(message.split("'")[1] if "'" in message else "", list(values), n=1)
-    return f"; did you mean {near[0]!r}?" if near else "; docs/how-to/launch.md lists the variables of a template"
+    return f"; did you mean {near[0]!r}?" if near else "; docs/reference/templates.md lists the variables of a template"
