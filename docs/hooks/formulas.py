@@ -18,4 +18,4 @@ def on_page_content(content: str, **_: Any) -> str:
 
 def _mathml(found: re.Match[str]) -> str:
     latex = html.unescape(found["latex"]).strip()
-    return convert(latex, display="block" if found["tag"] == "div" else "inline")
+    return str(convert(latex, display="block" if found["tag"] == "div" else "inline"))
