@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -11,13 +12,10 @@ from typing import Any
 
 import pytest
 import typer.main
-from pages import PAGES, ROOT, executed, fcp_lines
 
 from fcp_cli.app import app
-
-# Typed in a page at full size; small here. A flag in the page wins, so a page leaves out what is set here.
-SMALL = {"FCP_PROFILE_FRESH": "1"}
-SECONDS = 900  # for one command, on a machine that is busy with something else
+from tests.pages import PAGES, ROOT, executed, fcp_lines
+from tests.patience import PATIENCE_SECONDS
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -42,4 +40,43 @@ def _problem(words: list[str]) -> str | None:
     except SystemExit:
         return None
     except Exception as error:
-        return str(getattr(error, "message", error)) or type(error).__name__
+        return str(getattr(error, "message", "")) or repr(error)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return an empty folder but for `texts/`: 300 pieces of Python's own sources, 40 to 640 bytes each."""
+    (tmp_path / "texts").mkdir()
+    sources = (path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib"), "email").glob("*.py")))
+    text = b"".join(sources).decode("ascii", "ignore")
+    start = 0
+    for index in range(300):
+        size = 40 + index * 37 % 600
+        (tmp_path / "texts" / f"piece-{index:03}.py").write_text(text[start : start + size], encoding="ascii")
+        start += size
+    return tmp_path
+
+
+@pytest.mark.distributed
+@pytest.mark.hf
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if executed(page)], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_the_marked_commands_of_a_page_run_in_its_order(page: Path, folder: Path) -> None:
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "CHECKOUT": str(ROOT)}
+    for command in executed(page):
+        done = subprocess.run(
+            ["bash", "-c", _small(command)],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_SECONDS,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+
+
+def _small(command: str) -> str:
+    """Return a command that measures for seconds where the page has it measure for minutes."""
+    return re.sub(r"(--budget-minutes) [\d.]+", r"\1 0.1", command)

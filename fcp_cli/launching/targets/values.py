@@ -31,7 +31,7 @@ class NodeFacts:
 
 
 def template_values(job: Job, node: NodeFacts, ready: Callable[[str], str]) -> dict[str, Any]:
-    """Return every variable that a template sees; docs/how-to/launch.md lists them.
+    """Return every variable that a template sees; docs/reference/templates.md lists them.
 
     Args:
         job: what is launched, on a cluster.

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<kind>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
@@ -32,9 +32,12 @@ def executed(page: Path) -> list[str]:
 def fcp_lines(page: Path) -> Iterator[list[str]]:
     """Yield the words behind `fcp` of every command line in the page's fenced blocks."""
     for fence in _FENCE.finditer(page.read_text(encoding="utf-8")):
-        if fence["kind"] in ("console", "bash", ""):
-            for command in _typed(fence["body"]):
-                yield from _fcp_words(command)
+        # A changed command of a diff counts, too.
+        body = (
+            fence["body"] if fence["kind"] != "diff" else re.sub(r"^\+(?=fcp |    )", "$ ", fence["body"], flags=re.M)
+        )
+        for command in _typed(body):
+            yield from _fcp_words(command)
 
 
 def _typed(body: str) -> list[str]:
