@@ -207,7 +207,7 @@ def test_a_measurement_whose_worker_dies_is_kept_and_gone_on_with(tmp_path: Path
     assert kept >= every_point
     assert not (tmp_path / "profile.yaml").exists()
 
-    done = fcp(*words, "0.2", "--json")
+    done = fcp(*words, "0.1", "--json")
     assert "continuing the measurement in profile.samples.jsonl" in done.err
     assert "error held out" in done.err
     profile = load_cost_profile(tmp_path / "profile.yaml")
