@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# A file's tests share what its fixtures made, and so go to one worker.
+WORKERS := -n 2 --dist loadfile
 
 .PHONY: demo fast test test-msrun lint types unit docs browser pictures study clean
 
@@ -15,7 +17,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-# Types beside the tests, which wait for the processes that they start a third of their time.
+# Types beside the tests, which begin with compiling the planner on one core.
 test: $(STAMP)
 	$(MAKE) --no-print-directory --jobs=2 lint types unit
 
@@ -27,11 +29,11 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(WORKERS) --no-loadscope-reorder --durations=20
 
 # The inner loop, under a minute on two cores: the tests that neither start processes nor need PyTorch.
 fast: $(STAMP)
-	$(BIN)/python -m pytest --quiet -n 2 -m "not processes and not torch"
+	$(BIN)/python -m pytest $(WORKERS) --quiet -m "not processes and not torch"
 
 # The site of docs/, into site/; `make test` builds it, too. Any warning is an error, and nothing is fetched from elsewhere.
 docs: $(STAMP)

@@ -35,13 +35,28 @@ _IMPLY_PROCESSES = ("distributed", "browser", "mindspore")
 _IMPLY_TORCH = ("torch", "hf", "megatron")
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compile the planner once for all workers, which would otherwise each do it, for most of a minute."""
+    whole_suite = session.config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if whole_suite and getattr(session.config.option, "numprocesses", None):
+        from tests.planning.examples import compile_planner
+
+        compile_planner()
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest itself deselects by marker
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Complete the markers: what starts a job starts processes, and what needs transformers needs PyTorch."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Complete the markers: what starts a job starts processes, and what needs transformers needs PyTorch.
+
+    Workers of pytest-xdist begin with the modules that start processes: those take longest.
+    """
     for item in items:
         for implied, names in (("processes", _IMPLY_PROCESSES), ("torch", _IMPLY_TORCH)):
             if any(item.get_closest_marker(name) for name in names):
                 item.add_marker(implied)
+    if hasattr(config, "workerinput"):
+        long = {item.path for item in items if item.get_closest_marker("processes")}
+        items.sort(key=lambda item: item.path not in long)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -10,6 +10,9 @@ from benchmarks.workloads import EXAMPLE_PROFILE
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import Sync
+from fcp_cli.planning.assemble import assemble
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.fcp.solver import make_solver
 from fcp_cli.planning.problem import Problem
 
 # The benchmarks' example, with a cost per hop, so that no test is blind to that term.
@@ -47,3 +50,13 @@ def long_tail(sequences: int = 200) -> LengthTable:
     generator = np.random.default_rng(0)
     short = generator.lognormal(7.0, 1.2, sequences).astype(np.int64)
     return table_of([*np.clip(short, 1, 16_000).tolist(), 30_000, 55_555, 100_000])
+
+
+def compile_planner() -> None:
+    """Plan a small step under each sync, after which every kernel of the planner is compiled on disk."""
+    syncs: tuple[Sync, ...] = ("iteration", "microbatch")
+    for sync in syncs:
+        problem = example_problem(sync, padding_multiple=4)
+        batches = GlobalBatches(long_tail(60), problem, BatchSettings(global_batch_size=63))
+        batch = batches.batch(0)
+        assemble(make_solver(batches).assign(batch), batch, problem)
