@@ -18,8 +18,8 @@ def machine_of(problem: Problem, rank_sets: list[range] | None = None) -> Machin
         sets = _back_to_back(rank_sets, problem.num_ranks)
     return Machine(
         num_ranks=problem.num_ranks,
-        per_node=min(problem.ranks_per_node, problem.num_ranks),
-        budget=problem.tokens_per_rank,
+        ranks_per_node=min(problem.ranks_per_node, problem.num_ranks),
+        tokens_per_rank=problem.tokens_per_rank,
         beta=c.microbatch_seconds,
         intra=c.ring_bytes_per_token / bandwidth.intra_node,
         inter=c.ring_bytes_per_token / bandwidth.inter_node,
@@ -27,8 +27,8 @@ def machine_of(problem: Problem, rank_sets: list[range] | None = None) -> Machin
         exposed=c.exposed_ring_share,
         padding=problem.padding_multiple or 0,
         padding_seconds=c.linear_seconds_per_token,
-        set_first=sets[0],
-        set_ranks=sets[1],
+        group_first=sets[0],
+        group_ranks=sets[1],
         allowed=sets[2],
     )
 

@@ -25,14 +25,14 @@ _MARGIN = 1e-9  # relative; keeps rounding on the safe side
 
 @inlined
 def _alone(i: int, degree: int, sequences: Sequences, machine: Machine) -> float:
-    crosses = degree > machine.per_node or machine.inter < machine.intra
+    crosses = degree > machine.ranks_per_node or machine.inter < machine.intra
     return pack_seconds(sequences.attention[i], sequences.linear[i], sequences.tokens[i], degree, crosses, machine)
 
 
 @kernel
 def _traffic(degree: int, machine: Machine) -> float:
     """Rank-seconds of ring traffic per token on a group of this degree."""
-    return (machine.inter if degree > machine.per_node else min(machine.intra, machine.inter)) * (degree - 1)
+    return (machine.inter if degree > machine.ranks_per_node else min(machine.intra, machine.inter)) * (degree - 1)
 
 
 @kernel
@@ -45,13 +45,13 @@ def _least_area(i: int, makespan: float, outlasting: float, sequences: Sequences
     token bears at least e h (d - 1) / E. All of this grows with d.
     """
     least = np.inf
-    lowest = max(1, (sequences.tokens[i] + machine.budget - 1) // machine.budget)
+    lowest = max(1, (sequences.tokens[i] + machine.tokens_per_rank - 1) // machine.tokens_per_rank)
     for degree in range(lowest, machine.num_ranks + 1):
         if _alone(i, degree, sequences, machine) > makespan:
             continue
         traffic = _traffic(degree, machine)
         tokens = sequences.tokens[i]
-        hops = machine.exposed * machine.hop * (degree - 1) * tokens / machine.budget
+        hops = machine.exposed * machine.hop * (degree - 1) * tokens / machine.tokens_per_rank
         if degree == 1 or (1.0 - machine.exposed) * traffic < outlasting:
             return float(min(least, sequences.work[i] + machine.exposed * traffic * tokens + hops))
         least = min(least, sequences.linear[i] + traffic * tokens + hops)
@@ -69,13 +69,13 @@ def _microbatches(makespan: float, tokens: float, linear_per_token: float, machi
     hull of these points.
     """
     if machine.beta + linear_per_token == 0.0:
-        return tokens / machine.budget
-    whole = np.floor(makespan / (machine.beta + machine.budget * linear_per_token))
-    if tokens <= whole * machine.budget:
-        return tokens / machine.budget
-    low = whole * machine.budget
+        return tokens / machine.tokens_per_rank
+    whole = np.floor(makespan / (machine.beta + machine.tokens_per_rank * linear_per_token))
+    if tokens <= whole * machine.tokens_per_rank:
+        return tokens / machine.tokens_per_rank
+    low = whole * machine.tokens_per_rank
     high = (makespan - (whole + 1.0) * machine.beta) / linear_per_token if linear_per_token > 0.0 else np.inf
-    high = min(high, (whole + 1.0) * machine.budget)
+    high = min(high, (whole + 1.0) * machine.tokens_per_rank)
     if tokens > high:
         return np.inf
     return float(whole + (tokens - low) / (high - low))
@@ -103,12 +103,12 @@ def area_bound(simple: float, waves: bool, sequences: Sequences, machine: Machin
             makespan = refuted * 1.25
         total = 0.0
         for i in range(n):
-            if machine.beta + sequences.work[i] <= makespan and sequences.tokens[i] <= machine.budget:
+            if machine.beta + sequences.work[i] <= makespan and sequences.tokens[i] <= machine.tokens_per_rank:
                 total += sequences.work[i]
             else:
                 total += _least_area(i, makespan, outlasting, sequences, machine)
         count = _microbatches(makespan, tokens, linear_per_token, machine)
-        count = max(1.0, np.ceil(tokens / machine.budget - _MARGIN) if waves else count)
+        count = max(1.0, np.ceil(tokens / machine.tokens_per_rank - _MARGIN) if waves else count)
         if total / machine.num_ranks + machine.beta * count <= makespan:
             held = makespan
             if _step == 0:
@@ -155,12 +155,14 @@ def _wave_of(
     """
     num_ranks, beta = machine.num_ranks, machine.beta
     least = np.inf
-    for degree in range(max(1, (sequences.tokens[j] + machine.budget - 1) // machine.budget), num_ranks + 1):
+    for degree in range(
+        max(1, (sequences.tokens[j] + machine.tokens_per_rank - 1) // machine.tokens_per_rank), num_ranks + 1
+    ):
         shortest = _alone(j, degree, sequences, machine)
         if shortest + more_waves >= least:
             continue
         others = num_ranks - degree
-        held = _densest(float(others * machine.budget), j, by_density, sequences)
+        held = _densest(float(others * machine.tokens_per_rank), j, by_density, sequences)
         traffic = _traffic(degree, machine)
         hides = degree == 1 or sequences.attention[j] >= (1.0 - machine.exposed) * (
             traffic * sequences.tokens[j] + machine.hop * (degree - 1) * degree
@@ -189,7 +191,7 @@ def wave_bound(sequences: Sequences, machine: Machine) -> float:
     """The largest of `_wave_of` over the sequences with the most work."""
     n = len(sequences.work)
     total, tokens = total_of(sequences.work), sequences.tokens.sum()
-    capacity = machine.num_ranks * machine.budget
+    capacity = machine.num_ranks * machine.tokens_per_rank
     more_waves = machine.beta * max(0, (tokens - 1) // capacity)
     density = sequences.work / sequences.tokens
     by_density = np.argsort(-density, kind="mergesort")
@@ -253,9 +255,9 @@ def _make_crowd(count: int, by_density: Int64Array, thin: float, sequences: Sequ
 @kernel
 def _least_member(degree: int, crowd: Crowd, machine: Machine) -> float:
     """Least seconds of a pack on `degree` ranks that holds one of the crowd, or more; infinite over the budget."""
-    if degree * machine.budget < crowd.least_tokens:
+    if degree * machine.tokens_per_rank < crowd.least_tokens:
         return np.inf
-    crosses = degree > machine.per_node or machine.inter < machine.intra
+    crosses = degree > machine.ranks_per_node or machine.inter < machine.intra
     return pack_seconds(crowd.least_attention, crowd.least_linear, crowd.least_tokens, degree, crosses, machine)
 
 
@@ -272,7 +274,7 @@ def _most_done(makespan: float, crowd: Crowd, machine: Machine) -> float:
     some of the crowd adds at most densest t(d) to the work and takes S'(x0) d E of it; its best degree bounds the sum.
     No wave does more than N (makespan - beta).
     """
-    num_ranks, budget = machine.num_ranks, machine.budget
+    num_ranks, budget = machine.num_ranks, machine.tokens_per_rank
     narrowest, most_tokens = 0, 0.0
     for degree in range(1, num_ranks + 1):
         if narrowest == 0 and _least_member(degree, crowd, machine) <= makespan:
@@ -304,7 +306,7 @@ def _most_done(makespan: float, crowd: Crowd, machine: Machine) -> float:
 @inlined
 def _most_tokens(degree: int, makespan: float, thin: float, machine: Machine) -> float:
     """See `_most_done`: the tokens that a pack of this degree can hold and end in time."""
-    most = float(degree * machine.budget)
+    most = float(degree * machine.tokens_per_rank)
     per_token = thin + _traffic(degree, machine)
     if per_token > 0.0:
         hops = machine.hop * (degree - 1)
@@ -324,11 +326,13 @@ def crowd_bound(at_least: float, sequences: Sequences, machine: Machine) -> floa
     """
     n = len(sequences.work)
     total, tokens = total_of(sequences.work), sequences.tokens.sum()
-    more_waves = (tokens - 1) // (machine.num_ranks * machine.budget)
+    more_waves = (tokens - 1) // (machine.num_ranks * machine.tokens_per_rank)
     by_density = np.argsort(-sequences.work / sequences.tokens, kind="mergesort")
     thin = (sequences.linear / sequences.tokens).min()
     longest = np.inf
-    for degree in range((sequences.tokens[0] + machine.budget - 1) // machine.budget, machine.num_ranks + 1):
+    for degree in range(
+        (sequences.tokens[0] + machine.tokens_per_rank - 1) // machine.tokens_per_rank, machine.num_ranks + 1
+    ):
         longest = min(longest, _alone(0, degree, sequences, machine))
     best, count = at_least, 2
     while count <= n:

@@ -9,7 +9,7 @@ import numpy as np
 from fcp_cli.plan.step import FloatArray, Int64Array
 from fcp_cli.planning.compiled.compiling import inlined, kernel
 
-NO_BIN = -1
+NONE = -1
 
 
 class Sequences(NamedTuple):
@@ -25,7 +25,7 @@ class Machine(NamedTuple):
     """The ranks and what a micro-batch costs on them.
 
     Attributes:
-        num_ranks, per_node: ranks r with equal r // per_node share a node; the last node may be smaller.
+        num_ranks, ranks_per_node: ranks r with equal r // ranks_per_node share a node; the last node may be smaller.
         budget: tokens that a rank may hold in one micro-batch.
         beta: seconds of a micro-batch beside its work.
         intra, inter: seconds in which the ring moves one token, inside a node and across nodes.
@@ -33,13 +33,13 @@ class Machine(NamedTuple):
         exposed: share of a ring's seconds that no attention hides.
         padding: what a rank's share of a sequence is padded to a multiple of, in tokens; 0: of nothing.
         padding_seconds: of one token of padding, beside attention.
-        set_first, set_ranks: the rank sets that rings may use, back to back, widest first; none: any.
+        group_first, group_ranks: the rank sets that rings may use, back to back, widest first; none: any.
         allowed: [num_ranks + 1] 1 for each degree that a group may have.
     """
 
     num_ranks: int
-    per_node: int
-    budget: int
+    ranks_per_node: int
+    tokens_per_rank: int
     beta: float
     intra: float
     inter: float
@@ -47,8 +47,8 @@ class Machine(NamedTuple):
     exposed: float
     padding: int
     padding_seconds: float
-    set_first: Int64Array
-    set_ranks: Int64Array
+    group_first: Int64Array
+    group_ranks: Int64Array
     allowed: Int64Array
 
 
@@ -148,10 +148,10 @@ def set_room(tree: Tree, leaf: int, seconds: float, tokens: int) -> None:
 
 @kernel
 def first_with_room(tree: Tree, seconds: float, tokens: int, start: int) -> int:
-    """The first bin from `start` on that has both the seconds and the tokens, or NO_BIN."""
+    """The first bin from `start` on that has both the seconds and the tokens, or NONE."""
     size = len(tree.seconds) >> 1
     if start >= size or tree.seconds[1] < seconds or tree.tokens[1] < tokens:
-        return NO_BIN
+        return NONE
     node = size + start if start else 1
     while True:
         if tree.seconds[node] >= seconds and tree.tokens[node] >= tokens:
@@ -162,7 +162,7 @@ def first_with_room(tree: Tree, seconds: float, tokens: int, start: int) -> int:
         while node & 1:
             node >>= 1
         if node == 0:
-            return NO_BIN
+            return NONE
         node += 1
 
 

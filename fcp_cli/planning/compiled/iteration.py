@@ -1,4 +1,19 @@
-"""`sync: iteration`: the smallest target for which rings and sand fit, then balanced."""
+"""`sync: iteration`: the smallest target for which rings and sand fit, then balanced.
+
+`schedule` knows a target that nothing can beat, and looks for the smallest one above it that works:
+
+    double the gap to the lower bound until everything fits            _attempt
+    bisect between the last gap that did not fit and the first that did
+    try that target and three lower ones, where some sequences end late;
+        balance each, and keep the one that then ends first            sand.balance
+    lay it once more, and balance it
+
+An attempt for one target:
+
+    sequences that no single rank can run by then become rings         _split
+    rings take ranks on the timelines                                  rings.place_rings
+    all else is sand, laid into what rings leave                       sand.fill
+"""
 
 from __future__ import annotations
 
@@ -17,17 +32,18 @@ _MOST_SLOTS = 1 << 26  # of all bins together, 512 MB; more only where the sand 
 
 @kernel
 def _split(target: float, sequences: Sequences, machine: Machine, rings: Rings, sand_order: Int64Array) -> int:
-    """Sequences that no single rank can run by target go to rings; the number of rings. The rest is sand."""
+    """Make rings of the sequences that no single rank can run by target; return how many are left, in sand_order."""
     count = 0
     n = 0
     for i in range(len(sequences.work)):
-        if sequences.tokens[i] > machine.budget or machine.beta + sequences.work[i] > target:
+        if sequences.tokens[i] > machine.tokens_per_rank or machine.beta + sequences.work[i] > target:
             rings.sequence[count] = i
             count += 1
         else:
             sand_order[n] = i
             n += 1
-    return count
+    rings.placed[0] = count
+    return n
 
 
 @kernel
@@ -44,16 +60,13 @@ def _attempt(
     """Lay rings and sand by target.
 
     Returns:
-        How many sequences did not fit, or -1 where a ring did not; the number of rings; that of gaps; the rings.
+        How many sequences end too late, or -1 where a ring does not fit; and the rings, which may have grown.
     """
-    count = _split(target, sequences, machine, rings, sand_order)
-    gaps, rings = place_rings(target, count, sequences, machine, timeline, rings)
-    if gaps < 0:
-        return -1, count, 0, rings
-    left_over = fill(
-        target, sand_order[: len(sequences.work) - count], gaps, count, ride, sequences, machine, timeline, rings, sand
-    )
-    return left_over, count, gaps, rings
+    n = _split(target, sequences, machine, rings, sand_order)
+    all_fit, rings = place_rings(target, sequences, machine, timeline, rings)
+    if not all_fit:
+        return -1, rings
+    return fill(target, sand_order[:n], ride, sequences, machine, timeline, rings, sand), rings
 
 
 @kernel
@@ -67,50 +80,56 @@ def _slots(bins: int, sequences: Sequences, machine: Machine) -> int:
     """
     sand, sand_tokens = 0, 0
     for i in range(len(sequences.tokens)):
-        if sequences.tokens[i] <= machine.budget:
+        if sequences.tokens[i] <= machine.tokens_per_rank:
             sand += 1
             sand_tokens += sequences.tokens[i]
-    all_ranks = machine.num_ranks * machine.budget
-    slots = int(4 * (sequences.tokens.sum() / all_ranks)) + 8
-    return int(min(slots, sand + 1, max(_MOST_SLOTS // bins, int(4 * (sand_tokens / all_ranks)) + 8)))
+    step_tokens = machine.num_ranks * machine.tokens_per_rank
+    slots = int(4 * (sequences.tokens.sum() / step_tokens)) + 8
+    return int(min(slots, sand + 1, max(_MOST_SLOTS // bins, int(4 * (sand_tokens / step_tokens)) + 8)))
 
 
 @kernel
 def schedule(lower: float, ride: bool, work_limit: int, sequences: Sequences, machine: Machine) -> Any:
-    """The best schedule found: (rings, number of rings, sand, gaps, timeline)."""
+    """Return the best schedule found: rings, sand and timelines.
+
+    Args:
+        lower: seconds that no schedule can beat.
+        ride: whether short sequences may ride in rings.
+        work_limit: comparisons of each balancing.
+        sequences: by falling work.
+        machine: the ranks and what a micro-batch costs on them.
+    """
     n = len(sequences.work)
     bins = machine.num_ranks + min(4 * machine.num_ranks, n)
     timeline = make_timeline(machine.num_ranks, bins - machine.num_ranks)
     rings = make_rings(n, machine.num_ranks)
     sand = make_sand(n, bins, _slots(bins, sequences, machine), n)
     sand_order = np.zeros(n, dtype=np.int64)
+    # The gap to the lower bound that fits, and the largest known not to. All ends late enough fit, so this ends.
     gap, infeasible = 0.002, 0.0
     while True:
-        left_over, count, gaps, rings = _attempt(
-            lower * (1.0 + gap), ride, sequences, machine, timeline, rings, sand, sand_order
-        )
-        if left_over == 0:
+        late, rings = _attempt(lower * (1.0 + gap), ride, sequences, machine, timeline, rings, sand, sand_order)
+        if late == 0:
             break
         infeasible = gap
         gap *= 2.0
     while gap - infeasible > 0.0005:
         middle = 0.5 * (gap + infeasible)
-        left_over, count, gaps, rings = _attempt(
-            lower * (1.0 + middle), ride, sequences, machine, timeline, rings, sand, sand_order
-        )
-        if left_over == 0:
+        late, rings = _attempt(lower * (1.0 + middle), ride, sequences, machine, timeline, rings, sand, sand_order)
+        if late == 0:
             gap = middle
         else:
             infeasible = middle
+    # Under a lower target some sequences end late at first; balancing may yet bring their ranks below what fits.
     best, best_target = np.inf, 0.0
     for k in range(4):
         target = lower * (1.0 + gap * (1.0 - k / 4.0))
-        left_over, count, gaps, rings = _attempt(target, ride, sequences, machine, timeline, rings, sand, sand_order)
-        if left_over < 0:
+        late, rings = _attempt(target, ride, sequences, machine, timeline, rings, sand, sand_order)
+        if late < 0:
             break
-        end = balance(target, gaps, work_limit, sequences, machine, sand)
+        end = balance(target, timeline.gaps[0], work_limit, sequences, machine, sand)
         if end < best:
             best, best_target = end, target
-    left_over, count, gaps, rings = _attempt(best_target, ride, sequences, machine, timeline, rings, sand, sand_order)
-    end = balance(best_target, gaps, work_limit, sequences, machine, sand)
-    return rings, count, sand, gaps, timeline
+    late, rings = _attempt(best_target, ride, sequences, machine, timeline, rings, sand, sand_order)
+    balance(best_target, timeline.gaps[0], work_limit, sequences, machine, sand)
+    return rings, sand, timeline

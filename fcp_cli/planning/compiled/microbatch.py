@@ -1,4 +1,19 @@
-"""`sync: microbatch`: successive waves, each by the target that leaves the least behind for what it takes."""
+"""`sync: microbatch`: successive waves, each by the target that leaves the least behind for what it takes.
+
+`search` decides the targets, and `replay` writes down the waves that follow from them:
+
+    while sequences wait, and the waves so far can still beat the best end known:
+        if all that waits may fit into one wave:                                 last_wave
+            find the smallest target by which it does; remember the best end
+        list candidate targets: ends of the longest sequence, and a grid         candidates
+        rate each: target + penalty + least seconds of what it would leave       outlook, _least_for_rest
+        fill waves by the best rated targets; keep the one with the least        _choose_wave
+            seconds + penalty + least seconds of what it really leaves
+        go on with what that wave leaves
+
+No array overflows: every wave takes a sequence at least, so there are at most as many waves as sequences; and the
+groups of a wave share out its ranks, so there are at most as many as ranks (`wave.Wave`).
+"""
 
 from __future__ import annotations
 
@@ -10,71 +25,91 @@ import numpy.typing as npt
 from fcp_cli.plan.step import FloatArray, Int64Array
 from fcp_cli.planning.compiled.compiling import kernel
 from fcp_cli.planning.compiled.core import Machine, Sequences, alone_seconds, with_room_for
-from fcp_cli.planning.compiled.wave import Wave, fill_wave, make_wave, outlook, wave_seconds
+from fcp_cli.planning.compiled.wave import Pool, Wave, fill_wave, make_pool, make_wave, outlook, wave_seconds
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 _REFUSAL = 0.25  # of the seconds that refused work would fill, as a penalty
 
 
+class Targets(NamedTuple):
+    """Candidate targets of one wave.
+
+    Attributes:
+        seconds: [tries] by when the wave would end.
+        value: [tries] predicted seconds of this wave and of all that follow, with the penalty.
+        penalty: [tries] for work that a wave had ranks for, but not by the target.
+    """
+
+    seconds: FloatArray
+    value: FloatArray
+    penalty: FloatArray
+
+
+class Waves(NamedTuple):
+    """A planned step: the groups of all waves that hold sequences, back to back, and the group of every sequence."""
+
+    wave: Int64Array
+    degree: Int64Array
+    ranks: Int64Array
+    group_of: Int64Array
+
+
 @kernel
 def _bound(work: float, tokens: int, machine: Machine) -> float:
-    """Least seconds for so much work and so many tokens: all ranks busy, waves as few as the budget allows."""
-    capacity = machine.num_ranks * machine.budget
-    return work / machine.num_ranks + machine.beta * ((tokens + capacity - 1) // capacity)
+    """Return the least seconds for so much work and so many tokens: all ranks busy, waves as few as tokens allow."""
+    wave_tokens = machine.num_ranks * machine.tokens_per_rank
+    return work / machine.num_ranks + machine.beta * ((tokens + wave_tokens - 1) // wave_tokens)
 
 
 @kernel
-def _totals(alive: Int64Array, count: int, sequences: Sequences) -> Any:
+def _totals(members: Int64Array, count: int, sequences: Sequences) -> Any:
+    """Return work and tokens of the sequences members[:count]."""
     work, tokens = 0.0, 0
     for k in range(count):
-        work += sequences.work[alive[k]]
-        tokens += sequences.tokens[alive[k]]
+        work += sequences.work[members[k]]
+        tokens += sequences.tokens[members[k]]
     return work, tokens
 
 
 @kernel
 def _alone(i: int, degree: int, sequences: Sequences, machine: Machine) -> float:
+    """Return the seconds of sequence i alone on one of the allowed degrees, placed at best."""
     if not machine.allowed[degree]:
         return np.inf
-    return alone_seconds(
-        sequences.attention[i],
-        sequences.linear[i],
-        sequences.tokens[i],
-        degree,
-        degree > machine.per_node,
-        machine,
-    )
+    crosses = degree > machine.ranks_per_node
+    return alone_seconds(sequences.attention[i], sequences.linear[i], sequences.tokens[i], degree, crosses, machine)
 
 
 @kernel
 def _shortest(i: int, sequences: Sequences, machine: Machine) -> float:
-    """Seconds of sequence i alone on the degree that suits it best."""
+    """Return the seconds of sequence i alone on the degree that suits it best."""
     best = np.inf
-    for degree in range((sequences.tokens[i] + machine.budget - 1) // machine.budget, machine.num_ranks + 1):
+    lowest = (sequences.tokens[i] + machine.tokens_per_rank - 1) // machine.tokens_per_rank
+    for degree in range(lowest, machine.num_ranks + 1):
         best = min(best, _alone(i, degree, sequences, machine))
     return best
 
 
 @kernel
-def _rest(
-    work: float, tokens: int, longest: int, shortest: FloatArray, sequences: Sequences, machine: Machine
+def _least_for_rest(
+    work: float, tokens: int, longest: int, pool: Pool, sequences: Sequences, machine: Machine
 ) -> float:
-    """Least seconds of what a wave leaves, its longest sequence given or -1; `shortest` remembers `_shortest`."""
+    """Return the least seconds for what a wave leaves; `longest` is its longest sequence, -1 where it leaves none."""
     if longest < 0:
         return 0.0
-    if shortest[longest] == 0.0:
-        shortest[longest] = _shortest(longest, sequences, machine)
-    return float(max(_bound(work, tokens, machine), shortest[longest]))
+    if pool.shortest[longest] == 0.0:
+        pool.shortest[longest] = _shortest(longest, sequences, machine)
+    return float(max(_bound(work, tokens, machine), pool.shortest[longest]))
 
 
 @kernel
-def _densest(alive: Int64Array, count: int, sequences: Sequences, machine: Machine) -> float:
-    """Seconds of a wave that holds its whole budget of the longest sequences, spread evenly."""
-    work, room = 0.0, machine.num_ranks * machine.budget
+def _densest(count: int, pool: Pool, sequences: Sequences, machine: Machine) -> float:
+    """Return the seconds of a wave whose ranks are all full of the longest sequences, spread evenly."""
+    work, room = 0.0, machine.num_ranks * machine.tokens_per_rank
     for k in range(count):
-        tokens = sequences.tokens[alive[k]]
-        work += min(1.0, room / tokens) * sequences.work[alive[k]]
+        tokens = sequences.tokens[pool.waiting[k]]
+        work += min(1.0, room / tokens) * sequences.work[pool.waiting[k]]
         room -= tokens
         if room <= 0:
             break
@@ -82,15 +117,19 @@ def _densest(alive: Int64Array, count: int, sequences: Sequences, machine: Machi
 
 
 @kernel
-def candidates(alive: Int64Array, count: int, sequences: Sequences, machine: Machine, out: FloatArray) -> int:
-    """Targets worth a look for the next wave: those at which its longest sequence just ends, and a grid."""
-    longest = alive[0]
-    work, _tokens = _totals(alive, count, sequences)
+def candidates(count: int, out: FloatArray, pool: Pool, sequences: Sequences, machine: Machine) -> int:
+    """Write targets worth trying for the next wave to `out`, and return how many: all that there is space for.
+
+    The first half at most are those at which the longest sequence just ends, on each degree that is a few percent
+    quicker than the one before; the rest is a grid from its shortest time up to that of the densest wave.
+    """
+    longest = pool.waiting[0]
+    work, _tokens = _totals(pool.waiting, count, sequences)
     lowest = _shortest(longest, sequences, machine)
-    highest = min(machine.beta + 1.02 * work / machine.num_ranks, 1.6 * _densest(alive, count, sequences, machine))
+    highest = min(machine.beta + 1.02 * work / machine.num_ranks, 1.6 * _densest(count, pool, sequences, machine))
     highest = max(1.3 * lowest, highest)
     n, previous = 0, np.inf
-    first = (sequences.tokens[longest] + machine.budget - 1) // machine.budget
+    first = (sequences.tokens[longest] + machine.tokens_per_rank - 1) // machine.tokens_per_rank
     for degree in range(first, machine.num_ranks + 1):
         seconds = _alone(longest, degree, sequences, machine)
         if seconds <= highest + 1e-12 and seconds < previous * 0.97 and n < len(out) // 2:
@@ -111,21 +150,19 @@ def last_wave(
     pair: bool,
     limit: float,
     tolerance: float,
-    alive: Int64Array,
     count: int,
-    scratch: Int64Array,
-    later: Int64Array,
+    pool: Pool,
     sequences: Sequences,
     machine: Machine,
     wave: Wave,
 ) -> float:
-    """The smallest target found by which everything alive fits in one wave, or infinity if it is over the limit."""
-    work, tokens = _totals(alive, count, sequences)
-    low = max(_bound(work, tokens, machine), _shortest(alive[0], sequences, machine))
+    """Return the smallest target found by which all that waits fits in one wave, or infinity if it exceeds `limit`."""
+    work, tokens = _totals(pool.waiting, count, sequences)
+    low = max(_bound(work, tokens, machine), _shortest(pool.waiting[0], sequences, machine))
     # Not every batch within the budget of all ranks can be packed into it: give up well above the bound.
     limit = min(limit, 4.0 * low)
     high, step = low, 0.0025
-    while fill_wave(high, pair, alive, count, scratch, later, sequences, machine, wave):
+    while fill_wave(high, pair, count, pool, sequences, machine, wave):
         low = high
         high *= 1.0 + step
         step *= 2.0
@@ -133,7 +170,7 @@ def last_wave(
             return np.inf
     while high - low > tolerance:
         middle = 0.5 * (low + high)
-        if fill_wave(middle, pair, alive, count, scratch, later, sequences, machine, wave):
+        if fill_wave(middle, pair, count, pool, sequences, machine, wave):
             low = middle
         else:
             high = middle
@@ -141,87 +178,105 @@ def last_wave(
 
 
 @kernel
+def _rate(count: int, targets: Targets, pool: Pool, sequences: Sequences, machine: Machine, wave: Wave) -> int:
+    """List the candidate targets of the next wave with what each seems worth; return how many there are."""
+    found = candidates(count, targets.seconds, pool, sequences, machine)
+    for c in range(found):
+        work, tokens, refused, longest = outlook(targets.seconds[c], count, pool, sequences, machine, wave)
+        targets.penalty[c] = _REFUSAL * refused / machine.num_ranks
+        rest = _least_for_rest(work, tokens, longest, pool, sequences, machine)
+        targets.value[c] = targets.seconds[c] + targets.penalty[c] + rest
+    return found
+
+
+@kernel
+def _fill_and_rate(
+    target: float, pair: bool, count: int, pool: Pool, sequences: Sequences, machine: Machine, wave: Wave
+) -> Any:
+    """Fill a wave; return its seconds, the least seconds for what it leaves, and how many sequences that are.
+
+    A wave that takes nothing lasts forever.
+    """
+    left = fill_wave(target, pair, count, pool, sequences, machine, wave)
+    if left == count:
+        return np.inf, 0.0, left
+    work, tokens = _totals(pool.left_over, left, sequences)
+    longest = pool.left_over[0] if left else -1
+    return wave_seconds(machine, wave), _least_for_rest(work, tokens, longest, pool, sequences, machine), left
+
+
+@kernel
+def _choose_wave(
+    fills: int, count: int, targets: Targets, pool: Pool, sequences: Sequences, machine: Machine, wave: Wave
+) -> Any:
+    """Choose the next wave among the `fills` best rated targets, and keep what it leaves in `pool.kept`.
+
+    Waves are filled with single ranks in pairs; at last once more with the winner's target and ranks one by one. Where
+    no target took anything that is the first one, by which the longest sequence ends.
+
+    Returns:
+        The target, whether single ranks go in pairs, and how many sequences are left, or -1 where nothing fits.
+    """
+    found = _rate(count, targets, pool, sequences, machine, wave)
+    by_value = np.argsort(targets.value[:found], kind="mergesort")
+    least, chosen, chosen_pair, kept = np.inf, 0, True, -1
+    tried = min(fills, found)
+    for x in range(tried + 1):
+        pair = x < tried
+        c = by_value[x] if pair else chosen
+        if pair and targets.value[c] >= least:
+            continue
+        seconds, rest, left = _fill_and_rate(targets.seconds[c], pair, count, pool, sequences, machine, wave)
+        value = seconds + targets.penalty[c] + rest
+        if value < least:
+            least, chosen, chosen_pair, kept = value, c, pair, left
+            pool.kept[:left] = pool.left_over[:left]
+    return targets.seconds[chosen], chosen_pair, kept
+
+
+@kernel
 def search(tries: int, fills: int, sequences: Sequences, machine: Machine) -> Any:
-    """Greedy over waves; (seconds, target of each wave, whether its single ranks go in pairs)."""
+    """Search greedily over waves, as the module says.
+
+    Args:
+        tries: candidate targets rated for each wave.
+        fills: of which so many are filled.
+        sequences: by falling work.
+        machine: the ranks and what a micro-batch costs on them.
+
+    Returns:
+        Seconds of the step, the target of each wave, and whether its single ranks go in pairs.
+    """
     n = len(sequences.work)
-    wave = make_wave(n, machine)
-    alive, count = np.arange(n), n
-    child, later, kept = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
-    options, values, penalty = np.zeros(tries), np.zeros(tries), np.zeros(tries)
+    wave, pool, count = make_wave(n, machine), make_pool(n), n
+    options = Targets(np.zeros(tries), np.zeros(tries), np.zeros(tries))
     targets, pairs = np.zeros(n), np.zeros(n, dtype=np.bool_)
-    shortest = np.zeros(n)
+    total, _ = _totals(pool.waiting, count, sequences)
+    tolerance = 5e-4 * total / machine.num_ranks
     done = 0.0
-    best, best_waves, best_last, best_pairs = np.inf, 0, 0.0, True
-    total, _ = _totals(alive, count, sequences)
+    best, best_wave, best_target, best_pair = np.inf, 0, 0.0, True
     for w in range(n):
-        work, tokens = _totals(alive, count, sequences)
+        work, tokens = _totals(pool.waiting, count, sequences)
         if done + _bound(work, tokens, machine) >= best:
             break
-        if tokens <= machine.num_ranks * machine.budget:
-            for use_pairs in (True, False):
-                last = last_wave(
-                    use_pairs,
-                    best - done,
-                    5e-4 * total / machine.num_ranks,
-                    alive,
-                    count,
-                    child,
-                    later,
-                    sequences,
-                    machine,
-                    wave,
-                )
+        if tokens <= machine.num_ranks * machine.tokens_per_rank:
+            for pair in (True, False):
+                last = last_wave(pair, best - done, tolerance, count, pool, sequences, machine, wave)
                 if done + last < best:
-                    best, best_waves, best_last, best_pairs = done + last, w, last, use_pairs
-        m = candidates(alive, count, sequences, machine, options)
-        for c in range(m):
-            work, tokens, refused, longest = outlook(options[c], alive, count, child, later, sequences, machine, wave)
-            penalty[c] = _REFUSAL * refused / machine.num_ranks
-            values[c] = options[c] + penalty[c] + _rest(work, tokens, longest, shortest, sequences, machine)
-        by_value = np.argsort(values[:m], kind="mergesort")
-        chosen, chosen_pairs, chosen_value, kept_count = 0.0, True, np.inf, 0
-        chosen_option = 0
-        for x in range(min(fills, m) + 2):
-            # At last the winner without pairs; and the first target, by which the longest sequence surely ends.
-            c = by_value[x] if x < min(fills, m) else (chosen_option if x == min(fills, m) else 0)
-            target = options[c]
-            use_pairs = x < min(fills, m)
-            if use_pairs and values[c] >= chosen_value:
-                continue
-            if x == min(fills, m) + 1 and chosen_value < np.inf:
-                continue
-            rest = fill_wave(target, use_pairs, alive, count, child, later, sequences, machine, wave)
-            if rest == count:
-                continue
-            seconds = wave_seconds(machine, wave)
-            work, tokens = _totals(child, rest, sequences)
-            longest = child[0] if rest else -1
-            value = seconds + penalty[c] + _rest(work, tokens, longest, shortest, sequences, machine)
-            if value < chosen_value:
-                chosen, chosen_pairs, chosen_value, kept_count = target, use_pairs, value, rest
-                chosen_option = c
-                kept[:rest] = child[:rest]
-        if chosen_value == np.inf:
+                    best, best_wave, best_target, best_pair = done + last, w, last, pair
+        target, pair, left = _choose_wave(fills, count, options, pool, sequences, machine, wave)
+        if left < 0:
             break
-        targets[w], pairs[w] = chosen, chosen_pairs
-        done += chosen
-        count = kept_count
-        alive[:count] = kept[:count]
+        targets[w], pairs[w] = target, pair
+        done += target
+        count = left
+        pool.waiting[:count] = pool.kept[:count]
         if count == 0:
             if done < best:
-                best, best_waves, best_last, best_pairs = done, w, chosen, chosen_pairs
+                best, best_wave, best_target, best_pair = done, w, target, pair
             break
-    targets[best_waves], pairs[best_waves] = best_last, best_pairs
-    return best, targets[: best_waves + 1], pairs[: best_waves + 1]
-
-
-class Waves(NamedTuple):
-    """A planned step: the bins of all waves that hold sequences, back to back, and the bin of every sequence."""
-
-    wave: Int64Array
-    degree: Int64Array
-    ranks: Int64Array
-    bin_of: Int64Array
+    targets[best_wave], pairs[best_wave] = best_target, best_pair
+    return best, targets[: best_wave + 1], pairs[: best_wave + 1]
 
 
 @kernel
@@ -229,32 +284,30 @@ def replay(targets: FloatArray, pairs: BoolArray, sequences: Sequences, machine:
     """Fill the waves once more and write down who runs what.
 
     Returns:
-        The waves, the number of bins, that of the bins' ranks, and how many sequences are left over.
+        The waves, the number of groups, that of the groups' ranks, and how many sequences are left over.
     """
-    n, num_waves = len(sequences.work), len(targets)
-    wave = make_wave(n, machine)
-    alive, count = np.arange(n), n
-    child, later = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
-    # Every bin holds a sequence, so there are at most as many bins; of ranks there may be many times more.
+    n = len(sequences.work)
+    wave, pool, count = make_wave(n, machine), make_pool(n), n
+    # Every group holds a sequence, so there are at most as many groups; of ranks there may be many times more.
     wave_of, degree_of = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
-    ranks_of, bin_of = np.zeros(machine.num_ranks, dtype=np.int64), np.full(n, -1)
-    number_of = np.zeros(machine.num_ranks, dtype=np.int64)  # among all bins, of each bin of the wave
-    bins, ranks = 0, 0
-    for w in range(num_waves):
-        wave.item_bin[:] = -1
-        rest = fill_wave(targets[w], pairs[w], alive, count, child, later, sequences, machine, wave)
+    ranks_of, group_of = np.zeros(machine.num_ranks, dtype=np.int64), np.full(n, -1)
+    number_of = np.zeros(machine.num_ranks, dtype=np.int64)  # among all groups, of each group of the wave
+    groups, ranks = 0, 0
+    for w in range(len(targets)):
+        wave.group_of[:] = -1
+        left = fill_wave(targets[w], pairs[w], count, pool, sequences, machine, wave)
         ranks_of = with_room_for(ranks + machine.num_ranks, ranks_of)
-        for b in range(wave.bins[0]):
-            if wave.tokens[b] == 0:
+        for g in range(wave.groups[0]):
+            if wave.tokens[g] == 0:
                 continue
-            wave_of[bins], degree_of[bins], number_of[b] = w, wave.degree[b], bins
-            bins += 1
-            for k in range(wave.first[b], wave.first[b + 1]):
+            wave_of[groups], degree_of[groups], number_of[g] = w, wave.degree[g], groups
+            groups += 1
+            for k in range(wave.first[g], wave.first[g + 1]):
                 ranks_of[ranks] = wave.ranks[k]
                 ranks += 1
         for k in range(count):
-            if wave.item_bin[alive[k]] >= 0:
-                bin_of[alive[k]] = number_of[wave.item_bin[alive[k]]]
-        alive[:rest] = child[:rest]
-        count = rest
-    return Waves(wave_of, degree_of, ranks_of, bin_of), bins, ranks, count
+            if wave.group_of[pool.waiting[k]] >= 0:
+                group_of[pool.waiting[k]] = number_of[wave.group_of[pool.waiting[k]]]
+        pool.waiting[:left] = pool.left_over[:left]
+        count = left
+    return Waves(wave_of, degree_of, ranks_of, group_of), groups, ranks, count

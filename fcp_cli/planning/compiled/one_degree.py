@@ -9,7 +9,7 @@ import numpy as np
 from fcp_cli.plan.step import Int64Array
 from fcp_cli.planning.compiled.compiling import inlined, kernel
 from fcp_cli.planning.compiled.core import (
-    NO_BIN,
+    NONE,
     Machine,
     Sequences,
     first_with_room,
@@ -39,7 +39,7 @@ def full_packs(capacity: int, by_tokens: Int64Array, sequences: Sequences) -> An
     for i in by_tokens:
         pack = first_with_room(tree, 0.0, sequences.tokens[i], 0)
         room = capacity
-        if pack == NO_BIN:
+        if pack == NONE:
             pack = count
             count += 1
         else:
@@ -102,7 +102,7 @@ def share_out(degree: int, waves: bool, pack_of: Int64Array, packs: int, sequenc
         linear[pack_of[i]] += sequences.linear[i]
         tokens[pack_of[i]] += sequences.tokens[i]
     # Groups of a degree that does not divide a node lie partly across two: packs are ranked as if all did.
-    crosses = machine.per_node % degree != 0
+    crosses = machine.ranks_per_node % degree != 0
     seconds = np.empty(packs)
     for p in range(packs):
         seconds[p] = pack_seconds(attention[p], linear[p], tokens[p], degree, crosses, machine)
@@ -117,7 +117,7 @@ def share_out(degree: int, waves: bool, pack_of: Int64Array, packs: int, sequenc
         group = k % groups if waves else roomiest(expected)
         group_of[k] = group
         first = group * degree
-        crosses = first // machine.per_node != (first + degree - 1) // machine.per_node
+        crosses = first // machine.ranks_per_node != (first + degree - 1) // machine.ranks_per_node
         taken = pack_seconds(attention[p], linear[p], tokens[p], degree, crosses, machine)
         if waves:
             if group == 0:
@@ -133,8 +133,8 @@ def share_out(degree: int, waves: bool, pack_of: Int64Array, packs: int, sequenc
 @inlined
 def _at_least(degree: int, attention: float, linear: float, tokens: int, machine: Machine) -> float:
     """Least seconds of so much work on groups of one degree: all busy, packs as few as the budget allows."""
-    traffic = (machine.inter if degree > machine.per_node else min(machine.intra, machine.inter)) * (degree - 1)
-    packs = max(1.0, tokens / (degree * machine.budget))
+    traffic = (machine.inter if degree > machine.ranks_per_node else min(machine.intra, machine.inter)) * (degree - 1)
+    packs = max(1.0, tokens / (degree * machine.tokens_per_rank))
     ring = traffic * tokens + machine.hop * (degree - 1) * degree * packs
     hidden = max(attention, (1.0 - machine.exposed) * ring) if degree > 1 else attention
     return (machine.beta * degree * packs + linear + hidden + machine.exposed * ring) / machine.num_ranks
@@ -143,7 +143,7 @@ def _at_least(degree: int, attention: float, linear: float, tokens: int, machine
 @inlined
 def _alone(i: int, degree: int, sequences: Sequences, machine: Machine) -> float:
     """Least seconds of a pack that holds this sequence."""
-    crosses = degree > machine.per_node or machine.inter < machine.intra
+    crosses = degree > machine.ranks_per_node or machine.inter < machine.intra
     return pack_seconds(sequences.attention[i], sequences.linear[i], sequences.tokens[i], degree, crosses, machine)
 
 
@@ -157,7 +157,7 @@ def quickest(seconds: float, degrees: Int64Array, waves: bool, sequences: Sequen
     by_tokens = longest_first(sequences)
     attention, linear, tokens = total_of(sequences.attention), total_of(sequences.linear), sequences.tokens.sum()
     for degree in degrees:
-        capacity = degree * machine.budget
+        capacity = degree * machine.tokens_per_rank
         if sequences.tokens[by_tokens[0]] > capacity:
             continue
         least = max(

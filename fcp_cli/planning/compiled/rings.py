@@ -17,7 +17,13 @@ from fcp_cli.planning.compiled.core import Machine, Sequences, alone_seconds, wi
 
 
 class Rings(NamedTuple):
-    """Groups of degree > 1, in the order in which they were placed; `first` has one more entry: ranks used so far.
+    """Groups of degree > 1, in the order in which they were placed.
+
+    Attributes:
+        sequence, degree, crosses, start, end: [sequences] per ring.
+        first: [sequences + 1] where the ranks of each ring begin in `ranks`.
+        ranks: of all rings, back to back.
+        placed: [1] number of rings.
 
     Each sequence runs in one ring at most, so [sequences] entries suffice for all but `ranks`: what the rings need
     together is known only once they are placed, and may be every rank for every sequence. `place_rings` makes it grow.
@@ -30,20 +36,31 @@ class Rings(NamedTuple):
     end: FloatArray
     first: Int64Array
     ranks: Int64Array
+    placed: Int64Array
 
 
 class Timeline(NamedTuple):
-    """Per rank, the second from which it is free; per node, its ranks by that second; waits that could be filled."""
+    """What rings leave of the ranks' time.
+
+    Attributes:
+        free: [num_ranks] second from which each rank is free.
+        order: [num_ranks] the ranks of each node by that second.
+        gap_rank, gap_start, gap_end: waits of ranks before a ring that something could fill, as many as there is
+            space for: those beyond are lost to planning, but never written.
+        gaps: [1] number of these waits.
+    """
 
     free: FloatArray
     order: Int64Array
     gap_rank: Int64Array
     gap_start: FloatArray
     gap_end: FloatArray
+    gaps: Int64Array
 
 
 @kernel
 def make_rings(count: int, num_ranks: int) -> Any:
+    """Make space for `count` rings; that for their ranks grows when they are placed."""
     return Rings(
         np.zeros(count, dtype=np.int64),
         np.zeros(count, dtype=np.int64),
@@ -52,6 +69,7 @@ def make_rings(count: int, num_ranks: int) -> Any:
         np.zeros(count),
         np.zeros(count + 1, dtype=np.int64),
         np.zeros(num_ranks, dtype=np.int64),
+        np.zeros(1, dtype=np.int64),
     )
 
 
@@ -66,18 +84,20 @@ def _with_ranks_for(needed: int, rings: Rings) -> Any:
         rings.end,
         rings.first,
         with_room_for(needed, rings.ranks),
+        rings.placed,
     )
 
 
 @kernel
 def make_timeline(num_ranks: int, gaps: int) -> Any:
-    """Make timelines that remember at most `gaps` waits; `_book` forgets the rest."""
+    """Make timelines with space for `gaps` waits."""
     return Timeline(
         np.zeros(num_ranks),
         np.arange(num_ranks),
         np.zeros(gaps, dtype=np.int64),
         np.zeros(gaps),
         np.zeros(gaps),
+        np.zeros(1, dtype=np.int64),
     )
 
 
@@ -85,12 +105,12 @@ def make_timeline(num_ranks: int, gaps: int) -> Any:
 def _inside_a_node(
     i: int, target: float, bound: float, sequences: Sequences, machine: Machine, timeline: Timeline
 ) -> Any:
-    """The least waste of sequence i inside one node: (waste, degree, node, last), last counting in the node's order."""
+    """Find the least waste of sequence i inside one node: waste, degree, node, last rank in the node's order."""
     attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
-    lowest = max(2, (tokens + machine.budget - 1) // machine.budget)
-    nodes = (machine.num_ranks + machine.per_node - 1) // machine.per_node
+    lowest = max(2, (tokens + machine.tokens_per_rank - 1) // machine.tokens_per_rank)
+    nodes = (machine.num_ranks + machine.ranks_per_node - 1) // machine.ranks_per_node
     best, best_degree, best_node, best_last = bound, 0, -1, 0
-    for degree in range(lowest, min(machine.per_node, machine.num_ranks) + 1):
+    for degree in range(lowest, min(machine.ranks_per_node, machine.num_ranks) + 1):
         seconds = alone_seconds(attention, linear, tokens, degree, False, machine)
         if seconds > target:
             continue
@@ -98,8 +118,8 @@ def _inside_a_node(
         if extra >= best:
             break
         for node in range(nodes):
-            base = node * machine.per_node
-            size = min(machine.per_node, machine.num_ranks - base)
+            base = node * machine.ranks_per_node
+            size = min(machine.ranks_per_node, machine.num_ranks - base)
             for last in range(degree - 1, size):
                 start = timeline.free[timeline.order[base + last]]
                 left = target - start - seconds
@@ -117,13 +137,13 @@ def _inside_a_node(
 
 @kernel
 def _earliest_nodes(degree: int, machine: Machine, timeline: Timeline, chosen: Int64Array) -> float:
-    """Choose whole nodes, and one more for the rest, that are free soonest; returns from when all are free."""
-    whole, rest = degree // machine.per_node, degree % machine.per_node
-    full = machine.num_ranks // machine.per_node
-    nodes = (machine.num_ranks + machine.per_node - 1) // machine.per_node
+    """Choose whole nodes, and one more for the rest, that are free soonest; return from when all are free."""
+    whole, rest = degree // machine.ranks_per_node, degree % machine.ranks_per_node
+    full = machine.num_ranks // machine.ranks_per_node
+    nodes = (machine.num_ranks + machine.ranks_per_node - 1) // machine.ranks_per_node
     free_from = np.empty(full)
     for node in range(full):
-        free_from[node] = timeline.free[timeline.order[node * machine.per_node + machine.per_node - 1]]
+        free_from[node] = timeline.free[timeline.order[node * machine.ranks_per_node + machine.ranks_per_node - 1]]
     by_time = np.argsort(free_from, kind="mergesort")
     taken = np.zeros(nodes, dtype=np.bool_)
     start = 0.0
@@ -134,7 +154,7 @@ def _earliest_nodes(degree: int, machine: Machine, timeline: Timeline, chosen: I
     if rest:
         soonest = np.inf
         for node in range(nodes):
-            base = node * machine.per_node
+            base = node * machine.ranks_per_node
             if taken[node] or base + rest > machine.num_ranks:
                 continue
             free = timeline.free[timeline.order[base + rest - 1]]
@@ -149,10 +169,10 @@ def _earliest_nodes(degree: int, machine: Machine, timeline: Timeline, chosen: I
 def _across_nodes(
     i: int, target: float, bound: float, sequences: Sequences, machine: Machine, timeline: Timeline, chosen: Int64Array
 ) -> Any:
-    """The least waste of sequence i on more than one node: (waste, degree)."""
+    """Find the least waste of sequence i on more than one node, and its degree; 0 where `bound` is less."""
     attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
-    per_node = machine.per_node
-    lowest = max(per_node + 1, (tokens + machine.budget - 1) // machine.budget)
+    ranks_per_node = machine.ranks_per_node
+    lowest = max(ranks_per_node + 1, (tokens + machine.tokens_per_rank - 1) // machine.tokens_per_rank)
     best, best_degree = bound, 0
     degree = lowest
     while degree <= machine.num_ranks:
@@ -165,29 +185,29 @@ def _across_nodes(
             left = target - start - seconds
             if left >= 0.0:
                 waste = extra + (degree * left if left < 1.5 * machine.beta else 0.0)
-                whole, rest = degree // per_node, degree % per_node
+                whole, rest = degree // ranks_per_node, degree % ranks_per_node
                 for k in range(whole):
-                    for r in range(chosen[k] * per_node, (chosen[k] + 1) * per_node):
+                    for r in range(chosen[k] * ranks_per_node, (chosen[k] + 1) * ranks_per_node):
                         waste += start - timeline.free[r]
                 for k in range(rest):
-                    waste += start - timeline.free[timeline.order[chosen[whole] * per_node + k]]
+                    waste += start - timeline.free[timeline.order[chosen[whole] * ranks_per_node + k]]
                 if waste < best:
                     best, best_degree = waste, degree
-        degree = degree + 1 if degree < lowest + per_node else (degree // per_node + 1) * per_node
+        degree = degree + 1 if degree < lowest + ranks_per_node else (degree // ranks_per_node + 1) * ranks_per_node
     return best, best_degree
 
 
 @kernel
 def _from_catalogue(i: int, target: float, sequences: Sequences, machine: Machine, timeline: Timeline) -> int:
-    """The rank set that wastes least if it runs sequence i by target, or -1."""
+    """Return the group of the catalogue that wastes least if it runs sequence i by target, or -1."""
     attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
     best, best_set = np.inf, -1
-    for s in range(len(machine.set_first) - 1):
-        ranks = machine.set_ranks[machine.set_first[s] : machine.set_first[s + 1]]
+    for s in range(len(machine.group_first) - 1):
+        ranks = machine.group_ranks[machine.group_first[s] : machine.group_first[s + 1]]
         degree = len(ranks)
-        if degree * machine.budget < tokens:
+        if degree * machine.tokens_per_rank < tokens:
             break  # the widest come first
-        seconds = alone_seconds(attention, linear, tokens, degree, degree > machine.per_node, machine)
+        seconds = alone_seconds(attention, linear, tokens, degree, degree > machine.ranks_per_node, machine)
         start = 0.0
         for r in ranks:
             start = max(start, timeline.free[r])
@@ -205,9 +225,9 @@ def _from_catalogue(i: int, target: float, sequences: Sequences, machine: Machin
 @kernel
 def _sort_node(node: int, machine: Machine, timeline: Timeline) -> None:
     """Bring the ranks of a node back into the order in which they are free."""
-    base = node * machine.per_node
+    base = node * machine.ranks_per_node
     order, free = timeline.order, timeline.free
-    for x in range(base + 1, min(base + machine.per_node, machine.num_ranks)):
+    for x in range(base + 1, min(base + machine.ranks_per_node, machine.num_ranks)):
         rank = order[x]
         y = x
         while y > base and (
@@ -219,74 +239,91 @@ def _sort_node(node: int, machine: Machine, timeline: Timeline) -> None:
 
 
 @kernel
-def place_rings(
-    target: float, count: int, sequences: Sequences, machine: Machine, timeline: Timeline, rings: Rings
-) -> Any:
-    """Place the sequences rings.sequence[:count], in that order, to end by target.
+def place_rings(target: float, sequences: Sequences, machine: Machine, timeline: Timeline, rings: Rings) -> Any:
+    """Place the sequences rings.sequence[:rings.placed[0]], in that order, to end by target.
 
     Returns:
-        The number of gaps, or -1 where a sequence does not fit; and the rings, whose `ranks` may have grown.
+        Whether all fit; and the rings, whose `ranks` may have grown.
     """
-    per_node = machine.per_node
     for rank in range(machine.num_ranks):
         timeline.free[rank] = 0.0
         timeline.order[rank] = rank
-    # `_earliest_nodes` chooses whole nodes, of which there are num_ranks // per_node, and at most one more.
-    chosen = np.zeros(machine.num_ranks // per_node + 1, dtype=np.int64)
-    gaps = 0
-    for g in range(count):
-        i = rings.sequence[g]
-        n = rings.first[g]
-        if len(machine.set_first) > 1:
-            chosen_set = _from_catalogue(i, target, sequences, machine, timeline)
-            if chosen_set < 0:
-                return -1, rings
-            rings = _with_ranks_for(n + machine.set_first[chosen_set + 1] - machine.set_first[chosen_set], rings)
-            for k in range(machine.set_first[chosen_set], machine.set_first[chosen_set + 1]):
-                rings.ranks[n] = machine.set_ranks[k]
-                n += 1
-            rings.first[g + 1] = n
-            degree = n - rings.first[g]
-            gaps = _book(g, degree, degree > per_node, gaps, sequences, machine, timeline, rings)
-            continue
-        waste, degree, node, last = _inside_a_node(i, target, np.inf, sequences, machine, timeline)
-        wide_degree = 0
-        if machine.num_ranks > per_node:
-            waste, wide_degree = _across_nodes(i, target, waste, sequences, machine, timeline, chosen)
-        if waste == np.inf:
-            return -1, rings
-        if wide_degree:
-            degree = wide_degree
-        rings = _with_ranks_for(n + degree, rings)
-        if wide_degree:
-            _earliest_nodes(degree, machine, timeline, chosen)
-            for k in range(degree // per_node):
-                for r in range(chosen[k] * per_node, (chosen[k] + 1) * per_node):
-                    rings.ranks[n] = r
-                    n += 1
-            for k in range(degree % per_node):
-                rings.ranks[n] = timeline.order[chosen[degree // per_node] * per_node + k]
-                n += 1
+    timeline.gaps[0] = 0
+    # `_earliest_nodes` chooses whole nodes, of which there are num_ranks // ranks_per_node, and at most one more.
+    chosen = np.zeros(machine.num_ranks // machine.ranks_per_node + 1, dtype=np.int64)
+    for g in range(rings.placed[0]):
+        if len(machine.group_first) > 1:
+            degree, crosses, rings = _take_from_catalogue(g, target, sequences, machine, timeline, rings)
         else:
-            for k in range(last - degree + 1, last + 1):
-                rings.ranks[n] = timeline.order[node * per_node + k]
-                n += 1
-        rings.first[g + 1] = n
-        gaps = _book(g, degree, wide_degree > 0, gaps, sequences, machine, timeline, rings)
-    return gaps, rings
+            degree, crosses, rings = _take_any(g, target, chosen, sequences, machine, timeline, rings)
+        if degree == 0:
+            return False, rings
+        rings.first[g + 1] = rings.first[g] + degree
+        _enter_ring(g, degree, crosses, sequences, machine, timeline, rings)
+    return True, rings
 
 
 @kernel
-def _book(
+def _take_from_catalogue(
+    g: int, target: float, sequences: Sequences, machine: Machine, timeline: Timeline, rings: Rings
+) -> Any:
+    """Give ring g the ranks of a group of the catalogue: its degree, 0 if none ends by target; if it crosses; rings."""
+    chosen = _from_catalogue(rings.sequence[g], target, sequences, machine, timeline)
+    if chosen < 0:
+        return 0, False, rings
+    first, begin = rings.first[g], machine.group_first[chosen]
+    degree = machine.group_first[chosen + 1] - begin
+    rings = _with_ranks_for(first + degree, rings)
+    for k in range(degree):
+        rings.ranks[first + k] = machine.group_ranks[begin + k]
+    return degree, degree > machine.ranks_per_node, rings
+
+
+@kernel
+def _take_any(
     g: int,
-    degree: int,
-    crosses: bool,
-    gaps: int,
+    target: float,
+    chosen: Int64Array,
     sequences: Sequences,
     machine: Machine,
     timeline: Timeline,
     rings: Rings,
-) -> int:
+) -> Any:
+    """Give ring g the ranks that waste least: its degree, 0 if none end by target; whether it crosses nodes; rings."""
+    i, n, ranks_per_node = rings.sequence[g], rings.first[g], machine.ranks_per_node
+    waste, degree, node, last = _inside_a_node(i, target, np.inf, sequences, machine, timeline)
+    wide_degree = 0
+    if machine.num_ranks > ranks_per_node:
+        waste, wide_degree = _across_nodes(i, target, waste, sequences, machine, timeline, chosen)
+    if waste == np.inf:
+        return 0, False, rings
+    if wide_degree == 0:
+        rings = _with_ranks_for(n + degree, rings)
+        for k in range(degree):
+            rings.ranks[n + k] = timeline.order[node * ranks_per_node + last - degree + 1 + k]
+        return degree, False, rings
+    rings = _with_ranks_for(n + wide_degree, rings)
+    _earliest_nodes(wide_degree, machine, timeline, chosen)  # the search may have ended with another degree's nodes
+    whole, rest = wide_degree // ranks_per_node, wide_degree % ranks_per_node
+    for k in range(whole):
+        for r in range(chosen[k] * ranks_per_node, (chosen[k] + 1) * ranks_per_node):
+            rings.ranks[n] = r
+            n += 1
+    for k in range(rest):
+        rings.ranks[n + k] = timeline.order[chosen[whole] * ranks_per_node + k]
+    return wide_degree, True, rings
+
+
+@kernel
+def _enter_ring(
+    g: int,
+    degree: int,
+    crosses: bool,
+    sequences: Sequences,
+    machine: Machine,
+    timeline: Timeline,
+    rings: Rings,
+) -> None:
     """Enter ring g, whose ranks are chosen, into the timelines."""
     i = rings.sequence[g]
     ranks = rings.ranks[rings.first[g] : rings.first[g + 1]]
@@ -301,15 +338,15 @@ def _book(
     rings.start[g] = start
     rings.end[g] = end
     for r in ranks:
-        if start - timeline.free[r] > 1.5 * machine.beta and gaps < len(timeline.gap_rank):
-            timeline.gap_rank[gaps] = r
-            timeline.gap_start[gaps] = timeline.free[r]
-            timeline.gap_end[gaps] = start
-            gaps += 1
+        gap = timeline.gaps[0]
+        if start - timeline.free[r] > 1.5 * machine.beta and gap < len(timeline.gap_rank):
+            timeline.gap_rank[gap] = r
+            timeline.gap_start[gap] = timeline.free[r]
+            timeline.gap_end[gap] = start
+            timeline.gaps[0] = gap + 1
         timeline.free[r] = end
     sorted_node = -1
     for r in ranks:
-        if r // machine.per_node != sorted_node:
-            sorted_node = r // machine.per_node
+        if r // machine.ranks_per_node != sorted_node:
+            sorted_node = r // machine.ranks_per_node
             _sort_node(sorted_node, machine, timeline)
-    return gaps

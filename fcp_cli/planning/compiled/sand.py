@@ -4,6 +4,18 @@ A bin is an interval of one rank's time: from its last ring to the target, or a 
 slots, one slot per micro-batch, each within the token budget; every open slot costs the bin a micro-batch's fixed
 seconds. Small sequences may also ride in a ring: where its ranks have tokens to spare, that costs no
 further micro-batch.
+
+    fill:     for each sequence, by falling work:
+                  lay it into the first open slot whose bin has the seconds and which has the tokens;
+                  else let it ride in the first ring that can take it;                       _ride
+                  else open a slot in the bin with the most seconds left, ending late if need be
+    balance:  until nothing helps any more, or the counted work is used up:
+                  take the rank that ends last                                               _last_to_end
+                  find the move or swap with a sample of bins after which the later of the
+                  two ends soonest, and do it                                                _best_exchange, _exchange
+
+No array overflows: there is a bin for every rank and for every gap that `rings.Timeline` has space for, a slot is only
+written after it was found, and `iteration._slots` makes enough for one always to be found.
 """
 
 from __future__ import annotations
@@ -15,7 +27,7 @@ import numpy as np
 from fcp_cli.plan.step import FloatArray, Int64Array
 from fcp_cli.planning.compiled.compiling import kernel
 from fcp_cli.planning.compiled.core import (
-    NO_BIN,
+    NONE,
     Machine,
     Sequences,
     Tree,
@@ -58,15 +70,30 @@ class Sand(NamedTuple):
     ring_tokens: Int64Array
 
 
+class Exchange(NamedTuple):
+    """What balancing does next: sequence `i` of the rank that ends last moves to `bin`, or swaps with `j` there.
+
+    Attributes:
+        i, j, bin: as above; `j` is END for a move, and `i` is END where nothing helps.
+        evaluations: pairs of sequences, and sequences with bins, that were compared.
+    """
+
+    i: int
+    j: int
+    bin: int
+    evaluations: int
+
+
 @kernel
 def make_sand(sequences: int, bins: int, slots: int, rings: int) -> Any:
+    """Make empty bins with `slots` slots each."""
     return Sand(
         np.zeros(bins),
         np.full((bins, slots), CLOSED),
         np.full(bins, END),
         np.full(sequences, END),
         np.full(sequences, END),
-        np.full(sequences, NO_BIN),
+        np.full(sequences, NONE),
         np.zeros(sequences, dtype=np.int64),
         np.zeros(rings),
         np.zeros(rings),
@@ -78,7 +105,7 @@ def make_sand(sequences: int, bins: int, slots: int, rings: int) -> Any:
 def _put(i: int, b: int, slot: int, sequences: Sequences, machine: Machine, sand: Sand) -> None:
     """Lay sequence i into a slot, opening it if need be."""
     if sand.slot_tokens[b, slot] == CLOSED:
-        sand.slot_tokens[b, slot] = machine.budget
+        sand.slot_tokens[b, slot] = machine.tokens_per_rank
         sand.free[b] -= machine.beta
     sand.slot_tokens[b, slot] -= sequences.tokens[i]
     sand.free[b] -= sequences.work[i]
@@ -97,7 +124,7 @@ def _take(i: int, sequences: Sequences, machine: Machine, sand: Sand) -> None:
     b, slot = sand.bin_of[i], sand.slot_of[i]
     sand.slot_tokens[b, slot] += sequences.tokens[i]
     sand.free[b] += sequences.work[i]
-    if sand.slot_tokens[b, slot] == machine.budget:
+    if sand.slot_tokens[b, slot] == machine.tokens_per_rank:
         sand.slot_tokens[b, slot] = CLOSED
         sand.free[b] += machine.beta
     if sand.before[i] != END:
@@ -110,40 +137,33 @@ def _take(i: int, sequences: Sequences, machine: Machine, sand: Sand) -> None:
 
 @kernel
 def _slot_with_room(b: int, tokens: int, sand: Sand) -> int:
-    """The first open slot of a bin with so many tokens left, or NO_BIN."""
+    """Return the first open slot of a bin with so many tokens left, or NONE."""
     for slot in range(sand.slot_tokens.shape[1]):
         if sand.slot_tokens[b, slot] >= tokens:
             return slot
-    return NO_BIN
+    return NONE
 
 
 @kernel
 def _closed_slot(b: int, sand: Sand) -> int:
+    """Return the first slot of a bin that is not in use, or NONE."""
     for slot in range(sand.slot_tokens.shape[1]):
         if sand.slot_tokens[b, slot] == CLOSED:
             return slot
-    return NO_BIN
+    return NONE
 
 
 @kernel
-def _reset(
-    target: float,
-    gaps: int,
-    sequences: Sequences,
-    machine: Machine,
-    timeline: Timeline,
-    rings: Rings,
-    count: int,
-    sand: Sand,
-) -> None:
+def _reset(target: float, sequences: Sequences, machine: Machine, timeline: Timeline, rings: Rings, sand: Sand) -> None:
+    """Empty the bins, and give them and the rings what the timelines leave of the time until `target`."""
     sand.slot_tokens[:] = CLOSED
     sand.head[:] = END
-    sand.bin_of[:] = NO_BIN
+    sand.bin_of[:] = NONE
     for rank in range(machine.num_ranks):
         sand.free[rank] = target - timeline.free[rank]
-    for gap in range(gaps):
+    for gap in range(timeline.gaps[0]):
         sand.free[machine.num_ranks + gap] = timeline.gap_end[gap] - timeline.gap_start[gap]
-    for g in range(count):
+    for g in range(rings.placed[0]):
         i = rings.sequence[g]
         sand.ring_attention[g], sand.ring_linear[g], sand.ring_tokens[g] = padded_for(
             sequences.attention[i], sequences.linear[i], sequences.tokens[i], rings.degree[g], machine
@@ -152,7 +172,7 @@ def _reset(
 
 @kernel
 def _ring_room(g: int, timeline: Timeline, rings: Rings, sand: Sand) -> float:
-    """Seconds by which ring g may grow; 0 where something follows it on one of its ranks."""
+    """Return the seconds by which ring g may grow; 0 where something follows it on one of its ranks."""
     room = np.inf
     for r in rings.ranks[rings.first[g] : rings.first[g + 1]]:
         if timeline.free[r] > rings.end[g]:
@@ -165,9 +185,9 @@ def _ring_room(g: int, timeline: Timeline, rings: Rings, sand: Sand) -> float:
 def _ride(
     i: int, tree: Tree, sequences: Sequences, machine: Machine, timeline: Timeline, rings: Rings, sand: Sand
 ) -> int:
-    """Let sequence i ride in the first ring that can take it; the ring, or NO_BIN."""
+    """Let sequence i ride in the first ring that can take it; return the ring, or NONE."""
     g = first_with_room(tree, sequences.work[i], sequences.tokens[i], 0)
-    while g != NO_BIN:
+    while g != NONE:
         degree, crosses = rings.degree[g], rings.crosses[g] > 0
         attention, linear, tokens = padded_for(
             sequences.attention[i], sequences.linear[i], sequences.tokens[i], degree, machine
@@ -192,19 +212,17 @@ def _ride(
             for r in rings.ranks[rings.first[g] : rings.first[g + 1]]:
                 sand.free[r] -= after - before
             sand.bin_of[i] = -2 - g
-            set_room(tree, g, degree * (room - after + before), degree * machine.budget - sand.ring_tokens[g])
+            set_room(tree, g, degree * (room - after + before), degree * machine.tokens_per_rank - sand.ring_tokens[g])
             return g
-        set_room(tree, g, degree * room, degree * machine.budget - sand.ring_tokens[g])
+        set_room(tree, g, degree * room, degree * machine.tokens_per_rank - sand.ring_tokens[g])
         g = first_with_room(tree, sequences.work[i], sequences.tokens[i], g + 1)
-    return NO_BIN
+    return NONE
 
 
 @kernel
 def fill(
     target: float,
-    first: Int64Array,
-    gaps: int,
-    count: int,
+    order: Int64Array,
     ride: bool,
     sequences: Sequences,
     machine: Machine,
@@ -212,12 +230,19 @@ def fill(
     rings: Rings,
     sand: Sand,
 ) -> int:
-    """Lay the sequences `first` (by falling work) into the bins; how many did not fit (they go where most is left).
+    """Lay sequences into the bins, as the module says.
 
-    -1: not even with more seconds than the bins have, for lack of slots.
+    Args:
+        target: seconds by which the ranks should end.
+        order: the sequences, by falling work.
+        ride: whether they may ride in rings.
+        sequences, machine, timeline, rings, sand: what all of this is about; rings are placed.
+
+    Returns:
+        How many sequences end too late, or -1 where a slot is lacking.
     """
-    _reset(target, gaps, sequences, machine, timeline, rings, count, sand)
-    bins = machine.num_ranks + gaps
+    _reset(target, sequences, machine, timeline, rings, sand)
+    bins, count = machine.num_ranks + timeline.gaps[0], rings.placed[0]
     tree, closed = make_tree(bins), make_tree(bins)
     for b in range(bins):
         set_room(closed, b, sand.free[b] - machine.beta, 0)
@@ -225,36 +250,33 @@ def fill(
     if ride:
         for g in range(count):
             room = _ring_room(g, timeline, rings, sand)
-            set_room(rides, g, rings.degree[g] * room, rings.degree[g] * machine.budget - sand.ring_tokens[g])
-    left_over = 0
-    for i in first:
+            set_room(rides, g, rings.degree[g] * room, rings.degree[g] * machine.tokens_per_rank - sand.ring_tokens[g])
+    late = 0
+    for i in order:
         work, tokens = sequences.work[i], sequences.tokens[i]
         b = first_with_room(tree, work, tokens, 0)
-        if b == NO_BIN and ride:
+        if b == NONE and ride:
             g = _ride(i, rides, sequences, machine, timeline, rings, sand)
-            if g != NO_BIN:
+            if g != NONE:
                 for r in rings.ranks[rings.first[g] : rings.first[g + 1]]:
-                    _tell(r, tree, closed, machine, sand)
+                    _update_trees(r, tree, closed, machine, sand)
                 continue
-        if b == NO_BIN:
+        if b == NONE:
             b = roomiest(closed)
-            if closed.seconds[1] < work:
-                left_over += 1
-            slot = _slot_with_room(b, tokens, sand)
-            if slot == NO_BIN:
-                slot = _closed_slot(b, sand)
-            if slot == NO_BIN:
-                return -1  # cannot be, see `iteration._slots`; but no slot is written unseen
-        else:
-            slot = _slot_with_room(b, tokens, sand)
+            late += closed.seconds[1] < work
+        slot = _slot_with_room(b, tokens, sand)
+        if slot == NONE:
+            slot = _closed_slot(b, sand)
+        if slot == NONE:
+            return -1
         _put(i, b, slot, sequences, machine, sand)
-        _tell(b, tree, closed, machine, sand)
-    return left_over
+        _update_trees(b, tree, closed, machine, sand)
+    return late
 
 
 @kernel
-def _tell(b: int, tree: Tree, closed: Tree, machine: Machine, sand: Sand) -> None:
-    """Bring both trees up to date with bin b."""
+def _update_trees(b: int, tree: Tree, closed: Tree, machine: Machine, sand: Sand) -> None:
+    """Bring the trees of open and of closed slots up to date with bin b."""
     most = 0
     can_open = False
     for slot in range(sand.slot_tokens.shape[1]):
@@ -268,59 +290,78 @@ def _tell(b: int, tree: Tree, closed: Tree, machine: Machine, sand: Sand) -> Non
 
 @kernel
 def balance(target: float, gaps: int, work_limit: int, sequences: Sequences, machine: Machine, sand: Sand) -> float:
-    """Move and swap sequences so that the rank that ends last ends sooner; its end, within a counted amount of work."""
-    num_ranks = machine.num_ranks
-    bins = num_ranks + gaps
-    evaluations = 0
-    # Neighbouring bins hold much the same: a sample is spread over all of them.
-    sample, in_vain, stride = 0, 0, max(1, bins // _SAMPLE)
-    while True:
-        worst = 0
-        for rank in range(1, num_ranks):
-            if sand.free[rank] < sand.free[worst]:
-                worst = rank
-        if evaluations >= work_limit:
-            break
-        best, best_i, best_j, best_bin = sand.free[worst] + _EPSILON, END, END, NO_BIN
-        i = sand.head[worst]
-        while i != END:
-            work, tokens = sequences.work[i], sequences.tokens[i]
-            at = sand.slot_tokens[worst, sand.slot_of[i]]
-            alone = machine.beta if at + tokens == machine.budget else 0.0
-            for k in range(min(bins, _SAMPLE)):
-                c = (sample + k * stride) % bins
-                if c == worst or sand.free[c] <= best:
-                    continue
-                evaluations += 1
-                score = min(sand.free[worst] + work + alone, sand.free[c] - work)
-                if score > best:
-                    if _slot_with_room(c, tokens, sand) == NO_BIN:
-                        score = min(score, sand.free[c] - work - machine.beta)
-                        if score > best and _closed_slot(c, sand) == NO_BIN:
-                            score = best
-                    if score > best:
-                        best, best_i, best_j, best_bin = score, i, END, c
-                j = sand.head[c]
-                while j != END:
-                    evaluations += 1
-                    less = work - sequences.work[j]
-                    score = min(sand.free[worst] + less, sand.free[c] - less)
-                    if score > best:
-                        fewer = tokens - sequences.tokens[j]
-                        if at + fewer >= 0 and sand.slot_tokens[c, sand.slot_of[j]] >= fewer:
-                            best, best_i, best_j, best_bin = score, i, j, c
-                    j = sand.after[j]
-            i = sand.after[i]
-        if best_i == END:
+    """Move and swap sequences so that the rank that ends last ends sooner; return its end.
+
+    Args:
+        target: seconds that the bins count their free seconds from.
+        gaps: number of bins beside those of the ranks.
+        work_limit: comparisons after which no further exchange is sought.
+        sequences, machine, sand: what is balanced.
+    """
+    bins = machine.num_ranks + gaps
+    evaluations, sample, in_vain = 0, 0, 0
+    worst = _last_to_end(machine, sand)
+    while evaluations < work_limit and in_vain * _SAMPLE < min(bins, _SAMPLES_IN_VAIN * _SAMPLE):
+        found = _best_exchange(worst, sample, bins, sequences, machine, sand)
+        evaluations += found.evaluations
+        sample += 1
+        if found.i == END:
             in_vain += 1
-            if in_vain * _SAMPLE >= min(bins, _SAMPLES_IN_VAIN * _SAMPLE):
-                break
-            sample += 1
             continue
         in_vain = 0
-        _exchange(best_i, best_j, best_bin, sequences, machine, sand)
-        sample += 1
+        _exchange(found.i, found.j, found.bin, sequences, machine, sand)
+        worst = _last_to_end(machine, sand)
     return float(target - sand.free[worst])
+
+
+@kernel
+def _last_to_end(machine: Machine, sand: Sand) -> int:
+    """Return the rank with the fewest seconds left; gaps do not count, since something ends them anyway."""
+    worst = 0
+    for rank in range(1, machine.num_ranks):
+        if sand.free[rank] < sand.free[worst]:
+            worst = rank
+    return worst
+
+
+@kernel
+def _best_exchange(worst: int, sample: int, bins: int, sequences: Sequences, machine: Machine, sand: Sand) -> Any:
+    """Find the exchange of the worst bin with one of a sample that leaves the fuller of the two the most seconds.
+
+    Neighbouring bins hold much the same, so that a sample is spread over all of them, and shifted from call to call.
+    """
+    stride, evaluations = max(1, bins // _SAMPLE), 0
+    best, best_i, best_j, best_bin = sand.free[worst] + _EPSILON, END, END, NONE
+    i = sand.head[worst]
+    while i != END:
+        work, tokens = sequences.work[i], sequences.tokens[i]
+        at = sand.slot_tokens[worst, sand.slot_of[i]]
+        alone = machine.beta if at + tokens == machine.tokens_per_rank else 0.0
+        for k in range(min(bins, _SAMPLE)):
+            c = (sample + k * stride) % bins
+            if c == worst or sand.free[c] <= best:
+                continue
+            evaluations += 1
+            score = min(sand.free[worst] + work + alone, sand.free[c] - work)
+            if score > best:
+                if _slot_with_room(c, tokens, sand) == NONE:
+                    score = min(score, sand.free[c] - work - machine.beta)
+                    if score > best and _closed_slot(c, sand) == NONE:
+                        score = best
+                if score > best:
+                    best, best_i, best_j, best_bin = score, i, END, c
+            j = sand.head[c]
+            while j != END:
+                evaluations += 1
+                less = work - sequences.work[j]
+                score = min(sand.free[worst] + less, sand.free[c] - less)
+                if score > best:
+                    fewer = tokens - sequences.tokens[j]
+                    if at + fewer >= 0 and sand.slot_tokens[c, sand.slot_of[j]] >= fewer:
+                        best, best_i, best_j, best_bin = score, i, j, c
+                j = sand.after[j]
+        i = sand.after[i]
+    return Exchange(best_i, best_j, best_bin, evaluations)
 
 
 @kernel
@@ -330,7 +371,7 @@ def _exchange(i: int, j: int, c: int, sequences: Sequences, machine: Machine, sa
     if j == END:
         _take(i, sequences, machine, sand)
         to = _slot_with_room(c, sequences.tokens[i], sand)
-        if to == NO_BIN:
+        if to == NONE:
             to = _closed_slot(c, sand)
         _put(i, c, to, sequences, machine, sand)
         return

@@ -1,7 +1,7 @@
 """One wave under `sync: microbatch`: as much work as fits into all ranks, once, by a target.
 
 Long sequences first, each on the smallest degree that ends by the target, inside a node where one has room; ranks that
-are left become bins of one rank (or two); then everything else by first-fit decreasing, into the rings too where they
+are left become groups of one rank (or two); then everything else by first-fit decreasing, into the rings too where they
 have tokens and seconds to spare.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 from fcp_cli.plan.step import FloatArray, Int64Array
 from fcp_cli.planning.compiled.compiling import inlined, kernel
 from fcp_cli.planning.compiled.core import (
-    NO_BIN,
+    NONE,
     Machine,
     Sequences,
     Tree,
@@ -31,16 +31,21 @@ _SLACK = 1e-12
 
 
 class Wave(NamedTuple):
-    """Bins of a wave, one per group, and the ranks they have.
+    """The groups of a wave, the ranks that they have, and what they hold.
+
+    No array overflows: every group has a rank of its own at least, so there are at most `num_ranks` groups, and
+    `num_ranks` ranks in all of them.
 
     Attributes:
-        degree, crosses, attention, linear, tokens, first: [ranks (+ 1)] per bin; first counts into `ranks`.
-        ranks: [num_ranks].
-        item_bin: [sequences] bin of each sequence that the wave took.
+        degree, crosses, attention, linear, tokens: [num_ranks] per group.
+        first: [num_ranks + 1] where the ranks of each group begin in `ranks`.
+        ranks: [num_ranks] of the groups, back to back.
+        group_of: [sequences] group of each sequence that the wave took.
         free: [nodes] ranks of a node that have no group yet; they are its last ones.
-        bucket, next_node: nodes by free ranks, as linked lists.
+        bucket, next_node: [ranks_per_node + 1] and [nodes] nodes by free ranks, as linked lists that end with -1.
         used: [num_ranks] 1 for a rank that has a group; kept only where rings come from a catalogue.
-        bins: [1] number of bins.
+        used_before: [num_ranks + 1] how many of the ranks before each are used.
+        groups: [1] number of groups.
     """
 
     degree: Int64Array
@@ -50,19 +55,50 @@ class Wave(NamedTuple):
     tokens: Int64Array
     first: Int64Array
     ranks: Int64Array
-    item_bin: Int64Array
+    group_of: Int64Array
     free: Int64Array
     bucket: Int64Array
     next_node: Int64Array
     used: Int64Array
     used_before: Int64Array
-    bins: Int64Array
+    groups: Int64Array
+
+
+class Pool(NamedTuple):
+    """The sequences that a wave may take, those that it leaves, and what is remembered of them. All are [sequences].
+
+    Attributes:
+        waiting: the first `count` are still to be planned, by falling work.
+        left_over: those that the wave filled last leaves; long ones, then others, each by falling work.
+        small: those that a single rank could run; scratch of a wave.
+        kept: what the best wave so far leaves.
+        shortest: seconds of each sequence alone on the degree that suits it best; 0 before anybody asked.
+    """
+
+    waiting: Int64Array
+    left_over: Int64Array
+    small: Int64Array
+    kept: Int64Array
+    shortest: FloatArray
+
+
+@kernel
+def make_pool(sequences: int) -> Any:
+    """Make a pool in which all sequences wait."""
+    return Pool(
+        np.arange(sequences),
+        np.zeros(sequences, dtype=np.int64),
+        np.zeros(sequences, dtype=np.int64),
+        np.zeros(sequences, dtype=np.int64),
+        np.zeros(sequences),
+    )
 
 
 @kernel
 def make_wave(sequences: int, machine: Machine) -> Any:
+    """Make the arrays of a wave; `place_rings` empties them."""
     num_ranks = machine.num_ranks
-    nodes = (num_ranks + machine.per_node - 1) // machine.per_node
+    nodes = (num_ranks + machine.ranks_per_node - 1) // machine.ranks_per_node
     return Wave(
         np.zeros(num_ranks, dtype=np.int64),
         np.zeros(num_ranks, dtype=np.int64),
@@ -73,7 +109,7 @@ def make_wave(sequences: int, machine: Machine) -> Any:
         np.zeros(num_ranks, dtype=np.int64),
         np.zeros(sequences, dtype=np.int64),
         np.zeros(nodes, dtype=np.int64),
-        np.zeros(machine.per_node + 1, dtype=np.int64),
+        np.zeros(machine.ranks_per_node + 1, dtype=np.int64),
         np.zeros(nodes, dtype=np.int64),
         np.zeros(num_ranks, dtype=np.int64),
         np.zeros(num_ranks + 1, dtype=np.int64),
@@ -83,127 +119,132 @@ def make_wave(sequences: int, machine: Machine) -> Any:
 
 @kernel
 def _reset(machine: Machine, wave: Wave) -> None:
-    wave.bins[0] = 0
+    """Empty the wave: no group, all ranks free."""
+    wave.groups[0] = 0
     wave.first[0] = 0
     wave.used[:] = 0
     wave.used_before[:] = 0
     wave.bucket[:] = -1
     for node in range(len(wave.free) - 1, -1, -1):
-        wave.free[node] = min(machine.per_node, machine.num_ranks - node * machine.per_node)
-        _hang(node, wave)
+        wave.free[node] = min(machine.ranks_per_node, machine.num_ranks - node * machine.ranks_per_node)
+        _list_by_free_ranks(node, wave)
 
 
 @inlined
-def _hang(node: int, wave: Wave) -> None:
-    """Enter a node into the list of its free ranks."""
+def _list_by_free_ranks(node: int, wave: Wave) -> None:
+    """Enter a node into the list of the nodes with as many free ranks."""
     wave.next_node[node] = wave.bucket[wave.free[node]]
     wave.bucket[wave.free[node]] = node
 
 
 @kernel
-def _draw(free: int, degree: int, wave: Wave, machine: Machine) -> int:
-    """Give the group being made up to `degree` ranks of the first node with so many free; how many it got."""
+def _take_from_node(free: int, degree: int, wave: Wave, machine: Machine) -> int:
+    """Give the group being made up to `degree` ranks of the first node with `free` free ones; return how many."""
     node = wave.bucket[free]
     wave.bucket[free] = wave.next_node[node]
     taken = min(free, degree)
-    size = min(machine.per_node, machine.num_ranks - node * machine.per_node)
-    b = wave.bins[0]
+    size = min(machine.ranks_per_node, machine.num_ranks - node * machine.ranks_per_node)
+    g = wave.groups[0]
     for k in range(taken):
-        wave.ranks[wave.first[b + 1] + k] = node * machine.per_node + size - free + k
-    wave.first[b + 1] += taken
+        wave.ranks[wave.first[g + 1] + k] = node * machine.ranks_per_node + size - free + k
+    wave.first[g + 1] += taken
     wave.free[node] = free - taken
-    _hang(node, wave)
+    _list_by_free_ranks(node, wave)
     return int(taken)
 
 
 @kernel
 def _best_fit(degree: int, machine: Machine, wave: Wave) -> int:
-    """The smallest number of free ranks >= degree that some node has, or 0."""
-    for free in range(degree, machine.per_node + 1):
+    """Return the smallest number of free ranks >= degree that some node has, or 0."""
+    for free in range(degree, machine.ranks_per_node + 1):
         if wave.bucket[free] >= 0:
             return free
     return 0
 
 
 @kernel
-def _open_bin(degree: int, inside: int, machine: Machine, wave: Wave) -> int:
-    """Make a group of `degree` ranks: in a node with `inside` free ranks, or over nodes where inside is 0."""
-    b = wave.bins[0]
-    wave.first[b + 1] = wave.first[b]
+def _open_group(degree: int, inside: int, machine: Machine, wave: Wave) -> int:
+    """Make a group of `degree` ranks, in a node with `inside` free ranks, or over nodes where `inside` is 0.
+
+    The caller has counted that so many ranks are free, which is what ends the search for nodes with any.
+    """
+    g = wave.groups[0]
+    wave.first[g + 1] = wave.first[g]
     if inside:
-        _draw(inside, degree, wave, machine)
+        _take_from_node(inside, degree, wave, machine)
     missing = 0 if inside else degree
     while missing:
-        free = _best_fit(missing, machine, wave) if missing < machine.per_node else 0
+        free = _best_fit(missing, machine, wave) if missing < machine.ranks_per_node else 0
         if free == 0:
-            free = machine.per_node
+            free = machine.ranks_per_node
             while wave.bucket[free] < 0:
                 free -= 1
-        missing -= _draw(free, missing, wave, machine)
-    wave.degree[b] = degree
-    wave.crosses[b] = 0 if inside else 1
-    wave.attention[b], wave.linear[b], wave.tokens[b] = 0.0, 0.0, 0
-    wave.bins[0] = b + 1
-    return int(b)
+        missing -= _take_from_node(free, missing, wave, machine)
+    wave.degree[g] = degree
+    wave.crosses[g] = 0 if inside else 1
+    wave.attention[g], wave.linear[g], wave.tokens[g] = 0.0, 0.0, 0
+    wave.groups[0] = g + 1
+    return int(g)
 
 
 @kernel
-def _lay(i: int, b: int, sequences: Sequences, machine: Machine, wave: Wave) -> None:
+def _add(i: int, g: int, sequences: Sequences, machine: Machine, wave: Wave) -> None:
+    """Let group g run sequence i, too."""
     attention, linear, tokens = padded_for(
-        sequences.attention[i], sequences.linear[i], sequences.tokens[i], wave.degree[b], machine
+        sequences.attention[i], sequences.linear[i], sequences.tokens[i], wave.degree[g], machine
     )
-    wave.attention[b] += attention
-    wave.linear[b] += linear
-    wave.tokens[b] += tokens
-    wave.item_bin[i] = b
+    wave.attention[g] += attention
+    wave.linear[g] += linear
+    wave.tokens[g] += tokens
+    wave.group_of[i] = g
 
 
 @kernel
 def _place_ring(i: int, target: float, left: int, sequences: Sequences, machine: Machine, wave: Wave) -> int:
-    """Put a long sequence on the smallest degree that ends by target; the degree, or 0 where none left does."""
+    """Put a long sequence on the smallest degree that ends by target; return it, or 0 where no rank is left for it."""
     attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
-    lowest = max(2, (tokens + machine.budget - 1) // machine.budget)
+    lowest = max(2, (tokens + machine.tokens_per_rank - 1) // machine.tokens_per_rank)
     lowest = max(lowest, int(np.ceil((attention + linear) / (target - machine.beta) - 1e-9)))
     # Degrees far above the work's share only pay where the ring is exposed: a matter for the wave's first ring alone.
-    highest = left if wave.bins[0] == 0 else min(left, 12 * lowest + 8)
+    highest = left if wave.groups[0] == 0 else min(left, 12 * lowest + 8)
     for degree in range(lowest, highest + 1):
         inside = _best_fit(degree, machine, wave)
         if alone_seconds(attention, linear, tokens, degree, inside == 0, machine) <= target + _SLACK:
-            _lay(i, _open_bin(degree, inside, machine, wave), sequences, machine, wave)
+            _add(i, _open_group(degree, inside, machine, wave), sequences, machine, wave)
             return degree
     return 0
 
 
 @kernel
 def _place_in_catalogue(i: int, target: float, sequences: Sequences, machine: Machine, wave: Wave) -> int:
-    """Put a long sequence on the narrowest free rank set that ends by target; its degree, or 0.
+    """Put a long sequence on the narrowest free group of the catalogue that ends by target; return its degree, or 0.
 
-    Of several sets of one degree, that which leaves the shortest runs of free ranks beside it.
+    Of several groups of one degree it takes the one that leaves the shortest runs of free ranks beside it.
     """
     attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
     chosen, degree, tightest = -1, 0, 0
-    for s in range(len(machine.set_first) - 2, -1, -1):
-        width = machine.set_first[s + 1] - machine.set_first[s]
+    for s in range(len(machine.group_first) - 2, -1, -1):
+        width = machine.group_first[s + 1] - machine.group_first[s]
         if chosen >= 0 and width > degree:
             break
-        if width * machine.budget < tokens:
+        if width * machine.tokens_per_rank < tokens:
             continue
-        if alone_seconds(attention, linear, tokens, width, width > machine.per_node, machine) > target + _SLACK:
+        if alone_seconds(attention, linear, tokens, width, width > machine.ranks_per_node, machine) > target + _SLACK:
             continue
-        first = machine.set_ranks[machine.set_first[s]]
+        first = machine.group_ranks[machine.group_first[s]]
         if wave.used_before[first + width] > wave.used_before[first]:
             continue
         low, high = 0, machine.num_ranks
-        if width <= machine.per_node:
-            low = first - first % machine.per_node
-            high = min(high, low + machine.per_node)
+        if width <= machine.ranks_per_node:
+            low = first - first % machine.ranks_per_node
+            high = min(high, low + machine.ranks_per_node)
         before, after = _free_beside(first, first + width, low, high, wave.used)
         run = (before + after) * machine.num_ranks + min(before, after)
         if chosen < 0 or run < tightest:
             chosen, degree, tightest = s, width, run
     if chosen >= 0:
-        ranks = machine.set_ranks[machine.set_first[chosen] : machine.set_first[chosen + 1]]
-        _lay(i, _open_on(ranks, machine, wave), sequences, machine, wave)
+        ranks = machine.group_ranks[machine.group_first[chosen] : machine.group_first[chosen + 1]]
+        _add(i, _open_on(ranks, machine, wave), sequences, machine, wave)
         for rank in range(ranks[0], machine.num_ranks):
             wave.used_before[rank + 1] = wave.used_before[rank] + wave.used[rank]
     return degree
@@ -211,7 +252,7 @@ def _place_in_catalogue(i: int, target: float, sequences: Sequences, machine: Ma
 
 @kernel
 def _free_beside(first: int, stop: int, low: int, high: int, used: Int64Array) -> Any:
-    """Free ranks right before and right after the ranks first..stop, as far as low..high."""
+    """Count the free ranks right before and right after the ranks first..stop, as far as low..high."""
     before, after = first, stop
     while before > low and used[before - 1] == 0:
         before -= 1
@@ -223,94 +264,90 @@ def _free_beside(first: int, stop: int, low: int, high: int, used: Int64Array) -
 @kernel
 def _open_on(ranks: Int64Array, machine: Machine, wave: Wave) -> int:
     """Make a group of the given ranks."""
-    b = wave.bins[0]
+    g = wave.groups[0]
     for k in range(len(ranks)):
-        wave.ranks[wave.first[b] + k] = ranks[k]
+        wave.ranks[wave.first[g] + k] = ranks[k]
         wave.used[ranks[k]] = 1
-    wave.first[b + 1] = wave.first[b] + len(ranks)
-    wave.degree[b] = len(ranks)
-    wave.crosses[b] = 1 if len(ranks) > machine.per_node else 0
-    wave.attention[b], wave.linear[b], wave.tokens[b] = 0.0, 0.0, 0
-    wave.bins[0] = b + 1
-    return int(b)
+    wave.first[g + 1] = wave.first[g] + len(ranks)
+    wave.degree[g] = len(ranks)
+    wave.crosses[g] = 1 if len(ranks) > machine.ranks_per_node else 0
+    wave.attention[g], wave.linear[g], wave.tokens[g] = 0.0, 0.0, 0
+    wave.groups[0] = g + 1
+    return int(g)
 
 
 @inlined
-def _free_seconds(b: int, target: float, machine: Machine, wave: Wave) -> float:
-    """Rank-seconds that bin b has left, where attention hides of its ring what it can."""
-    degree = wave.degree[b]
-    exposed = machine.exposed * ring_seconds(wave.tokens[b], degree, wave.crosses[b] > 0, machine)
-    return float(degree * (target - machine.beta - exposed) - wave.attention[b] - wave.linear[b])
+def _free_seconds(g: int, target: float, machine: Machine, wave: Wave) -> float:
+    """Return the rank-seconds that group g has left, where attention hides of its ring what it can."""
+    degree = wave.degree[g]
+    exposed = machine.exposed * ring_seconds(wave.tokens[g], degree, wave.crosses[g] > 0, machine)
+    return float(degree * (target - machine.beta - exposed) - wave.attention[g] - wave.linear[g])
 
 
 @kernel
-def _room(b: int, target: float, machine: Machine, tree: Tree, wave: Wave) -> None:
-    """Tell the tree what bin b has left."""
-    set_room(tree, b, _free_seconds(b, target, machine, wave), wave.degree[b] * machine.budget - wave.tokens[b])
+def _update_room(g: int, target: float, machine: Machine, tree: Tree, wave: Wave) -> None:
+    """Bring the tree up to date with what group g has left."""
+    set_room(
+        tree, g, _free_seconds(g, target, machine, wave), wave.degree[g] * machine.tokens_per_rank - wave.tokens[g]
+    )
 
 
 @kernel
-def _bin_for(i: int, target: float, sequences: Sequences, machine: Machine, tree: Tree, wave: Wave) -> int:
-    """The first bin that can take sequence i and still end by target, or NO_BIN."""
+def _group_for(i: int, target: float, sequences: Sequences, machine: Machine, tree: Tree, wave: Wave) -> int:
+    """Return the first group that can take sequence i and still end by target, or NONE."""
     work, tokens = sequences.work[i], sequences.tokens[i]
-    b = first_with_room(tree, work - _SLACK, tokens, 0)
-    while b != NO_BIN:
-        if wave.degree[b] == 1:
-            return b
+    g = first_with_room(tree, work - _SLACK, tokens, 0)
+    while g != NONE:
+        if wave.degree[g] == 1:
+            return g
         attention, linear, padded = padded_for(
-            sequences.attention[i], sequences.linear[i], tokens, wave.degree[b], machine
+            sequences.attention[i], sequences.linear[i], tokens, wave.degree[g], machine
         )
         seconds = pack_seconds(
-            wave.attention[b] + attention,
-            wave.linear[b] + linear,
-            wave.tokens[b] + padded,
-            wave.degree[b],
-            wave.crosses[b] > 0,
+            wave.attention[g] + attention,
+            wave.linear[g] + linear,
+            wave.tokens[g] + padded,
+            wave.degree[g],
+            wave.crosses[g] > 0,
             machine,
         )
         if seconds <= target + _SLACK:
-            return b
-        b = first_with_room(tree, work - _SLACK, tokens, b + 1)
-    return NO_BIN
+            return g
+        g = first_with_room(tree, work - _SLACK, tokens, g + 1)
+    return NONE
 
 
 @kernel
-def place_rings(
-    target: float,
-    alive: Int64Array,
-    count: int,
-    left_over: Int64Array,
-    later: Int64Array,
-    sequences: Sequences,
-    machine: Machine,
-    wave: Wave,
-) -> Any:
-    """Rings of a wave: (sequences left over, small sequences, listed in later, ranks left, work refused).
+def place_rings(target: float, count: int, pool: Pool, sequences: Sequences, machine: Machine, wave: Wave) -> Any:
+    """Begin a wave: give the sequences that no single rank can run by the target rings, as far as ranks last.
 
     Refused is work of sequences for which there were ranks enough, only not at a degree that ends by the target: they
     will cost a later wave as much as they would have cost this one.
+
+    Returns:
+        How many sequences are in `pool.left_over`, and in `pool.small`; ranks left; work refused.
     """
     _reset(machine, wave)
     ranks_left = machine.num_ranks
     rest, small = 0, 0
     refused = 0.0
     for k in range(count):
-        i = alive[k]
-        if sequences.tokens[i] <= machine.budget and machine.beta + sequences.work[i] <= target + _SLACK:
-            later[small] = i
+        i = pool.waiting[k]
+        if sequences.tokens[i] <= machine.tokens_per_rank and machine.beta + sequences.work[i] <= target + _SLACK:
+            pool.small[small] = i
             small += 1
             continue
         if ranks_left < 2:
             degree = 0
-        elif len(machine.set_first) > 1:
+        elif len(machine.group_first) > 1:
             degree = _place_in_catalogue(i, target, sequences, machine, wave)
         else:
             degree = _place_ring(i, target, ranks_left, sequences, machine, wave)
         ranks_left -= degree
         if degree == 0:
-            left_over[rest] = i
+            pool.left_over[rest] = i
             rest += 1
-            if ranks_left * machine.budget >= sequences.tokens[i] and (
+            if ranks_left * machine.tokens_per_rank >= sequences.tokens[i] and (
                 ranks_left * (target - machine.beta) >= sequences.work[i]
             ):
                 refused += sequences.work[i]
@@ -318,34 +355,50 @@ def place_rings(
 
 
 @kernel
-def outlook(
-    target: float,
-    alive: Int64Array,
-    count: int,
-    left_over: Int64Array,
-    later: Int64Array,
-    sequences: Sequences,
-    machine: Machine,
-    wave: Wave,
-) -> Any:
-    """What a wave would leave, were small sequences a fluid: (work, tokens, work refused, longest left or -1)."""
-    rest, small, ranks_left, refused = place_rings(target, alive, count, left_over, later, sequences, machine, wave)
+def _group_free_ranks(pair: bool, machine: Machine, wave: Wave) -> None:
+    """Make groups of two, or of one, of the ranks that rings left."""
+    for free in range(machine.ranks_per_node, 0, -1):
+        while wave.bucket[free] >= 0:
+            node_free = free
+            while node_free:
+                degree = 2 if pair and node_free >= 2 else 1
+                _open_group(degree, node_free, machine, wave)
+                node_free -= degree
+
+
+@kernel
+def _group_free_ranks_of_catalogue(pair: bool, machine: Machine, wave: Wave) -> None:
+    """Do the same where rings keep to a catalogue, which says which two ranks may be a group."""
+    if pair:
+        for s in range(len(machine.group_first) - 1):
+            ranks = machine.group_ranks[machine.group_first[s] : machine.group_first[s + 1]]
+            if len(ranks) == 2 and wave.used[ranks[0]] == 0 and wave.used[ranks[1]] == 0:
+                _open_on(ranks, machine, wave)
+    for rank in range(machine.num_ranks):
+        if wave.used[rank] == 0:
+            _open_on(np.array([rank]), machine, wave)
+
+
+@kernel
+def outlook(target: float, count: int, pool: Pool, sequences: Sequences, machine: Machine, wave: Wave) -> Any:
+    """Return what a wave would leave, were small sequences a fluid: work, tokens, refused work, longest or -1."""
+    rest, small, ranks_left, refused = place_rings(target, count, pool, sequences, machine, wave)
     work, tokens = 0.0, 0
-    longest = left_over[0] if rest else -1
+    longest = pool.left_over[0] if rest else -1
     for k in range(rest):
-        work += sequences.work[left_over[k]]
-        tokens += sequences.tokens[left_over[k]]
+        work += sequences.work[pool.left_over[k]]
+        tokens += sequences.tokens[pool.left_over[k]]
     seconds = ranks_left * (target - machine.beta)
-    room = ranks_left * machine.budget
-    for b in range(wave.bins[0]):
-        degree = wave.degree[b]
-        free_tokens = degree * machine.budget - wave.tokens[b]
-        ring = machine.inter if wave.crosses[b] else machine.intra
-        if (1.0 - machine.exposed) * ring * (degree - 1) * wave.tokens[b] < wave.attention[b]:
-            seconds += _free_seconds(b, target, machine, wave)
+    room = ranks_left * machine.tokens_per_rank
+    for g in range(wave.groups[0]):
+        degree = wave.degree[g]
+        free_tokens = degree * machine.tokens_per_rank - wave.tokens[g]
+        ring = machine.inter if wave.crosses[g] else machine.intra
+        if (1.0 - machine.exposed) * ring * (degree - 1) * wave.tokens[g] < wave.attention[g]:
+            seconds += _free_seconds(g, target, machine, wave)
             room += free_tokens
     for k in range(small):
-        i = later[k]
+        i = pool.small[k]
         if sequences.work[i] <= seconds and sequences.tokens[i] <= room:
             seconds -= sequences.work[i]
             room -= sequences.tokens[i]
@@ -359,60 +412,48 @@ def outlook(
 
 @kernel
 def fill_wave(
-    target: float,
-    pair: bool,
-    alive: Int64Array,
-    count: int,
-    left_over: Int64Array,
-    later: Int64Array,
-    sequences: Sequences,
-    machine: Machine,
-    wave: Wave,
+    target: float, pair: bool, count: int, pool: Pool, sequences: Sequences, machine: Machine, wave: Wave
 ) -> int:
-    """Fill a wave from the sequences alive[:count]; those left go to left_over. How many are left."""
-    rest, small, _ranks_left, _refused = place_rings(target, alive, count, left_over, later, sequences, machine, wave)
-    if len(machine.set_first) > 1:
-        if pair:
-            for s in range(len(machine.set_first) - 1):
-                ranks = machine.set_ranks[machine.set_first[s] : machine.set_first[s + 1]]
-                if len(ranks) == 2 and wave.used[ranks[0]] == 0 and wave.used[ranks[1]] == 0:
-                    _open_on(ranks, machine, wave)
-        for rank in range(machine.num_ranks):
-            if wave.used[rank] == 0:
-                _open_on(np.array([rank]), machine, wave)
-        wave.bucket[:] = -1
-    for free in range(machine.per_node, 0, -1):
-        while wave.bucket[free] >= 0:
-            node_free = free
-            while node_free:
-                degree = 2 if pair and node_free >= 2 else 1
-                _open_bin(degree, node_free, machine, wave)
-                node_free -= degree
-    tree = make_tree(wave.bins[0])
-    for b in range(wave.bins[0]):
-        _room(b, target, machine, tree, wave)
+    """Fill a wave from the sequences that wait: rings, then the others by falling work, each where it fits first.
+
+    Args:
+        target: seconds by which all groups end.
+        pair: whether the ranks that rings leave go in groups of two, where a node has two, or one by one.
+        count: sequences that wait in the pool.
+
+    Returns:
+        How many sequences are left over, in `pool.left_over`.
+    """
+    rest, small, _ranks_left, _refused = place_rings(target, count, pool, sequences, machine, wave)
+    if len(machine.group_first) > 1:
+        _group_free_ranks_of_catalogue(pair, machine, wave)
+    else:
+        _group_free_ranks(pair, machine, wave)
+    tree = make_tree(wave.groups[0])
+    for g in range(wave.groups[0]):
+        _update_room(g, target, machine, tree, wave)
     for k in range(small):
-        i = later[k]
-        b = _bin_for(i, target, sequences, machine, tree, wave)
-        if b == NO_BIN:
-            left_over[rest] = i
+        i = pool.small[k]
+        g = _group_for(i, target, sequences, machine, tree, wave)
+        if g == NONE:
+            pool.left_over[rest] = i
             rest += 1
         else:
-            _lay(i, b, sequences, machine, wave)
-            _room(b, target, machine, tree, wave)
+            _add(i, g, sequences, machine, wave)
+            _update_room(g, target, machine, tree, wave)
     return int(rest)
 
 
 @kernel
 def wave_seconds(machine: Machine, wave: Wave) -> float:
-    """Seconds of the slowest group of the wave."""
+    """Return the seconds of the slowest group of the wave."""
     slowest = 0.0
-    for b in range(wave.bins[0]):
-        if wave.tokens[b]:
+    for g in range(wave.groups[0]):
+        if wave.tokens[g]:
             slowest = max(
                 slowest,
                 pack_seconds(
-                    wave.attention[b], wave.linear[b], wave.tokens[b], wave.degree[b], wave.crosses[b] > 0, machine
+                    wave.attention[g], wave.linear[g], wave.tokens[g], wave.degree[g], wave.crosses[g] > 0, machine
                 ),
             )
     return slowest

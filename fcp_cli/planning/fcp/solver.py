@@ -156,21 +156,22 @@ class FcpSolver:
 
 def _assign_waves(order: Int64Array, sequences: Sequences, machine: Machine) -> Assignment:
     _seconds, targets, pairs = microbatch.search(_TARGETS_PER_WAVE, _FILLS_PER_WAVE, sequences, machine)
-    waves, bins, num_ranks, left = microbatch.replay(targets, pairs, sequences, machine)
+    waves, groups, num_ranks, left = microbatch.replay(targets, pairs, sequences, machine)
     assert left == 0, "the last wave does not take every sequence that is left"
     return gather(
         order=order,
-        group_of=waves.bin_of,
-        wave=waves.wave[:bins],
-        degree=waves.degree[:bins],
+        group_of=waves.group_of,
+        wave=waves.wave[:groups],
+        degree=waves.degree[:groups],
         ranks=waves.ranks[:num_ranks],
-        key=np.zeros(bins),
+        key=np.zeros(groups),
     )
 
 
 def _assign_timelines(lower: float, order: Int64Array, sequences: Sequences, machine: Machine) -> Assignment:
     exchanges = _EXCHANGES * (1 if len(order) <= 1024 else len(order) // 64)
-    rings, count, sand, gaps, timeline = iteration.schedule(lower, True, exchanges, sequences, machine)
+    rings, sand, timeline = iteration.schedule(lower, True, exchanges, sequences, machine)
+    count, gaps = int(rings.placed[0]), int(timeline.gaps[0])
     slots = sand.slot_tokens.shape[1]
     bins, slot = np.nonzero(sand.slot_tokens[: machine.num_ranks + gaps] != CLOSED)
     group_of_slot = np.full((machine.num_ranks + gaps, slots), -1)
