@@ -9,7 +9,7 @@ FcpError                     exit status 1: the input, the plan or the run is at
 ├── UsageError               exit status 2: the command line is at fault
 └── Interrupted              exit status 130: Ctrl-C
 
-Each carries one line: what was wrong, the value, where, and the command or flag that mends it.
+Each carries one line: what was wrong, the value, where, and the command or flag that helps.
 """
 
 
@@ -46,6 +46,6 @@ class UsageError(FcpError):
 
 
 class Interrupted(FcpError):
-    """The user pressed Ctrl-C; the message says what was kept and how to go on."""
+    """The user pressed Ctrl-C; the message names what was kept and how to continue."""
 
     exit_status = 130

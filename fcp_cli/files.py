@@ -22,7 +22,7 @@ def replaced_atomically(path: Path) -> Iterator[Path]:
     Raises:
         FcpError: the file cannot be written (no such folder, not a file, no permission, disk full).
     """
-    name, path = path, path.resolve()  # messages say what was typed
+    name, path = path, path.resolve()  # messages name the path as typed
     if path.exists() and not path.is_file():  # renaming over a device would put a file in its place
         raise FcpError(f"cannot write {name}: it is not a file")
     if not path.parent.is_dir():
@@ -39,7 +39,7 @@ def replaced_atomically(path: Path) -> Iterator[Path]:
 
 
 def _reason(error: OSError) -> str:
-    """What the system says; pyarrow puts the temporary's name and its own words around that."""
+    """Return the system's own reason; pyarrow puts the temporary's name and its own words around it."""
     return os.strerror(error.errno) if error.errno else str(error)
 
 
@@ -75,7 +75,7 @@ def read_json(path: Path, *, error: type[FcpError]) -> Any:
 
 
 def shipped(kind: str) -> Path:
-    """The folder of shipped data: `profiles` or `launchers`.
+    """Return the folder of shipped data: `profiles` or `launchers`.
 
     In a wheel it lies inside the package; in a checkout at the top level, where people look for it.
     """

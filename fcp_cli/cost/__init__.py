@@ -1,1 +1,1 @@
-"""The cost model: what a pack of sequences costs on a group of ranks, as pure formulas over a YAML profile."""
+"""The cost model: the price of a pack of sequences on a group of ranks, as pure formulas over a YAML profile."""

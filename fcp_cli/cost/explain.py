@@ -1,4 +1,4 @@
-"""What a cost profile means: coefficients in words, where one kind of work overtakes another, example times."""
+"""Explains a cost profile: coefficients in words, where one kind of work overtakes another, example times."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Figure:
 
 
 def figures_of(profile: CostProfile) -> list[Figure]:
-    """All numbers of a profile, in the order of the file."""
+    """Return all numbers of a profile, in the order of the file."""
     blocks = (
         ("coefficients", Coefficients, profile.coefficients),
         ("bandwidth_bytes_per_second", Bandwidth, profile.bandwidth),
@@ -56,7 +56,7 @@ def figures_of(profile: CostProfile) -> list[Figure]:
 
 
 def break_even_tokens(profile: CostProfile) -> float | None:
-    """Length of a sequence whose attention takes as long as its linear work; None where there is no attention."""
+    """Return the length at which attention takes as long as linear work; None where there is no attention."""
     c = profile.coefficients
     if not c.attention_seconds_per_token2:
         return None
@@ -64,7 +64,7 @@ def break_even_tokens(profile: CostProfile) -> float | None:
 
 
 def hidden_ring_tokens(profile: CostProfile, *, degree: int, tier: Tier) -> float | None:
-    """Length from which attention hides what may hide of a single sequence's ring; None where nothing may.
+    """Return the length from which attention hides all that may hide of a single sequence's ring; None where none may.
 
     alpha1 L^2 / d = (1 - exposed share) * ring seconds of L tokens.
     """
@@ -82,7 +82,7 @@ def hidden_ring_tokens(profile: CostProfile, *, degree: int, tier: Tier) -> floa
 def seconds_table(
     profile: CostProfile, lengths: Sequence[int], degrees: Sequence[int], *, tier: Tier = "intra_node"
 ) -> FloatArray:
-    """[lengths, degrees] predicted seconds of a single causal sequence."""
+    """Predict the seconds of a single causal sequence: [lengths, degrees]."""
     c = profile.coefficients
     tokens = np.asarray(lengths, dtype=np.float64)[:, None]
     return group_seconds(
@@ -96,7 +96,7 @@ def seconds_table(
 
 
 def example_lengths(profile: CostProfile) -> list[int]:
-    """Powers of two from 1024 (less where work is short) around the break-even length."""
+    """Return powers of two from 1024 (less where work is short) around the break-even length."""
     middle = break_even_tokens(profile) or 16384.0
     centre = round(math.log2(max(middle, 256.0)))
     return [2**exponent for exponent in range(max(centre - 4, 6), centre + 4)]
@@ -117,6 +117,6 @@ class Difference:
 
 
 def differences(first: CostProfile, second: CostProfile) -> list[Difference]:
-    """Every number of two profiles side by side."""
+    """Put every number of two profiles side by side."""
     pairs = zip(figures_of(first), figures_of(second), strict=True)
     return [Difference(path=a.path, first=a.value, second=b.value) for a, b in pairs]

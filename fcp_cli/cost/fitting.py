@@ -9,7 +9,7 @@ with s = 0 where attention may hide the whole ring, and s = `exposed_ring_share`
 better. P = patches / d is the vision encoder's work, with pairs of patches as the patches that take as
 long by the prior. Bytes and bandwidth only ever appear as their quotient: alpha3 is counted from the model, r is
 fitted, and the bandwidth follows. A non-negative least-squares fit without the maximum starts a bounded, robust one
-with it. What the samples cannot tell (a ring that always hides behind attention) stays near its prior.
+with it. What the samples do not determine (a ring that always hides behind attention) stays near its prior.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fcp_cli.manifest.table import FloatArray
 
 # Residuals beyond this relative error count linearly instead of squared: outliers, not the rule.
 OUTLIER_RELATIVE_ERROR = 0.05
-# Weight of "the ring is as its prior says" against one sample; enough to hold what no sample tells.
+# Weight of "the ring is as its prior says" against one sample; enough to hold what no sample determines.
 PRIOR_WEIGHT = 0.02
 LEAST_SAMPLES = 5
 # An exposed share is fitted where it takes at least this share of the held-out error away: less may be chance.
@@ -63,7 +63,7 @@ class Fit:
 
     Attributes:
         relative_errors: [samples] predicted / measured - 1 of each sample it was fitted to.
-        kept: coefficients that the samples could not tell and that stay as they were.
+        kept: coefficients that the samples do not determine and that stay as they were.
         held_out_percent: mean absolute error by model (HIDDEN_RING, EXPOSED_RING), where both could be tried.
     """
 
@@ -78,7 +78,7 @@ def fit_profile(samples: Sequence[Sample], prior: CostProfile, *, held_out: Sequ
 
     Args:
         samples: measured micro-batches of one model on one cluster.
-        prior: gives bytes per token, and the ring's figures where no sample of degree > 1 tells them.
+        prior: gives bytes per token, and the ring's figures where no sample of degree > 1 determines them.
         held_out: decide whether an exposed share predicts better; without rings among them none is fitted.
 
     Raises:
@@ -118,14 +118,14 @@ def _with_ground(richer: CostProfile, plain: CostProfile) -> CostProfile:
 
 
 def _fitted(terms: _Terms, tiers: Sequence[str], prior: CostProfile, *, with_share: bool) -> CostProfile:
-    """The best of the robust fits from several starting points."""
+    """Return the best of the robust fits from several starting points."""
     starts = _starts(terms, tiers, prior, with_share=with_share)
     best = min((_robust_fit(terms, tiers, start) for start in starts), key=lambda found: found[1])[0]
     return _with_parameters(prior, best, tiers, sees_patches=bool(terms.patches.any()))
 
 
 def predicted_seconds(samples: Sequence[Sample], profile: CostProfile) -> FloatArray:
-    """[samples] what the cost model says, causal masks assumed."""
+    """Predict the seconds of samples under the cost model, causal masks assumed."""
     c = profile.coefficients
     silent = np.array([s.silent for s in samples], dtype=bool)
     squares = np.array([sum(length * length for length in s.lengths) for s in samples], dtype=np.float64)
@@ -146,19 +146,19 @@ def predicted_seconds(samples: Sequence[Sample], profile: CostProfile) -> FloatA
 
 
 def error_percent(samples: Sequence[Sample], profile: CostProfile) -> float:
-    """Mean absolute error of the predicted seconds of samples, in per cent."""
+    """Return the mean absolute error of the predicted seconds of samples, in per cent."""
     measured = np.array([sample.seconds for sample in samples])
     return mean_absolute_percentage(predicted_seconds(samples, profile) / measured - 1.0)
 
 
 def mean_absolute_percentage(relative_errors: npt.ArrayLike) -> float:
-    """Mean of |relative error|, in per cent."""
+    """Return the mean of |relative error|, in per cent."""
     return float(np.mean(np.abs(np.asarray(relative_errors)))) * 100.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Terms:
-    """[samples] what each coefficient is multiplied with."""
+    """The factors of the coefficients; every array is [samples]."""
 
     attention: FloatArray
     linear: FloatArray
@@ -197,7 +197,7 @@ class _Terms:
         return self.intra if name == "intra_node" else self.inter
 
     def seconds_of(self, parameters: FloatArray, tiers: Sequence[str]) -> FloatArray:
-        """Predicted seconds; parameters = [alpha1, alpha2, beta1, v?, beta2?, r per tier, s?]."""
+        """Predict [samples] seconds; parameters = [alpha1, alpha2, beta1, v?, beta2?, r per tier, s?]."""
         columns = self.columns
         at = columns.shape[1]
         attention = parameters[0] * self.attention
@@ -238,30 +238,30 @@ def _require_enough(samples: Sequence[Sample]) -> None:
             "linear_seconds_per_token need at least two lengths"
         )
     columns = _columns(terms)
-    if told_apart(columns[:, :3]) < 3:
+    if num_determined(columns[:, :3]) < 3:
         raise ProfileError(
             "the samples cannot tell attention, linear work and the fixed cost apart: measure packs of at least three "
             "different lengths"
         )
-    if told_apart(columns) < columns.shape[1]:
+    if num_determined(columns) < columns.shape[1]:
         raise ProfileError(
             "the samples cannot tell the vision encoder from the language model, since all packs have patches in "
             "proportion to their tokens; measure the encoder with 'fcp profile', or add a run on mixed data"
         )
 
 
-def told_apart(columns: FloatArray) -> int:
-    """How many coefficients samples tell apart, by their relative columns, none of which is zero throughout."""
+def num_determined(columns: FloatArray) -> int:
+    """Count the coefficients that samples determine, from their relative columns, none of which is zero throughout."""
     return int(np.linalg.matrix_rank(columns / np.linalg.norm(columns, axis=0), tol=1e-6))
 
 
 def _columns(terms: _Terms) -> FloatArray:
-    """Relative columns: divided by what each sample took."""
+    """Return the columns divided by the seconds of each sample."""
     return np.asarray(terms.columns / terms.seconds[:, None])
 
 
 def _starts(terms: _Terms, tiers: Sequence[str], prior: CostProfile, *, with_share: bool) -> list[FloatArray]:
-    """Starting points: a maximum has no slope on its hidden side, so rings begin on both sides.
+    """Return starting points: a maximum has no slope on its hidden side, so rings begin on both sides.
 
     NNLS gives the computation, on the smallest degree's samples where they suffice; the prior gives the ring.
     """
@@ -282,7 +282,7 @@ def _starts(terms: _Terms, tiers: Sequence[str], prior: CostProfile, *, with_sha
 
 
 def _robust_fit(terms: _Terms, tiers: Sequence[str], start: FloatArray) -> tuple[FloatArray, float]:
-    """Bounded least squares on relative error, outliers counted linearly; (parameters, cost)."""
+    """Fit by bounded least squares on relative error, outliers counted linearly; return (parameters, cost)."""
     at = terms.columns.shape[1]
     ring = slice(at, at + 1 + len(tiers)) if tiers else slice(at, at)
 
@@ -302,7 +302,7 @@ def _robust_fit(terms: _Terms, tiers: Sequence[str], start: FloatArray) -> tuple
 def robust_least_squares(
     relative_errors: Callable[[FloatArray], FloatArray], start: FloatArray, bounds: tuple[FloatArray, FloatArray]
 ) -> FloatArray:
-    """Parameters within bounds whose relative errors are least squares, outliers counted linearly; `start` is > 0."""
+    """Return the bounded parameters of least squared relative error, outliers counted linearly; `start` is > 0."""
     found = least_squares(
         lambda scaled: relative_errors(scaled * start),
         np.ones(len(start)),

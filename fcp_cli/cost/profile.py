@@ -57,7 +57,7 @@ class Memory:
     capacity_bytes: NonNegative = 0.0
 
     def tokens_per_rank(self) -> int | None:
-        """Most tokens a rank may hold in one micro-batch, or None where the figures are unknown."""
+        """Return the most tokens a rank may hold in one micro-batch, or None where the figures are unknown."""
         if not self.bytes_per_token or not self.capacity_bytes:
             return None
         return math.floor((self.capacity_bytes - self.model_state_bytes) / self.bytes_per_token)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import nnls
 
-from fcp_cli.cost.fitting import LEAST_SAMPLES, robust_least_squares, told_apart
+from fcp_cli.cost.fitting import LEAST_SAMPLES, num_determined, robust_least_squares
 from fcp_cli.errors import ProfileError
 from fcp_cli.manifest.table import FloatArray
 
@@ -36,13 +36,13 @@ class VisionCosts:
     seconds_per_patch2: float
 
     def predicted_seconds(self, samples: Sequence[VisionSample]) -> FloatArray:
-        """[samples]"""
+        """Predict [samples] seconds."""
         coefficients = np.array([self.call_seconds, self.seconds_per_patch, self.seconds_per_patch2])
         return np.asarray(_columns(samples) @ coefficients)
 
 
 def fit_vision(samples: Sequence[VisionSample]) -> VisionCosts:
-    """Non-negative least squares, then a robust fit from there; no coefficient is ever negative.
+    """Fit by non-negative least squares, then robustly from there; no coefficient is ever negative.
 
     Raises:
         ProfileError: too few samples, or parts too alike in size to tell the coefficients apart.
@@ -52,7 +52,7 @@ def fit_vision(samples: Sequence[VisionSample]) -> VisionCosts:
     columns, seconds = _columns(samples), np.array([sample.seconds for sample in samples])
     relative = columns / seconds[:, None]
     norms = np.linalg.norm(relative, axis=0)
-    if told_apart(relative) < 3:
+    if num_determined(relative) < 3:
         raise ProfileError("the vision encoder was measured with parts of too few sizes; at least three are needed")
     solution = nnls(relative / norms, np.ones(len(seconds)))[0] / norms
     # A coefficient at zero starts at a small share of the time, so that the robust fit can move it.
@@ -67,7 +67,7 @@ def fit_vision(samples: Sequence[VisionSample]) -> VisionCosts:
 
 
 def _columns(samples: Sequence[VisionSample]) -> FloatArray:
-    """[samples, 3] what each coefficient is multiplied with."""
+    """Return [samples, 3] the factors of the three coefficients."""
     rows = [
         (1.0, float(sum(sample.part_patches)), float(sum(patches * patches for patches in sample.part_patches)))
         for sample in samples

@@ -1,4 +1,4 @@
-"""Writing a manifest from a source: streamed, so that memory does not grow with the rows, and whole or not at all."""
+"""Writes a manifest from a source: streamed, so that memory does not grow with the rows, and whole or not at all."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _GROUP_ROWS: Final = 1 << 17
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltManifest:
-    """What was written.
+    """A written manifest.
 
     Attributes:
         path: the manifest.
@@ -77,7 +77,7 @@ def _kept(batch: RowBatch, source: Source) -> Any:
         row = int(bad[0])
         name = batch.rows.column("id")[row].as_py()
         where = f"{source.describe()['path']}: sequence {name}"
-        raise ManifestError(f"{where} has {lengths[row]} tokens; a plan holds 1 to {LONGEST_TOKENS}; mend or drop it")
+        raise ManifestError(f"{where} has {lengths[row]} tokens; a plan holds 1 to {LONGEST_TOKENS}; fix or drop it")
     return batch.rows.filter(pa.array(lengths != 0))
 
 

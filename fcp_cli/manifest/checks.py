@@ -17,7 +17,7 @@ FACTORS: Final = ("eta", "vision_patches", "vision_patch_pairs")
 
 
 def empty_factors(rows: int) -> dict[str, FloatArray | IntArray]:
-    """One array of zeros per optional column."""
+    """Return one array of zeros per optional column."""
     factors: dict[str, FloatArray | IntArray] = {name: np.zeros(rows, np.int64) for name in FACTORS}
     factors["eta"] = np.zeros(rows, np.float64)
     return factors
@@ -26,7 +26,7 @@ def empty_factors(rows: int) -> dict[str, FloatArray | IntArray]:
 def checked_table(
     name: str, length_column: str, lengths: IntArray, factors: Mapping[str, FloatArray | IntArray]
 ) -> LengthTable:
-    """The table, once every value is one that a sequence can have; a factor that is 0 throughout is left out.
+    """Return the table if every value is one that a sequence can have; a factor that is 0 throughout is left out.
 
     Raises:
         ManifestError: it names the first bad row, its value, and how many there are.

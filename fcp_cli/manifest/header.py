@@ -1,4 +1,4 @@
-"""What a manifest says about itself: the JSON under the schema metadata key `fcp`, and the files it may consist of."""
+"""The header of a manifest, JSON under the schema metadata key `fcp`, and the files that a manifest may consist of."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def readable(path: Path, *, kind: str = "Parquet") -> Iterator[None]:
 
 
 def manifest_files(path: Path) -> list[Path]:
-    """The file itself, or the `.parquet` files of a folder in name order.
+    """Return the file itself, or the `.parquet` files of a folder in name order.
 
     Raises:
         ManifestError: there is no such file, or the folder holds no Parquet file.
@@ -53,7 +53,7 @@ def manifest_files(path: Path) -> list[Path]:
 
 
 def read_footer(file: Path) -> Any:
-    """The Parquet footer of one file of a manifest.
+    """Read the Parquet footer of one file of a manifest.
 
     Raises:
         ManifestError: the file is no Parquet, is a plan, or has a manifest format that this version cannot read.
@@ -69,7 +69,7 @@ def read_footer(file: Path) -> Any:
 
 
 def read_header(footer: Any) -> dict[str, Any]:
-    """What `fcp` wrote into a footer; empty for a file that something else wrote."""
+    """Return the header that `fcp` wrote into a footer; empty for a foreign file."""
     text = (footer.metadata or {}).get(METADATA_KEY)
     try:
         header = json.loads(text or "{}")
@@ -79,7 +79,7 @@ def read_header(footer: Any) -> dict[str, Any]:
 
 
 def manifest_source(path: str | Path) -> dict[str, Any] | None:
-    """Where the sequences of a built manifest came from; None for a foreign manifest or a folder.
+    """Return the recorded source of a built manifest; None for a foreign manifest or a folder.
 
     Raises:
         ManifestError: the file is missing, damaged or no manifest.
@@ -91,7 +91,7 @@ def manifest_source(path: str | Path) -> dict[str, Any] | None:
 
 
 def build_command(source: Mapping[str, Any], manifest: Path) -> str:
-    """The `fcp manifest build` line that makes `manifest` again from a recorded source."""
+    """Return the `fcp manifest build` line that makes `manifest` again from a recorded source."""
     words = ["fcp", "manifest", "build", str(source["path"]), "--kind", str(source["kind"])]
     for pattern in source.get("include", []):
         words += ["--include", pattern]

@@ -1,4 +1,4 @@
-"""Reading a length manifest: Parquet columns to flat arrays, batch by batch, without a Python object per row."""
+"""Reads a length manifest: Parquet columns to flat arrays, batch by batch, without a Python object per row."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def read_manifest(path: str | Path, *, length_column: str = "length") -> LengthT
 
 
 def remarks(table: LengthTable) -> list[str]:
-    """What a reader of this manifest should know but that is no error, one line each."""
+    """Return warnings about a manifest that are no errors, one line each."""
     first = int(table.length_tokens[0])
     if len(table) < 2 or bool((table.length_tokens != first).any()):
         return []
@@ -68,7 +68,7 @@ def remarks(table: LengthTable) -> list[str]:
 
 
 def is_list(kind: Any) -> bool:
-    """Whether an Arrow type is one of the list types."""
+    """Return whether an Arrow type is one of the list types."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
@@ -104,7 +104,7 @@ def _lengths(column: Any, file: Path, name: str, start: int) -> IntArray:
 
 
 def _whole_floats(column: Any, file: Path, name: str, start: int) -> Any:
-    """A float column that holds whole numbers, as pandas writes integers with gaps; NaN is a gap."""
+    """Convert a float column that holds whole numbers, as pandas writes integers with gaps; NaN is a gap."""
     values = column.to_numpy(zero_copy_only=False).astype(np.float64)
     gap = np.isnan(values)
     broken = np.flatnonzero(~gap & ((values != np.floor(values)) | (np.abs(values) > LONGEST_TOKENS)))

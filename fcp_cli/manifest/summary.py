@@ -42,7 +42,7 @@ class ManifestSummary:
     bins: tuple[Bin, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """A flat document for `--json`."""
+        """Return a flat document for `--json`."""
         return {
             "rows": self.rows,
             "tokens": self.tokens,
@@ -57,7 +57,7 @@ class ManifestSummary:
 
 
 def summarize(table: LengthTable) -> ManifestSummary:
-    """The figures of all rows; sorts a copy of the lengths."""
+    """Compute the figures of all rows; sorts a copy of the lengths."""
     lengths = np.sort(table.length_tokens)
     rows, tokens = len(lengths), int(lengths.sum())
     longest = lengths[rows - max(1, rows // 100) :]
@@ -74,7 +74,7 @@ def summarize(table: LengthTable) -> ManifestSummary:
 
 
 def _bins(lengths: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[Bin, ...]:
-    """Histogram of ascending lengths over powers of two."""
+    """Count ascending lengths over powers of two."""
     first, last = int(lengths[0]).bit_length() - 1, int(lengths[-1]).bit_length()
     edges = [1 << power for power in range(first, last + 1)]
     cuts = np.searchsorted(lengths, edges)

@@ -1,6 +1,6 @@
 """Made-up sizes of images and videos whose distributions follow published data sets; for tests, studies and rehearsals.
 
-Every figure of a data set says where it was published; what no publication says is marked as assumed. No clip is
+Every figure of a data set names where it was published; what no publication gives is marked as assumed. No clip is
 copied: durations, sizes and captions are drawn from a seed.
 """
 
@@ -41,7 +41,7 @@ class ClipSet:
 
 
 def _msrvtt_seconds(draw: _Draw) -> float:
-    """10 to 30 seconds, falling; an exponential cut there has the published mean of 14.8 with a scale of 5.3."""
+    """Draw 10 to 30 seconds, falling; an exponential cut there has the published mean of 14.8 with a scale of 5.3."""
     return 10.0 + _cut_exponential(draw, scale=5.3, most=20.0)
 
 
@@ -50,7 +50,7 @@ _INTERNVID_SHARES = {(0.5, 2.0): 0.36, (2.0, 4.0): 0.26, (4.0, 10.0): 0.23, (10.
 
 
 def _internvid_seconds(draw: _Draw) -> float:
-    """The published shares, even within each; beyond 20 s they fall off so that the mean is the published 11.7."""
+    """Draw from the published shares, even within each; beyond 20 s they fall off to the published mean of 11.7."""
     spans = list(_INTERNVID_SHARES)
     least, most = spans[draw.choice(len(spans), p=list(_INTERNVID_SHARES.values()))]
     if least < 20.0:
@@ -59,7 +59,7 @@ def _internvid_seconds(draw: _Draw) -> float:
 
 
 def _openvid_seconds(draw: _Draw) -> float:
-    """Mean 7.2, most of them below 8, few beyond 64: a lognormal with median 5.2 and sigma 0.8, from 2 to 120."""
+    """Draw a mean of 7.2, most below 8, few beyond 64: a lognormal of median 5.2 and sigma 0.8, from 2 to 120."""
     return float(np.clip(draw.lognormal(math.log(5.2), 0.8), 2.0, 120.0))
 
 
@@ -134,7 +134,7 @@ AS_PUBLISHED = Scale()
 
 
 def media_records(name: str, rows: int, *, seed: int, scale: Scale = AS_PUBLISHED) -> Iterator[dict[str, Any]]:
-    """Records as `fcp manifest build --kind media` reads them.
+    """Yield records as `fcp manifest build --kind media` reads them.
 
     Args:
         name: one of `NAMES`. `mixed` is a fifth text alone, a fifth one image, a fifth two to eight images, and the
@@ -151,7 +151,7 @@ def media_records(name: str, rows: int, *, seed: int, scale: Scale = AS_PUBLISHE
 def write_media_records(
     path: Path, name: str, rows: int, *, seed: int, scale: Scale = AS_PUBLISHED, advance: Callable[[int], None]
 ) -> None:
-    """Write `media_records` as JSON lines, whole or not at all; `advance` is told the rows done since its last call.
+    """Write `media_records` as JSON lines, whole or not at all; `advance` gets the rows done since its last call.
 
     Raises:
         UsageError: the name of the file would not be recognised.

@@ -1,4 +1,4 @@
-"""What the planner needs of a manifest: lengths and work factors as flat arrays (contract `fcp-manifest/1`)."""
+"""The part of a manifest that planning reads: lengths and work factors as flat arrays (contract `fcp-manifest/1`)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LengthTable:
         return len(self.length_tokens)
 
     def take(self, rows: IntArray) -> LengthTable:
-        """The given rows, in the given order."""
+        """Return the given rows, in the given order."""
         return LengthTable(
             name=self.name,
             length_tokens=self.length_tokens[rows],
@@ -45,7 +45,7 @@ class LengthTable:
         )
 
     def content_hash(self) -> str:
-        """SHA-256 over the columns that planning reads; independent of file layout and writer."""
+        """Hash the columns that planning reads (SHA-256); independent of file layout and writer."""
         digest = hashlib.sha256(b"fcp-manifest/1")
         for column in (self.length_tokens, self.eta, self.vision_patches, self.vision_patch_pairs):
             digest.update(

@@ -19,17 +19,17 @@ class Tokenizer(Protocol):
 
     @property
     def name(self) -> str:
-        """What the manifest records: `bytes`, or the path of the tokenizer file."""
+        """The name that the manifest records: `bytes`, or the path of the tokenizer file."""
 
     @property
     def vocab_size(self) -> int:
         """One more than the largest token id."""
 
     def count(self, texts: Any) -> IntArray:
-        """Tokens of each text of an Arrow string or binary array; a null has none."""
+        """Count the tokens of each text of an Arrow string or binary array; a null has none."""
 
     def encode(self, text: bytes) -> IntArray:
-        """[tokens] int64."""
+        """Return the tokens of a text: [tokens] int64."""
 
 
 class ByteTokenizer:
@@ -85,12 +85,12 @@ class FileTokenizer:
         return np.asarray(self._tokenizer.encode(_text(text)).ids, np.int64)
 
     def count_inside(self, text: str) -> int:
-        """Tokens of a piece inside a longer text: the post-processor's special tokens are left out."""
+        """Count the tokens of a piece inside a longer text: the post-processor's special tokens are left out."""
         return len(self._tokenizer.encode(text, add_special_tokens=False))
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that a manifest or `--tokenizer` names.
+    """Open the tokenizer that a manifest or `--tokenizer` names.
 
     Raises:
         ManifestError: there is no such tokenizer.
@@ -99,7 +99,7 @@ def open_tokenizer(name: str) -> Tokenizer:
 
 
 def utf8(text: str) -> bytes:
-    """Bytes of a text that may hold lone surrogates, as JSON allows."""
+    """Encode a text that may hold lone surrogates, as JSON allows."""
     return text.encode("utf-8", "surrogatepass")
 
 

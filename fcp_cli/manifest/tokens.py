@@ -31,7 +31,7 @@ class TokenReader(Protocol):
         """One more than the largest token id."""
 
     def __call__(self, row: int) -> IntArray:
-        """[length] int64 tokens of one sequence."""
+        """Return the tokens of one sequence: [length] int64."""
 
 
 class SyntheticTokens:
@@ -63,7 +63,7 @@ class CheckedTokens:
         tokens = self._tokens(row)
         if len(tokens) != self._lengths[row]:
             raise ManifestError(
-                f"{self._tokens.place(row)} changed: it has {len(tokens)} tokens, but row {row} of the manifest says "
+                f"{self._tokens.place(row)} changed: it has {len(tokens)} tokens, but row {row} of the manifest has "
                 f"{self._lengths[row]}; {self._remedy}"
             )
         return tokens
@@ -97,7 +97,7 @@ def open_tokens(
 
 
 def open_media(manifest_path: str | Path) -> MediaRecords | None:
-    """The sizes of images and videos that a manifest was built from; None where it was built from
+    """Open the sizes of images and videos that a manifest was built from; None where it was built from
     something else than JSON lines of sizes.
 
     Raises:
@@ -111,7 +111,7 @@ def open_media(manifest_path: str | Path) -> MediaRecords | None:
     if not root.exists():
         raise ManifestError(f"{path} was built from {root}, which is gone; {remedy}")
     if "byte_offset" not in pq.read_schema(path).names:
-        raise ManifestError(f"{path} does not say where its records are in {root}; {remedy}")
+        raise ManifestError(f"{path} does not record where its records are in {root}; {remedy}")
     return MediaRecords(root, recorded_processor(source["processor"]), _column(path, "byte_offset").to_numpy())
 
 
@@ -119,7 +119,7 @@ def _own_tokens(path: Path, length_column: str) -> SourceTokens:
     data = columnar(path, [open_shard(file) for file in manifest_files(path)], length_column, open_tokenizer("bytes"))
     if data.content != "tokens":
         raise ManifestError(
-            f"{path} does not say where its tokens are: it was not made by `fcp manifest build`, and column "
+            f"{path} does not record where its tokens are: it was not made by `fcp manifest build`, and column "
             f"{length_column!r} holds lengths only; train on synthetic tokens or build a manifest from the data"
         )
     return ColumnarTokens(data, np.arange(data.units or 0), None)

@@ -30,7 +30,7 @@ _TOLERANCE = 1e-6  # relative, of predicted seconds
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One broken rule. `step` and `order` say where; None where it concerns the whole plan or the whole step."""
+    """A broken rule. `step` and `order` give its place; None where it concerns the whole plan or the whole step."""
 
     message: str
     step: int | None = None
@@ -48,7 +48,7 @@ def check_plan(path: Path, *, manifest: LengthTable | None = None) -> Iterator[F
     Args:
         path: the plan.
         manifest: what it was planned from; without it, lengths and the times of masked or multimodal sequences are
-            checked only as far as the plan itself tells.
+            checked only as far as the plan alone allows.
 
     Raises:
         PlanError, ProfileError: the file is no plan, is damaged, or carries a damaged cost profile.
@@ -76,16 +76,15 @@ def check_plan(path: Path, *, manifest: LengthTable | None = None) -> Iterator[F
         yield from check_step(step, metadata, profile, manifest if coverage.knows(step) else None)
         groups.update(step.ring_groups())
     if steps != metadata.steps:
-        yield Finding(message=f"it has {counted(steps, 'step')}, its metadata says {metadata.steps}")
+        yield Finding(message=f"it has {counted(steps, 'step')}, its metadata states {metadata.steps}")
     if len(groups) != metadata.distinct_groups:
-        yield Finding(
-            message=f"it has {len(groups)} distinct groups of degree > 1, its metadata says {metadata.distinct_groups}"
-        )
+        stated = metadata.distinct_groups
+        yield Finding(message=f"it has {len(groups)} distinct groups of degree > 1, its metadata states {stated}")
     yield from coverage.finish()
 
 
 class Limits(Protocol):
-    """What the rows of a step must keep to: a plan's metadata has it, and so has a planning problem."""
+    """The limits of a step's rows: both a plan's metadata and a planning problem have them."""
 
     @property
     def num_ranks(self) -> int: ...
@@ -117,7 +116,7 @@ def check_step(
 
 
 def _check_devices(metadata: PlanMetadata, profile: CostProfile) -> Iterator[Finding]:
-    """A plan that says what its ranks are made of has the times of such ranks, and keeps pipelines in step."""
+    """Check that the times are those of ranks of as many devices, and that pipelines stay in step."""
     if metadata.devices_per_rank == 1:
         return
     if metadata.pipeline_parallel > 1 and metadata.sync != "microbatch":
@@ -132,7 +131,7 @@ def _check_devices(metadata: PlanMetadata, profile: CostProfile) -> Iterator[Fin
 
 
 def _check_order(reader: PlanReader) -> Iterator[Finding]:
-    """Rows are ordered by (step, order), both counting from 0; lists of a row belong together."""
+    """Check that rows are ordered by (step, order), both counting from 0, and that a row's lists belong together."""
     last_step, last_order = reader.metadata.first_step - 1, -1
     totals: tuple[float, float] | None = None  # of the last row
     for table in reader.tables():
@@ -165,7 +164,7 @@ def _sizes(table: pa.Table, column: str) -> np.ndarray[tuple[int, ...], np.dtype
 
 
 def _check_ranks(step: StepPlan, limits: Limits) -> Iterator[Finding]:
-    """Every row has ranks, ascending and in range; every rank has a row."""
+    """Check that every row has ranks, ascending and in range, and that every rank has a row."""
     if (step.degrees < 1).any():
         yield Finding(step=step.step, order=_first(step.degrees < 1), message="no ranks")
         return
@@ -201,7 +200,7 @@ def _check_budget(step: StepPlan, limits: Limits) -> Iterator[Finding]:
 
 
 def _check_waves(step: StepPlan, limits: Limits) -> Iterator[Finding]:
-    """Under `iteration` there are none; under `microbatch` they count from 0 and each uses every rank once."""
+    """Check waves: none under `iteration`; counting from 0, each with every rank once, under `microbatch`."""
     if limits.sync == "iteration":
         if (step.wave != -1).any():
             order = _first(step.wave != -1)
@@ -228,7 +227,7 @@ def _check_waves(step: StepPlan, limits: Limits) -> Iterator[Finding]:
 def _check_times(
     step: StepPlan, metadata: PlanMetadata, profile: CostProfile, manifest: LengthTable | None
 ) -> Iterator[Finding]:
-    """Seconds follow from the cost profile, starts from the ranks and the sync, the makespan from both."""
+    """Check that seconds follow from the cost profile, starts from ranks and sync, and the makespan from both."""
     for name, values in (("start_seconds", step.start_seconds), ("seconds", step.seconds)):
         impossible = ~(np.isfinite(values) & (values >= 0))
         for order in np.flatnonzero(impossible)[:1].tolist():
@@ -241,7 +240,7 @@ def _check_times(
         padding_multiple=metadata.padding_multiple,
         manifest=manifest,
     )
-    # Without the manifest nobody knows mask and vision columns, which only ever add time.
+    # Mask and vision columns, known from the manifest alone, only ever add time.
     wrong = ~np.isclose(step.seconds, price, rtol=_TOLERANCE) & (
         np.full(len(step), True) if manifest is not None else step.seconds < price
     )
@@ -284,16 +283,16 @@ class _Coverage:
         self._steps = metadata.first_step
 
     def knows(self, step: StepPlan) -> bool:
-        """Whether all of a step's sequences are rows of the manifest."""
+        """Return whether all of a step's sequences are rows of the manifest."""
         return bool(((step.sequences >= 0) & (step.sequences < len(self._seen))).all())
 
     def begin(self) -> Iterator[Finding]:
-        """A plan that continues a run has as many trained sequences as the steps of the epoch before it."""
+        """Check that a plan that continues a run counts as trained what the epoch's steps before it had."""
         trained = int(self._seen.sum())
         due = self._metadata.first_step % max(self._steps_per_epoch, 1) * self._metadata.global_batch_size
         if trained != due:
             yield Finding(
-                message=f"it goes on from step {self._metadata.first_step} with {trained} sequences of the epoch "
+                message=f"it continues from step {self._metadata.first_step} with {trained} sequences of the epoch "
                 f"trained, where {due} are due"
             )
 
@@ -343,7 +342,7 @@ class _Coverage:
             yield Finding(step=step.step, message=message)
 
     def finish(self) -> Iterator[Finding]:
-        """All epochs are there, unless a limit of steps was asked for, and only overlong sequences are left out."""
+        """Check that all epochs are there, up to the limit of steps, and that only overlong sequences are left out."""
         overlong = self._metadata.overlong
         if self._manifest is not None and overlong.max_length is not None:
             found = int((self._manifest.length_tokens > overlong.max_length).sum())

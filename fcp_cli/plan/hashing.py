@@ -47,7 +47,7 @@ class PlanHasher:
         self._digests[name].update(np.ascontiguousarray(values, dtype=dtype).tobytes())
 
     def hexdigest(self, metadata: PlanMetadata) -> str:
-        """The plan hash, 64 hexadecimal digits."""
+        """Return the plan hash, 64 hexadecimal digits."""
         total = hashlib.sha256(metadata.hashed_json())
         for name, digest in self._digests.items():
             total.update(name.encode())

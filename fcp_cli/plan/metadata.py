@@ -92,7 +92,7 @@ class PlanMetadata:
         step_limit: only that many first steps were planned; None: all.
         solver_options: whatever the solver was given beside the common settings.
         cost_profile: the whole text of the YAML.
-        continues: what the plan goes on from; None: it begins with step 0.
+        continues: the run that the plan continues; None: it begins with step 0.
         plan_hash: content hash over rows and metadata; see `hashing`.
         created: ISO time, outside the hash.
     """

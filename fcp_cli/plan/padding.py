@@ -68,12 +68,12 @@ def padded_work(work: Work, degree: npt.ArrayLike, multiple: int | None, profile
 
 
 def padded_lengths(step: StepPlan, multiple: int | None) -> Int64Array:
-    """[sequences] the lengths of a step, in its order, with padding."""
+    """Return [sequences] the lengths of a step, in its order, with padding."""
     return padded_tokens(step.lengths, np.repeat(step.degrees, np.diff(step.sequence_offsets)), multiple)
 
 
 def held_tokens(step: StepPlan, multiple: int | None) -> Int64Array:
-    """[microbatches] tokens that the ranks of each micro-batch hold together, with padding."""
+    """Return [microbatches] the tokens that the ranks of each micro-batch hold together, with padding."""
     if multiple is None:
         return step.tokens
     return np.diff(offsets_of(padded_lengths(step, multiple))[step.sequence_offsets])

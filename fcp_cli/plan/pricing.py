@@ -91,7 +91,7 @@ def pack_work(
         work: of the packs' sequences, back to back, on a single rank.
         offsets: [packs + 1] pack p has the sequences `offsets[p]:offsets[p + 1]`.
         degree: ranks of each pack's group.
-        profile, padding_multiple: say what rings are padded to, and what that costs.
+        profile, padding_multiple: give what rings are padded to, and its price.
     """
     first = offsets[:-1]
     if padding_multiple is not None:

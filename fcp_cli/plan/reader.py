@@ -56,11 +56,11 @@ class PlanReader:
                 raise PlanError(f"{self.path}: the column {field.name} is {found.field(index).type}, not {field.type}")
 
     def steps(self, first: int = 0) -> Iterator[StepPlan]:
-        """The steps from `first` on; row groups that end before it are not read."""
+        """Yield the steps from `first` on; row groups that end before it are not read."""
         held: pa.Table | None = None
         for table in self.tables(first):
             table = table if held is None else pa.concat_tables([held, table])
-            # The last step of a row group may go on in the next (foreign writers split anywhere): hold it back.
+            # The last step of a row group may continue in the next (foreign writers split anywhere): hold it back.
             steps = table.column("step").to_numpy()
             last_start = int((steps != steps[-1]).sum())
             held = table.slice(last_start)
@@ -69,7 +69,7 @@ class PlanReader:
             yield from (step for step in steps_from_arrow(held) if step.step >= first)
 
     def tables(self, first: int = 0) -> Iterator[pa.Table]:
-        """The rows as they are stored, by row groups; those that end before step `first` are left out."""
+        """Yield the rows as they are stored, by row groups; those that end before step `first` are left out."""
         try:
             for group in range(self._file.num_row_groups):
                 meta: Any = self._file.metadata.row_group(group)
@@ -91,7 +91,7 @@ class PlanReader:
         return table
 
     def content_hash(self) -> str:
-        """The hash of what the file holds now; equals `metadata.plan_hash` unless somebody edited it."""
+        """Return the hash of what the file holds now; it equals `metadata.plan_hash` unless the file was edited."""
         hasher = PlanHasher()
         for table in self.tables():
             hasher.update(table)

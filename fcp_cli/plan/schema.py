@@ -27,7 +27,7 @@ SCHEMA = pa.schema(
 
 
 def steps_to_arrow(steps: Sequence[StepPlan]) -> pa.Table:
-    """Rows of several steps, in order, without a Python object per row."""
+    """Turn several steps into rows, in order, without a Python object per row."""
     return pa.Table.from_batches([_step_to_batch(step) for step in steps], schema=SCHEMA)
 
 
@@ -54,7 +54,7 @@ def _lists(offsets: Any, values: Any, column: str) -> pa.ListArray:
 
 
 def steps_from_arrow(table: pa.Table) -> Iterator[StepPlan]:
-    """The steps of a table whose rows are ordered by (step, order); every step in it must be whole."""
+    """Yield the steps of a table whose rows are ordered by (step, order); every step in it must be whole."""
     table = table.combine_chunks()
     steps = table.column("step").to_numpy()
     if not len(steps):

@@ -98,7 +98,7 @@ class StepPlan:
         return self.makespan_seconds / self.bound_seconds - 1.0
 
     def busy_seconds(self, num_ranks: int) -> FloatArray:
-        """[num_ranks] predicted seconds in which each rank computes."""
+        """Return [num_ranks] the predicted seconds in which each rank computes."""
         busy = np.zeros(num_ranks)
         np.add.at(busy, self.ranks, np.repeat(self.seconds, self.degrees))
         return busy
@@ -108,7 +108,7 @@ class StepPlan:
         return 1.0 - float(self.busy_seconds(num_ranks).sum()) / (num_ranks * self.makespan_seconds)
 
     def microbatch(self, i: int) -> MicroBatch:
-        """Row i on its own."""
+        """Return row i on its own."""
         members = slice(self.sequence_offsets[i], self.sequence_offsets[i + 1])
         return MicroBatch(
             step=self.step,
@@ -122,10 +122,10 @@ class StepPlan:
         )
 
     def ring_groups(self) -> Iterator[bytes]:
-        """The rank sets of degree > 1: those that a back end with one communicator per ring must create."""
+        """Yield the groups of degree > 1: those that a back end with one communicator per ring must create."""
         for i in np.flatnonzero(self.degrees > 1):
             yield self.ranks[self.rank_offsets[i] : self.rank_offsets[i + 1]].tobytes()
 
     def microbatches(self) -> Iterator[MicroBatch]:
-        """The rows one by one; for display and the runtime, not for inner loops."""
+        """Yield the rows one by one; for display and the runtime, not for inner loops."""
         return (self.microbatch(i) for i in range(len(self)))

@@ -1,4 +1,4 @@
-"""What a plan amounts to, added up step by step: for the report after planning and for `fcp inspect`."""
+"""Totals of a plan, added up step by step: for the report after planning and for `fcp inspect`."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class PlanSummary:
         return sum(totals.microbatches for totals in self.degrees.values())
 
     def to_json(self) -> Mapping[str, Any]:
-        """JSON values, for `--json`."""
+        """Return JSON values, for `--json`."""
         return {
             "steps": self.steps,
             "sequences": self.sequences,

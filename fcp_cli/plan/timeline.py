@@ -1,4 +1,4 @@
-"""When each micro-batch starts, given the seconds it takes and where ranks wait for each other."""
+"""Predicts when each micro-batch starts, from the seconds it takes and where ranks wait for each other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def start_times(
     seconds: FloatArray,
     num_ranks: int,
 ) -> FloatArray:
-    """[microbatches] predicted start of each micro-batch, seconds from the start of the step.
+    """Return [microbatches] the predicted start of each micro-batch, in seconds from the start of the step.
 
     Under `iteration` a micro-batch starts when the last of its ranks has finished its earlier ones; under `microbatch`
     a wave starts when the slowest micro-batch of the wave before has ended.
@@ -28,7 +28,7 @@ def start_times(
 
 
 def wave_start_times(wave: Int32Array, seconds: FloatArray) -> FloatArray:
-    """Starts under `sync: microbatch`; `wave` ascends."""
+    """Return the starts under `sync: microbatch`; `wave` ascends."""
     first = np.flatnonzero(np.diff(wave, prepend=wave[0] - 1))
     slowest = np.maximum.reduceat(seconds, first)
     starts = np.concatenate(([0.0], np.cumsum(slowest)[:-1]))
@@ -36,7 +36,7 @@ def wave_start_times(wave: Int32Array, seconds: FloatArray) -> FloatArray:
 
 
 def list_schedule(rank_offsets: Int64Array, ranks: Int32Array, seconds: FloatArray, num_ranks: int) -> FloatArray:
-    """Starts under `sync: iteration`: each micro-batch, in order, as soon as all its ranks are free."""
+    """Return the starts under `sync: iteration`: each micro-batch, in order, as soon as all its ranks are free."""
     # Plain lists: for a few hundred micro-batches they beat NumPy calls, and need no compiler as numba would.
     free = [0.0] * num_ranks
     starts = [0.0] * len(seconds)

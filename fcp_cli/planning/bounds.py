@@ -19,7 +19,7 @@ _CHUNK = 32  # sequences whose degrees are tried at once
 
 
 def lower_bound_seconds(work: Work, problem: Problem) -> float:
-    """The best proven bound: simple, tightened, and under `microbatch` that of the waves of the longest sequences."""
+    """Return the best proven bound: simple, tightened, and under `microbatch` that of the longest sequences' waves."""
     simple = simple_bound_seconds(work, problem)
     machine = machine_of(problem)
     _order, sequences = by_falling_work(work)
@@ -31,12 +31,12 @@ def lower_bound_seconds(work: Work, problem: Problem) -> float:
 
 
 def simple_bound_seconds(work: Work, problem: Problem) -> float:
-    """The larger of the area bound and the longest-sequence bound."""
+    """Return the larger of the area bound and the longest-sequence bound."""
     return max(area_bound_seconds(work, problem), longest_sequence_bound_seconds(work, problem))
 
 
 def area_bound_seconds(work: Work, problem: Problem) -> float:
-    """All work shared evenly by all ranks.
+    """Bound the step by all work, shared evenly by all ranks.
 
     A micro-batch of degree d holds at most d * budget tokens and costs its ranks d * microbatch_seconds beside the
     work, so the ranks together pay for at least tokens / budget micro-batches; and every rank that works pays for one.
@@ -47,7 +47,7 @@ def area_bound_seconds(work: Work, problem: Problem) -> float:
 
 
 def longest_sequence_bound_seconds(work: Work, problem: Problem) -> float:
-    """max over sequences of min over feasible degrees of the sequence's time alone on a group, placed at best."""
+    """Bound the step by its longest sequence: max over sequences of min over feasible degrees of its time alone."""
     min_degree = np.maximum(1, -(-work.tokens // problem.tokens_per_rank))
     at_min_degree = _alone_seconds(work, slice(None), min_degree, problem)
     best = 0.0

@@ -29,6 +29,6 @@ def pack_work(work: Work, members: IntArray, offsets: IntArray, degree: npt.Arra
         members: of all packs, back to back: pack p has `members[offsets[p]:offsets[p + 1]]`, at least one.
         offsets: [packs + 1].
         degree: of the packs' groups: [packs], or one for all.
-        problem: says how rings are padded.
+        problem: gives what rings are padded to.
     """
     return pricing.pack_work(work.take(members), offsets, degree, problem.profile, problem.padding_multiple)

@@ -232,7 +232,7 @@ def test_a_data_set_that_is_planned_as_it_is_is_its_own_source(tmp_path: Path) -
 
 def test_a_foreign_manifest_of_lengths_says_that_it_has_no_tokens(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "d.parquet", {"length": [1, 2]})
-    with pytest.raises(ManifestError, match="does not say where its tokens are"):
+    with pytest.raises(ManifestError, match="does not record where its tokens are"):
         open_tokens(path)
 
 
@@ -252,7 +252,7 @@ def test_a_sequence_that_changed_is_named_with_the_command_that_rebuilds(tmp_pat
     with pytest.raises(ManifestError) as caught:
         open_tokens(tmp_path / "m.parquet")(0)
     assert str(caught.value) == (
-        f"{tree}/a b.py changed: it has 4 tokens, but row 0 of the manifest says 3; build and plan again: "
+        f"{tree}/a b.py changed: it has 4 tokens, but row 0 of the manifest has 3; build and plan again: "
         f"fcp manifest build {tree} --kind text --include '*.py' -o {tmp_path}/m.parquet"
     )
 
@@ -326,7 +326,7 @@ HEADER = b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little")
         (
             lambda r: write_tree(r, {"d.xyz": b"x"}) / "d.xyz",
             None,
-            "cannot tell what d.xyz is by its name; say it with",
+            "cannot recognize what d.xyz is by its name; choose with",
         ),
         (lambda r: write_tree(r / "t", {"a": b""}), None, "t holds no sequence with tokens; 1 skipped as empty"),
         (
@@ -386,7 +386,7 @@ HEADER = b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little")
         (
             lambda r: write_parquet(r / "d.parquet", {"a": [3, -2]}),
             "a",
-            "d.parquet: row 1 of column 'a' is -2; a length is at least 0; mend or drop that row",
+            "d.parquet: row 1 of column 'a' is -2; a length is at least 0; correct or drop that row",
         ),
         (
             lambda r: write_parquet(r / "d.parquet", {"a": [2**40]}),

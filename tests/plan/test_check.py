@@ -234,8 +234,8 @@ def test_a_bound_above_the_makespan_is_found(plan: Path) -> None:
 
 def test_totals_that_do_not_agree_are_found(plan: Path) -> None:
     found = findings(rewritten(plan, steps=9, distinct_groups=1000))
-    assert "it has 8 steps, its metadata says 9" in found
-    assert any("distinct groups of degree > 1, its metadata says 1000" in finding for finding in found)
+    assert "it has 8 steps, its metadata states 9" in found
+    assert any("distinct groups of degree > 1, its metadata states 1000" in finding for finding in found)
 
 
 def test_sequences_left_out_without_being_overlong_are_found(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_a_mask_that_hides_a_loss_is_found(tmp_path: Path) -> None:
     mask[np.flatnonzero(mask)[0]] = False
     forged = rewritten(rest, continues=replace(continues, trained=pack_rows(mask)))
     assert [str(finding) for finding in check_plan(forged)] == [
-        "it goes on from step 2 with 39 sequences of the epoch trained, where 40 are due"
+        "it continues from step 2 with 39 sequences of the epoch trained, where 40 are due"
     ]
 
 

@@ -1,4 +1,4 @@
-"""What every kind of source offers to the builder and to training."""
+"""The interfaces that every kind of source has for the builder and for training."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Source(Protocol):
 
     @property
     def units(self) -> int | None:
-        """How much `done` will add up to; None where only the end tells."""
+        """The sum that `done` will reach; None where it is unknown before the end."""
 
     def describe(self) -> dict[str, Any]:
-        """The JSON `source` of the manifest: `kind`, absolute `path`, and what reading the tokens again needs."""
+        """Return the JSON `source` of the manifest: `kind`, absolute `path`, and what it takes to read the tokens."""
 
     def batches(self) -> Iterator[RowBatch]:
         """Count the sequences, some at a time.
@@ -54,14 +54,14 @@ class SourceTokens(Protocol):
         """One more than the largest token id."""
 
     def __call__(self, row: int) -> IntArray:
-        """[tokens] int64, as the source holds them now."""
+        """Return [tokens] int64, as the source holds them now."""
 
     def place(self, row: int) -> str:
-        """Where the sequence lies, for messages."""
+        """Name the place of a sequence, for messages."""
 
 
 def grouped(items: Iterable[tuple[Item, int]], *, most_items: int, most_bytes: int) -> Iterator[list[Item]]:
-    """Lists of consecutive items, bounded in number and in bytes; each item comes with its size in bytes."""
+    """Group consecutive items into lists bounded in number and in bytes; each item comes with its size in bytes."""
     group: list[Item] = []
     group_bytes = 0
     for item, item_bytes in items:

@@ -72,20 +72,20 @@ class Columnar:
                 start += len(lengths)
 
     def _count(self, shard: Shard, column: Any, *, row: int) -> tuple[Any, int]:
-        """Lengths and the largest token of a part of a file that begins at its `row`."""
+        """Return lengths and the largest token of a part of a file that begins at its `row`."""
         if self.content == "lengths":
             lengths = pc.fill_null(column.cast(pa.int64()), 0)
             negative = pc.index(pc.less(lengths, 0), True).as_py()
             if negative >= 0:
                 where = f"{shard.path}: row {row + negative} of column {self.column!r}"
-                raise ManifestError(f"{where} is {lengths[negative]}; a length is at least 0; mend or drop that row")
+                raise ManifestError(f"{where} is {lengths[negative]}; a length is at least 0; correct or drop that row")
             return lengths, -1
         if self.content == "text":
             return self.tokenizer.count(column), self.tokenizer.vocab_size - 1
         tokens = column.flatten()
         if tokens.null_count:
             raise ManifestError(
-                f"{shard.path}: column {self.column!r} holds {tokens.null_count} null tokens; mend the data"
+                f"{shard.path}: column {self.column!r} holds {tokens.null_count} null tokens; correct the data"
             )
         largest = pc.max(tokens).as_py()
         return pc.fill_null(pc.list_value_length(column), 0).cast(pa.int64()), -1 if largest is None else int(largest)
@@ -147,7 +147,7 @@ class ColumnarTokens:
 
 
 def columnar(path: Path, shards: Sequence[Shard], column: str | None, tokenizer: Tokenizer) -> Columnar:
-    """The source, with its column found by name or by what such columns are usually called.
+    """Open the source; its column is found by name or by the usual names of such columns.
 
     Raises:
         ManifestError: no such column, or one that holds neither tokens, texts nor lengths, or shards that differ.

@@ -34,7 +34,7 @@ _SHARDED: Final = ("parquet", "arrow", "jsonl", "media")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceOptions:
-    """How to read a source; each setting concerns the kinds that have such a thing.
+    """Settings for reading a source; each concerns the kinds that have such a thing.
 
     Attributes:
         tokenizer: `bytes`, or the path of a `tokenizer.json`.
@@ -54,10 +54,10 @@ class SourceOptions:
 
 
 def detect_kind(path: Path) -> str:
-    """The kind of a source by its suffix; a folder is what it holds, else a text tree.
+    """Detect the kind of a source by its suffix; a folder is of the kind of its files, else a text tree.
 
     Raises:
-        ManifestError: there is nothing at the path, or a file with a suffix that tells nothing.
+        ManifestError: there is nothing at the path, or a file with an unknown suffix.
     """
     if Path(f"{path}.idx").is_file():
         return "megatron"  # Megatron-LM users type the prefix
@@ -70,7 +70,7 @@ def detect_kind(path: Path) -> str:
             return kind
     if path.suffix == ".bin" and path.with_suffix(".idx").is_file():
         return "megatron"
-    raise ManifestError(f"cannot tell what {path} is by its name; say it with --kind {'|'.join(KINDS)}")
+    raise ManifestError(f"cannot recognize what {path} is by its name; choose with --kind {'|'.join(KINDS)}")
 
 
 def open_source(path: Path, kind: str, options: SourceOptions, *, output: Path | None = None) -> Source:
@@ -124,10 +124,10 @@ def _shard_paths(folder: Path, kind: str) -> list[Path]:
 
 
 def _made_by_fcp(file: Path) -> bool:
-    """Manifests and plans beside the data are no part of it."""
+    """Return whether a file is a manifest or a plan, which beside the data are no part of it."""
     with suppress(ManifestError), readable(file):
         return bool(read_header(pq.read_metadata(file)))
-    return False  # what is wrong with it is said when it is opened
+    return False  # its faults are reported when it is opened
 
 
 def _index_path(path: Path) -> Path:

@@ -97,7 +97,7 @@ class JsonLinesTokens:
 
 
 def token_value(line: bytes, column: str, place: str) -> bytes | IntArray:
-    """The text of a record as UTF-8 bytes, or its token ids; a null is an empty text.
+    """Return the text of a record as UTF-8 bytes, or its token ids; a null is an empty text.
 
     Raises:
         ManifestError: the line is not a JSON object, or the field is missing or holds something else.
@@ -130,7 +130,7 @@ def _token_ids(value: Any) -> IntArray | None:
 
 
 def json_record(line: bytes, place: str) -> dict[str, Any]:
-    """The JSON object of one line.
+    """Parse the JSON object of one line.
 
     Raises:
         ManifestError: it is none.
@@ -145,7 +145,7 @@ def json_record(line: bytes, place: str) -> dict[str, Any]:
 
 
 def json_lines(file: Path) -> Iterator[tuple[tuple[int, int, bytes], int]]:
-    """Line number, byte offset and content of every line that is not blank, with its size."""
+    """Yield line number, byte offset and content of every line that is not blank, with its size."""
     offset = 0
     try:
         with file.open("rb") as stream:
@@ -158,7 +158,7 @@ def json_lines(file: Path) -> Iterator[tuple[tuple[int, int, bytes], int]]:
 
 
 def line_at(file: Path, byte_offset: int) -> bytes:
-    """The line that begins at a byte.
+    """Read the line that begins at a byte.
 
     Raises:
         ManifestError: the file cannot be read.
@@ -172,7 +172,7 @@ def line_at(file: Path, byte_offset: int) -> bytes:
 
 
 def size_of(file: Path) -> int:
-    """Bytes of a file.
+    """Return the bytes of a file.
 
     Raises:
         ManifestError: it cannot be read.

@@ -89,7 +89,7 @@ class MediaSizes:
         }
 
     def _text_tokens(self, record: dict[str, Any], visuals: int, place: str) -> int:
-        """As the record says, or counted: every turn has the five marks of ChatML, every picture those around it."""
+        """Return the record's figure, or count: a turn has the five marks of ChatML, a picture those around it."""
         if "text_tokens" in record or not any(name in record for name in TEXT_COLUMNS):
             return _whole(record, "text_tokens", place, least=0)
         turns = _turns(record, place)
@@ -110,7 +110,7 @@ class MediaRecords:
         self._byte_offsets = byte_offsets
 
     def __call__(self, row: int) -> tuple[tuple[Visual, ...], tuple[Visual, ...]]:
-        """(images, videos) of one row.
+        """Return (images, videos) of one row.
 
         Raises:
             ManifestError: the file is gone, or has another record there.
@@ -120,7 +120,7 @@ class MediaRecords:
 
 
 def _turns(record: dict[str, Any], place: str) -> list[str]:
-    """The texts of a conversation, without placeholders; a caption alone answers an empty question."""
+    """Return the texts of a conversation, without placeholders; a caption alone answers an empty question."""
     if "conversations" not in record:
         caption = record["caption"] if "caption" in record else record["text"]
         if not isinstance(caption, str):
@@ -138,7 +138,7 @@ def _turns(record: dict[str, Any], place: str) -> list[str]:
 def visuals_of(
     record: dict[str, Any], processor: VisionProcessor, place: str
 ) -> tuple[tuple[Visual, ...], tuple[Visual, ...]]:
-    """(images, videos) of a record of sizes.
+    """Return (images, videos) of a record of sizes.
 
     Raises:
         ManifestError: it is no such record, or holds a picture that the processor refuses.

@@ -1,4 +1,4 @@
-"""Where sizes of images and videos are read from: JSON lines, tables, LLaVA-style JSON, and WebDataset tars.
+"""Reads sizes of images and videos from JSON lines, tables, LLaVA-style JSON, and WebDataset tars.
 
 Every reader gives the same records (see `media`); no pixel is read, of pictures and videos only the headers.
 """
@@ -49,7 +49,7 @@ class Found:
 
 
 def read_media(path: Path) -> Iterator[Found]:
-    """The records of a source of sizes, by its suffix; a folder is one of tars.
+    """Yield the records of a source of sizes, by its suffix; a folder is one of tars.
 
     Raises:
         ManifestError: it cannot be read, or a record has no sizes.
@@ -68,7 +68,7 @@ def read_media(path: Path) -> Iterator[Found]:
 
 
 def media_files(path: Path) -> list[Path]:
-    """The file itself, or the tars of a folder in the order of their names.
+    """Return the file itself, or the tars of a folder in the order of their names.
 
     Raises:
         ManifestError: a folder without tars.
@@ -82,12 +82,12 @@ def media_files(path: Path) -> list[Path]:
 
 
 def media_units(path: Path) -> int | None:
-    """What the records' `done` will add up to; None where only the end tells."""
+    """Return the sum that the records' `done` will reach; None where it is unknown before the end."""
     return None if path.suffix in TABLE_SUFFIXES else sum(size_of(file) for file in media_files(path))
 
 
 def _table(path: Path) -> Iterator[Found]:
-    """A row is an image, or where it has frames or a duration, a video."""
+    """Read a table: a row is an image, or where it has frames or a duration, a video."""
     start = 0
     for batch in _table_batches(path):
         for row, values in enumerate(batch.to_pylist(), start=start + 1):
@@ -108,7 +108,7 @@ def _table_batches(path: Path) -> Iterator[Any]:
 
 
 def _from_metadata(values: dict[str, Any], place: str) -> dict[str, Any]:
-    """A record from a row of metadata: width, height, and frames, or duration and fps, for a video."""
+    """Make a record of a row of metadata: width, height, and frames, or duration and fps, for a video."""
     missing = [name for name in ("width", "height") if values.get(name) is None]
     if missing:
         raise ManifestError(f"{place}: {missing[0]!r} is missing; its columns are {', '.join(values)}")
@@ -126,12 +126,12 @@ def _from_metadata(values: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _integer(value: Any) -> Any:
-    """Whole numbers that a table holds as floats, because of its nulls."""
+    """Convert whole numbers that a table holds as floats, because of its nulls."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _llava(path: Path) -> Iterator[Found]:
-    """A JSON list of conversations with the paths of their images, beside the file or below it."""
+    """Read a JSON list of conversations with the paths of their images, beside the file or below it."""
     document = read_json(path, error=ManifestError)
     if not isinstance(document, list) or not all(isinstance(record, dict) for record in document):
         raise ManifestError(f"{path} is not a list of records with 'conversations'")
@@ -144,7 +144,7 @@ def _llava(path: Path) -> Iterator[Found]:
 
 
 def _with_sizes(record: dict[str, Any], folder: Path, place: str) -> dict[str, Any]:
-    """Sizes of the pictures that a record names, from its own fields or else from their headers."""
+    """Add the sizes of the pictures that a record names, from its own fields or else from their headers."""
     if "video" in record and record.get("width") is not None:
         return _from_metadata(record, place)
     names = _names(record, "image")
@@ -157,13 +157,13 @@ def _with_sizes(record: dict[str, Any], folder: Path, place: str) -> dict[str, A
 
 
 def _names(record: dict[str, Any], kind: str) -> list[str]:
-    """One path or several."""
+    """Return a list of one path or several."""
     named = record.get(kind, [])
     return [named] if isinstance(named, str) else named
 
 
 def _tar(path: Path) -> Iterator[Found]:
-    """A sample of a WebDataset is the files that share a name up to the first dot; they follow each other."""
+    """Read a tar of WebDataset: a sample is the files that share a name up to the first dot; they follow each other."""
     key, sample, begun = "", dict[str, Any](), 0
     with _opened_tar(path) as archive:
         for member in archive:
@@ -187,14 +187,14 @@ def _opened_tar(path: Path) -> tarfile.TarFile:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """(key, suffix) of a member, as WebDataset has them: the suffix begins at the first dot of the file's name."""
+    """Split a member's name into WebDataset's (key, suffix): the suffix begins at the first dot of the file's name."""
     path = PurePosixPath(name)
     stem, dot, suffix = path.name.partition(".")
     return str(path.parent / stem), f"{dot}{suffix}".lower()
 
 
 def _member(archive: tarfile.TarFile, member: tarfile.TarInfo, suffix: str, place: str) -> dict[str, Any]:
-    """What one file adds to its sample: the size of a picture, a caption, or metadata."""
+    """Return the fields that one file adds to its sample: the size of a picture, a caption, or metadata."""
     last = "." + suffix.rpartition(".")[2]
     if last in _IMAGE_SUFFIXES:
         return {f"size {suffix}": image_size(io.BytesIO(_content(archive, member, _HEADER_BYTES)), place)}
@@ -233,7 +233,7 @@ def _sample(archive: tarfile.TarFile, path: Path, key: str, sample: dict[str, An
 
 
 def video_size(source: Path | IO[bytes], place: str) -> dict[str, float]:
-    """Height, width, number of frames and frames per second from a video's container; no frame is decoded for it.
+    """Read height, width, number of frames and frames per second from a video's container; no frame is decoded.
 
     Sizes are those of the stored frames; a camera's turn does not change how many tokens they become.
 
@@ -261,12 +261,12 @@ def video_size(source: Path | IO[bytes], place: str) -> dict[str, float]:
     except (av.FFmpegError, OSError) as error:
         raise ManifestError(f"{place}: cannot read it as a video: {error.strerror or error}") from error
     if min(size.values()) <= 0:
-        raise ManifestError(f"{place}: its header does not say its size or its length; give them beside the video")
+        raise ManifestError(f"{place}: its header has no size or length; give them beside the video")
     return size | ({"fps": float(rate)} if rate else {})
 
 
 def image_size(source: Path | io.BytesIO, place: str) -> dict[str, int]:
-    """Height and width from a picture's header, turned as its camera says.
+    """Read height and width from a picture's header, turned as its camera held it.
 
     Raises:
         ManifestError: there is no such file, or its header is of no kind that is known.

@@ -40,7 +40,7 @@ class MegatronIndex:
         path: the `.idx` file, absolute.
         sequences: how many sequences it lists.
         token_type: numpy type of a token in the `.bin`.
-        vocab_size: one more than the largest token id, where the user knows it; else the `.bin` is read for it.
+        vocab_size: one more than the largest token id, where the user gives it; else the `.bin` is read for it.
     """
 
     path: Path
@@ -97,7 +97,7 @@ class MegatronIndex:
             )
 
     def tokens(self) -> _Tokens:
-        """[tokens] of the whole `.bin`, mapped from the file.
+        """Map the whole `.bin`: [tokens].
 
         Raises:
             ManifestError: it is missing.
@@ -111,7 +111,7 @@ class MegatronIndex:
             ) from error
 
     def span(self, tokens: _Tokens, sequence: int, byte_offset: int, length: int) -> _Tokens:
-        """The tokens of one sequence.
+        """Return the tokens of one sequence.
 
         Raises:
             ManifestError: the `.bin` ends before it.
@@ -124,7 +124,7 @@ class MegatronIndex:
         return tokens[start : start + length]
 
     def _largest_token(self, tokens: _Tokens, ids: IntArray, lengths: IntArray) -> int:
-        """Reads the part of the `.bin` between these sequences, in constant memory."""
+        """Find the largest token of the `.bin` between these sequences, in constant memory."""
         first_byte, last_byte = (int(self.byte_offsets()[sequence]) for sequence in (ids[0], ids[-1]))
         self.span(tokens, int(ids[-1]), last_byte, int(lengths[-1]))
         start, stop = first_byte // tokens.itemsize, last_byte // tokens.itemsize + int(lengths[-1])
@@ -132,11 +132,11 @@ class MegatronIndex:
         return max((int(chunk.max()) for chunk in chunks), default=-1)
 
     def lengths(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """[sequences] tokens, mapped from the file."""
+        """Map the tokens of each sequence from the file: [sequences]."""
         return np.memmap(self.path, "<i4", "r", _HEADER.size, (self.sequences,))
 
     def byte_offsets(self) -> IntArray:
-        """[sequences] where each sequence starts in the `.bin`, mapped from the file."""
+        """Map the start of each sequence in the `.bin` from the file: [sequences]."""
         return np.memmap(self.path, "<i8", "r", _HEADER.size + 4 * self.sequences, (self.sequences,))
 
 

@@ -31,10 +31,10 @@ class Shard(Protocol):
         """[groups] rows of each group."""
 
     def read_group(self, group: int, column: str) -> Any:
-        """One column of one group as an Arrow array."""
+        """Read one column of one group as an Arrow array."""
 
     def batches(self, columns: list[str], rows: int) -> Iterator[Any]:
-        """Record batches of these columns from the start, at most `rows` rows each."""
+        """Yield record batches of these columns from the start, at most `rows` rows each."""
 
 
 class ParquetShard:

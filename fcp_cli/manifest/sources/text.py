@@ -71,7 +71,7 @@ class TextTree:
         return RowBatch(rows=rows, done=len(names), skipped={"binary": len(names) - len(kept)})
 
     def _files(self, folder: Path, prefix: str) -> Iterator[tuple[str, int]]:
-        """Names below `root` and sizes in bytes."""
+        """Yield names below `root` and sizes in bytes."""
         with _naming(folder):
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         for entry in entries:
@@ -108,7 +108,7 @@ def _matches(name: str, globs: tuple[str, ...]) -> bool:
 
 
 def _text_bytes(path: Path) -> int:
-    """Size of a text file, read only as far as it takes to know that it is one; -1 for a binary file."""
+    """Return the size of a text file, read only as far as it takes to know that it is one; -1 for a binary file."""
     with _naming(path), path.open("rb") as file:
         return -1 if _is_binary(file.read(_SNIFF_BYTES)) else os.fstat(file.fileno()).st_size
 
