@@ -14,7 +14,7 @@ from fcp_cli.validation import Count, NonEmptyText, NonNegative, Positive, valid
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterSpec:
-    """Nodes of equal accelerators; figures per device unless they say otherwise.
+    """Nodes of equal accelerators; figures are per device unless their name has another.
 
     Attributes:
         peak_flops: dense BF16 (or FP16) operations per second of the data sheet.
@@ -22,7 +22,7 @@ class ClusterSpec:
         intra_node_bytes_per_second, inter_node_bytes_per_second: point to point, one way, inside one ring.
         message_seconds: fixed cost of one message between neighbours of a ring: of one layer, in one direction.
         microbatch_seconds: fixed cost of one forward and backward.
-        sources: figure to where it was read; `assumed` where nobody measured it.
+        sources: figure to where it was read; `assumed` where it was not measured.
     """
 
     name: NonEmptyText

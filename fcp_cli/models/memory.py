@@ -81,7 +81,7 @@ def choose_zero_stage(
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
 ) -> int:
-    """The least ZeRO stage from 1 on whose model state leaves half of the device to activations; 3 if none does."""
+    """Return the least ZeRO stage from 1 on whose state leaves half of the device to activations; 3 if none does."""
     for stage in (1, 2):
         parallelism = Parallelism(
             ranks=ranks, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel, zero_stage=stage
@@ -123,7 +123,7 @@ class ModelState:
 
 
 def model_state(spec: ModelSpec, precision: Precision, parallelism: Parallelism) -> ModelState:
-    """Weights, gradients and optimizer state on the fullest device: the pipeline stage with an embedding table."""
+    """Return the bytes of the model state on the fullest device: the pipeline stage with an embedding table."""
     parameters = device_parameters(spec, parallelism)
     trained = parameters
     if parallelism.freeze_vision:
@@ -142,7 +142,7 @@ def model_state(spec: ModelSpec, precision: Precision, parallelism: Parallelism)
 
 
 def device_parameters(spec: ModelSpec, parallelism: Parallelism) -> float:
-    """Parameters on the fullest device of a rank; the vision tower counts with the first pipeline stage."""
+    """Count the parameters on the fullest device of a rank; the vision tower is on the first pipeline stage."""
     stages = parallelism.pipeline_parallel
     tables = 1 if spec.tied_embeddings or stages > 1 else 2
     vision = spec.vision.parameters if spec.vision else 0
@@ -151,7 +151,7 @@ def device_parameters(spec: ModelSpec, parallelism: Parallelism) -> float:
 
 
 def layer_activation_bytes(spec: ModelSpec, precision: Precision) -> int:
-    """Bytes per token that autograd keeps for one layer.
+    """Count the bytes per token that autograd keeps for one layer.
 
     A norm keeps its input in fp32, the normalised value, the scale and its output; attention keeps rotated queries and
     keys, values, its output and the logarithm of the softmax sum; the MLP keeps four tensors of its width.
@@ -166,13 +166,13 @@ def layer_activation_bytes(spec: ModelSpec, precision: Precision) -> int:
 
 
 def head_activation_bytes(spec: ModelSpec, precision: Precision) -> int:
-    """Bytes per token at the top: final norm, logits, their fp32 log-softmax and the two gradients of it."""
+    """Count the bytes per token at the top: final norm, logits, their fp32 log-softmax and the two gradients of it."""
     t, r = precision.activation_bytes, precision.residual_bytes
     return (4 + r + t) * spec.hidden_size + 4 + (t + 12) * spec.vocab_size
 
 
 def patch_activation_bytes(vision: VisionSpec, precision: Precision) -> int:
-    """Bytes per patch that autograd keeps for one block of a vision encoder.
+    """Count the bytes per patch that autograd keeps for one block of a vision encoder.
 
     Two layer norms keep their inputs, outputs and two statistics; attention keeps queries, keys, values, its output and
     the logarithm of the softmax sum; the MLP keeps two tensors of its width. Qwen3-VL rotates queries and keys in fp32
@@ -184,7 +184,7 @@ def patch_activation_bytes(vision: VisionSpec, precision: Precision) -> int:
 
 
 def vision_bytes_per_token(spec: ModelSpec, precision: Precision, parallelism: Parallelism) -> float:
-    """Bytes that the encoder keeps for a visual token, which is made of merge_size^2 patches; 0 where it is frozen.
+    """Return the bytes that the encoder keeps for a visual token, made of merge_size^2 patches; 0 where it is frozen.
 
     The runtime shares a group's patches out evenly, so a rank encodes about as many as its share of visual tokens has.
     """
@@ -199,7 +199,7 @@ def vision_bytes_per_token(spec: ModelSpec, precision: Precision, parallelism: P
 
 
 def token_bytes(spec: ModelSpec, precision: Precision, parallelism: Parallelism) -> float:
-    """Most activation bytes per token of a rank's shard, on its fullest device; of a vision model, a visual token's.
+    """Return the activation bytes per token on a rank's fullest device; in a vision model those of a visual token.
 
     Pipeline parallelism does not lower it: the first stage has a share 1/P of the layers and P micro-batches in flight.
     """
@@ -213,12 +213,12 @@ def token_bytes(spec: ModelSpec, precision: Precision, parallelism: Parallelism)
 
 
 def ring_buffer_bytes(spec: ModelSpec, precision: Precision) -> int:
-    """Bytes per token of the ring's buffers: two for keys and values, two for their fp32 gradients."""
+    """Return the bytes per token of the ring's buffers: two for keys and values, two for their fp32 gradients."""
     return 2 * 2 * spec.num_kv_heads * spec.head_dim * (precision.activation_bytes + 4)
 
 
 def precision_name(dtype: str) -> str:
-    """What the bundled trainer and the profiler run for a type: fp32 weights, under autocast for bfloat16."""
+    """Return the precision that the bundled trainer and the profiler run for a type: autocast for bfloat16."""
     return "fp32" if dtype == "float32" else "amp"
 
 
@@ -230,7 +230,7 @@ def estimate_memory(
     device_bytes: float,
     reserve_fraction: float = RESERVE_FRACTION,
 ) -> Memory:
-    """The memory block of a cost profile; `reserve_fraction` of the device is left to allocator and back ends."""
+    """Estimate the memory block of a cost profile; allocator and back ends get `reserve_fraction` of the device."""
     return Memory(
         bytes_per_token=token_bytes(spec, precision, parallelism),
         model_state_bytes=model_state(spec, precision, parallelism).total_bytes,

@@ -1,4 +1,4 @@
-"""The cost profiles that travel with fcp: what `fcp plan` uses where nothing was measured."""
+"""The cost profiles that travel with fcp; `fcp plan` uses one where nothing was measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXAMPLE_CLUSTER = "example-8x8"
 
 
 def shipped_profile_path(model: str) -> Path:
-    """Where the profile of a shipped model on the example cluster lies.
+    """Return the path of the profile of a shipped model on the example cluster.
 
     Raises:
         ProfileError: there is no such model.
@@ -21,7 +21,7 @@ def shipped_profile_path(model: str) -> Path:
 
 
 def shipped_profile(model: str) -> CostProfile:
-    """The analytic profile of a shipped model on the example cluster.
+    """Load the analytic profile of a shipped model on the example cluster.
 
     Raises:
         ProfileError: there is no such model, or no profile of it: 'fcp profile --analytic' makes one.

@@ -8,7 +8,7 @@ from fcp_cli.models.model import ModelSpec, VisionSpec
 
 
 def text_config(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
-    """The language model as transformers knows it: (model type, configuration arguments).
+    """Return the language model as transformers knows it: (model type, configuration arguments).
 
     Models with a vision tower give their language backbone: Qwen3 for Qwen3-VL, Qwen2 for InternVL.
     """
@@ -29,7 +29,7 @@ def text_config(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
 
 
 def whole_config(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
-    """The whole model as transformers knows it: (model type, configuration arguments)."""
+    """Return the whole model as transformers knows it: (model type, configuration arguments)."""
     model_type, text = text_config(spec)
     if spec.vision is None:
         return model_type, text
@@ -80,12 +80,12 @@ def _qwen3_vl_tower(vision: VisionSpec) -> dict[str, Any]:
 
 
 def _placeholders(vocab_size: int) -> tuple[int, int]:
-    """Tokens of images and of videos: those of Qwen3-VL where the vocabulary reaches so far, else the last two."""
+    """Return the tokens of images and videos: Qwen3-VL's where the vocabulary reaches so far, else the last two."""
     image_token, video_token = 151_655, 151_656
     return (image_token, video_token) if video_token < vocab_size else (vocab_size - 2, vocab_size - 1)
 
 
 def _mrope_section(head_dim: int) -> list[int]:
-    """Rotary frequencies for time, height and width, shared out as Qwen3-VL does: 24, 20, 20 of 64."""
+    """Share out rotary frequencies to time, height and width as Qwen3-VL does: 24, 20, 20 of 64."""
     side = head_dim // 2 * 20 // 64
     return [head_dim // 2 - 2 * side, side, side]

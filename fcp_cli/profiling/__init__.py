@@ -1,1 +1,1 @@
-"""Where coefficients come from: model and cluster figures, analysis, measurement on this machine, real runs."""
+"""Finds the coefficients of a cost profile: from figures alone, by measurement on this machine, or from real runs."""

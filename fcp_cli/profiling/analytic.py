@@ -1,4 +1,4 @@
-"""Coefficients from a model's and a cluster's figures, where nothing can be measured: `fcp profile --analytic`.
+"""Computes coefficients from the figures of a model and a cluster, where nothing can be measured (`--analytic`).
 
 Operations of a forward pass: 2 per matrix entry and token; causal attention 2 H D per layer and pair of tokens (half of
 the 4 H D of a full mask). A backward pass costs twice the matrices and, since it computes the scores again, 2.5 times
@@ -43,7 +43,7 @@ class Operations:
 
 
 def forward_operations(spec: ModelSpec) -> Operations:
-    """Operations of one forward pass, the output layer included (it is 22 % of the matrices of Qwen3-1.7B)."""
+    """Count the operations of one forward pass, with the output layer: it is 22 % of the matrices of Qwen3-1.7B."""
     vision = spec.vision
     return Operations(
         linear_per_token=2.0 * (spec.num_layers * spec.layer_matrix_parameters + spec.embedding_parameters),
@@ -56,7 +56,7 @@ def forward_operations(spec: ModelSpec) -> Operations:
 
 
 def ring_bytes_per_token(spec: ModelSpec, *, kv_bytes: int, gradient_bytes: int, recompute: bool = False) -> float:
-    """Bytes that a token's keys and values cause on a ring: K/V forward, K/V and dK/dV backward, all layers.
+    """Return the bytes that a token sends around a ring: K/V forward, K/V and dK/dV backward, all layers.
 
     Args:
         kv_bytes: of one element of K or V on the wire.
@@ -68,7 +68,7 @@ def ring_bytes_per_token(spec: ModelSpec, *, kv_bytes: int, gradient_bytes: int,
 
 
 def messages_per_hop(spec: ModelSpec, *, recompute: bool = False) -> int:
-    """Messages that one micro-batch sends over one hop of its ring, all layers.
+    """Return how many messages one micro-batch sends over one hop of its ring, all layers.
 
     K/V travel forward and backward, dK/dV backward; recomputing runs the forward's ring once more.
     """
@@ -83,10 +83,10 @@ def analytic_profile(
     parallelism: Parallelism,
     reserve_fraction: float = RESERVE_FRACTION,
 ) -> CostProfile:
-    """A cost profile of origin `analytic`; every assumption is written into its measurement block.
+    """Compute a cost profile of origin `analytic`; its measurement block holds every assumption.
 
     Raises:
-        UsageError: the model cannot be cut as `parallelism` says.
+        UsageError: the model cannot be cut as `parallelism` asks.
     """
     check_parallelism(spec, parallelism)
     recompute = parallelism.recompute == "full"

@@ -59,7 +59,7 @@ def profile_from_samples(samples: SamplesFile, *, freeze_vision: bool = False) -
 
     Raises:
         UsageError: `freeze_vision`, but the model has no encoder.
-        ProfileError: too few points were observed, or the samples do not say on what.
+        ProfileError: too few points were observed, or the worker wrote none about its environment.
     """
     subject = samples.subject
     spec = load_model(subject.model)
@@ -70,7 +70,7 @@ def profile_from_samples(samples: SamplesFile, *, freeze_vision: bool = False) -
     if samples.num_fitted < LEAST_SAMPLES:
         raise ProfileError(
             f"only {samples.num_fitted} points were observed, and a fit needs at least {LEAST_SAMPLES}; missing: "
-            f"{_missing(samples)}; run the same command again to go on, with more --budget-minutes"
+            f"{_missing(samples)}; the same command with more --budget-minutes measures them"
         )
     fitted, held_out = (
         [point.sample(silent=subject.emulate) for point in measured if point.point.held_out is kind]

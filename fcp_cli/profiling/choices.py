@@ -48,7 +48,7 @@ def computed_profile(request: ProfileRequest, origins: Origins) -> CostProfile:
         origins.assume("vision encoder", "trained", "--freeze-vision leaves it as it is")
     origins.assume("precision", request.precision, "--precision sets it")
     efficiency = f"{cluster.linear_efficiency:.0%} of {cluster.peak_flops / 1e12:g} TFLOP/s, attention "
-    origins.assume("efficiency", efficiency + f"{cluster.attention_efficiency:.0%}", f"as {cluster.name} says")
+    origins.assume("efficiency", efficiency + f"{cluster.attention_efficiency:.0%}", f"from {cluster.name}")
     return analytic_profile(spec, cluster, precision=PRECISIONS[request.precision], parallelism=parallelism)
 
 
@@ -120,7 +120,7 @@ def choose_measurement(request: ProfileRequest, origins: Origins) -> Measurement
 
 def _units(request: ProfileRequest, origins: Origins) -> tuple[str, int]:
     """Return the kind of device to measure on, and how many ranks that gives."""
-    if request.nodes > 1:  # the nodes are elsewhere: this machine's devices say nothing about theirs
+    if request.nodes > 1:  # the nodes are elsewhere: they may have other devices than this machine
         return request.device, request.nodes * request.devices_per_node
     for package in ("torch", "transformers"):
         if importlib.util.find_spec(package) is None:

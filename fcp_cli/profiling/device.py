@@ -1,4 +1,4 @@
-"""What the worker needs of a device besides tensors: time without the load of others, peak memory, a name."""
+"""Time without the load of others, peak memory, memory and name of a device, for the worker that measures."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fcp_cli.runtime.timing import Clock, clock_for
 
 
 class Stopwatch:
-    """Seconds of a piece of work on a device, without the time that this thread waited for a core to run on.
+    """Measures seconds of work on a device, without the time that this thread waited for a core to run on.
 
-    On an accelerator these are events on its stream. On a CPU the system tells how long the thread stood in the run
-    queue (Linux: schedstat); without it the wall clock has to do. A result is never below the time that the thread
+    On an accelerator these are events on its stream. On a CPU, Linux counts how long the thread stood in the run
+    queue (schedstat); elsewhere the wall clock has to do. A result is never below the time that the thread
     computed: clocks of different cores make the queue's time exceed the truth now and then. Where the ranks themselves
     share cores (`shares_cores`), waiting for a core is part of what a job sees, and the wall clock is what counts.
     """
@@ -29,7 +29,7 @@ class Stopwatch:
         self._leaves_waits_out = device.type == "cpu" and not shares_cores
 
     def measure(self, work: Callable[[], None]) -> float:
-        """Run `work`; its seconds."""
+        """Run `work` and return its seconds."""
         waited, computed = run_queue_seconds(), time.thread_time()
         begin = self._clock.mark()
         work()
@@ -40,7 +40,7 @@ class Stopwatch:
 
 
 def run_queue_seconds() -> float:
-    """How long this thread has stood in the run queue since it began; 0 where the system does not tell."""
+    """Return how long this thread has stood in the run queue since it began; 0 where the system does not count it."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
@@ -54,14 +54,14 @@ def device_name(device: torch.device) -> str:
 
 
 def device_memory_bytes(device: torch.device, *, ranks_on_host: int) -> float:
-    """Memory of the device; a CPU's is shared by the ranks on this host."""
+    """Return the bytes of memory of the device; a CPU's is shared by the ranks on this host."""
     if device.type == "cpu":
         return host_memory_bytes() / ranks_on_host
     return float(torch.get_device_module(device).get_device_properties(device).total_memory)
 
 
 def clocks(device: torch.device) -> str | None:
-    """The clocks an NVIDIA device runs at now and may reach, as its driver tells them; None elsewhere."""
+    """Return the clocks that an NVIDIA device runs at now and may reach, as its driver prints them; None elsewhere."""
     if device.type != "cuda":
         return None
     with suppress(OSError, subprocess.SubprocessError):
@@ -76,7 +76,7 @@ class PeakMemory:
     """Peak bytes of this process's device since `reset`.
 
     On a CPU it is the peak resident size, which Linux lets a process reset. The C library keeps freed memory, so a
-    peak only tells something when it exceeds all former ones: read growing sizes, and read differences.
+    peak means something only when it exceeds all former ones: read growing sizes, and read differences.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -90,7 +90,7 @@ class PeakMemory:
             torch.get_device_module(self._device).reset_peak_memory_stats(self._device)
 
     def peak_bytes(self) -> float | None:
-        """None where the system does not tell."""
+        """Return the peak since `reset`; None where the system does not count it."""
         if self._device.type != "cpu":
             return float(torch.get_device_module(self._device).max_memory_allocated(self._device))
         with suppress(OSError):
@@ -101,5 +101,5 @@ class PeakMemory:
 
 
 def ranks_on_this_host() -> int:
-    """Ranks that torchrun started on this host."""
+    """Return how many ranks torchrun started on this host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -42,8 +42,9 @@ def run_measurement(measurement: Measurement, *, on_progress: Callable[[float, i
         if not samples.finished:
             kept = len(samples.of_kind("observation"))
             raise ProfileError(
-                f"the measurement's worker ended early (status {status}): {_reason(log)}; {kept} observations are kept "
-                f"in {measurement.samples}: run the command again to go on, or add --from-samples {measurement.samples}"
+                f"the measurement's worker ended early (status {status}): {_reason(log)}; {kept} observations "
+                f"are kept in {measurement.samples}: run the command again to continue, or add "
+                f"--from-samples {measurement.samples}"
             )
     return samples
 

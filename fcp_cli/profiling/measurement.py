@@ -1,4 +1,4 @@
-"""What is measured on what: the value that `fcp profile` chooses, its worker obeys, and a samples file begins with."""
+"""The value of a measurement: `fcp profile` chooses it, the worker obeys it, and a samples file begins with it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fcp_cli.validation import Count, NonEmptyText, validated
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """What is measured on what; a run may only add to samples of the same subject.
+    """A model, a device and the packs to measure; a run may only add to samples of the same subject.
 
     Attributes:
         model: name or path, as `load_model` takes it.
@@ -26,7 +26,7 @@ class Subject:
         nodes: machines; with several, rings across nodes are measured too.
         degrees: to measure.
         max_length: tokens of the longest sequence and pack.
-        device: `cpu`, `cuda` or `npu`; with several nodes, where this machine says nothing, also `auto`.
+        device: `cpu`, `cuda` or `npu`; with several nodes, which this machine knows nothing of, also `auto`.
         dtype: `float32`, or `bfloat16` for fp32 weights under autocast, as the bundled trainer runs.
         layers: layer counts to measure with: the whole model's, or two smaller ones to extrapolate from.
         vision_layers: block counts of the vision encoder, as `layers`; none where the model has none.
@@ -45,14 +45,14 @@ class Subject:
 
     @property
     def emulate(self) -> bool:
-        """Whether one rank stands for a member of every ring; its peers are silent."""
+        """True where one rank stands for a member of every ring; its peers are silent."""
         return self.ranks == 1
 
     def points(self) -> list[Point]:
         """Return the packs to measure: in rings inside nodes, then across them.
 
         Raises:
-            UsageError: `max_length` leaves too few lengths to tell the coefficients apart.
+            UsageError: `max_length` leaves too few lengths to separate the coefficients.
         """
         if self.nodes == 1:
             return measurement_points(self.max_length, self.degrees)

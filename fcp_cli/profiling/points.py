@@ -1,6 +1,6 @@
-"""Which packs are measured: lengths in powers of two and packs of equal and mixed sequences, and others held out.
+"""The packs to measure: lengths in powers of two and packs of equal and mixed sequences; others are held out.
 
-Of a vision encoder: single parts of growing size, many parts of one size, and, held out, others between them.
+A vision encoder runs single parts of growing size and many parts of one size; others between them are held out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Point:
 
     @property
     def key(self) -> str:
-        """Names the point in the samples file."""
+        """The name of the point in the samples file."""
         return f"{self.degree}{'x' if self.crosses_nodes else ''}:{'+'.join(map(str, self.lengths))}"
 
     @property
@@ -38,7 +38,7 @@ class Point:
 
     @property
     def work(self) -> float:
-        """In no unit: grows with the time that a layer takes."""
+        """A number without a unit that grows with the time that a layer takes."""
         return (sum(length * length for length in self.lengths) + 2048 * self.tokens) / self.degree
 
 
@@ -55,7 +55,7 @@ class VisionPoint:
 
     @property
     def key(self) -> str:
-        """Names the point in the samples file."""
+        """The name of the point in the samples file."""
         parts = (f"{side}x{len(list(alike))}" for side, alike in groupby(self.sides))
         return f"vision {'trained' if self.trained else 'frozen'}:{'+'.join(parts)}"
 
@@ -69,7 +69,7 @@ class VisionPoint:
 
     @property
     def work(self) -> float:
-        """In no unit: grows with the time that a layer takes."""
+        """A number without a unit that grows with the time that a layer takes."""
         forward = sum(patches * patches for patches in self.part_patches) + 2048 * self.patches
         return float((3 if self.trained else 1) * forward)
 
@@ -78,13 +78,13 @@ P = TypeVar("P", Point, VisionPoint)
 
 
 def measurement_points(max_length: int, degrees: Sequence[int], *, crosses_nodes: bool = False) -> list[Point]:
-    """The points of one measurement, cheapest first within each round: fitted and held-out ones of every degree.
+    """Return the points of one measurement, cheapest first: fitted and held-out ones of every degree.
 
     Fitted: single sequences of 64, 128, ... max_length tokens and packs of equal sequences. Held out: lengths between
     those, and packs drawn at random (always the same ones).
 
     Raises:
-        UsageError: `max_length` leaves too few lengths to tell the coefficients apart.
+        UsageError: `max_length` leaves too few lengths to separate the coefficients.
     """
     if max_length < 8 * LEAST_LENGTH:
         raise UsageError(f"--max-length is {max_length}; it must be at least {8 * LEAST_LENGTH}")
@@ -126,7 +126,7 @@ def _between(max_length: int) -> list[tuple[int, ...]]:
 
 
 def _random_packs(max_length: int, packs: int = 5) -> list[tuple[int, ...]]:
-    """Long-tailed packs, the same at every call."""
+    """Draw long-tailed packs, the same at every call."""
     draw = random.Random(max_length)
     found = []
     for number in range(packs):
@@ -147,7 +147,7 @@ _HELD_OUT_SIDES = (12, 24, 44, 88, 176)
 
 
 def vision_points(max_patches: int, *, mixed: bool) -> list[VisionPoint]:
-    """Calls of a vision encoder, cheapest first: fitted and held-out ones, frozen (forward alone) and trained.
+    """Return calls of a vision encoder, cheapest first: fitted and held-out ones, frozen (forward alone) and trained.
 
     Sides are even, since two by two patches become a token in all families.
 
@@ -180,7 +180,7 @@ def _single_parts(sides: Sequence[int], most_patches: int) -> list[tuple[int, ..
 
 
 def _parts_of(side: int, patches: int) -> tuple[int, ...]:
-    """As many parts of this side as have so many patches together; none where not even two fit."""
+    """Return as many parts of this side as fit so many patches together; none where not even two do."""
     number = patches // (side * side)
     return (side,) * number if number > 1 else ()
 
@@ -188,7 +188,7 @@ def _parts_of(side: int, patches: int) -> tuple[int, ...]:
 def points_that_fit(
     points: Sequence[Point], spec: ModelSpec, precision: Precision, *, device_bytes: float
 ) -> tuple[Point, ...]:
-    """The points whose shard of a rank fits its memory beside the model, by the estimate; in their order.
+    """Return the points whose shard of a rank fits its memory beside the model, by the estimate; in their order.
 
     Every rank leaves out the same: an allocation that fails on one of them would end them all.
     """
@@ -200,7 +200,7 @@ def points_that_fit(
 def vision_points_that_fit(
     points: Sequence[VisionPoint], spec: ModelSpec, precision: Precision, *, device_bytes: float
 ) -> tuple[VisionPoint, ...]:
-    """The calls of the vision encoder whose activations fit a rank's memory beside the whole model, by the estimate."""
+    """Return the calls of the encoder whose activations fit a rank's memory beside the whole model, by the estimate."""
     vision = spec.vision
     if vision is None:
         return ()

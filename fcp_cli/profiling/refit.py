@@ -24,7 +24,7 @@ _ROUNDING = 1e-9  # relative
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSamples:
-    """What a run measured, the plan it followed, and the cost profile that the plan was made with."""
+    """The micro-batches that a run timed, the plan it followed, and the cost profile that the plan was made with."""
 
     samples: tuple[Sample, ...]
     steps: int
@@ -34,7 +34,7 @@ class RunSamples:
 
     @property
     def hides_encoder(self) -> bool:
-        """Whether a vision encoder may have run of which the plan knew nothing."""
+        """True where a vision encoder may have run whose work the plan did not count."""
         if self.planned.coefficients.vision_seconds_per_patch:
             return False
         try:
@@ -61,8 +61,8 @@ class Refit:
 def samples_of_run(metrics: Path, *, plan: Path | None, skip_steps: int) -> RunSamples:
     """Read a run's micro-batches; lengths come from the plan that it followed.
 
-    The ranks of a group end together, and the last to arrive waited for nobody: a micro-batch took what the shortest
-    of its ranks' times says.
+    The ranks of a group end together, and the last to arrive did not wait: the shortest of their times is what the
+    micro-batch took.
 
     Args:
         metrics: the run's metrics.jsonl.
@@ -128,7 +128,7 @@ def _samples_of_step(
 
 
 def _patches(sample: Sample, planned_seconds: float, planned: CostProfile) -> float:
-    """What the plan had the encoder do for a micro-batch, in patches: all that its lengths alone do not explain."""
+    """Return the encoder's work that was planned for a micro-batch, in patches: all that its lengths do not explain."""
     per_patch = planned.coefficients.vision_seconds_per_patch
     if not per_patch:
         return 0.0
@@ -142,7 +142,7 @@ def refit(runs: Sequence[RunSamples], *, before: CostProfile | None = None) -> R
     """Fit one profile to the micro-batches of all runs; `before` is by default the profile of the first run's plan.
 
     Raises:
-        ProfileError: too few or too alike micro-batches to tell the coefficients apart.
+        ProfileError: too few or too alike micro-batches to separate the coefficients.
     """
     if before is None:
         before = runs[0].planned

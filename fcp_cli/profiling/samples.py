@@ -1,7 +1,7 @@
-"""What a measurement writes down while it runs: JSON Lines, so that a run that dies keeps what it measured.
+"""The file that a measurement fills while it runs: JSON Lines, so that a run that dies keeps what it measured.
 
-The first line says what was measured on what; then one line per observation, transfer or memory reading; the last line
-says that the measurement finished. A file without it is resumed.
+The first line holds what is measured on what; then comes one line per observation, transfer or memory reading; the last
+line marks the end. A file without it is resumed.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class SamplesFile:
 
     @property
     def shares_cores(self) -> bool:
-        """Whether the ranks shared CPU cores while they were measured."""
+        """True where the ranks shared CPU cores while they were measured."""
         return any(line.get("shares_cores") for line in self.of_kind("environment"))
 
     @property
     def num_fitted(self) -> int:
-        """How many of the points that a fit may use were observed."""
+        """The number of observed points that a fit may use."""
         seen = {line["point"] for line in self.of_kind("observation")}
         return sum(point.key in seen and not point.held_out for point in self.subject.points())
 

@@ -18,12 +18,12 @@ class Task(Generic[P]):
 
     @property
     def work(self) -> float:
-        """In no unit: grows with the time a task takes."""
+        """A number without a unit that grows with the time that a task takes."""
         return self.layers * self.point.work
 
 
 class Schedule(Generic[P]):
-    """Which task is observed next, so that a budget is spent where it tells most.
+    """Chooses the task to observe next, so that a budget of time is spent where it counts most.
 
     Every task once, cheapest first; then those observed least whose observations still lie apart. A task whose
     estimated time is more than a third of what is left of the budget is left out.
@@ -49,7 +49,7 @@ class Schedule(Generic[P]):
         self._rounds[position] += 1
 
     def next(self, remaining_seconds: float) -> int | None:
-        """Position of the next task, or None where nothing is left or affordable."""
+        """Return the position of the next task, or None where nothing is left or affordable."""
         affordable = [
             position
             for position in range(len(self.tasks))

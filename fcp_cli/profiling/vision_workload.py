@@ -19,7 +19,7 @@ from fcp_cli.vision.parts import VisualPart
 
 
 def build_encoder(spec: ModelSpec, blocks: int, device: torch.device) -> nn.Module:
-    """The base model of a vision-language model with so many blocks of its encoder, and next to no language model.
+    """Build a vision-language base model with so many blocks of its encoder, and next to no language model.
 
     Random fp32 weights. Deepstack mergers stay as many as they are, behind the first blocks.
     """
@@ -57,17 +57,17 @@ class VisionWorkload:
         }
 
     def set_blocks(self, blocks: int) -> None:
-        """Run only the first so many blocks."""
+        """Keep only the first so many blocks for the next calls."""
         for name, layers in self._blocks.items():
             self.model.get_submodule(name.rpartition(".")[0]).register_module(name.rpartition(".")[2], layers[:blocks])
 
     @property
     def encoder(self) -> nn.Module:
-        """What a trained encoder trains: everything but the language model."""
+        """The modules that a trained encoder trains: everything but the language model."""
         return nn.ModuleList([part for name, part in self.model.named_children() if name != "language_model"])
 
     def call(self, point: VisionPoint) -> Callable[[], None]:
-        """Forward, and backward where the point is a trained one; to be called. Gradients add up as in training."""
+        """Return a function that runs the forward, and the backward of a trained call; gradients add up."""
         parts, pixels = [_part(side) for side in point.sides], self._pixels(point.sides)
         family = FAMILIES[self.model.config.model_type]  # type: ignore[union-attr, index]
 

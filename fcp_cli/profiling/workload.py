@@ -21,7 +21,7 @@ from fcp_cli.runtime.transport import Handle, Transport
 
 
 def build_model(spec: ModelSpec, layers: int, device: torch.device) -> nn.Module:
-    """The model's transformers class with random fp32 weights and `layers` layers, its attention the runtime's."""
+    """Build the model's transformers class with random fp32 weights, `layers` layers and the runtime's attention."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, figures = text_config(spec)
@@ -35,7 +35,7 @@ def build_model(spec: ModelSpec, layers: int, device: torch.device) -> nn.Module
 
 
 class SilentTransport:
-    """Peers that never delay: what a member receives is there at once, and is its own data.
+    """A transport whose peers never delay: a message is there at once, and holds the receiver's own data.
 
     With it one process runs exactly the kernels of one member of a ring of any degree, without any communication.
     """
@@ -77,11 +77,11 @@ class Workload:
         self._batch = lru_cache(maxsize=64)(self._make_batch)
 
     def set_layers(self, layers: int) -> None:
-        """Run only the first so many layers."""
+        """Keep only the first so many layers for the next calls."""
         self.model.config.num_hidden_layers = layers  # type: ignore[union-attr]
 
     def microbatch(self, lengths: tuple[int, ...], ranks: Sequence[int], index: int) -> Callable[[], None]:
-        """The forward and backward of member `index`, to be called; gradients add up as in training."""
+        """Return a function that runs forward and backward of member `index`; gradients add up as in training."""
         degree = len(ranks)
         input_ids, position_ids, labels = self._batch(lengths, degree, index)
         tokens = sum(lengths)
@@ -109,7 +109,7 @@ class Workload:
 
 
 def groups_of(point: Point, *, world: int, ranks_per_node: int) -> list[tuple[int, ...]]:
-    """The groups that run a point at the same time: as many as fit, so that no rank idles that a job would use.
+    """Return the groups that run a point at the same time: as many as fit, so that no rank idles that a job would use.
 
     Inside a node they are blocks of consecutive ranks; across nodes each takes its ranks from as many nodes as it can.
     """
@@ -128,7 +128,7 @@ def groups_of(point: Point, *, world: int, ranks_per_node: int) -> list[tuple[in
 
 
 def autocast_for(device: torch.device, dtype: str) -> Callable[[], AbstractContextManager[Any]]:
-    """What a forward runs under: nothing for float32, else bfloat16 autocast."""
+    """Return the context that a forward runs under: none for float32, else bfloat16 autocast."""
     if dtype == "float32":
         return nullcontext
     return lambda: torch.autocast(device.type, dtype=torch.bfloat16)

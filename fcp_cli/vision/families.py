@@ -12,7 +12,7 @@ from fcp_cli.vision.parts import Kind, VisualPart
 
 
 class VisionFamily(Protocol):
-    """What a module of a family gives the runtime, besides `visual_sequence` for the data set."""
+    """A module of a family, as the runtime uses it; data sets use its `visual_sequence` besides."""
 
     def encode(self, model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Tensor:
         """Return the embeddings [their tokens, levels, hidden] of the parts that a rank was given."""

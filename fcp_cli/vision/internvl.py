@@ -1,4 +1,4 @@
-"""InternVL: its sequences as a plan runs them, and what its encoder takes and gives.
+"""InternVL: its sequences as a plan runs them, and the calls of its encoder.
 
 Images and frames are square tiles of one size, which the encoder sees one by one: a part is a tile, all weigh alike.
 """
@@ -23,7 +23,7 @@ Tiles: TypeAlias = "Tensor | Callable[[int, int], Tensor]"
 def visual_sequence(
     config: Any, input_ids: Any, *, labels: Any = None, pixel_values: Tiles | None = None
 ) -> VisualSequence:
-    """One sequence, from what the model's processor returns for it.
+    """Make one sequence of what the model's processor returns for it.
 
     Args:
         config: of the whole model (`InternVLConfig`).
@@ -68,7 +68,7 @@ def visual_sequence(
 
 
 def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Tensor:
-    """[embeddings, 1, hidden] of this member's tiles; of a blank one, as small as can be, where it has none.
+    """Return [embeddings, 1, hidden] of this member's tiles; of a blank one, as small as can be, where it has none.
 
     Args:
         model: the `InternVLModel`.
@@ -84,7 +84,7 @@ def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Te
 
 
 def encoder_outputs(embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]:
-    """What the model's forward takes in place of pixels.
+    """Return what the model's forward takes in place of pixels.
 
     Args:
         embeddings: [visual tokens of this rank, 1, hidden].

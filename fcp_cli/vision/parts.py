@@ -59,11 +59,11 @@ class VisualSequence:
 
 
 def share_out(work: Sequence[float], members: int) -> IntArray:
-    """[parts] who encodes each part; the same on every rank that asks.
+    """Return [parts] the member that encodes each part; the same on every rank.
 
     The heaviest first, each to whoever has least so far: the most loaded member then has at most 4/3 - 1/(3 members) of
-    the least possible (Graham, 1969). Then it shares its parts and those of another member out anew between the two, as
-    evenly as can be, as long as that makes the most loaded one end earlier.
+    the least possible (Graham, 1969). Then its parts and those of another member are divided again between the
+    two, as evenly as can be, as long as that lowers the larger load.
     """
     encoders = _largest_first(work, members)
     weights = np.asarray(work, dtype=np.float64)
@@ -88,7 +88,7 @@ def share_out(work: Sequence[float], members: int) -> IntArray:
     return encoders
 
 
-_EVEN_ENOUGH = 1.01  # largest over mean load at which sharing out anew ends
+_EVEN_ENOUGH = 1.01  # largest over mean load at which dividing again ends
 _MOST_ROUNDS_PER_MEMBER = 8
 _LEVELS = 4096  # a half is sought among so many sums
 
@@ -105,9 +105,9 @@ def _largest_first(work: Sequence[float], members: int) -> IntArray:
 
 
 def _half_of(weights: FloatArray) -> list[int]:
-    """Which of the weights come closest to half of their sum: all sums that some of them have are the bits of a number.
+    """Choose the weights that come closest to half of their sum; they are rounded to 1/4096 of it.
 
-    Weights are rounded to 1/4096 of their sum.
+    Bit s of `sums[n]` is set where some of the first n weights add up to s, so a shift adds a weight to all sums.
     """
     rounded = np.rint(weights * (_LEVELS / weights.sum())).astype(np.int64).tolist()
     sums = [1]

@@ -28,7 +28,7 @@ _DEFAULT_FPS: Final = 24.0  # what the Qwen3-VL processor takes for a video with
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Visual:
-    """What one image or video adds to a sequence.
+    """The tokens and patches that one image or video adds to a sequence.
 
     Attributes:
         tokens: that the placeholder in the text is replaced by, but for `texts`; with the marks around them.
@@ -42,18 +42,18 @@ class Visual:
 
     @property
     def patches(self) -> int:
-        """Patches that the vision encoder runs."""
+        """The number of patches that the vision encoder runs."""
         return math.prod(self.grid)
 
     @property
     def patch_pairs(self) -> int:
-        """Sum over the parts of patches squared: what attention within them costs."""
+        """Sum over the parts of patches squared, to which the cost of attention within them is proportional."""
         parts, height, width = self.grid
         return parts * (height * width) ** 2
 
 
 class VisionProcessor(Protocol):
-    """How a model family turns pixels into tokens.
+    """A model family's way to turn pixels into tokens.
 
     Attributes:
         template_marks: tokens that the chat template puts around a picture and `Visual.tokens` does not count.
@@ -63,17 +63,17 @@ class VisionProcessor(Protocol):
     def template_marks(self) -> int: ...
 
     def describe(self) -> dict[str, Any]:
-        """Every setting, for the manifest."""
+        """Return every setting, for the manifest."""
 
     def image(self, height: int, width: int) -> Visual:
-        """One image of this size in pixels.
+        """Return what one image of this size in pixels becomes.
 
         Raises:
             ValueError: the processor would refuse it.
         """
 
     def video(self, frames: int, height: int, width: int, fps: float | None) -> Visual:
-        """One video of so many frames of this size in pixels, at `fps` frames per second.
+        """Return what a video of so many frames of this size in pixels, at `fps` frames per second, becomes.
 
         Raises:
             ValueError: the processor would refuse it.
@@ -129,7 +129,7 @@ class QwenVision:
     def _fit(
         self, frames: int, rounded_frames: int, height: int, width: int, min_pixels: int, max_pixels: int
     ) -> tuple[int, int]:
-        """H, W: multiples of f that keep the aspect ratio and put all frames together within the pixel limits."""
+        """Return H, W: multiples of f that keep the aspect ratio and all frames together within the pixel limits."""
         f = self.factor
         fitted = round(height / f) * f, round(width / f) * f
         pixels = rounded_frames * fitted[0] * fitted[1]
@@ -147,7 +147,7 @@ class QwenVision:
         return Visual(tokens=math.prod(grid) // self.merge_size**2 + marks, grid=grid, texts=texts)
 
     def _time_stamps(self, frames: int, sampled: int, rate: float) -> list[float]:
-        """Seconds at the middle of each group of frames; the last frame fills up the last group."""
+        """Return the seconds at the middle of each group of frames; the last frame fills up the last group."""
         indices = np.linspace(0, frames - 1, sampled).round().astype(int)
         size = self.temporal_patch_size
         seconds = np.pad(indices, (0, -sampled % size), mode="edge") / rate
@@ -189,7 +189,7 @@ class InternVision:
 
 @lru_cache(maxsize=1 << 16)
 def _best_grid(height: int, width: int, tile: int, min_tiles: int, max_tiles: int) -> tuple[int, int]:
-    """(columns, rows) closest in aspect ratio; of equals the one with more tiles while the picture fills half of it."""
+    """Return (columns, rows) closest in aspect ratio; of equals the one with more tiles that the picture half fills."""
     sides = range(1, max_tiles + 1)
     grids = sorted(
         ((c, r) for c in sides for r in sides if min_tiles <= c * r <= max_tiles), key=lambda grid: grid[0] * grid[1]
@@ -209,7 +209,7 @@ def _check_aspect(height: int, width: int) -> None:
 
 
 def words_of(text: str) -> int:
-    """Tokens of a short text between visual tokens, as Qwen's vocabulary splits it: words, digits, marks, spaces.
+    """Count tokens of a short text between visual tokens as Qwen's vocabulary splits it: words, digits, marks, spaces.
 
     This follows from the published pre-tokenizer rule and takes every word for one token; counting with the model's
     own tokenizer is exact.
@@ -218,13 +218,13 @@ def words_of(text: str) -> int:
 
 
 def recorded_processor(settings: Mapping[str, Any]) -> VisionProcessor:
-    """The processor that `describe` gave these settings, as a manifest records them."""
+    """Return the processor whose `describe` gave these settings, as a manifest records them."""
     family: type[QwenVision] | type[InternVision] = QwenVision if "merge_size" in settings else InternVision
     return family(**settings)
 
 
 def open_processor(name: str) -> VisionProcessor:
-    """`qwen3-vl` or `internvl` with the sizes of published checkpoints, or a checkpoint folder with its own.
+    """Return `qwen3-vl` or `internvl` with the sizes of published checkpoints, or a checkpoint folder's with its own.
 
     Raises:
         ManifestError: neither, or a folder whose processor is of another family.
@@ -291,7 +291,7 @@ class _Settings(dict[str, Any]):
 
 
 def _config(folder: Path, name: str, section: str | None = None) -> dict[str, Any]:
-    """A JSON file of a checkpoint, or its section of `processor_config.json`, where newer checkpoints have it."""
+    """Read a JSON file of a checkpoint, or its section of `processor_config.json`, where newer checkpoints have it."""
     file = folder / name
     if section is not None and not file.exists() and (folder / "processor_config.json").exists():
         return _config(folder, "processor_config.json")[section]  # type: ignore[no-any-return]

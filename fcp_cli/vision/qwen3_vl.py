@@ -1,4 +1,4 @@
-"""Qwen3-VL: its sequences as a plan runs them, and what its encoder takes and gives.
+"""Qwen3-VL: its sequences as a plan runs them, and the calls of its encoder.
 
     def fetch(row):
         inputs = processor(...)  # or what of it was kept
@@ -35,7 +35,7 @@ def visual_sequence(
     pixel_values: Pixels | None = None,
     pixel_values_videos: Pixels | None = None,
 ) -> VisualSequence:
-    """One sequence, from what the model's processor returns for it.
+    """Make one sequence of what the model's processor returns for it.
 
     Args:
         config: of the whole model (`Qwen3VLConfig`).
@@ -58,9 +58,9 @@ def visual_sequence(
 
 
 def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Tensor:
-    """[embeddings, 1 + deepstack levels, hidden] of this member's parts; of a blank patch where it has none.
+    """Return [embeddings, 1 + deepstack levels, hidden] of this member's parts; of a blank patch where it has none.
 
-    The blank one keeps every rank in step with hooks of DDP and FSDP; nobody asks for its embedding.
+    The blank one keeps every rank in step with the hooks of DDP and FSDP; its embedding is not used.
 
     Args:
         model: the `Qwen3VLModel`.
@@ -80,7 +80,7 @@ def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Te
 
 
 def encoder_outputs(embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]:
-    """What the model's forward takes in place of pixels.
+    """Return what the model's forward takes in place of pixels.
 
     Both kinds are always there, be they empty, so that every rank's graph has a path to its encoder.
 
@@ -102,7 +102,7 @@ def encoder_outputs(embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]
 
 
 def _parts(config: Any, ids: IntArray, kind: Kind, grid_thw: Any, pixels: Pixels | None) -> Iterator[VisualPart]:
-    """The parts of all images or of all videos of a sequence, in the order of their placeholders."""
+    """Yield the parts of all images or of all videos of a sequence, in the order of their placeholders."""
     vision = config.vision_config
     places = np.flatnonzero(ids == (config.image_token_id if kind == "image" else config.video_token_id))
     grids = np.zeros((0, 3), dtype=np.int64) if grid_thw is None else np.asarray(grid_thw, dtype=np.int64)
@@ -140,16 +140,16 @@ def _rows(pixels: Pixels, start: int, stop: int) -> Tensor:
 
 
 def _work(vision: Any, patches: int) -> float:
-    """Multiplications of one encoder layer: six matrix products per patch, two products of attention per pair."""
+    """Count multiplications of one encoder layer: six matrix products per patch, two of attention per pair."""
     hidden: int = vision.hidden_size
     per_patch: int = hidden * (4 * hidden + 2 * vision.intermediate_size + 2 * patches)
     return float(patches * per_patch)
 
 
 def _position_ids(length: int, parts: Sequence[VisualPart], merge: int) -> IntArray:
-    """[3, length] time, height and width of each token, as `Qwen3VLModel.get_rope_index` counts them.
+    """Return [3, length] time, height and width of each token, as `Qwen3VLModel.get_rope_index` counts them.
 
-    Text counts on all three alike; a part stands still in time, and the text after it goes on behind its longer side.
+    Text counts on all three alike; a part stands still in time, and the text after it continues behind its longer side.
     """
     positions = np.empty((3, length), dtype=np.int64)
     at = position = 0
@@ -168,5 +168,5 @@ def _position_ids(length: int, parts: Sequence[VisualPart], merge: int) -> IntAr
 
 
 def _pixel_values(vision: Any) -> int:
-    """Values of one row of pixels."""
+    """Return how many values one patch of pixels has."""
     return int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)

@@ -241,4 +241,4 @@ def _kill_a_rank_after(observations: int, words: list[str], folder: Path) -> Non
     send([rank_0], signal.SIGKILL)
     _, stderr = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 1, stderr
-    assert "observations are kept in profile.samples.jsonl: run the command again to go on" in stderr
+    assert "observations are kept in profile.samples.jsonl: run the command again to continue" in stderr
