@@ -7,7 +7,6 @@ heading per group, the same on a terminal and through a pipe.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING
 from functools import wraps
@@ -95,9 +94,7 @@ class _Help:
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Write a required argument as NAME, where typer writes {NAME}."""
-        pieces: list[str] = super().collect_usage_pieces(ctx)  # type: ignore[misc]
-        pieces = [re.sub(r"\{(.*)\}", lambda name: name[1], piece) for piece in pieces]
-        return [piece.replace("[[", "[").replace("]]", "]") for piece in pieces]
+        return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]  # type: ignore[misc]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments, commands, and options under their headings in the order of the dataclass."""
@@ -130,9 +127,8 @@ def help_section(parameter: Any) -> str:
 
 def _help_row(parameter: Any, context: Any) -> tuple[str, str]:
     default = default_text(parameter, context)
-    words = [*spellings(parameter), metavar_of(parameter)]
-    left = ", ".join(filter(None, words[:-1])) + (f" {words[-1]}" if words[-1] else "")
-    return left.strip(), f"{parameter.help}{f' [default: {default}]' if default else ''}"
+    left = f"{', '.join(spellings(parameter))} {metavar_of(parameter)}".strip()
+    return left, f"{parameter.help}{f' [default: {default}]' if default else ''}"
 
 
 def spellings(parameter: Any) -> list[str]:
