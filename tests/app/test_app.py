@@ -50,7 +50,7 @@ def test_the_version_is_printed_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "ends"),
     [
         (("pan",), ("no such command 'pan'", " --help'")),
         (("plan", "a", "--rank", "3"), ("no such option: --rank", " plan --help'")),
@@ -60,13 +60,13 @@ def test_the_version_is_printed_alone(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_usage_is_one_line_that_names_the_help(
-    tmp_path: Path, words: tuple[str, ...], told: tuple[str, str]
+    tmp_path: Path, words: tuple[str, ...], ends: tuple[str, str]
 ) -> None:
     result = fcp(*words, cwd=tmp_path)
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
-    assert line.startswith(f"error: {told[0]}")
-    assert line.endswith(told[1])
+    assert line.startswith(f"error: {ends[0]}")
+    assert line.endswith(ends[1])
 
 
 @pytest.mark.parametrize(

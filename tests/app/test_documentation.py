@@ -35,16 +35,16 @@ def _headings(page: Path) -> set[str]:
 
 def test_the_table_of_folders_names_each_folder_and_all_that_it_imports() -> None:
     table = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
-    told = {row["folder"]: row["imports"] for row in _ROW.finditer(table)}
+    listed = {row["folder"]: row["imports"] for row in _ROW.finditer(table)}
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert set(told) == folders
-    untold = {
+    assert set(listed) == folders
+    missing = {
         (folder, imported)
-        for folder, imports in told.items()
+        for folder, imports in listed.items()
         for imported in (_imported_folders(PACKAGE / folder) & folders) - {folder}
         if not imports.startswith("everything") and not re.search(rf"\b{imported}\b", re.sub(r"\(.*?\)", "", imports))
     }
-    assert untold == set()
+    assert missing == set()
 
 
 def _imported_folders(folder: Path) -> set[str]:

@@ -42,5 +42,5 @@ def test_a_duration_has_the_unit_that_fits(seconds: float, text: str) -> None:
         (KeyError(), "KeyError"),
     ],
 )
-def test_of_an_error_only_its_first_sentence_is_told(error: Exception, text: str) -> None:
+def test_of_an_error_only_its_first_sentence_is_kept(error: Exception, text: str) -> None:
     assert first_sentence(error) == text

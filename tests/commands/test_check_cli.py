@@ -50,7 +50,7 @@ def test_findings_name_step_and_order(planned: Path) -> None:
     assert "edited-plan.parquet: step 0: order 0: " in result.stderr
 
 
-def test_an_edited_plan_is_told_by_its_hash(planned: Path) -> None:
+def test_an_edited_plan_is_found_by_its_hash(planned: Path) -> None:
     edited = rewritten(planned / "plan.parquet", seed=99, rehash=False)
     result = fcp("check", edited.name, cwd=planned)
     assert result.returncode == 1
@@ -70,7 +70,7 @@ def test_what_is_no_plan_is_one_line(planned: Path, tmp_path: Path, kind: str) -
         assert "plan.parquet" in assert_one_error_line(fcp(verb, cwd=tmp_path), 1)
 
 
-def test_another_manifest_is_told(planned: Path, tmp_path: Path) -> None:
+def test_another_manifest_is_named(planned: Path, tmp_path: Path) -> None:
     pq.write_table(pa.table({"length": [1, 2]}), tmp_path / "other.parquet")
     result = fcp("check", "--manifest", str(tmp_path / "other.parquet"), cwd=planned)
     assert result.returncode == 1

@@ -42,19 +42,19 @@ def document(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("solvers", "compiled", "said"),
+    ("solvers", "compiled", "announced"),
     [(["fcp", "static"], {"iteration"}, True), (["fcp"], {"iteration", "microbatch"}, False), (["static"], {}, False)],
 )
 def test_a_planner_that_was_never_compiled_here_is_not_waited_for_in_silence(
     solvers: list[str],
     compiled: set[str],
-    said: bool,
+    announced: bool,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(solver, "is_compiled", lambda sync: sync in compiled)
     note_compilation(solvers, ["microbatch", "iteration"])
-    assert ("compiling the planner: half a minute" in capsys.readouterr().err) is said
+    assert ("compiling the planner: half a minute" in capsys.readouterr().err) is announced
 
 
 def test_every_strategy_is_compared_on_the_same_steps(document: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ def test_json_is_one_document(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hidden" not in json.dumps(document)
 
 
-def test_a_broken_torch_is_told_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_torch_is_shown_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise RunError("torch does not import here (libhccl.so)")
 

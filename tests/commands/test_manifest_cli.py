@@ -93,9 +93,9 @@ def test_build_counts_writes_and_says_what_is_next(fcp: Any, tmp_path: Path) -> 
     write_tree(tmp_path / "src", {"a.py": b"abc", "b.py": b"", "c.txt": b"no"})
     outcome = fcp("manifest", "build", "src", "--include", "*.py")
     assert (outcome.status, outcome.out) == (0, "")
-    said = lines(outcome.err)
-    assert said[:2] == ["reading src as text", "left out 1 empty sequence"]
-    assert said[-1] == "wrote lengths.parquet; next: fcp plan lengths.parquet"
+    printed = lines(outcome.err)
+    assert printed[:2] == ["reading src as text", "left out 1 empty sequence"]
+    assert printed[-1] == "wrote lengths.parquet; next: fcp plan lengths.parquet"
     assert (tmp_path / "lengths.parquet").is_file()
 
 
@@ -120,7 +120,7 @@ def test_quiet_says_nothing(fcp: Any, tmp_path: Path) -> None:
     assert (outcome.status, outcome.out, outcome.err) == (0, "", "")
 
 
-def test_options_that_do_not_apply_are_said(fcp: Any, tmp_path: Path) -> None:
+def test_options_that_do_not_apply_are_named(fcp: Any, tmp_path: Path) -> None:
     write_parquet(tmp_path / "d.parquet", {"input_ids": [[1], [2, 3]]})
     tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
     outcome = fcp("manifest", "build", "d.parquet", "--tokenizer", tokenizer, "--include", "*.py")
@@ -131,7 +131,7 @@ def test_options_that_do_not_apply_are_said(fcp: Any, tmp_path: Path) -> None:
     )
 
 
-def test_media_sizes_are_counted_and_the_assumption_is_said(fcp: Any, tmp_path: Path) -> None:
+def test_media_sizes_are_counted_and_the_assumption_is_named(fcp: Any, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "d.jsonl", [{"text_tokens": 5, "images": [{"height": 448, "width": 448}]}])
     outcome = fcp("manifest", "build", "d.jsonl", "--kind", "media", "--processor", "qwen3-vl", "--json")
     assert json.loads(outcome.out)["tokens"] == 5 + 196
@@ -232,9 +232,9 @@ def test_ctrl_c_while_building_leaves_nothing(tmp_path: Path) -> None:
         writer.write(b'{"text": "abc"}\n')
         writer.flush()
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=PATIENCE_SECONDS)
+        _, printed = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 130
-    assert said.decode().splitlines()[-1] == "error: interrupted; nothing was left half-written"
+    assert printed.decode().splitlines()[-1] == "error: interrupted; nothing was left half-written"
     assert list(tmp_path.iterdir()) == [fifo]
 
 

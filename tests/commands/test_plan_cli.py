@@ -32,7 +32,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_with_nothing_said_it_plans_and_says_what_it_assumed(tmp_path: Path) -> None:
+def test_without_options_it_plans_and_lists_what_it_assumed(tmp_path: Path) -> None:
     write_dataset(tmp_path, profile=False)
     result = fcp("plan", "dataset.parquet", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
@@ -292,7 +292,7 @@ def test_ctrl_c_has_status_130_and_leaves_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == ["dataset.parquet", "profile.yaml"]
 
 
-def test_a_plan_of_tensor_parallel_ranks_tells_its_devices_and_how_to_launch_it(folder: Path) -> None:
+def test_a_plan_of_tensor_parallel_ranks_shows_its_devices_and_how_to_launch_it(folder: Path) -> None:
     result = fcp("plan", "dataset.parquet", *EIGHT_RANKS, *FAST, "--tensor-parallel", "2", cwd=folder)
     assert result.returncode == 0, result.stderr
     assert "devices    2 per rank (tensor parallel 2, pipeline parallel 1), 16 in all" in result.stderr

@@ -44,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def save(folder: Path, step: int, plan_hash: str | None = None) -> None:
-    """A checkpoint of the run, as far as planning looks at it."""
+    """A checkpoint of the run, as far as planning reads it."""
     header = CheckpointHeader(
         step=step,
         plan_hash=plan_hash or PlanReader(folder / "plan.parquet").metadata.plan_hash,
@@ -82,7 +82,7 @@ def test_the_plan_is_written_beside_the_old_one_and_the_next_command_named(fcp: 
     assert (folder / "plan.parquet").read_bytes() == before
 
 
-def test_what_it_needs_and_what_cannot_change_is_told(fcp: Fcp, folder: Path) -> None:
+def test_what_it_needs_and_what_cannot_change_is_named(fcp: Fcp, folder: Path) -> None:
     assert fcp() == (2, "error: --continue-from needs --ranks: how many continue the run")
     for words in (("--seed", "1"), ("--global-batch-size", "8"), ("--sync", "microbatch"), ("--epochs", "2")):
         assert fcp("--ranks", "3", *words) == (
@@ -137,7 +137,7 @@ def test_another_manifest_is_refused(fcp: Fcp, folder: Path) -> None:
     )
 
 
-def test_a_budget_too_small_for_the_ranks_that_are_left_is_told(fcp: Fcp, folder: Path) -> None:
+def test_a_budget_too_small_for_the_ranks_that_are_left_is_named(fcp: Fcp, folder: Path) -> None:
     status, message = fcp("--ranks", "1", "--tokens-per-rank", "100", "--profile", PROFILE)
     assert status == 1
     assert "is still to be trained, but 1 ranks of 100 tokens hold at most 100; give --tokens-per-rank" in message

@@ -21,7 +21,7 @@ def folder(tmp_path: Path) -> Path:
     return write_dataset(tmp_path)
 
 
-def test_a_limit_on_groups_holds_and_its_price_is_said(folder: Path) -> None:
+def test_a_limit_on_groups_holds_and_its_price_is_shown(folder: Path) -> None:
     result = fcp("plan", "dataset.parquet", *EIGHT_RANKS, "--max-groups", "3", cwd=folder)
     assert result.returncode == 0, result.stderr
     assert "3 groups cost" in result.stderr
@@ -46,7 +46,7 @@ def test_what_cannot_be_done_is_one_line(folder: Path, arguments: tuple[str, ...
 
 
 @pytest.mark.processes
-def test_a_long_plan_interrupted_by_ctrl_c_goes_on_to_the_same_plan(tmp_path: Path) -> None:
+def test_a_long_plan_interrupted_by_ctrl_c_continues_to_the_same_plan(tmp_path: Path) -> None:
     write_dataset(tmp_path, sequences=40_000)
     command = [sys.executable, "-m", "fcp_cli", "plan", "dataset.parquet", *EIGHT_RANKS, "--workers", "1"]
     process = subprocess.Popen(

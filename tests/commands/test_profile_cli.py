@@ -101,10 +101,10 @@ def test_diff_gives_the_ratio_of_every_figure(tmp_path: Path, fcp: Fcp) -> None:
 def test_a_profile_is_summed_up_alike_when_it_is_made_and_when_it_is_shown(tmp_path: Path, fcp: Fcp) -> None:
     made = fcp("profile", "--analytic", "-o", "a.yaml").err
     shown = fcp("profile", "show", "a.yaml").err
-    said = [line for line in made.splitlines() if line.startswith(("Break-even", "Attention hides", "Token budget"))]
-    assert [line.split(" of degree ")[1][0] for line in said if " of degree " in line] == ["2", "8"]
-    assert len(said) == 4
-    assert set(said) <= set(shown.splitlines())
+    printed = [line for line in made.splitlines() if line.startswith(("Break-even", "Attention hides", "Token budget"))]
+    assert [line.split(" of degree ")[1][0] for line in printed if " of degree " in line] == ["2", "8"]
+    assert len(printed) == 4
+    assert set(printed) <= set(shown.splitlines())
     assert "of degree 3 from" in fcp("profile", "show", "a.yaml", "--degrees", "1,3").err
 
 
@@ -121,7 +121,7 @@ def test_fit_shows_the_error_before_and_after(tmp_path: Path, fcp: Fcp) -> None:
 
 
 def test_a_refit_that_predicts_worse_says_so(tmp_path: Path, fcp: Fcp) -> None:
-    """What is held out took what the plan said; what is fitted took longer."""
+    """Held-out micro-batches took the planned time; fitted ones took longer."""
     metrics, _ = write_run(tmp_path)
     longer = [json.loads(line) for line in metrics.read_text().splitlines()]
     write_run(tmp_path, truth=PLANNED)
@@ -227,7 +227,7 @@ def test_a_measurement_whose_worker_dies_is_kept_and_gone_on_with(tmp_path: Path
 
 
 def _kill_a_rank_after(observations: int, words: list[str], folder: Path) -> None:
-    """Start `fcp`, kill one of its ranks once so much was observed, and expect one line that says what is kept."""
+    """Start `fcp`, kill one of its ranks once so much was observed, and expect one line about what is kept."""
     argv = [sys.executable, "-m", "fcp_cli", *words]
     process = subprocess.Popen(argv, cwd=folder, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
     samples = folder / "profile.samples.jsonl"

@@ -113,7 +113,7 @@ def test_a_plan_alone_has_no_measured_charts(plan: Path, tmp_path: Path) -> None
     assert charts_of((tmp_path / "report.html").read_text()).keys() == PLAN_CHARTS
 
 
-def test_the_metrics_of_another_plan_are_said_on_the_page_and_left_out(plan: Path, tmp_path: Path) -> None:
+def test_the_metrics_of_another_plan_are_named_on_the_page_and_left_out(plan: Path, tmp_path: Path) -> None:
     make_example_plan(tmp_path / "other.parquet", seed=1)
     run = write_run(tmp_path / "metrics.jsonl", tmp_path / "other.parquet")
     result = fcp("report", plan, "--metrics", run, "-o", tmp_path / "report.html")

@@ -82,7 +82,7 @@ def test_a_trace_never_replaces_what_it_is_drawn_from(plan: Path) -> None:
     assert "would overwrite the source; name another file with -o" in result.stderr
 
 
-def test_the_metrics_of_another_plan_are_said_and_left_out(plan: Path, tmp_path: Path) -> None:
+def test_the_metrics_of_another_plan_are_named_and_left_out(plan: Path, tmp_path: Path) -> None:
     make_example_plan(tmp_path / "other.parquet", seed=1)
     run = write_run(tmp_path / "metrics.jsonl", tmp_path / "other.parquet")
     result = fcp("trace", plan, run, "-o", tmp_path / "trace.json")

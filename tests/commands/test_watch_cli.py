@@ -91,7 +91,7 @@ def test_an_interrupted_run_ends_the_watch_and_says_so(plan: Path, tmp_path: Pat
 
 
 @pytest.mark.processes
-def test_a_run_whose_launcher_was_killed_is_said_to_be_dead(plan: Path, tmp_path: Path) -> None:
+def test_a_run_whose_launcher_was_killed_is_shown_as_dead(plan: Path, tmp_path: Path) -> None:
     """Killed before its ranks wrote anything, too."""
     (tmp_path / "launch.json").write_text("{}")
     code = "import os, sys, pathlib\nfrom fcp_cli.runs.heartbeat import beating\n"

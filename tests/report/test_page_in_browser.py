@@ -51,7 +51,7 @@ def browser() -> Iterator[Any]:
 
 @dataclass
 class Opened:
-    """A page in the browser, and what it said and asked for."""
+    """A page in the browser, and what it printed and asked for."""
 
     page: Any
     complaints: list[str] = field(default_factory=list)

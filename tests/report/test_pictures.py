@@ -101,9 +101,9 @@ def test_the_worst_steps_can_be_chosen(picture: PlanPicture, reader: PlanReader)
 def test_a_large_plan_is_sampled(reader: PlanReader) -> None:
     values = {name: getattr(reader.metadata, name) for name in PlanMetadata.__dataclass_fields__}
     large = PlanPicture(metadata=PlanMetadata(**{**values, "steps": 10_000, "num_ranks": 1024}))
-    looked_at = [step for step in range(10_000) if large.wants(step)]
+    read = [step for step in range(10_000) if large.wants(step)]
     assert large.every == 6
-    assert len(looked_at) == 1667
+    assert len(read) == 1667
 
 
 def test_evenly_spaced_keeps_both_ends() -> None:

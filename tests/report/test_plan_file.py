@@ -23,7 +23,7 @@ def test_a_plan_as_it_was_made_has_no_problems(plan: Path) -> None:
     assert file.problems == []
 
 
-def test_an_edited_plan_is_shown_and_said_to_be_edited(plan: Path, tmp_path: Path) -> None:
+def test_an_edited_plan_is_shown_and_marked_as_edited(plan: Path, tmp_path: Path) -> None:
     file = open_plan(edited(plan, tmp_path / "edited.parquet", change_column("seconds", lambda seconds: seconds * 0.9)))
     assert len(list(file.steps())) == 4
     assert file.problems == [

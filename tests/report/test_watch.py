@@ -108,14 +108,14 @@ def heartbeat(**changes: Any) -> Heartbeat:
     return Heartbeat(**{**values, "started": "2026-01-01T00:00:00+00:00", "age_seconds": 1.0, **changes})
 
 
-def test_a_finished_run_is_not_said_to_be_stuck(lines: list[str], tmp_path: Path) -> None:
+def test_a_finished_run_is_not_shown_as_stuck(lines: list[str], tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     state = state_of(tmp_path / "metrics.jsonl")
     assert state.standing(None, quiet_seconds=1e6) == "finished"
     assert state.remark("finished", None, quiet_seconds=1e6) is None
 
 
-def test_a_slow_step_is_told_from_a_dead_run(lines: list[str], tmp_path: Path) -> None:
+def test_a_slow_step_is_distinguished_from_a_dead_run(lines: list[str], tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(lines[:3]))
     state = state_of(tmp_path / "metrics.jsonl")
     slow = heartbeat()
@@ -157,7 +157,7 @@ def test_a_later_process_with_the_launchers_number_is_not_taken_for_it() -> None
         ("failed", "failed after step 2 of 4; what its ranks printed is in its folder logs"),
     ],
 )
-def test_how_a_run_ended_is_said(lines: list[str], tmp_path: Path, ended: End, remark: str) -> None:
+def test_how_a_run_ended_is_shown(lines: list[str], tmp_path: Path, ended: End, remark: str) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(lines[:3]))
     state = state_of(tmp_path / "metrics.jsonl")
     standing = state.standing(heartbeat(ended=ended), quiet_seconds=0.0)
@@ -173,7 +173,7 @@ def test_without_a_launcher_a_run_is_given_up_after_long_silence(lines: list[str
     assert "probably dead after step 2 of 4" in str(state.remark("silent", None, quiet_seconds=limit + 1))
 
 
-def test_a_finished_run_that_is_started_again_goes_on(lines: list[str], tmp_path: Path) -> None:
+def test_a_finished_run_that_is_started_again_is_running(lines: list[str], tmp_path: Path) -> None:
     """Until its ranks have written, the metrics are those of the start before."""
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     state = state_of(tmp_path / "metrics.jsonl")

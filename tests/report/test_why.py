@@ -74,7 +74,7 @@ def test_all_ranks_are_the_most(tmp_path: Path) -> None:
     assert (widest.reasons[-1].bound, widest.reasons[-1].text) == ("ranks", "there are only 7 ranks")
 
 
-def test_a_group_that_ends_with_its_step_is_not_said_to_end_before_it(explanations: list[Explanation]) -> None:
+def test_a_group_that_ends_with_its_step_is_not_shown_to_end_before_it(explanations: list[Explanation]) -> None:
     against_more = [
         explanation.reasons[-1] for explanation in explanations if explanation.reasons[-1].bound == "balance"
     ]
