@@ -63,7 +63,8 @@ def build_manifest(source: Source, path: Path, *, advance: Callable[[int], None]
         skipped = +skipped
         description = source.describe()
         if writer.rows == 0:
-            raise ManifestError(f"{description['path']} holds no sequence with tokens{_reasons(skipped)}")
+            reasons = "".join(f"; {count} skipped as {reason}" for reason, count in sorted(skipped.items()))
+            raise ManifestError(f"{description['path']} holds no sequence with tokens{reasons}")
         if largest_token >= 0:
             description["vocab_size"] = largest_token + 1
         writer.finish({"format": MANIFEST_FORMAT, "source": description, "skipped": dict(skipped)})
@@ -79,10 +80,6 @@ def _kept(batch: RowBatch, source: Source) -> Any:
         where = f"{source.describe()['path']}: sequence {name}"
         raise ManifestError(f"{where} has {lengths[row]} tokens; a plan holds 1 to {LONGEST_TOKENS}; fix or drop it")
     return batch.rows.filter(pa.array(lengths != 0))
-
-
-def _reasons(skipped: Counter[str]) -> str:
-    return "".join(f"; {count} skipped as {reason}" for reason, count in sorted(skipped.items()))
 
 
 class _Writer:

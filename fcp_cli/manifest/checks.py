@@ -36,6 +36,7 @@ def checked_table(
         raise ManifestError(_bad_length(name, length_column, lengths, bad))
     for column, values in factors.items():
         _check_factor(name, column, values)
+    # Leaving out factors of zeros keeps the content hash, and with it the plan, independent of whether they were given.
     kept: dict[str, Any] = {column: values if values.any() else None for column, values in factors.items()}
     return LengthTable(name=name, length_tokens=lengths, **kept)
 

@@ -1,4 +1,4 @@
-"""Proves that a plan keeps every rule of its format: order, ranks, waves, budget, coverage, times, totals, hash.
+"""Proves that a plan keeps every rule of its format: order, ranks, waves, token budget, coverage, times, totals, hash.
 
 One pass over the file, a step at a time. A rule that is broken gives a `Finding`; a file that cannot be read as a plan
 at all raises PlanError.
@@ -190,12 +190,12 @@ def _check_ranks(step: StepPlan, limits: Limits) -> Iterator[Finding]:
 
 
 def _check_budget(step: StepPlan, limits: Limits) -> Iterator[Finding]:
-    capacity = limits.tokens_per_rank * step.degrees
+    room = limits.tokens_per_rank * step.degrees
     held = held_tokens(step, limits.padding_multiple)
-    for order in np.flatnonzero(held > capacity)[:1].tolist():
+    for order in np.flatnonzero(held > room)[:1].tolist():
         tokens, ranks = counted(held[order], "token"), counted(step.degrees[order], "rank")
         padded = "" if limits.padding_multiple is None else ", with padding,"
-        message = f"{tokens}{padded} on {ranks}, where {capacity[order]:,} fit"
+        message = f"{tokens}{padded} on {ranks}, where {room[order]:,} fit"
         yield Finding(step=step.step, order=order, message=message)
 
 
@@ -241,6 +241,7 @@ def _check_times(
         manifest=manifest,
     )
     # Mask and vision columns, known from the manifest alone, only ever add time.
+    # Relative, not exact: a foreign writer may add up in another order.
     wrong = ~np.isclose(step.seconds, price, rtol=_TOLERANCE) & (
         np.full(len(step), True) if manifest is not None else step.seconds < price
     )

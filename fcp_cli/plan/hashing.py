@@ -40,10 +40,12 @@ class PlanHasher:
                 self._feed(name, batch.column(name).to_numpy(zero_copy_only=False), dtype)
             for name, dtype in _LISTS.items():
                 column = batch.column(name)
+                # Sizes instead of offsets: offsets depend on where a row group begins.
                 self._feed(f"{name}.length", np.diff(column.offsets.to_numpy()), "<i4")
                 self._feed(f"{name}.values", column.flatten().to_numpy(zero_copy_only=False), dtype)
 
     def _feed(self, name: str, values: Any, dtype: str) -> None:
+        # One width and byte order for all, so that the hash depends neither on the writer's types nor on the machine.
         self._digests[name].update(np.ascontiguousarray(values, dtype=dtype).tobytes())
 
     def hexdigest(self, metadata: PlanMetadata) -> str:

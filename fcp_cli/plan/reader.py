@@ -40,11 +40,8 @@ class PlanReader:
                 f"{path} cannot be read as Parquet ({first_sentence(error)}): it is truncated, damaged or not a plan; "
                 "make one with 'fcp plan MANIFEST'"
             ) from error
-        self.metadata: PlanMetadata = parse_metadata(self._key_values(), name=str(path))
+        self.metadata: PlanMetadata = parse_metadata(self._file.metadata.metadata, name=str(path))
         self._check_columns()
-
-    def _key_values(self) -> dict[bytes, bytes]:
-        return dict(self._file.metadata.metadata or {})
 
     def _check_columns(self) -> None:
         found = self._file.schema_arrow
@@ -74,6 +71,7 @@ class PlanReader:
             for group in range(self._file.num_row_groups):
                 meta: Any = self._file.metadata.row_group(group)
                 statistics = meta.column(0).statistics
+                # Statistics are optional in Parquet: a group without them has to be read.
                 skippable = statistics is not None and statistics.has_min_max and statistics.max < first
                 if meta.num_rows and not skippable:
                     yield self._without_nulls(self._file.read_row_group(group, columns=SCHEMA.names))
@@ -83,6 +81,7 @@ class PlanReader:
             ) from error
 
     def _without_nulls(self, table: pa.Table) -> pa.Table:
+        # A foreign writer may declare columns nullable, and NumPy would read a null as whatever lies below it.
         for name in SCHEMA.names:
             column = table.column(name)
             values = column.combine_chunks().flatten() if pa.types.is_list(column.type) else column

@@ -28,7 +28,7 @@ def assemble(assignment: Assignment, batch: Batch, problem: Problem, bound_secon
         bound_seconds: a lower bound that the caller has already; computed where None.
 
     Raises:
-        BrokenAssignmentError: the assignment breaks the rules of a plan on budget, coverage, ranks or waves.
+        BrokenAssignmentError: the assignment breaks the rules of a plan on token budget, coverage, ranks or waves.
     """
     _require_whole(assignment, batch, problem)
     step = _with_idle_rows(assignment, batch, problem)

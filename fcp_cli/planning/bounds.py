@@ -38,8 +38,9 @@ def simple_bound_seconds(work: Work, problem: Problem) -> float:
 def area_bound_seconds(work: Work, problem: Problem) -> float:
     """Bound the step by all work, shared evenly by all ranks.
 
-    A micro-batch of degree d holds at most d * budget tokens and costs its ranks d * microbatch_seconds beside the
-    work, so the ranks together pay for at least tokens / budget micro-batches; and every rank that works pays for one.
+    A micro-batch of degree d holds at most d * tokens_per_rank tokens and costs its ranks d * microbatch_seconds
+    beside the work, so the ranks together pay for at least tokens / tokens_per_rank micro-batches; and every rank that
+    works pays for one.
     """
     n = problem.num_ranks
     microbatches = max(1.0, float(work.tokens.sum()) / (n * problem.tokens_per_rank))

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.pricing import profile_seconds
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.planning.batches import BatchSettings
+from fcp_cli.planning.run import make_plan
 from tests.plan.steps import Row, make_step
+from tests.planning.examples import example_problem, long_tail
 
 PROFILE = """
 format: fcp-cost-profile/1
@@ -42,3 +48,20 @@ def test_eta_comes_from_the_manifest_and_lengths_from_the_plan(profile: CostProf
         make_step([Row([0], 0, 0, (10, 20))]), profile=profile, ranks_per_node=2, manifest=manifest
     )
     assert seconds.tolist() == pytest.approx([0.5 + 0.1 * 30 + 0.01 * (100 + 2 * 400)])
+
+
+@pytest.mark.parametrize("padding_multiple", [None, 4])
+def test_a_plan_states_bit_by_bit_what_its_own_rows_cost(tmp_path: Path, padding_multiple: int | None) -> None:
+    table = long_tail(60)
+    problem = example_problem(tokens_per_rank=8192, padding_multiple=padding_multiple)
+    settings = BatchSettings(global_batch_size=20)
+    make_plan(tmp_path / "plan.parquet", table=table, problem=problem, settings=settings, solver_name="fcp-paper")
+    for step in PlanReader(tmp_path / "plan.parquet").steps():
+        seconds = profile_seconds(
+            step,
+            profile=problem.profile,
+            ranks_per_node=problem.ranks_per_node,
+            padding_multiple=padding_multiple,
+            manifest=table,
+        )
+        np.testing.assert_array_equal(seconds, step.seconds)

@@ -266,7 +266,7 @@ def video_size(source: Path | IO[bytes], place: str) -> dict[str, float]:
 
 
 def image_size(source: Path | io.BytesIO, place: str) -> dict[str, int]:
-    """Read height and width from a picture's header, turned as its camera held it.
+    """Read height and width from a picture's header, turned as its EXIF orientation asks.
 
     Raises:
         ManifestError: there is no such file, or its header is of no kind that is known.
