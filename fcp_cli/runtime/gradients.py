@@ -2,12 +2,13 @@
 
 DDP and FSDP2 average over ranks where the training objective asks for a sum, so each names a factor that the loss is
 multiplied with. Neither may reduce before a rank's last micro-batch of the step: ranks have different numbers of them.
+FSDP2 also gathers weights: before each layer where ranks run waves, else once, before the step's first micro-batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -51,7 +52,9 @@ def gradient_sync(model: nn.Module | None, world: World, sync: Sync) -> Gradient
     if isinstance(model, DistributedDataParallel):
         return DdpSync(model, world)
     if any(_is_fsdp(module) for module in model.modules()):
-        return FsdpSync(model, world, sync)
+        if not _is_fsdp(model):
+            raise RunError("only parts of the model are sharded with FSDP2; call fully_shard on the whole model too")
+        return FsdpWaveSync(model, world) if sync == "microbatch" else FsdpStepSync(model, world)
     if type(model).__name__ == "FullyShardedDataParallel":
         raise RunError(
             "FullyShardedDataParallel (FSDP1) cannot follow a plan; shard the model with fully_shard (FSDP2)"
@@ -91,20 +94,13 @@ class DdpSync:
         self._model.require_backward_grad_sync = True
 
 
-class FsdpSync:
-    """FSDP2 (`fully_shard`): every rank must run the same number of micro-batches, so the plan must be in waves."""
+class FsdpWaveSync:
+    """FSDP2 (`fully_shard`) under `sync: microbatch`: ranks gather each layer together, micro-batch by micro-batch."""
 
-    def __init__(self, model: nn.Module, world: World, sync: Sync) -> None:
-        if sync != "microbatch":
-            raise RunError(
-                f"the model is sharded with FSDP2, whose ranks must run equally many micro-batches, but the plan has "
-                f"sync {sync}; plan with 'fcp plan --sync microbatch'"
-            )
-        if not _is_fsdp(model):
-            raise RunError("only parts of the model are sharded with FSDP2; call fully_shard on the whole model too")
+    def __init__(self, model: nn.Module, world: World) -> None:
         _check_covers(model, world)
         self.loss_factor = float(world.size)
-        self._model = model
+        self._model: Any = model
 
     def before_microbatch(self, *, is_last: bool) -> None:
         self._set(is_last)
@@ -116,8 +112,51 @@ class FsdpSync:
         self._set(True)
 
     def _set(self, reduces: bool) -> None:
-        self._model.set_requires_gradient_sync(reduces)  # type: ignore[operator]
-        self._model.set_is_last_backward(reduces)  # type: ignore[operator]
+        self._model.set_requires_gradient_sync(reduces)
+        self._model.set_is_last_backward(reduces)
+
+
+class FsdpStepSync:
+    """FSDP2 under `sync: iteration`: weights are gathered once a step and kept, gradients reduced once at its end.
+
+    Between the two no collective runs, so ranks may run different numbers of micro-batches: ZeRO-2, whose gradients
+    are whole on every rank until the step ends. All layers are gathered before the first forward and none inside it:
+    a rank in a ring would wait there for a rank whose own gather waits for it.
+    """
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        _check_covers(model, world)
+        _check_keeps_weights(model)
+        self.loss_factor = float(world.size)
+        self._model: Any = model
+        self._layers: list[Any] = [module for module in model.modules() if _is_fsdp(module)]
+        self._is_gathered = False
+
+    def before_microbatch(self, *, is_last: bool) -> None:
+        if self._is_gathered:
+            return
+        self._set(False)
+        for layer in self._layers:
+            layer.unshard()
+        self._is_gathered = True
+
+    def reduce(self) -> None:
+        """Do what FSDP2 does when its last backward ends, for all layers: reduce-scatter, and let go of the weights."""
+        self._set(True)
+        self._model._get_fsdp_state()._root_post_backward_final_callback()
+        self._is_gathered = False
+
+    def restore(self) -> None:
+        self._set(True)
+        if self._is_gathered:  # the step was given up: what the optimizer holds are the shards
+            for layer in self._layers:
+                layer.reshard()
+            self._is_gathered = False
+
+    def _set(self, ends: bool) -> None:
+        self._model.set_requires_gradient_sync(ends)
+        self._model.set_reshard_after_backward(ends)
+        self._model.set_is_last_backward(ends)
 
 
 class PlainSync:
@@ -196,4 +235,21 @@ def _check_covers(model: nn.Module, world: World) -> None:
             raise RunError(
                 f"the parameter {name} is sharded by FSDP2 over {covered} of {world.size} ranks; "
                 "give fully_shard a mesh of all ranks"
+            )
+
+
+def _check_keeps_weights(model: nn.Module) -> None:
+    """Refuse layers that let go of their weights after each forward: gathering them again needs all ranks at once."""
+    for name, module in model.named_modules():
+        if not _is_fsdp(module):
+            continue
+        state: Any = module._get_fsdp_state()
+        # The root keeps its weights unless told otherwise, but records so only at its first forward.
+        undecided = module is model and getattr(state, "_auto_reshard_after_forward", True)
+        group = state._fsdp_param_group
+        if group is not None and group.post_forward_mesh_info is not None and not undecided:
+            raise RunError(
+                f"{name or 'the model'} is sharded with FSDP2 and gathers its weights again for every micro-batch, of "
+                "which ranks run different numbers under sync iteration; call fully_shard(..., "
+                "reshard_after_forward=False), or plan with 'fcp plan --sync microbatch'"
             )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import transformers
 
 Family = Literal["tiny", "qwen3", "llama"]
-Wrapping = Literal["none", "ddp", "fsdp", "hsdp", "fsdp over half", "fsdp of a part"]
+Wrapping = Literal["none", "ddp", "fsdp", "fsdp kept", "hsdp", "hsdp kept", "fsdp over half", "fsdp of a part"]
 Recomputation = Literal["off", "non-reentrant", "reentrant"]
 VOCAB_SIZE = TinyConfig().vocab_size
 
@@ -110,14 +110,14 @@ def shard(model: nn.Module, wrapping: Wrapping, layers: list[nn.Module]) -> None
     from torch.distributed.fsdp import fully_shard
 
     size = torch.distributed.get_world_size()
-    if wrapping in ("hsdp", "fsdp over half"):
+    if wrapping in ("hsdp", "hsdp kept", "fsdp over half"):
         mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
     else:
         mesh = init_device_mesh("cpu", (size,))
     if wrapping == "fsdp over half":
         mesh = mesh["shard"]
     for layer in layers:
-        fully_shard(layer, mesh=mesh)
+        fully_shard(layer, mesh=mesh, reshard_after_forward="kept" not in wrapping)
     if wrapping != "fsdp of a part":
         fully_shard(model, mesh=mesh)
 

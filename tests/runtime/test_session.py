@@ -336,7 +336,11 @@ ERRORS = {
     "fsdp over half": [r"the parameter .* is sharded by FSDP2 over 2 of 4 ranks; give fully_shard a mesh of all ranks"]
     * 4,
     "fsdp of a part": [r"only parts of the model are sharded with FSDP2; call fully_shard on the whole model too"] * 4,
-    "fsdp under iteration": [r"the plan has sync iteration; plan with 'fcp plan --sync microbatch'"] * 4,
+    "fsdp under iteration": [
+        r"^blocks.0 is sharded with FSDP2 and gathers its weights again for every micro-batch, .* "
+        r"fully_shard\(..., reshard_after_forward=False\), or plan with 'fcp plan --sync microbatch'$"
+    ]
+    * 4,
 }
 
 
