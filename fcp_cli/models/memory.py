@@ -131,6 +131,7 @@ def model_state(spec: ModelSpec, precision: Precision, parallelism: Parallelism)
     shards, stage = parallelism.ranks, parallelism.zero_stage
     gathered = 0.0
     if stage >= 3:
+        # One layer is computed while the next one's weights arrive; gradients are reduced layer by layer.
         largest = max(spec.layer_parameters, spec.embedding_parameters) / parallelism.tensor_parallel
         gathered = 2 * largest * precision.weight_bytes + largest * precision.gradient_bytes
     return ModelState(

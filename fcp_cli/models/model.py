@@ -52,6 +52,7 @@ class VisionSpec:
     def encoder_parameters(self) -> int:
         """Parameters of embedding, positions and blocks, without the projector."""
         h, patches = self.hidden_size, (self.image_size // self.patch_size) ** 2
+        # The first matrix takes the three colours of a patch, of as many frames as are merged in time.
         embedding = 3 * self.temporal_patch_size * self.patch_size**2 * h + h + patches * h
         class_token = 2 * h if self.kind == "internvit" else 0  # the token and its position
         layer_scales = 2 * h if self.kind == "internvit" else 0
@@ -131,6 +132,7 @@ class ModelSpec(TextFigures):
     @property
     def text_parameters(self) -> int:
         """Parameters of the language model alone."""
+        # A tied table serves input and output; the last term is the final norm.
         tables = self.embedding_parameters * (1 if self.tied_embeddings else 2)
         return self.num_layers * self.layer_parameters + tables + self.hidden_size
 

@@ -157,6 +157,7 @@ def _transfer_figures(samples: SamplesFile, tier: str) -> tuple[float, float] | 
         return None
     seconds = np.array([max(samples.summary(values), 1e-9) for values in by_size.values()])
     columns = np.stack([np.ones(len(seconds)), np.array(list(by_size), dtype=np.float64)], axis=1) / seconds[:, None]
+    # Columns of equal norm: one counts messages, the other bytes, and the solver would lose the smaller one.
     norms = np.linalg.norm(columns, axis=0)
     latency, per_byte = nnls(columns / norms, np.ones(len(seconds)))[0] / norms
     return float(latency), float(1.0 / max(per_byte, 1e-15))
@@ -189,6 +190,7 @@ def _memory(
             slope += vision_bytes_per_token(spec, precision, parallelism)
         else:
             slope += spec.vision.merge_size**2 * per_patch
+        # The worker's optimizer held the language model alone; the tower's state is added from its figures.
         whole, text = (
             model_state(one, precision, parallelism).total_bytes for one in (spec, replace(spec, vision=None))
         )

@@ -67,6 +67,7 @@ def cluster_command(measurement: Measurement, request: Path, *, master: str) -> 
 def _run(
     argv: Sequence[str], measurement: Measurement, log: Path, on_progress: Callable[[float, int], None]
 ) -> int | None:
+    # One core per rank, as the bundled trainer runs; torch reads the variable when it is imported.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"} if measurement.device == "cpu" else dict(os.environ)
     began = time.monotonic()
     with log.open("wb") as output:

@@ -15,7 +15,7 @@ from fcp_cli.errors import UsageError
 from fcp_cli.models.memory import Parallelism, Precision, estimate_memory, patch_activation_bytes
 from fcp_cli.models.model import ModelSpec
 
-LEAST_LENGTH = 64
+LEAST_LENGTH = 64  # below it a micro-batch costs its fixed part, whatever its length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,11 +95,7 @@ def measurement_points(max_length: int, degrees: Sequence[int], *, crosses_nodes
         for degree in degrees
         for lengths, is_held_out in [*((pack, False) for pack in fitted), *((pack, True) for pack in held_out)]
     ]
-    return sorted(points, key=lambda point: (_work(point), point.key))
-
-
-def _work(point: Point) -> float:
-    return (sum(length * length for length in point.lengths) + 4096 * point.tokens) / point.degree
+    return sorted(points, key=lambda point: (point.work, point.key))
 
 
 def _singles(max_length: int) -> list[tuple[int, ...]]:
@@ -120,6 +116,7 @@ def _between(max_length: int) -> list[tuple[int, ...]]:
     lengths: list[tuple[int, ...]] = []
     length = 96
     while length < max_length:
+        # Not a multiple of any kernel's tile, as real sequences are not: powers of two alone would flatter the fit.
         lengths.append((length + length % 7,))
         length *= 2
     return lengths[1:]
@@ -140,7 +137,7 @@ def _random_packs(max_length: int, packs: int = 5) -> list[tuple[int, ...]]:
     return found
 
 
-LEAST_SIDE = 8
+LEAST_SIDE = 8  # patches
 MOST_PATCHES = 65_536  # the largest picture that Qwen3-VL's published settings leave as it is
 _FITTED_SIDES = (8, 16, 22, 32, 64, 128, 256)
 _HELD_OUT_SIDES = (12, 24, 44, 88, 176)
@@ -170,6 +167,8 @@ def vision_points(max_patches: int, *, mixed: bool) -> list[VisionPoint]:
     return sorted(points, key=lambda point: (point.work, point.key))
 
 
+# (side, n): as many parts of this side as an n-th of the most patches holds. As many patches in small parts as in a
+# large one separate the linear from the quadratic coefficient.
 _FITTED_PACKS = ((8, 1), (8, 4), (16, 1), (16, 2), (32, 1))
 _HELD_PACKS = ((12, 1), (24, 1), (12, 3))
 _MIXTURES = ((8, 12, 16), (8, 8, 24, 12), (32, 16, 16, 8, 8), (64, 24, 24, 44), (128, 64, 32, 32, 16))

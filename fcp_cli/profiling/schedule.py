@@ -30,8 +30,8 @@ class Schedule(Generic[P]):
     """
 
     LEAST_REPEATS = 4
-    MOST_REPEATS = 24
-    TIGHT_SPREAD = 0.01
+    MOST_REPEATS = 24  # what still lies apart then is disturbed by more than chance
+    TIGHT_SPREAD = 0.01  # of the lower quartile, up to the median
 
     def __init__(self, points: Sequence[P], layers: Sequence[int]) -> None:
         self.tasks: list[Task[P]] = [Task(point=point, layers=count) for point in points for count in layers]
@@ -64,6 +64,7 @@ class Schedule(Generic[P]):
         return rounds >= self.MOST_REPEATS or _spread(self.seconds[position]) <= self.TIGHT_SPREAD
 
     def _estimate(self, position: int) -> float:
+        # A task that was never run takes the time of the nearest in work, scaled up but never down: work is a guide.
         if self.seconds[position]:
             return min(self.seconds[position])
         work = self.tasks[position].work

@@ -42,7 +42,7 @@ from fcp_cli.runtime.gradients import PlainSync
 from fcp_cli.runtime.transport import ProcessTransport, Transport
 from fcp_cli.runtime.world import ProcessWorld, join_process_group, local_device
 
-_TRANSFER_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
+_TRANSFER_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)  # the first cost a message's fixed part, the last its bytes
 _TRANSFER_REPEATS = 12
 _STEP_REPEATS = 5
 _VISION_BUDGET_SHARE = 0.4  # of the time for the observations of a vision model
@@ -169,7 +169,7 @@ class Measurer:
         def work() -> None:
             self.transport.start("kv", send, (rank + shift) % size, receive, (rank - shift) % size).wait()
 
-        dist.barrier()
+        dist.barrier()  # a late start of one rank would be measured as waiting by the others
         return min(self._gather(self.stopwatch.measure(work)))
 
     def _gather(self, seconds: float) -> list[float]:
@@ -244,7 +244,7 @@ class Measurer:
     def _step(self) -> None:
         """Time what a step costs beside its micro-batches: gradients summed over ranks, clipped, and AdamW."""
         model = self.workload.model
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)  # weights stay, whatever the repeats
         sync = PlainSync(model, self.world)
 
         def work() -> None:

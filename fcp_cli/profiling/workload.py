@@ -41,6 +41,7 @@ class SilentTransport:
     """
 
     def start(self, kind: str, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> Handle:
+        # Uninitialised memory may hold NaN or denormal numbers, with which kernels take other times than with data.
         if receive is not None:
             receive.zero_() if send is None else _fill(receive, send)
         return _Arrived()
@@ -115,6 +116,7 @@ def groups_of(point: Point, *, world: int, ranks_per_node: int) -> list[tuple[in
     """
     order = list(range(world))
     if point.crosses_nodes:
+        # One rank of each node after the other, so that neighbours in the order are on different nodes.
         order.sort(key=lambda rank: (rank % ranks_per_node, rank))
         return [
             tuple(sorted(order[start : start + point.degree]))

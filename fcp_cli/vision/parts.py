@@ -72,6 +72,7 @@ def share_out(work: Sequence[float], members: int) -> IntArray:
         heaviest = int(loads.argmax())
         if loads[heaviest] <= _EVEN_ENOUGH * loads.mean():
             break
+        # An improvement below rounding could be undone in the next round, for ever.
         least, best = loads[heaviest] * (1 - 1e-9), None
         for other in np.flatnonzero(np.arange(members) != heaviest).tolist():
             both = np.flatnonzero((encoders == heaviest) | (encoders == other))

@@ -121,6 +121,7 @@ class QwenVision:
             scale = max(self.factor / height, self.factor / width)
             height, width = int(height * scale), int(width * scale)
         _check_aspect(height, width)
+        # The library takes all sampled frames to scale down, but their rounded number to decide whether to.
         rounded = round(sampled / self.temporal_patch_size) * self.temporal_patch_size
         fitted = self._fit(sampled, rounded, height, width, self.video_min_pixels, self.video_max_pixels)
         stamps = self._time_stamps(frames, sampled, rate)
@@ -175,7 +176,7 @@ class InternVision:
     def image(self, height: int, width: int) -> Visual:
         columns, rows = _best_grid(height, width, self.tile_pixels, self.min_tiles, self.max_tiles)
         tiles = columns * rows
-        tiles += 1 if tiles > 1 else 0  # the thumbnail
+        tiles += 1 if tiles > 1 else 0  # the thumbnail, of which a single tile needs none
         return self._visual(tiles, marks=2)
 
     def video(self, frames: int, height: int, width: int, fps: float | None) -> Visual:
