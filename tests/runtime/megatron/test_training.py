@@ -69,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     solver = ("--solver", "fcp-paper", "--sync", "iteration")  # needs nothing compiled
     planned = run_fcp("plan", "lengths.parquet", *options, *solver, "--no-shuffle", "-o", "plan.parquet", folder=folder)
     assert planned.returncode == 0, planned.stderr
-    torchrun(str(SCRIPT), str(folder / "lengths.parquet"), str(folder / "alone"), num_ranks=NUM_RANKS, **COMPILED)
+    torchrun(str(SCRIPT), str(folder / "lengths.parquet"), str(folder / "alone"), num_ranks=NUM_RANKS, **EAGER)
     return folder
 
 
