@@ -21,6 +21,8 @@ from unittest import mock
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import messages
+
 settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("search", settings.get_profile("repeatable"), derandomize=False, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
@@ -69,6 +71,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Raise where a module imports PyTorch although no test of it is wanted."""
     if "not torch" in session.config.option.markexpr and "torch" in sys.modules:
         raise pytest.UsageError("a test module without `pytestmark = pytest.mark.torch` imports torch at its top")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _base_folder_of_messages(tmp_path_factory: pytest.TempPathFactory) -> None:
+    messages.base_folder = tmp_path_factory.getbasetemp()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -7,9 +7,11 @@ import os
 from pathlib import Path
 
 import pytest
+from inline_snapshot import snapshot
 
-from fcp_cli.errors import FcpError, UsageError
+from fcp_cli.errors import FcpError
 from fcp_cli.files import refuse_to_overwrite, replaced_atomically, shipped, write_text_atomically
+from tests.messages import raises
 
 
 def test_a_finished_block_leaves_only_the_target(tmp_path: Path) -> None:
@@ -40,7 +42,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_missing_folder_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(FcpError, match=r"cannot write .*/absent/plan.txt: there is no folder .*/absent"):
+    with raises(snapshot("FcpError: cannot write FOLDER/absent/plan.txt: there is no folder FOLDER/absent")):
         write_text_atomically(tmp_path / "absent" / "plan.txt", "text")
 
 
@@ -59,7 +61,7 @@ def test_the_reason_is_the_systems_and_not_a_librarys(tmp_path: Path) -> None:
 def test_a_source_is_recognised_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "lengths.parquet").touch()
     (tmp_path / "link.parquet").symlink_to("lengths.parquet")
-    with pytest.raises(UsageError, match="would overwrite the source; name another file with -o"):
+    with raises(snapshot("UsageError: -o FOLDER/link.parquet would overwrite the source; name another file with -o")):
         refuse_to_overwrite(tmp_path / "link.parquet", None, tmp_path / "lengths.parquet")
     refuse_to_overwrite(tmp_path / "plan.parquet", tmp_path / "lengths.parquet", tmp_path / "absent.parquet")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
+from inline_snapshot import snapshot
 from typer.testing import CliRunner
 
 from fcp_cli.command_line import App, takes
@@ -92,7 +93,7 @@ def test_a_group_of_overrides_holds_only_what_was_given_by_whatever_means() -> N
 
 def test_help_shows_groups_choices_defaults_and_examples() -> None:
     assert CliRunner().invoke(_app(print), ["go", "--help"]).output == (
-        """\
+        snapshot("""\
 Usage: root go [OPTIONS] SOURCE [WORD]...
 
   Go somewhere.
@@ -119,7 +120,7 @@ Trainer:
 Examples:
   t go a
   t go b
-"""
+""")
     )
 
 

@@ -11,9 +11,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import pytest
+from inline_snapshot import snapshot
 
 from fcp_cli.errors import FcpError, ProfileError
 from fcp_cli.validation import Count, NonEmptyText, NonNegative, Positive, Share, parse_yaml, validated
+from tests.messages import raises
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,11 +87,11 @@ def test_a_mistake_is_named_by_its_path(change: dict[str, Any], message: str) ->
 def test_a_missing_block_and_the_remedy_are_named() -> None:
     with pytest.raises(FcpError) as raised:
         validated({"name": "a"}, Car, where="car.yaml", error=FcpError, remedy="'make' writes one")
-    assert str(raised.value) == "car.yaml: the block engine is missing; 'make' writes one"
+    assert str(raised.value) == snapshot("car.yaml: the block engine is missing; 'make' writes one")
 
 
 def test_what_is_no_mapping_is_refused() -> None:
-    with pytest.raises(FcpError, match=r"^car.yaml: the file is \[1\]; it must be a mapping$"):
+    with raises(snapshot("FcpError: car.yaml: the file is [1]; it must be a mapping")):
         validated([1], Car, where="car.yaml", error=FcpError)
 
 
@@ -111,6 +113,7 @@ def test_broken_yaml_is_one_line() -> None:
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.processes
 def test_the_help_does_not_import_the_checker() -> None:
     program = "import sys, fcp_cli.app; sys.exit('msgspec' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import yaml
+from inline_snapshot import snapshot
 
 from fcp_cli.cost.profile import dump_cost_profile, load_cost_profile, parse_cost_profile
 from fcp_cli.errors import ProfileError
+from tests.messages import raises
 
 DOCUMENT: dict[str, Any] = {
     "format": "fcp-cost-profile/1",
@@ -42,42 +44,122 @@ def _text(path: str, value: Any) -> str:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("coefficients.linear_seconds_per_token", None, "coefficients.linear_seconds_per_token is missing"),
-        ("coefficients.linear_seconds_per_token", -1.0, "coefficients.linear_seconds_per_token is -1.0; it must be"),
-        ("coefficients.linear_seconds_per_token", math.nan, "coefficients.linear_seconds_per_token is nan"),
-        ("coefficients.linear_seconds_per_token", math.inf, "coefficients.linear_seconds_per_token is inf"),
-        ("coefficients.linear_seconds_per_token", "fast", "coefficients.linear_seconds_per_token is 'fast'"),
-        ("coefficients.linear_seconds_per_token", True, "coefficients.linear_seconds_per_token is True"),
+        (
+            "coefficients.linear_seconds_per_token",
+            None,
+            snapshot(
+                "ProfileError: profile.yaml: coefficients.linear_seconds_per_token is missing; 'fcp profile show' lists a whole profile"
+            ),
+        ),
+        (
+            "coefficients.linear_seconds_per_token",
+            -1.0,
+            snapshot(
+                "ProfileError: profile.yaml: coefficients.linear_seconds_per_token is -1.0; it must be a non-negative number; 'fcp profile show' lists a whole profile"
+            ),
+        ),
+        (
+            "coefficients.linear_seconds_per_token",
+            math.nan,
+            snapshot(
+                "ProfileError: profile.yaml: coefficients.linear_seconds_per_token is nan; it must be a non-negative number; 'fcp profile show' lists a whole profile"
+            ),
+        ),
+        (
+            "coefficients.linear_seconds_per_token",
+            math.inf,
+            snapshot(
+                "ProfileError: profile.yaml: coefficients.linear_seconds_per_token is inf; it must be a non-negative number; 'fcp profile show' lists a whole profile"
+            ),
+        ),
+        (
+            "coefficients.linear_seconds_per_token",
+            "fast",
+            snapshot(
+                "ProfileError: profile.yaml: coefficients.linear_seconds_per_token is 'fast'; it must be a non-negative number; 'fcp profile show' lists a whole profile"
+            ),
+        ),
+        (
+            "coefficients.linear_seconds_per_token",
+            True,
+            snapshot(
+                "ProfileError: profile.yaml: coefficients.linear_seconds_per_token is True; it must be a non-negative number; 'fcp profile show' lists a whole profile"
+            ),
+        ),
         (
             "coefficients.linear_second_per_token",
             1.0,
-            r"unknown key coefficients.linear_second_per_token; did you mean coefficients.linear_seconds_per_token\?",
+            snapshot(
+                "ProfileError: profile.yaml: unknown key coefficients.linear_second_per_token; did you mean coefficients.linear_seconds_per_token?; 'fcp profile show' lists a whole profile"
+            ),
         ),
-        ("bandwidth_bytes_per_second.intra_node", 0.0, "bandwidth_bytes_per_second.intra_node is 0.0; .* positive"),
-        ("bandwidth_bytes_per_second", None, "the block bandwidth_bytes_per_second is missing"),
-        ("coefficents", {}, r"unknown key coefficents; did you mean coefficients\?"),
-        ("origin", "guessed", "origin is 'guessed'; it must be one of analytic, assumed, fitted, measured"),
+        (
+            "bandwidth_bytes_per_second.intra_node",
+            0.0,
+            snapshot(
+                "ProfileError: profile.yaml: bandwidth_bytes_per_second.intra_node is 0.0; it must be a positive number; 'fcp profile show' lists a whole profile"
+            ),
+        ),
+        (
+            "bandwidth_bytes_per_second",
+            None,
+            snapshot(
+                "ProfileError: profile.yaml: the block bandwidth_bytes_per_second is missing; 'fcp profile show' lists a whole profile"
+            ),
+        ),
+        (
+            "coefficents",
+            {},
+            snapshot(
+                "ProfileError: profile.yaml: unknown key coefficents; did you mean coefficients?; 'fcp profile show' lists a whole profile"
+            ),
+        ),
+        (
+            "origin",
+            "guessed",
+            snapshot(
+                "ProfileError: profile.yaml: origin is 'guessed'; it must be one of analytic, assumed, fitted, measured; 'fcp profile show' lists a whole profile"
+            ),
+        ),
         (
             "coefficients",
             [1.0],
-            r"coefficients is \[1.0\]; it must be a mapping; 'fcp profile show' lists",
+            snapshot(
+                "ProfileError: profile.yaml: coefficients is [1.0]; it must be a mapping; 'fcp profile show' lists a whole profile"
+            ),
         ),
-        ("model", 8, "model is 8; it must be a text"),
+        (
+            "model",
+            8,
+            snapshot(
+                "ProfileError: profile.yaml: model is 8; it must be a text; 'fcp profile show' lists a whole profile"
+            ),
+        ),
         (
             "format",
             "fcp-cost-profile/2",
-            "is fcp-cost-profile/2; this fcp reads fcp-cost-profile/1; make it again",
+            snapshot(
+                "ProfileError: profile.yaml is fcp-cost-profile/2; this fcp reads fcp-cost-profile/1; make it again with 'fcp profile'"
+            ),
         ),
-        ("format", "fcp-plan/1", "is not a cost profile: expected 'format: fcp-cost-profile/1', found 'fcp-plan/1'"),
+        (
+            "format",
+            "fcp-plan/1",
+            snapshot(
+                "ProfileError: profile.yaml is not a cost profile: expected 'format: fcp-cost-profile/1', found 'fcp-plan/1'"
+            ),
+        ),
         (
             "coefficients.exposed_ring_share",
             0.25,
-            "the block common_ground is missing; beside coefficients.exposed_ring_share it holds the fit without one",
+            snapshot(
+                "ProfileError: profile.yaml: the block common_ground is missing; beside coefficients.exposed_ring_share it holds the fit without one, which strategies are compared under"
+            ),
         ),
     ],
 )
 def test_a_broken_profile_is_rejected_by_the_path_of_its_figure(path: str, value: Any, message: str) -> None:
-    with pytest.raises(ProfileError, match=message):
+    with raises(message):
         parse_cost_profile(_text(path, value), name="profile.yaml")
 
 
@@ -89,7 +171,11 @@ def test_a_file_that_is_no_yaml_is_rejected(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_names_the_command_that_makes_one(tmp_path: Path) -> None:
-    with pytest.raises(ProfileError, match=r"there is no cost profile .*; make one with 'fcp profile -o"):
+    with raises(
+        snapshot(
+            "ProfileError: there is no cost profile FOLDER/profile.yaml; make one with 'fcp profile -o FOLDER/profile.yaml'"
+        )
+    ):
         load_cost_profile(tmp_path / "profile.yaml")
 
 
@@ -126,7 +212,11 @@ def test_the_common_ground_is_a_profile_without_an_exposed_share() -> None:
 def test_the_common_ground_is_read_as_strictly_as_the_rest() -> None:
     document = _with_common_ground(exposed_ring_share=0.25)
     document["common_ground"]["coefficients"]["exposed_ring_share"] = 0.25
-    with pytest.raises(ProfileError, match=r"common_ground\.coefficients\.exposed_ring_share is 0.25; .* absent"):
+    with raises(
+        snapshot(
+            "ProfileError: x: common_ground.coefficients.exposed_ring_share is 0.25; it must be absent, since the common ground is the fit without one"
+        )
+    ):
         parse_cost_profile(yaml.safe_dump(document), name="x")
     del document["common_ground"]["coefficients"]
     with pytest.raises(ProfileError, match=r"the block common_ground\.coefficients is missing"):
@@ -134,7 +224,11 @@ def test_the_common_ground_is_read_as_strictly_as_the_rest() -> None:
 
 
 def test_more_than_the_whole_ring_cannot_be_exposed() -> None:
-    with pytest.raises(ProfileError, match=r"coefficients.exposed_ring_share is 1.5; it must be a share from 0 to 1"):
+    with raises(
+        snapshot(
+            "ProfileError: x: coefficients.exposed_ring_share is 1.5; it must be a share from 0 to 1; 'fcp profile show' lists a whole profile"
+        )
+    ):
         parse_cost_profile(yaml.safe_dump(_with_common_ground(exposed_ring_share=1.5)), name="x")
 
 

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inline_snapshot import snapshot
 
 from fcp_cli.cost.fitting import Sample, error_percent, fit_profile, mean_absolute_percentage, predicted_seconds
 from fcp_cli.cost.profile import EXPOSED_RING, HIDDEN_RING, Bandwidth, Coefficients, CostProfile, dump_cost_profile
-from fcp_cli.errors import ProfileError
+from tests.messages import raises
 
 TRUTH = CostProfile(
     model="m",
@@ -152,25 +153,44 @@ def test_without_rings_a_prior_with_an_exposed_share_keeps_it() -> None:
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
-        ([Sample(lengths=(64,), degree=1, seconds=1.0)] * 3, "3 samples are too few: a fit needs at least 5"),
-        ([Sample(lengths=(64,), degree=1, seconds=1.0)] * 9, "all samples have 64 tokens per rank"),
+        (
+            [Sample(lengths=(64,), degree=1, seconds=1.0)] * 3,
+            snapshot(
+                "ProfileError: 3 samples are too few: a fit needs at least 5; 2 more are missing, so that there are packs of three different lengths or more"
+            ),
+        ),
+        (
+            [Sample(lengths=(64,), degree=1, seconds=1.0)] * 9,
+            snapshot(
+                "ProfileError: all samples have 64 tokens per rank; microbatch_seconds and linear_seconds_per_token need packs of at least two sizes"
+            ),
+        ),
         (
             [Sample(lengths=(64,) * n, degree=1, seconds=float(n)) for n in range(1, 9)],
-            "all samples have sequences of 64 tokens",
+            snapshot(
+                "ProfileError: all samples have sequences of 64 tokens; attention_seconds_per_token2 and linear_seconds_per_token need at least two lengths"
+            ),
         ),
         (
             [Sample(lengths=(n,), degree=1, seconds=float(n)) for n in (64, 128) * 4],
-            "at least three different lengths",
+            snapshot(
+                "ProfileError: the samples cannot tell attention, linear work and the fixed cost apart: measure packs of at least three different lengths"
+            ),
         ),
-        ([Sample(lengths=(64,), degree=1, seconds=0.0)], "cannot be fitted"),
+        (
+            [Sample(lengths=(64,), degree=1, seconds=0.0)],
+            snapshot("ProfileError: a sample of lengths [64] took 0.0 s; it cannot be fitted"),
+        ),
         (
             [replace(sample, patches=4.0 * sum(sample.lengths)) for sample in _samples(TRUTH)],
-            "cannot tell the vision encoder from the language model",
+            snapshot(
+                "ProfileError: the samples cannot tell the vision encoder from the language model, since all packs have patches in proportion to their tokens; measure the encoder with 'fcp profile', or add a run on mixed data"
+            ),
         ),
     ],
 )
 def test_samples_that_cannot_tell_say_what_is_missing(samples: list[Sample], message: str) -> None:
-    with pytest.raises(ProfileError, match=message):
+    with raises(message):
         fit_profile(samples, PRIOR)
 
 

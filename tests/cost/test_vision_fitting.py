@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from inline_snapshot import snapshot
 
 from fcp_cli.cost.vision_fitting import VisionCosts, VisionSample, fit_vision
-from fcp_cli.errors import ProfileError
+from tests.messages import raises
 
 TRUTH = VisionCosts(call_seconds=2e-3, seconds_per_patch=5e-6, seconds_per_patch2=3e-9)
 CALLS = [(64,), (256,), (1024,), (4096,), (64,) * 16, (256,) * 8, (1024,) * 4, (144, 576, 1936)]
@@ -50,10 +51,15 @@ def test_no_coefficient_is_negative_where_attention_does_not_show() -> None:
 @pytest.mark.parametrize(
     ("calls", "message"),
     [
-        (CALLS[:3], "3 measurements of the vision encoder are too few: at least 5"),
-        ([(1024,) * n for n in range(1, 8)], "with parts of too few sizes; at least three are needed"),
+        (CALLS[:3], snapshot("ProfileError: 3 measurements of the vision encoder are too few: at least 5")),
+        (
+            [(1024,) * n for n in range(1, 8)],
+            snapshot(
+                "ProfileError: the vision encoder was measured with parts of too few sizes; at least three are needed"
+            ),
+        ),
     ],
 )
 def test_calls_that_cannot_tell_are_refused(calls: list[tuple[int, ...]], message: str) -> None:
-    with pytest.raises(ProfileError, match=message):
+    with raises(message):
         fit_vision([VisionSample(part_patches=call, seconds=1e-3 * sum(call)) for call in calls])

@@ -6,12 +6,14 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from inline_snapshot import snapshot
 
-from fcp_cli.errors import ManifestError, UsageError
+from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.header import build_command, manifest_source
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.tokens import open_media, open_tokens
 from tests.manifest.datasets import build, write_jsonl, write_tokenizer
+from tests.messages import raises
 
 IMAGE = {"height": 720, "width": 1280}
 VIDEO = {"frames": 60, "height": 720, "width": 1280, "fps": 30}
@@ -95,7 +97,9 @@ def test_a_bad_record_is_named_with_its_line(tmp_path: Path, record: dict[str, A
 
 def test_media_without_a_processor_is_wrong_usage(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "media.jsonl", RECORDS)
-    with pytest.raises(UsageError, match="--kind media needs --processor: qwen3-vl, internvl or the folder"):
+    with raises(
+        snapshot("UsageError: --kind media needs --processor: qwen3-vl, internvl or the folder of a checkpoint")
+    ):
         build(source, tmp_path / "m.parquet", kind="media")
 
 
@@ -109,7 +113,11 @@ def test_a_media_manifest_finds_the_pictures_of_its_rows_again(tmp_path: Path) -
     assert [image.grid for image in images] == [(1, 44, 80), (1, 16, 16)]
     assert [video.grid for video in videos] == [(2, 44, 80)]
     source.unlink()
-    with pytest.raises(ManifestError, match=r"media.jsonl, which is gone; build and plan again: fcp manifest build"):
+    with raises(
+        snapshot(
+            "ManifestError: FOLDER/m.parquet was built from FOLDER/media.jsonl, which is gone; build and plan again: fcp manifest build FOLDER/media.jsonl --kind media --processor qwen3-vl -o FOLDER/m.parquet"
+        )
+    ):
         open_media(tmp_path / "m.parquet")
 
 

@@ -12,10 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inline_snapshot import snapshot
 
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.read import read_lengths_jsonl, read_manifest, remarks
 from tests.manifest.datasets import write_parquet
+from tests.messages import raises
 
 LENGTHS = st.lists(st.integers(1, 2**31 - 1), min_size=1, max_size=50)
 
@@ -207,22 +209,45 @@ def test_a_manifest_of_a_later_format_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"eta": [0.0, -0.5]}, "row 1 of column 'eta' is -0.5; it must be a finite number >= 0 (1 such row in all)"),
-        ({"eta": [float("nan"), 0.0]}, "row 0 of column 'eta' is nan"),
-        ({"vision_patches": [-4, -4]}, "row 0 of column 'vision_patches' is -4; it must be a finite number >= 0 (2"),
-        ({"vision_patch_pairs": ["many", "few"]}, "column 'vision_patch_pairs' is string; it must be an integer"),
-        ({"eta": ["causal", "full"]}, "column 'eta' is string; it must be a number"),
+        (
+            {"eta": [0.0, -0.5]},
+            snapshot(
+                "ManifestError: m.parquet: row 1 of column 'eta' is -0.5; it must be a finite number >= 0 (1 such row in all)"
+            ),
+        ),
+        (
+            {"eta": [float("nan"), 0.0]},
+            snapshot(
+                "ManifestError: m.parquet: row 0 of column 'eta' is nan; it must be a finite number >= 0 (1 such row in all)"
+            ),
+        ),
+        (
+            {"vision_patches": [-4, -4]},
+            snapshot(
+                "ManifestError: m.parquet: row 0 of column 'vision_patches' is -4; it must be a finite number >= 0 (2 such rows in all)"
+            ),
+        ),
+        (
+            {"vision_patch_pairs": ["many", "few"]},
+            snapshot("ManifestError: FOLDER/m.parquet: column 'vision_patch_pairs' is string; it must be an integer"),
+        ),
+        (
+            {"eta": ["causal", "full"]},
+            snapshot("ManifestError: FOLDER/m.parquet: column 'eta' is string; it must be a number"),
+        ),
     ],
 )
 def test_a_bad_work_factor_is_named(tmp_path: Path, columns: dict[str, Any], message: str) -> None:
     path = write_parquet(tmp_path / "m.parquet", {"length": [1, 2], **columns})
-    with pytest.raises(ManifestError, match=re.escape(message)):
+    with raises(message):
         read_manifest(path)
 
 
 def test_equal_lengths_are_a_remark_and_no_error(tmp_path: Path) -> None:
     table = read_manifest(write_parquet(tmp_path / "m.parquet", {"length": [4096, 4096, 4096]}))
-    assert remarks(table) == ["m.parquet: all 3 sequences have 4096 tokens; were they packed or padded already?"]
+    assert remarks(table) == snapshot(
+        ["m.parquet: all 3 sequences have 4096 tokens; were they packed or padded already?"]
+    )
     assert remarks(read_manifest(write_parquet(tmp_path / "n.parquet", {"length": [1, 2]}))) == []
 
 
@@ -248,21 +273,46 @@ def test_a_dash_reads_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", 'standard input has no lines: write one length per line, for example {"length": 4096}'),
-        ("3\nhello\n", "line 2 of standard input is not JSON: 'hello'"),
-        ('{"tokens": 3}', "line 1 of standard input has no 'length'; its keys are tokens; name one with"),
-        ("2.5", "line 1 of standard input: length is 2.5, not a whole number of 64 bits"),
-        ("NaN", "line 1 of standard input: length is nan, not a whole number"),
-        ("true", "line 1 of standard input: length is True, not a whole number"),
-        ('"3"', "line 1 of standard input: length is '3', not a whole number"),
-        ("99999999999999999999", "not a whole number of 64 bits"),
-        ("5\n-1", "stdin: row 1 of column 'length' is -1; lengths must be > 0 tokens"),
-        ('{"length": 5, "eta": -1}', "stdin: row 0 of column 'eta' is -1.0; it must be a finite number >= 0"),
-        ('{"length": 5, "eta": "x"}', "line 1 of standard input: eta is 'x', not a number"),
+        (
+            "",
+            snapshot(
+                'ManifestError: standard input has no lines: write one length per line, for example {"length": 4096}'
+            ),
+        ),
+        ("3\nhello\n", snapshot("ManifestError: line 2 of standard input is not JSON: 'hello'")),
+        (
+            '{"tokens": 3}',
+            snapshot(
+                "ManifestError: line 1 of standard input has no 'length'; its keys are tokens; name one with --length-column"
+            ),
+        ),
+        ("2.5", snapshot("ManifestError: line 1 of standard input: length is 2.5, not a whole number of 64 bits")),
+        ("NaN", snapshot("ManifestError: line 1 of standard input: length is nan, not a whole number of 64 bits")),
+        ("true", snapshot("ManifestError: line 1 of standard input: length is True, not a whole number of 64 bits")),
+        ('"3"', snapshot("ManifestError: line 1 of standard input: length is '3', not a whole number of 64 bits")),
+        (
+            "99999999999999999999",
+            snapshot(
+                "ManifestError: line 1 of standard input: length is 99999999999999999999, not a whole number of 64 bits"
+            ),
+        ),
+        (
+            "5\n-1",
+            snapshot(
+                "ManifestError: stdin: row 1 of column 'length' is -1; lengths must be > 0 tokens (1 such row in all); drop such rows or name another column with --length-column"
+            ),
+        ),
+        (
+            '{"length": 5, "eta": -1}',
+            snapshot(
+                "ManifestError: stdin: row 0 of column 'eta' is -1.0; it must be a finite number >= 0 (1 such row in all)"
+            ),
+        ),
+        ('{"length": 5, "eta": "x"}', snapshot("ManifestError: line 1 of standard input: eta is 'x', not a number")),
     ],
 )
 def test_a_bad_line_of_standard_input_is_named(text: str, message: str) -> None:
-    with pytest.raises(ManifestError, match=re.escape(message)):
+    with raises(message):
         read_lengths_jsonl(io.StringIO(text))
 
 

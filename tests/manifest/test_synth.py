@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from inline_snapshot import snapshot
 
-from fcp_cli.errors import UsageError
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.synth import CLIP_SETS, NAMES, Scale, media_records, write_media_records
 from tests.manifest.datasets import build
+from tests.messages import raises
 
 ROWS = 4000
 
@@ -84,6 +85,10 @@ def test_clips_may_be_written_at_the_rate_that_a_model_sees() -> None:
 
 
 def test_sizes_are_not_written_under_the_name_of_a_manifest(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"lengths.parquet must end in .jsonl: these are sizes"):
+    with raises(
+        snapshot(
+            "UsageError: -o FOLDER/lengths.parquet must end in .jsonl: these are sizes, which 'fcp manifest build' counts"
+        )
+    ):
         write_media_records(tmp_path / "lengths.parquet", "mixed", 1, seed=0, advance=lambda done: None)
     assert not list(tmp_path.iterdir())

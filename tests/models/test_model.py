@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import yaml
+from inline_snapshot import snapshot
 
 from fcp_cli.errors import ProfileError
 from fcp_cli.files import shipped
 from fcp_cli.models.descriptions import shipped_names
 from fcp_cli.models.model import ModelSpec, VisionSpec, load_hf_config, load_model
 from fcp_cli.models.transformers_config import text_config, whole_config
+from tests.messages import raises
 
 # Published sizes in 1e9 parameters: language model, vision encoder with what joins it to the language model.
 SIZES = {
@@ -66,7 +68,11 @@ def test_a_model_is_found_by_alias_and_spelling(name: str) -> None:
 
 
 def test_an_unknown_model_lists_the_nearest() -> None:
-    with pytest.raises(ProfileError, match=r"unknown model 'qwen3-9b'; nearest: .*qwen3-8b.*--hf-config"):
+    with raises(
+        snapshot(
+            "ProfileError: unknown model 'qwen3-9b'; nearest: qwen3-8b, qwen3-4b, qwen3vl-8b; or give a YAML, or --hf-config path/config.json"
+        )
+    ):
         load_model("qwen3-9b")
 
 
@@ -100,7 +106,11 @@ def test_figures_that_cannot_be_are_rejected_by_name(tmp_path: Path, changes: di
 def test_an_architecture_of_no_family_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "model.yaml"
     path.write_text(yaml.safe_dump({**_document(), "architecture": "mamba"}))
-    with pytest.raises(ProfileError, match=r"architecture is 'mamba'; it must be one of .*llama.*qwen3_vl"):
+    with raises(
+        snapshot(
+            "ProfileError: FOLDER/model.yaml: architecture is 'mamba'; it must be one of internvl, llama, qwen2, qwen3, qwen3_vl"
+        )
+    ):
         load_model(path)
 
 
@@ -109,7 +119,9 @@ def test_a_vision_tower_that_feeds_another_width_is_rejected(tmp_path: Path) -> 
     document["vision"]["out_hidden_size"] = 2048
     path = tmp_path / "model.yaml"
     path.write_text(yaml.safe_dump(document))
-    with pytest.raises(ProfileError, match=r"vision.out_hidden_size 2048 differs from text.hidden_size 4096"):
+    with raises(
+        snapshot("ProfileError: FOLDER/model.yaml: vision.out_hidden_size 2048 differs from text.hidden_size 4096")
+    ):
         load_model(path)
 
 
@@ -150,23 +162,43 @@ def test_the_language_model_of_a_vision_configuration_is_read(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, "model_type is 'mamba'; known: llama"),
-        ({"num_attention_heads": 30, "head_dim": None}, "hidden_size 4096 is not divisible by num_attention_heads 30"),
-        ({"num_key_value_heads": 5}, "num_kv_heads 5 does not divide num_heads 32"),
-        ({"vocab_size": None}, "vocab_size is missing"),
+        (
+            {"model_type": "mamba"},
+            snapshot(
+                "ProfileError: FOLDER/config.json: model_type is 'mamba'; known: llama, mistral, qwen2, qwen3, qwen3_vl_text"
+            ),
+        ),
+        (
+            {"num_attention_heads": 30, "head_dim": None},
+            snapshot(
+                "ProfileError: FOLDER/config.json: head_dim is missing and hidden_size 4096 is not divisible by num_attention_heads 30"
+            ),
+        ),
+        (
+            {"num_key_value_heads": 5},
+            snapshot("ProfileError: FOLDER/config.json: num_kv_heads 5 does not divide num_heads 32"),
+        ),
+        (
+            {"vocab_size": None},
+            snapshot("ProfileError: FOLDER/config.json: vocab_size is missing"),
+        ),
     ],
 )
 def test_a_contradictory_configuration_is_rejected(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(_hf_config(**changes)))
-    with pytest.raises(ProfileError, match=message):
+    with raises(message):
         load_model(path)
 
 
 def test_a_file_that_is_no_model_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "model.yaml"
     path.write_text("format: fcp-cluster/1\n")
-    with pytest.raises(ProfileError, match=r"is not a model description: expected 'format: fcp-model/1'"):
+    with raises(
+        snapshot(
+            "ProfileError: FOLDER/model.yaml is not a model description: expected 'format: fcp-model/1', found 'fcp-cluster/1'"
+        )
+    ):
         load_model(path)
 
 
@@ -201,5 +233,7 @@ def test_deepstack_beyond_the_tower_is_rejected(tmp_path: Path) -> None:
     document["vision"]["deepstack_layers"] = [8, 27]
     path = tmp_path / "model.yaml"
     path.write_text(yaml.safe_dump(document))
-    with pytest.raises(ProfileError, match=r"deepstack_layers \[8, 27\] has blocks beyond vision.depth 27"):
+    with raises(
+        snapshot("ProfileError: FOLDER/model.yaml: vision.deepstack_layers [8, 27] has blocks beyond vision.depth 27")
+    ):
         load_model(path)

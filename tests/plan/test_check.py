@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inline_snapshot import snapshot
 
-from fcp_cli.errors import PlanError, ProfileError
+from fcp_cli.errors import ProfileError
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.check import check_plan
 from fcp_cli.plan.metadata import OverlongReport, Sync
+from tests.messages import raises
 from tests.plan.plans import Columns, rewritten, small_plan
 from tests.planning.examples import PROFILE, long_tail, table_of
 
@@ -98,9 +100,9 @@ def test_edited_metadata_breaks_the_hash(plan: Path) -> None:
 
 
 def test_another_manifest_is_recognised(plan: Path) -> None:
-    assert findings(plan, table_of([1] * 63)) == [
-        "lengths.parquet is not the manifest lengths.parquet that it was made from"
-    ]
+    assert findings(plan, table_of([1] * 63)) == snapshot(
+        ["lengths.parquet is not the manifest lengths.parquet that it was made from"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -243,7 +245,7 @@ def test_sequences_left_out_without_being_overlong_are_found(tmp_path: Path) -> 
     assert findings(plan, long_tail(60)) == []
     report = OverlongReport(policy="drop", max_length=90_000, sequences=2)
     found = findings(rewritten(plan, overlong=report), long_tail(60))
-    assert found == ["its metadata counts 2 overlong sequences, its manifest has 1"]
+    assert found == snapshot(["its metadata counts 2 overlong sequences, its manifest has 1"])
 
 
 def test_a_length_over_the_limit_is_found(tmp_path: Path) -> None:
@@ -255,19 +257,67 @@ def test_a_length_over_the_limit_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("num_ranks", 0, "num_ranks is 0; it must be a whole number of at least 1"),
-        ("global_batch_size", "512", "global_batch_size is '512'; it must be a whole number"),
-        ("epochs", True, "epochs is True; it must be a whole number"),
-        ("sync", "never", "sync is 'never'; it must be one of iteration, microbatch"),
-        ("padding_multiple", 0, "padding_multiple is 0; it must be a whole number of at least 1 or absent"),
-        ("step_limit", 0, "step_limit is 0; it must be a whole number of at least 1 or absent"),
-        ("cost_profile", None, "cost_profile is None; it must be a text"),
-        ("overlong", OverlongReport(sequences=-1), "overlong.sequences is -1; it must be a whole number of at least 0"),
+        (
+            "num_ranks",
+            0,
+            snapshot(
+                "PlanError: FOLDER/edited-plan.parquet: the plan's metadata cannot be used: num_ranks is 0; it must be a whole number of at least 1; use the fcp that made the plan, or make it again with 'fcp plan'"
+            ),
+        ),
+        (
+            "global_batch_size",
+            "512",
+            snapshot(
+                "PlanError: FOLDER/edited-plan.parquet: the plan's metadata cannot be used: global_batch_size is '512'; it must be a whole number of at least 1; use the fcp that made the plan, or make it again with 'fcp plan'"
+            ),
+        ),
+        (
+            "epochs",
+            True,
+            snapshot(
+                "PlanError: FOLDER/edited-plan.parquet: the plan's metadata cannot be used: epochs is True; it must be a whole number of at least 1; use the fcp that made the plan, or make it again with 'fcp plan'"
+            ),
+        ),
+        (
+            "sync",
+            "never",
+            snapshot(
+                "PlanError: FOLDER/edited-plan.parquet: the plan's metadata cannot be used: sync is 'never'; it must be one of iteration, microbatch; use the fcp that made the plan, or make it again with 'fcp plan'"
+            ),
+        ),
+        (
+            "padding_multiple",
+            0,
+            snapshot(
+                "PlanError: FOLDER/edited-plan.parquet: the plan's metadata cannot be used: padding_multiple is 0; it must be a whole number of at least 1 or absent; use the fcp that made the plan, or make it again with 'fcp plan'"
+            ),
+        ),
+        (
+            "step_limit",
+            0,
+            snapshot(
+                "PlanError: FOLDER/edited-plan.parquet: the plan's metadata cannot be used: step_limit is 0; it must be a whole number of at least 1 or absent; use the fcp that made the plan, or make it again with 'fcp plan'"
+            ),
+        ),
+        (
+            "cost_profile",
+            None,
+            snapshot(
+                "PlanError: FOLDER/edited-plan.parquet: the plan's metadata cannot be used: cost_profile is None; it must be a text; use the fcp that made the plan, or make it again with 'fcp plan'"
+            ),
+        ),
+        (
+            "overlong",
+            OverlongReport(sequences=-1),
+            snapshot(
+                "PlanError: FOLDER/edited-plan.parquet: the plan's metadata cannot be used: overlong.sequences is -1; it must be a whole number of at least 0; use the fcp that made the plan, or make it again with 'fcp plan'"
+            ),
+        ),
     ],
 )
 def test_metadata_that_nothing_could_work_with_is_refused(plan: Path, key: str, value: Any, message: str) -> None:
     edited = rewritten(plan, **{key: value})
-    with pytest.raises(PlanError, match=message):
+    with raises(message):
         findings(edited)
 
 
@@ -278,10 +328,10 @@ def test_a_damaged_cost_profile_is_refused(plan: Path) -> None:
 
 def test_a_pipeline_needs_waves_and_the_times_of_its_own_devices(plan: Path, waves: Path) -> None:
     assert findings(rewritten(waves, tensor_parallel=2, pipeline_parallel=2)) == []
-    assert findings(rewritten(plan, pipeline_parallel=2)) == [
-        "pipeline_parallel is 2, which needs sync microbatch, but sync is iteration"
-    ]
+    assert findings(rewritten(plan, pipeline_parallel=2)) == snapshot(
+        ["pipeline_parallel is 2, which needs sync microbatch, but sync is iteration"]
+    )
     profile = PROFILE + "\nmeasurement: {tensor_parallel: 4, pipeline_parallel: 1}\n"
-    assert findings(rewritten(plan, tensor_parallel=2, cost_profile=profile)) == [
-        "tensor_parallel is 2, but its times are from a cost profile for 4"
-    ]
+    assert findings(rewritten(plan, tensor_parallel=2, cost_profile=profile)) == snapshot(
+        ["tensor_parallel is 2, but its times are from a cost profile for 4"]
+    )

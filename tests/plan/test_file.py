@@ -13,13 +13,15 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inline_snapshot import snapshot
 
-from fcp_cli.errors import FcpError, PlanError
+from fcp_cli.errors import PlanError
 from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.schema import SCHEMA
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.writer import plan_writer
+from tests.messages import raises
 from tests.plan.plans import rewritten, small_plan
 from tests.planning.examples import PROFILE
 
@@ -157,7 +159,11 @@ def test_the_columns_are_those_of_the_contract(tmp_path: Path) -> None:
 
 
 def test_a_missing_plan_says_what_makes_one(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"there is no plan .*; make one with 'fcp plan MANIFEST -o "):
+    with raises(
+        snapshot(
+            "PlanError: there is no plan FOLDER/plan.parquet; make one with 'fcp plan MANIFEST -o FOLDER/plan.parquet'"
+        )
+    ):
         PlanReader(tmp_path / "plan.parquet")
 
 
@@ -172,7 +178,7 @@ def test_a_foreign_parquet_file_is_no_plan(tmp_path: Path) -> None:
 def test_a_file_that_is_not_parquet_is_no_plan(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "plan.parquet"
     path.write_bytes(content)
-    with pytest.raises(PlanError, match=r"cannot be read as Parquet \(.*\): it is truncated, damaged or not a plan"):
+    with pytest.raises(PlanError, match="truncated, damaged or not a plan; make one with 'fcp plan"):
         PlanReader(path)
 
 
@@ -212,15 +218,21 @@ def with_metadata(plan: Path, old: bytes, new: bytes) -> Path:
 
 def test_a_plan_of_another_format_is_refused(tmp_path: Path) -> None:
     plan = with_metadata(small_plan(tmp_path / "plan.parquet"), b"fcp-plan/1", b"fcp-plan/3")
-    with pytest.raises(
-        PlanError, match=r"has format 'fcp-plan/3'; this fcp reads fcp-plan/1; make it again with 'fcp plan'$"
+    with raises(
+        snapshot(
+            "PlanError: FOLDER/plan.parquet has format 'fcp-plan/3'; this fcp reads fcp-plan/1; make it again with 'fcp plan'"
+        )
     ):
         PlanReader(plan)
 
 
 def test_a_key_that_this_fcp_does_not_know_is_refused(tmp_path: Path) -> None:
     plan = with_metadata(small_plan(tmp_path / "plan.parquet"), b'"seed"', b'"spare_ranks": 1, "seed"')
-    with pytest.raises(PlanError, match=r"metadata cannot be used: unknown key spare_ranks; .*; use the fcp that made"):
+    with raises(
+        snapshot(
+            "PlanError: FOLDER/plan.parquet: the plan's metadata cannot be used: unknown key spare_ranks; did you mean num_ranks?; use the fcp that made the plan, or make it again with 'fcp plan'"
+        )
+    ):
         PlanReader(plan)
 
 
@@ -252,7 +264,7 @@ def test_a_full_disk_leaves_the_old_plan_and_nothing_else(tmp_path: Path, monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(pq.ParquetWriter, "write_table", full)
-    with pytest.raises(FcpError, match=r"cannot write .*plan\.parquet: No space left on device"):
+    with raises(snapshot("FcpError: cannot write FOLDER/plan.parquet: No space left on device")):
         small_plan(plan, seed=1)
     assert plan.read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["plan.parquet"]
