@@ -20,7 +20,7 @@ from fcp_cli.errors import FcpError, RunError
 from fcp_cli.files import write_text_atomically
 from fcp_cli.launching.job.commands import path_of_python
 from fcp_cli.launching.job.job import PLAN_VARIABLE, RUN_DIR_VARIABLE
-from fcp_cli.launching.supervision.run import JobOutcome, run_command
+from fcp_cli.launching.supervision.run import JobOutcome, Screen, run_command
 from fcp_cli.machine.network import interface_towards, port_problem
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runs.folder import RunPaths
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(command, options, _environment(options))
     except (FcpError, OSError) as error:
-        _say(f"error: node {options.node_rank}: {error}")
+        _print(f"error: node {options.node_rank}: {error}")
         return 1
 
 
@@ -69,9 +69,7 @@ def _run(command: Sequence[str], options: argparse.Namespace, environment: Mappi
             command,
             environment=environment,
             log_dir=options.log_dir,
-            shows=is_first,
-            watch=pulse.beat,
-            announce=_say,
+            screen=Screen(shows=is_first, watch=pulse.beat, announce=_print),
             grace_seconds=_GRACE_SECONDS,
         )
         pulse.ended = "finished" if not outcome.status else "interrupted" if _was_stopped(outcome) else "failed"
@@ -92,7 +90,7 @@ def _write_record(paths: RunPaths, plan: Path, launch: Path | None) -> None:
         try:
             write_text_atomically(paths.launch, launch.read_text(encoding="utf-8"))
         except OSError as error:
-            _say(f"warning: cannot read {launch} ({error.strerror}): 'fcp launch --resume' will not know this run")
+            _print(f"warning: cannot read {launch} ({error.strerror}): 'fcp launch --resume' will not know this run")
 
 
 def _environment(options: argparse.Namespace) -> dict[str, str]:
@@ -121,17 +119,17 @@ def _report(outcome: JobOutcome, *, shows: bool) -> int:
     """Say how it ended; returns the exit status."""
     if _was_stopped(outcome):
         stopped_by = outcome.stopped_by or signal.SIGINT
-        _say(f"error: stopped by {stopped_by.name}" if outcome.stopped_by else "error: stopped with the other nodes")
+        _print(f"error: stopped by {stopped_by.name}" if outcome.stopped_by else "error: stopped with the other nodes")
         return 128 + stopped_by
     if outcome.failure is None:
         return 0
     last_words, summary = outcome.failure.report(rank_0_is_shown=shows)
-    if said := [*last_words, *([f"error: {summary}"] if summary else [])]:
-        _say("\n".join(said))
+    if lines := [*last_words, *([f"error: {summary}"] if summary else [])]:
+        _print("\n".join(lines))
     return 1
 
 
-def _say(message: str) -> None:
+def _print(message: str) -> None:
     """In one piece: the nodes of a job share the terminal of whoever started it."""
     sys.stderr.write(f"{message}\n")
     sys.stderr.flush()

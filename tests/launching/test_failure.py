@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 
@@ -48,6 +49,37 @@ def test_a_rank_that_says_why_is_believed_before_the_one_seen_first(tmp_path: Pa
     failure = find_failure(write_logs(tmp_path, torchrun=SUMMARY.format(status=1), ranks=ranks), status=1)
     assert failure.summary() == f"rank 6 on {HOST}: row 7 of the data has 3 tokens"
     assert not failure.is_local_rank_0
+
+
+def record(logs: Path, local_rank: int, *, message: str, stack: str) -> None:
+    """Leave an error file as TorchElastic has them."""
+    entry = {"message": {"message": message, "extraInfo": {"py_callstack": stack, "timestamp": "1"}}}
+    (logs / "id_x" / "attempt_0" / str(local_rank) / "error.json").write_text(json.dumps(entry))
+
+
+def test_an_error_file_is_believed_before_what_the_rank_printed(tmp_path: Path) -> None:
+    ranks = {1: "Traceback\nOSError: printed by an exit handler\n" + "teardown\n" * 30, 2: "x"}
+    logs = write_logs(tmp_path, torchrun=SUMMARY.format(status=1), ranks=ranks)
+    record(logs, 1, message="ValueError: odd", stack="Traceback (most recent call last):\n  ...\nValueError: odd\n")
+    failure = find_failure(logs, status=1)
+    assert (failure.rank, failure.raised, failure.last_lines[-1]) == (5, "ValueError: odd", "ValueError: odd")
+    assert failure.log == tmp_path / "id_x/attempt_0/1/stderr.log"
+
+
+def test_an_error_of_fcps_own_is_one_line_in_its_error_file(tmp_path: Path) -> None:
+    ranks = {
+        1: "RuntimeError: Connection closed by peer",
+        2: "error: row 7\n[W] destroy_process_group was not called\n",
+    }
+    logs = write_logs(tmp_path, torchrun=SUMMARY.format(status=1), ranks=ranks)
+    record(logs, 2, message="row 7 of the data has 3 tokens", stack="row 7 of the data has 3 tokens")
+    assert find_failure(logs, status=1).summary() == f"rank 6 on {HOST}: row 7 of the data has 3 tokens"
+
+
+def test_a_damaged_error_file_leaves_the_printed_lines(tmp_path: Path) -> None:
+    logs = write_logs(tmp_path, torchrun=SUMMARY.format(status=1), ranks={1: "ValueError: odd"})
+    (logs / "id_x" / "attempt_0" / "1" / "error.json").write_text('{"message": "only')
+    assert find_failure(logs, status=1).raised == "ValueError: odd"
 
 
 def test_a_killed_rank_is_told_by_its_signal(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def said(folder: Path, port: int, *, node_rank: int, seconds: float = 60.0, **ch
     )
     while now < seconds:
         now += 1.0
-        meeting.look()
+        meeting.check()
     return lines
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from fcp_cli.errors import RunError
 from fcp_cli.launching.job.job import Job
-from fcp_cli.launching.supervision.run import run_job
+from fcp_cli.launching.supervision.run import Screen, run_job
 from fcp_cli.machine import processes
 from tests.launching.jobs import local_job
 from tests.patience import PATIENCE_SECONDS, wait_until
@@ -85,13 +85,13 @@ def test_a_job_gets_its_environment_and_rank_0_is_shown(
 
 
 def test_standard_output_can_be_kept_free_for_a_json_document(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
-    run_job(job, runner=fake_for(job), stdout="stderr")
+    run_job(job, runner=fake_for(job), screen=Screen(stdout="stderr"))
     shown = capsys.readouterr()
     assert (shown.out, shown.err) == ("", "1 to go\n0 to go\n")
 
 
 def test_other_nodes_can_be_silent(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
-    run_job(job, runner=fake_for(job), node_rank=1, shows=False)
+    run_job(job, runner=fake_for(job), node_rank=1, screen=Screen(shows=False))
     assert capsys.readouterr().out == ""
 
 
@@ -108,7 +108,9 @@ def test_ctrl_c_asks_the_ranks_and_then_ends_everything(job: Job, monkeypatch: p
     monkeypatch.setattr(processes, "kill_tree", lambda pid: done.append(("kill", pid)))
     runner = fake_for(job, status=1, polls=3)
     before = signal.getsignal(signal.SIGINT)
-    outcome = run_job(job, runner=runner, watch=lambda: os.kill(os.getpid(), signal.SIGINT), announce=done.append)
+    outcome = run_job(
+        job, runner=runner, screen=Screen(watch=lambda: os.kill(os.getpid(), signal.SIGINT), announce=done.append)
+    )
     assert outcome.stopped_by == signal.SIGINT
     assert outcome.failure is None
     assert done[:3] == [
@@ -123,7 +125,7 @@ def test_ctrl_c_before_any_rank_is_there_ends_torchrun(job: Job, monkeypatch: py
     killed: list[int] = []
     monkeypatch.setattr(processes, "kill_tree", killed.append)
     runner = fake_for(job, status=-9, polls=1)
-    outcome = run_job(job, runner=runner, watch=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    outcome = run_job(job, runner=runner, screen=Screen(watch=lambda: os.kill(os.getpid(), signal.SIGTERM)))
     assert outcome.stopped_by == signal.SIGTERM
     assert killed == [runner.pid]
 

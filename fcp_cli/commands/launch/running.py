@@ -50,7 +50,7 @@ def run_here(job: Job, *, json: bool) -> None:
 
 def _run_watched(job: Job, node_rank: int, *, json: bool) -> tuple[JobOutcome, _Watcher]:
     from fcp_cli.launching.supervision.meeting import Meeting
-    from fcp_cli.launching.supervision.run import run_job
+    from fcp_cli.launching.supervision.run import Screen, run_job
     from fcp_cli.runs.heartbeat import beating
 
     started, bundled = job.started_on(node_rank), job.is_bundled
@@ -58,20 +58,22 @@ def _run_watched(job: Job, node_rank: int, *, json: bool) -> tuple[JobOutcome, _
     meeting = Meeting(job=started, node_rank=node_rank, announce=note)
     with beating(job.paths.heartbeat if node_rank == 0 else None) as pulse:
 
-        def look() -> None:
-            watcher.look()
-            meeting.look()
+        def refresh() -> None:
+            watcher.show_new()
+            meeting.check()
             pulse.beat()
 
         try:
             outcome = run_job(
                 started,
                 node_rank=node_rank,
-                shows=_shows(job),
-                watch=look,
-                announce=note,
-                # msrun joins a rank's streams, and what the trainer prints there is for people.
-                stdout="stderr" if json or (bundled and job.launcher == "msrun") else "stdout",
+                screen=Screen(
+                    shows=_shows(job),
+                    watch=refresh,
+                    announce=note,
+                    # msrun joins a rank's streams, and what the trainer prints there is for people.
+                    stdout="stderr" if json or (bundled and job.launcher == "msrun") else "stdout",
+                ),
             )
         finally:
             watcher.close()
@@ -94,7 +96,7 @@ class _Watcher:
         self._progress = TrainingProgress(human(), every=every) if shows and verbosity.level >= 0 else None
         self.records: list[dict[str, Any]] = []
 
-    def look(self) -> None:
+    def show_new(self) -> None:
         for record in self._tail.poll():
             if self._progress is not None:
                 self._progress.feed(record)

@@ -87,7 +87,7 @@ def failed_ranks(summary: str, words: Mapping[int, Sequence[str]]) -> list[Faile
             rank=int(match["rank"]),
             local_rank=int(match["local_rank"]),
             status=int(match["status"]),
-            words=said(words.get(int(match["local_rank"]), ())),
+            words=without_noise(words.get(int(match["local_rank"]), ())),
         )
         for match in reversed(list(_FAILED_RANK.finditer(summary)))
     ]
@@ -118,14 +118,14 @@ def _unseen(found: Sequence[FailedRank], words: Mapping[int, Sequence[str]]) -> 
             rank=local_rank + found[0].rank - found[0].local_rank,
             local_rank=local_rank,
             status=1,
-            words=said(words[local_rank]),
+            words=without_noise(words[local_rank]),
         )
         if (rank.own_error or rank.raised) and not rank.is_victim:
             yield rank
 
 
-def said(lines: Sequence[str]) -> tuple[str, ...]:
-    """Lines of a rank without what torch puts before them and what its teardown puts after them."""
+def without_noise(lines: Sequence[str]) -> tuple[str, ...]:
+    """Return the lines of a rank without what torch puts before them and what its teardown puts after them."""
     return tuple(_PREFIX.sub("", line) for line in lines if line != _TEARDOWN)
 
 

@@ -1,7 +1,8 @@
-"""Which rank failed, and its last words, out of what torchrun and the ranks left in the log folder."""
+"""The rank that failed and its error, out of what torchrun and the ranks left in the log folder."""
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import socket
@@ -41,7 +42,7 @@ class Failure:
     is_victim: bool = False
 
     def summary(self) -> str:
-        """One line: who failed, how, and where the rest can be read."""
+        """Return one line: who failed, how, and where the rest can be read."""
         if self.rank is None:
             early = f"{self.launcher} failed with status {self.status} before any rank did; see {self.log}"
             return self.message or early
@@ -53,7 +54,7 @@ class Failure:
         return f"{self.who} {self._how()}; its whole output is in {self.log}"
 
     def report(self, *, rank_0_is_shown: bool) -> tuple[tuple[str, ...], str]:
-        """The rank's last words and the summary, less what is on the screen already; both empty where it has said all.
+        """Return the rank's last lines and the summary, without what is on the screen already; both may be empty.
 
         Args:
             rank_0_is_shown: what local rank 0 prints was copied to the screen.
@@ -89,44 +90,40 @@ class TorchrunRanks:
         self._log_dir = log_dir
 
     def rank_0(self, stream: str) -> Path | None:
-        """Where local rank 0 prints to a stream; None until it has been started."""
-        return rank_log(self._log_dir, 0, stream)
+        """Return where local rank 0 prints to a stream; None until it has been started."""
+        found = sorted(self._log_dir.glob(f"*/attempt_*/0/{stream}.log"))
+        return found[-1] if found else None
 
-    def look(self, pid: int) -> bool:
-        """torchrun ends by itself when a rank fails."""
+    def must_end(self, pid: int) -> bool:
+        """Return False: torchrun ends by itself when a rank fails."""
         return False
 
     def ranks(self, pid: int) -> list[int]:
-        """The processes that run."""
+        """Return the processes that run."""
         return processes.children(pid)
 
     def find_failure(self, status: int) -> Failure:
-        """The rank to blame after torchrun ended with `status`."""
+        """Return the rank to blame after torchrun ended with `status`."""
         return find_failure(self._log_dir, status=status)
 
 
 def torchrun_log(log_dir: Path) -> Path:
-    """What torchrun itself says; the ranks' output is beside it."""
+    """Return where torchrun's own output goes; the ranks' output is beside it."""
     return log_dir / "torchrun.log"
 
 
-def rank_log(log_dir: Path, local_rank: int, stream: str) -> Path | None:
-    """Where torchrun sends `stdout` or `stderr` of a local rank; None until it has started it."""
-    found = sorted(log_dir.glob(f"*/attempt_*/{local_rank}/{stream}.log"))
-    return found[-1] if found else None
-
-
 def find_failure(log_dir: Path, *, status: int) -> Failure:
-    """The rank to blame after torchrun ended with `status`; see `blame`."""
+    """Return the rank to blame after torchrun ended with `status`; see `blame`."""
     launcher_log = torchrun_log(log_dir)
-    said = _text(launcher_log)
+    summary = _text(launcher_log)
     logs = {int(path.parent.name): path for path in sorted(log_dir.glob("*/attempt_*/*/stderr.log"))}
-    failed = failed_ranks(said, {local_rank: last_lines(path) for local_rank, path in logs.items()})
+    words = {local_rank: _recorded_error(path.parent) or last_lines(path) for local_rank, path in logs.items()}
+    failed = failed_ranks(summary, words)
     if not failed:
         return Failure(
             rank=None,
             status=status,
-            message=meeting_problem(said),
+            message=meeting_problem(summary),
             last_lines=last_lines(launcher_log),
             log=launcher_log,
         )
@@ -135,8 +132,24 @@ def find_failure(log_dir: Path, *, status: int) -> Failure:
     return failure_of(first, log=log, is_local_rank_0=first.local_rank == 0)
 
 
+def _recorded_error(folder: Path) -> tuple[str, ...]:
+    """Return what a rank recorded for TorchElastic, as its standard error would end with it; empty without a record.
+
+    The runtime, the bundled trainer and any script under `@record` leave one; a script without hooks (--inject none)
+    does not, nor does a rank that a signal ended: of those the printed lines are all there is.
+    """
+    try:
+        message = json.loads((folder / "error.json").read_text(encoding="utf-8"))["message"]
+        line, stack = str(message["message"]), str(message["extraInfo"]["py_callstack"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ()
+    # fcp's own errors are one line without a traceback.
+    lines = [f"error: {line}"] if stack == line else stack.splitlines()
+    return tuple(filter(str.strip, lines))[-_LAST_LINES:]
+
+
 def failure_of(first: FailedRank, *, log: Path, is_local_rank_0: bool = False, launcher: str = "torchrun") -> Failure:
-    """The failure of the rank that is to blame, on this machine."""
+    """Return the failure of the rank that is to blame, on this machine."""
     return Failure(
         rank=first.rank,
         status=first.status,
@@ -151,7 +164,7 @@ def failure_of(first: FailedRank, *, log: Path, is_local_rank_0: bool = False, l
 
 
 def last_lines(path: Path, *, ignored: re.Pattern[str] | None = None) -> tuple[str, ...]:
-    """The last lines of a log that say something; `ignored`: lines that do not."""
+    """Return the last lines of a log that are not blank, nor match `ignored`."""
     lines = (line for line in _text(path).splitlines() if line.strip())
     return tuple(line for line in lines if ignored is None or not ignored.match(line))[-_LAST_LINES:]
 

@@ -26,7 +26,7 @@ _POLL_SECONDS = 0.2
 
 @contextmanager
 def guarded(argv: Sequence[str], *, log_dir: Path, grace_seconds: float) -> Iterator[Callable[[int], None]]:
-    """Within, the launcher whose process is told to the yielded function does not outlive this process.
+    """Start a guard; the launcher whose process the yielded function is given does not outlive this process.
 
     Args:
         argv: of the launcher.
@@ -44,8 +44,8 @@ def guarded(argv: Sequence[str], *, log_dir: Path, grace_seconds: float) -> Iter
     assert stdin is not None
 
     def watch_over(pid: int) -> None:
-        told = {"pid": pid, "started": processes.started_ticks(pid), "argv": list(argv)}
-        line = json.dumps({**told, "log_dir": str(log_dir.absolute()), "grace_seconds": grace_seconds})
+        launcher = {"pid": pid, "started": processes.started_ticks(pid), "argv": list(argv)}
+        line = json.dumps({**launcher, "log_dir": str(log_dir.absolute()), "grace_seconds": grace_seconds})
         with suppress(BrokenPipeError):  # somebody ended the guard: the job goes on without
             stdin.write(line.encode() + b"\n")
             stdin.flush()
@@ -65,17 +65,17 @@ def main() -> None:
     sys.stdin.read()
     if not line.endswith("\n"):  # fcp had not started anything
         return
-    told = json.loads(line)
-    pid, started = told["pid"], told["started"]
-    ranks = ranks_of(told["argv"], Path(told["log_dir"]))
+    launcher = json.loads(line)
+    pid, started = launcher["pid"], launcher["started"]
+    ranks = ranks_of(launcher["argv"], Path(launcher["log_dir"]))
 
     def is_there() -> bool:
-        """It, and no other process that was given its number; always false where there is no /proc."""
+        """Return whether it runs, and no other process of its number; always False where there is no /proc."""
         return started is not None and processes.started_ticks(pid) == started
 
     if is_there():
         processes.send(ranks.ranks(pid), signal.SIGINT)
-    end = time.monotonic() + told["grace_seconds"]
+    end = time.monotonic() + launcher["grace_seconds"]
     while is_there() and ranks.ranks(pid) and time.monotonic() < end:
         time.sleep(_POLL_SECONDS)
     if is_there():

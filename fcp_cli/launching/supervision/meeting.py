@@ -1,4 +1,4 @@
-"""Says once, while the nodes of a job come together, which of them is waited for: else a node is silent for minutes."""
+"""Prints once, while the nodes of a job come together, which of them is missing: else a node is silent for minutes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _PROBE_SECONDS: Final = 2.0
 
 @dataclass(kw_only=True, slots=True)
 class Meeting:
-    """One node's view of it; `look` as often as you like.
+    """One node's view of it; call `check` as often as you like.
 
     Attributes:
         job: with `log_dir` set.
-        announce: is told the one line.
+        announce: receives the one line.
         clock: seconds.
     """
 
@@ -29,32 +29,32 @@ class Meeting:
     node_rank: int
     announce: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
-    _look_at: float | None = field(init=False)
+    _check_at: float | None = field(init=False)
 
     def __post_init__(self) -> None:
         waits = self.job.num_nodes > 1 and self.job.join_timeout_seconds is not None
         # msrun starts its ranks at once, and they wait: only that node 0 is missing can be seen from outside.
-        tells = self.node_rank > 0 or self.job.launcher == "torchrun"
-        self._look_at = self.clock() + self._pause_seconds() if waits and tells else None
+        can_see = self.node_rank > 0 or self.job.launcher == "torchrun"
+        self._check_at = self.clock() + self._pause_seconds() if waits and can_see else None
 
-    def look(self) -> None:
-        """Say what this node waits for, if it has waited for a while and nobody has said so yet."""
-        if self._look_at is None or self.clock() < self._look_at:
+    def check(self) -> None:
+        """Announce what this node waits for, if it has waited for a while and has not announced it yet."""
+        if self._check_at is None or self.clock() < self._check_at:
             return
-        self._look_at = self.clock() + self._pause_seconds()
+        self._check_at = self.clock() + self._pause_seconds()
         host, port = self.job.master_addr, self.job.master_port
         if self._ranks_run():
-            self._look_at = None
+            self._check_at = None
         elif listens(host, port, seconds=_PROBE_SECONDS):
             if self.node_rank:
-                self._look_at = None  # node 0 is there, and says who is missing
+                self._check_at = None  # node 0 is there, and announces who is missing
             else:
-                self._say(f"waiting for the other nodes to come to {host}:{port}; run 'fcp launch' on each")
+                self._announce(f"waiting for the other nodes to come to {host}:{port}; run 'fcp launch' on each")
         elif self.node_rank:  # node 0 itself may still be reading torch
-            self._say(f"waiting for node 0: nothing listens at {host}:{port} yet; run 'fcp launch' there")
+            self._announce(f"waiting for node 0: nothing listens at {host}:{port} yet; run 'fcp launch' there")
 
-    def _say(self, what: str) -> None:
-        self._look_at = None
+    def _announce(self, what: str) -> None:
+        self._check_at = None
         self.announce(f"{what}; gives up after {self.job.join_timeout_seconds} s (--join-timeout)")
 
     def _pause_seconds(self) -> float:

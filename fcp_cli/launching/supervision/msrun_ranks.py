@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fcp_cli.launching.supervision.blame import FailedRank, by_blame, said
+from fcp_cli.launching.supervision.blame import FailedRank, by_blame, without_noise
 from fcp_cli.launching.supervision.failure import Failure, failure_of, last_lines
 from fcp_cli.machine import processes
 
@@ -25,7 +25,7 @@ _CHATTER = re.compile(r"^\[(DEBUG|INFO|WARNING)\] ")
 
 
 class MsrunRanks:
-    """Of one node. `look` must be called often while msrun runs."""
+    """Of one node. `must_end` must be called often while msrun runs."""
 
     streams: tuple[str, ...] = ("stdout",)
 
@@ -46,7 +46,7 @@ class MsrunRanks:
         path = self._worker_log(0)
         return path if path.is_file() else None
 
-    def look(self, pid: int) -> bool:
+    def must_end(self, pid: int) -> bool:
         """Note who has ended; True if the job failed and msrun must be ended."""
         self._find(pid)
         if self._failed is None:
@@ -63,9 +63,9 @@ class MsrunRanks:
     def find_failure(self, status: int) -> Failure:
         """The rank to blame after msrun ended with `status`; see `blame`.
 
-        Its last words are always told at the end: rank 0's were shown, but as output, and among MindSpore's messages.
+        Its last lines are always reported: rank 0's were shown, but as output, and among MindSpore's messages.
         """
-        rank, status = self._failed or self._told() or (None, status)
+        rank, status = self._failed or self._noticed() or (None, status)
         if rank is None:
             log = self._launcher_log()
             return Failure(
@@ -79,7 +79,7 @@ class MsrunRanks:
         numbers = sorted(self._ranks.values())
         words = {local: last_lines(self._worker_log(each), ignored=_CHATTER) for local, each in enumerate(numbers)}
         local_rank = numbers.index(rank)
-        seen = FailedRank(rank=rank, local_rank=local_rank, status=status, words=said(words[local_rank]))
+        seen = FailedRank(rank=rank, local_rank=local_rank, status=status, words=without_noise(words[local_rank]))
         first = by_blame([seen], words)[0]
         return failure_of(first, log=self._worker_log(first.rank), launcher="msrun")
 
@@ -99,12 +99,12 @@ class MsrunRanks:
         """By msrun's own words, or by what it has not asked yet. It says whom it found before it kills the others."""
         for process, rank in self._ranks.items():
             if status := processes.exit_status(process):
-                return self._told() or (rank, status)
+                return self._noticed() or (rank, status)
         if self._scheduler is not None and (status := processes.exit_status(self._scheduler)):
             return None, status
         return None
 
-    def _told(self) -> tuple[int, int] | None:
+    def _noticed(self) -> tuple[int, int] | None:
         found = _NOTICE.search(self.log.read_text(encoding="utf-8", errors="replace"))
         rank = self._ranks.get(int(found["process"])) if found is not None else None
         return None if found is None or rank is None else (rank, int(found["status"]))

@@ -14,7 +14,7 @@ class Ranks(Protocol):
     """The ranks of this node, as one of the launchers starts them.
 
     Attributes:
-        log: what the launcher itself says.
+        log: what the launcher itself prints.
         streams: names of what a rank prints to.
     """
 
@@ -22,22 +22,22 @@ class Ranks(Protocol):
     streams: tuple[str, ...]
 
     def rank_0(self, stream: str) -> Path | None:
-        """Where local rank 0 prints to a stream; None until it has been started."""
+        """Return where local rank 0 prints to a stream; None until it has been started."""
         ...
 
-    def look(self, pid: int) -> bool:
-        """Called often while the launcher runs, as process `pid`; True if it must be ended, because a rank failed."""
+    def must_end(self, pid: int) -> bool:
+        """Return whether the launcher, process `pid`, must be ended because a rank failed; call it often."""
         ...
 
     def ranks(self, pid: int) -> list[int]:
-        """The processes of the ranks that run."""
+        """Return the processes of the ranks that run."""
         ...
 
     def find_failure(self, status: int) -> Failure:
-        """Who failed, after the launcher ended with `status`."""
+        """Return who failed, after the launcher ended with `status`."""
         ...
 
 
 def ranks_of(argv: Sequence[str], log_dir: Path) -> Ranks:
-    """Those that a launcher's command starts; their output is in `log_dir`."""
+    """Return the ranks that a launcher's command starts; their output is in `log_dir`."""
     return MsrunRanks(argv, log_dir) if Path(argv[0]).name == "msrun" else TorchrunRanks(log_dir)

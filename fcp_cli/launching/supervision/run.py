@@ -1,4 +1,4 @@
-"""Runs one node's command here: shows rank 0, forwards Ctrl-C, leaves no process behind, and says who failed."""
+"""Runs one node's command here: shows rank 0, forwards Ctrl-C, leaves no process behind, and names who failed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HELD_SECONDS = 10.0  # longer than from a lost connection to the end of the job
 
 
 class Process(Protocol):
-    """The part of subprocess.Popen that is used; tests bring their own."""
+    """The part of `subprocess.Popen` that is used; tests bring their own."""
 
     @property
     def pid(self) -> int: ...
@@ -60,12 +60,29 @@ class SubprocessRunner:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Screen:
+    """What is shown of a job while it runs.
+
+    Attributes:
+        shows: whether what local rank 0 prints is copied to fcp's own streams.
+        stdout: which of fcp's streams rank 0's standard output goes to.
+        watch: called about ten times a second while the job runs, and once after its end.
+        announce: receives what happens after Ctrl-C, one line each.
+    """
+
+    shows: bool = True
+    stdout: Literal["stdout", "stderr"] = "stdout"
+    watch: Callable[[], None] = lambda: None
+    announce: Callable[[str], None] = lambda message: None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class JobOutcome:
     """How a job ended.
 
     Attributes:
         status: exit status of the launcher; 0 is success.
-        stopped_by: the signal that fcp was sent and passed on, or None.
+        stopped_by: the signal that fcp received and passed on, or None.
         failure: who failed, where a rank did.
     """
 
@@ -75,30 +92,18 @@ class JobOutcome:
 
     @property
     def agreed_to_stop(self) -> bool:
-        """Whether the ranks stopped together because one of them, perhaps on another node, was told to."""
+        """Whether the ranks stopped together because one of them, perhaps on another node, was asked to."""
         return self.failure is not None and self.failure.status == 128 + signal.SIGINT
 
 
-def run_job(
-    job: Job,
-    *,
-    node_rank: int = 0,
-    shows: bool = True,
-    watch: Callable[[], None] = lambda: None,
-    announce: Callable[[str], None] = lambda message: None,
-    stdout: Literal["stdout", "stderr"] = "stdout",
-    runner: Runner | None = None,
-) -> JobOutcome:
+def run_job(job: Job, *, node_rank: int = 0, screen: Screen = Screen(), runner: Runner | None = None) -> JobOutcome:
     """Run the part of a job that is this node's to its end: `run_command` of a job with `log_dir` set."""
     assert job.log_dir is not None
     return run_command(
         node_argv(job, node_rank=node_rank),
         environment={**os.environ, **node_environment(job, inherited_path=os.environ.get("PATH", ""))},
         log_dir=job.log_dir,
-        shows=shows,
-        watch=watch,
-        announce=announce,
-        stdout=stdout,
+        screen=screen,
         grace_seconds=job.grace_seconds,
         runner=runner,
     )
@@ -109,10 +114,7 @@ def run_command(
     *,
     environment: Mapping[str, str],
     log_dir: Path,
-    shows: bool = True,
-    watch: Callable[[], None] = lambda: None,
-    announce: Callable[[str], None] = lambda message: None,
-    stdout: Literal["stdout", "stderr"] = "stdout",
+    screen: Screen,
     grace_seconds: float,
     runner: Runner | None = None,
 ) -> JobOutcome:
@@ -122,10 +124,7 @@ def run_command(
         argv: of the launcher, which puts the ranks' output into `log_dir`.
         environment: whole.
         log_dir: made if it is not there.
-        shows: whether what local rank 0 prints is copied to fcp's own streams.
-        watch: called about ten times a second while the job runs, and once after its end.
-        announce: told what happens after Ctrl-C.
-        stdout: which of fcp's streams rank 0's standard output goes to.
+        screen: what is shown meanwhile.
         grace_seconds: from SIGTERM or SIGHUP to the end of everything.
         runner: starts the process.
 
@@ -134,38 +133,35 @@ def run_command(
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     ranks = ranks_of(argv, log_dir)
-    followers = []
-    if shows:
-        targets = {"stdout": stdout, "stderr": "stderr"}
-        followers = [_Follower(ranks, stream, targets[stream]) for stream in ranks.streams]
+    targets = {"stdout": screen.stdout, "stderr": "stderr"}
+    outputs = [_RankOutput(ranks, stream, targets[stream]) for stream in ranks.streams if screen.shows]
 
-    def look() -> None:
-        for follower in followers:
-            follower.copy_new()
-        watch()
+    def refresh() -> None:
+        for output in outputs:
+            output.copy_new()
+        screen.watch()
 
     guard = guarded(argv, log_dir=log_dir, grace_seconds=grace_seconds) if runner is None else nullcontext(_unguarded)
-    with ranks.log.open("wb") as output, _received_signals() as received, guard as watch_over:
-        process = _start(runner or SubprocessRunner(), argv, environment, output)
+    with ranks.log.open("wb") as log, _received_signals() as received, guard as watch_over:
+        process = _start(runner or SubprocessRunner(), argv, environment, log)
         watch_over(process.pid)
         try:
-            status = _wait(process, ranks, received, look, announce, grace_seconds)
+            status = _wait(process, ranks, received, refresh, screen.announce, grace_seconds)
         finally:
             if process.poll() is None:
                 processes.kill_tree(process.pid)
                 process.wait()
-        look()
+        refresh()
     stopped_by = received[0] if received else None
     failure = ranks.find_failure(status) if status and stopped_by is None else None
-    for follower in followers:
-        follower.finish(
-            hides_traceback=failure is not None and failure.rank is not None and not failure.is_local_rank_0
-        )
+    another_failed = failure is not None and failure.rank is not None and not failure.is_local_rank_0
+    for output in outputs:
+        output.finish(hides_traceback=another_failed)
     return JobOutcome(status=status, stopped_by=stopped_by, failure=failure)
 
 
 def _unguarded(pid: int) -> None:
-    """A process of a runner of the caller's own is the caller's to end."""
+    """Leave a process of the caller's own runner to the caller."""
 
 
 def _start(runner: Runner, argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> Process:
@@ -179,14 +175,14 @@ def _wait(
     process: Process,
     ranks: Ranks,
     received: Sequence[signal.Signals],
-    look: Callable[[], None],
+    refresh: Callable[[], None],
     announce: Callable[[str], None],
     grace_seconds: float,
 ) -> int:
     """Wait for the end; the first signal asks the ranks to stop, the second ends everything, or time does."""
     answered, asked_at = 0, 0.0
     while (status := process.poll()) is None:
-        look()
+        refresh()
         if len(received) > answered:
             answered = len(received)
             asked_at = time.monotonic()
@@ -194,14 +190,14 @@ def _wait(
         elif answered and received[0] != signal.SIGINT and time.monotonic() - asked_at > grace_seconds:
             announce(f"the step did not end within {grace_seconds:.0f} s: stopping at once (see --grace)")
             processes.kill_tree(process.pid)
-        if ranks.look(process.pid):
+        if ranks.must_end(process.pid):
             processes.kill_tree(process.pid)
         time.sleep(_POLL_SECONDS)
     return status
 
 
 def _stop(process: Process, ranks: Ranks, announce: Callable[[str], None], *, at_once: bool) -> None:
-    """The ranks are asked directly: torchrun would give them 30 seconds, msrun none, and a step may take longer."""
+    """Ask the ranks directly: torchrun would give them 30 seconds, msrun none, and a step may take longer."""
     running = ranks.ranks(process.pid)
     if at_once or not running:  # none: the launcher has not come so far as to start them
         processes.kill_tree(process.pid)
@@ -212,14 +208,14 @@ def _stop(process: Process, ranks: Ranks, announce: Callable[[str], None], *, at
 
 @contextmanager
 def _received_signals() -> Iterator[list[signal.Signals]]:
-    """Collects SIGINT, SIGTERM (batch systems) and SIGHUP (a closed terminal), which all stop the job the same way."""
+    """Collect SIGINT, SIGTERM (batch systems) and SIGHUP (a closed terminal), which all stop the job the same way."""
     received: list[signal.Signals] = []
 
-    def remember(number: int, frame: FrameType | None) -> None:
+    def note_signal(number: int, frame: FrameType | None) -> None:
         received.append(signal.Signals(number))
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, remember) for number in numbers]
+    before = [signal.signal(number, note_signal) for number in numbers]
     try:
         yield received
     finally:
@@ -227,11 +223,11 @@ def _received_signals() -> Iterator[list[signal.Signals]]:
             signal.signal(number, handler)
 
 
-class _Follower:
+class _RankOutput:
     """Copies one stream of local rank 0 to one of fcp's own, as it is printed.
 
     A traceback is held back for a while: where the job ends because another rank failed, rank 0 prints a long one about
-    its lost connection, which would stand above what the failed rank has to say.
+    its lost connection, which would stand above the error of the rank that failed.
     """
 
     def __init__(self, ranks: Ranks, stream: str, target: str) -> None:
@@ -261,7 +257,7 @@ class _Follower:
             self._release()
 
     def finish(self, *, hides_traceback: bool) -> None:
-        """The job has ended."""
+        """Print what was held back, unless the traceback is a victim's: the job has ended."""
         if not hides_traceback:
             self._release()
 
