@@ -177,18 +177,18 @@ def _as_before(request: LaunchRequest, assumed: Origins) -> LaunchRequest:
     if request.run_dir is None:
         assumed.assume("--run-dir", run_dir, "the run that was launched last")
     before = read_launch(run_dir)
-    if before["training"] is None:
+    if before.training is None:
         raise RunError(
-            f"{run_dir} ran {' '.join(before['program'])}, which resumes by its own means; launch it again after --"
+            f"{run_dir} ran {' '.join(before.program)}, which resumes by its own means; launch it again after --"
         )
     return replace(
         request,
         run_dir=run_dir,
         plan=request.plan or followed_plan(run_dir, before),
-        model=request.model or before["model"],
-        manifest=request.manifest or (Path(before["manifest"]) if before["manifest"] else None),
-        synthetic=request.synthetic or (request.manifest is None and before["manifest"] is None),
-        training={**before["training"], **request.training},
+        model=request.model or before.model,
+        manifest=request.manifest or (Path(before.manifest) if before.manifest else None),
+        synthetic=request.synthetic or (request.manifest is None and before.manifest is None),
+        training={**before.training, **request.training},
     )
 
 

@@ -26,7 +26,7 @@ class PlanReader:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = path = Path(path)  # scripts hand on FCP_PLAN as text
         if mistaken := another_kind(path, "plan"):
             raise PlanError(mistaken)
         try:

@@ -1,43 +1,92 @@
-"""The record of a run's latest launch, `launch.json`: what `--resume` and `--continue-from` read."""
+"""The record of a run's latest launch, `launch.json`: what `--json` prints, and --resume and --continue-from read."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fcp_cli.errors import RunError
 from fcp_cli.files import write_text_atomically
 from fcp_cli.runs.folder import RUNS, RunPaths
+from fcp_cli.validation import Count, validated
 
 FORMAT = "fcp-launch/1"
 
 
-def write_launch(run_dir: Path, document: Mapping[str, Any]) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeCommand:
+    """What one node starts: words, and the same quoted for a shell, with the environment."""
+
+    node: int
+    argv: list[str]
+    shell: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobFile:
+    """A generated file of a cluster's job."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchRecord:
+    """Everything that decided what ran.
+
+    Attributes:
+        plan, run_dir, manifest: absolute paths; the manifest is that of the bundled trainer, None for random tokens.
+        training: settings of the bundled trainer that are not at their defaults; None for a script.
+        program: as typed after `--`, or the bundled trainer's module.
+        environment: set by fcp.
+        commands: of every node of a local job.
+        files: that start the job on a cluster.
+    """
+
+    format: str = FORMAT
+    plan: str
+    plan_hash: str
+    num_ranks: Count
+    run_dir: str
+    model: str | None
+    manifest: str | None
+    training: dict[str, Any] | None
+    program: list[str]
+    target: str = "local"
+    launcher: str = "torchrun"
+    num_nodes: Count = 1
+    processes_per_node: Count = 1
+    environment: dict[str, str] = field(default_factory=dict)
+    commands: list[NodeCommand] = field(default_factory=list)
+    files: list[JobFile] = field(default_factory=list)
+
+    def text(self) -> str:
+        """Return the record as it stands in its file."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+def write_launch(run_dir: Path, record: LaunchRecord) -> None:
     """Write how a run was launched, so that --resume finds it again."""
-    write_text_atomically(RunPaths(run_dir=run_dir).launch, launch_text(document))
+    write_text_atomically(RunPaths(run_dir=run_dir).launch, record.text())
 
 
-def launch_text(document: Mapping[str, Any]) -> str:
-    """Return the record as it stands in its file."""
-    return json.dumps(document, indent=2) + "\n"
-
-
-def read_launch(run_dir: Path) -> dict[str, Any]:
+def read_launch(run_dir: Path) -> LaunchRecord:
     """Read how a run was launched last.
 
     Raises:
-        RunError: there is no run in `run_dir`.
+        RunError: there is no run in `run_dir`, or its record is damaged.
     """
     path = RunPaths(run_dir=run_dir).launch
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RunError(f"{run_dir} is not a run that can be resumed: it has no readable {path.name}") from error
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
+    if not isinstance(document, Mapping) or document.get("format") != FORMAT:
         raise RunError(f"{path} is not a launch record of format {FORMAT!r}")
-    return document
+    return validated(document, LaunchRecord, where=str(path), error=RunError)
 
 
 def latest_run_dir(name: str | None, *, runs: Path = RUNS) -> Path:
@@ -47,7 +96,7 @@ def latest_run_dir(name: str | None, *, runs: Path = RUNS) -> Path:
         RunError: there is none.
     """
     candidates = [path for path in runs.glob(f"{name or '*'}-[0-9]*") if RunPaths(run_dir=path).launch.is_file()]
-    found = [path for path in candidates if read_launch(path)["training"] is not None]
+    found = [path for path in candidates if read_launch(path).training is not None]
     if not found:
         what = f"run of {name}" if name else "run"
         raise RunError(f"there is no {what} in the folder {runs} to resume; name one with --run-dir")
@@ -57,12 +106,12 @@ def latest_run_dir(name: str | None, *, runs: Path = RUNS) -> Path:
 def has_followed(run_dir: Path, plan_hash: str) -> bool:
     """Return whether the latest launch in `run_dir` followed the plan of this hash."""
     try:
-        return bool(read_launch(run_dir)["plan_hash"] == plan_hash)
+        return read_launch(run_dir).plan_hash == plan_hash
     except RunError:
         return False
 
 
-def followed_plan(run_dir: Path, launched: Mapping[str, Any]) -> Path:
+def followed_plan(run_dir: Path, launched: LaunchRecord) -> Path:
     """Return the plan that a run follows: its own copy, because the file it was launched with may be another by now."""
     copy = RunPaths(run_dir=run_dir).plan
-    return copy if copy.is_file() else Path(launched["plan"])
+    return copy if copy.is_file() else Path(launched.plan)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fcp_cli.errors import RunError
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runs.checkpoint_header import check_plan_of, checkpoints, read_header
 from fcp_cli.runs.folder import RunPaths
-from fcp_cli.runs.launch_record import followed_plan, read_launch
+from fcp_cli.runs.launch_record import LaunchRecord, followed_plan, read_launch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,9 +39,9 @@ def read_trained_run(run_dir: Path, *, manifest: Path | None = None) -> TrainedR
         RunError: it holds no run of the bundled trainer, no checkpoint, nothing that is left, or no manifest is found.
     """
     launched = read_launch(run_dir)
-    if launched["training"] is None:
+    if launched.training is None or launched.model is None:
         raise RunError(
-            f"{run_dir} ran {' '.join(launched['program'])}, whose checkpoints fcp cannot read; only runs of the "
+            f"{run_dir} ran {' '.join(launched.program)}, whose checkpoints fcp cannot read; only runs of the "
             "bundled trainer can be continued"
         )
     plan = followed_plan(run_dir, launched)
@@ -63,16 +62,16 @@ def read_trained_run(run_dir: Path, *, manifest: Path | None = None) -> TrainedR
         plan=plan,
         first_step=header.step,
         manifest=_manifest(manifest, launched, plan, reader.metadata.manifest.name),
-        length_column=launched["training"].get("length_column", "length"),
-        model=launched["model"],
+        length_column=launched.training.get("length_column", "length"),
+        model=launched.model,
     )
 
 
-def _manifest(given: Path | None, launched: dict[str, Any], plan: Path, name: str) -> Path:
+def _manifest(given: Path | None, launched: LaunchRecord, plan: Path, name: str) -> Path:
     if given is not None:
         return given
-    remembered = [Path(launched["manifest"])] if launched["manifest"] else []
-    places = [*remembered, Path(launched["plan"]).parent / name, plan.parent / name, Path(name)]
+    remembered = [Path(launched.manifest)] if launched.manifest else []
+    places = [*remembered, Path(launched.plan).parent / name, plan.parent / name, Path(name)]
     found = next((path for path in places if path.is_file()), None)
     if found is None:
         raise RunError(

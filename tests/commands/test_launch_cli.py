@@ -20,7 +20,8 @@ from fcp_cli.errors import RunError
 from fcp_cli.machine import devices, network
 from fcp_cli.machine.devices import Machine
 from fcp_cli.runs.heartbeat import read_heartbeat
-from fcp_cli.runs.launch_record import FORMAT, write_launch
+from fcp_cli.runs.launch_record import write_launch
+from tests.runs.records import launch_record
 from tests.training.small_runs import run_fcp, write_manifest, write_small_plan
 
 
@@ -367,9 +368,9 @@ def test_the_first_run_of_a_plan_is_probed_and_a_later_one_in_its_directory_is_n
     assert probe() == first
     assert probe("--no-probe") == ("0", "--no-probe", True)
     (folder / "mine").mkdir()
-    write_launch(folder / "mine", {"format": FORMAT, "plan_hash": "that of another plan"})
+    write_launch(folder / "mine", launch_record(plan_hash="that of another plan"))
     assert probe() == first
-    write_launch(folder / "mine", {"format": FORMAT, "plan_hash": hash_of_plan()})
+    write_launch(folder / "mine", launch_record(plan_hash=hash_of_plan()))
     assert probe() == ("0", "the run directory has run this plan before", True)
     assert probe("--probe") == ("1", "--probe", True)
     monkeypatch.setenv("FCP_PROBE", "1")

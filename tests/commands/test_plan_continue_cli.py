@@ -17,6 +17,8 @@ from fcp_cli import app
 from fcp_cli.models.shipped import shipped_profile_path
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runs.checkpoint_header import FORMAT, CheckpointHeader
+from fcp_cli.runs.launch_record import write_launch
+from tests.runs.records import launch_record
 from tests.training.small_runs import write_manifest, write_small_plan
 
 Fcp = Callable[..., tuple[int, str]]
@@ -27,17 +29,9 @@ PROFILE = str(shipped_profile_path("qwen3-tiny"))
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with `run`, which has trained two of four steps on four ranks."""
     plan = write_small_plan(tmp_path / "plan.parquet", write_manifest(tmp_path), steps=4, model="qwen3-tiny")
-    launch = {
-        "format": "fcp-launch/1",
-        "plan": str(plan),
-        "plan_hash": PlanReader(plan).metadata.plan_hash,
-        "model": "qwen3-tiny",
-        "manifest": str(tmp_path / "lengths.parquet"),
-        "training": {},
-        "program": ["-m", "fcp_cli.training.train"],
-    }
+    manifest, plan_hash = str(tmp_path / "lengths.parquet"), PlanReader(plan).metadata.plan_hash
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "launch.json").write_text(json.dumps(launch))
+    write_launch(tmp_path / "run", launch_record(plan=str(plan), plan_hash=plan_hash, manifest=manifest))
     save(tmp_path, 2)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -20,6 +20,7 @@ from fcp_cli.plan.metadata import Continuation
 from fcp_cli.runs.checkpoint_header import FORMAT, CheckpointHeader
 from fcp_cli.training.settings import TrainSettings
 from tests.launching.jobs import local_job, plan_metadata
+from tests.runs.records import launch_record
 from tests.training.small_runs import write_manifest, write_small_plan
 
 
@@ -92,8 +93,8 @@ def test_more_steps_than_planned_is_an_error(plan: Path) -> None:
 def test_a_finished_run_has_nothing_to_resume_and_another_plan_is_refused(plan: Path, tmp_path: Path) -> None:
     metadata = preflight.check_plan(plan)
     with pytest.raises(RunError, match=f"was trained under the plan 0000, but this one is {metadata.plan_hash[:12]}"):
-        preflight.check_resumable(tmp_path, {"plan_hash": "0000"}, metadata, None)
-    launched = {"plan_hash": metadata.plan_hash}
+        preflight.check_resumable(tmp_path, launch_record(plan_hash="0000"), metadata, None)
+    launched = launch_record(plan_hash=metadata.plan_hash)
     for step in (1, 2):
         write_header(tmp_path, step, metadata.plan_hash)
     preflight.check_resumable(tmp_path, launched, metadata, None)
@@ -124,7 +125,7 @@ def test_a_plan_that_goes_on_from_a_run_begins_no_new_one(plan: Path, tmp_path: 
     ):
         preflight.check_beginning(plan, metadata)
     with pytest.raises(RunError, match=r"the plan goes on from step 7, but .* has no checkpoint to go on from"):
-        preflight.check_resumable(tmp_path, {"plan_hash": metadata.plan_hash}, metadata, None)
+        preflight.check_resumable(tmp_path, launch_record(plan_hash=metadata.plan_hash), metadata, None)
 
 
 def test_a_model_larger_than_the_hosts_memory_is_an_error() -> None:

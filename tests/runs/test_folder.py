@@ -7,13 +7,14 @@ import pytest
 
 from fcp_cli.errors import RunError
 from fcp_cli.runs.folder import next_run_dir
-from fcp_cli.runs.launch_record import FORMAT, latest_run_dir, read_launch, write_launch
+from fcp_cli.runs.launch_record import latest_run_dir, read_launch, write_launch
+from tests.runs.records import launch_record
 
 
 def make_run(runs: Path, name: str, *, at: int, training: dict[str, int] | None) -> Path:
     run_dir = runs / name
     run_dir.mkdir(parents=True)
-    write_launch(run_dir, {"format": FORMAT, "training": training})
+    write_launch(run_dir, launch_record(training=training))
     os.utime(run_dir / "launch.json", (at, at))
     return run_dir
 
@@ -45,4 +46,16 @@ def test_a_folder_that_is_no_run_is_one_line(tmp_path: Path) -> None:
         read_launch(tmp_path)
     (tmp_path / "launch.json").write_text('{"format": "other/1"}')
     with pytest.raises(RunError, match="is not a launch record of format 'fcp-launch/1'"):
+        read_launch(tmp_path)
+
+
+def test_a_record_survives_its_file(tmp_path: Path) -> None:
+    record = launch_record(training={"steps": 3}, environment={"FCP_PLAN": "p"}, manifest="lengths.parquet")
+    write_launch(tmp_path, record)
+    assert read_launch(tmp_path) == record
+
+
+def test_a_damaged_record_names_the_key(tmp_path: Path) -> None:
+    (tmp_path / "launch.json").write_text(launch_record().text().replace('"num_ranks": 4', '"num_ranks": "four"'))
+    with pytest.raises(RunError, match=r"launch\.json: num_ranks is 'four'; it must be a whole number of at least 1"):
         read_launch(tmp_path)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fcp_cli.console import note, print_json
 from fcp_cli.words import counted
@@ -15,6 +15,7 @@ from fcp_cli.words import counted
 if TYPE_CHECKING:
     from fcp_cli.commands.launch.options import LaunchOptions
     from fcp_cli.launching.job.job import Job
+    from fcp_cli.runs.launch_record import LaunchRecord
 
 
 def launch_on_cluster(job: Job, options: LaunchOptions) -> None:
@@ -22,29 +23,28 @@ def launch_on_cluster(job: Job, options: LaunchOptions) -> None:
 
     Only Slurm is asked to start something; for the other targets, the command that does is printed.
     """
-    from fcp_cli.launching.job.document import launch_document
+    from fcp_cli.launching.job.document import launch_record
     from fcp_cli.launching.targets.catalog import TARGETS, job_files
     from fcp_cli.runs.folder import RunPaths
-    from fcp_cli.runs.launch_record import launch_text
 
     assert job.cluster is not None
     target, output = TARGETS[job.target], options.output
     if output is not None:
         job = replace(job, cluster=replace(job.cluster, record=RunPaths(run_dir=output.absolute()).launch))
     files = job_files(target, job, template=options.cluster.template)
-    document = launch_document(job, files)
+    record, answer = launch_record(job, files), {}
     note(f"{counted(job.num_nodes, 'node')} with {counted(job.processes_per_node, 'process')} each")
     if options.dry_run:
         # One file as it is, so that it can be piped into a file; several under their names.
         headed = [f"# ---- {name}\n{text}" if len(files) > 1 else text for name, text in files.items()]
         sys.stdout.write("" if options.json else "".join(headed))
     elif output is not None:
-        _write(output, {**files, RunPaths(run_dir=output).launch.name: launch_text(document)}, force=options.force)
+        _write(output, {**files, RunPaths(run_dir=output).launch.name: record.text()}, force=options.force)
         note(f"start the job with: {shlex.join(target.start(output))}")
     else:
-        document["answer"] = _start(job, target.start(job.run_dir), files, document)
+        answer = {"answer": _start(job, target.start(job.run_dir), files, record)}
     if options.json:
-        print_json(document)
+        print_json({**asdict(record), **answer})
 
 
 def _write(folder: Path, files: Mapping[str, str], *, force: bool) -> None:
@@ -54,7 +54,7 @@ def _write(folder: Path, files: Mapping[str, str], *, force: bool) -> None:
     note(f"wrote {', '.join(str(folder / name) for name in files)}")
 
 
-def _start(job: Job, command: tuple[str, ...], files: Mapping[str, str], document: Mapping[str, Any]) -> str:
+def _start(job: Job, command: tuple[str, ...], files: Mapping[str, str], record: LaunchRecord) -> str:
     """Write everything into the run directory and submit to Slurm; return Slurm's answer, "" for other targets."""
     from fcp_cli.launching.checks.preflight import check_run_dir
     from fcp_cli.launching.targets.write import require_sbatch, submit
@@ -66,7 +66,7 @@ def _start(job: Job, command: tuple[str, ...], files: Mapping[str, str], documen
         require_sbatch()
     check_run_dir(job)
     write_record(job.run_dir, job.plan.absolute(), job.metadata)
-    write_launch(job.run_dir, document)
+    write_launch(job.run_dir, record)
     job.paths.logs.mkdir(exist_ok=True)
     _write(job.run_dir, files, force=True)  # of this run's own earlier start
     if not is_slurm:

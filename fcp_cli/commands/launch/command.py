@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import typer
@@ -171,7 +171,7 @@ def _show_findings(findings: list[Finding]) -> None:
 
 def _print_commands(job: Job, *, json: bool) -> None:
     """Print the result of --dry-run on stdout, so that it can be piped into a file or a shell."""
-    from fcp_cli.launching.job.document import launch_document
+    from fcp_cli.launching.job.document import launch_record
     from fcp_cli.launching.job.job import ADDRESS_TO_FILL_IN
 
     if job.num_nodes > 1:
@@ -179,14 +179,14 @@ def _print_commands(job: Job, *, json: bool) -> None:
         note(f"one command per node, {processes} each; all nodes must see {job.run_dir}")
         if job.master_addr == ADDRESS_TO_FILL_IN:
             note(f"put the address of node 0 for {ADDRESS_TO_FILL_IN}, or give it with --master-addr")
-    document = launch_document(job)
+    record = launch_record(job)
     if json:
-        print_json(document)
+        print_json(asdict(record))
         return
-    for command in document["commands"]:
+    for command in record.commands:
         if job.num_nodes > 1:
-            sys.stdout.write(f"# node {command['node']}\n")
-        sys.stdout.write(command["shell"] + "\n")
+            sys.stdout.write(f"# node {command.node}\n")
+        sys.stdout.write(command.shell + "\n")
 
 
 def _explain(job: Job, *, json: bool) -> None:

@@ -26,7 +26,7 @@ def run_here(job: Job, *, json: bool) -> None:
         RunError: a rank failed.
     """
     from fcp_cli.launching.checks.preflight import check_run_dir
-    from fcp_cli.launching.job.document import launch_document
+    from fcp_cli.launching.job.document import launch_record
     from fcp_cli.runs.launch_record import write_launch
     from fcp_cli.runs.record import write_record
 
@@ -34,7 +34,7 @@ def run_here(job: Job, *, json: bool) -> None:
     check_run_dir(job)
     if node_rank == 0:
         write_record(job.run_dir, job.plan, job.metadata)
-        write_launch(job.run_dir, launch_document(job))
+        write_launch(job.run_dir, launch_record(job))
     where = "this machine" if job.num_nodes == 1 else f"node {node_rank} of {job.num_nodes}"
     count, devices = job.processes_per_node, job.metadata.devices_per_rank
     what = counted(count, "rank") if devices == 1 else f"{count} processes, {devices} to a rank of the plan,"

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
 
 from fcp_cli.errors import FcpError, PlanError, RunError, UsageError
 from fcp_cli.launching.job.job import Job
@@ -16,6 +14,7 @@ from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runs.checkpoint_header import check_plan_of, checkpoints, read_header
 from fcp_cli.runs.folder import RunPaths
+from fcp_cli.runs.launch_record import LaunchRecord
 
 # float32 weight, gradient and two AdamW moments
 _TRAINING_BYTES_PER_PARAMETER = 16
@@ -68,12 +67,12 @@ def check_steps(plan: Path, metadata: PlanMetadata, steps: int | None) -> None:
         )
 
 
-def check_resumable(run_dir: Path, launched: Mapping[str, Any], metadata: PlanMetadata, steps: int | None) -> None:
+def check_resumable(run_dir: Path, launched: LaunchRecord, metadata: PlanMetadata, steps: int | None) -> None:
     """Whether a run has something left to do, under the plan that it began with.
 
     Args:
         run_dir: of the run.
-        launched: how it was launched last; see `run_dirs.read_launch`.
+        launched: how it was launched last; see `read_launch`.
         metadata: of the plan to go on with.
         steps: where it shall stop now; None: at the end of the plan.
 
@@ -83,9 +82,9 @@ def check_resumable(run_dir: Path, launched: Mapping[str, Any], metadata: PlanMe
     saved = checkpoints(RunPaths(run_dir=run_dir).checkpoints)
     if saved:
         check_plan_of(read_header(saved[-1]), metadata, checkpoint=saved[-1])
-    elif launched["plan_hash"] != metadata.plan_hash:
+    elif launched.plan_hash != metadata.plan_hash:
         raise RunError(
-            f"{run_dir} was trained under the plan {launched['plan_hash'][:12]}, but this one is "
+            f"{run_dir} was trained under the plan {launched.plan_hash[:12]}, but this one is "
             f"{metadata.plan_hash[:12]}; give the old plan with --plan, or start a new run without --resume"
         )
     elif metadata.continues is not None:

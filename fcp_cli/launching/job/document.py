@@ -1,4 +1,4 @@
-"""A launch as one JSON document: what `--json` prints, and what a run directory remembers."""
+"""The record of a launch, made of its job: what `--json` prints, and what a run directory keeps."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fcp_cli.launching.job.commands import node_argv, shell_command
 from fcp_cli.launching.job.inject import without_entry
 from fcp_cli.launching.job.job import Job
 from fcp_cli.launching.request import LOCAL
-from fcp_cli.runs.launch_record import FORMAT
+from fcp_cli.runs.launch_record import JobFile, LaunchRecord, NodeCommand
 from fcp_cli.training.settings import TrainSettings
 
 # Said elsewhere in the document, or true of one start only.
 _NOT_REMEMBERED = ("plan", "model", "run_dir", "manifest", "resume", "quiet")
 
 
-def launch_document(job: Job, files: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+def launch_record(job: Job, files: Mapping[str, str] = MappingProxyType({})) -> LaunchRecord:
     """Return everything that decides what runs.
 
     Args:
@@ -29,31 +29,30 @@ def launch_document(job: Job, files: Mapping[str, str] = MappingProxyType({})) -
     """
     settings = job.settings
     started = [job.started_on(node) for node in range(job.num_nodes)] if job.target == LOCAL else []
-    return {
-        "format": FORMAT,
-        "plan": str(job.plan.absolute()),
-        "plan_hash": job.metadata.plan_hash,
-        "num_ranks": job.metadata.num_ranks,
-        "run_dir": str(job.run_dir),
-        "model": job.model,
-        "manifest": str(settings.manifest) if settings is not None and settings.manifest is not None else None,
-        "training": None if settings is None else _remembered(settings),
-        "program": list(job.program) if settings is not None else without_entry([*job.program, *job.arguments]),
-        "target": job.target,
-        "launcher": job.launcher,
-        "num_nodes": job.num_nodes,
-        "processes_per_node": job.processes_per_node,
-        "environment": job.job_environment(),
-        "commands": [
-            {"node": node, "argv": node_argv(each, node_rank=node), "shell": shell_command(each, node_rank=node)}
+    return LaunchRecord(
+        plan=str(job.plan.absolute()),
+        plan_hash=job.metadata.plan_hash,
+        num_ranks=job.metadata.num_ranks,
+        run_dir=str(job.run_dir),
+        model=job.model,
+        manifest=str(settings.manifest) if settings is not None and settings.manifest is not None else None,
+        training=None if settings is None else _remembered(settings),
+        program=list(job.program) if settings is not None else without_entry([*job.program, *job.arguments]),
+        target=job.target,
+        launcher=job.launcher,
+        num_nodes=job.num_nodes,
+        processes_per_node=job.processes_per_node,
+        environment=job.job_environment(),
+        commands=[
+            NodeCommand(node=node, argv=node_argv(each, node_rank=node), shell=shell_command(each, node_rank=node))
             for node, each in enumerate(started)
         ],
-        "files": [{"name": name, "text": text} for name, text in files.items()],
-    }
+        files=[JobFile(name=name, text=text) for name, text in files.items()],
+    )
 
 
 def _remembered(settings: TrainSettings) -> dict[str, Any]:
-    """The settings that a resumed run takes over: those that are not at their defaults."""
+    """Return the settings that a resumed run takes over: those that are not at their defaults."""
     return {
         f.name: getattr(settings, f.name)
         for f in fields(settings)
