@@ -9,8 +9,9 @@ import numpy as np
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.pricing import planned_sequences, profile_seconds
 from fcp_cli.plan.step import StepPlan
+from fcp_cli.planning.batches import spread_steps
 from fcp_cli.planning.problem import Batch, Problem
-from fcp_cli.planning.static import StaticSolver, best_static, spread_steps
+from fcp_cli.planning.static import StaticSolver, best_static
 from fcp_cli.planning.work import batch_work
 
 # Steps compared with the static plan: over real long-tailed data, 32 steps told the gain to 4 %, 256 to 1 %.

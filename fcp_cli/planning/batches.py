@@ -165,3 +165,9 @@ def _nothing_left(batches: GlobalBatches) -> str:
         f"{settings.global_batch_size}; "
         "lower --global-batch-size or use --last-batch keep"
     )
+
+
+def spread_steps(steps: int, most: int, *, phase: float = 0.0) -> list[int]:
+    """Return at most `most` of a plan's steps, evenly spaced; a phase of 0.5 gives those between."""
+    count = min(steps, most)
+    return [int((k + phase) * steps / count) for k in range(count)]

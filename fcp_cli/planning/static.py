@@ -15,8 +15,9 @@ from typing import Any, Literal
 import numpy as np
 
 from fcp_cli.manifest.table import IntArray
+from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.batches import GlobalBatches
+from fcp_cli.planning.batches import GlobalBatches, spread_steps
 from fcp_cli.planning.compiled.core import Sequences
 from fcp_cli.planning.compiled.one_degree import even_count, even_packs, full_packs, longest_first, share_out
 from fcp_cli.planning.kernel_inputs import in_batch_order, machine_of
@@ -54,7 +55,7 @@ class StaticSolver:
             wave=wave.astype(np.int32),
             rank_offsets=np.arange(packs + 1, dtype=np.int64) * self.degree,
             ranks=(group[:, None] * self.degree + np.arange(self.degree)).ravel().astype(np.int32),
-            member_offsets=np.concatenate(([0], np.cumsum(np.diff(offsets)[by]))),
+            member_offsets=offsets_of(np.diff(offsets)[by]),
             members=np.concatenate([members[offsets[pack] : offsets[pack + 1]] for pack in by.tolist()]),
         )
 
@@ -91,11 +92,6 @@ def best_static(problem: Problem, longest_tokens: int, batches: Sequence[Batch])
     candidates = list(static_candidates(problem, longest_tokens))
     best = candidates[int(np.argmin([_total_seconds(solver, tuned) for solver in candidates]))]
     return best, _total_seconds(best, batches)
-
-
-def spread_steps(steps: int, most: int) -> list[int]:
-    """At most `most` of a plan's steps, evenly spaced; all where there are no more."""
-    return [i * steps // min(steps, most) for i in range(min(steps, most))]
 
 
 def _total_seconds(solver: StaticSolver, batches: Sequence[Batch]) -> float:

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import assemble, makespan_seconds
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.static import Packing, StaticSolver, make_solver, spread_steps
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches, spread_steps
+from fcp_cli.planning.static import Packing, StaticSolver, make_solver
 from tests.planning.examples import example_problem, long_tail, table_of
 
 SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from fcp_cli.plan.metadata import Sync
-from fcp_cli.plan.step import FloatArray, Int64Array
+from fcp_cli.plan.step import FloatArray, Int64Array, offsets_of
 from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.batches import GlobalBatches
+from fcp_cli.planning.batches import GlobalBatches, spread_steps
 from fcp_cli.planning.bounds import lower_bound_seconds, simple_bound_seconds
 from fcp_cli.planning.compiled import iteration, microbatch
 from fcp_cli.planning.compiled.compiling import is_kept
@@ -49,7 +49,7 @@ def make_solver(batches: GlobalBatches, *, max_groups: int | None = None) -> Fcp
     if max_groups is None:
         return FcpSolver(problem=problem, machine=machine_of(problem), degrees=np.array(static_degrees(problem)))
     options = {"max_groups": max_groups}
-    sample = [batches.batch(step) for step in _spread(len(batches), _CHOOSING_STEPS)]
+    sample = [batches.batch(step) for step in spread_steps(len(batches), _CHOOSING_STEPS)]
 
     def limited_to(sets: list[range]) -> FcpSolver:
         degrees = np.array([degree for degree in static_degrees(problem) if _tiled(problem.num_ranks, degree, sets)])
@@ -82,12 +82,6 @@ def _trial(solver: FcpSolver, sample: list[Batch]) -> Trial:
     return Trial(seconds=seconds, uses=uses)
 
 
-def _spread(steps: int, most: int, phase: float = 0.0) -> list[int]:
-    """At most so many steps, evenly spaced over a plan; a phase of 0.5 gives those between."""
-    count = min(steps, most)
-    return [int((k + phase) * steps / count) for k in range(count)]
-
-
 def is_compiled(sync: Sync) -> bool:
     """Return whether an earlier run left the search of this sync compiled on disk."""
     return is_kept(iteration.schedule if sync == "iteration" else microbatch.search)
@@ -99,7 +93,7 @@ def group_limit_price(limited: FcpSolver, batches: GlobalBatches) -> float:
     Where the plan is long enough, other steps than those that the sets were chosen on.
     """
     free = make_solver(batches)
-    sample = [batches.batch(step) for step in _spread(len(batches), _PRICED_STEPS, phase=0.5)]
+    sample = [batches.batch(step) for step in spread_steps(len(batches), _PRICED_STEPS, phase=0.5)]
     seconds = [sum(makespan_seconds(s.assign(b), b, batches.problem) for b in sample) for s in (limited, free)]
     return seconds[0] / seconds[1] - 1.0
 
@@ -223,9 +217,9 @@ def gather(
     by_rank = np.lexsort((ranks[kept], place[rank_group][kept]))
     return Assignment(
         wave=_renumbered(wave[by]).astype(np.int32),
-        rank_offsets=_offsets(degree[by]),
+        rank_offsets=offsets_of(degree[by]),
         ranks=ranks[kept][by_rank].astype(np.int32),
-        member_offsets=_offsets(sizes[by]),
+        member_offsets=offsets_of(sizes[by]),
         members=order[members],
     )
 
@@ -233,7 +227,3 @@ def gather(
 def _renumbered(wave: Int64Array) -> Int64Array:
     """Waves counted from 0 without gaps; -1 stays."""
     return np.cumsum(np.diff(wave, prepend=wave[:1]) > 0) if wave[0] >= 0 else wave
-
-
-def _offsets(sizes: Int64Array) -> Int64Array:
-    return np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))

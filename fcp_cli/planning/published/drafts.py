@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.packing import first_fit_decreasing
 from fcp_cli.planning.placement import place_groups
@@ -36,9 +37,9 @@ def assign_waves(drafts: Sequence[Draft], waves: Sequence[int], sync: Sync) -> A
     drafts = [drafts[i] for i in order]
     return Assignment(
         wave=np.array(sorted(waves), dtype=np.int32),
-        rank_offsets=_offsets([len(draft.ranks) for draft in drafts]),
+        rank_offsets=offsets_of([len(draft.ranks) for draft in drafts]),
         ranks=np.array([rank for draft in drafts for rank in draft.ranks], dtype=np.int32),
-        member_offsets=_offsets([len(draft.members) for draft in drafts]),
+        member_offsets=offsets_of([len(draft.members) for draft in drafts]),
         members=np.array([member for draft in drafts for member in draft.members], dtype=np.int64),
     )
 
@@ -87,7 +88,3 @@ def packs_of(members: Sequence[int], batch: Batch, problem: Problem, degree: int
 def capacities(tokens_per_rank: int) -> list[int]:
     """Tokens per rank from which a strategy may shard a sequence: the budget and its half, quarter and eighth."""
     return [capacity for capacity in (tokens_per_rank >> shift for shift in range(4)) if capacity]
-
-
-def _offsets(sizes: Sequence[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    return np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
