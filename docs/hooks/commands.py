@@ -5,94 +5,78 @@ MkDocs calls `on_files` before it reads the navigation. No page of a command is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-import typer.main
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from fcp_cli.app import app
+from fcp_cli.reference import CommandEntry, OptionEntry, command_entries
 
 FOLDER = "reference/commands"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add one page per verb."""
+    """Add one page per verb, and one for the options of `fcp` itself."""
     for name, text in pages().items():
         files.append(File.generated(config, f"{FOLDER}/{name}.md", content=text))
     return files
 
 
 def pages() -> dict[str, str]:
-    """Return the Markdown of each verb's page, by the verb's name."""
-    root: Any = typer.main.get_command(app)
-    return {name: "\n".join(_page(name, command)) for name, command in root.commands.items()}
+    """Return the Markdown of each verb's page, by the verb's name; that of `fcp` itself is `fcp`."""
+    written: dict[str, str] = {}
+    for entry in command_entries():
+        page = entry.words[0] if entry.words else "fcp"
+        written[page] = written.get(page, "") + "\n".join(_command(entry)) + "\n"
+    return written
 
 
-def _page(name: str, command: Any) -> Iterator[str]:
-    yield from _command(f"fcp {name}", command, "#")
-    for sub_name, sub_command in getattr(command, "commands", {}).items():
-        yield from _command(f"fcp {name} {sub_name}", sub_command, "##")
+def _command(entry: CommandEntry) -> Iterator[str]:
+    name = " ".join(("fcp", *entry.words))
+    yield f"{'##' if len(entry.words) > 1 else '#'} {name}\n"
+    yield f"```text\n{name} {entry.usage}\n```\n"
+    yield f"{_plain(entry.help)}\n"
+    if entry.examples:
+        yield "\n".join(("```console", *(f"$ {line}" for line in entry.examples), "```\n"))
+    groups: dict[str, list[OptionEntry]] = {}
+    for option in entry.options:
+        groups.setdefault(option.group or "Options", []).append(option)
+    for group, options in groups.items():
+        yield from _table((group, "Default", "Meaning"), [(_names(one), one.default, one.help) for one in options])
+    yield from _other_ways(entry)
 
 
-def _command(title: str, command: Any, heading: str) -> Iterator[str]:
-    yield f"{heading} {title}\n"
-    yield f"{_plain(command.help)}\n"
-    groups: dict[str, list[Any]] = {}
-    for parameter in command.params:
-        if not getattr(parameter, "hidden", False):
-            groups.setdefault(_group(parameter), []).append(parameter)
-    for group, parameters in groups.items():
-        yield f"**{group}**\n"
-        yield f"| {'Argument' if group == 'Arguments' else 'Option'} | Value | Meaning |"
-        yield "|---|---|---|"
-        yield from (f"| {_names(one)} | {_value(one)} | {_meaning(one)} |" for one in parameters)
-        yield ""
-    if command.epilog:
-        yield f"{_plain(command.epilog)}\n"
+def _other_ways(entry: CommandEntry) -> Iterator[str]:
+    """Yield a folded table of the environment variables and the keys of fcp.yaml."""
+    rows = [
+        (f"`{option.flags[0]}`", f"`{option.environment}`", f"`{option.config_key}`" if option.config_key else "")
+        for option in entry.options
+        if option.environment
+    ]
+    if rows:
+        yield '??? note "Environment and fcp.yaml"\n'
+        yield from (f"    {line}" for line in _table(("Option", "Variable", "Key of fcp.yaml"), rows))
 
 
-def _group(parameter: Any) -> str:
-    if not _is_option(parameter):
-        return "Arguments"
-    return parameter.rich_help_panel or "Options"
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(header)} |"
+    yield "|" + "---|" * len(header)
+    for row in rows:
+        yield f"| {' | '.join(cell if cell.startswith('`') else _cell(cell) for cell in row)} |"
+    yield ""
 
 
-def _is_option(parameter: Any) -> bool:
-    return any(name.startswith("-") for name in parameter.opts)
+def _names(option: OptionEntry) -> str:
+    """Return the spellings as code, the value behind the last; an argument is its metavar."""
+    names = ", ".join(f"`{flag}`" for flag in option.flags)
+    value = f"`{option.metavar}`".replace("|", r"\|") if option.metavar else ""
+    return " ".join(part for part in (names, value) if part)
 
 
-def _names(parameter: Any) -> str:
-    if not _is_option(parameter):
-        return f"`{parameter.metavar or parameter.name.upper()}`"
-    return ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
+def _cell(text: str) -> str:
+    return _plain(text).replace("|", r"\|").replace("\n", " ")
 
 
-def _value(parameter: Any) -> str:
-    if not _is_option(parameter) or parameter.is_flag or parameter.count:
-        return ""
-    if parameter.metavar:
-        return _code(parameter.metavar)
-    kind = parameter.type_descriptor.annotation
-    return _code({"int": "N", "float": "X", "Path": "PATH", "str": "TEXT"}.get(getattr(kind, "__name__", ""), "TEXT"))
-
-
-def _code(text: str) -> str:
-    return f"`{text}`".replace("|", r"\|")
-
-
-def _meaning(parameter: Any) -> str:
-    default = parameter.default
-    shown = default not in (None, False, (), []) and not isinstance(default, bool) and "Default" not in parameter.help
-    notes = [_plain(parameter.help).replace("|", r"\|")]
-    if shown and _is_option(parameter) and not parameter.count:
-        notes.append(f"Default: {default}.")
-    if parameter.required:
-        notes.append("Required.")
-    return " ".join(notes)
-
-
-def _plain(text: str | None) -> str:
+def _plain(text: str) -> str:
     """Keep what Markdown would read as markup as it was written."""
-    return (text or "").replace("<", "&lt;").replace("*", r"\*").replace("_", r"\_")
+    return text.replace("<", "&lt;").replace("*", r"\*").replace("_", r"\_")

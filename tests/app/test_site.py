@@ -7,12 +7,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer.main
 
-from fcp_cli.app import app
+from fcp_cli.reference import command_entries
 
 pytestmark = pytest.mark.processes
 pytest.importorskip("mkdocs", reason="the site needs the dependency group 'docs'")
@@ -45,12 +43,10 @@ def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
 
 
 def test_every_option_of_every_command_has_its_line_in_the_reference(site: Path) -> None:
-    root: Any = typer.main.get_command(app)
-    for verb, command in root.commands.items():
-        page = (site / "reference" / "commands" / f"{verb}.html").read_text(encoding="utf-8")
-        for one in (command, *getattr(command, "commands", {}).values()):
-            names = {name for parameter in one.params for name in parameter.opts if name.startswith("--")}
-            assert {name for name in names if f"<code>{name}</code>" not in page} == set()
+    for entry in command_entries():
+        page = (site / "reference" / "commands" / f"{(*entry.words, 'fcp')[0]}.html").read_text(encoding="utf-8")
+        flags = {flag for option in entry.options for flag in option.flags}
+        assert {flag for flag in flags if f"<code>{flag}</code>" not in page} == set()
 
 
 def test_the_public_runtime_is_documented_without_being_imported(site: Path) -> None:
