@@ -5,6 +5,7 @@ MkDocs calls `on_files` before it reads the navigation. No page of a command is 
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterator, Sequence
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -49,7 +50,7 @@ def _command(entry: CommandEntry) -> Iterator[str]:
 def _other_ways(entry: CommandEntry) -> Iterator[str]:
     """Yield a folded table of the environment variables and the keys of fcp.yaml."""
     rows = [
-        (f"`{option.flags[0]}`", f"`{option.environment}`", f"`{option.config_key}`" if option.config_key else "")
+        (_code(option.flags[0]), _code(option.environment), _code(option.config_key) if option.config_key else "")
         for option in entry.options
         if option.environment
     ]
@@ -62,15 +63,19 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str
     yield f"| {' | '.join(header)} |"
     yield "|" + "---|" * len(header)
     for row in rows:
-        yield f"| {' | '.join(cell if cell.startswith('`') else _cell(cell) for cell in row)} |"
+        yield f"| {' | '.join(cell if cell.startswith('<code>') else _cell(cell) for cell in row)} |"
     yield ""
 
 
 def _names(option: OptionEntry) -> str:
     """Return the spellings as code, the value behind the last; an argument is its metavar."""
-    names = ", ".join(f"`{flag}`" for flag in option.flags)
-    value = f"`{option.metavar}`".replace("|", r"\|") if option.metavar else ""
-    return " ".join(part for part in (names, value) if part)
+    names = ", ".join(_code(flag) for flag in option.flags)
+    return " ".join(part for part in (names, _code(option.metavar) if option.metavar else "") if part)
+
+
+def _code(text: str) -> str:
+    """Return HTML, since a bar between backticks would end the cell."""
+    return f"<code>{html.escape(text).replace('|', '&#124;')}</code>"
 
 
 def _cell(text: str) -> str:
