@@ -23,12 +23,12 @@ T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def takes(kind: type[T], *, examples: str) -> Callable[[Callable[[T], None]], Callable[..., None]]:
+def takes(kind: type[T], *examples: str) -> Callable[[Callable[[T], None]], Callable[..., None]]:
     """Make a command of a function of one option dataclass.
 
     Args:
         kind: the dataclass; its fields become the command's options and arguments.
-        examples: command lines that end the help, one a line.
+        examples: command lines that end the help.
     """
     options = tuple(options_of(kind))
     assert len({option.name for option in options}) == len(options), f"{kind.__name__} declares an option twice"
@@ -51,7 +51,7 @@ def takes(kind: type[T], *, examples: str) -> Callable[[Callable[[T], None]], Ca
                 )
             )
 
-        command.__dict__ |= {"__signature__": signature, "examples": examples}
+        command.__dict__ |= {"__signature__": signature, "examples": "\n".join(examples)}
         command.__annotations__ = {}  # typer would resolve those of `function`, which declare no options
         return command
 

@@ -40,7 +40,7 @@ class Opt:
         metavar: what stands for the value; without it N, X, NAME, FILE or the choices of a `Literal`.
         min, max: limits of a number.
         unset: for options whose default is None, the words for what is then used.
-        group: heading in the help; a `Group` gives it to all options of its dataclass.
+        group: heading in the help of this option and of those after it, up to the next that names one.
         negatable: a switch has a `--no-...`, too.
         commas: a field of type `tuple[int, ...]` is one word of positive numbers, as 1,2,4; they arrive in order.
     """
@@ -140,7 +140,7 @@ def options_of(kind: type, *, defaults: Any = None, group: str | None = None) ->
     Args:
         kind: a dataclass.
         defaults: an instance whose values stand for the defaults of the fields.
-        group: heading of options that name none.
+        group: heading of the first options, up to one that names another.
     """
     for name, hint, mark, default in _marked_fields(kind, defaults):
         if isinstance(mark, Group):
@@ -148,8 +148,9 @@ def options_of(kind: type, *, defaults: Any = None, group: str | None = None) ->
             yield from options_of(mark.of or hint, defaults=inner, group=mark.title)
         elif isinstance(mark, Opt | Arg):
             value_type, many = _value_type(hint)
-            own = mark.group if isinstance(mark, Opt) else None
-            yield Option(name=name, type=value_type, many=many, default=default, mark=mark, group=own or group)
+            if isinstance(mark, Opt) and mark.group is not None:
+                group = mark.group
+            yield Option(name=name, type=value_type, many=many, default=default, mark=mark, group=group)
 
 
 def build(kind: type[T], values: Mapping[str, Any], *, given: Collection[str], typed: Collection[str]) -> T:

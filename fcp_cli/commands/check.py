@@ -27,13 +27,7 @@ class CheckOptions:
     json: Annotated[bool, Opt("Print the findings as one JSON document on stdout.")] = False
 
 
-@takes(
-    CheckOptions,
-    examples="""
-    fcp check
-    fcp check plan.parquet --manifest lengths.parquet
-    """,
-)
+@takes(CheckOptions, "fcp check", "fcp check plan.parquet --manifest lengths.parquet")
 def check(options: CheckOptions) -> None:
     """Prove a plan: order, ranks, waves, token budget, coverage, times, bounds, totals and hash.
 

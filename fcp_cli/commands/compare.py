@@ -30,11 +30,12 @@ class CompareOptions(PlanRequest):
     manifest: Annotated[Path, Arg("Parquet with lengths; - reads JSON lines from stdin.")]
     sync: Annotated[
         Literal["iteration", "microbatch"] | None,
-        Opt("Compare under one sync only.", group="Cluster", unset="each strategy under its better one"),
+        Opt("Compare under one sync only.", unset="each strategy under its better one"),
     ] = None
-    steps: Annotated[int | None, Opt("How many steps to plan, from the first.", min=1, group="Global batches")] = 4
+    steps: Annotated[int | None, Opt("How many steps to plan, from the first.", min=1)] = 4
     solvers: Annotated[
-        str | None, Opt("Strategies, as fcp,static, or all.", metavar="NAME,...", unset="all but flexsp")
+        str | None,
+        Opt("Strategies, as fcp,static, or all.", group="Options", metavar="NAME,...", unset="all but flexsp"),
     ] = None
     milp_seconds: Annotated[
         float, Opt("Time limit of each of flexsp's integer programs, as its authors have it.", min=0.01)
@@ -44,10 +45,8 @@ class CompareOptions(PlanRequest):
 
 @takes(
     CompareOptions,
-    examples="""
-    fcp compare lengths.parquet --ranks 64
-    fcp compare lengths.parquet --solvers fcp,static --sync iteration --steps 8
-    """,
+    "fcp compare lengths.parquet --ranks 64",
+    "fcp compare lengths.parquet --solvers fcp,static --sync iteration --steps 8",
 )
 def compare(options: CompareOptions) -> None:
     """Compare every strategy on the same sequences and cost profile, each in its best setting."""

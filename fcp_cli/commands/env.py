@@ -18,13 +18,7 @@ class EnvOptions:
     json: Annotated[bool, Opt("Print one JSON document on stdout.")] = False
 
 
-@takes(
-    EnvOptions,
-    examples="""
-    fcp env
-    fcp env --json
-    """,
-)
+@takes(EnvOptions, "fcp env", "fcp env --json")
 def env(options: EnvOptions) -> None:
     """Show versions, devices and communication libraries, ready to be pasted into an issue."""
     from fcp_cli.machine.facts import collect_facts, facts_document, facts_lines

@@ -30,13 +30,7 @@ class InspectOptions:
     json: Annotated[bool, Opt("Print one JSON document on stdout.")] = False
 
 
-@takes(
-    InspectOptions,
-    examples="""
-    fcp inspect
-    fcp inspect plan.parquet --step 3 --why 0
-    """,
-)
+@takes(InspectOptions, "fcp inspect", "fcp inspect plan.parquet --step 3 --why 0")
 def inspect(options: InspectOptions) -> None:
     """Show a plan: its summary, or one step with groups, degrees, ranks, tokens, seconds and idle time."""
     from fcp_cli.report.plan_file import open_plan

@@ -77,10 +77,8 @@ class BuildOptions:
 @manifest_app.command()
 @takes(
     BuildOptions,
-    examples="""
-    fcp manifest build corpus/ --include '*.txt' -o lengths.parquet
-    fcp manifest build sizes.jsonl --kind media --processor qwen3-vl
-    """,
+    "fcp manifest build corpus/ --include '*.txt' -o lengths.parquet",
+    "fcp manifest build sizes.jsonl --kind media --processor qwen3-vl",
 )
 def build(options: BuildOptions) -> None:
     """Count the tokens of every sequence of SOURCE and write them as a manifest.
@@ -124,13 +122,7 @@ class ShowOptions:
 
 
 @manifest_app.command()
-@takes(
-    ShowOptions,
-    examples="""
-    fcp manifest show lengths.parquet
-    fcp manifest show dataset.parquet --length-column input_ids
-    """,
-)
+@takes(ShowOptions, "fcp manifest show lengths.parquet", "fcp manifest show dataset.parquet --length-column input_ids")
 def show(options: ShowOptions) -> None:
     """Show counts, percentiles and a histogram of the lengths of a manifest."""
     _report(options.path, options.length_column, json=options.json, extra={})
@@ -157,13 +149,7 @@ class SynthOptions:
 
 
 @manifest_app.command()
-@takes(
-    SynthOptions,
-    examples="""
-    fcp manifest synth mixed --rows 20000 -o sizes.jsonl
-    fcp manifest synth openvid --fps 2
-    """,
-)
+@takes(SynthOptions, "fcp manifest synth mixed --rows 20000 -o sizes.jsonl", "fcp manifest synth openvid --fps 2")
 def synth(options: SynthOptions) -> None:
     """Make up sizes of images and videos that follow published data sets, and name the source of each figure.
 

@@ -31,13 +31,12 @@ class PlanOptions(PlanRequest):
     """What to plan for, and how the plan is made and written."""
 
     output: Annotated[
-        Path | None, Opt("The plan to write; - is stdout.", flags=("--output", "-o"), unset=f"{_PLAN}")
+        Path | None, Opt("The plan to write; - is stdout.", group="Options", flags=("--output", "-o"), unset=f"{_PLAN}")
     ] = None
     solver: Annotated[str, Opt("fcp, or a published strategy; see 'fcp compare'.")] = "fcp"
     resume: Annotated[bool, Opt("Continue the same plan after an interruption.")] = False
     continue_from: Annotated[
-        Path | None,
-        Opt("Plan what a stopped run has left, in the same batches, for other --ranks.", metavar="RUN_DIR"),
+        Path | None, Opt("Plan what a stopped run has left, in the same batches, for other --ranks.", metavar="RUN_DIR")
     ] = None
     max_groups: Annotated[
         int | None, Opt("Most distinct groups of degree > 1 in the whole plan.", min=1, unset="no limit")
@@ -49,10 +48,8 @@ class PlanOptions(PlanRequest):
 
 @takes(
     PlanOptions,
-    examples="""
-    fcp plan lengths.parquet --ranks 64 --ranks-per-node 8
-    fcp plan lengths.parquet --profile profile.yaml --sync microbatch -o plan.parquet
-    """,
+    "fcp plan lengths.parquet --ranks 64 --ranks-per-node 8",
+    "fcp plan lengths.parquet --profile profile.yaml --sync microbatch -o plan.parquet",
 )
 def plan(options: PlanOptions) -> None:
     """Decide which ranks run which sequences together, for every global batch, and write it as a plan.
@@ -197,10 +194,7 @@ def _gain_and_time(result: PlanResult, sample: list[StepPlan], inputs: PlanInput
     from fcp_cli.planning.baseline import static_speedup
 
     found = static_speedup(
-        sample,
-        inputs.problem,
-        longest_tokens=max(int(step.lengths.max()) for step in sample),
-        manifest=inputs.table,
+        sample, inputs.problem, longest_tokens=max(int(step.lengths.max()) for step in sample), manifest=inputs.table
     )
     assert found is not None, "the plan's own manifest gives its own times"
     speedup, static = found

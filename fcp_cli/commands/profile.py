@@ -31,7 +31,9 @@ _OUTPUT: Final = Path("profile.yaml")
 class ProfileOptions(ProfileRequest):
     """What to measure or compute, and where the profile goes."""
 
-    hf_config: Annotated[Path | None, Opt("config.json of a Hugging Face model, instead of --model.")] = None
+    hf_config: Annotated[
+        Path | None, Opt("config.json of a Hugging Face model, instead of --model.", group="Options")
+    ] = None
     output: Annotated[Path, Opt("The profile to write; - is stdout.", flags=("--output", "-o"))] = _OUTPUT
     json: Annotated[bool, Opt("Print the result as one JSON document on stdout.")] = False
 
@@ -39,10 +41,8 @@ class ProfileOptions(ProfileRequest):
 @profile_app.callback(invoke_without_command=True)
 @takes(
     ProfileOptions,
-    examples="""
-    fcp profile --model qwen3-tiny --budget-minutes 2
-    fcp profile --analytic --model qwen3-8b --cluster h100-8x8 -o profile.yaml
-    """,
+    "fcp profile --model qwen3-tiny --budget-minutes 2",
+    "fcp profile --analytic --model qwen3-8b --cluster h100-8x8 -o profile.yaml",
 )
 def profile(options: ProfileOptions) -> None:
     """Measure what micro-batches cost on this machine and write a cost profile for fcp plan.
@@ -89,13 +89,7 @@ class ShowOptions:
 
 
 @profile_app.command()
-@takes(
-    ShowOptions,
-    examples="""
-    fcp profile show
-    fcp profile show profile.yaml --lengths 4096,65536 --degrees 1,8
-    """,
-)
+@takes(ShowOptions, "fcp profile show", "fcp profile show profile.yaml --lengths 4096,65536 --degrees 1,8")
 def show(options: ShowOptions) -> None:
     """Explain a profile: each coefficient, where attention overtakes linear work, times of example lengths."""
     from fcp_cli.cost.profile import load_cost_profile
@@ -123,10 +117,8 @@ class FitOptions:
 @profile_app.command()
 @takes(
     FitOptions,
-    examples="""
-    fcp profile fit runs/qwen3-8b-001
-    fcp profile fit runs/qwen3-8b-001 runs/qwen3-8b-002 --skip-steps 5 -o refitted.yaml
-    """,
+    "fcp profile fit runs/qwen3-8b-001",
+    "fcp profile fit runs/qwen3-8b-001 runs/qwen3-8b-002 --skip-steps 5 -o refitted.yaml",
 )
 def fit(options: FitOptions) -> None:
     """Refit a profile from the metrics of real training runs, where every micro-batch is a sample."""
@@ -177,13 +169,7 @@ class DiffOptions:
 
 
 @profile_app.command()
-@takes(
-    DiffOptions,
-    examples="""
-    fcp profile diff profile.yaml refitted.yaml
-    fcp profile diff profile.yaml refitted.yaml --json
-    """,
-)
+@takes(DiffOptions, "fcp profile diff profile.yaml refitted.yaml", "fcp profile diff profile.yaml refitted.yaml --json")
 def diff(options: DiffOptions) -> None:
     """Show two profiles side by side, figure by figure."""
     from fcp_cli.cost.explain import differences

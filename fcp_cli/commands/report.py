@@ -38,13 +38,7 @@ class ReportOptions:
     json: Annotated[bool, Opt("Print its figures as one JSON document on stdout.")] = False
 
 
-@takes(
-    ReportOptions,
-    examples="""
-    fcp report
-    fcp report plan.parquet --metrics runs/qwen3-tiny-001 -o run.html
-    """,
-)
+@takes(ReportOptions, "fcp report", "fcp report plan.parquet --metrics runs/qwen3-tiny-001 -o run.html")
 def report(options: ReportOptions) -> None:
     """Show a plan as one page that opens anywhere: figures, Gantt charts, idle time, lengths, degrees, memory.
 

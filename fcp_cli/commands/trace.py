@@ -37,10 +37,8 @@ class TraceOptions:
 
 @takes(
     TraceOptions,
-    examples="""
-    fcp trace plan.parquet
-    fcp trace plan.parquet runs/qwen3-tiny-001/metrics.jsonl --steps 0:10 -o trace.json.gz
-    """,
+    "fcp trace plan.parquet",
+    "fcp trace plan.parquet runs/qwen3-tiny-001/metrics.jsonl --steps 0:10 -o trace.json.gz",
 )
 def trace(options: TraceOptions) -> None:
     """Write a trace for ui.perfetto.dev: a track per rank, an event per micro-batch, arrows between a ring's ranks.

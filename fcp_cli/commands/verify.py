@@ -28,13 +28,7 @@ class VerifyOptions:
     json: Annotated[bool, Opt("Print the result as one JSON document on stdout.")] = False
 
 
-@takes(
-    VerifyOptions,
-    examples="""
-    fcp verify --plan plan.parquet
-    fcp verify --plan plan.parquet --first-step 100 --steps 10
-    """,
-)
+@takes(VerifyOptions, "fcp verify --plan plan.parquet", "fcp verify --plan plan.parquet --first-step 100 --steps 10")
 def verify(options: VerifyOptions) -> None:
     """Replay steps of a plan with a small fp64 model on CPU ranks, and compare loss and gradients with one process.
 

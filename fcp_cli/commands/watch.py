@@ -34,13 +34,7 @@ class WatchOptions:
     json: Annotated[bool, Opt("Print the state now as one JSON document on stdout.")] = False
 
 
-@takes(
-    WatchOptions,
-    examples="""
-    fcp watch runs/qwen3-tiny-001
-    fcp watch runs/qwen3-tiny-001 --once
-    """,
-)
+@takes(WatchOptions, "fcp watch runs/qwen3-tiny-001", "fcp watch runs/qwen3-tiny-001 --once")
 def watch(options: WatchOptions) -> None:
     """Follow a run: loss, tokens/s, measured against planned time, idle time per rank, time left.
 

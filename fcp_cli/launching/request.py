@@ -18,7 +18,6 @@ Target: TypeAlias = Literal["local", "scripts", "slurm", "pytorchjob", "volcano"
 LOCAL: Final = "local"
 """The target of a job that runs on this machine."""
 
-_NODES: Final = "Several nodes"
 _CLUSTERS: Final = "Clusters"
 
 
@@ -82,12 +81,12 @@ class LaunchRequest:
     ] = 45
     dry_run: Annotated[bool, Opt("Print the commands; start and write nothing.")] = False
     training: Annotated[Mapping[str, Any], Group("Bundled trainer", of=TrainSettings)] = field(default_factory=dict)
-    nodes: Annotated[int | None, Opt("Machines to spread the ranks over.", group=_NODES)] = None
-    node_rank: Annotated[int | None, Opt("Which of them this is, from 0.", group=_NODES)] = None
-    master_addr: Annotated[str | None, Opt("Address of node 0.", metavar="HOST", group=_NODES)] = None
-    master_port: Annotated[int, Opt("A free port of node 0.", group=_NODES)] = 29500
-    join_timeout: Annotated[
-        int, Opt("How long the nodes wait for each other to start.", min=1, metavar="SECONDS", group=_NODES)
-    ] = 300
+    nodes: Annotated[int | None, Opt("Machines to spread the ranks over.", group="Several nodes")] = None
+    node_rank: Annotated[int | None, Opt("Which of them this is, from 0.")] = None
+    master_addr: Annotated[str | None, Opt("Address of node 0.", metavar="HOST")] = None
+    master_port: Annotated[int, Opt("A free port of node 0.")] = 29500
+    join_timeout: Annotated[int, Opt("How long the nodes wait for each other to start.", min=1, metavar="SECONDS")] = (
+        300
+    )
     launcher: Annotated[Launcher, Opt("What starts a node's ranks.", group=_CLUSTERS)] = "torchrun"
     cluster: Annotated[ClusterOptions, Group(_CLUSTERS)] = ClusterOptions()

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 from fcp_cli.options import Arg, Opt
-
-_CLUSTER: Final = "Cluster"
-_BATCHES: Final = "Global batches"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,54 +16,38 @@ class PlanRequest:
     manifest: Annotated[Path | None, Arg("Parquet with lengths; - reads JSON lines from stdin.")] = None
 
     profile: Annotated[
-        Path | None, Opt("Cost profile.", group=_CLUSTER, unset="profile.yaml here, else a shipped one")
+        Path | None, Opt("Cost profile.", group="Cluster", unset="profile.yaml here, else a shipped one")
     ] = None
-    ranks: Annotated[int | None, Opt("Model replicas.", min=1, group=_CLUSTER, unset="the profile's cluster")] = None
-    ranks_per_node: Annotated[
-        int | None, Opt("Ranks that share a node.", min=1, group=_CLUSTER, unset="the profile's cluster")
-    ] = None
+    ranks: Annotated[int | None, Opt("Model replicas.", min=1, unset="the profile's cluster")] = None
+    ranks_per_node: Annotated[int | None, Opt("Ranks that share a node.", min=1, unset="the profile's cluster")] = None
     tokens_per_rank: Annotated[
-        int | None,
-        Opt("Most tokens of a rank in a micro-batch.", min=1, group=_CLUSTER, unset="the profile's memory"),
+        int | None, Opt("Most tokens of a rank in a micro-batch.", min=1, unset="the profile's memory")
     ] = None
     sync: Annotated[
         Literal["iteration", "microbatch"] | None,
-        Opt(
-            "Where ranks wait: at the end of a step (DDP, ZeRO-1/2), or after each wave (FSDP, pipelines).",
-            group=_CLUSTER,
-        ),
+        Opt("Where ranks wait: at the end of a step (DDP, ZeRO-1/2), or after each wave (FSDP, pipelines)."),
     ] = "iteration"
-    headroom: Annotated[float, Opt("Fraction of the token budget to leave free.", group=_CLUSTER)] = 0.0
+    headroom: Annotated[float, Opt("Fraction of the token budget to leave free.")] = 0.0
     tensor_parallel: Annotated[
-        int | None, Opt("Devices that share each layer.", metavar="T", min=1, group=_CLUSTER, unset="the profile's")
+        int | None, Opt("Devices that share each layer.", metavar="T", min=1, unset="the profile's")
     ] = None
     pipeline_parallel: Annotated[
-        int | None, Opt("Stages of a pipeline.", metavar="P", min=1, group=_CLUSTER, unset="the profile's")
+        int | None, Opt("Stages of a pipeline.", metavar="P", min=1, unset="the profile's")
     ] = None
     padded_rings: Annotated[
-        bool,
-        Opt(
-            "Count the padding of rings of equal chunks (Transformer Engine, MindSpeed).",
-            group=_CLUSTER,
-            negatable=True,
-        ),
+        bool, Opt("Count the padding of rings of equal chunks (Transformer Engine, MindSpeed).", negatable=True)
     ] = False
 
     global_batch_size: Annotated[
-        int | None, Opt("Sequences per optimizer step.", min=1, group=_BATCHES, unset="512")
+        int | None, Opt("Sequences per optimizer step.", min=1, group="Global batches", unset="512")
     ] = None
-    steps: Annotated[int | None, Opt("Plan only so many steps.", min=1, group=_BATCHES, unset="all")] = None
-    epochs: Annotated[int, Opt("Passes over the data.", min=1, group=_BATCHES)] = 1
-    seed: Annotated[int, Opt("Seed of shuffling and solver.", min=0, group=_BATCHES)] = 0
-    shuffle: Annotated[bool, Opt("Shuffle every epoch.", group=_BATCHES, negatable=True)] = True
+    steps: Annotated[int | None, Opt("Plan only so many steps.", min=1, unset="all")] = None
+    epochs: Annotated[int, Opt("Passes over the data.", min=1)] = 1
+    seed: Annotated[int, Opt("Seed of shuffling and solver.", min=0)] = 0
+    shuffle: Annotated[bool, Opt("Shuffle every epoch.", negatable=True)] = True
     max_length: Annotated[
-        int | None,
-        Opt("Tokens beyond which a sequence is overlong.", min=1, group=_BATCHES, unset="what all ranks can hold"),
+        int | None, Opt("Tokens beyond which a sequence is overlong.", min=1, unset="what all ranks can hold")
     ] = None
-    overlong: Annotated[
-        Literal["error", "drop", "truncate"], Opt("What to do about overlong sequences.", group=_BATCHES)
-    ] = "error"
-    last_batch: Annotated[
-        Literal["keep", "drop"], Opt("What to do about an epoch's last, partial batch.", group=_BATCHES)
-    ] = "keep"
-    length_column: Annotated[str, Opt("Column with lengths, or with lists of tokens.", group=_BATCHES)] = "length"
+    overlong: Annotated[Literal["error", "drop", "truncate"], Opt("What to do about overlong sequences.")] = "error"
+    last_batch: Annotated[Literal["keep", "drop"], Opt("What to do about an epoch's last, partial batch.")] = "keep"
+    length_column: Annotated[str, Opt("Column with lengths, or with lists of tokens.")] = "length"

@@ -1,4 +1,4 @@
-"""From what a user said to a whole planning problem, and what was assumed where the user said nothing.
+"""Completes a `PlanRequest` to a whole planning problem, and records what it assumed where an option was not given.
 
 Order: flags (and what stands for them: environment, fcp.yaml), then the folder (`profile.yaml`), then the shipped
 profile and the cluster that the profile names.
@@ -43,7 +43,7 @@ class PlanInputs:
     remaining: RemainingSteps | None = None
 
     def batches(self) -> GlobalBatches:
-        """The global batches to plan.
+        """Return the global batches to plan.
 
         Raises:
             OverlongError, ManifestError: some sequences cannot be planned, or none are left.
@@ -114,7 +114,7 @@ def _profile_of_run(given: Path | None, plan: Path, metadata: PlanMetadata, orig
 
 
 def resolve(request: PlanRequest, origins: Origins) -> PlanInputs:
-    """Fill in what was not said; every assumption goes to `origins`.
+    """Fill in what was not given; every assumption goes to `origins`.
 
     Raises:
         ManifestError, ProfileError: a file cannot be used.
@@ -176,7 +176,7 @@ def _profile(request: PlanRequest, origins: Origins) -> CostProfile:
 def devices_of_rank(
     profile: CostProfile, tensor_parallel: int | None, pipeline_parallel: int | None, origins: Origins
 ) -> tuple[int, int]:
-    """Tensor- and pipeline-parallel devices of a rank: as they were given, else as the cost profile has them.
+    """Return the tensor- and pipeline-parallel devices of a rank: as given, else as the cost profile has them.
 
     Raises:
         UsageError: the profile is of ranks of other devices, whose times and memory would be planned with.
@@ -211,7 +211,7 @@ def _cut_text(cut: Mapping[str, int]) -> str:
 def _ranks(
     request: PlanRequest, profile: CostProfile, tensor_parallel: int, pipeline_parallel: int, origins: Origins
 ) -> tuple[int, int]:
-    """Ranks of the job, and of a node.
+    """Return the ranks of the job, and of a node.
 
     As Megatron orders its processes, those of a rank's tensor parallelism are neighbours, and a pipeline's stages lie
     all ranks apart: the ring of a stage meets as many ranks on a node as there are tensor-parallel groups on it.
@@ -242,7 +242,7 @@ def _ranks(
 
 
 def _cluster(profile: CostProfile, request: PlanRequest) -> ClusterSpec:
-    """The cluster that the profile names, or the example where nobody can know its shape."""
+    """Return the cluster that the profile names, or the example where its shape cannot be known."""
     try:
         return load_cluster(profile.cluster)
     except ProfileError:
@@ -274,7 +274,7 @@ def _with_headroom(tokens: int, headroom: float) -> int:
 
 
 def _whole_budget(tokens: int, padding: int | None, origins: Origins) -> int:
-    """The token budget, or what of it padded sequences can fill.
+    """Return the token budget, or what of it padded sequences can fill.
 
     Raises:
         UsageError: they can fill nothing.

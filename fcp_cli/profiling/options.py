@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 from fcp_cli.options import Opt
-
-_MEASURING: Final = "Measuring"
-_ANALYTIC: Final = "Without measuring"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,58 +34,40 @@ class ProfileRequest:
             "How long to measure.",
             metavar="MINUTES",
             min=0.01,
-            group=_MEASURING,
+            group="Measuring",
             unset="1 for small models on a CPU, else 10",
         ),
     ] = None
-    max_length: Annotated[
-        int | None, Opt("Tokens of the longest pack.", group=_MEASURING, unset="4096 on a CPU, else 131072")
-    ] = None
-    degrees: Annotated[tuple[int, ...], Opt("Degrees to measure.", commas=True, group=_MEASURING, unset="up to 8")] = ()
+    max_length: Annotated[int | None, Opt("Tokens of the longest pack.", unset="4096 on a CPU, else 131072")] = None
+    degrees: Annotated[tuple[int, ...], Opt("Degrees to measure.", commas=True, unset="up to 8")] = ()
     ranks: Annotated[
         int | None,
         Opt(
             "Processes to measure with (1 emulates rings); with --analytic, ranks of the job.",
             min=1,
-            group=_MEASURING,
             unset="one per device or core",
         ),
     ] = None
-    device: Annotated[Literal["auto", "cpu", "cuda", "npu"], Opt("What to measure on.", group=_MEASURING)] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda", "npu"], Opt("What to measure on.")] = "auto"
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"],
-        Opt("Of the matrix products; auto is bfloat16 on accelerators.", group=_MEASURING),
+        Literal["auto", "float32", "bfloat16"], Opt("Of the matrix products; auto is bfloat16 on accelerators.")
     ] = "auto"
     layers: Annotated[
-        tuple[int, ...],
-        Opt("Layer counts to measure and extrapolate from, as 2,6.", commas=True, group=_MEASURING, unset="all"),
+        tuple[int, ...], Opt("Layer counts to measure and extrapolate from, as 2,6.", commas=True, unset="all")
     ] = ()
-    samples: Annotated[
-        Path | None, Opt("File that keeps the samples.", group=_MEASURING, unset="OUTPUT.samples.jsonl")
-    ] = None
-    fresh: Annotated[bool, Opt("Begin again instead of continuing an interrupted measurement.", group=_MEASURING)] = (
-        False
-    )
-    from_samples: Annotated[Path | None, Opt("Fit these samples; measure nothing.", group=_MEASURING)] = None
-    nodes: Annotated[int, Opt("With several, print what to run on each node.", min=1, group=_MEASURING)] = 1
-    devices_per_node: Annotated[int, Opt("Devices of each of several nodes.", min=1, group=_MEASURING)] = 8
+    samples: Annotated[Path | None, Opt("File that keeps the samples.", unset="OUTPUT.samples.jsonl")] = None
+    fresh: Annotated[bool, Opt("Begin again instead of continuing an interrupted measurement.")] = False
+    from_samples: Annotated[Path | None, Opt("Fit these samples; measure nothing.")] = None
+    nodes: Annotated[int, Opt("With several, print what to run on each node.", min=1)] = 1
+    devices_per_node: Annotated[int, Opt("Devices of each of several nodes.", min=1)] = 8
 
-    analytic: Annotated[bool, Opt("Compute from the figures of model and cluster.", group=_ANALYTIC)] = False
-    tensor_parallel: Annotated[int, Opt("Devices that share each layer.", metavar="T", min=1, group=_ANALYTIC)] = 1
-    pipeline_parallel: Annotated[int, Opt("Stages of a pipeline.", metavar="P", min=1, group=_ANALYTIC)] = 1
+    analytic: Annotated[bool, Opt("Compute from the figures of model and cluster.", group="Without measuring")] = False
+    tensor_parallel: Annotated[int, Opt("Devices that share each layer.", metavar="T", min=1)] = 1
+    pipeline_parallel: Annotated[int, Opt("Stages of a pipeline.", metavar="P", min=1)] = 1
     zero: Annotated[
-        int | None,
-        Opt(
-            "ZeRO stage.",
-            metavar="STAGE",
-            min=0,
-            max=3,
-            group=_ANALYTIC,
-            unset="the least that leaves half of the memory",
-        ),
+        int | None, Opt("ZeRO stage.", metavar="STAGE", min=0, max=3, unset="the least that leaves half of the memory")
     ] = None
-    recompute: Annotated[bool, Opt("Recompute activations in backward.", group=_ANALYTIC)] = False
-    precision: Annotated[
-        Literal["bf16", "amp", "fp32"],
-        Opt("bf16 keeps fp32 master weights, amp is autocast.", group=_ANALYTIC),
-    ] = "bf16"
+    recompute: Annotated[bool, Opt("Recompute activations in backward.")] = False
+    precision: Annotated[Literal["bf16", "amp", "fp32"], Opt("bf16 keeps fp32 master weights, amp is autocast.")] = (
+        "bf16"
+    )

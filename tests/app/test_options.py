@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from fcp_cli.command_line import App, takes
 from fcp_cli.errors import UsageError
-from fcp_cli.options import Arg, Group, Opt, Typed, check_limits
+from fcp_cli.options import Arg, Group, Opt, Typed, check_limits, options_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ def _app(function: Callable[[Options], None]) -> App:
     app = App(context_settings={"auto_envvar_prefix": "T"})
 
     @app.command("go")
-    @takes(Options, examples="t go a\nt go b")
+    @takes(Options, "t go a", "t go b")
     def go(options: Options) -> None:
         """Go somewhere."""
         function(options)
@@ -137,3 +137,18 @@ Examples:
 def test_values_that_no_command_line_made_keep_the_same_limits(trainer: Trainer | Batches, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         check_limits(trainer)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sections:
+    first: Annotated[bool, Opt("First.")] = False
+    second: Annotated[bool, Opt("Second.", group="Later")] = False
+    third: Annotated[bool, Opt("Third.")] = False
+
+
+def test_a_heading_holds_until_the_next_one() -> None:
+    assert [(option.name, option.group) for option in options_of(Sections)] == [
+        ("first", None),
+        ("second", "Later"),
+        ("third", "Later"),
+    ]

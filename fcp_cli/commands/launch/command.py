@@ -24,10 +24,8 @@ if TYPE_CHECKING:
 
 @takes(
     LaunchOptions,
-    examples="""
-    fcp launch --model qwen3-tiny --steps 100
-    fcp launch --plan plan.parquet -- pretrain.py --lr 3e-4
-    """,
+    "fcp launch --model qwen3-tiny --steps 100",
+    "fcp launch --plan plan.parquet -- pretrain.py --lr 3e-4",
 )
 def launch(options: LaunchOptions) -> None:
     """Train under a plan: the bundled trainer, or your own script after --.

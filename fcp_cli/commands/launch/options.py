@@ -14,16 +14,13 @@ from fcp_cli.options import Opt
 class LaunchOptions(LaunchRequest):
     """What to launch, and what to do besides or instead of starting it."""
 
-    explain: Annotated[bool, Opt("Print why each variable is set and where it comes from; start nothing.")] = False
+    explain: Annotated[
+        bool, Opt("Print why each variable is set and where it comes from; start nothing.", group="Options")
+    ] = False
     preflight: Annotated[bool, Opt("Check everything that a launch needs; start and write nothing.")] = False
     json: Annotated[bool, Opt("Print one JSON document on stdout.")] = False
     output: Annotated[
         Path | None,
-        Opt(
-            "Write the job's files there; start nothing.",
-            flags=("--output", "-o"),
-            metavar="DIR",
-            group="Clusters",
-        ),
+        Opt("Write the job's files there; start nothing.", flags=("--output", "-o"), metavar="DIR", group="Clusters"),
     ] = None
-    force: Annotated[bool, Opt("Replace files that are there already.", group="Clusters")] = False
+    force: Annotated[bool, Opt("Replace files that are there already.")] = False
