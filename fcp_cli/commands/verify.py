@@ -55,6 +55,8 @@ def _document(verification: Verification) -> dict[str, Any]:
 
     document = asdict(verification)
     document["plan"] = str(verification.plan)
+    for step in document["steps"]:
+        step["micro_batches"] = step.pop("microbatches")  # JSON keys keep their first spelling
     return {"passed": verification.passed, "tolerance": TOLERANCE, **document}
 
 

@@ -73,7 +73,8 @@ def save_checkpoint(
         barrier()
         if rank == 0:
             _publish(partial, final, header)
-            _prune(folder, keep)
+            for old in checkpoints(folder)[:-keep]:
+                shutil.rmtree(old, ignore_errors=True)
         barrier()
     except OSError as error:
         raise RunError(
@@ -90,11 +91,6 @@ def _publish(partial: Path, final: Path, header: CheckpointHeader) -> None:
         os.fsync(file.fileno())
     shutil.rmtree(final, ignore_errors=True)  # the same step, saved by the run that this one was resumed from
     partial.rename(final)
-
-
-def _prune(folder: Path, keep: int) -> None:
-    for old in checkpoints(folder)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def load_checkpoint(
@@ -157,13 +153,8 @@ def _own_part(parts: Sequence[Tensor], like: Tensor) -> Tensor:
         return parts[0].clone()
     whole = torch.cat(list(parts))
     rows = -(-whole.shape[0] // like.device_mesh.size())  # of each rank, less at the end
-    return whole.narrow(0, *_range_of(like.device_mesh.get_local_rank(), rows, whole.shape[0])).clone()
-
-
-def _range_of(rank: int, rows: int, total: int) -> tuple[int, int]:
-    """Start and length of a rank's rows."""
-    start = min(rank * rows, total)
-    return start, min(rows, total - start)
+    start = like.device_mesh.get_local_rank() * rows
+    return whole[start : start + rows].clone()
 
 
 def _captured(state: TrainState) -> dict[str, Any]:

@@ -20,9 +20,9 @@ class StopRequest:
         return self._made
 
     def install(self) -> StopRequest:
-        signal.signal(signal.SIGINT, self._remember)
+        signal.signal(signal.SIGINT, self._request_stop)
         return self
 
-    def _remember(self, number: int, frame: FrameType | None) -> None:
+    def _request_stop(self, number: int, frame: FrameType | None) -> None:
         self._made = True
         signal.signal(number, signal.SIG_DFL)

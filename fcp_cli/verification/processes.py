@@ -39,19 +39,14 @@ def replay_processes(plan: Path) -> list[Replayed]:
     )
     if done.returncode:
         raise RunError(f"replaying the plan failed: {_reason(folder, done.stderr)}")
-    return [_load(_result(folder, rank)) for rank in range(num_ranks)]
+    # Pickle is safe here: our own processes have just written these files into our own temporary folder.
+    return [pickle.loads(_result(folder, rank).read_bytes()) for rank in range(num_ranks)]
 
 
 def _reason(folder: Path, stderr: str) -> str:
     for path in sorted(folder.glob("rank-*.error")):
         return path.read_text(encoding="utf-8")
     return (stderr.strip().splitlines() or ["torchrun printed nothing"])[-1]
-
-
-def _load(path: Path) -> Replayed:
-    found = pickle.loads(path.read_bytes())  # our own file, in our own temporary folder
-    assert isinstance(found, Replayed)
-    return found
 
 
 def _result(folder: Path, rank: int) -> Path:

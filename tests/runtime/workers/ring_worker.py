@@ -45,7 +45,7 @@ class Job:
 
 
 def fixed_partitions(world_size: int) -> list[list[tuple[int, ...]]]:
-    """Degrees from 1 to the world size, and rank sets that are not contiguous."""
+    """Degrees from 1 to the world size, and groups that are not contiguous."""
     partitions: list[list[tuple[int, ...]]] = [
         [(0, 3), (1, 2)],
         [(0, 2, 3), (1,)],

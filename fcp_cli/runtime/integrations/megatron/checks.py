@@ -20,7 +20,8 @@ def check_schedules(schedules: ModuleType) -> None:
         RunError: too old, or changed.
     """
     found = megatron_version()
-    if _numbers(found) < _OLDEST:
+    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:3] if part.isdigit())
+    if numbers < _OLDEST:
         raise RunError(f"megatron-core {found} cannot follow a plan; {_advice()}")
     require(schedules, "get_forward_backward_func", ())
     wanted = ("forward_step_func", "data_iterator", "model", "num_microbatches", "micro_batch_size", "forward_only")
@@ -76,10 +77,6 @@ def megatron_version() -> str:
     from megatron.core import package_info
 
     return str(package_info.__version__)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
 
 
 def _advice() -> str:

@@ -148,7 +148,7 @@ def load_shard(
     layout = shard_layout(padded, row.degree)
     positions = torch.from_numpy(layout.position_ids(member))
     index = torch.from_numpy(layout.index(member)) if row.degree > 1 else None
-    padding = _padding(len(positions), multiple)
+    padding = max(-(-len(positions) // multiple), 1) * multiple - len(positions)
     items = [_item(samples, at, length) for at, length in zip(row.sequences, row.lengths, strict=True)]
     ends = [most - length for most, length in zip(padded, row.lengths, strict=True)]
     if not items:
@@ -178,10 +178,6 @@ def load_shard(
 def _ended(tensor: Tensor, end: int) -> Tensor:
     """Add zeros at the end of a tensor. Most need none, and torch is slow to add none."""
     return pad(tensor, (0, end)) if end else tensor
-
-
-def _padding(tokens: int, multiple: int) -> int:
-    return max(-(-tokens // multiple), 1) * multiple - tokens
 
 
 def _item(samples: Samples, at: int, length: int) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """Transformer Engine's own ring attention under a plan.
 
-It takes its ring from a process group, so every rank set of the plan gets one: made once, on all processes, in one
+It takes its ring from a process group, so every group of the plan gets one: made once, on all processes, in one
 order. It cuts sequences into equal chunks, so they are padded to a multiple of 2 x degree. The group is given with each
 call and taken away after it; backward and recomputation keep what the call was given.
 """
@@ -41,8 +41,8 @@ class Rings:
     """The process groups of a plan, as one process sees them.
 
     Attributes:
-        groups: of the rank sets that it is in, by their processes.
-        count: of the plan's rank sets of degree > 1.
+        groups: those that it is in, by their processes.
+        count: of the plan's groups of degree > 1.
         device: of the process.
     """
 
@@ -105,19 +105,19 @@ def make_rings(model: nn.Module, plan: Path, peers: Sequence[int], device: torch
     Raises:
         RunError: a process is in more groups than its device has memory for.
     """
-    rank_sets = _rank_sets(plan)
-    _check_memory(plan, sum(peers.index(dist.get_rank()) in ranks for ranks in rank_sets), device)
+    planned = _ring_groups(plan)
+    _check_memory(plan, sum(peers.index(dist.get_rank()) in ranks for ranks in planned), device)
     for core in _cores(model):
         core.cp_comm_type = _PEER_TO_PEER
         if type(core).cp_stream is None:  # Megatron makes it only for a static group
             type(core).cp_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     groups = {}
-    for members in _members(rank_sets, peers):
+    for members in _members(planned, peers):
         group = dist.new_group(list(members))
         if dist.get_rank() in members and group is not None:
             ProcessTransport(group, device).warm_up(device)
             groups[members] = group
-    return Rings(groups=groups, count=len(rank_sets), device=device)
+    return Rings(groups=groups, count=len(planned), device=device)
 
 
 def most_groups(device: torch.device) -> int:
@@ -159,14 +159,14 @@ def _cores(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if type(module).__name__ == _CORE]
 
 
-def _rank_sets(plan: Path) -> list[tuple[int, ...]]:
+def _ring_groups(plan: Path) -> list[tuple[int, ...]]:
     """Return the groups of degree > 1, in one order for all processes."""
     rows = (row for step in PlanReader(plan).steps() for row in step.microbatches())
     return sorted({row.ranks for row in rows if row.degree > 1}, key=lambda ranks: (len(ranks), ranks))
 
 
-def _members(rank_sets: Iterable[tuple[int, ...]], peers: Sequence[int]) -> list[tuple[int, ...]]:
+def _members(planned: Iterable[tuple[int, ...]], peers: Sequence[int]) -> list[tuple[int, ...]]:
     """Return the processes of each group: a rank of the plan may be several, each with its own part of the model."""
     columns: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(columns, tuple(peers))
-    return [tuple(column[rank] for rank in ranks) for ranks in rank_sets for column in sorted(set(columns))]
+    return [tuple(column[rank] for rank in ranks) for ranks in planned for column in sorted(set(columns))]

@@ -85,7 +85,10 @@ def _core_attention(
         return original(query, key, value, attention_mask, *args, **kwargs)
     ring = sequences.ring
     ring.attention_calls += 1
-    packed = _local_sequences(_local_lengths(ring) or (query.shape[0],), query.device)
+    local_lengths = tuple(
+        (ring.layout.fronts(ring.index) + ring.layout.backs(ring.index)).tolist()
+    )  # () on an idle rank
+    packed = _local_sequences(local_lengths or (query.shape[0],), query.device)
     shards = [tensor.squeeze(1) for tensor in (query, key, value)]
     with placed(Placement(ranks=ring.ranks, index=ring.index, group=group)):
         _check_placement(ring)
@@ -105,11 +108,6 @@ def plain_attention(scale: float, query: Tensor, key: Tensor, value: Tensor, *_:
     scores = (q @ k.transpose(1, 2) * scale).masked_fill(future, float("-inf"))
     out: Tensor = (scores.softmax(-1) @ v).to(query.dtype).transpose(0, 1)
     return out.reshape(query.shape[0], 1, -1)
-
-
-def _local_lengths(ring: Ring) -> tuple[int, ...]:
-    """Return how many tokens of each sequence this member holds; none on an idle rank."""
-    return tuple((ring.layout.fronts(ring.index) + ring.layout.backs(ring.index)).tolist())
 
 
 @lru_cache(maxsize=CACHED_LAYOUTS)

@@ -90,7 +90,11 @@ class MindSpeedStack:
         if not reports or not all(isinstance(report, dict) for report in reports):
             return reports
         columns = {key: [report[key] for report in reports] for key in reports[0]}
-        pairs = {key: _summed(values) for key, values in columns.items() if _is_pair(values[0])}
+        pairs = {
+            key: torch.stack([_pair(value) for value in values]).sum(0)
+            for key, values in columns.items()
+            if _is_pair(values[0])
+        }
         if pairs:
             totals = torch.stack(list(pairs.values()))
             dist.all_reduce(totals, group=self._all)
@@ -102,10 +106,6 @@ class MindSpeedStack:
 def _is_pair(value: Any) -> bool:
     """Return whether a report is a sum of losses and a number of tokens, as Megatron's training loop takes them."""
     return len(value) == 2 if isinstance(value, (tuple, list)) else isinstance(value, Tensor) and value.numel() == 2
-
-
-def _summed(values: list[Any]) -> Tensor:
-    return torch.stack([_pair(value) for value in values]).sum(0)
 
 
 def _pair(value: Any) -> Tensor:

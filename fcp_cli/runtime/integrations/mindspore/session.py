@@ -148,7 +148,8 @@ class Step(FollowedStep):
     def __iter__(self) -> Iterator[MicroBatch]:
         self._begin()
         for row in self._rows:
-            ring = _ring(row, self._ranks)
+            layout, index = shard_layout(row.lengths, row.degree), row.ranks.index(self._ranks.rank)
+            ring = Ring(layout=layout, index=index, ranks=row.ranks, world=self._ranks)
             yield MicroBatch(row, ring, self._fetch, step_tokens=self.tokens)
             self._require_attention(row, ring, _NO_ATTENTION)
             self._num_run += 1
@@ -173,11 +174,6 @@ class Step(FollowedStep):
             raise RunError(f"step {self.index} has no gradients; call step.add(loss, grads) for every micro-batch")
         loss = self._ranks.sum(self._loss.reshape(1))
         return float(loss.asnumpy()[0]), tuple(self._ranks.sum(grad) for grad in self._grads)
-
-
-def _ring(row: PlannedMicroBatch, ranks: Ranks) -> Ring:
-    layout = shard_layout(row.lengths, row.degree)
-    return Ring(layout=layout, index=row.ranks.index(ranks.rank), ranks=row.ranks, world=ranks)
 
 
 def _shard(row: PlannedMicroBatch, ring: Ring, fetch: Fetch) -> tuple[IntArray, IntArray, IntArray]:
