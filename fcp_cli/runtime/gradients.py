@@ -8,7 +8,7 @@ FSDP2 also gathers weights: before each layer where ranks run waves, else once, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,26 +18,23 @@ from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.runtime.world import World
 
-_BUCKET_BYTES = 32 << 20
+_BUCKET_BYTES = 32 << 20  # large enough to fill a link, small enough for a flat copy beside the gradients
 
 
-class GradientSync(Protocol):
-    """A way to sum the gradients of one kind of model."""
+class GradientSync:
+    """A way to sum the gradients of one kind of model over all ranks. This one leaves the sum to the script."""
 
-    loss_factor: float
-    """What the loss is multiplied with so that reduced gradients are sums over ranks."""
+    loss_factor = 1.0
+    """Factor on the loss that makes reduced gradients sums over ranks."""
 
     def before_microbatch(self, *, is_last: bool) -> None:
         """Prepare the model for one micro-batch; called before the forward of each."""
-        ...
 
     def reduce(self) -> None:
         """Make gradients sums over all ranks; called after the backward of the step's last micro-batch."""
-        ...
 
     def restore(self) -> None:
         """Leave the model as it was found; called when the step is over, finished or given up."""
-        ...
 
 
 def gradient_sync(model: nn.Module | None, world: World, sync: Sync) -> GradientSync:
@@ -47,7 +44,7 @@ def gradient_sync(model: nn.Module | None, world: World, sync: Sync) -> Gradient
         RunError: the model is wrapped by something that cannot follow this plan.
     """
     if model is None:
-        return NoSync()
+        return GradientSync()
     model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
     if isinstance(model, DistributedDataParallel):
         return DdpSync(model, world)
@@ -62,23 +59,12 @@ def gradient_sync(model: nn.Module | None, world: World, sync: Sync) -> Gradient
     return PlainSync(model, world)
 
 
-class NoSync:
-    """No sum at all: the session was given no model, so the script sums the gradients over all ranks itself."""
+class DdpSync(GradientSync):
+    """DistributedDataParallel, which reduces inside the last backward.
 
-    loss_factor = 1.0
-
-    def before_microbatch(self, *, is_last: bool) -> None:
-        pass
-
-    def reduce(self) -> None:
-        pass
-
-    def restore(self) -> None:
-        pass
-
-
-class DdpSync:
-    """DistributedDataParallel: the effect of its `no_sync` on all but the last micro-batch."""
+    It gets the effect of its `no_sync` on all micro-batches but the last. The context manager itself will not do: the
+    training loop runs between two of our calls, and may be left at any point.
+    """
 
     def __init__(self, model: DistributedDataParallel, world: World) -> None:
         self.loss_factor = float(world.size)
@@ -87,15 +73,15 @@ class DdpSync:
     def before_microbatch(self, *, is_last: bool) -> None:
         self._model.require_backward_grad_sync = is_last
 
-    def reduce(self) -> None:
-        pass  # done by the last backward
-
     def restore(self) -> None:
         self._model.require_backward_grad_sync = True
 
 
-class FsdpWaveSync:
-    """FSDP2 (`fully_shard`) under `sync: microbatch`: ranks gather each layer together, micro-batch by micro-batch."""
+class FsdpWaveSync(GradientSync):
+    """FSDP2 (`fully_shard`) under `sync: microbatch`: ranks gather each layer together, micro-batch by micro-batch.
+
+    Gradients are reduced inside the last backward.
+    """
 
     def __init__(self, model: nn.Module, world: World) -> None:
         _check_covers(model, world)
@@ -105,9 +91,6 @@ class FsdpWaveSync:
     def before_microbatch(self, *, is_last: bool) -> None:
         self._set(is_last)
 
-    def reduce(self) -> None:
-        pass  # done by the last backward
-
     def restore(self) -> None:
         self._set(True)
 
@@ -116,7 +99,7 @@ class FsdpWaveSync:
         self._model.set_is_last_backward(reduces)
 
 
-class FsdpStepSync:
+class FsdpStepSync(GradientSync):
     """FSDP2 under `sync: iteration`: weights are gathered once a step and kept, gradients reduced once at its end.
 
     Between the two no collective runs, so ranks may run different numbers of micro-batches: ZeRO-2, whose gradients
@@ -159,14 +142,12 @@ class FsdpStepSync:
         self._model.set_is_last_backward(ends)
 
 
-class PlainSync:
+class PlainSync(GradientSync):
     """A model that nothing wraps: starts from rank 0's weights, and its gradients are summed in flat buckets.
 
     A parameter that got a gradient on some ranks only counts as zero on the others; one that got none anywhere keeps
     none, so that optimizers skip it as they do in one process.
     """
-
-    loss_factor = 1.0
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self._world = world
@@ -175,16 +156,10 @@ class PlainSync:
             for tensor in (*model.parameters(), *model.buffers()):
                 world.broadcast(tensor.data)
 
-    def before_microbatch(self, *, is_last: bool) -> None:
-        pass
-
     @torch.no_grad()
     def reduce(self) -> None:
         for bucket in _buckets(self._model):
             self._reduce(bucket)
-
-    def restore(self) -> None:
-        pass
 
     def _reduce(self, parameters: list[nn.Parameter]) -> None:
         """All-reduce one bucket: the gradients, then one flag each for whether any rank has it."""
