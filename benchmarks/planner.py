@@ -274,6 +274,7 @@ def _random_batches(seed: int, sync: Sync) -> GlobalBatches:
 def stream(options: argparse.Namespace) -> None:
     """A plan of many sequences from manifest to file: wall time, memory, size."""
     from fcp_cli.planning.run import make_plan
+    from fcp_cli.planning.settings import PlanInputs
 
     with tempfile.TemporaryDirectory() as folder:
         manifest, target = Path(folder) / "lengths.parquet", Path(folder) / "plan.parquet"
@@ -282,9 +283,11 @@ def stream(options: argparse.Namespace) -> None:
         started = time.perf_counter()
         result = make_plan(
             target,
-            table=real_table(manifest),
-            problem=problem_of(options.sync, ranks=64, per_node=8, budget=options.budget),
-            settings=BatchSettings(global_batch_size=512),
+            PlanInputs(
+                table=real_table(manifest),
+                problem=problem_of(options.sync, ranks=64, per_node=8, budget=options.budget),
+                settings=BatchSettings(global_batch_size=512),
+            ),
             solver_name=options.solver,
             workers=options.workers,
         )

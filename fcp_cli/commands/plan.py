@@ -165,15 +165,12 @@ def _make_with_progress(inputs: PlanInputs, options: PlanOptions, output: Path) 
 
         result = make_plan(
             output,
-            table=inputs.table,
-            problem=inputs.problem,
-            settings=inputs.settings,
+            inputs,
             solver_name=options.solver,
             max_groups=options.max_groups,
             workers=options.workers,
             resume=options.resume,
             on_step=on_step,
-            remaining=inputs.remaining,
         )
     return result, sample
 

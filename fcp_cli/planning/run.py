@@ -15,11 +15,11 @@ from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.summary import PlanSummary
 from fcp_cli.plan.writer import plan_writer
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.continuation import RemainingSteps, batches_to_plan
+from fcp_cli.planning.batches import GlobalBatches
 from fcp_cli.planning.journal import Journal
 from fcp_cli.planning.parallel import default_workers, plan_step, plan_steps
-from fcp_cli.planning.problem import Problem, Solver
+from fcp_cli.planning.problem import Solver
+from fcp_cli.planning.settings import PlanInputs
 from fcp_cli.planning.solvers import make_solver
 
 __all__ = ["PlanResult", "make_plan", "plan_metadata", "plan_step", "plan_steps"]
@@ -47,16 +47,13 @@ class PlanResult:
 
 def make_plan(
     path: Path,
+    inputs: PlanInputs,
     *,
-    table: LengthTable,
-    problem: Problem,
-    settings: BatchSettings,
     solver_name: str,
     max_groups: int | None = None,
     on_step: OnStep | None = None,
     workers: int | None = None,
     resume: bool = False,
-    remaining: RemainingSteps | None = None,
 ) -> PlanResult:
     """Plan every step and write the plan; a plan that stood at `path` is replaced only when the new one is whole.
 
@@ -64,14 +61,12 @@ def make_plan(
 
     Args:
         path: the plan file.
-        table: the manifest.
-        problem, settings: what to plan for.
+        inputs: the manifest, what to plan for, and the global batches.
         solver_name: one of `solvers.solver_names()`.
         max_groups: most rank sets of degree > 1 over the whole plan; None: no limit.
         on_step: called after each planned step, for progress.
         workers: processes that plan; None: as many as pay. The plan does not depend on it.
         resume: go on from the journal of an interrupted run with the same inputs; the plan is the same.
-        remaining: the steps that a trained run has left, to plan those alone.
 
     Raises:
         OverlongError, ManifestError, UsageError: the input is at fault; nothing was written.
@@ -79,11 +74,11 @@ def make_plan(
         Interrupted: Ctrl-C; no plan was written, and the message says what was kept.
     """
     started = time.perf_counter()
-    batches = batches_to_plan(table, problem, settings, remaining)
+    batches = inputs.batches()
     solver = make_solver(solver_name, batches, max_groups=max_groups)
-    metadata = plan_metadata(table, batches, solver)
+    metadata = plan_metadata(inputs.table, batches, solver)
     journal = Journal(path, metadata) if resume or len(batches) >= _JOURNAL_FROM_STEPS else None
-    summary = PlanSummary(num_ranks=problem.num_ranks, padding_multiple=problem.padding_multiple)
+    summary = PlanSummary(num_ranks=inputs.problem.num_ranks, padding_multiple=inputs.problem.padding_multiple)
     try:
         with plan_writer(path, metadata) as writer:
             for step in _journalled_steps(batches, solver, workers or default_workers(len(batches)), journal, resume):

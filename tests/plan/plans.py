@@ -17,6 +17,7 @@ from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.schema import SCHEMA
 from fcp_cli.planning.batches import BatchSettings
 from fcp_cli.planning.run import make_plan
+from fcp_cli.planning.settings import PlanInputs
 from tests.planning.examples import example_problem, long_tail
 
 Columns = dict[str, list[Any]]
@@ -26,9 +27,11 @@ def small_plan(path: Path, sync: Sync = "iteration", *, table: LengthTable | Non
     """Two epochs of 63 sequences in batches of 20 on 16 ranks, unless told otherwise."""
     make_plan(
         path,
-        table=table if table is not None else long_tail(60),
-        problem=example_problem(sync, tokens_per_rank=8192),
-        settings=BatchSettings(**{"global_batch_size": 20, "epochs": 2, **settings}),
+        PlanInputs(
+            table=table if table is not None else long_tail(60),
+            problem=example_problem(sync, tokens_per_rank=8192),
+            settings=BatchSettings(**{"global_batch_size": 20, "epochs": 2, **settings}),
+        ),
         solver_name="fcp-paper",
     )
     return path

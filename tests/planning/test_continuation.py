@@ -16,6 +16,7 @@ from fcp_cli.plan.metadata import pack_rows, unpack_rows
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.planning.continuation import remaining_steps, settings_of
 from fcp_cli.planning.run import make_plan
+from fcp_cli.planning.settings import PlanInputs
 from tests.plan.plans import rewritten, small_plan
 from tests.planning.examples import example_problem, long_tail
 
@@ -30,11 +31,13 @@ def continued(
     path = plan.with_name(f"{plan.stem}-from-{first_step}.parquet")
     make_plan(
         path,
-        table=table,
-        problem=example_problem(reader.metadata.sync, num_ranks=num_ranks, tokens_per_rank=tokens_per_rank),
-        settings=settings_of(reader.metadata),
+        PlanInputs(
+            table=table,
+            problem=example_problem(reader.metadata.sync, num_ranks=num_ranks, tokens_per_rank=tokens_per_rank),
+            settings=settings_of(reader.metadata),
+            remaining=remaining_steps(reader, first_step),
+        ),
         solver_name="fcp-paper",
-        remaining=remaining_steps(reader, first_step),
     )
     return path
 

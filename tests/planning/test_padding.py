@@ -21,6 +21,7 @@ from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.continuation import remaining_steps, settings_of
 from fcp_cli.planning.problem import Problem, problem_of
 from fcp_cli.planning.run import make_plan, plan_step
+from fcp_cli.planning.settings import PlanInputs
 from fcp_cli.planning.solvers import make_solver, solver_names
 from tests.plan.plans import rewritten
 from tests.planning.examples import example_problem, long_tail, table_of
@@ -110,11 +111,13 @@ def test_a_limit_on_groups_counts_padding(sync: Sync) -> None:
 def padded_plan(path: Path, *, num_ranks: int = 16, **continued: Any) -> Path:
     make_plan(
         path,
-        table=TABLE,
-        problem=padded_problem("iteration", num_ranks=num_ranks, ranks_per_node=4, budget=8192, multiple=4),
-        settings=BatchSettings(global_batch_size=20, epochs=2),
+        PlanInputs(
+            table=TABLE,
+            problem=padded_problem("iteration", num_ranks=num_ranks, ranks_per_node=4, budget=8192, multiple=4),
+            settings=BatchSettings(global_batch_size=20, epochs=2),
+            **continued,
+        ),
         solver_name="static",
-        **continued,
     )
     return path
 

@@ -15,6 +15,7 @@ from fcp_cli.planning import journal, run
 from fcp_cli.planning.batches import BatchSettings
 from fcp_cli.planning.problem import Batch, Problem, Solver
 from fcp_cli.planning.run import PlanResult, make_plan
+from fcp_cli.planning.settings import PlanInputs
 from tests.planning.examples import example_problem
 
 
@@ -30,9 +31,11 @@ def make(
 
     return make_plan(
         path,
-        table=LengthTable(name="lengths", length_tokens=drawn),
-        problem=example_problem(num_ranks=8, tokens_per_rank=8192),
-        settings=BatchSettings(global_batch_size=32, seed=seed),
+        PlanInputs(
+            table=LengthTable(name="lengths", length_tokens=drawn),
+            problem=example_problem(num_ranks=8, tokens_per_rank=8192),
+            settings=BatchSettings(global_batch_size=32, seed=seed),
+        ),
         solver_name="fcp",
         on_step=on_step,
         workers=workers,

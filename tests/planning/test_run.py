@@ -10,6 +10,7 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning import run
 from fcp_cli.planning.batches import BatchSettings
 from fcp_cli.planning.run import make_plan
+from fcp_cli.planning.settings import PlanInputs
 from tests.planning.examples import example_problem, long_tail
 
 SETTINGS = BatchSettings(global_batch_size=40, seed=3, epochs=2)
@@ -19,9 +20,7 @@ def test_summary_and_metadata_are_those_of_the_file(tmp_path: Path) -> None:
     seen: list[int] = []
     result = make_plan(
         tmp_path / "plan.parquet",
-        table=long_tail(),
-        problem=example_problem(),
-        settings=SETTINGS,
+        PlanInputs(table=long_tail(), problem=example_problem(), settings=SETTINGS),
         solver_name="static",
         on_step=lambda step: seen.append(step.step),
     )
@@ -39,9 +38,7 @@ def test_summary_and_metadata_are_those_of_the_file(tmp_path: Path) -> None:
 def test_the_solver_and_its_options_are_recorded(tmp_path: Path) -> None:
     make_plan(
         tmp_path / "plan.parquet",
-        table=long_tail(),
-        problem=example_problem(),
-        settings=SETTINGS,
+        PlanInputs(table=long_tail(), problem=example_problem(), settings=SETTINGS),
         solver_name="static",
     )
     metadata = PlanReader(tmp_path / "plan.parquet").metadata
@@ -61,9 +58,7 @@ def test_an_interruption_before_anything_was_kept_leaves_nothing(
     with pytest.raises(Interrupted, match=r"interrupted after step 1 of 12; no plan was written$"):
         make_plan(
             tmp_path / "plan.parquet",
-            table=long_tail(),
-            problem=example_problem(),
-            settings=SETTINGS,
+            PlanInputs(table=long_tail(), problem=example_problem(), settings=SETTINGS),
             solver_name="static",
             on_step=interrupt,
         )
@@ -74,9 +69,7 @@ def test_an_unknown_solver_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no solver 'magic'"):
         make_plan(
             tmp_path / "plan.parquet",
-            table=long_tail(),
-            problem=example_problem(),
-            settings=SETTINGS,
+            PlanInputs(table=long_tail(), problem=example_problem(), settings=SETTINGS),
             solver_name="magic",
         )
     assert list(tmp_path.iterdir()) == []

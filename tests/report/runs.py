@@ -11,6 +11,7 @@ from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.batches import BatchSettings
 from fcp_cli.planning.run import make_plan
+from fcp_cli.planning.settings import PlanInputs
 from fcp_cli.runs.metrics import FORMAT, MicroBatchTiming, StepMeasurement
 from tests.planning.examples import example_problem, long_tail
 
@@ -21,9 +22,11 @@ def make_example_plan(path: Path, *, sync: Sync = "iteration", seed: int = 0, nu
     """Four steps over eight ranks on two nodes."""
     result = make_plan(
         path,
-        table=long_tail(),
-        problem=example_problem(sync, num_ranks=num_ranks),
-        settings=BatchSettings(global_batch_size=60, seed=seed),
+        PlanInputs(
+            table=long_tail(),
+            problem=example_problem(sync, num_ranks=num_ranks),
+            settings=BatchSettings(global_batch_size=60, seed=seed),
+        ),
         solver_name="fcp",
         workers=1,
     )

@@ -1,4 +1,4 @@
-"""Tightened lower bounds, compiled. Each is proven in the docstring of its function.
+"""Lower bounds that know of rings and waves, each proven in the docstring of its function.
 
 Notation: N ranks of budget E tokens; sequence s has attention seconds a, linear seconds l and t tokens on one rank,
 work w = a + l; a group of degree d moves c_d seconds of ring traffic per token and hop, c_d that of the network inside
@@ -25,19 +25,20 @@ _MARGIN = 1e-9  # relative; keeps rounding on the safe side
 
 @inlined
 def _alone(i: int, degree: int, sequences: Sequences, machine: Machine) -> float:
+    """Return T(s, d) of sequence i: its seconds alone on a group of this degree, placed at best."""
     crosses = degree > machine.ranks_per_node or machine.inter < machine.intra
     return pack_seconds(sequences.attention[i], sequences.linear[i], sequences.tokens[i], degree, crosses, machine)
 
 
 @kernel
 def _traffic(degree: int, machine: Machine) -> float:
-    """Rank-seconds of ring traffic per token on a group of this degree."""
+    """Return the rank-seconds of ring traffic per token on a group of this degree."""
     return (machine.inter if degree > machine.ranks_per_node else min(machine.intra, machine.inter)) * (degree - 1)
 
 
 @kernel
 def _least_area(i: int, makespan: float, outlasting: float, sequences: Sequences, machine: Machine) -> float:
-    """Least rank-seconds (beside microbatch_seconds) of sequence i if its micro-batch must end within makespan.
+    """Return the least rank-seconds, beside beta, of sequence i if its micro-batch must end within makespan.
 
     Where (1 - e) c_d (d - 1) >= outlasting = max over sequences of a / t, what may hide of the ring outlasts attention
     in every pack of degree d: the pack takes d ranks at least sum (l + c_d (d - 1) t) >= sum w. Elsewhere it takes at
@@ -62,7 +63,7 @@ def _least_area(i: int, makespan: float, outlasting: float, sequences: Sequences
 
 @kernel
 def _microbatches(makespan: float, tokens: float, linear_per_token: float, machine: Machine) -> float:
-    """Least mean number of micro-batches per rank that hold `tokens` tokens per rank; infinite where none can.
+    """Return the least mean number of micro-batches per rank that hold so many tokens per rank; infinite if none can.
 
     A rank that runs m micro-batches holds at most m E tokens in them, and, since it works on them for at most
     makespan - m beta seconds, at most (makespan - m beta) / min(l / t). The ranks' mean (m, tokens) lies in the convex
@@ -83,7 +84,7 @@ def _microbatches(makespan: float, tokens: float, linear_per_token: float, machi
 
 @kernel
 def area_bound(simple: float, waves: bool, sequences: Sequences, machine: Machine) -> float:
-    """The makespan below which not even the areas of all micro-batches fit into N ranks.
+    """Return the makespan below which not even the areas of all micro-batches fit into N ranks.
 
     If a schedule of makespan T exists, every micro-batch ends within T, so each sequence takes its least area for T
     (`_least_area`, a function that falls with T), and on top each rank pays beta for each of its micro-batches: on the
@@ -120,7 +121,7 @@ def area_bound(simple: float, waves: bool, sequences: Sequences, machine: Machin
 
 @kernel
 def _densest(tokens: float, skipped: int, by_density: Int64Array, sequences: Sequences) -> float:
-    """Most work that so many tokens can hold, sequences taken in fractions, without one of them."""
+    """Return the most work that so many tokens can hold, sequences taken in fractions, without one of them."""
     work = 0.0
     for i in by_density:
         if i == skipped:
@@ -143,7 +144,7 @@ def _wave_of(
     sequences: Sequences,
     machine: Machine,
 ) -> float:
-    """Least makespan under waves, seen from the wave that runs sequence j, over all degrees d that j may have.
+    """Return the least makespan under waves, seen from the wave that runs j, over all degrees d that j may have.
 
     Let the wave last tau = T(j, d) + delta. Beside j it does at most Y + X work. Y, on the N - d other ranks, is at
     most (N - d)(tau - beta), and at most the densest (N - d) E tokens without j. X, more sequences in j's own pack, is
@@ -188,7 +189,7 @@ def _wave_of(
 
 @kernel
 def wave_bound(sequences: Sequences, machine: Machine) -> float:
-    """The largest of `_wave_of` over the sequences with the most work."""
+    """Return the largest of `_wave_of` over the sequences with the most work."""
     n = len(sequences.work)
     total, tokens = total_of(sequences.work), sequences.tokens.sum()
     capacity = machine.num_ranks * machine.tokens_per_rank
@@ -230,6 +231,7 @@ class Crowd(NamedTuple):
 
 @kernel
 def _make_crowd(count: int, by_density: Int64Array, thin: float, sequences: Sequences) -> Any:
+    """Make a crowd of the `count` sequences with the most work; the others are len(by_density) - count >= 0."""
     others = len(by_density) - count
     held_tokens, held_work = np.zeros(others + 1), np.zeros(others + 1)
     k = 0
@@ -254,7 +256,7 @@ def _make_crowd(count: int, by_density: Int64Array, thin: float, sequences: Sequ
 
 @kernel
 def _least_member(degree: int, crowd: Crowd, machine: Machine) -> float:
-    """Least seconds of a pack on `degree` ranks that holds one of the crowd, or more; infinite over the budget."""
+    """Return the least seconds of a pack of this degree with one of the crowd, or more; infinite over the budget."""
     if degree * machine.tokens_per_rank < crowd.least_tokens:
         return np.inf
     crosses = degree > machine.ranks_per_node or machine.inter < machine.intra
@@ -263,7 +265,7 @@ def _least_member(degree: int, crowd: Crowd, machine: Machine) -> float:
 
 @kernel
 def _most_done(makespan: float, crowd: Crowd, machine: Machine) -> float:
-    """Most work of a wave that holds the whole crowd and ends by `makespan`; -1 where none can.
+    """Return the most work of a wave that holds the whole crowd and ends by `makespan`; -1 where none can.
 
     A pack of degree d ends in time only with at most t(d) = min(d E, d (makespan - beta - hops) / (thin + c_d (d - 1)))
     tokens, since its linear seconds and its ring's follow each other. With some of the crowd in it, M, it does at most
@@ -305,7 +307,7 @@ def _most_done(makespan: float, crowd: Crowd, machine: Machine) -> float:
 
 @inlined
 def _most_tokens(degree: int, makespan: float, thin: float, machine: Machine) -> float:
-    """See `_most_done`: the tokens that a pack of this degree can hold and end in time."""
+    """Return t(d) of `_most_done`: the tokens that a pack of this degree can hold and end in time."""
     most = float(degree * machine.tokens_per_rank)
     per_token = thin + _traffic(degree, machine)
     if per_token > 0.0:
@@ -316,7 +318,7 @@ def _most_tokens(degree: int, makespan: float, thin: float, machine: Machine) ->
 
 @kernel
 def crowd_bound(at_least: float, sequences: Sequences, machine: Machine) -> float:
-    """The least makespan under waves, seen from the sequences with most work; `at_least` where that is no better.
+    """Return the least makespan under waves, seen from the sequences with most work; `at_least` if that is no better.
 
     Take the `count` sequences with the most work. Either two waves hold some of them: these last at least as long as
     the longest sequence and as the least of them. Or one wave holds them all: it lasts tau, at least as long as the

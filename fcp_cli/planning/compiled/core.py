@@ -1,4 +1,9 @@
-"""What both searches share, compiled: the cost of a pack, and a tree that finds the first bin with room."""
+"""What both searches share: sequences and ranks as arrays, the price of a pack, a tree that finds the first with room.
+
+The price repeats the formulas of `cost.model` and `planning.work`, which work on whole arrays, for one pack in an inner
+loop. A test holds the two equal to the last bit, but for one thing: bytes are divided by the bandwidth once for all
+(`Machine.intra`, `Machine.inter`) instead of in every evaluation, which may round the ring's seconds otherwise.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ NONE = -1
 
 
 class Sequences(NamedTuple):
-    """A global batch, mostly by falling work. All arrays are [sequences]; what they hold is that of a single rank."""
+    """A global batch, by falling work if nothing else is said. All arrays are [sequences], for a single rank each."""
 
     attention: FloatArray
     linear: FloatArray
@@ -26,14 +31,14 @@ class Machine(NamedTuple):
 
     Attributes:
         num_ranks, ranks_per_node: ranks r with equal r // ranks_per_node share a node; the last node may be smaller.
-        budget: tokens that a rank may hold in one micro-batch.
+        tokens_per_rank: tokens that a rank may hold in one micro-batch.
         beta: seconds of a micro-batch beside its work.
         intra, inter: seconds in which the ring moves one token, inside a node and across nodes.
         hop: seconds of a ring hop beside its bytes.
         exposed: share of a ring's seconds that no attention hides.
         padding: what a rank's share of a sequence is padded to a multiple of, in tokens; 0: of nothing.
         padding_seconds: of one token of padding, beside attention.
-        group_first, group_ranks: the rank sets that rings may use, back to back, widest first; none: any.
+        group_first, group_ranks: the groups that rings may use, back to back, widest first; none: any.
         allowed: [num_ranks + 1] 1 for each degree that a group may have.
     """
 
@@ -53,7 +58,10 @@ class Machine(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """A heap-shaped tree of maxima over bins: free seconds, and free tokens. Leaf b is node len // 2 + b."""
+    """A heap-shaped tree of maxima over bins: free seconds, and free tokens. Leaf b is node len // 2 + b.
+
+    It has a power of two of leaves, at least as many as bins; those beyond have no room, so that none is ever found.
+    """
 
     seconds: FloatArray
     tokens: Int64Array
@@ -61,14 +69,14 @@ class Tree(NamedTuple):
 
 @inlined
 def ring_seconds(tokens: int, degree: int, crosses: bool, machine: Machine) -> float:
-    """Seconds of a pack's ring, hidden or not; the same formula as `cost.model.ring_seconds`."""
+    """Return the seconds of a pack's ring, hidden or not: `cost.model.ring_seconds`."""
     per_token = machine.inter if crosses else machine.intra
     return per_token * tokens * (degree - 1) / degree + machine.hop * (degree - 1)
 
 
 @inlined
 def padded_for(attention: float, linear: float, tokens: int, degree: int, machine: Machine) -> Any:
-    """What a sequence is on a group of this degree, with its padding; the same as `work.work_on`.
+    """Return attention, linear seconds and tokens of a sequence padded for this degree: `planning.work.work_on`.
 
     A group has whole multiples of `padding` x degree tokens left: what fits without more padding, fits with it.
     """
@@ -82,7 +90,7 @@ def padded_for(attention: float, linear: float, tokens: int, degree: int, machin
 
 @inlined
 def pack_seconds(attention: float, linear: float, tokens: int, degree: int, crosses: bool, machine: Machine) -> float:
-    """Predicted seconds of a pack; the same formula as `cost.model.group_seconds`."""
+    """Return the predicted seconds of a pack: `cost.model.group_seconds`."""
     if degree == 1:
         return machine.beta + linear + attention
     ring = ring_seconds(tokens, degree, crosses, machine)
@@ -92,14 +100,14 @@ def pack_seconds(attention: float, linear: float, tokens: int, degree: int, cros
 
 @inlined
 def alone_seconds(attention: float, linear: float, tokens: int, degree: int, crosses: bool, machine: Machine) -> float:
-    """Predicted seconds of one sequence alone on a group, with its padding."""
+    """Return the predicted seconds of one sequence alone on a group, with its padding."""
     padded = padded_for(attention, linear, tokens, degree, machine)
     return pack_seconds(padded[0], padded[1], padded[2], degree, crosses, machine)
 
 
 @kernel
 def total_of(values: FloatArray) -> float:
-    """Their sum, one by one: numpy's own adds in another order than what numba makes of it."""
+    """Add values one by one: numpy's own sum takes another order than what numba makes of it."""
     total = 0.0
     for value in values:
         total += value
@@ -121,7 +129,7 @@ def with_room_for(needed: int, values: Int64Array) -> Int64Array:
 
 @kernel
 def make_tree(bins: int) -> Any:
-    """A tree whose bins all have no room."""
+    """Make a tree whose bins all have no room."""
     size = 1
     while size < bins:
         size *= 2
@@ -130,7 +138,7 @@ def make_tree(bins: int) -> Any:
 
 @kernel
 def set_room(tree: Tree, leaf: int, seconds: float, tokens: int) -> None:
-    """Say what a bin has left."""
+    """Enter what a bin has left."""
     node = (len(tree.seconds) >> 1) + leaf
     tree.seconds[node] = seconds
     tree.tokens[node] = tokens
@@ -148,7 +156,7 @@ def set_room(tree: Tree, leaf: int, seconds: float, tokens: int) -> None:
 
 @kernel
 def first_with_room(tree: Tree, seconds: float, tokens: int, start: int) -> int:
-    """The first bin from `start` on that has both the seconds and the tokens, or NONE."""
+    """Return the first bin from `start` on that has both the seconds and the tokens, or NONE."""
     size = len(tree.seconds) >> 1
     if start >= size or tree.seconds[1] < seconds or tree.tokens[1] < tokens:
         return NONE
@@ -168,7 +176,7 @@ def first_with_room(tree: Tree, seconds: float, tokens: int, start: int) -> int:
 
 @kernel
 def roomiest(tree: Tree) -> int:
-    """The first bin with the most seconds left."""
+    """Return the first bin with the most seconds left."""
     size = len(tree.seconds) >> 1
     node = 1
     while node < size:

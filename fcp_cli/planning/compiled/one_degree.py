@@ -1,4 +1,7 @@
-"""One degree for a whole step, compiled: how `static` packs and shares out, and which of its answers is quickest."""
+"""One degree for a whole step: how `static` packs and shares out, and which of its answers is quickest.
+
+No array overflows: there are at most as many packs as sequences, and every group is one of num_ranks // degree.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,13 @@ _MARGIN = 1e-9  # relative; by so much a bound may be rounded up
 
 @kernel
 def longest_first(sequences: Sequences) -> Int64Array:
-    """[sequences] positions by falling tokens, ties by position."""
+    """Return [sequences] positions by falling tokens, ties by position."""
     return np.argsort(-sequences.tokens, kind="mergesort")
 
 
 @kernel
 def full_packs(capacity: int, by_tokens: Int64Array, sequences: Sequences) -> Any:
-    """First-fit decreasing: ([sequences] pack of each sequence, number of packs)."""
+    """Pack first-fit decreasing; return [sequences] pack of each sequence, and the number of packs."""
     pack_of = np.empty(len(by_tokens), dtype=np.int64)
     tree, count = make_tree(len(by_tokens)), 0
     leaf = len(tree.tokens) >> 1
@@ -51,13 +54,13 @@ def full_packs(capacity: int, by_tokens: Int64Array, sequences: Sequences) -> An
 
 @kernel
 def even_count(packs: int, groups: int) -> int:
-    """So many packs, and as many more as give every group the same number of them."""
+    """Return `packs`, or as many more as give every group the same number of them."""
     return -(-packs // groups) * groups
 
 
 @kernel
 def even_packs(packs: int, capacity: int, by_tokens: Int64Array, sequences: Sequences) -> Any:
-    """Longest first, each into the pack with fewest tokens: as `full_packs`, but 0 packs where one exceeds capacity."""
+    """Pack longest first, each into the pack with fewest tokens; return as `full_packs`, 0 packs if one overflows."""
     pack_of = np.empty(len(by_tokens), dtype=np.int64)
     tree = make_tree(packs)
     leaf = len(tree.seconds) >> 1
@@ -75,7 +78,7 @@ def even_packs(packs: int, capacity: int, by_tokens: Int64Array, sequences: Sequ
 
 @kernel
 def _padded_for_all(degree: int, sequences: Sequences, machine: Machine) -> Any:
-    """The sequences with the padding that groups of this degree need."""
+    """Return the sequences with the padding that groups of this degree need."""
     n = len(sequences.work)
     padded = Sequences(np.empty(n), np.empty(n), np.empty(n), np.empty(n, dtype=np.int64))
     for i in range(n):
@@ -89,7 +92,7 @@ def _padded_for_all(degree: int, sequences: Sequences, machine: Machine) -> Any:
 
 @kernel
 def share_out(degree: int, waves: bool, pack_of: Int64Array, packs: int, sequences: Sequences, machine: Machine) -> Any:
-    """Give the packs to the groups, dear ones first: under waves in turns, else each to the group that is free first.
+    """Give the packs to the groups, longest first: under waves in turns, else each to the group that is free first.
 
     Group g has the ranks from g * degree on; the sequences are padded for that degree.
 
@@ -132,7 +135,7 @@ def share_out(degree: int, waves: bool, pack_of: Int64Array, packs: int, sequenc
 
 @inlined
 def _at_least(degree: int, attention: float, linear: float, tokens: int, machine: Machine) -> float:
-    """Least seconds of so much work on groups of one degree: all busy, packs as few as the budget allows."""
+    """Return the least seconds of so much work on groups of one degree: all busy, packs as few as tokens allow."""
     traffic = (machine.inter if degree > machine.ranks_per_node else min(machine.intra, machine.inter)) * (degree - 1)
     packs = max(1.0, tokens / (degree * machine.tokens_per_rank))
     ring = traffic * tokens + machine.hop * (degree - 1) * degree * packs
@@ -142,14 +145,14 @@ def _at_least(degree: int, attention: float, linear: float, tokens: int, machine
 
 @inlined
 def _alone(i: int, degree: int, sequences: Sequences, machine: Machine) -> float:
-    """Least seconds of a pack that holds this sequence."""
+    """Return the least seconds of a pack that holds this sequence."""
     crosses = degree > machine.ranks_per_node or machine.inter < machine.intra
     return pack_seconds(sequences.attention[i], sequences.linear[i], sequences.tokens[i], degree, crosses, machine)
 
 
 @kernel
 def quickest(seconds: float, degrees: Int64Array, waves: bool, sequences: Sequences, machine: Machine) -> Any:
-    """The degree that takes fewer than these seconds and fewest of all: (seconds, degree, even packs or full ones).
+    """Return the degree that takes fewer than these seconds and fewest of all: seconds, degree, whether packs are even.
 
     Degree 0: none does. A degree is left out unseen where its work, or its longest sequence, takes as long.
     """

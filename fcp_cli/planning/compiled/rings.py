@@ -252,10 +252,13 @@ def place_rings(target: float, sequences: Sequences, machine: Machine, timeline:
     # `_earliest_nodes` chooses whole nodes, of which there are num_ranks // ranks_per_node, and at most one more.
     chosen = np.zeros(machine.num_ranks // machine.ranks_per_node + 1, dtype=np.int64)
     for g in range(rings.placed[0]):
+        most = rings.first[g] + machine.num_ranks
+        if most > len(rings.ranks):
+            rings = _with_ranks_for(most, rings)
         if len(machine.group_first) > 1:
-            degree, crosses, rings = _take_from_catalogue(g, target, sequences, machine, timeline, rings)
+            degree, crosses = _take_from_catalogue(g, target, sequences, machine, timeline, rings)
         else:
-            degree, crosses, rings = _take_any(g, target, chosen, sequences, machine, timeline, rings)
+            degree, crosses = _take_any(g, target, chosen, sequences, machine, timeline, rings)
         if degree == 0:
             return False, rings
         rings.first[g + 1] = rings.first[g] + degree
@@ -267,16 +270,15 @@ def place_rings(target: float, sequences: Sequences, machine: Machine, timeline:
 def _take_from_catalogue(
     g: int, target: float, sequences: Sequences, machine: Machine, timeline: Timeline, rings: Rings
 ) -> Any:
-    """Give ring g the ranks of a group of the catalogue: its degree, 0 if none ends by target; if it crosses; rings."""
+    """Give ring g a group of the catalogue; return its degree, 0 if none ends by target, and if it crosses nodes."""
     chosen = _from_catalogue(rings.sequence[g], target, sequences, machine, timeline)
     if chosen < 0:
-        return 0, False, rings
+        return 0, False
     first, begin = rings.first[g], machine.group_first[chosen]
     degree = machine.group_first[chosen + 1] - begin
-    rings = _with_ranks_for(first + degree, rings)
     for k in range(degree):
         rings.ranks[first + k] = machine.group_ranks[begin + k]
-    return degree, degree > machine.ranks_per_node, rings
+    return degree, degree > machine.ranks_per_node
 
 
 @kernel
@@ -289,20 +291,18 @@ def _take_any(
     timeline: Timeline,
     rings: Rings,
 ) -> Any:
-    """Give ring g the ranks that waste least: its degree, 0 if none end by target; whether it crosses nodes; rings."""
+    """Give ring g the ranks that waste least; return its degree, 0 if none end by target, and if it crosses nodes."""
     i, n, ranks_per_node = rings.sequence[g], rings.first[g], machine.ranks_per_node
     waste, degree, node, last = _inside_a_node(i, target, np.inf, sequences, machine, timeline)
     wide_degree = 0
     if machine.num_ranks > ranks_per_node:
         waste, wide_degree = _across_nodes(i, target, waste, sequences, machine, timeline, chosen)
     if waste == np.inf:
-        return 0, False, rings
+        return 0, False
     if wide_degree == 0:
-        rings = _with_ranks_for(n + degree, rings)
         for k in range(degree):
             rings.ranks[n + k] = timeline.order[node * ranks_per_node + last - degree + 1 + k]
-        return degree, False, rings
-    rings = _with_ranks_for(n + wide_degree, rings)
+        return degree, False
     _earliest_nodes(wide_degree, machine, timeline, chosen)  # the search may have ended with another degree's nodes
     whole, rest = wide_degree // ranks_per_node, wide_degree % ranks_per_node
     for k in range(whole):
@@ -311,7 +311,7 @@ def _take_any(
             n += 1
     for k in range(rest):
         rings.ranks[n + k] = timeline.order[chosen[whole] * ranks_per_node + k]
-    return wide_degree, True, rings
+    return wide_degree, True
 
 
 @kernel

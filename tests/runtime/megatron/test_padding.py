@@ -12,6 +12,7 @@ from fcp_cli.plan.padding import padding_multiple
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.planning.batches import BatchSettings
 from fcp_cli.planning.run import make_plan
+from fcp_cli.planning.settings import PlanInputs
 from fcp_cli.runtime.integrations.megatron.padding import padding_report
 from fcp_cli.runtime.integrations.megatron.samples import TOKENS, Samples, load_shard
 from tests.planning.examples import example_problem, table_of
@@ -26,14 +27,16 @@ def planned(path: Path, *, padded_for: int | None, sync: Sync = "iteration") -> 
     """A plan on four ranks that counts the padding for so many tensor-parallel devices, or none."""
     make_plan(
         path,
-        table=table_of(LENGTHS),
-        problem=example_problem(
-            sync,
-            num_ranks=4,
-            tokens_per_rank=BUDGET,
-            padding_multiple=None if padded_for is None else padding_multiple(padded_for),
+        PlanInputs(
+            table=table_of(LENGTHS),
+            problem=example_problem(
+                sync,
+                num_ranks=4,
+                tokens_per_rank=BUDGET,
+                padding_multiple=None if padded_for is None else padding_multiple(padded_for),
+            ),
+            settings=BatchSettings(global_batch_size=len(LENGTHS), shuffle=False),
         ),
-        settings=BatchSettings(global_batch_size=len(LENGTHS), shuffle=False),
         solver_name="fcp-paper",
     )
     return PlanReader(path)

@@ -1,0 +1,82 @@
+"""The compiled price of a pack is the cost model's, to the last bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fcp_cli.cost.model import Work, group_seconds, ring_seconds
+from fcp_cli.planning.compiled import core
+from fcp_cli.planning.kernel_inputs import machine_of
+from fcp_cli.planning.problem import Problem
+from fcp_cli.planning.work import work_on
+from tests.planning.examples import example_problem
+
+# Dividing by a power of two does not round, so that it does not matter when it happens; by others it may.
+EXACT_BANDWIDTHS = st.integers(20, 40).map(lambda power: 2.0**power)
+ANY_BANDWIDTH = st.floats(1e6, 1e12)
+seconds = st.floats(0.0, 1e3)
+
+
+@st.composite
+def packs(draw: st.DrawFn, bandwidths: st.SearchStrategy[float]) -> tuple[Problem, Work, int, bool]:
+    """A problem, a pack, and the group that runs it."""
+    problem = example_problem(padding_multiple=draw(st.sampled_from([None, 2, 16])))
+    coefficients = replace(
+        problem.profile.coefficients,
+        ring_bytes_per_token=draw(st.floats(1.0, 1e7)),
+        microbatch_seconds=draw(st.floats(0.0, 1.0)),
+        ring_hop_seconds=draw(st.floats(0.0, 1.0)),
+        exposed_ring_share=draw(st.floats(0.0, 1.0)),
+    )
+    bandwidth = replace(problem.profile.bandwidth, intra_node=draw(bandwidths), inter_node=draw(bandwidths))
+    problem = replace(problem, profile=replace(problem.profile, coefficients=coefficients, bandwidth=bandwidth))
+    work = Work(
+        attention_seconds=np.array([draw(seconds)]),
+        linear_seconds=np.array([draw(seconds)]),
+        # A batch's work is padded for single ranks from the start, see `work.batch_work`.
+        tokens=np.array([draw(st.integers(1, 1 << 26)) * (problem.padding_multiple or 1)]),
+    )
+    return problem, work, draw(st.integers(1, 20_000)), draw(st.booleans())
+
+
+def prices(problem: Problem, work: Work, degree: int, crosses: bool) -> list[tuple[float, float]]:
+    """What the compiled formulas and those on arrays make of one pack: padding, ring, all."""
+    machine = machine_of(problem)
+    attention, linear, tokens = (float(work.attention_seconds[0]), float(work.linear_seconds[0]), int(work.tokens[0]))
+    padded, expected = core.padded_for(attention, linear, tokens, degree, machine), work_on(work, degree, problem)
+    ring = ring_seconds(problem.profile, tokens=expected.tokens, degree=degree, crosses_nodes=crosses)
+    all_seconds = group_seconds(
+        problem.profile,
+        attention_seconds=expected.attention_seconds,
+        linear_seconds=expected.linear_seconds,
+        tokens=expected.tokens,
+        degree=degree,
+        crosses_nodes=crosses,
+    )
+    return [
+        (padded[0], expected.attention_seconds[0]),
+        (padded[1], expected.linear_seconds[0]),
+        (padded[2], expected.tokens[0]),
+        (core.ring_seconds(padded[2], degree, crosses, machine), ring[0]),
+        (core.pack_seconds(padded[0], padded[1], padded[2], degree, crosses, machine), all_seconds[0]),
+        (core.alone_seconds(attention, linear, tokens, degree, crosses, machine), all_seconds[0]),
+    ]
+
+
+@settings(max_examples=200)
+@given(pack=packs(EXACT_BANDWIDTHS))
+def test_the_compiled_price_of_a_pack_is_the_cost_models_to_the_last_bit(pack: tuple[Problem, Work, int, bool]) -> None:
+    for compiled, expected in prices(*pack):
+        assert compiled == expected
+
+
+@settings(max_examples=100)
+@given(pack=packs(ANY_BANDWIDTH))
+def test_bandwidths_that_round_change_no_more_than_the_last_digits(pack: tuple[Problem, Work, int, bool]) -> None:
+    for compiled, expected in prices(*pack):
+        assert compiled == pytest.approx(expected, rel=8 * np.finfo(np.float64).eps)
