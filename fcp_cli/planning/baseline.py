@@ -14,19 +14,19 @@ from fcp_cli.planning.problem import Batch, Problem
 from fcp_cli.planning.static import StaticSolver, best_static
 from fcp_cli.planning.work import batch_work
 
-# Steps compared with the static plan: over real long-tailed data, 32 steps told the gain to 4 %, 256 to 1 %.
+# Steps compared with the static plan: over real long-tailed data, 32 steps gave the gain to 4 %, 256 to 1 %.
 _MOST_STEPS = 256
 
 
 def baseline_steps(steps: int, *, first_step: int = 0) -> list[int]:
-    """The steps of a plan that `static_speedup` is asked about: all, or evenly spaced ones."""
+    """Return the steps of a plan that `static_speedup` should look at: all, or evenly spaced ones."""
     return [first_step + step for step in spread_steps(steps, _MOST_STEPS)]
 
 
 def static_speedup(
     steps: Sequence[StepPlan], problem: Problem, *, longest_tokens: int, manifest: LengthTable | None = None
 ) -> tuple[float, StaticSolver] | None:
-    """Predicted time of the best static plan / predicted time of these steps, and that static plan.
+    """Return predicted time of the best static plan / predicted time of these steps, and that static plan.
 
     Args:
         steps: planned steps, all or a sample of a plan.
@@ -56,6 +56,6 @@ def _follows_profile(step: StepPlan, problem: Problem, manifest: LengthTable | N
 
 
 def _batch(step: StepPlan, problem: Problem, manifest: LengthTable | None) -> Batch:
-    """The global batch that a step was planned from."""
+    """Return the global batch that a step was planned from."""
     work = batch_work(planned_sequences(step, manifest), problem)
     return Batch(step=step.step, rows=step.sequences, lengths=step.lengths, work=work, seed=0)

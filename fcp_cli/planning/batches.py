@@ -27,12 +27,12 @@ _ROWS_NAMED = 5  # overlong rows that the error message names
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSettings:
-    """How a manifest is cut into global batches.
+    """The rules by which a manifest is cut into global batches.
 
     Attributes:
         global_batch_size: sequences per optimizer step.
         seed: of the shuffling and of every step's solver.
-        shuffle: permute the rows anew in every epoch.
+        shuffle: permute the rows in every epoch, each time otherwise.
         epochs: how often every sequence appears.
         last_batch: `keep` plans an epoch's last, partial batch; `drop` leaves its sequences out.
         max_length: sequences with more tokens are overlong; None: what all ranks together can hold.
@@ -77,12 +77,12 @@ class GlobalBatches:
 
     @property
     def first_step(self) -> int:
-        """The number of the first batch's step."""
+        """Return the number of the first batch's step."""
         return 0 if self.continues is None else self.continues.first_step
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of one whole epoch, before any step limit."""
+        """Return the steps of one whole epoch, before any step limit."""
         return steps_per_epoch(len(self.rows), self.settings.global_batch_size, self.settings.last_batch)
 
     def __len__(self) -> int:
@@ -93,7 +93,7 @@ class GlobalBatches:
         return (self.batch(step) for step in range(len(self)))
 
     def batch(self, step: int) -> Batch:
-        """The global batch of one step."""
+        """Make the global batch of one step."""
         epoch, index = divmod(step, self.steps_per_epoch)
         size = self.settings.global_batch_size
         rows = self._epoch_rows(epoch)[index * size : (index + 1) * size]
@@ -119,15 +119,15 @@ def _generator(seed: int, epoch: int) -> np.random.Generator:
 
 
 def step_seed(seed: int, step: int) -> int:
-    """Of a step's solver."""
+    """Return the seed of a step's solver; no two steps share one."""
     return int(np.random.SeedSequence([seed, step], spawn_key=(1,)).generate_state(1)[0])
 
 
 def _apply_length_limit(
     table: LengthTable, problem: Problem, settings: BatchSettings
 ) -> tuple[LengthTable, IntArray, OverlongReport]:
-    capacity = problem.num_ranks * problem.tokens_per_rank
-    limit = min(settings.max_length or capacity, capacity)
+    most = problem.num_ranks * problem.tokens_per_rank
+    limit = min(settings.max_length or most, most)
     overlong = np.flatnonzero(table.length_tokens > limit)
     if len(overlong) and settings.overlong == "error":
         raise OverlongError(_overlong_message(table, overlong, problem, limit))
@@ -147,12 +147,12 @@ def _apply_length_limit(
 def _overlong_message(table: LengthTable, overlong: IntArray, problem: Problem, limit: int) -> str:
     named = ", ".join(f"row {row} ({table.length_tokens[row]} tokens)" for row in overlong[:_ROWS_NAMED].tolist())
     others = f" and {len(overlong) - _ROWS_NAMED} more" if len(overlong) > _ROWS_NAMED else ""
-    capacity = problem.num_ranks * problem.tokens_per_rank
-    fits = f"{problem.num_ranks} ranks of {problem.tokens_per_rank} tokens hold at most {capacity}"
-    limited = f" and --max-length allows {limit}" if limit < capacity else ""
+    most = problem.num_ranks * problem.tokens_per_rank
+    fits = f"{problem.num_ranks} ranks of {problem.tokens_per_rank} tokens hold at most {most}"
+    limited = f" and --max-length allows {limit}" if limit < most else ""
     return (
         f"{table.name}: {named}{others} cannot be planned: {fits}{limited}; "
-        f"choose --overlong drop|truncate, optionally with --max-length N (at most {capacity})"
+        f"choose --overlong drop|truncate, optionally with --max-length N (at most {most})"
     )
 
 

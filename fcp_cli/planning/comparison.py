@@ -33,7 +33,7 @@ class Outcome:
         step_seconds: mean predicted step time.
         gap: sum of step times / sum of lower bounds - 1.
         idle_fraction: share of rank-seconds in which ranks wait.
-        distinct_groups: rank sets of degree > 1 over all steps.
+        distinct_groups: groups of degree > 1 over all steps.
         over_budget: micro-batches with more tokens than their ranks may hold.
         setup_seconds: tuning ahead of the first step.
         planning_seconds: per step, the median; what the first call compiles does not show in it.
@@ -60,7 +60,7 @@ class Contender:
 
     @property
     def best(self) -> Outcome | None:
-        """Under the sync that suits it best."""
+        """The outcome under the sync that suits it best."""
         return min(self.outcomes.values(), key=lambda outcome: outcome.step_seconds, default=None)
 
 
@@ -78,7 +78,7 @@ def compare(
 
     Args:
         table: the manifest.
-        problem: ranks, budget and cost profile; its sync is not looked at.
+        problem: ranks, token budget and cost profile; its sync does not matter.
         settings: how the manifest is cut into batches, `step_limit` included.
         names: of solvers.
         syncs: each strategy plans for all of them.
@@ -147,7 +147,7 @@ def _make_solver(name: str, batches: GlobalBatches, milp_seconds: float) -> Solv
 
 
 class _Tally:
-    """What is added up over the steps of one strategy under one sync."""
+    """Totals over the steps of one strategy under one sync."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -160,7 +160,7 @@ class _Tally:
             assignment = replace(assignment, wave=np.full_like(assignment.wave, -1))
         step = assemble(assignment, batch, self._problem)
         self.summary.add(step)
-        # Counted anew from the planned step, whatever its strategy believed.
+        # Counted from the planned step, whatever its strategy believed.
         held = held_tokens(step, self._problem.padding_multiple)
         self.over_budget += int((held > step.degrees * self._problem.tokens_per_rank).sum())
         for i in np.flatnonzero(step.degrees > 1).tolist():

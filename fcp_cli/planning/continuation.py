@@ -1,6 +1,6 @@
-"""What a trained run has left of its plan, to be planned again for another number of ranks.
+"""Plan what a trained run has left of its plan for another number of ranks.
 
-The global batches stay exactly as the old plan has them, so that the run goes on as if nothing had happened: same
+The global batches stay exactly as the old plan has them, so that the run continues as if nothing had happened: same
 batches, same steps, same schedule. Only who computes what changes.
 """
 
@@ -39,7 +39,7 @@ class RemainingSteps:
 
 
 def remaining_steps(reader: PlanReader, first_step: int) -> RemainingSteps:
-    """What a plan has from `first_step` on, and which sequences of that epoch come before.
+    """Read what a plan has from `first_step` on, and which sequences of that epoch come before.
 
     Raises:
         PlanError: the plan is damaged.
@@ -62,7 +62,7 @@ def remaining_steps(reader: PlanReader, first_step: int) -> RemainingSteps:
 
 
 def _trained_before(reader: PlanReader, first_step: int) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """[manifest rows] which of them the epoch of `first_step` has trained in the steps before."""
+    """Return [manifest rows] whether the epoch of `first_step` has trained each in the steps before."""
     metadata = reader.metadata
     epoch_start = first_step - first_step % max(metadata.steps_per_epoch, 1)
     trained = np.zeros(metadata.manifest.rows, dtype=np.bool_)
@@ -76,7 +76,7 @@ def _trained_before(reader: PlanReader, first_step: int) -> np.ndarray[tuple[int
 
 
 def settings_of(metadata: PlanMetadata) -> BatchSettings:
-    """How the plan's manifest was cut into global batches."""
+    """Return how the plan's manifest was cut into global batches."""
     return BatchSettings(
         global_batch_size=metadata.global_batch_size,
         seed=metadata.seed,
@@ -114,7 +114,7 @@ class RemainingBatches(GlobalBatches):
         return len(self._remaining.offsets) - 1
 
     def batch(self, step: int) -> Batch:
-        """The global batch of the how-manieth step that is left."""
+        """Make the global batch of one of the steps that are left, counted from 0."""
         members = slice(self._remaining.offsets[step], self._remaining.offsets[step + 1])
         rows = self._remaining.rows[members]
         number = self._remaining.continues.first_step + step
@@ -130,7 +130,7 @@ class RemainingBatches(GlobalBatches):
 def batches_to_plan(
     table: LengthTable, problem: Problem, settings: BatchSettings, remaining: RemainingSteps | None
 ) -> GlobalBatches:
-    """All global batches of a manifest, or those that a trained run has left.
+    """Return all global batches of a manifest, or those that a trained run has left.
 
     Raises:
         OverlongError, ManifestError: some sequences cannot be planned, or none are left.
@@ -141,13 +141,13 @@ def batches_to_plan(
 
 
 def _require_room(table: LengthTable, problem: Problem, remaining: RemainingSteps) -> None:
-    capacity = problem.num_ranks * problem.tokens_per_rank
+    most = problem.num_ranks * problem.tokens_per_rank
     longest = int(np.argmax(remaining.lengths))
     tokens = int(remaining.lengths[longest])
-    if tokens > capacity:
+    if tokens > most:
         raise OverlongError(
             f"{table.name}: row {remaining.rows[longest]} ({tokens} tokens) is still to be trained, but "
-            f"{problem.num_ranks} ranks of {problem.tokens_per_rank} tokens hold at most {capacity}; give "
+            f"{problem.num_ranks} ranks of {problem.tokens_per_rank} tokens hold at most {most}; give "
             f"--tokens-per-rank {-(-tokens // problem.num_ranks)}, or at least "
             f"{-(-tokens // problem.tokens_per_rank)} --ranks"
         )

@@ -1,4 +1,4 @@
-"""Finished steps of a long plan, kept beside it until it is whole, so that an interrupted plan can go on.
+"""Keep the finished steps of a long plan beside it until it is whole, so that `--resume` can continue it.
 
 A folder `.NAME.journal` holds `key` (a hash of everything that determines the plan) and parts `000000.arrow`, ...: each
 appears whole or not at all, so what lies there after a crash is a true prefix of the plan.
@@ -40,7 +40,7 @@ class Journal:
 
     @property
     def steps_kept(self) -> bool:
-        """Whether an interrupted plan would find something to go on from."""
+        """Return whether an interrupted plan would find steps to continue from."""
         return self._parts > 0
 
     def start(self) -> None:
@@ -53,7 +53,7 @@ class Journal:
         write_text_atomically(self.folder / "key", self._key)
 
     def resume(self) -> Iterator[StepPlan]:
-        """The steps kept by an interrupted run of the same plan; what follows them is appended to the same journal.
+        """Read the steps kept by an interrupted run of the same plan; new ones are appended to the same journal.
 
         Raises:
             FcpError: there is no journal, it belongs to a plan of other inputs, or it is damaged.
@@ -97,7 +97,7 @@ class Journal:
         self._pending, self._rows = [], 0
 
     def remove(self) -> None:
-        """The plan is whole, or starts over."""
+        """Remove the journal: the plan is whole, or starts over."""
         with suppress(FileNotFoundError):
             shutil.rmtree(self.folder)
 

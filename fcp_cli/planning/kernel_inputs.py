@@ -1,21 +1,21 @@
-"""Problems and batches as the compiled code wants them."""
+"""Turn problems and batches into the arrays and numbers that the compiled planner works on."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from fcp_cli.cost.model import Work
-from fcp_cli.plan.step import Int64Array
+from fcp_cli.plan.step import Int64Array, offsets_of
 from fcp_cli.planning.compiled.core import Machine, Sequences
 from fcp_cli.planning.problem import Problem
 
 
-def machine_of(problem: Problem, rank_sets: list[range] | None = None) -> Machine:
-    """Ranks, budget and cost of a problem; rings may use the given rank sets (widest first) only, or any."""
+def machine_of(problem: Problem, groups: list[range] | None = None) -> Machine:
+    """Return ranks, token budget and cost of a problem; rings may use the given groups (widest first) only, or any."""
     c, bandwidth = problem.profile.coefficients, problem.profile.bandwidth
-    sets = np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64), np.ones(problem.num_ranks + 1, dtype=np.int64)
-    if rank_sets:
-        sets = _back_to_back(rank_sets, problem.num_ranks)
+    first, ranks, allowed = _back_to_back(groups or [], problem.num_ranks)
+    if not groups:
+        allowed[:] = 1
     return Machine(
         num_ranks=problem.num_ranks,
         ranks_per_node=min(problem.ranks_per_node, problem.num_ranks),
@@ -27,21 +27,21 @@ def machine_of(problem: Problem, rank_sets: list[range] | None = None) -> Machin
         exposed=c.exposed_ring_share,
         padding=problem.padding_multiple or 0,
         padding_seconds=c.linear_seconds_per_token,
-        group_first=sets[0],
-        group_ranks=sets[1],
-        allowed=sets[2],
+        group_first=first,
+        group_ranks=ranks,
+        allowed=allowed,
     )
 
 
 def in_batch_order(work: Work) -> Sequences:
-    """The sequences as they stand in the batch."""
+    """Return the sequences as they stand in the batch."""
     return Sequences(
         attention=work.attention_seconds, linear=work.linear_seconds, work=work.total_seconds, tokens=work.tokens
     )
 
 
 def by_falling_work(work: Work) -> tuple[Int64Array, Sequences]:
-    """Positions in the batch by falling work (ties by position), and the sequences in that order."""
+    """Return positions in the batch by falling work (ties by position), and the sequences in that order."""
     total = work.total_seconds
     order = np.argsort(-total, kind="stable")
     return order, Sequences(
@@ -52,10 +52,10 @@ def by_falling_work(work: Work) -> tuple[Int64Array, Sequences]:
     )
 
 
-def _back_to_back(sets: list[range], num_ranks: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """The sets back to back (offsets, ranks), and which degrees they have ([num_ranks + 1], 1 or 0)."""
-    first = np.concatenate(([0], np.cumsum([len(block) for block in sets], dtype=np.int64)))
-    ranks = np.concatenate([np.arange(block.start, block.stop) for block in sets]).astype(np.int64)
+def _back_to_back(groups: list[range], num_ranks: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Return the groups back to back (offsets, ranks), and which degrees they allow ([num_ranks + 1], 1 or 0)."""
+    first = offsets_of([len(group) for group in groups])
+    ranks = np.array([rank for group in groups for rank in group], dtype=np.int64)
     allowed = np.zeros(num_ranks + 1, dtype=np.int64)
-    allowed[[1, *(len(block) for block in sets)]] = 1
+    allowed[[1, *(len(group) for group in groups)]] = 1
     return first, ranks, allowed

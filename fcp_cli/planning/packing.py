@@ -79,6 +79,6 @@ def spread_evenly(tokens: IntArray, packs: int) -> IntArray:
 
 
 def members_by_pack(pack_of: IntArray, packs: int) -> tuple[IntArray, IntArray]:
-    """Offsets [packs + 1] and members [n]: pack p holds `members[offsets[p]:offsets[p + 1]]`, ascending."""
+    """Return offsets [packs + 1] and members [n]: pack p holds `members[offsets[p]:offsets[p + 1]]`, ascending."""
     offsets = np.concatenate(([0], np.cumsum(np.bincount(pack_of, minlength=packs))))
     return offsets, np.argsort(pack_of, kind="stable")

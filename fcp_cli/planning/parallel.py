@@ -60,7 +60,7 @@ def plan_steps(
 
 
 def plan_step(batch: Batch, problem: Problem, solver: Solver) -> StepPlan:
-    """One step: a pure function of its arguments."""
+    """Plan one step: a pure function of its arguments."""
     return assemble(solver.assign(batch), batch, problem)
 
 
@@ -77,7 +77,7 @@ def _in_order(pool: ProcessPoolExecutor, batches: Iterator[Batch], ahead: int) -
 
 @contextmanager
 def _starting() -> Iterator[None]:
-    """What is started within never sees Ctrl-C, which reaches the whole process group, and is not left half started.
+    """Start processes within that never see Ctrl-C, which reaches the whole process group, and are never half started.
 
     A blocked signal stays blocked in a new process from its first moment, when Python could only end with a traceback.
     """

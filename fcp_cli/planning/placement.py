@@ -1,14 +1,14 @@
-"""Degrees to rank sets for one wave: inside a node where a group fits in one, on whole nodes where it does not.
+"""Give the groups of one wave their ranks: inside a node where a group fits in one, else on whole nodes.
 
 First-fit decreasing over nodes. Within a node ranks are handed out from the left, so that powers of two come to lie
-aligned and the same rank sets come back in many waves, which bounds the number of distinct groups.
+aligned and the same groups come back in many waves, which bounds the number of distinct groups.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from fcp_cli.plan.step import Int32Array, Int64Array
+from fcp_cli.plan.step import Int32Array, Int64Array, offsets_of
 
 
 def place_groups(
@@ -30,28 +30,26 @@ def place_groups(
     by_degree = np.argsort(-wanted, kind="stable").tolist()
     large = [i for i in by_degree if wanted[i] > ranks_per_node]
     small = [i for i in by_degree if wanted[i] <= ranks_per_node]
-    homeless: list[int] = []
+    unplaced: list[int] = []
     for i in large:
-        _place_or_keep(i, nodes.take_whole_nodes(int(wanted[i])), placed, homeless)
+        if ranks := nodes.take_whole_nodes(int(wanted[i])):
+            placed[i] = ranks
+        else:
+            unplaced.append(i)
     node, last_degree = 0, 0
     for i in small:
         degree = int(wanted[i])
-        # Nodes that had no room for this degree have none for the next group of it: go on where the last one went.
+        # Nodes that had no room for this degree have none for the next group of it: continue where the last one went.
         node = nodes.first_with(degree, node if degree == last_degree else 0)
         last_degree = degree
-        _place_or_keep(i, nodes.take(node, degree), placed, homeless)
-    for i in homeless:
+        if ranks := nodes.take(node, degree):
+            placed[i] = ranks
+        else:
+            unplaced.append(i)
+    for i in unplaced:
         placed[i] = nodes.take_anywhere(int(wanted[i]))
-    rank_offsets = np.concatenate(([0], np.cumsum(wanted)))
-    ranks = [rank for i in range(len(wanted)) for rank in placed[i]]
-    return rank_offsets, np.array(ranks, dtype=np.int32)
-
-
-def _place_or_keep(i: int, ranks: list[int], placed: dict[int, list[int]], homeless: list[int]) -> None:
-    if ranks:
-        placed[i] = ranks
-    else:
-        homeless.append(i)
+    all_ranks = [rank for i in range(len(wanted)) for rank in placed[i]]
+    return offsets_of(wanted), np.array(all_ranks, dtype=np.int32)
 
 
 class _Nodes:
@@ -68,14 +66,14 @@ class _Nodes:
         return self._stop[node] - self._next[node]
 
     def first_with(self, degree: int, start: int) -> int:
-        """The first node from `start` on with room for `degree` ranks, or the number of nodes."""
+        """Return the first node from `start` on with room for `degree` ranks, or the number of nodes."""
         for node in range(start, len(self._next)):
             if self.free(node) >= degree:
                 return node
         return len(self._next)
 
     def take(self, node: int, degree: int) -> list[int]:
-        """The next `degree` ranks of a node; none where there is no such node."""
+        """Take the next `degree` ranks of a node; none where there is no such node."""
         if node == len(self._next):
             return []
         first = self._next[node]
@@ -83,7 +81,7 @@ class _Nodes:
         return list(range(first, first + degree))
 
     def take_whole_nodes(self, degree: int) -> list[int]:
-        """Contiguous ranks from the start of a wholly free node on; none where the free nodes do not suffice."""
+        """Take contiguous ranks from the start of a wholly free node on; none where the free nodes do not suffice."""
         first_node, nodes = self._untouched, -(-degree // self._ranks_per_node)
         if first_node + nodes > len(self._next) or self._stop[first_node + nodes - 1] < self._next[first_node] + degree:
             return []
@@ -94,7 +92,7 @@ class _Nodes:
         return ranks
 
     def take_anywhere(self, degree: int) -> list[int]:
-        """Any free ranks, on few nodes: for groups that no node can hold any more, or that cross nodes anyway."""
+        """Take any free ranks, on few nodes: for groups that no node can hold any more, or that cross nodes anyway."""
         ranks: list[int] = []
         for node in sorted(range(len(self._next)), key=lambda node: (-self.free(node), node)):
             ranks += self.take(node, min(self.free(node), degree - len(ranks)))

@@ -1,4 +1,4 @@
-"""What a solver is given and what it answers."""
+"""The values that a solver takes and returns: a problem, a global batch, an assignment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fcp_cli.plan.step import Int32Array, Int64Array
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """The same for every step of a plan. `tokens_per_rank` is the token budget E of the papers.
+    """What is the same for every step of a plan. `tokens_per_rank` is the token budget E of the papers.
 
     A rank is a model replica of `tensor_parallel` x `pipeline_parallel` devices: the profile's times and memory are
     those of such a rank, so no solver looks at the two.
@@ -36,18 +36,18 @@ class Problem:
 
     def __post_init__(self) -> None:
         if self.tokens_per_rank != whole_budget(self.tokens_per_rank, self.padding_multiple):
-            raise ValueError(f"a budget of {self.tokens_per_rank} tokens is no multiple of {self.padding_multiple}")
+            raise ValueError(f"a token budget of {self.tokens_per_rank} is no multiple of {self.padding_multiple}")
 
 
 def whole_budget(tokens_per_rank: int, padding_multiple: int | None) -> int:
-    """The part of a token budget that padded sequences can fill: what a rank holds of each is such a multiple."""
+    """Return the part of a token budget that padded sequences can fill: a rank holds such a multiple of each."""
     if padding_multiple is None:
         return tokens_per_rank
     return tokens_per_rank // padding_multiple * padding_multiple
 
 
 def problem_of(metadata: PlanMetadata, *, name: str) -> Problem:
-    """What a plan was made for, from its own metadata; `name` stands for the file in messages.
+    """Read what a plan was made for from its own metadata; `name` stands for the file in messages.
 
     Raises:
         ProfileError: the cost profile in the metadata is damaged.

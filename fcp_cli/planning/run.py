@@ -1,4 +1,4 @@
-"""Makes a plan: global batches -> solver -> planned steps -> plan file."""
+"""Make a plan: global batches -> solver -> planned steps -> plan file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _JOURNAL_FROM_STEPS = 1000  # shorter plans are sooner made again than resumed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanResult:
-    """What `make_plan` made.
+    """A finished plan.
 
     Attributes:
         metadata: as written, with totals and hash.
@@ -63,10 +63,10 @@ def make_plan(
         path: the plan file.
         inputs: the manifest, what to plan for, and the global batches.
         solver_name: one of `solvers.solver_names()`.
-        max_groups: most rank sets of degree > 1 over the whole plan; None: no limit.
+        max_groups: most groups of degree > 1 over the whole plan; None: no limit.
         on_step: called after each planned step, for progress.
         workers: processes that plan; None: as many as pay. The plan does not depend on it.
-        resume: go on from the journal of an interrupted run with the same inputs; the plan is the same.
+        resume: continue from the journal of an interrupted run with the same inputs; the plan is the same.
 
     Raises:
         OverlongError, ManifestError, UsageError: the input is at fault; nothing was written.
@@ -100,7 +100,7 @@ def make_plan(
 def _journalled_steps(
     batches: GlobalBatches, solver: Solver, workers: int, journal: Journal | None, resume: bool
 ) -> Iterator[StepPlan]:
-    """All steps of a plan, in order: those that the journal holds, then newly planned ones."""
+    """Yield all steps of a plan, in order: those that the journal holds, then newly planned ones."""
     kept = 0
     if journal is not None and resume:
         for step in journal.resume():
@@ -123,7 +123,7 @@ def _interrupted(journal: Journal | None, step: int, steps: int) -> str:
 
 
 def plan_metadata(table: LengthTable, batches: GlobalBatches, solver: Solver) -> PlanMetadata:
-    """The plan's metadata, before totals and hash."""
+    """Return the plan's metadata, before totals and hash."""
     problem, settings = batches.problem, batches.settings
     return PlanMetadata(
         fcp_version=__version__,

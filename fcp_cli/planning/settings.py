@@ -57,7 +57,7 @@ def resolve_continuation(
     """Plan what a trained run has left for other ranks; what `request` leaves open is as it was.
 
     Args:
-        request: how many ranks go on, and what else differs; the batches stay those of the run.
+        request: how many ranks continue, and what else differs; the batches stay those of the run.
         origins: takes what was assumed.
         plan: the plan that the run followed.
         first_step: the first step that is not trained yet.

@@ -27,17 +27,17 @@ DEFAULT = "fcp"
 
 
 def solver_names() -> list[str]:
-    """All known solvers, the default first."""
+    """Return the names of all solvers, the default first."""
     return [DEFAULT, *(name for name in _FACTORIES if name != DEFAULT)]
 
 
 def make_solver(name: str, batches: GlobalBatches, *, max_groups: int | None = None) -> Solver:
-    """The named solver, ready for these batches.
+    """Make the named solver for these batches.
 
     Args:
         name: one of `solver_names()`.
         batches: what is planned.
-        max_groups: most rank sets of degree > 1 over the whole plan; None: no limit.
+        max_groups: most groups of degree > 1 over the whole plan; None: no limit.
 
     Raises:
         UsageError: no such solver, or one that cannot limit its groups.

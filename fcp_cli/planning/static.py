@@ -64,24 +64,24 @@ class StaticSolver:
         return self.problem.num_ranks // self.degree
 
     def _pack(self, sequences: Sequences) -> tuple[IntArray, int]:
-        capacity, by_tokens = self.degree * self.problem.tokens_per_rank, longest_first(sequences)
-        pack_of, packs = full_packs(capacity, by_tokens, sequences)
+        pack_tokens, by_tokens = self.degree * self.problem.tokens_per_rank, longest_first(sequences)
+        pack_of, packs = full_packs(pack_tokens, by_tokens, sequences)
         if self.packing == "even":
-            even_of, even = even_packs(even_count(packs, self.num_groups), capacity, by_tokens, sequences)
+            even_of, even = even_packs(even_count(packs, self.num_groups), pack_tokens, by_tokens, sequences)
             if even:
                 return even_of, even
         return pack_of, packs
 
 
 def make_solver(batches: GlobalBatches) -> StaticSolver:
-    """The static solver with the least predicted time over the plan, or over a sample of its steps."""
+    """Make the static solver with the least predicted time over the plan, or over a sample of its steps."""
     longest = int(batches.table.length_tokens[batches.rows].max())
     sample = [batches.batch(step) for step in spread_steps(len(batches), _TUNING_STEPS)]
     return best_static(batches.problem, longest, sample)[0]
 
 
 def best_static(problem: Problem, longest_tokens: int, batches: Sequence[Batch]) -> tuple[StaticSolver, float]:
-    """The static solver that is quickest on these batches, and its seconds; of many batches only some are tuned on.
+    """Return the static solver that is quickest on these batches, and its seconds; tune on some of many batches only.
 
     Args:
         problem: what to plan for.
@@ -99,7 +99,7 @@ def _total_seconds(solver: StaticSolver, batches: Sequence[Batch]) -> float:
 
 
 def static_candidates(problem: Problem, longest_tokens: int) -> Iterator[StaticSolver]:
-    """Every degree that divides the ranks and holds the longest sequence, with either packing."""
+    """Yield every degree that divides the ranks and holds the longest sequence, with either packing."""
     for degree in static_degrees(problem):
         if degree * problem.tokens_per_rank >= longest_tokens:
             yield StaticSolver(problem=problem, degree=degree, packing="full")
@@ -107,5 +107,5 @@ def static_candidates(problem: Problem, longest_tokens: int) -> Iterator[StaticS
 
 
 def static_degrees(problem: Problem) -> list[int]:
-    """Every degree that divides the ranks, ascending."""
+    """Return every degree that divides the ranks, ascending."""
     return [degree for degree in range(1, problem.num_ranks + 1) if problem.num_ranks % degree == 0]

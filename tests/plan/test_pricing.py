@@ -11,6 +11,7 @@ from fcp_cli.plan.pricing import profile_seconds
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.planning.batches import BatchSettings
 from fcp_cli.planning.run import make_plan
+from fcp_cli.planning.settings import PlanInputs
 from tests.plan.steps import Row, make_step
 from tests.planning.examples import example_problem, long_tail
 
@@ -55,7 +56,11 @@ def test_a_plan_states_bit_by_bit_what_its_own_rows_cost(tmp_path: Path, padding
     table = long_tail(60)
     problem = example_problem(tokens_per_rank=8192, padding_multiple=padding_multiple)
     settings = BatchSettings(global_batch_size=20)
-    make_plan(tmp_path / "plan.parquet", table=table, problem=problem, settings=settings, solver_name="fcp-paper")
+    make_plan(
+        tmp_path / "plan.parquet",
+        PlanInputs(table=table, problem=problem, settings=settings),
+        solver_name="fcp-paper",
+    )
     for step in PlanReader(tmp_path / "plan.parquet").steps():
         seconds = profile_seconds(
             step,

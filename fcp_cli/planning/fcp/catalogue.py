@@ -1,8 +1,8 @@
-"""Few rank sets for all rings of a plan, for back ends that need a communicator per ring.
+"""Choose few groups for all rings of a plan, for back ends that need a communicator per ring.
 
 Ranks of a node are alike, and so are nodes: which ranks a ring gets matters little, which degrees a wave can lay side
-by side matters much. A sample of steps is planned with many more sets than are allowed; those of least use are
-dropped, some at a time, and the sample is planned anew, until the limit holds. This is done by several rules of what
+by side matters much. A sample of steps is planned with many more groups than are allowed; those of least use are
+dropped, some at a time, and the sample is planned again, until the limit holds. This is done by several rules of what
 use is, since none is best everywhere; what they choose competes on the sample with the blocks of a binary tree.
 """
 
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from fcp_cli.errors import UsageError
 
 _CHOOSING_RANKS = 256  # above, choosing among so many sets would take longer than planning
-# Sets kept in a round, of all; a set is worth its uses times its degree, to these powers. No rule is best everywhere.
+# Share of groups kept in a round; a group is worth its uses times its degree, to these powers. No rule is always best.
 _RULES = (0.8, 1, 4), (0.8, 2, 3), (0.8, 2, 4), (0.9, 2, 2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """What a sample of steps makes of some rank sets: its predicted seconds, and the micro-batches on each set."""
+    """A sample of steps planned with some groups: its predicted seconds, and the micro-batches on each group."""
 
     seconds: float
     uses: Mapping[range, int]
@@ -29,15 +29,15 @@ class Trial:
 def choose_sets(
     max_groups: int, *, num_ranks: int, ranks_per_node: int, trial: Callable[[list[range]], Trial]
 ) -> list[range]:
-    """At most `max_groups` rank sets of degree > 1, all ranks among them, widest first.
+    """Choose at most `max_groups` groups of degree > 1, all ranks among them, widest first.
 
     Args:
         max_groups: the limit.
         num_ranks, ranks_per_node: the machine.
-        trial: plans the sample with the given sets (widest first) only.
+        trial: plans the sample with the given groups (widest first) only.
 
     Raises:
-        UsageError: no set is allowed, yet a sequence may need more than one rank.
+        UsageError: no group is allowed, yet a sequence may need more than one rank.
     """
     best = tree_sets(max_groups, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
     if num_ranks > _CHOOSING_RANKS:
@@ -58,7 +58,7 @@ def choose_sets(
 
 
 def tree_sets(max_groups: int, *, num_ranks: int, ranks_per_node: int) -> list[range]:
-    """At most `max_groups` blocks of a binary tree over nodes and ranks, and of three, six, ... nodes; widest first.
+    """Return at most `max_groups` blocks of a tree over nodes and ranks, and of three, six, ... nodes; widest first.
 
     The tree is walked level by level from the top, so that wherever the limit falls wide rings can run on all nodes.
 
@@ -74,7 +74,7 @@ def tree_sets(max_groups: int, *, num_ranks: int, ranks_per_node: int) -> list[r
 
 
 def _by_value(sets: list[range], values: Mapping[range, int], tree: list[range]) -> list[range]:
-    """All ranks, then by falling value; what the sample never used comes last, the tree's blocks before others.
+    """Sort: all ranks, then by falling value; what the sample never used comes last, the tree's blocks before others.
 
     Values are integers: powers of floats may differ between machines.
     """
@@ -92,7 +92,7 @@ def _widest_first(sets: list[range]) -> list[range]:
 
 
 def _candidates(num_ranks: int, per_node: int) -> list[range]:
-    """Every degree in a node, from either end; across nodes four degrees per doubling, at all starts of that grain."""
+    """List every degree in a node, from either end; across nodes four degrees per doubling, at starts of that grain."""
     sets = []
     for first in range(0, num_ranks, per_node):
         stop = min(first + per_node, num_ranks)
@@ -110,7 +110,7 @@ def _candidates(num_ranks: int, per_node: int) -> list[range]:
 
 
 def _by_level(num_ranks: int, per_node: int) -> list[range]:
-    """The blocks of the tree that hold two ranks or more, level by level."""
+    """List the blocks of the tree that hold two ranks or more, level by level."""
     blocks: list[range] = []
     level = [range(num_ranks)]
     while level:
@@ -121,7 +121,7 @@ def _by_level(num_ranks: int, per_node: int) -> list[range]:
 
 
 def _three_quarters(num_ranks: int, per_node: int) -> list[range]:
-    """Three nodes, six, twelve, ... from the left: between the powers of two a long ring would waste most."""
+    """List three nodes, six, twelve, ... from the left: between the powers of two a long ring would waste most."""
     wide = []
     nodes = 3
     while nodes * per_node < num_ranks:
@@ -131,7 +131,7 @@ def _three_quarters(num_ranks: int, per_node: int) -> list[range]:
 
 
 def _halves(block: range, per_node: int) -> tuple[range, range]:
-    """A block of nodes in two blocks of nodes, a node's ranks in two."""
+    """Cut a block of nodes in two blocks of nodes, or a node's ranks in two."""
     nodes = -(-len(block) // per_node)
     left = -(-nodes // 2) * per_node if nodes > 1 else -(-len(block) // 2)
     return block[:left], block[left:]

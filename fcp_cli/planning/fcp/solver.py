@@ -1,4 +1,4 @@
-"""The solver `fcp`: sorts a batch, runs the compiled search of the plan's sync, writes the answer as an Assignment."""
+"""The solver `fcp`: sort a batch, run the compiled search of the plan's sync, write the answer as an Assignment."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _TARGETS_PER_WAVE = 24  # candidate targets looked at for each wave
 _FILLS_PER_WAVE = 16  # of which so many are filled
 _PORTFOLIO_RANKS = 128  # up to so many ranks plainer schedules are tried too,
 _CLOSE_ENOUGH = 0.01, 0.03  # where the gap to the proven bound is larger than this: up to 32 ranks, and above
-_CHOOSING_STEPS = 16  # planned anew and anew to choose rank sets under a limit
+_CHOOSING_STEPS = 16  # planned again and again to choose groups under a limit
 _PRICED_STEPS = 16  # planned with and without a limit
 _EXCHANGES = 300_000  # pairs of sequences compared in one round of balancing; more for more than 1,024 sequences
 
 
 def make_solver(batches: GlobalBatches, *, max_groups: int | None = None) -> FcpSolver:
-    """The solver for these batches.
+    """Make the solver for these batches.
 
     Args:
         batches: what is planned.
-        max_groups: most rank sets of degree > 1 over the whole plan; None: no limit.
+        max_groups: most groups of degree > 1 over the whole plan; None: no limit.
 
     Raises:
         UsageError: max_groups < 1.
@@ -66,7 +66,7 @@ def make_solver(batches: GlobalBatches, *, max_groups: int | None = None) -> Fcp
 
 
 def _tiled(num_ranks: int, degree: int, sets: list[range]) -> bool:
-    """Whether rings of one degree may run on all ranks side by side."""
+    """Return whether rings of one degree may run on all ranks side by side."""
     return degree == 1 or all(range(first, first + degree) in sets for first in range(0, num_ranks, degree))
 
 
@@ -88,9 +88,9 @@ def is_compiled(sync: Sync) -> bool:
 
 
 def group_limit_price(limited: FcpSolver, batches: GlobalBatches) -> float:
-    """What a limit on rank sets costs: predicted seconds with it / without it - 1, over steps spread over the plan.
+    """Return what a limit on groups costs: predicted seconds with it / without it - 1, over steps spread over the plan.
 
-    Where the plan is long enough, other steps than those that the sets were chosen on.
+    Where the plan is long enough, other steps than those that the groups were chosen on.
     """
     free = make_solver(batches)
     sample = [batches.batch(step) for step in spread_steps(len(batches), _PRICED_STEPS, phase=0.5)]
@@ -103,7 +103,7 @@ class FcpSolver:
     """Plans whole steps by predicted cost, under either sync.
 
     Attributes:
-        machine: the ranks, and the rank sets that rings may use.
+        machine: the ranks, and the groups that rings may use.
         degrees: ascending; those that all groups of a step may have at once.
     """
 
@@ -114,7 +114,7 @@ class FcpSolver:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def assign(self, batch: Batch) -> Assignment:
-        """See `problem.Solver`."""
+        """Plan one step; see `problem.Solver`."""
         with interrupts_deferred():
             return self._assign(batch)
 
@@ -127,7 +127,7 @@ class FcpSolver:
         return self._static(batch, makespan_seconds(found, batch, self.problem)) or found
 
     def _assign_timelines(self, batch: Batch, order: Int64Array, sequences: Sequences) -> Assignment:
-        """Timelines or, where few ranks leave a wide gap, waves if they are quicker; these are a valid order, too."""
+        """Plan timelines or, where few ranks leave a wide gap, waves if they are quicker: a valid order, too."""
         found = _assign_timelines(simple_bound_seconds(batch.work, self.problem), order, sequences, self.machine)
         if self.problem.num_ranks > _PORTFOLIO_RANKS:
             return found
@@ -140,7 +140,7 @@ class FcpSolver:
         return waves if makespan_seconds(waves, batch, self.problem) < seconds else found
 
     def _static(self, batch: Batch, seconds: float) -> Assignment | None:
-        """The best step of one degree if it takes fewer than these seconds; rings keep to the allowed rank sets."""
+        """Return the best step of one degree if it takes fewer than these seconds; rings keep to the allowed groups."""
         waves = self.problem.sync == "microbatch"
         _seconds, degree, even = quickest(seconds, self.degrees, waves, in_batch_order(batch.work), self.machine)
         if not degree:
@@ -182,7 +182,7 @@ def _assign_timelines(lower: float, order: Int64Array, sequences: Sequences, mac
         wave=np.full(count + len(bins), -1),
         degree=np.concatenate((rings.degree[:count], np.ones(len(bins), dtype=np.int64))),
         ranks=np.concatenate((rings.ranks[: rings.first[count]], bin_rank[bins])),
-        # By planned start; the packs of one bin follow each other, which their slot numbers say well enough.
+        # By planned start; the packs of one bin follow each other, which their slot numbers order well enough.
         key=np.concatenate((rings.start[:count], bin_start[bins])),
     )
 
@@ -196,7 +196,7 @@ def gather(
     ranks: Int64Array,
     key: FloatArray,
 ) -> Assignment:
-    """Groups and members as an Assignment, by (wave, key, longest sequence first); groups without members fall out.
+    """Write groups and members as an Assignment, by (wave, key, longest sequence first), without empty groups.
 
     Args:
         order: [sequences] position in the batch of each sequence.
@@ -225,5 +225,5 @@ def gather(
 
 
 def _renumbered(wave: Int64Array) -> Int64Array:
-    """Waves counted from 0 without gaps; -1 stays."""
+    """Count waves from 0 without gaps; -1 stays."""
     return np.cumsum(np.diff(wave, prepend=wave[:1]) > 0) if wave[0] >= 0 else wave

@@ -31,7 +31,7 @@ from fcp_cli.planning.work import work_on
 
 
 def make_solver(batches: GlobalBatches) -> Solver:
-    """The solver for these batches."""
+    """Make the solver for these batches."""
     return ByteScale(batches.problem)
 
 
@@ -71,7 +71,7 @@ def balance(batch: Batch, problem: Problem, capacity_tokens: int) -> list[Draft]
 
 
 def in_waves_of_like_time(drafts: Sequence[Draft], batch: Batch, problem: Problem) -> Assignment:
-    """The same packs and degrees, longest first into the first wave with room, on ranks anew."""
+    """Put the same packs and degrees, longest first, into the first wave with room, on ranks of that wave."""
     seconds = assignment_seconds(assign(drafts, "iteration"), batch, problem)
     waves: list[list[Draft]] = []
     free: list[int] = []
@@ -111,7 +111,7 @@ def _place_long(
 
 
 def _least_loaded(loads: Sequence[float], degree: int, ranks_per_node: int) -> list[int]:
-    """Ascending ranks: of the node where the group could start first, or of all nodes where it fits in none."""
+    """Return ascending ranks: of the node where the group could start first, or of all nodes where it fits in none."""
     size = ranks_per_node if degree <= ranks_per_node else len(loads)
     best: list[int] = []
     best_start = float("inf")

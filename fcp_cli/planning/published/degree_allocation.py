@@ -16,7 +16,7 @@ from fcp_cli.manifest.table import FloatArray, IntArray
 
 
 def at_most_table(seconds: FloatArray) -> FloatArray:
-    """The best time with at most d ranks, from the time with exactly d ranks; both [packs, num_ranks]."""
+    """Return the best time with at most d ranks, from the time with exactly d ranks; both [packs, num_ranks]."""
     return np.asarray(np.minimum.accumulate(seconds, axis=1))
 
 
@@ -50,7 +50,7 @@ def allocate_by_threshold(table: FloatArray, num_ranks: int) -> IntArray:
 
 
 def _degrees_for(table: FloatArray, seconds: float) -> IntArray:
-    """The least degree that brings each pack to `seconds`."""
+    """Return the least degree that brings each pack to `seconds`."""
     return np.asarray((table > seconds).sum(axis=1) + 1)
 
 

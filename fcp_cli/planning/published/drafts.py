@@ -1,4 +1,4 @@
-"""What the published strategies share: micro-batches as plain lists, made into an `Assignment` at the end."""
+"""Micro-batches as plain lists, which the published strategies make into an `Assignment` at the end."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def place_waves(waves: Sequence[Sequence[tuple[int, Sequence[int]]]], problem: P
 
 
 def level_waves(drafts: Sequence[Draft]) -> list[int]:
-    """The wave of each micro-batch when each rank takes part once per wave and keeps its order."""
+    """Return the wave of each micro-batch when each rank takes part once per wave and keeps its order."""
     next_wave: dict[int, int] = {}
     waves = []
     for draft in drafts:
@@ -69,7 +69,7 @@ def level_waves(drafts: Sequence[Draft]) -> list[int]:
 
 
 def quickest(candidates: Iterable[Assignment], batch: Batch, problem: Problem) -> Assignment:
-    """The candidate with the smallest makespan; the first of equals."""
+    """Return the candidate with the smallest makespan; the first of equals."""
     return min(candidates, key=lambda assignment: makespan_seconds(assignment, batch, problem))
 
 

@@ -25,6 +25,7 @@ import numpy as np
 
 from fcp_cli.cost.model import group_seconds
 from fcp_cli.manifest.table import FloatArray, IntArray
+from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import GlobalBatches
 from fcp_cli.planning.packing import best_fit_decreasing, members_by_pack, spread_evenly
@@ -61,7 +62,7 @@ class FcpPaperSolver:
         return {"cuts": list(self.cuts), "wave_counts": self.wave_counts}
 
     def assign(self, batch: Batch) -> Assignment:
-        """The best candidate of the sweep over cuts and numbers of waves."""
+        """Return the best candidate of the sweep over cuts and numbers of waves."""
         candidates = list(self._candidates(batch))
         seconds = [makespan_seconds(candidate, batch, self.problem) for candidate in candidates]
         return candidates[int(np.argmin(seconds))]
@@ -147,4 +148,4 @@ def _join(waves: list[_Wave], *, with_waves: bool) -> Assignment:
 
 
 def _join_offsets(offsets: list[IntArray]) -> IntArray:
-    return np.concatenate(([0], np.cumsum(np.concatenate([np.diff(part) for part in offsets]))))
+    return offsets_of(np.concatenate([np.diff(part) for part in offsets]))

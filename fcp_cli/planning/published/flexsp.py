@@ -39,7 +39,7 @@ TRIALS = 3  # numbers of micro-batches that are tried
 
 
 def make_solver(batches: GlobalBatches) -> Solver:
-    """The solver for these batches, with FlexSP's own time limit."""
+    """Make the solver for these batches, with FlexSP's own time limit."""
     return FlexSP(batches.problem)
 
 
@@ -89,7 +89,7 @@ class FlexSP:
 
 
 def menus(num_ranks: int) -> list[list[int]]:
-    """The degrees of each program: powers of two from 4 on, from 2 on and, with few ranks, from 1 on."""
+    """Return the degrees of each program: powers of two from 4 on, from 2 on and, with few ranks, from 1 on."""
     powers = [1 << shift for shift in range(num_ranks.bit_length())]
     skips = (0, 1, 2) if num_ranks <= _FEW_RANKS else (1, 2)
     return [powers[skip:] for skip in skips if powers[skip:]]

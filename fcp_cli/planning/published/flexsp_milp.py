@@ -38,7 +38,7 @@ class Buckets:
 
 
 def bucket(members: IntArray, batch: Batch, *, max_buckets: int) -> Buckets:
-    """The buckets that add the fewest tokens by counting every sequence as its bucket's longest."""
+    """Choose the buckets that add the fewest tokens by counting every sequence as its bucket's longest."""
     ascending = members[np.argsort(batch.work.tokens[members], kind="stable")]
     cuts = _bucket_cuts(batch.work.tokens[ascending], max_buckets)
     parts = np.split(ascending, cuts)
@@ -82,7 +82,7 @@ def solve(buckets: Buckets, problem: Problem, *, degrees: Sequence[int], seconds
 
     Args:
         buckets: of the micro-batch.
-        problem: ranks, budget, cost profile.
+        problem: ranks, token budget, cost profile.
         degrees: that groups may have.
         seconds_limit: for HiGHS; what it answers at the limit depends on the machine's speed.
     """
@@ -153,7 +153,7 @@ class _Program:
         return LinearConstraint(held, -np.inf, 0.0)
 
     def _times(self) -> list[LinearConstraint]:
-        """The makespan is at least fixed + linear + attention + exposed ring, and at least fixed + linear + ring."""
+        """Bound the makespan by fixed + linear + attention + exposed ring, and by fixed + linear + ring."""
         c, bandwidth = self.problem.profile.coefficients, self.problem.profile.bandwidth
         degree = self.degree[None, :].astype(np.float64)
         linear = self.work.linear_seconds / degree

@@ -34,14 +34,14 @@ _SAMPLED_STEPS = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What a user of these trainers fixes for a run."""
+    """The settings that a user of these trainers fixes for a run."""
 
     degree: int
     balance: Literal["packs", "sequences"]  # slime, verl
 
 
 def make_solver(batches: GlobalBatches) -> Solver:
-    """The solver with the setting that is quickest over a sample of the steps."""
+    """Make the solver with the setting that is quickest over a sample of the steps."""
     problem = batches.problem
     steps = np.unique(np.linspace(0, len(batches) - 1, _SAMPLED_STEPS, dtype=np.int64)).tolist()
     sample = [batches.batch(step) for step in steps]

@@ -24,7 +24,7 @@ from fcp_cli.planning.published.megatron_rounds import Group, balanced_rounds, d
 
 
 def make_solver(batches: GlobalBatches) -> Solver:
-    """The solver for these batches."""
+    """Make the solver for these batches."""
     return MegatronDynamicCP(batches.problem)
 
 

@@ -1,6 +1,6 @@
 """The rounds of Megatron-LM's hybrid context parallelism (megatron-core 0.16, class `BalancedCPScheduler`).
 
-Written anew from the behaviour of that scheduler, on groups instead of ranks. Its rules:
+Written from the behaviour of that scheduler, on groups instead of ranks. Its rules:
 
 - A sequence runs on the smallest power of two of ranks that holds it; its work is length² / ranks.
 - Sequences, longest first, are cut into as many runs of about equal work as there are different degrees.
@@ -31,7 +31,7 @@ class Group:
 
 
 def degree_needed(length_tokens: int, max_tokens_per_rank: int) -> int:
-    """The smallest power of two of ranks that holds a sequence."""
+    """Return the smallest power of two of ranks that holds a sequence."""
     chunks = -(-length_tokens // max_tokens_per_rank)
     return 1 << (chunks - 1).bit_length()
 
