@@ -88,7 +88,7 @@ def validated(document: Any, kind: type[T], *, where: str, error: type[FcpError]
         _visit("", types.type_info(kind), document, places)
         return msgspec.convert(document, kind)
     except (_UnknownKeyError, msgspec.ValidationError) as failure:
-        message = str(failure) if isinstance(failure, _UnknownKeyError) else _explanation(str(failure), places)
+        message = str(failure) if isinstance(failure, _UnknownKeyError) else _explanation(failure, places)
         raise error(f"{where}: {message}{remedy and f'; {remedy}'}") from failure
 
 
@@ -131,16 +131,19 @@ def _without_none(rules: types.Type) -> types.Type:
     return rules.type if isinstance(rules, types.Metadata) else rules
 
 
-def _explanation(failure: str, places: Mapping[str, _Place]) -> str:
+def _explanation(failure: msgspec.ValidationError, places: Mapping[str, _Place]) -> str:
     """Put a message of msgspec, such as "Expected `int` >= 1 - at `$.a.b[0]`", into words for users."""
-    found = _PLACE.search(failure)
+    text = str(failure)
+    found = _PLACE.search(text)
     path = found[1] if found else ""
-    if missing := _MISSING.match(failure):
+    if failure.__cause__ is not None:  # a ValueError of the dataclass's own __post_init__
+        return f"{path}: {failure.__cause__}" if path else str(failure.__cause__)
+    if missing := _MISSING.match(text):
         path = f"{path}.{missing[1]}" if path else missing[1]
         is_block = isinstance(places[path].rules, types.DataclassType)
         return f"the block {path} is missing" if is_block else f"{path} is missing"
     if path not in places:  # a key of a mapping, not its value
-        return failure
+        return text
     value = "" if "[...]" in path else f" is {_ABBREVIATED.repr(places[path].value)}; it"
     return f"{path or 'the file'}{value} must be {_allowed(places[path].rules)}"
 

@@ -23,6 +23,10 @@ class Engine:
     power: Positive
     waste: Share = 0.0
 
+    def __post_init__(self) -> None:
+        if self.power > 1000 and not self.waste:
+            raise ValueError("an engine of such power has waste")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Car:
@@ -74,6 +78,7 @@ def test_a_sound_mapping_becomes_the_dataclass_with_its_defaults() -> None:
         ({"spare": {"power": 1, "waste": 2}}, "spare.waste is 2; it must be a share from 0 to 1"),
         ({"others": [{"power": 1}, {"power": -1}]}, "others[1].power is -1; it must be a positive number"),
         ({"named": {"b": {"power": -1}}}, "named[...].power must be a positive number"),
+        ({"engine": {"power": 2000}}, "engine: an engine of such power has waste"),
         ({"others": {}}, "others is {}; it must be a list"),
         ({"notes": []}, "notes is []; it must be a mapping"),
     ],
