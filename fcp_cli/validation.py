@@ -11,6 +11,7 @@ import re
 import reprlib
 import sys
 from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, Final, NamedTuple, TypeVar
 
 import msgspec
@@ -85,11 +86,15 @@ def validated(document: Any, kind: type[T], *, where: str, error: type[FcpError]
     """
     places: dict[str, _Place] = {}
     try:
-        _visit("", types.type_info(kind), document, places)
+        _visit("", _rules_of(kind), document, places)
         return msgspec.convert(document, kind)
     except (_UnknownKeyError, msgspec.ValidationError) as failure:
         message = str(failure) if isinstance(failure, _UnknownKeyError) else _explanation(failure, places)
         raise error(f"{where}: {message}{remedy and f'; {remedy}'}") from failure
+
+
+# Cached, since a file may hold thousands of lines of one kind.
+_rules_of = cache(types.type_info)
 
 
 class _UnknownKeyError(Exception):

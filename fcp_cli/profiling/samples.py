@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Generic
+from typing import Any, Final, Generic, Literal
 
 import numpy as np
 
@@ -19,9 +19,37 @@ from fcp_cli.errors import ProfileError
 from fcp_cli.kinds import another_kind
 from fcp_cli.profiling.measurement import Measurement, Subject, model_figures
 from fcp_cli.profiling.points import P, Point
-from fcp_cli.validation import validated
+from fcp_cli.validation import Count, NonEmptyText, NonNegative, validated
 
 FORMAT: Final = "fcp-samples/1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Observation:
+    kind: str
+    point: NonEmptyText
+    layers: Count
+    seconds: tuple[NonNegative, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Transfer:
+    kind: str
+    tier: Literal["intra_node", "inter_node"]
+    bytes: Count
+    seconds: tuple[NonNegative, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    kind: str
+    layers: Count
+    seconds: tuple[NonNegative, ...]
+    state_bytes: NonNegative
+
+
+# The kinds of lines whose figures are fitted; the others only describe the measurement.
+_FITTED_LINES: Final[Mapping[str, type]] = {"observation": _Observation, "transfer": _Transfer, "step": _Step}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,6 +177,9 @@ def read_samples(path: Path) -> SamplesFile:
     header.pop("emulate", None)  # follows from the ranks
     remedy = "give another --samples, or begin again with --fresh"
     subject = validated(header, Subject, where=f"{path}, first line", error=ProfileError, remedy=remedy)
+    for number, line in enumerate(lines, start=2):
+        if line is not None and (rules := _FITTED_LINES.get(line.get("kind", ""))):
+            validated(line, rules, where=f"{path}, line {number}", error=ProfileError, remedy=remedy)
     return SamplesFile(subject=subject, figures=figures, lines=[line for line in lines if line is not None])
 
 

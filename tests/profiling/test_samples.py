@@ -167,3 +167,9 @@ def test_a_damaged_first_line_is_named(tmp_path: Path, header: dict[str, Any], m
     path.write_text(json.dumps({**json.loads(path.read_text()), **header}) + "\n")
     with pytest.raises(ProfileError, match=re.escape(message)):
         read_samples(path)
+
+
+def test_a_damaged_observation_is_named_by_its_line(tmp_path: Path) -> None:
+    path = _file(tmp_path, _observation(POINT, 2, 1.0), _observation(POINT, 2, 1.0, -1.0))
+    with pytest.raises(ProfileError, match=r"samples.jsonl, line 3: seconds\[1\] is -1.0; it must be a non-negative"):
+        read_samples(path)
