@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import reprlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Annotated, Any, Final, NamedTuple, TypeVar
 
@@ -94,7 +94,7 @@ def validated(document: Any, kind: type[T], *, where: str, error: type[FcpError]
 
 
 # Cached, since a file may hold thousands of lines of one kind.
-_rules_of = cache(types.type_info)
+_rules_of: Final[Callable[[Any], types.Type]] = cache(types.type_info)
 
 
 class _UnknownKeyError(Exception):
