@@ -63,7 +63,7 @@ class PlanCursor:
         self.rank = rank
         if first_step < self.metadata.first_step:
             raise RunError(
-                f"step {first_step} is not in {path}, which goes on from step {self.metadata.first_step} of a run; "
+                f"step {first_step} is not in {path}, which continues from step {self.metadata.first_step} of a run; "
                 f"load its checkpoint and pass first_step={self.metadata.first_step}"
             )
         if first_step > self.metadata.end_step:

@@ -10,8 +10,9 @@
 saved. Everything is read with `weights_only`: a checkpoint can hold tensors and numbers, never code.
 
 Not torch.distributed.checkpoint: its reader opens the metadata of a checkpoint with a plain `pickle.load`, which runs
-what the file contains. Its storage without pickle (safetensors) is not public in the oldest torch that fcp supports,
-drops what is not a tensor (the optimizer's parameter groups), and doubles a rank's shard in memory while it writes.
+whatever code the file holds. Its storage without pickle (safetensors) is not public in the oldest torch that fcp
+supports, takes tensors only, where an optimizer's parameter groups hold numbers, and doubles a rank's shard in host
+memory while it writes.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def find_samples(data_iterator: Any) -> Samples:
     consumed = getattr(sampler, "consumed_samples", None)
     if consumed is None or type(sampler).__name__ == _RANDOM_SAMPLER:
         raise RunError(
-            f"the data loader's sampler, a {type(sampler).__name__}, does not say where training resumes in the plan; "
+            f"the data loader's sampler, a {type(sampler).__name__}, does not show where training resumes in the plan; "
             "use one with a fixed attribute consumed_samples, like MegatronPretrainingSampler"
         )
     return Samples(dataset=dataset, collate=inner._collate_fn, consumed=int(consumed))
