@@ -122,7 +122,7 @@ def examples_of(command: Any) -> list[str]:
 def help_section(parameter: Any) -> str:
     if parameter.param_type_name == "argument":
         return "Arguments"
-    return parameter.rich_help_panel or "Options"
+    return getattr(parameter, "rich_help_panel", None) or "Options"
 
 
 def _help_row(parameter: Any, context: Any) -> tuple[str, str]:
