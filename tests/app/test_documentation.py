@@ -14,7 +14,11 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fcp_cli"
 PAGES = (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md")))
 # Pages of the site that are written from the commands' options when it is built.
-GENERATED = {ROOT / "docs" / "reference" / "commands" / f"{one.words[0]}.md" for one in command_entries() if one.words}
+GENERATED = {ROOT / "docs/reference/commands" / f"{(*entry.words, 'fcp')[0]}.md" for entry in command_entries()}
+# Of the tree or, as the architecture names them, of the package.
+_FILE = re.compile(
+    r"`((?:benchmarks|examples|fcp_cli|launchers|plan|planning|profiles|runtime|tests)/[\w./*-]+)(?:::\w+)?`"
+)
 _ROW = re.compile(r"^\| `fcp_cli/(?P<folder>\w+)/` \|.*\| (?P<imports>[^|]*) \|$", re.MULTILINE)
 
 
@@ -35,6 +39,12 @@ def _headings(page: Path) -> set[str]:
     """Return the headings as links name them: lower case, dashes for spaces, no other marks."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    named = _FILE.findall(page.read_text(encoding="utf-8"))
+    assert [name for name in named if not any(any(folder.glob(name)) for folder in (ROOT, PACKAGE))] == []
 
 
 def test_the_table_of_folders_names_each_folder_and_all_that_it_imports() -> None:
