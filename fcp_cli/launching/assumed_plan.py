@@ -1,4 +1,4 @@
-"""What a plan that nobody made yet would say, so that a dry run can show the whole command of a job."""
+"""The metadata of a plan that does not exist yet, so that a dry run can print the whole command of a job."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fcp_cli.planning.settings import ASSUMED_GLOBAL_BATCH_SIZE, ASSUMED_TOKENS_
 
 
 def assumed_plan(plan: Path, model: str, ranks: int | None, manifest: Path, assumed: Origins) -> PlanMetadata:
-    """The metadata of a plan for a model on the example cluster.
+    """Return the metadata of a plan for a model on the example cluster.
 
     Args:
         plan: where the plan would be.
         model: shipped name, or a description.
         ranks: as given, else the cluster's devices.
         manifest: that it would be made from.
-        assumed: is told all of it, with the command that makes the plan.
+        assumed: receives all of it, with the command that makes the plan.
 
     Raises:
         ProfileError: there is no such model.
@@ -59,5 +59,5 @@ def _commands(model: str, num_ranks: int, per_node: int, manifest: Path, plan: P
 
 
 def is_assumed(metadata: PlanMetadata) -> bool:
-    """Whether there is no file behind it: a plan that was made has a hash."""
+    """Return whether there is no file behind it: a plan that was made has a hash."""
     return not metadata.plan_hash

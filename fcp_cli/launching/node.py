@@ -1,4 +1,4 @@
-"""What a generated script or a container starts on its node: runs the launcher's command that follows `--`, watches it.
+"""Started on its node by a generated script or a container: runs and watches the launcher's command after `--`.
 
 The same code as behind `fcp launch` on one machine: SIGINT, SIGTERM and SIGHUP let the ranks finish their step, local
 rank 0 of node 0 is shown, a failed rank is named with its last words, and no process stays behind.
@@ -83,7 +83,7 @@ def _check_port(port: int) -> None:
 
 
 def _write_record(paths: RunPaths, plan: Path, launch: Path | None) -> None:
-    """What the job really follows, and what is installed where it really runs."""
+    """Write what the job really follows, and what is installed where it really runs."""
     paths.run_dir.mkdir(parents=True, exist_ok=True)
     write_record(paths.run_dir, plan, PlanReader(plan).metadata)
     if launch is not None:
@@ -100,7 +100,7 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _interfaces(variables: Sequence[str], master_addr: str) -> dict[str, str]:
-    """Only the node itself knows by which interface it reaches node 0."""
+    """Return the interface towards node 0, which only the node itself knows, by each variable."""
     interface = interface_towards(master_addr) if variables else None
     return dict.fromkeys(variables, interface) if interface else {}
 
@@ -111,12 +111,12 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _was_stopped(outcome: JobOutcome) -> bool:
-    """By a signal here, or because the ranks agreed to stop when another node was told to."""
+    """Return whether a signal stopped it here, or the ranks agreed to stop because another node received one."""
     return outcome.agreed_to_stop or (outcome.stopped_by is not None and outcome.status != 0)
 
 
 def _report(outcome: JobOutcome, *, shows: bool) -> int:
-    """Say how it ended; returns the exit status."""
+    """Print how it ended; return the exit status."""
     if _was_stopped(outcome):
         stopped_by = outcome.stopped_by or signal.SIGINT
         _print(f"error: stopped by {stopped_by.name}" if outcome.stopped_by else "error: stopped with the other nodes")
@@ -130,7 +130,7 @@ def _report(outcome: JobOutcome, *, shows: bool) -> int:
 
 
 def _print(message: str) -> None:
-    """In one piece: the nodes of a job share the terminal of whoever started it."""
+    """Print in one piece: the nodes of a job share the terminal of whoever started it."""
     sys.stderr.write(f"{message}\n")
     sys.stderr.flush()
 

@@ -1,4 +1,4 @@
-"""What was typed for `fcp launch`: its options, and the value that `resolve` works with. Imports nothing heavy."""
+"""The options of `fcp launch` as one value, which `resolve` works with. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CLUSTERS: Final = "Clusters"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterOptions:
-    """Where a job runs, if not here."""
+    """The options for a job that runs elsewhere."""
 
     target: Annotated[
         Target | None,
@@ -43,7 +43,7 @@ class ClusterOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchRequest:
-    """What to launch, and where; None is found out or assumed.
+    """The job as it was asked for; None is found out or assumed.
 
     Attributes:
         program: a script and its arguments, or `-m`, a module and its arguments; empty: the bundled trainer.

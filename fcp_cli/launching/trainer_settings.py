@@ -55,7 +55,7 @@ def trainer_settings(request: LaunchRequest, job: Job, assumed: Origins) -> Trai
 
 
 def _model(given: str | None, metadata: PlanMetadata, assumed: Origins) -> str:
-    """The model that was named, else the one whose cost profile the plan was made with."""
+    """Return the model that was named, else the one whose cost profile the plan was made with."""
     planned = _planned_model(metadata)
     if given is None and planned is None:
         raise UsageError(
@@ -67,7 +67,7 @@ def _model(given: str | None, metadata: PlanMetadata, assumed: Origins) -> str:
 
 
 def _note_vision(metadata: PlanMetadata, settings: TrainSettings, assumed: Origins) -> None:
-    """A plan that was priced with a trained encoder does not balance a frozen one, nor the other way round."""
+    """Note where the plan was priced with a trained encoder and the run's is frozen, or the other way round."""
     planned = (_planned_profile(metadata).get("measurement") or {}).get("freeze_vision")
     if planned is not None and planned != settings.freeze_vision:
         kinds = ("a trained", "a frozen")
@@ -84,7 +84,7 @@ def _planned_model(metadata: PlanMetadata) -> str | None:
 
 
 def _planned_profile(metadata: PlanMetadata) -> dict[str, Any]:
-    """The cost profile that the plan carries, as it was written; empty where it carries none."""
+    """Return the cost profile that the plan carries, as it was written; empty where it carries none."""
     try:
         profile = yaml.safe_load(metadata.cost_profile)
     except yaml.YAMLError:
@@ -93,7 +93,7 @@ def _planned_profile(metadata: PlanMetadata) -> dict[str, Any]:
 
 
 def _manifest(request: LaunchRequest, plan: Path, metadata: PlanMetadata, assumed: Origins) -> Path | None:
-    """The manifest to read tokens through; None trains on random ones."""
+    """Return the manifest to read tokens through; None trains on random ones."""
     from fcp_cli.manifest.tokens import open_media
     from fcp_cli.training.data import has_tokens
 
@@ -105,7 +105,7 @@ def _manifest(request: LaunchRequest, plan: Path, metadata: PlanMetadata, assume
         return Path(name).absolute()
     if manifest is None:
         raise RunError(
-            f"{plan} was made from {name}, which is not beside it; say where it is with --manifest, or train on random "
+            f"{plan} was made from {name}, which is not beside it; name it with --manifest, or train on random "
             "tokens with --synthetic"
         )
     length_column = request.training.get("length_column", "length")
@@ -123,7 +123,7 @@ def _manifest(request: LaunchRequest, plan: Path, metadata: PlanMetadata, assume
 
 
 def _check_manifest(manifest: Path, length_column: str, plan: Path, metadata: PlanMetadata) -> None:
-    """The plan's sequences are rows of one manifest; another one would be trained in silence."""
+    """Refuse a manifest that the plan was not made from: its rows would be trained in silence."""
     from fcp_cli.manifest.read import read_manifest
 
     if read_manifest(manifest, length_column=length_column).content_hash() != metadata.manifest.content_hash:

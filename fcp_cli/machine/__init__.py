@@ -1,1 +1,1 @@
-"""What this machine is: cores, memory, devices, network, processes, installed software. Imports no other room."""
+"""This machine: cores, memory, devices, network, processes, installed software. Imports no other room."""

@@ -1,4 +1,4 @@
-"""What this machine has to run ranks on."""
+"""The devices of this machine that ranks run on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEAST_CPU_RANKS = 8
 
 
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
-"""What hides devices from a process, by kind."""
+"""The variables that hide devices from a process, by kind."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +25,7 @@ class Machine:
     """Devices of one kind.
 
     Attributes:
-        device: `cpu`, `cuda` or `npu`; `unknown` where torch cannot tell.
+        device: `cpu`, `cuda` or `npu`; `unknown` where torch is missing.
         num_devices: accelerators, or 0 on a CPU.
         num_cores: cores that this process may use.
         memory_bytes: of the host; 0 where it is not known.
@@ -55,10 +55,10 @@ class Machine:
 
 
 def require_torch() -> None:
-    """Say how to install torch where it is missing, or why it does not import.
+    """Check that torch is installed.
 
     Raises:
-        RunError: torch is missing or broken.
+        RunError: torch is missing; the message says how to install it.
     """
     if importlib.util.find_spec("torch") is None:
         raise RunError("torch is not installed here, and training needs it; run: pip install 'fcp-cli[hf]'")
@@ -90,7 +90,7 @@ def _visible(device: str) -> str:
 
 
 def find_machine_without_torch(device: str = "auto") -> Machine:
-    """As `find_machine`, for programs of MindSpore: NPUs are counted by their files in /dev.
+    """Look at this machine for programs of MindSpore: NPUs are counted by their files in /dev.
 
     Raises:
         RunError: there is no device of that kind.
@@ -112,7 +112,7 @@ UNKNOWN_MACHINE = Machine(device="unknown", num_devices=0, num_cores=1)
 
 
 def _accelerators() -> dict[str, int]:
-    """Devices per kind; torch registers an `npu` module only where torch_npu is installed."""
+    """Return devices per kind; torch registers an `npu` module only where torch_npu is installed."""
     torch = load_torch()
     return {
         kind: getattr(torch, kind).device_count()
@@ -122,7 +122,7 @@ def _accelerators() -> dict[str, int]:
 
 
 def load_torch() -> Any:
-    """The torch module.
+    """Import torch and return it.
 
     Raises:
         RunError: torch does not import; the usual reason is named.

@@ -1,4 +1,4 @@
-"""What is here: versions, devices, libraries, network and settings. `fcp env` shows it, `checks` judges it.
+"""Versions, devices, libraries, network and settings of this machine: `fcp env` shows them, checks judge them.
 
 Collected in one place, and never raising: it is asked for when something is broken.
 """
@@ -42,7 +42,7 @@ _PACKAGES = (
     "flash-attn",
 )
 _PROGRAMS = ("python", "python3", "torchrun", "msrun", "sbatch", "srun", "pdsh")
-# Settings that change how a job starts or communicates; values of other variables are nobody's business.
+# Settings that change how a job starts or communicates; other variables may hold secrets and are left out.
 _VARIABLES = (
     "FCP_",
     "OMP_NUM_THREADS",
@@ -72,9 +72,9 @@ class Facts:
 
     Attributes:
         packages, programs: name to version or path; None where it is not there.
-        machine: devices of one kind; None if torch cannot tell, and then `machine_error` says why.
+        machine: devices of one kind; None where torch is missing or broken, and then `machine_error` names the reason.
         device_names, device_memory_bytes: of every accelerator, and of the smallest.
-        cann_home: what CANN's set_env.sh exported; `has_hccl` tells whether its library is found.
+        cann_home: what CANN's set_env.sh exported; `has_hccl`: whether its library is found.
         open_files: most files and sockets that a process may have open; 0 where it is not known.
         variables: those of the environment that change how a job starts or communicates.
         master_addresses, master_is_here: of the job's node 0, where there are several nodes.
@@ -158,7 +158,7 @@ def _machine() -> tuple[Machine | None, str]:
 
 
 def _devices(machine: Machine | None) -> dict[str, Any]:
-    """What ranks would run on."""
+    """Return the facts about the devices that ranks would run on."""
     if machine is None:
         return {}
     try:
@@ -175,7 +175,7 @@ def _devices(machine: Machine | None) -> dict[str, Any]:
 
 
 def _communication() -> dict[str, str | None]:
-    """Back ends of torch.distributed, with versions where they tell one."""
+    """Return the back ends of torch.distributed, with versions where they have one."""
     try:
         torch = load_torch()
     except FcpError:
@@ -191,7 +191,7 @@ def _communication() -> dict[str, str | None]:
 
 
 def _cann_version() -> str | None:
-    """Of the CANN toolkit whose set_env.sh was sourced, else of the one at its usual place."""
+    """Return the version of the CANN toolkit whose set_env.sh was sourced, else of the one at its usual place."""
     home = os.environ.get("ASCEND_HOME_PATH", "/usr/local/Ascend/ascend-toolkit/latest")
     for path in sorted(Path(home).glob("**/ascend_toolkit_install.info"))[:1]:
         match = re.search(r"^version=(.+)$", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
@@ -200,14 +200,13 @@ def _cann_version() -> str | None:
 
 
 def _has_library(name: str) -> bool:
-    """Whether the loader would find lib<name>.so: on LD_LIBRARY_PATH, which set_env.sh extends, or where it always
-    looks."""
+    """Return whether the loader finds lib<name>.so, on LD_LIBRARY_PATH (set_env.sh extends it) or in its own places."""
     folders = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":"))
     return any((Path(folder) / f"lib{name}.so").exists() for folder in folders) or bool(ctypes.util.find_library(name))
 
 
 def facts_document(facts: Facts) -> dict[str, Any]:
-    """JSON values, for `fcp env --json`."""
+    """Return JSON values, for `fcp env --json`."""
     machine = facts.machine
     devices: dict[str, Any] = {"device": None, "error": facts.machine_error}
     if machine is not None:
@@ -239,7 +238,7 @@ def facts_document(facts: Facts) -> dict[str, Any]:
 
 
 def facts_lines(facts: Facts) -> list[str]:
-    """The facts as `- name: value` lines, ready to be pasted."""
+    """Return the facts as `- name: value` lines, ready to be pasted."""
     cann = f"{facts.cann_version or 'not found'}, set_env.sh {'' if facts.cann_home else 'not '}sourced"
     lines = [f"- fcp: {facts.fcp}", f"- python: {facts.python_version} ({facts.python})"]
     lines += [f"- system: {facts.system}", f"- cpu cores: {facts.cpu_cores}"]

@@ -1,4 +1,4 @@
-"""What this machine's network looks like: interfaces, the way to another node, ports."""
+"""The network of this machine: interfaces, the way to another node, ports."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _PROBE_PORT = 9  # nothing is sent: connecting a datagram socket only picks a ro
 
 
 def interfaces() -> tuple[str, ...]:
-    """Names of the network interfaces, loopback included."""
+    """Return the names of the network interfaces, loopback included."""
     with suppress(OSError):
         return tuple(name for _, name in socket.if_nameindex())
     return ()
 
 
 def addresses_of(host: str) -> tuple[str, ...]:
-    """The addresses that a host name means here; empty where it means nothing."""
+    """Return the addresses that a host name means here; empty where it means nothing."""
     with suppress(OSError, UnicodeError):
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
@@ -30,14 +30,14 @@ def addresses_of(host: str) -> tuple[str, ...]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address never leaves the machine; a name that is no address does not count."""
+    """Return whether an address never leaves the machine; a name that is no address does not count."""
     with suppress(ValueError):
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     return False
 
 
 def interface_towards(host: str) -> str | None:
-    """The interface that traffic to another host leaves by; None where there is no way out, or nothing tells."""
+    """Return the interface that traffic to another host leaves by; None where there is no way out, or it is unknown."""
     local = _local_address_towards(host)
     if local is None or is_loopback(local):
         return None
@@ -45,12 +45,12 @@ def interface_towards(host: str) -> str | None:
 
 
 def is_here(host: str) -> bool:
-    """Whether a host name means this machine: whether its address can be bound."""
+    """Return whether a host name means this machine: whether its address can be bound."""
     return any(_can_bind(address) for address in addresses_of(host))
 
 
 def way_problem(host: str, port: int, *, seconds: float) -> str:
-    """Why another machine cannot be reached; "" where it can, whether something listens at its port yet or not."""
+    """Return why another machine cannot be reached; "" where it can, even if nothing listens at its port yet."""
     try:
         socket.create_connection((host, port), timeout=seconds).close()
     except ConnectionRefusedError:
@@ -63,7 +63,7 @@ def way_problem(host: str, port: int, *, seconds: float) -> str:
 
 
 def listens(host: str, port: int, *, seconds: float) -> bool:
-    """Whether something accepts connections at a port of a machine."""
+    """Return whether something accepts connections at a port of a machine."""
     with suppress(OSError, UnicodeError):
         socket.create_connection((host, port), timeout=seconds).close()
         return True
@@ -71,7 +71,7 @@ def listens(host: str, port: int, *, seconds: float) -> bool:
 
 
 def port_problem(port: int) -> str:
-    """Why nothing can listen on a port of this machine; "" if something can."""
+    """Return why nothing can listen on a port of this machine; "" if something can."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         # As torch's store does: connections of a job that just ended do not count.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -84,7 +84,7 @@ def port_problem(port: int) -> str:
 
 
 def free_ports(first: int, count: int) -> int:
-    """The first port from `first` on that nobody uses, nor the `count - 1` after it; `first` where there is none."""
+    """Return the first of `count` unused ports in a row, from `first` on; `first` where there are none."""
     for port in range(first, _LAST_PORT - count):
         if all(_is_unused(port + i) for i in range(count)):
             return port
@@ -92,7 +92,7 @@ def free_ports(first: int, count: int) -> int:
 
 
 def _is_unused(port: int) -> bool:
-    """Connections of a job that just ended do count: MindSpore's scheduler waits half a minute for them to go."""
+    """Count connections of a job that just ended, too: MindSpore's scheduler waits half a minute for them to go."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", port))
         return True

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def descendants(pid: int) -> list[int]:
-    """Every live process below `pid`, children first; empty where there is no /proc."""
+    """Return every live process below `pid`, children first; empty where there is no /proc."""
     parents = _parents()
     found: list[int] = []
     generation = [pid]
@@ -21,12 +21,12 @@ def descendants(pid: int) -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    """The live direct children of `pid`."""
+    """Return the live direct children of `pid`."""
     return [child for child, parent in _parents().items() if parent == pid]
 
 
 def exit_status(pid: int) -> int | None:
-    """How a child of another process ended, while that one has not yet asked; None while it runs, or where it is gone.
+    """Return how another process's child ended, before that one has asked; None while it runs, or where it is gone.
 
     Negative: the signal that ended it.
     """
@@ -35,19 +35,19 @@ def exit_status(pid: int) -> int | None:
 
 
 def leads_session(pid: int) -> bool:
-    """Whether the process was started as the first of a session of its own."""
+    """Return whether the process was started as the first of a session of its own."""
     stat = _stat(pid)
     return bool(stat) and int(stat[_SESSION]) == pid
 
 
 def started_ticks(pid: int) -> int | None:
-    """Clock ticks from boot to the start of a process; None where there is no /proc or no such process."""
+    """Return clock ticks from boot to the start of a process; None where there is no /proc or no such process."""
     stat = _stat(pid)
     return int(stat[_STARTED]) if stat else None
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """What a process was started with; empty where that cannot be read."""
+    """Return the environment a process was started with; empty where it cannot be read."""
     try:
         entries = (Path("/proc") / str(pid) / "environ").read_bytes().split(b"\0")
     except OSError:
@@ -63,7 +63,7 @@ _STATE, _PARENT, _SESSION, _STARTED, _EXIT_CODE = 0, 1, 3, 19, 49
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat after the command name, which may hold anything; empty where there is none."""
+    """Return the fields of /proc/PID/stat after the command name, which may hold anything; empty without one."""
     try:
         return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -71,7 +71,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _parents() -> dict[int, int]:
-    """Process to parent, zombies left out."""
+    """Return process to parent, zombies left out."""
     stats = {int(entry.name): _stat(int(entry.name)) for entry in Path("/proc").glob("[0-9]*")}
     return {pid: int(stat[_PARENT]) for pid, stat in stats.items() if stat and stat[_STATE] != "Z"}
 
@@ -86,7 +86,7 @@ def send(pids: list[int], number: signal.Signals) -> None:
 def kill_tree(pid: int) -> None:
     """End a process and everything below it, now. All are halted first: what one of them starts meanwhile is seen, too.
 
-    Whoever ran on would leave behind what it starts between the look at the tree and its own end.
+    A process that ran on would leave behind what it starts between the reading of the tree and its own end.
     """
     halted: list[int] = []
     while running := [one for one in (pid, *descendants(pid)) if one not in halted]:
@@ -96,7 +96,7 @@ def kill_tree(pid: int) -> None:
 
 
 def _halt(pids: list[int]) -> None:
-    """Until none of them is in the middle of starting another."""
+    """Stop processes, until none of them is in the middle of starting another."""
     send(pids, signal.SIGSTOP)
     end = time.monotonic() + _HALT_SECONDS
     while any(map(_runs, pids)) and time.monotonic() < end:

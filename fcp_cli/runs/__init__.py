@@ -1,1 +1,1 @@
-"""What a run directory holds, and who writes and reads it: launch record, heartbeat, metrics, checkpoint headers."""
+"""The files of a run directory, their writers and readers: launch record, heartbeat, metrics, checkpoint headers."""

@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself, and which a run has. Imports no torch: `fcp plan` and `fcp launch` look, too."""
+"""The headers of a run's checkpoints. Imports no torch: `fcp plan` and `fcp launch` read them, too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Sharding = Literal["replicated", "sharded"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointHeader:
-    """What must agree before anything is loaded, and what a person wants to know about a checkpoint."""
+    """The facts of a checkpoint that must agree with a run before it is loaded."""
 
     step: int
     plan_hash: str
@@ -29,12 +29,12 @@ class CheckpointHeader:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
+    """Return the whole checkpoints of a run, oldest first."""
     return sorted(path.parent for path in folder.glob(f"{PREFIX}*/checkpoint.json"))
 
 
 def read_header(checkpoint: Path) -> CheckpointHeader:
-    """Read what a checkpoint says about itself.
+    """Read the header of a checkpoint.
 
     Raises:
         RunError: it is damaged or of another format.
@@ -51,12 +51,12 @@ def read_header(checkpoint: Path) -> CheckpointHeader:
 
 
 def check_header(header: CheckpointHeader, wanted: CheckpointHeader, plan: PlanMetadata, *, checkpoint: Path) -> None:
-    """Refuse to resume under another plan, number of ranks, model or sharding; a plan may go on from another's.
+    """Refuse to resume under another plan, number of ranks, model or sharding; a plan may continue another's.
 
     Args:
         header: of the checkpoint.
         wanted: of the one that the run would save now.
-        plan: that shall be followed now.
+        plan: that is to be followed now.
         checkpoint: for messages.
 
     Raises:
@@ -74,7 +74,7 @@ def check_header(header: CheckpointHeader, wanted: CheckpointHeader, plan: PlanM
 
 
 def check_plan_of(header: CheckpointHeader, plan: PlanMetadata, *, checkpoint: Path) -> None:
-    """A checkpoint belongs to the plan it was made under, or to one that goes on from exactly there.
+    """Check that a checkpoint belongs to a plan: the one it was made under, or one that continues from exactly there.
 
     Raises:
         RunError: it does not.
@@ -89,7 +89,7 @@ def check_plan_of(header: CheckpointHeader, plan: PlanMetadata, *, checkpoint: P
         )
     if continues.first_step != header.step:
         raise RunError(
-            f"{checkpoint} has finished {header.step} steps, but the plan {plan.plan_hash[:12]} goes on from step "
+            f"{checkpoint} has finished {header.step} steps, but the plan {plan.plan_hash[:12]} continues from step "
             f"{continues.first_step}; make it again with 'fcp plan --continue-from {checkpoint.parent.parent} --ranks "
             f"{plan.num_ranks}'"
         )

@@ -43,7 +43,7 @@ class RunPaths:
 
     @property
     def versions(self) -> Path:
-        """What was installed where the run was started, as `fcp env --json` prints it."""
+        """Versions of what was installed where the run was started, as `fcp env --json` prints it."""
         return self.run_dir / "versions.json"
 
     @property

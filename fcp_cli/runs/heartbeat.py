@@ -1,4 +1,4 @@
-"""Whether the launcher of a run is at work, seen from any machine that shares the run's folder.
+"""The heartbeat of a run: whether its launcher is at work, seen from any machine that shares the run's folder.
 
 While a job runs, its launcher touches one small file every few seconds, and at the end it writes there how it ended. A
 process that was killed writes nothing: then the file goes stale, which a slow step does not make it.
@@ -30,11 +30,11 @@ _STALE_SECONDS = 120.0  # elsewhere: shared file systems show times up to a minu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heartbeat:
-    """What the launcher wrote, and how long ago it gave a sign of life.
+    """The launcher's latest sign of life, and how long ago it was.
 
     Attributes:
-        host, pid, process_started: of the launcher; the last tells it from a later process of the same number, and is
-            None where there is no /proc.
+        host, pid, process_started: of the launcher; the last distinguishes it from a later process of the same
+            number, and is None where there is no /proc.
         started: ISO time of the launch.
         ended: how the job ended, or None.
         age_seconds: since the last sign of life.
@@ -49,7 +49,7 @@ class Heartbeat:
 
     @property
     def is_gone(self) -> bool:
-        """The launcher ended without a word: it was killed, or its machine was."""
+        """Whether the launcher ended without a word: it was killed, or its machine was."""
         if self.ended is not None:
             return False
         if self.host != socket.gethostname():
@@ -105,7 +105,7 @@ def beating(path: Path | None) -> Iterator[Pulse]:
 
 
 def read_heartbeat(path: Path) -> Heartbeat | None:
-    """The heartbeat of a run; None where there is none, as for a job that `fcp launch` did not start."""
+    """Read the heartbeat of a run; None where there is none, as for a job that `fcp launch` did not start."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         age = time.time() - path.stat().st_mtime

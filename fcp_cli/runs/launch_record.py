@@ -18,7 +18,7 @@ FORMAT = "fcp-launch/1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeCommand:
-    """What one node starts: words, and the same quoted for a shell, with the environment."""
+    """The command of one node: words, and the same quoted for a shell, with the environment."""
 
     node: int
     argv: list[str]

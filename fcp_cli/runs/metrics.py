@@ -33,7 +33,7 @@ class MicroBatchTiming:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMeasurement:
-    """Everything that is known about a step once all ranks have finished it.
+    """The measurements of a step that all ranks have finished.
 
     Attributes:
         loss: summed token loss / tokens of the global batch.
@@ -63,7 +63,7 @@ class StepMeasurement:
         return max(0.0, 1.0 - sum(self.busy_seconds()) / (len(self.ranks) * self.seconds))
 
     def record(self) -> dict[str, Any]:
-        """The `step` record."""
+        """Return the `step` record."""
         ranks = [
             {
                 "rank": rank,

@@ -1,4 +1,4 @@
-"""What a run directory holds so that one can say later what ran: the plan, its cost profile, and what was installed."""
+"""Writes what is needed to know later what ran: the plan, its cost profile, and what was installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run directory tells `fcp plan --continue-from`: which plan the run followed, and how far it came."""
+"""Reads a run for `fcp plan --continue-from`: which plan it followed, and how far it came."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TrainedRun:
 
 
 def read_trained_run(run_dir: Path, *, manifest: Path | None = None) -> TrainedRun:
-    """Look at a run directory; `manifest` is where the plan's manifest is, if somebody said.
+    """Read a run directory; `manifest` is where the plan's manifest is, if that was given.
 
     Raises:
         PlanError: the run's plan is gone, damaged or edited.
@@ -51,7 +51,7 @@ def read_trained_run(run_dir: Path, *, manifest: Path | None = None) -> TrainedR
     saved = checkpoints(RunPaths(run_dir=run_dir).checkpoints)
     if not saved:
         raise RunError(
-            f"{run_dir} has no checkpoint, so nothing that it trained is kept; plan anew with 'fcp plan "
+            f"{run_dir} has no checkpoint, so nothing that it trained is kept; plan again with 'fcp plan "
             f"{reader.metadata.manifest.name} --ranks N'"
         )
     header = read_header(saved[-1])

@@ -182,7 +182,7 @@ def test_a_head_node_without_torch_still_prints_commands(fcp: Fcp, monkeypatch: 
         (
             ("--plan", "plan8.parquet", "--ranks", "4"),
             1,
-            "plan8.parquet is for 8 ranks, but --ranks says 4; make a plan for 4 with: "
+            "plan8.parquet is for 8 ranks, but --ranks is 4; make a plan for 4 with: "
             "fcp plan lengths.parquet --ranks 4 -o plan8.parquet",
         ),
         (

@@ -126,7 +126,7 @@ def test_without_sbatch_nothing_is_written(fcp: Fcp, tmp_path: Path) -> None:
          "--sbatch-option 'gpu' is not one option of sbatch; give it as --sbatch-option=--partition=gpu"),
         (("--target", "slurm", "--force"), "--force replaces files in the folder of -o; give that, too"),
         (("-o", "job"), "-o writes the files of a cluster job; name one with --target, or see --dry-run"),
-        (("--nodes", "3", "--hostfile", "hosts"), "hosts lists 2 hosts, but --nodes says 3"),
+        (("--nodes", "3", "--hostfile", "hosts"), "hosts lists 2 hosts, but --nodes is 3"),
         (("--hostfile", "nope"), "cannot read the hostfile nope: No such file or directory"),
     ],
 )  # fmt: skip

@@ -101,7 +101,7 @@ def test_a_run_that_cannot_be_continued_says_why(fcp: Fcp, folder: Path) -> None
     shutil.rmtree(folder / "run" / "checkpoints")
     assert fcp("--ranks", "3") == (
         1,
-        "error: run has no checkpoint, so nothing that it trained is kept; plan anew with 'fcp plan lengths.parquet "
+        "error: run has no checkpoint, so nothing that it trained is kept; plan again with 'fcp plan lengths.parquet "
         "--ranks N'",
     )
     (folder / "run" / "launch.json").unlink()

@@ -411,7 +411,7 @@ def test_a_missing_interface_is_told_when_no_route_gave_one() -> None:
     facts = facts_of("cuda")
     without = {name: value for name, value in variables.items() if not name.endswith("IFNAME")}
     assert [finding.message for finding in check_launch(job("cuda"), _with(facts, variables=without))] == [
-        f"{name} is not set, and no route to 10.0.0.1 tells it; export it on every node"
+        f"{name} is not set, and no route to 10.0.0.1 shows it; export it on every node"
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     ]
 

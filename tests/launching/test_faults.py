@@ -174,7 +174,7 @@ def test_sigterm_to_a_job_that_hangs_ends_it_when_its_time_is_up(folder: Path) -
         assert process.wait() == 128 + signal.SIGTERM
     assert time.monotonic() - asked_at < MOST_SECONDS
     assert "the step did not end within 2 s: stopping at once (see --grace)" in printed
-    assert printed.splitlines()[-1] == "error: interrupted; the script was told to stop"
+    assert printed.splitlines()[-1] == "error: interrupted; the script was asked to stop"
     wait_until(lambda: ranks_in(folder) == [])
 
 

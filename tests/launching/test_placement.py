@@ -105,6 +105,6 @@ def test_another_number_of_ranks_names_both_and_the_plan_command() -> None:
     with pytest.raises(RunError) as error:
         check_ranks(PLAN, metadata(8), 4)
     assert str(error.value) == (
-        "plan.parquet is for 8 ranks, but --ranks says 4; make a plan for 4 with: "
+        "plan.parquet is for 8 ranks, but --ranks is 4; make a plan for 4 with: "
         "fcp plan lengths.parquet --ranks 4 -o plan.parquet"
     )

@@ -115,16 +115,16 @@ def write_header(run_dir: Path, step: int, plan_hash: str) -> None:
     (folder / "checkpoint.json").write_text(json.dumps({"format": FORMAT, **asdict(header)}))
 
 
-def test_a_plan_that_goes_on_from_a_run_begins_no_new_one(plan: Path, tmp_path: Path) -> None:
+def test_a_plan_that_continues_a_run_begins_no_new_one(plan: Path, tmp_path: Path) -> None:
     metadata = replace(
         preflight.check_plan(plan),
         continues=Continuation(plan_hash="0" * 64, num_ranks=8, first_step=7, trained=""),
     )
     with pytest.raises(
-        RunError, match="goes on from step 7 of a run under the plan 000000000000; resume that run: fcp"
+        RunError, match="continues from step 7 of a run under the plan 000000000000; resume that run: fcp"
     ):
         preflight.check_beginning(plan, metadata)
-    with pytest.raises(RunError, match=r"the plan goes on from step 7, but .* has no checkpoint to go on from"):
+    with pytest.raises(RunError, match=r"the plan continues from step 7, but .* has no checkpoint to continue from"):
         preflight.check_resumable(tmp_path, launch_record(plan_hash=metadata.plan_hash), metadata, None)
 
 

@@ -123,7 +123,7 @@ def test_a_plan_that_goes_on_from_the_checkpoint_may_have_other_ranks_but_no_oth
         path = Path("run/checkpoints/step-00000006")
         check_header(replace(HEADER, step=6), wanted, plan, checkpoint=path)
     assert str(error.value) == (
-        "run/checkpoints/step-00000006 has finished 6 steps, but the plan bbbbbbbbbbbb goes on from step 5; make it "
+        "run/checkpoints/step-00000006 has finished 6 steps, but the plan bbbbbbbbbbbb continues from step 5; make it "
         "again with 'fcp plan --continue-from run --ranks 3'"
     )
 

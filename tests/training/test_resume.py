@@ -147,7 +147,7 @@ def test_ctrl_c_saves_says_how_to_go_on_and_leaves_nothing_running(broken: Path,
     saved = len(steps_of(broken))
     assert 6 <= saved < PLANNED_STEPS
     assert interrupted.printed.splitlines()[-1] == (
-        f"error: interrupted; {saved} steps are saved, go on with: fcp launch --run-dir {broken.name} --resume"
+        f"error: interrupted; {saved} steps are saved, continue with: fcp launch --run-dir {broken.name} --resume"
     )
     *every_fifth, last = [path.name for path in checkpoints(broken / "checkpoints")]
     assert every_fifth == [f"step-{step:08d}" for step in range(5, saved, 5)]

@@ -12,7 +12,7 @@ from fcp_cli.options import Opt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchOptions(LaunchRequest):
-    """What to launch, and what to do besides or instead of starting it."""
+    """The job, and what to do besides or instead of starting it."""
 
     explain: Annotated[
         bool, Opt("Print why each variable is set and where it comes from; start nothing.", group="Options")

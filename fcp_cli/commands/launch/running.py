@@ -1,4 +1,4 @@
-"""Runs a resolved launch on this machine: shows it while it runs, and says how it ended."""
+"""Runs a job on this machine: shows it while it runs, and reports how it ended."""
 
 from __future__ import annotations
 
@@ -109,12 +109,12 @@ class _Watcher:
 
 
 def _shows(job: Job) -> bool:
-    """Rank 0 is shown on its own node; -q silences the bundled trainer, but not what a script prints on purpose."""
+    """Return whether rank 0 is shown: on its own node; -q silences the bundled trainer alone."""
     return not job.node_rank and (not job.is_bundled or verbosity.level >= 0)
 
 
 def _stopped_by(outcome: JobOutcome, *, bundled: bool) -> signal.Signals | None:
-    """The signal that ended the job before its time, if one did, here or on another node."""
+    """Return the signal that ended the job before its time, if one did, here or on another node."""
     if not bundled:
         return outcome.stopped_by
     if outcome.agreed_to_stop:
@@ -132,12 +132,12 @@ def _report_stop(job: Job, stopped_by: signal.Signals) -> None:
 
 def _stop_message(job: Job, resume: str) -> str:
     if job.settings is None:
-        return "interrupted; the script was told to stop"
+        return "interrupted; the script was asked to stop"
     checkpoints = sorted(job.paths.checkpoints.glob("step-*/checkpoint.json"))
     if not checkpoints:
         return "interrupted before the first checkpoint; nothing was kept but the metrics"
     step = int(checkpoints[-1].parent.name.removeprefix("step-"))
-    return f"interrupted; {counted(step, 'step')} {'is' if step == 1 else 'are'} saved, go on with: {resume}"
+    return f"interrupted; {counted(step, 'step')} {'is' if step == 1 else 'are'} saved, continue with: {resume}"
 
 
 def _report_failure(failure: Failure, *, rank_0_is_shown: bool) -> None:

@@ -1,4 +1,4 @@
-"""The preflight: pure functions from a job and the facts of this machine to findings, each one line with its mend.
+"""The preflight: pure functions from a job and the facts of this machine to findings, each one line with its remedy.
 
 Errors stop the launch before anything starts; warnings are shown and the job runs. What makes a launch impossible to
 describe at all (no plan, an unknown model) raises earlier, in `preflight`.

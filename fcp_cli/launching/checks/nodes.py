@@ -1,4 +1,4 @@
-"""Nodes must find each other."""
+"""Checks that the nodes of a job can find each other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INTERFACE_VARIABLES = {
 
 
 def master_address(job: Job, facts: Facts) -> Iterator[Finding]:
-    """All nodes must mean the same machine by --master-addr, and node 0 must be it."""
+    """Check that all nodes mean the same machine by --master-addr, and that node 0 is it."""
     where = f"--master-addr {job.master_addr}"
     if job.num_nodes > 1 and (job.master_addr == "localhost" or is_loopback(job.master_addr)):
         yield error(f"{where} is another machine on each of {job.num_nodes} nodes; give node 0's address")
@@ -49,7 +49,7 @@ def master_address(job: Job, facts: Facts) -> Iterator[Finding]:
 
 
 def master_port(job: Job, facts: Facts) -> Iterator[Finding]:
-    """Node 0 must be able to listen."""
+    """Check that node 0 can listen."""
     if job.num_nodes == 1 or job.node_rank != 0:
         return
     if facts.port_problem:
@@ -62,7 +62,7 @@ def master_port(job: Job, facts: Facts) -> Iterator[Finding]:
 
 
 def hccl_ports(job: Job, facts: Facts) -> Iterator[Finding]:
-    """HCCL takes ports of its own."""
+    """Check that the nodes do not meet at one of HCCL's own ports."""
     base = number(facts, "HCCL_IF_BASE_PORT")
     if job.stack == "npu" and base is not None and base <= job.master_port < base + HCCL_PORTS:
         yield error(
@@ -72,7 +72,7 @@ def hccl_ports(job: Job, facts: Facts) -> Iterator[Finding]:
 
 
 def hosts(job: Job, facts: Facts) -> Iterator[Finding]:
-    """A list of nodes names each once, this one among them, and node 0 first."""
+    """Check that a list of nodes names each once, this one among them, and node 0 first."""
     if not job.hosts:
         return
     twice = next((host for host in job.hosts if job.hosts.count(host) > 1), None)
@@ -95,7 +95,7 @@ def hosts(job: Job, facts: Facts) -> Iterator[Finding]:
 
 
 def interfaces(job: Job, facts: Facts) -> Iterator[Finding]:
-    """Communication libraries must use an interface that exists and leads to the other nodes."""
+    """Check that communication libraries use an interface that exists and leads to the other nodes."""
     if job.num_nodes == 1 or job.node_rank is None:
         return
     names = _INTERFACE_VARIABLES.get(job.stack, ())
@@ -111,14 +111,14 @@ def interfaces(job: Job, facts: Facts) -> Iterator[Finding]:
             )
     for name in names:
         if name not in chosen:
-            yield warning(f"{name} is not set, and no route to {job.master_addr} tells it; export it on every node")
+            yield warning(f"{name} is not set, and no route to {job.master_addr} shows it; export it on every node")
     if len(set(chosen.values())) > 1:
         both = ", ".join(f"{name}={value}" for name, value in chosen.items())
         yield warning(f"the nodes talk over different interfaces ({both}); export the same one in all of them")
 
 
 def _matching(value: str, known: Sequence[str]) -> list[str]:
-    """The interfaces that a *_SOCKET_IFNAME means: names or beginnings, `=` for a whole name, `^` for all others."""
+    """Return the interfaces that a *_SOCKET_IFNAME means: beginnings, `=` for a whole name, `^` for all others."""
     excludes = value.startswith("^")
     wanted = value.removeprefix("^").split(",")
 
@@ -131,7 +131,7 @@ def _matching(value: str, known: Sequence[str]) -> list[str]:
 
 
 def slurm_nodes(job: Job, facts: Facts) -> Iterator[Finding]:
-    """Inside an allocation, its nodes are the job's."""
+    """Check that a job inside a Slurm allocation uses all its nodes."""
     allocated = number(facts, "SLURM_NNODES")
     if allocated is not None and job.node_rank is not None and allocated != job.num_nodes:
         yield warning(

@@ -1,4 +1,4 @@
-"""The plan must fit the nodes, the model and the memory that are really there."""
+"""Checks that the plan fits the nodes, the model and the memory that are really there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REPLICAS_APART = "--use-tp-pp-dp-mapping"
 
 
 def node_size(job: Job, facts: Facts) -> Iterator[Finding]:
-    """Rings that the plan keeps inside a node must stay there.
+    """Check that rings that the plan keeps inside a node stay there.
 
     Megatron makes processes of one stage neighbours, whatever rank they are of; with --use-tp-pp-dp-mapping, those of
     one rank.
@@ -39,7 +39,7 @@ def node_size(job: Job, facts: Facts) -> Iterator[Finding]:
 
 
 def profile_model(job: Job, facts: Facts) -> Iterator[Finding]:
-    """Times and token budget of a plan are those of one model."""
+    """Check that the plan's times and token budget are those of the model."""
     profile = job.profile
     if profile is not None and job.model is not None and not _is_same_model(profile.model, job.model):
         yield warning(
@@ -49,10 +49,10 @@ def profile_model(job: Job, facts: Facts) -> Iterator[Finding]:
 
 
 def token_budget(job: Job, facts: Facts) -> Iterator[Finding]:
-    """A rank's tokens and its model must fit the memory that is really there.
+    """Check that a rank's tokens and its model fit the memory that is really there.
 
-    What a script trains only its user knows, unless --model says it: on accelerators, the plan's model is a fair guess
-    and told as one; on the CPU, where small models are tried under any plan, nothing is said.
+    Only the user knows what a script trains, unless --model names it: on accelerators, the plan's model is a fair guess
+    and named as one; on the CPU, where small models are tried under any plan, there is no finding.
     """
     profile, capacity = job.profile, _memory_of_a_rank(job, facts)
     if profile is None or not capacity or not _knows_memory(profile, job):
@@ -62,26 +62,26 @@ def token_budget(job: Job, facts: Facts) -> Iterator[Finding]:
     if needed <= capacity:
         return
     room = replace(memory, capacity_bytes=capacity * (1 - RESERVE_FRACTION)).tokens_per_rank() or 0
-    mend = f"plan with --tokens-per-rank {room}" if room > 0 else "the model alone is larger, so choose a smaller one"
+    remedy = f"plan with --tokens-per-rank {room}" if room > 0 else "the model alone is larger, so choose a smaller one"
     model = "the model" if job.model is not None else f"{profile.model}, the plan's model"
     where = "a rank's share of this machine" if job.stack == "cpu" else "a device here"
     # Computed figures are an estimate, and so is what a process of a host may take.
     is_certain = profile.origin in ("measured", "fitted") and job.stack != "cpu" and job.model is not None
     yield (error if is_certain else warning)(
         f"{job.plan} lets a rank hold {job.metadata.tokens_per_rank:,} tokens, {needed / 1e9:.1f} GB with {model}, "
-        f"but {where} has {capacity / 1e9:.1f} GB; {mend}"
+        f"but {where} has {capacity / 1e9:.1f} GB; {remedy}"
     )
 
 
 def _memory_of_a_rank(job: Job, facts: Facts) -> int:
-    """Bytes; 0 where they are not known."""
+    """Return bytes; 0 where they are not known."""
     if job.stack == "cpu" and facts.machine is not None:
         return facts.machine.memory_bytes // job.processes_per_node
     return facts.device_memory_bytes
 
 
 def hccl_buffers(job: Job, facts: Facts) -> Iterator[Finding]:
-    """Each communicator takes two buffers of HCCL_BUFFSIZE megabytes on every device."""
+    """Check the memory of HCCL's buffers: each communicator takes two of HCCL_BUFFSIZE megabytes on every device."""
     size, capacity = number(facts, "HCCL_BUFFSIZE"), facts.device_memory_bytes
     if job.stack != "npu" or size is None or not capacity:
         return
@@ -101,7 +101,7 @@ def hccl_buffers(job: Job, facts: Facts) -> Iterator[Finding]:
 
 
 def open_files(job: Job, facts: Facts) -> Iterator[Finding]:
-    """Every rank has sockets to every other."""
+    """Check the limit of open files: every rank has sockets to every other."""
     processes = job.num_nodes * job.processes_per_node
     needed = _OPEN_FILES_BESIDE + _OPEN_FILES_PER_RANK * processes
     if 0 < facts.open_files < needed:
@@ -119,6 +119,6 @@ def _is_same_model(first: str, second: str) -> bool:
 
 
 def _knows_memory(profile: CostProfile, job: Job) -> bool:
-    """Whether the profile's memory figures are those of the model that runs, as far as anybody can tell."""
+    """Return whether the profile's memory figures are those of the model that runs, as far as that is known."""
     is_this = job.stack != "cpu" if job.model is None else _is_same_model(profile.model, job.model)
     return is_this and profile.memory.bytes_per_token > 0

@@ -1,4 +1,4 @@
-"""What is checked before anything is started: each check is one function and raises one line."""
+"""Checks before anything is started that make a job impossible: each is one function and raises one line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "127.0.1.1", "::1")
 
 
 def check_plan(plan: Path) -> PlanMetadata:
-    """Read a plan's metadata and prove that nobody edited the file since it was made.
+    """Read a plan's metadata and prove that the file was not edited since it was made.
 
     Raises:
         PlanError: missing, damaged, foreign, of another format, or edited.
@@ -40,7 +40,7 @@ def check_plan(plan: Path) -> PlanMetadata:
 
 
 def check_trainer(metadata: PlanMetadata, plan: Path, *, needs_transformers: bool) -> None:
-    """What the bundled trainer needs.
+    """Check what the bundled trainer needs.
 
     Raises:
         RunError: transformers is missing, or the plan's ranks are made of several devices.
@@ -68,13 +68,13 @@ def check_steps(plan: Path, metadata: PlanMetadata, steps: int | None) -> None:
 
 
 def check_resumable(run_dir: Path, launched: LaunchRecord, metadata: PlanMetadata, steps: int | None) -> None:
-    """Whether a run has something left to do, under the plan that it began with.
+    """Check that a run has something left to do, under the plan that it began with.
 
     Args:
         run_dir: of the run.
         launched: how it was launched last; see `read_launch`.
-        metadata: of the plan to go on with.
-        steps: where it shall stop now; None: at the end of the plan.
+        metadata: of the plan to continue with.
+        steps: where it is to stop now; None: at the end of the plan.
 
     Raises:
         RunError: it has not, or the plan is another.
@@ -89,8 +89,8 @@ def check_resumable(run_dir: Path, launched: LaunchRecord, metadata: PlanMetadat
         )
     elif metadata.continues is not None:
         raise RunError(
-            f"the plan goes on from step {metadata.first_step}, but {run_dir} has no checkpoint to go on from; start "
-            "anew with a plan of all steps"
+            f"the plan continues from step {metadata.first_step}, but {run_dir} has no checkpoint to continue from; "
+            "start a new run with a plan of all steps"
         )
     finished = read_header(saved[-1]).step if saved else 0
     if finished >= (steps or metadata.end_step):
@@ -106,7 +106,7 @@ def check_beginning(plan: Path, metadata: PlanMetadata) -> None:
     """
     if metadata.continues is not None:
         raise RunError(
-            f"{plan} goes on from step {metadata.first_step} of a run under the plan "
+            f"{plan} continues from step {metadata.first_step} of a run under the plan "
             f"{metadata.continues.plan_hash[:12]}; resume that run: fcp launch --plan {plan} --run-dir RUN --resume"
         )
 
@@ -176,7 +176,7 @@ def _check_folder(folder: Path, job: Job) -> None:
 
 
 def check_nodes(num_nodes: int, node_rank: int | None, master_addr: str | None, run_dir: Path | None) -> None:
-    """Whether several nodes can find each other, and write to one place.
+    """Check that several nodes can find each other, and write to one place.
 
     Raises:
         UsageError: an address or the node's number is missing or cannot be right.

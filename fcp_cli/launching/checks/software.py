@@ -1,4 +1,4 @@
-"""What must be installed, in which version, and what a script is started with."""
+"""Checks of what is installed, in which version, and of a script's own arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SET_ENV = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
 
 
 def cann(job: Job, facts: Facts) -> Iterator[Finding]:
-    """CANN's libraries are found only after its set_env.sh."""
+    """Check that CANN was sourced: its libraries are found only after its set_env.sh."""
     if job.stack != "npu" or job.node_rank is None:
         return
     if facts.cann_home is None:
@@ -30,7 +30,7 @@ def cann(job: Job, facts: Facts) -> Iterator[Finding]:
 
 
 def torch_versions(job: Job, facts: Facts) -> Iterator[Finding]:
-    """torch is new enough, and torch_npu made for it."""
+    """Check that torch is new enough, and torch_npu made for it."""
     if job.node_rank is None:
         return
     torch, torch_npu = facts.packages.get("torch"), facts.packages.get("torch-npu")
@@ -44,14 +44,14 @@ def torch_versions(job: Job, facts: Facts) -> Iterator[Finding]:
 
 
 def transformers_version(job: Job, facts: Facts) -> Iterator[Finding]:
-    """What the bundled trainer builds its models with."""
+    """Check that transformers, which the bundled trainer builds its models with, is new enough."""
     found = facts.packages.get("transformers")
     if job.is_bundled and job.node_rank is not None and found is not None and _release(found) < _LEAST_TRANSFORMERS:
         yield error(f"transformers {found} is too old for the bundled trainer; run: pip install 'transformers>=4.56'")
 
 
 def msrun(job: Job, facts: Facts) -> Iterator[Finding]:
-    """msrun runs the `python` of PATH, not its own."""
+    """Check that msrun is there and starts this Python: it runs the `python` of PATH, not its own."""
     if job.launcher != "msrun" or job.node_rank is None:
         return
     if facts.programs.get("msrun") is None:
@@ -68,13 +68,13 @@ def msrun(job: Job, facts: Facts) -> Iterator[Finding]:
 
 
 def pdsh(job: Job, facts: Facts) -> Iterator[Finding]:
-    """MindSpeed-MM's own multi-node start hangs without it."""
+    """Check for pdsh: MindSpeed-MM's own multi-node start hangs without it."""
     if job.stack == "npu" and job.num_nodes > 1 and not job.is_bundled and facts.programs.get("pdsh") is None:
         yield warning("pdsh is not installed, and MindSpeed-MM hangs without it on several nodes; install pdsh")
 
 
 def script_arguments(job: Job, facts: Facts) -> Iterator[Finding]:
-    """Options of Megatron and MindSpeed that cannot follow a plan, or not this one."""
+    """Check a script for options of Megatron and MindSpeed that cannot follow a plan, or not this one."""
     for flag, key in _PARALLEL_ARGUMENTS.items():
         given, planned = argument(job.arguments, flag), getattr(job.metadata, key)
         if given is not None and given.isdigit() and int(given) != planned:
@@ -99,7 +99,7 @@ def script_arguments(job: Job, facts: Facts) -> Iterator[Finding]:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The numbers of a version: 2.7.1.post2+cpu is (2, 7, 1)."""
+    """Return the numbers of a version: 2.7.1.post2+cpu is (2, 7, 1)."""
     numbers: list[int] = []
     for part in version.partition("+")[0].split("."):
         if not part.isdigit():
@@ -109,5 +109,5 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def _is_same_file(first: str, second: str) -> bool:
-    """Whether two paths are one interpreter: the same folder, so that a link out of another environment is not."""
+    """Return whether two paths are one interpreter: in one folder, since a link out of another environment is not."""
     return Path(first).absolute().parent == Path(second).absolute().parent

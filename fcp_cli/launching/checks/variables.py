@@ -1,4 +1,4 @@
-"""Environment variables that slow a job down or stop it."""
+"""Checks for environment variables that slow a job down or stop it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEAST_CONNECT_SECONDS = 300
 
 
 def hccl_timeouts(job: Job, facts: Facts) -> Iterator[Finding]:
-    """Ranks need time to connect, and to wait for slower ones."""
+    """Check that ranks have time to connect, and to wait for slower ones."""
     if job.stack != "npu":
         return
     connect, execute = number(facts, "HCCL_CONNECT_TIMEOUT"), number(facts, "HCCL_EXEC_TIMEOUT")
@@ -30,7 +30,7 @@ def hccl_timeouts(job: Job, facts: Facts) -> Iterator[Finding]:
 
 
 def device_connections(job: Job, facts: Facts) -> Iterator[Finding]:
-    """CUDA_DEVICE_MAX_CONNECTIONS, which Ascend honours too."""
+    """Check CUDA_DEVICE_MAX_CONNECTIONS, which Ascend honours, too."""
     value = facts.variables.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if job.stack not in ("cuda", "npu") or value is None:
         return
@@ -45,14 +45,14 @@ def device_connections(job: Job, facts: Facts) -> Iterator[Finding]:
 
 
 def blocking_launches(job: Job, facts: Facts) -> Iterator[Finding]:
-    """Left over from debugging, they cost most of the speed."""
+    """Check for blocking launches: left over from debugging, they cost most of the speed."""
     name = {"cuda": "CUDA_LAUNCH_BLOCKING", "npu": "ASCEND_LAUNCH_BLOCKING"}.get(job.stack, "")
     if facts.variables.get(name) == "1":
         yield warning(f"{name}=1 makes every kernel wait for the one before, so no hop is hidden; unset it")
 
 
 def visible_devices(job: Job, facts: Facts) -> Iterator[Finding]:
-    """One device per process."""
+    """Check that each process has a device."""
     name = VISIBLE_DEVICES.get(job.stack, "")
     value = facts.variables.get(name)
     if value is None or job.node_rank is None:
@@ -66,7 +66,7 @@ def visible_devices(job: Job, facts: Facts) -> Iterator[Finding]:
 
 
 def thread_count(job: Job, facts: Facts) -> Iterator[Finding]:
-    """Threads beyond the cores make ranks on a CPU slower, not faster."""
+    """Check that ranks on a CPU have no more threads than cores, which would make them slower."""
     threads = number(facts, "OMP_NUM_THREADS")
     if job.stack != "cpu" or threads is None or facts.machine is None:
         return
@@ -79,7 +79,7 @@ def thread_count(job: Job, facts: Facts) -> Iterator[Finding]:
 
 
 def backend_autoload(job: Job, facts: Facts) -> Iterator[Finding]:
-    """Without it, torch does not know Ascend devices."""
+    """Check that torch loads torch_npu: without it, torch does not know Ascend devices."""
     if job.stack == "npu" and facts.variables.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         yield warning(
             "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading torch_npu; unset it, or import torch_npu in the "

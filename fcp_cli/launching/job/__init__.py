@@ -1,1 +1,1 @@
-"""What a job is: one value, and what is derived from it: environment, commands, the record of a launch."""
+"""A job as one value, and what is derived from it: environment, commands, the record of a launch."""

@@ -16,7 +16,7 @@ from fcp_cli.launching.request import LOCAL
 from fcp_cli.runs.launch_record import JobFile, LaunchRecord, NodeCommand
 from fcp_cli.training.settings import TrainSettings
 
-# Said elsewhere in the document, or true of one start only.
+# Elsewhere in the record, or true of one start only.
 _NOT_REMEMBERED = ("plan", "model", "run_dir", "manifest", "resume", "quiet")
 
 

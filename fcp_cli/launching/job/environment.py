@@ -74,7 +74,7 @@ def _interface(name: str, interface: str | None, job: Job, user: str) -> Variabl
 
 
 def _connections(job: Job) -> Variable:
-    """One hardware queue keeps kernels in the order of their launch; FSDP2 needs a second one to prefetch weights."""
+    """Return the hardware queues: one keeps kernels in the order of their launch; FSDP2 needs a second to prefetch."""
     # A pipeline has the same sync, and tensor parallelism needs the one order; neither is FSDP2's.
     is_sharded = job.metadata.sync == "microbatch" and job.metadata.devices_per_rank == 1
     return Variable(
@@ -132,7 +132,7 @@ _ASCEND_CONSTANTS = (
 
 
 def _hccl_buffer(job: Job) -> Variable:
-    """Large enough for a hop in one piece, small enough that all communicators take a twentieth of the memory."""
+    """Return a buffer that holds a hop in one piece, while all communicators take at most a twentieth of the memory."""
     hop, profile = job.hop_bytes, job.profile
     megabytes = _HCCL_DEFAULT_MB if hop is None else min(max(math.ceil(hop / _MEGABYTE), _HCCL_LEAST_MB), _HCCL_MOST_MB)
     capacity = profile.memory.capacity_bytes if profile is not None else 0.0

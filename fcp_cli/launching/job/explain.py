@@ -1,4 +1,4 @@
-"""What `fcp launch --explain` shows: every variable of the job, why it is set, and where its value comes from."""
+"""The output of `fcp launch --explain`: every variable of the job, why it is set, and where its value comes from."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OWN = {
 
 
 def explained(job: Job) -> tuple[Variable, ...]:
-    """All variables of the job: fcp's own, then those of the stack."""
+    """Return all variables of the job: fcp's own, then those of the stack."""
     environment = job.job_environment()
     own = [
         Variable(name=name, value=environment[name], reason=reason, source=source)
@@ -37,7 +37,7 @@ def explained(job: Job) -> tuple[Variable, ...]:
 
 
 def explanation_document(job: Job) -> dict[str, Any]:
-    """JSON values, for `--json`."""
+    """Return JSON values, for `--json`."""
     return {
         "stack": job.stack,
         "variables": [
@@ -54,7 +54,7 @@ def explanation_document(job: Job) -> dict[str, Any]:
 
 
 def explanation_table(job: Job) -> Table:
-    """Three columns that fit 80 characters; a long value is folded below its name."""
+    """Return three columns that fit 80 characters; a long value is folded below its name."""
     from rich.box import SIMPLE_HEAD
     from rich.markup import escape
     from rich.table import Table

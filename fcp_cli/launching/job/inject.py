@@ -1,4 +1,4 @@
-"""How a script of the user's comes to follow the plan: started through the runtime's entry, or by its environment."""
+"""Makes a script of the user's follow the plan: started through the runtime's entry, or by its environment."""
 
 from __future__ import annotations
 
@@ -28,20 +28,18 @@ _SITE = Path(fcp_cli.runtime.injection.__file__).parent / "site"
 
 
 def through_entry(program: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What the launcher starts, and its arguments, so that `program` (a script or -m module, and its arguments) runs
-    with the hooks in place.
-    """
+    """Return what the launcher starts, and its arguments, so that `program` runs with the hooks in place."""
     return ENTRY, ("--", *program)
 
 
 def without_entry(words: Sequence[str]) -> list[str]:
-    """The user's own program out of what `through_entry` made."""
+    """Return the user's own program out of what `through_entry` made."""
     start = len(ENTRY) + 1
     return list(words[start:] if tuple(words[:start]) == (*ENTRY, "--") else words)
 
 
 def is_mindspore_script(script: Path) -> bool:
-    """Whether a script imports MindSpore and not torch, anywhere in it; what does not parse is said when it runs."""
+    """Return whether a script imports MindSpore and not torch, anywhere in it; False where it does not parse."""
     try:
         tree = ast.parse(script.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -74,10 +72,10 @@ class OwnCommand:
 
 
 def probe_variable(wanted: bool | None, *, run_dir: Path, plan_hash: str, given: Mapping[str, str]) -> Variable:
-    """Whether a script's numbers are compared before its first step.
+    """Return whether a script's numbers are compared before its first step.
 
     Args:
-        wanted: what --probe or --no-probe says; None: neither was given.
+        wanted: True for --probe, False for --no-probe; None: neither was given.
         run_dir: of the run; one that has followed the same plan before holds numbers that were compared then.
         plan_hash: of the plan.
         given: the user's environment.
@@ -98,7 +96,7 @@ def probe_variable(wanted: bool | None, *, run_dir: Path, plan_hash: str, given:
 
 
 def own_command(argv: Sequence[str], *, plan: Path, run_dir: Path, probe: Variable) -> OwnCommand:
-    """The command with the environment that makes its ranks follow `plan`."""
+    """Return the command with the environment that makes its ranks follow `plan`."""
     paths = [str(_SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         PLAN_VARIABLE: str(plan.absolute()),

@@ -1,4 +1,4 @@
-"""What a job is: one frozen value, from which commands, files and checks are made by pure functions."""
+"""A job: one frozen value, from which commands, files and checks are made by pure functions."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Mount:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """What a scheduler needs to know of a job besides its ranks.
+    """The part of a job that only a cluster's scheduler needs.
 
     Attributes:
         name: of the job: lower-case letters, digits and dashes, beginning with a letter.
@@ -139,7 +139,7 @@ class Job:
 
     @property
     def stack(self) -> str:
-        """What the ranks run on: `cpu`, `cuda`, `npu`, or `unknown` on a head node that cannot tell."""
+        """The kind of device of the ranks: `cpu`, `cuda`, `npu`, or `unknown` on a head node without torch."""
         return self.machine.device
 
     @property
@@ -153,12 +153,12 @@ class Job:
 
     @property
     def parameters(self) -> int:
-        """Of the bundled trainer's model; 0 for a script, whose model is its own business."""
+        """Parameters of the bundled trainer's model; 0 for a script, whose model is not known."""
         return 0 if self.settings is None else load_model(self.settings.model).parameters
 
     @property
     def kept_checkpoints(self) -> int:
-        """How many the run directory needs space for; 0 for a script, whose checkpoints are its own business."""
+        """Checkpoints that the run directory needs space for; 0 for a script, which keeps its own."""
         return 0 if self.settings is None else self.settings.keep_checkpoints
 
     @property

@@ -1,4 +1,4 @@
-"""How a plan's ranks are spread over machines. Pure."""
+"""Spreads a plan's ranks over machines. Pure."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ THIS_MACHINE = "this-machine"
 
 
 def check_ranks(plan: Path, metadata: PlanMetadata, ranks: int | None) -> None:
-    """The plan decides how many ranks there are; saying another number is a mistake worth stopping for.
+    """Check --ranks against the plan, which alone decides how many ranks there are.
 
     Raises:
         RunError: `ranks` is given and differs from the plan's.
     """
     if ranks is not None and ranks != metadata.num_ranks:
         raise RunError(
-            f"{plan} is for {metadata.num_ranks} ranks, but --ranks says {ranks}; make a plan for {ranks} with: "
+            f"{plan} is for {metadata.num_ranks} ranks, but --ranks is {ranks}; make a plan for {ranks} with: "
             f"fcp plan {metadata.manifest.name} --ranks {ranks} -o {plan}"
         )
 
 
 def planned_nodes(metadata: PlanMetadata) -> int:
-    """Machines that the plan was made for.
+    """Return how many machines the plan was made for.
 
     A rank's pipeline stages lie all ranks apart, as Megatron orders its processes: they share a node only where one
     holds all ranks of a stage, and then as many of them as the cluster's nodes have devices for.
@@ -42,7 +42,7 @@ def planned_nodes(metadata: PlanMetadata) -> int:
 
 
 def planned_cluster(metadata: PlanMetadata) -> str:
-    """The cluster that the plan's cost profile names; "" where there is none."""
+    """Return the cluster that the plan's cost profile names; "" where there is none."""
     try:
         profile = yaml.safe_load(metadata.cost_profile)
     except yaml.YAMLError:
@@ -51,7 +51,7 @@ def planned_cluster(metadata: PlanMetadata) -> str:
 
 
 def _devices_per_node(metadata: PlanMetadata) -> int | None:
-    """Of the plan's cluster; None where that is unknown, or this machine, which is one node whatever its cores."""
+    """Return those of the plan's cluster; None where it is unknown, or this machine: one node whatever its cores."""
     try:
         cluster = load_cluster(planned_cluster(metadata))
     except ProfileError:

@@ -10,12 +10,12 @@ _MARK = "\0"
 
 
 def variable(name: str) -> str:
-    """A stretch of a word that is the value of a variable on the machine that runs the command."""
+    """Return a stretch of a word that is the value of a variable on the machine that runs the command."""
     return f"{_MARK}{name}{_MARK}"
 
 
 def quote(word: str) -> str:
-    """As shlex.quote; variables stand in double quotes, as in --node-rank="$SLURM_NODEID"."""
+    """Quote a word as shlex.quote does; variables stand in double quotes, as in --node-rank="$SLURM_NODEID"."""
     if not word:
         return "''"
     pieces = enumerate(word.split(_MARK))
@@ -27,11 +27,11 @@ def _quote_literal(text: str) -> str:
 
 
 def join(words: Iterable[str]) -> str:
-    """A command line for a POSIX shell."""
+    """Return a command line for a POSIX shell."""
     return " ".join(map(quote, words))
 
 
 def kubernetes_word(word: str) -> str:
-    """As a container's command takes it: no shell, but $(NAME) is replaced and $$ is a dollar sign."""
+    """Write a word as a container's command takes it: no shell, but $(NAME) is replaced and $$ is a dollar sign."""
     pieces = enumerate(word.split(_MARK))
     return "".join(f"$({piece})" if index % 2 else piece.replace("$", "$$") for index, piece in pieces)

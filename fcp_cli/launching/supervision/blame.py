@@ -14,9 +14,9 @@ from dataclasses import dataclass
 _FAILED_RANK = re.compile(
     r"rank\s*:\s*(?P<rank>\d+) \(local_rank: (?P<local_rank>\d+)\)\s*exitcode\s*:\s*(?P<status>-?\d+)"
 )
-_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch's, before each line of an exception that nobody caught
-# What gloo, NCCL, HCCL and torch's store say in a rank whose peer went away, and fcp in a rank that agrees with one
-# that has already said why.
+_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch's, before each line of an exception that was not caught
+# Printed by gloo, NCCL, HCCL and torch's store in a rank whose peer is gone, and by fcp in a rank that agrees with one
+# that has already named the reason.
 _VICTIM = re.compile(
     r"lost the connection to another rank|Connection (closed|reset) by peer|Broken pipe|Connection refused"
     r"|ncclRemoteError|NCCL (communicator was aborted|error.*remote process exited)|HCCL.*(remote|timeout)"
@@ -25,7 +25,7 @@ _VICTIM = re.compile(
 # fcp's own error, printed by its programs or raised through a user's script.
 _OWN_ERROR = re.compile(r"^(?:error: |fcp_cli\.errors\.\w+: )(?P<message>.+)$")
 _RAISED = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt|Exit|Warning)\b.*$")
-# What C++ says when a backend's threads still run while the interpreter ends: an abort after the rank's own words.
+# Printed by C++ when a backend's threads still run while the interpreter ends: an abort after the rank's own error.
 _TEARDOWN = "terminate called without an active exception"
 _ABORT = -6  # how NCCL's watchdog and C++ exceptions end a rank, mostly one whose peer is gone
 _TERMINATED = -15  # torchrun ends the ranks that are left
@@ -47,7 +47,7 @@ class FailedRank:
 
     @property
     def own_error(self) -> str:
-        """What fcp's own code said at the end, else ""."""
+        """The error of fcp's own that it ended with, else ""."""
         match = _OWN_ERROR.match(self.words[-1]) if self.words else None
         return match["message"] if match else ""
 
@@ -59,7 +59,7 @@ class FailedRank:
     @property
     def is_victim(self) -> bool:
         """Whether it failed because another rank had."""
-        # Where fcp says what is wrong, what torch said before does not matter.
+        # Where fcp names the error, what torch printed before does not matter.
         lines = self.words[-1:] if self.own_error else self.words
         return any(_VICTIM.search(line) for line in lines)
 
@@ -76,7 +76,7 @@ class FailedRank:
 
 
 def failed_ranks(summary: str, words: Mapping[int, Sequence[str]]) -> list[FailedRank]:
-    """The ranks of this node that failed, the one to blame first; none where torchrun itself failed.
+    """Return the ranks of this node that failed, the one to blame first; none where torchrun itself failed.
 
     Args:
         summary: what torchrun printed; it puts the one that it saw first last.
@@ -95,13 +95,13 @@ def failed_ranks(summary: str, words: Mapping[int, Sequence[str]]) -> list[Faile
 
 
 def by_blame(found: Sequence[FailedRank], words: Mapping[int, Sequence[str]]) -> list[FailedRank]:
-    """The ranks that a launcher saw fail and those that say so themselves, the one to blame first.
+    """Return the ranks that a launcher saw fail and those that print so themselves, the one to blame first.
 
     Args:
         found: those that it saw, the first one first.
         words: the last lines of the standard error of every local rank.
     """
-    # Ranks that agree say the same: then the one whose output is on the screen anyway.
+    # Ranks that agree print the same: then the one whose output is on the screen anyway.
     return sorted(
         [*found, *_unseen(found, words)],
         key=lambda rank: (rank.blame, rank.local_rank if rank.own_error else 0),
@@ -109,7 +109,7 @@ def by_blame(found: Sequence[FailedRank], words: Mapping[int, Sequence[str]]) ->
 
 
 def _unseen(found: Sequence[FailedRank], words: Mapping[int, Sequence[str]]) -> Iterator[FailedRank]:
-    """Ranks that had said why they fail, but were still ending when torchrun saw a victim of theirs."""
+    """Yield ranks that had printed why they fail, but were still ending when torchrun saw a victim of theirs."""
     if not found:
         return
     seen = {rank.local_rank for rank in found}
@@ -155,7 +155,7 @@ _CAUSES = (
 
 
 def meeting_problem(log: str) -> str:
-    """Why the nodes did not come together, as torchrun's log tells it; "" for any other reason."""
+    """Return why the nodes did not come together, out of torchrun's log; "" for any other reason."""
     for pattern, text in _CAUSES:
         match = pattern.search(log)
         if match is not None:

@@ -17,7 +17,7 @@ _LAST_LINES = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """Who failed, and how.
+    """A rank or launcher that failed, and its error.
 
     Attributes:
         rank: global rank, or None where the launcher itself failed.
@@ -27,7 +27,7 @@ class Failure:
         log: the whole of it.
         is_local_rank_0: whether the log is the one that is copied to the terminal of node 0.
         launcher: what had started the rank.
-        raised: the exception that ended it, where its traceback tells.
+        raised: the exception that ended it, where it left a traceback.
         is_victim: whether all that is known here is that its connection to another rank broke.
     """
 
@@ -49,7 +49,7 @@ class Failure:
         if self.message:
             return self.message if self.message.startswith("rank ") else f"{self.who}: {self.message}"
         if self.is_victim:
-            where = "lost its connection to a rank of another node, which tells why"
+            where = "lost its connection to a rank of another node, which names the reason"
             return f"{self.who} {where}; its whole output is in {self.log}"
         return f"{self.who} {self._how()}; its whole output is in {self.log}"
 

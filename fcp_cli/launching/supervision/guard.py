@@ -46,7 +46,7 @@ def guarded(argv: Sequence[str], *, log_dir: Path, grace_seconds: float) -> Iter
     def watch_over(pid: int) -> None:
         launcher = {"pid": pid, "started": processes.started_ticks(pid), "argv": list(argv)}
         line = json.dumps({**launcher, "log_dir": str(log_dir.absolute()), "grace_seconds": grace_seconds})
-        with suppress(BrokenPipeError):  # somebody ended the guard: the job goes on without
+        with suppress(BrokenPipeError):  # the guard was ended: the job continues without it
             stdin.write(line.encode() + b"\n")
             stdin.flush()
 

@@ -61,6 +61,6 @@ class Meeting:
         return min(_PATIENCE_SECONDS, (self.job.join_timeout_seconds or 0) / 3)
 
     def _ranks_run(self) -> bool:
-        """Whether torchrun has met the others and started the ranks of this node."""
+        """Return whether torchrun has met the others and started the ranks of this node."""
         assert self.job.log_dir is not None
         return self.job.launcher == "torchrun" and TorchrunRanks(self.job.log_dir).rank_0("stdout") is not None

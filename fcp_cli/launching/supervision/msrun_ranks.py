@@ -25,7 +25,7 @@ _CHATTER = re.compile(r"^\[(DEBUG|INFO|WARNING)\] ")
 
 
 class MsrunRanks:
-    """Of one node. `must_end` must be called often while msrun runs."""
+    """The ranks of one node. `must_end` must be called often while msrun runs."""
 
     streams: tuple[str, ...] = ("stdout",)
 
@@ -42,12 +42,12 @@ class MsrunRanks:
         self._ends_at = 0.0
 
     def rank_0(self, stream: str) -> Path | None:
-        """Where global rank 0 prints; None until it has been started, or on another node than its own."""
+        """Return where global rank 0 prints; None until it has been started, or on another node than its own."""
         path = self._worker_log(0)
         return path if path.is_file() else None
 
     def must_end(self, pid: int) -> bool:
-        """Note who has ended; True if the job failed and msrun must be ended."""
+        """Note who has ended; return True if the job failed and msrun must be ended."""
         self._find(pid)
         if self._failed is None:
             self._failed = self._first_failed()
@@ -55,13 +55,13 @@ class MsrunRanks:
         return self._failed is not None and self._clock() > self._ends_at
 
     def ranks(self, pid: int) -> list[int]:
-        """The processes that run."""
+        """Return the processes that run."""
         self._find(pid)
         alive = set(processes.children(pid))
         return [process for process in self._ranks if process in alive]
 
     def find_failure(self, status: int) -> Failure:
-        """The rank to blame after msrun ended with `status`; see `blame`.
+        """Return the rank to blame after msrun ended with `status`; see `blame`.
 
         Its last lines are always reported: rank 0's were shown, but as output, and among MindSpore's messages.
         """
@@ -84,7 +84,7 @@ class MsrunRanks:
         return failure_of(first, log=self._worker_log(first.rank), launcher="msrun")
 
     def _find(self, pid: int) -> None:
-        """Those that msrun has started since the last look; a signal may come between two."""
+        """Find the ranks that msrun has started since the last call; a signal may come between two."""
         if len(self._ranks) == self._expected:
             return
         for child in processes.children(pid):
@@ -96,7 +96,7 @@ class MsrunRanks:
                 self._scheduler = child
 
     def _first_failed(self) -> tuple[int | None, int] | None:
-        """By msrun's own words, or by what it has not asked yet. It says whom it found before it kills the others."""
+        """Return who failed first: by msrun's log, which names it before the others are killed, or by unasked exits."""
         for process, rank in self._ranks.items():
             if status := processes.exit_status(process):
                 return self._noticed() or (rank, status)
@@ -113,6 +113,6 @@ class MsrunRanks:
         return self._log_dir / f"worker_{rank}.log"
 
     def _launcher_log(self) -> Path:
-        """The scheduler's log where that is what failed, else msrun's own."""
+        """Return the scheduler's log where that is what failed, else msrun's own."""
         scheduler = self._log_dir / "scheduler.log"
         return scheduler if self._failed is not None and scheduler.is_file() else self.log

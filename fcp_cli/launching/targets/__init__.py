@@ -1,1 +1,1 @@
-"""Where a job can run beside this machine: files made from one value, by templates that a site may replace."""
+"""The targets that a job can be written for: files made from one value, by templates that a site may replace."""

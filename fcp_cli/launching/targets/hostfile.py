@@ -9,7 +9,7 @@ from fcp_cli.machine.network import is_loopback
 
 
 def read_hostfile(path: Path) -> tuple[str, ...]:
-    """Host names or addresses in order. What follows the first word of a line (`slots=8`) and `#` lines are left out.
+    """Return host names or addresses in order, without what follows them in a line (`slots=8`) and without `#` lines.
 
     Raises:
         UsageError: unreadable, empty, a host twice, or a name that means another machine on every node.

@@ -1,4 +1,4 @@
-"""From what was typed about a cluster to a `ClusterJob`: fills in the rest, and says what it assumed."""
+"""Completes a job for a cluster with the options that were typed, and notes what it assumed."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _OPTIONS_OF = {
     "template": tuple(TARGETS),
     "python": tuple(TARGETS),
 }
-# Where no --target is named, these options say which is meant; the others fit several.
+# Where no --target is named, these options imply it; the others fit several.
 _DECISIVE = ("hostfile", "sbatch_option", "image")
 
 
 def choose_target(request: ClusterOptions) -> str:
-    """The target that was named, or that an option belongs to; else `local`.
+    """Return the target that was named, or that an option belongs to; else `local`.
 
     Raises:
         UsageError: an option has no meaning for it.
@@ -49,7 +49,7 @@ def choose_target(request: ClusterOptions) -> str:
 
 
 def refuse_local_options(target: str, *, node_rank: int | None, master_addr: str | None) -> None:
-    """Options that would do nothing are a misunderstanding.
+    """Refuse options that would do nothing: they are a misunderstanding.
 
     Raises:
         UsageError: one was given.
@@ -61,7 +61,7 @@ def refuse_local_options(target: str, *, node_rank: int | None, master_addr: str
 
 
 def hosts_of(request: ClusterOptions, num_nodes: int | None) -> tuple[str, ...]:
-    """The nodes that were listed; empty where none were.
+    """Return the nodes that were listed; empty where none were.
 
     Raises:
         UsageError: the hostfile has a mistake, or another number of lines than there are nodes.
@@ -70,14 +70,14 @@ def hosts_of(request: ClusterOptions, num_nodes: int | None) -> tuple[str, ...]:
         return ()
     hosts = read_hostfile(request.hostfile)
     if num_nodes is not None and num_nodes != len(hosts):
-        raise UsageError(f"{request.hostfile} lists {len(hosts)} hosts, but --nodes says {num_nodes}")
+        raise UsageError(f"{request.hostfile} lists {len(hosts)} hosts, but --nodes is {num_nodes}")
     return hosts
 
 
 def cluster_machine(
     device: str, metadata: PlanMetadata, find_machine: Callable[[], Machine], assumed: Origins
 ) -> Machine:
-    """The machines that the job will run on, of which only the kind of device is known here.
+    """Return the machines that the job will run on, of which only the kind of device is known here.
 
     Args:
         device: as given; `auto` takes that of the cluster that the plan was made for.

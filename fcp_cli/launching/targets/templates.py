@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 import shlex
@@ -15,6 +14,7 @@ import yaml
 
 from fcp_cli.errors import UsageError
 from fcp_cli.files import shipped
+from fcp_cli.words import did_you_mean
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -23,7 +23,7 @@ SUFFIX = ".j2"
 
 
 def shipped_template(name: str) -> Path:
-    """The template that fcp brings along."""
+    """Return the template that fcp brings along."""
     return shipped("launchers") / f"{name}{SUFFIX}"
 
 
@@ -57,7 +57,10 @@ def render(template: Path, values: Mapping[str, Any]) -> str:
             f"{_place(error, template)}: there is no template {error.name} to extend or include"
         ) from error
     except jinja2.UndefinedError as error:
-        raise UsageError(f"{_place(error, template)}: {error.message}{_nearest(str(error.message), values)}") from error
+        message = str(error.message)  # like: 'jb_name' is undefined
+        hint = did_you_mean(message.split("'")[1] if "'" in message else "", values)
+        hint = hint or "; docs/reference/templates.md lists the variables of a template"
+        raise UsageError(f"{_place(error, template)}: {message}{hint}") from error
     except Exception as error:  # a template is a program: whatever it raises is its mistake
         raise UsageError(f"{_place(error, template)}: {type(error).__name__}: {error}") from error
 
@@ -80,7 +83,7 @@ def _environment(template: Path) -> Environment:
 
 
 def command_lines(words: Sequence[str], indent: int) -> str:
-    """Quoted words over several lines of a script, each option with its value, continued `indent` columns in."""
+    """Return quoted words over several lines of a script, each option with its value, continued `indent` columns in."""
     lines = [words[0]]
     for before, word in itertools.pairwise(words):
         is_option = word.lstrip("'").startswith("-")
@@ -94,21 +97,15 @@ def command_lines(words: Sequence[str], indent: int) -> str:
 
 
 def yaml_scalar(value: Any) -> str:
-    """A text or number in YAML on one line, whatever characters it holds."""
+    """Return a text or number in YAML on one line, whatever characters it holds."""
     style = '"' if isinstance(value, str) else None
     text: str = yaml.safe_dump(value, default_style=style, width=math.inf, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _place(error: BaseException, template: Path) -> str:
-    """The innermost line of a template that the error passed through."""
+    """Return the innermost line of a template that the error passed through."""
     frames = traceback.extract_tb(error.__traceback__)
     templates = {str(template.parent), str(shipped("launchers"))}
     found = [frame for frame in frames if str(Path(frame.filename).parent) in templates]
     return f"{found[-1].filename}, line {found[-1].lineno}" if found else str(template)
-
-
-def _nearest(message: str, values: Mapping[str, Any]) -> str:
-    """What may have been meant by the name in "'jb_name' is undefined"."""
-    near = difflib.get_close_matches(message.split("'")[1] if "'" in message else "", list(values), n=1)
-    return f"; did you mean {near[0]!r}?" if near else "; docs/reference/templates.md lists the variables of a template"

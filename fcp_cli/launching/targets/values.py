@@ -1,4 +1,4 @@
-"""What a template of a target may use: one dictionary made of a job."""
+"""The variables of a target's templates: one dictionary made of a job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LONGEST_NAME = 40
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeFacts:
-    """What only the node knows, as a `shell.variable` or a text that holds some.
+    """Facts that only the node knows, as a `shell.variable` or a text that holds some.
 
     Attributes:
         rank: the node's number.
