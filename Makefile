@@ -37,7 +37,7 @@ fast: $(STAMP)
 
 # The site of docs/, into site/; `make test` builds it, too. Any warning is an error, and nothing is fetched from elsewhere.
 docs: $(STAMP)
-	$(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # Pages and traces in a headless Chromium (`apt install chromium`); `make test` runs these tests too once this was run.
 browser: $(STAMP)

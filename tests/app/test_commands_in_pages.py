@@ -59,6 +59,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.distributed
 @pytest.mark.hf
+@pytest.mark.timeout(3600)  # the tutorial starts a dozen commands, and the machine may be busy
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if executed(page)], ids=lambda page: str(page.relative_to(ROOT))
 )
