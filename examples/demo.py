@@ -45,7 +45,7 @@ console = Console(stderr=True, highlight=False)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """One plan: what was predicted and what its run measured, medians over the steps after warm-up."""
+    """A plan with what was predicted and what its run measured, medians over the steps after warm-up."""
 
     name: str
     predicted_seconds: float  # the plan's makespan, and what the profile says of a step's work beside micro-batches
@@ -59,7 +59,7 @@ class Outcome:
 
 
 def main() -> None:
-    """Run the whole demo; stops at the first command that fails."""
+    """Run the whole demo, up to the first command that fails."""
     started = time.monotonic()
     for line in OPENING:
         console.print(line, soft_wrap=True)
@@ -104,7 +104,7 @@ def run_plan(solver: str) -> Outcome:
 
 
 def fcp(*arguments: str) -> str:
-    """Run one fcp command as a user would; its stdout."""
+    """Run one fcp command as a user would and return its stdout."""
     console.print(f"\n[bold]$ fcp {shlex.join(arguments)}[/]", soft_wrap=True)
     result = subprocess.run([sys.executable, "-m", "fcp_cli", *arguments], stdout=subprocess.PIPE, text=True)
     if result.returncode:
@@ -113,7 +113,7 @@ def fcp(*arguments: str) -> str:
 
 
 def read_steps(metrics: Path) -> list[dict[str, Any]]:
-    """The step records of a run."""
+    """Return the step records of a run."""
     records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     return [record for record in records if record["kind"] == "step"]
 
@@ -138,13 +138,13 @@ def outcome(name: str, plan: Path, steps: Sequence[dict[str, Any]], verified: di
 
 
 def last_end(step: dict[str, Any]) -> float:
-    """When the last micro-batch of a step ended, in seconds from its start."""
+    """Return when the last micro-batch of a step ended, in seconds from its start."""
     timings = (timing for rank in step["ranks"] for timing in rank["micro_batches"])
     return max(float(timing["start_seconds"] + timing["seconds"]) for timing in timings)
 
 
 def summary(outcomes: Sequence[Outcome]) -> Table:
-    """The one table at the end."""
+    """Return the one table at the end."""
     table = Table()
     table.add_column("")
     for one in outcomes:
@@ -166,7 +166,7 @@ def summary(outcomes: Sequence[Outcome]) -> Table:
 
 
 def compare_on_a_cluster() -> None:
-    """On shared cores a rank that waits costs nothing; a cluster shows what a static degree costs."""
+    """Compare strategies where waiting costs something: on shared cores a rank that waits lends its core to others."""
     profile = str(FOLDER / "qwen3-8b.yaml")
     # With recomputation a rank of this cluster holds 29,331 tokens, so 16,384 fit.
     fcp("profile", "--analytic", "--model", "qwen3-8b", "--cluster", "h200-8x8", "--recompute", "-o", profile)
@@ -176,7 +176,7 @@ def compare_on_a_cluster() -> None:
 
 
 def in_words(outcomes: Sequence[Outcome]) -> list[str]:
-    """What the table shows, and what it cannot show here."""
+    """Return lines on what the table shows, and on what it cannot show here."""
     static, fcp_ = outcomes
     cores = os.cpu_count() or 1
     lines = [
