@@ -14,6 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from inline_snapshot import snapshot
 
 from fcp_cli import app
 from fcp_cli.errors import RunError
@@ -74,11 +75,13 @@ def fcp(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 def test_with_nothing_more_it_says_what_it_assumed(fcp: Fcp, folder: Path) -> None:
     result = fcp("--dry-run")
     assert result.status == 0
-    assert result.err.splitlines() == [
-        "assumed --model = qwen3-tiny (the plan's cost profile)",
-        "assumed --plan = plan.parquet (it is in this folder)",
-        "assumed --manifest = lengths.parquet (the plan was made from it)",
-    ]
+    assert result.err.splitlines() == snapshot(
+        [
+            "assumed --model = qwen3-tiny (the plan's cost profile)",
+            "assumed --plan = plan.parquet (it is in this folder)",
+            "assumed --manifest = lengths.parquet (the plan was made from it)",
+        ]
+    )
     run_dir = folder / "runs" / "qwen3-tiny-001"
     assert shlex.split(result.out) == [
         "env",
@@ -97,7 +100,7 @@ def test_with_nothing_more_it_says_what_it_assumed(fcp: Fcp, folder: Path) -> No
 
 def test_a_manifest_of_lengths_alone_trains_on_random_tokens_and_says_so(fcp: Fcp) -> None:
     result = fcp("--plan", "bare_plan.parquet", "--model", "qwen3-tiny", "--dry-run")
-    assert result.err == "assumed tokens = random (bare.parquet holds lengths only, no source of tokens)\n"
+    assert result.err == snapshot("assumed tokens = random (bare.parquet holds lengths only, no source of tokens)\n")
     assert "--manifest" not in result.out
 
 
@@ -242,7 +245,7 @@ def test_without_a_plan_the_command_that_makes_one_is_named(
     monkeypatch.chdir(tmp_path)
     result = fcp("--model", "qwen3-tiny")
     assert result.status == 1
-    assert result.err == (
+    assert result.err == snapshot(
         "error: there is no plan.parquet here; make one with 'fcp plan MANIFEST -o plan.parquet', or name one with "
         "--plan\n"
     )
@@ -442,11 +445,13 @@ def test_preflight_tells_all_that_is_wrong_with_its_mend(fcp: Fcp, monkeypatch: 
     monkeypatch.setenv("SLURM_NNODES", "3")
     result = fcp("--preflight")
     assert result.status == 0
-    assert result.err.splitlines()[-3:] == [
-        "warning: Slurm allocated 3 nodes, but the job runs on 1; give --nodes 3, or submit with --nodes=1",
-        "warning: OMP_NUM_THREADS=64 x 4 ranks = 256 threads on 2 cores; unset it to let fcp share the cores",
-        "preflight: errors: 0, warnings: 2",
-    ]
+    assert result.err.splitlines()[-3:] == snapshot(
+        [
+            "warning: Slurm allocated 3 nodes, but the job runs on 1; give --nodes 3, or submit with --nodes=1",
+            "warning: OMP_NUM_THREADS=64 x 4 ranks = 256 threads on 2 cores; unset it to let fcp share the cores",
+            "preflight: errors: 0, warnings: 2",
+        ]
+    )
 
 
 def test_an_error_of_the_preflight_stops_the_launch_before_anything_is_written(
@@ -461,9 +466,11 @@ def test_an_error_of_the_preflight_stops_the_launch_before_anything_is_written(
     findings = json.loads(fcp("--preflight", *words, "--json").out)["findings"]
     assert findings[0]["severity"] == "error"
     missing = json.loads(fcp("--preflight", "--plan", "gone.parquet", "--json").out)["findings"]
-    assert missing == [
-        {
-            "severity": "error",
-            "message": "there is no plan gone.parquet; make one with 'fcp plan MANIFEST -o gone.parquet'",
-        }
-    ]
+    assert missing == snapshot(
+        [
+            {
+                "severity": "error",
+                "message": "there is no plan gone.parquet; make one with 'fcp plan MANIFEST -o gone.parquet'",
+            }
+        ]
+    )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from inline_snapshot import snapshot
 
 from fcp_cli import app
 from fcp_cli.machine import devices
@@ -38,14 +39,16 @@ def fcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def test_an_empty_folder_shows_the_whole_cluster_command_and_what_was_assumed(fcp: Fcp, tmp_path: Path) -> None:
     status, out, err = fcp("--model", "qwen3vl-8b", "--dry-run")
     assert status == 0
-    assert err[:4] == [
-        "assumed --plan = plan.parquet (not there yet; make it with: fcp profile --analytic --model qwen3-vl-8b "
-        "--cluster example-8x8 -o profile.yaml && fcp plan lengths.parquet --ranks 64 --ranks-per-node 8 -o "
-        "plan.parquet)",
-        "assumed --ranks = 64 (8 nodes of 8: the cluster example-8x8)",
-        "assumed --device = cuda (the plan's cost profile is of example-8x8)",
-        "assumed --manifest = lengths.parquet (not there yet: 'fcp manifest build' makes it)",
-    ]
+    assert err[:4] == snapshot(
+        [
+            "assumed --plan = plan.parquet (not there yet; make it with: fcp profile --analytic --model qwen3-vl-8b "
+            "--cluster example-8x8 -o profile.yaml && fcp plan lengths.parquet --ranks 64 --ranks-per-node 8 -o "
+            "plan.parquet)",
+            "assumed --ranks = 64 (8 nodes of 8: the cluster example-8x8)",
+            "assumed --device = cuda (the plan's cost profile is of example-8x8)",
+            "assumed --manifest = lengths.parquet (not there yet: 'fcp manifest build' makes it)",
+        ]
+    )
     commands = [line for line in out.splitlines() if line.startswith("env ")]
     assert len(commands) == 8
     for node, command in enumerate(commands):
@@ -100,16 +103,18 @@ def test_files_are_written_whole_once_and_nothing_is_started(fcp: Fcp, tmp_path:
     assert not (tmp_path / "runs").exists()
     status, _, err = fcp(*words)
     assert status == 1
-    assert err[-1] == "error: job/node.sh is there already; replace it with --force, or choose another folder"
+    assert err[-1] == snapshot("error: job/node.sh is there already; replace it with --force, or choose another folder")
     assert fcp(*words, "--force")[0] == 0
 
 
 def test_without_sbatch_nothing_is_written(fcp: Fcp, tmp_path: Path) -> None:
     write_small_plan(tmp_path / "plan.parquet", write_manifest(tmp_path), steps=1, model="qwen3-tiny")
     status, _, err = fcp("--target", "slurm", "--synthetic")
-    assert (status, err[-1]) == (
-        1,
-        "error: there is no sbatch on this machine; write the script with -o DIR and submit it where Slurm is",
+    assert (status, err[-1]) == snapshot(
+        (
+            1,
+            "error: there is no sbatch on this machine; write the script with -o DIR and submit it where Slurm is",
+        )
     )
     assert not (tmp_path / "runs").exists()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from inline_snapshot import snapshot
 
 from fcp_cli import app
 from fcp_cli.console import verbosity
@@ -95,7 +96,7 @@ def test_build_counts_writes_and_says_what_is_next(fcp: Any, tmp_path: Path) -> 
     assert (outcome.status, outcome.out) == (0, "")
     printed = lines(outcome.err)
     assert printed[:2] == ["reading src as text", "left out 1 empty sequence"]
-    assert printed[-1] == "wrote lengths.parquet; next: fcp plan lengths.parquet"
+    assert printed[-1] == snapshot("wrote lengths.parquet; next: fcp plan lengths.parquet")
     assert (tmp_path / "lengths.parquet").is_file()
 
 
@@ -143,7 +144,9 @@ def test_equal_lengths_get_a_remark(fcp: Any, tmp_path: Path) -> None:
     write_parquet(tmp_path / "m.parquet", {"length": [8, 8]})
     outcome = fcp("manifest", "show", "m.parquet")
     assert outcome.status == 0
-    assert lines(outcome.err)[-1] == "m.parquet: all 2 sequences have 8 tokens; were they packed or padded already?"
+    assert lines(outcome.err)[-1] == snapshot(
+        "m.parquet: all 2 sequences have 8 tokens; were they packed or padded already?"
+    )
 
 
 @pytest.mark.parametrize(

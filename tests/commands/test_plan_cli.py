@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from inline_snapshot import snapshot
 
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.plan.check import check_plan
@@ -91,7 +92,9 @@ def test_a_plan_in_place_of_the_manifest_is_named_and_not_taken_for_the_source(f
     (folder / "plan.parquet").unlink(missing_ok=True)
     assert fcp("-q", "plan", "dataset.parquet", *EIGHT_RANKS, *FAST, cwd=folder).returncode == 0
     error = assert_one_error_line(fcp("plan", "plan.parquet", cwd=folder), 1)
-    assert error == "error: plan.parquet is a plan, not a length manifest; 'fcp inspect plan.parquet' shows it"
+    assert error == snapshot(
+        "error: plan.parquet is a plan, not a length manifest; 'fcp inspect plan.parquet' shows it"
+    )
 
 
 def test_quiet_says_nothing(folder: Path) -> None:
@@ -199,7 +202,9 @@ def test_a_truncated_manifest_is_one_line_and_writes_nothing(folder: Path) -> No
 def test_overlong_sequences_are_named_and_the_options_mend_it(folder: Path) -> None:
     arguments = ("plan", "dataset.parquet", *EIGHT_RANKS, *FAST, "--tokens-per-rank", "2000")
     error = assert_one_error_line(fcp(*arguments, cwd=folder), 1)
-    assert "row 0 (20000 tokens), row 48 (20000 tokens) cannot be planned" in error
+    assert error == snapshot(
+        "error: dataset.parquet: row 0 (20000 tokens), row 48 (20000 tokens) cannot be planned: 8 ranks of 2000 tokens hold at most 16000; choose --overlong drop|truncate, optionally with --max-length N (at most 16000)"
+    )
     assert "8 ranks of 2000 tokens hold at most 16000" in error
     assert "--overlong drop|truncate" in error
     assert names(folder) == ["dataset.parquet", "profile.yaml"]
@@ -242,7 +247,7 @@ def test_a_full_standard_output_is_one_line(folder: Path) -> None:
             timeout=PATIENCE_SECONDS,
         )
     assert result.returncode == 1
-    assert result.stderr == "error: cannot write to standard output: no space left on device\n"
+    assert result.stderr == snapshot("error: cannot write to standard output: no space left on device\n")
 
 
 @pytest.mark.processes

@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from inline_snapshot import snapshot
 
 from fcp_cli import app
 from fcp_cli.models.shipped import shipped_profile_path
@@ -67,9 +68,11 @@ def fcp(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_the_plan_is_written_beside_the_old_one_and_the_next_command_named(fcp: Fcp, folder: Path) -> None:
     before = (folder / "plan.parquet").read_bytes()
-    assert fcp("--ranks", "3", "--profile", PROFILE, "--solver", "fcp-paper") == (
-        0,
-        "wrote plan-from-step-2.parquet; next: fcp launch --run-dir run --resume --plan plan-from-step-2.parquet",
+    assert fcp("--ranks", "3", "--profile", PROFILE, "--solver", "fcp-paper") == snapshot(
+        (
+            0,
+            "wrote plan-from-step-2.parquet; next: fcp launch --run-dir run --resume --plan plan-from-step-2.parquet",
+        )
     )
     metadata = PlanReader(folder / "plan-from-step-2.parquet").metadata
     assert (metadata.num_ranks, metadata.first_step, metadata.end_step) == (3, 2, 4)
@@ -77,21 +80,25 @@ def test_the_plan_is_written_beside_the_old_one_and_the_next_command_named(fcp: 
 
 
 def test_what_it_needs_and_what_cannot_change_is_named(fcp: Fcp, folder: Path) -> None:
-    assert fcp() == (2, "error: --continue-from needs --ranks: how many continue the run")
+    assert fcp() == snapshot((2, "error: --continue-from needs --ranks: how many continue the run"))
     for words in (("--seed", "1"), ("--global-batch-size", "8"), ("--sync", "microbatch"), ("--epochs", "2")):
         assert fcp("--ranks", "3", *words) == (
             2,
             f"error: {words[0]} cannot change within a run; leave it out of --continue-from",
         )
     status, message = fcp("--ranks", "3", "-o", "plan.parquet", "--profile", PROFILE)
-    assert (status, message) == (2, "error: -o plan.parquet would overwrite the source; name another file with -o")
+    assert (status, message) == snapshot(
+        (2, "error: -o plan.parquet would overwrite the source; name another file with -o")
+    )
 
 
 def test_a_run_that_cannot_be_continued_says_why(fcp: Fcp, folder: Path) -> None:
     save(folder, 4)
-    assert fcp("--ranks", "3") == (
-        1,
-        "error: run has finished all 4 steps of its plan: nothing is left to plan",
+    assert fcp("--ranks", "3") == snapshot(
+        (
+            1,
+            "error: run has finished all 4 steps of its plan: nothing is left to plan",
+        )
     )
     save(folder, 5, plan_hash="0" * 64)
     status, message = fcp("--ranks", "3")
@@ -99,24 +106,29 @@ def test_a_run_that_cannot_be_continued_says_why(fcp: Fcp, folder: Path) -> None
     assert message.startswith("error: run/checkpoints/step-00000005 was made under the plan 000000000000, but this one")
 
     shutil.rmtree(folder / "run" / "checkpoints")
-    assert fcp("--ranks", "3") == (
-        1,
-        "error: run has no checkpoint, so nothing that it trained is kept; plan again with 'fcp plan lengths.parquet "
-        "--ranks N'",
+    assert fcp("--ranks", "3") == snapshot(
+        (
+            1,
+            "error: run has no checkpoint, so nothing that it trained is kept; plan again with 'fcp plan lengths.parquet --ranks N'",
+        )
     )
     (folder / "run" / "launch.json").unlink()
-    assert fcp("--ranks", "3") == (
-        1,
-        "error: run is not a run that can be resumed: it has no readable launch.json",
+    assert fcp("--ranks", "3") == snapshot(
+        (
+            1,
+            "error: run is not a run that can be resumed: it has no readable launch.json",
+        )
     )
 
 
 def test_a_run_of_ones_own_script_is_its_own_business(fcp: Fcp, folder: Path) -> None:
     path = folder / "run" / "launch.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "training": None, "program": ["mine.py"]}))
-    assert fcp("--ranks", "3") == (
-        1,
-        "error: run ran mine.py, whose checkpoints fcp cannot read; only runs of the bundled trainer can be continued",
+    assert fcp("--ranks", "3") == snapshot(
+        (
+            1,
+            "error: run ran mine.py, whose checkpoints fcp cannot read; only runs of the bundled trainer can be continued",
+        )
     )
 
 
@@ -134,7 +146,9 @@ def test_another_manifest_is_refused(fcp: Fcp, folder: Path) -> None:
 def test_a_budget_too_small_for_the_ranks_that_are_left_is_named(fcp: Fcp, folder: Path) -> None:
     status, message = fcp("--ranks", "1", "--tokens-per-rank", "100", "--profile", PROFILE)
     assert status == 1
-    assert "is still to be trained, but 1 ranks of 100 tokens hold at most 100; give --tokens-per-rank" in message
+    assert message == snapshot(
+        "error: lengths.parquet: row 20 (629 tokens) is still to be trained, but 1 ranks of 100 tokens hold at most 100; give --tokens-per-rank 629, or at least 7 --ranks"
+    )
     assert not (folder / "plan-from-step-2.parquet").exists()
 
 
@@ -146,6 +160,6 @@ def test_neither_a_manifest_nor_a_run_is_wrong_usage(
     with pytest.raises(SystemExit) as ended:
         app.main()
     assert ended.value.code == 2
-    assert capsys.readouterr().err == (
+    assert capsys.readouterr().err == snapshot(
         "error: name the MANIFEST to plan, like 'fcp plan dataset.parquet', or a run with --continue-from\n"
     )

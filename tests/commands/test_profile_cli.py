@@ -10,6 +10,7 @@ from typing import Protocol
 
 import pytest
 import yaml
+from inline_snapshot import snapshot
 
 from fcp_cli import app
 from fcp_cli.console import verbosity
@@ -74,7 +75,7 @@ def test_a_profile_can_go_to_stdout(tmp_path: Path, fcp: Fcp) -> None:
 
 def test_the_next_command_uses_a_profile_of_another_name(fcp: Fcp) -> None:
     done = fcp("profile", "--analytic", "-o", "mine.yaml")
-    assert done.err.splitlines()[-1] == (
+    assert done.err.splitlines()[-1] == snapshot(
         "wrote mine.yaml (analytic); next: fcp profile show mine.yaml, or fcp plan dataset.parquet --profile mine.yaml"
     )
     assert fcp("profile", "--analytic").err.splitlines()[-1].endswith(", or fcp plan dataset.parquet")

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from inline_snapshot import snapshot
 
 from fcp_cli.runs.heartbeat import beating
 from tests.commands.planning_folder import assert_one_error_line, fcp
@@ -107,12 +108,12 @@ def test_a_run_whose_launcher_was_killed_is_shown_as_dead(plan: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gone"], "there is no run gone"),
-        (["."], "is not the folder of a run: it has neither metrics.jsonl nor launch.json"),
+        (["gone"], snapshot("error: there is no run gone; name the folder that 'fcp launch' printed")),
+        (["."], snapshot("error: . is not the folder of a run: it has neither metrics.jsonl nor launch.json")),
     ],
 )
 def test_mistakes_get_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
-    assert message in assert_one_error_line(fcp("watch", *arguments, cwd=tmp_path), 1)
+    assert assert_one_error_line(fcp("watch", *arguments, cwd=tmp_path), 1) == message
 
 
 def test_an_empty_run_says_so(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
+from inline_snapshot import snapshot
 
 from fcp_cli.launching.supervision.blame import FailedRank, failed_ranks, meeting_problem
 
@@ -83,24 +84,30 @@ def test_a_log_without_a_summary_blames_nobody() -> None:
         (
             "DistNetworkError: The server socket has failed to listen on any local network address. port: 29614, "
             "useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
-            "port 29614 of this machine is in use by another process; give all nodes another --master-port",
+            snapshot("port 29614 of this machine is in use by another process; give all nodes another --master-port"),
         ),
         (
             "torch.distributed.DistStoreError: Timed out after 9 seconds waiting for clients. 1/2 clients joined.",
-            "only 1 of 2 nodes came together in time; start the others with the same plan and --master-addr, or wait "
-            "longer with --join-timeout",
+            snapshot(
+                "only 1 of 2 nodes came together in time; start the others with the same plan and --master-addr, or wait "
+                "longer with --join-timeout"
+            ),
         ),
         (
             "The client socket has timed out after 8000ms while trying to connect to (10.0.0.9, 29613).",
-            "node 0 does not answer at 10.0.0.9:29613; start it, make sure that --master-addr and --master-port are "
-            "its own, or wait longer with --join-timeout",
+            snapshot(
+                "node 0 does not answer at 10.0.0.9:29613; start it, make sure that --master-addr and --master-port are "
+                "its own, or wait longer with --join-timeout"
+            ),
         ),
         (
             "torch.distributed.DistNetworkError: Ping failed, invalid value returned from server. Expected: 18690",
-            "what answers at --master-addr and --master-port is not node 0 of this job; give node 0's address and a "
-            "free port",
+            snapshot(
+                "what answers at --master-addr and --master-port is not node 0 of this job; give node 0's address and a "
+                "free port"
+            ),
         ),
-        ("usage: torchrun", ""),
+        ("usage: torchrun", snapshot("")),
     ],
 )
 def test_why_nodes_did_not_meet_is_one_line_with_its_mend(log: str, problem: str) -> None:

@@ -6,6 +6,7 @@ import socket
 from typing import Any
 
 import pytest
+from inline_snapshot import snapshot
 
 from fcp_cli.launching.checks import CHECKS, check_launch
 from fcp_cli.launching.job.environment import job_variables, set_by_fcp
@@ -66,204 +67,275 @@ def test_each_check_finds_something_in_some_test_below() -> None:
 
 
 MEASURED = plan_metadata().cost_profile.replace("origin: analytic", "origin: measured")
-CASES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+CASES: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
     (
         "cuda",
         {"master_addr": "localhost", "node_rank": None},
         {},
-        "error: --master-addr localhost is another machine on each of 2 nodes; give node 0's address",
+        snapshot(["error: --master-addr localhost is another machine on each of 2 nodes; give node 0's address"]),
     ),
     (
         "cuda",
         {"master_addr": "node-a"},
         {"master_addresses": ("127.0.1.1",)},
-        "error: --master-addr node-a is 127.0.1.1 on node-a, which is another machine on each of 2 nodes; give node "
-        "0's address on the network between nodes",
+        snapshot(
+            [
+                "error: --master-addr node-a is 127.0.1.1 on node-a, which is another machine on each of 2 nodes; give node 0's address on the network between nodes"
+            ]
+        ),
     ),
     (
         "cuda",
         {"master_addr": "nowhere"},
         {"master_addresses": (), "master_is_here": False},
-        "error: --master-addr nowhere is unknown on node-a; give an IP address, or a name that every node can resolve",
+        snapshot(
+            [
+                "error: --master-addr nowhere is unknown on node-a; give an IP address, or a name that every node can resolve"
+            ]
+        ),
     ),
     (
         "cuda",
         {},
         {"master_is_here": False},
-        "warning: --master-addr 10.0.0.1 is no address of node-a, but --node-rank 0 makes this node 0; give this "
-        "machine's address, or the right --node-rank",
+        snapshot(
+            [
+                "warning: --master-addr 10.0.0.1 is no address of node-a, but --node-rank 0 makes this node 0; give this machine's address, or the right --node-rank"
+            ]
+        ),
     ),
     (
         "cuda",
         {"node_rank": 1},
         {},
-        "warning: --master-addr 10.0.0.1 is this machine, node-a, but --node-rank is 1; only node 0 has that address",
+        snapshot(
+            [
+                "warning: --master-addr 10.0.0.1 is this machine, node-a, but --node-rank is 1; only node 0 has that address"
+            ]
+        ),
     ),
     (
         "cuda",
         {},
         {"port_problem": "in use by another process"},
-        "error: --master-port 29500 of node-a is in use by another process; give all nodes another one, or find who "
-        "has it with: ss -ltnp 'sport = :29500'",
+        snapshot(
+            [
+                "error: --master-port 29500 of node-a is in use by another process; give all nodes another one, or find who has it with: ss -ltnp 'sport = :29500'"
+            ]
+        ),
     ),
     (
         "cuda",
         {"master_port": 80},
         {},
-        "warning: --master-port 80 is one that only root may use; give one from 1024 to 32767",
+        snapshot(["warning: --master-port 80 is one that only root may use; give one from 1024 to 32767"]),
     ),
     (
         "npu",
         {},
         {"variables": {"HCCL_IF_BASE_PORT": "29490"}},
-        "error: --master-port 29500 is one of HCCL's own: HCCL_IF_BASE_PORT=29490 takes 16 ports; give a --master-port "
-        "outside 29490 to 29505",
+        snapshot(
+            [
+                "error: --master-port 29500 is one of HCCL's own: HCCL_IF_BASE_PORT=29490 takes 16 ports; give a --master-port outside 29490 to 29505"
+            ]
+        ),
     ),
     (
         "cuda",
         {"hosts": ("10.0.0.1", "10.0.0.1")},
         {},
-        "error: 10.0.0.1 is listed 2 times among the hosts; name each node once",
+        snapshot(["error: 10.0.0.1 is listed 2 times among the hosts; name each node once"]),
     ),
     (
         "cuda",
         {"hosts": ("10.0.0.1",)},
         {},
-        "error: 1 hosts are listed for 2 nodes; list each node once",
+        snapshot(["error: 1 hosts are listed for 2 nodes; list each node once"]),
     ),
     (
         "cuda",
         {"hosts": ("10.0.0.2", "10.0.0.1")},
         {},
-        "error: --master-addr 10.0.0.1 is not the first of the hosts, 10.0.0.2; leave --master-addr out, or list node "
-        "0 first",
+        snapshot(
+            [
+                "error: --master-addr 10.0.0.1 is not the first of the hosts, 10.0.0.2; leave --master-addr out, or list node 0 first"
+            ]
+        ),
     ),
     (
         "cuda",
         {"hosts": ("10.0.0.1", "10.0.0.2")},
         {"hosts_here": ()},
-        "error: this machine, node-a, is none of the hosts (10.0.0.1, 10.0.0.2); list its address",
+        snapshot(["error: this machine, node-a, is none of the hosts (10.0.0.1, 10.0.0.2); list its address"]),
     ),
     (
         "cuda",
         {"hosts": ("10.0.0.1", "10.0.0.2"), "node_rank": 1},
         {"master_is_here": False},
-        "error: --node-rank is 1, but this machine, node-a, is host 0 of the list; give --node-rank 0",
+        snapshot(["error: --node-rank is 1, but this machine, node-a, is host 0 of the list; give --node-rank 0"]),
     ),
     (
         "npu",
         {},
         {"variables": {"HCCL_SOCKET_IFNAME": "bond0"}},
-        "error: HCCL_SOCKET_IFNAME=bond0 is no interface of node-a, which has lo, eth0, eth1; export one of them",
+        snapshot(
+            [
+                "error: HCCL_SOCKET_IFNAME=bond0 is no interface of node-a, which has lo, eth0, eth1; export one of them",
+                "warning: the nodes talk over different interfaces (GLOO_SOCKET_IFNAME=eth0, HCCL_SOCKET_IFNAME=bond0, TP_SOCKET_IFNAME=eth0); export the same one in all of them",
+            ]
+        ),
     ),
     (
         "cpu",
         SMALL,
         {"variables": {"GLOO_SOCKET_IFNAME": "lo"}},
-        "error: GLOO_SOCKET_IFNAME=lo is the loopback interface, which reaches no other node; export another of lo, "
-        "eth0, eth1",
+        snapshot(
+            [
+                "error: GLOO_SOCKET_IFNAME=lo is the loopback interface, which reaches no other node; export another of lo, eth0, eth1"
+            ]
+        ),
     ),
     (
         "cuda",
         {},
         {"variables": {"NCCL_SOCKET_IFNAME": "eth1"}},
-        "warning: the nodes talk over different interfaces (GLOO_SOCKET_IFNAME=eth0, NCCL_SOCKET_IFNAME=eth1); export "
-        "the same one in all of them",
+        snapshot(
+            [
+                "warning: the nodes talk over different interfaces (GLOO_SOCKET_IFNAME=eth0, NCCL_SOCKET_IFNAME=eth1); export the same one in all of them"
+            ]
+        ),
     ),
     (
         "cuda",
         {},
         {"variables": {"SLURM_NNODES": "4"}},
-        "warning: Slurm allocated 4 nodes, but the job runs on 2; give --nodes 4, or submit with --nodes=2",
+        snapshot(["warning: Slurm allocated 4 nodes, but the job runs on 2; give --nodes 4, or submit with --nodes=2"]),
     ),
     (
         "cuda",
         {"num_nodes": 4, "processes_per_node": 4},
         {},
-        "warning: plan.parquet counts 8 ranks per node, but 4 run on each of 4: its rings would cross nodes unseen; "
-        "plan with --ranks-per-node 4",
+        snapshot(
+            [
+                "warning: plan.parquet counts 8 ranks per node, but 4 run on each of 4: its rings would cross nodes unseen; plan with --ranks-per-node 4"
+            ]
+        ),
     ),
     (
         "cuda",
         {"model": "qwen3-4b"},
         {},
-        "warning: plan.parquet was made with the cost profile of qwen3-8b, not of qwen3-4b: its times and token budget "
-        "are another model's; plan again with a profile from 'fcp profile --model qwen3-4b'",
+        snapshot(
+            [
+                "warning: plan.parquet was made with the cost profile of qwen3-8b, not of qwen3-4b: its times and token budget are another model's; plan again with a profile from 'fcp profile --model qwen3-4b'"
+            ]
+        ),
     ),
     (
         "cuda",
         {"metadata": plan_metadata(tokens_per_rank=16_384, cost_profile=MEASURED), "model": "qwen3-8b"},
         {},
-        "error: plan.parquet lets a rank hold 16,384 tokens, 181.2 GB with the model, but a device here has 68.7 GB; "
-        "plan with --tokens-per-rank 4507",
+        snapshot(
+            [
+                "error: plan.parquet lets a rank hold 16,384 tokens, 181.2 GB with the model, but a device here has 68.7 GB; plan with --tokens-per-rank 4507"
+            ]
+        ),
     ),
     (
         "cuda",
         {"program": ("train.py",), "metadata": plan_metadata(tokens_per_rank=16_384, cost_profile=MEASURED)},
         {},
-        "warning: plan.parquet lets a rank hold 16,384 tokens, 181.2 GB with qwen3-8b, the plan's model, but a device "
-        "here has 68.7 GB; plan with --tokens-per-rank 4507",
+        snapshot(
+            [
+                "warning: plan.parquet lets a rank hold 16,384 tokens, 181.2 GB with qwen3-8b, the plan's model, but a device here has 68.7 GB; plan with --tokens-per-rank 4507"
+            ]
+        ),
     ),
     (
         "cuda",
         {"model": "qwen3-8b"},
         {"device_memory_bytes": 8_000_000_000},
-        "warning: plan.parquet lets a rank hold 4,000 tokens, 58.2 GB with the model, but a device here has 8.0 GB; "
-        "the model alone is larger, so choose a smaller one",
+        snapshot(
+            [
+                "warning: plan.parquet lets a rank hold 4,000 tokens, 58.2 GB with the model, but a device here has 8.0 GB; the model alone is larger, so choose a smaller one"
+            ]
+        ),
     ),
     (
         "cpu",
         {**SMALL, "node_rank": 1},
         {"way_problem": "no route to host", "master_is_here": False},
-        "error: --master-addr 10.0.0.1 cannot be reached from node-a: no route to host; give node 0's address on the "
-        "network between nodes, and let port 29500 through its firewall",
+        snapshot(
+            [
+                "error: --master-addr 10.0.0.1 cannot be reached from node-a: no route to host; give node 0's address on the network between nodes, and let port 29500 through its firewall"
+            ]
+        ),
     ),
     (
         "npu",
         {},
         {"variables": {"HCCL_BUFFSIZE": "4000"}},
-        "warning: HCCL_BUFFSIZE=4000 takes 16.8 GB of each device's 69 GB for 2 communicators; unset it to let fcp "
-        "choose",
+        snapshot(
+            [
+                "warning: HCCL_BUFFSIZE=4000 takes 16.8 GB of each device's 69 GB for 2 communicators; unset it to let fcp choose"
+            ]
+        ),
     ),
     (
         "npu",
         {"program": ("train.py",), "metadata": plan_metadata(tokens_per_rank=4000, distinct_groups=200)},
         {},
-        "warning: plan.parquet has 200 distinct groups: a framework that makes a communicator for each would take up "
-        "to 13 GB per device; plan with --max-groups, or use fcp_cli.runtime, which makes one for all",
+        snapshot(
+            [
+                "warning: plan.parquet has 200 distinct groups: a framework that makes a communicator for each would take up to 13 GB per device; plan with --max-groups, or use fcp_cli.runtime, which makes one for all"
+            ]
+        ),
     ),
     (
         "cuda",
         {},
         {"open_files": 256},
-        "warning: a process may open 256 files, but a rank of 16 may need 576; raise it with: ulimit -n 576",
+        snapshot(
+            ["warning: a process may open 256 files, but a rank of 16 may need 576; raise it with: ulimit -n 576"]
+        ),
     ),
     (
         "npu",
         {},
         {"variables": {"HCCL_CONNECT_TIMEOUT": "120"}},
-        "warning: HCCL_CONNECT_TIMEOUT=120 s is short for ranks that load a model first; export at least 300, or unset "
-        "it",
+        snapshot(
+            [
+                "warning: HCCL_CONNECT_TIMEOUT=120 s is short for ranks that load a model first; export at least 300, or unset it"
+            ]
+        ),
     ),
     (
         "npu",
         {},
         {"variables": {"HCCL_EXEC_TIMEOUT": "600"}},
-        "warning: HCCL_CONNECT_TIMEOUT=1200 is above HCCL_EXEC_TIMEOUT=600: a slow start would be taken for a hang; "
-        "export the second at least as large as the first",
+        snapshot(
+            [
+                "warning: HCCL_CONNECT_TIMEOUT=1200 is above HCCL_EXEC_TIMEOUT=600: a slow start would be taken for a hang; export the second at least as large as the first"
+            ]
+        ),
     ),
     (
         "npu",
         {"metadata": plan_metadata(sync="microbatch")},
         {"variables": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}},
-        "warning: CUDA_DEVICE_MAX_CONNECTIONS=1 makes FSDP2 wait for its weights before each layer; export 2, or unset "
-        "it",
+        snapshot(
+            [
+                "warning: CUDA_DEVICE_MAX_CONNECTIONS=1 makes FSDP2 wait for its weights before each layer; export 2, or unset it"
+            ]
+        ),
     ),
     (
         "cuda",
         {"metadata": plan_metadata(tensor_parallel=2, ranks_per_node=4)},
         {"variables": {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}},
-        "warning: CUDA_DEVICE_MAX_CONNECTIONS=8 breaks the order that tensor parallelism overlaps in; export 1",
+        snapshot(
+            ["warning: CUDA_DEVICE_MAX_CONNECTIONS=8 breaks the order that tensor parallelism overlaps in; export 1"]
+        ),
     ),
     (
         "cuda",
@@ -272,15 +344,21 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
             "arguments": ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size=1"),
         },
         {},
-        "error: the script has --tensor-model-parallel-size 2, but plan.parquet was made for 1; plan with "
-        "--tensor-parallel 2, or launch the script with the plan's",
+        snapshot(
+            [
+                "error: the script has --tensor-model-parallel-size 2, but plan.parquet was made for 1; plan with --tensor-parallel 2, or launch the script with the plan's"
+            ]
+        ),
     ),
     (
         "cuda",
         {"metadata": plan_metadata(num_ranks=8, ranks_per_node=4, pipeline_parallel=2, sync="microbatch")},
         {},
-        "warning: plan.parquet counts 4 ranks per node, but 8 run on each of 2: its rings would cross nodes unseen; "
-        "plan with --ranks-per-node 8",
+        snapshot(
+            [
+                "warning: plan.parquet counts 4 ranks per node, but 8 run on each of 2: its rings would cross nodes unseen; plan with --ranks-per-node 8"
+            ]
+        ),
     ),
     (
         "cuda",
@@ -290,115 +368,148 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
             "arguments": ("--use-tp-pp-dp-mapping",),
         },
         {},
-        "warning: plan.parquet counts 8 ranks per node, but 4 run on each of 2: its rings would cross nodes unseen; "
-        "plan with --ranks-per-node 4",
+        snapshot(
+            [
+                "warning: plan.parquet counts 8 ranks per node, but 4 run on each of 2: its rings would cross nodes unseen; plan with --ranks-per-node 4"
+            ]
+        ),
     ),
     (
         "npu",
         {},
         {"variables": {"ASCEND_LAUNCH_BLOCKING": "1"}},
-        "warning: ASCEND_LAUNCH_BLOCKING=1 makes every kernel wait for the one before, so no hop is hidden; unset it",
+        snapshot(
+            [
+                "warning: ASCEND_LAUNCH_BLOCKING=1 makes every kernel wait for the one before, so no hop is hidden; unset it"
+            ]
+        ),
     ),
     (
         "npu",
         {},
         {"variables": {"ASCEND_RT_VISIBLE_DEVICES": "0,1,2,3"}},
-        "error: ASCEND_RT_VISIBLE_DEVICES=0,1,2,3 shows 4 devices, but 8 processes run on this node; unset it, or plan "
-        "for 4 ranks per node",
+        snapshot(
+            [
+                "error: ASCEND_RT_VISIBLE_DEVICES=0,1,2,3 shows 4 devices, but 8 processes run on this node; unset it, or plan for 4 ranks per node"
+            ]
+        ),
     ),
     (
         "cpu",
         SMALL,
         {"variables": {"OMP_NUM_THREADS": "8"}},
-        "warning: OMP_NUM_THREADS=8 x 8 ranks = 64 threads on 8 cores; unset it to let fcp share the cores",
+        snapshot(["warning: OMP_NUM_THREADS=8 x 8 ranks = 64 threads on 8 cores; unset it to let fcp share the cores"]),
     ),
     (
         "npu",
         {},
         {"variables": {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}},
-        "warning: TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading torch_npu; unset it, or import torch_npu in "
-        "the script",
+        snapshot(
+            [
+                "warning: TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading torch_npu; unset it, or import torch_npu in the script"
+            ]
+        ),
     ),
     (
         "npu",
         {},
         {"cann_home": None},
-        "error: ASCEND_HOME_PATH is not set: CANN was not sourced; run: source "
-        "/usr/local/Ascend/ascend-toolkit/set_env.sh",
+        snapshot(
+            [
+                "error: ASCEND_HOME_PATH is not set: CANN was not sourced; run: source /usr/local/Ascend/ascend-toolkit/set_env.sh"
+            ]
+        ),
     ),
     (
         "npu",
         {},
         {"has_hccl": False},
-        "error: libhccl.so is not found though ASCEND_HOME_PATH is /usr/local/Ascend/cann; run: source "
-        "/usr/local/Ascend/ascend-toolkit/set_env.sh",
+        snapshot(
+            [
+                "error: libhccl.so is not found though ASCEND_HOME_PATH is /usr/local/Ascend/cann; run: source /usr/local/Ascend/ascend-toolkit/set_env.sh"
+            ]
+        ),
     ),
     (
         "npu",
         {},
         {"packages": {"torch": "2.13.0+cpu", "torch-npu": "2.7.1"}},
-        "error: torch_npu 2.7.1 is not made for torch 2.13.0+cpu; run: pip install 'torch_npu==2.13.0.*'",
+        snapshot(["error: torch_npu 2.7.1 is not made for torch 2.13.0+cpu; run: pip install 'torch_npu==2.13.0.*'"]),
     ),
     (
         "npu",
         {},
         {"packages": {"torch": "2.7.1", "torch-npu": None}},
-        "error: torch_npu is not installed; run: pip install 'fcp-cli[npu]'",
+        snapshot(["error: torch_npu is not installed; run: pip install 'fcp-cli[npu]'"]),
     ),
     (
         "cuda",
         {},
         {"packages": {"torch": "2.6.0"}},
-        "error: torch 2.6.0 is too old; fcp needs 2.7 or newer: pip install 'torch>=2.7'",
+        snapshot(["error: torch 2.6.0 is too old; fcp needs 2.7 or newer: pip install 'torch>=2.7'"]),
     ),
     (
         "cuda",
         {},
         {"packages": {"torch": "2.7.1", "transformers": "4.9.1"}},
-        "error: transformers 4.9.1 is too old for the bundled trainer; run: pip install 'transformers>=4.56'",
+        snapshot(
+            ["error: transformers 4.9.1 is too old for the bundled trainer; run: pip install 'transformers>=4.56'"]
+        ),
     ),
     (
         "npu",
         {"launcher": "msrun"},
         {"programs": {"python3": "/usr/bin/python3", "msrun": "/venv/bin/msrun"}},
-        "error: msrun runs the python3 of PATH, which is /usr/bin/python3, not /venv/bin/python3; run fcp from an "
-        "environment whose folder has a python3: python3 -m venv makes one",
+        snapshot(
+            [
+                "error: msrun runs the python3 of PATH, which is /usr/bin/python3, not /venv/bin/python3; run fcp from an environment whose folder has a python3: python3 -m venv makes one"
+            ]
+        ),
     ),
     (
         "npu",
         {"launcher": "msrun"},
         {"programs": {"python3": "/venv/bin/python3"}},
-        "error: msrun is neither beside this Python nor on PATH; it comes with MindSpore: pip install "
-        "'fcp-cli[mindspore]'",
+        snapshot(
+            [
+                "error: msrun is neither beside this Python nor on PATH; it comes with MindSpore: pip install 'fcp-cli[mindspore]'"
+            ]
+        ),
     ),
     (
         "npu",
         {"program": ("train.py",)},
         {"programs": {}},
-        "warning: pdsh is not installed, and MindSpeed-MM hangs without it on several nodes; install pdsh",
+        snapshot(["warning: pdsh is not installed, and MindSpeed-MM hangs without it on several nodes; install pdsh"]),
     ),
     (
         "npu",
         {"program": ("train.py",), "arguments": ("--context-parallel-algo", "ulysses_cp_algo")},
         {},
-        "error: --context-parallel-algo ulysses_cp_algo keeps the groups of its start, so no plan can change them; use "
-        "megatron_cp_algo",
+        snapshot(
+            [
+                "error: --context-parallel-algo ulysses_cp_algo keeps the groups of its start, so no plan can change them; use megatron_cp_algo"
+            ]
+        ),
     ),
     (
         "npu",
         {"program": ("train.py",), "arguments": ("--context-parallel-size=4", "--seq-length=1001")},
         {},
-        "error: --seq-length 1001 is not divisible by 2 x --context-parallel-size 4, which MindSpeed demands at its "
-        "start; use 1000",
+        snapshot(
+            [
+                "error: --seq-length 1001 is not divisible by 2 x --context-parallel-size 4, which MindSpeed demands at its start; use 1000"
+            ]
+        ),
     ),
 ]
 
 
-@pytest.mark.parametrize(("stack", "of", "facts", "message"), CASES)
+@pytest.mark.parametrize(("stack", "of", "facts", "findings"), CASES)
 def test_what_is_wrong_is_one_line_with_its_mend(
-    stack: str, of: dict[str, Any], facts: dict[str, Any], message: str
+    stack: str, of: dict[str, Any], facts: dict[str, Any], findings: list[str]
 ) -> None:
-    assert message in found(stack, of=of, **facts)
+    assert found(stack, of=of, **facts) == findings
 
 
 def test_errors_come_before_warnings() -> None:

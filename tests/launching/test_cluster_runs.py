@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from inline_snapshot import snapshot
 
 from tests.launching.cluster_jobs import FakeCluster
 from tests.patience import PATIENCE_SECONDS
@@ -122,5 +123,5 @@ def test_an_allocation_of_another_size_is_refused_before_anything_starts(folder:
     assert launch(folder, cluster, *words).returncode == 0
     ran = cluster.run_batch_script(folder / "other" / "job.sbatch", nodes=3)
     assert ran.returncode == 1
-    assert ran.stderr == "error: this job needs 2 node(s), but Slurm gave 3; leave --nodes as it is\n"
+    assert ran.stderr == snapshot("error: this job needs 2 node(s), but Slurm gave 3; leave --nodes as it is\n")
     assert not cluster.srun_options.exists()

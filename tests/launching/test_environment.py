@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from inline_snapshot import snapshot
 
 from fcp_cli.launching.job.environment import job_variables, set_by_fcp
 from fcp_cli.launching.job.job import Variable, argument
@@ -53,8 +54,8 @@ def test_fsdp2_gets_two_hardware_queues_and_everything_else_one(stack: str) -> N
 def test_hccl_buffers_hold_one_hop_of_the_plans_rings() -> None:
     found = variables(metadata=plan_metadata(tokens_per_rank=16_384))["HCCL_BUFFSIZE"]
     assert found.value == "64"  # keys and values: 2 x 8 heads x 128 x 2 bytes x 16,384 tokens
-    assert found.source == "a ring's hop of 64 MB at 16,384 tokens per rank; 256 MB per device in all"
-    assert found.reason == "MB of a buffer; each of the plan's 2 communicators has 2"
+    assert found.source == snapshot("a ring's hop of 64 MB at 16,384 tokens per rank; 256 MB per device in all")
+    assert found.reason == snapshot("MB of a buffer; each of the plan's 2 communicators has 2")
 
 
 def test_hccl_buffers_never_take_more_than_a_twentieth_of_the_memory() -> None:

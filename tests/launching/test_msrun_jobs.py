@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from inline_snapshot import snapshot
 
 from fcp_cli.errors import RunError
 from fcp_cli.launching.job.inject import is_mindspore_script
@@ -269,7 +270,7 @@ def no_msrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_without_msrun_one_line_says_what_to_install(no_msrun: None, folder: Path) -> None:
     done = run_fcp(*launch("--", write_script(folder, _TELL)), folder=folder)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == (
+    assert done.stderr.splitlines()[-1] == snapshot(
         "error: msrun is neither beside this Python nor on PATH; it comes with MindSpore: pip install "
         "'fcp-cli[mindspore]'"
     )

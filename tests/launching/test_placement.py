@@ -3,11 +3,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from inline_snapshot import snapshot
 
-from fcp_cli.errors import RunError, UsageError
+from fcp_cli.errors import RunError
 from fcp_cli.launching.job.nodes import check_ranks, place, planned_nodes
 from fcp_cli.machine.devices import UNKNOWN_MACHINE, Machine
 from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
+from tests.messages import raises
 
 PLAN = Path("plan.parquet")
 LAPTOP = Machine(device="cpu", num_devices=0, num_cores=2)
@@ -46,7 +48,7 @@ def test_a_plan_that_fits_runs_here_even_if_it_was_made_for_two_nodes() -> None:
 def test_a_plan_too_large_for_the_cores_names_the_flags_that_spread_it() -> None:
     with pytest.raises(RunError) as error:
         place(PLAN, metadata(64), LAPTOP, nodes=None, must_fit=True)
-    assert str(error.value) == (
+    assert str(error.value) == snapshot(
         "plan.parquet needs 64 processes on this machine, which holds 8 (no accelerator, 2 CPU cores (gloo)); plan for "
         "fewer ranks with 'fcp plan lengths.parquet --ranks 8 -o plan.parquet', or run --nodes 8 --master-addr HOST "
         "--node-rank K on each of 8 nodes (--nodes 8 --dry-run prints their commands)"
@@ -84,7 +86,7 @@ def test_too_few_accelerators_suggests_the_cpu() -> None:
     single = Machine(device="cuda", num_devices=1, num_cores=16)
     with pytest.raises(RunError) as error:
         place(PLAN, metadata(4), single, nodes=None, must_fit=True)
-    assert str(error.value) == (
+    assert str(error.value) == snapshot(
         "plan.parquet needs 4 processes on this machine, which holds 1 (1 cuda devices); plan for fewer ranks with "
         "'fcp plan lengths.parquet --ranks 1 -o plan.parquet', or train on the CPU with --device cpu"
     )
@@ -92,19 +94,22 @@ def test_too_few_accelerators_suggests_the_cpu() -> None:
 
 def test_devices_that_a_variable_hides_are_told_with_it() -> None:
     hidden = Machine(device="npu", num_devices=2, num_cores=16, visible="ASCEND_RT_VISIBLE_DEVICES=0,1")
-    with pytest.raises(RunError, match=r"which holds 2 \(2 npu devices with ASCEND_RT_VISIBLE_DEVICES=0,1\)"):
+    with raises(
+        snapshot(
+            "RunError: plan.parquet needs 4 processes on this machine, which holds 2 (2 npu devices with ASCEND_RT_VISIBLE_DEVICES=0,1); plan for fewer ranks with 'fcp plan lengths.parquet --ranks 2 -o plan.parquet', or train on the CPU with --device cpu"
+        )
+    ):
         place(PLAN, metadata(4), hidden, nodes=None, must_fit=True)
 
 
 def test_nodes_must_divide_the_processes() -> None:
-    with pytest.raises(UsageError, match="--nodes is 3, which does not divide the 8 processes"):
+    with raises(snapshot("UsageError: --nodes is 3, which does not divide the 8 processes of plan.parquet")):
         place(PLAN, metadata(8), GPU_NODE, nodes=3, must_fit=False)
 
 
 def test_another_number_of_ranks_names_both_and_the_plan_command() -> None:
     with pytest.raises(RunError) as error:
         check_ranks(PLAN, metadata(8), 4)
-    assert str(error.value) == (
-        "plan.parquet is for 8 ranks, but --ranks is 4; make a plan for 4 with: "
-        "fcp plan lengths.parquet --ranks 4 -o plan.parquet"
+    assert str(error.value) == snapshot(
+        "plan.parquet is for 8 ranks, but --ranks is 4; make a plan for 4 with: fcp plan lengths.parquet --ranks 4 -o plan.parquet"
     )

@@ -10,8 +10,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from inline_snapshot import snapshot
 
-from fcp_cli.errors import FcpError, PlanError, RunError, UsageError
+from fcp_cli.errors import FcpError, PlanError, RunError
 from fcp_cli.launching.checks import preflight
 from fcp_cli.machine import devices
 from fcp_cli.machine.devices import Machine
@@ -20,6 +21,7 @@ from fcp_cli.plan.metadata import Continuation
 from fcp_cli.runs.checkpoint_header import FORMAT, CheckpointHeader
 from fcp_cli.training.settings import TrainSettings
 from tests.launching.jobs import local_job, plan_metadata
+from tests.messages import raises
 from tests.runs.records import launch_record
 from tests.training.small_runs import write_manifest, write_small_plan
 
@@ -50,7 +52,11 @@ def test_an_edited_plan_is_one_line(plan: Path, tmp_path: Path) -> None:
 def test_a_foreign_parquet_is_not_a_plan(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
     pq.write_table(pa.table({"text": ["a"]}), path)
-    with pytest.raises(PlanError, match="is a Parquet file but not a plan; make one with 'fcp plan"):
+    with raises(
+        snapshot(
+            "PlanError: FOLDER/data.parquet is a Parquet file but not a plan; make one with 'fcp plan MANIFEST -o plan.parquet'"
+        )
+    ):
         preflight.check_plan(path)
 
 
@@ -61,14 +67,20 @@ def test_a_missing_plan_names_the_command_that_makes_it(tmp_path: Path) -> None:
 
 def test_missing_torch_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     hide(monkeypatch, "torch")
-    with pytest.raises(RunError, match=r"torch is not installed here.*run: pip install 'fcp-cli\[hf\]'"):
+    with raises(
+        snapshot("RunError: torch is not installed here, and training needs it; run: pip install 'fcp-cli[hf]'")
+    ):
         devices.find_machine()
 
 
 def test_missing_transformers_names_the_pip_line(monkeypatch: pytest.MonkeyPatch, plan: Path) -> None:
     hide(monkeypatch, "transformers")
     metadata = preflight.check_plan(plan)
-    with pytest.raises(RunError, match=r"transformers is not installed.*run: pip install 'fcp-cli\[hf\]'"):
+    with raises(
+        snapshot(
+            "RunError: transformers is not installed here, and the bundled trainer needs it; run: pip install 'fcp-cli[hf]'"
+        )
+    ):
         preflight.check_trainer(metadata, plan, needs_transformers=True)
     preflight.check_trainer(metadata, plan, needs_transformers=False)
 
@@ -86,7 +98,11 @@ def hide(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
 def test_more_steps_than_planned_is_an_error(plan: Path) -> None:
     metadata = preflight.check_plan(plan)
     preflight.check_steps(plan, metadata, 3)
-    with pytest.raises(RunError, match=r"--steps is 4, but .* ends after 3; plan more with 'fcp plan --epochs'"):
+    with raises(
+        snapshot(
+            "RunError: --steps is 4, but FOLDER/plan.parquet ends after 3; plan more with 'fcp plan --epochs', or leave --steps out"
+        )
+    ):
         preflight.check_steps(plan, metadata, 4)
 
 
@@ -98,7 +114,11 @@ def test_a_finished_run_has_nothing_to_resume_and_another_plan_is_refused(plan: 
     for step in (1, 2):
         write_header(tmp_path, step, metadata.plan_hash)
     preflight.check_resumable(tmp_path, launched, metadata, None)
-    with pytest.raises(RunError, match="has finished 2 of 2 steps: nothing is left to resume; give a larger --steps"):
+    with raises(
+        snapshot(
+            "RunError: FOLDER has finished 2 of 2 steps: nothing is left to resume; give a larger --steps, or make a plan of more steps with 'fcp plan --epochs'"
+        )
+    ):
         preflight.check_resumable(tmp_path, launched, metadata, 2)
     write_header(tmp_path, 2, "f" * 64)
     with pytest.raises(RunError, match=f"made under the plan ffffffffffff, but this one is {metadata.plan_hash[:12]}"):
@@ -120,11 +140,17 @@ def test_a_plan_that_continues_a_run_begins_no_new_one(plan: Path, tmp_path: Pat
         preflight.check_plan(plan),
         continues=Continuation(plan_hash="0" * 64, num_ranks=8, first_step=7, trained=""),
     )
-    with pytest.raises(
-        RunError, match="continues from step 7 of a run under the plan 000000000000; resume that run: fcp"
+    with raises(
+        snapshot(
+            "RunError: FOLDER/plan.parquet continues from step 7 of a run under the plan 000000000000; resume that run: fcp launch --plan FOLDER/plan.parquet --run-dir RUN --resume"
+        )
     ):
         preflight.check_beginning(plan, metadata)
-    with pytest.raises(RunError, match=r"the plan continues from step 7, but .* has no checkpoint to continue from"):
+    with raises(
+        snapshot(
+            "RunError: the plan continues from step 7, but FOLDER has no checkpoint to continue from; start a new run with a plan of all steps"
+        )
+    ):
         preflight.check_resumable(tmp_path, launch_record(plan_hash=metadata.plan_hash), metadata, None)
 
 
@@ -133,14 +159,20 @@ def test_a_model_larger_than_the_hosts_memory_is_an_error() -> None:
     parameters = load_model("qwen3-8b").parameters
     small = Machine(device="cpu", num_devices=0, num_cores=2, memory_bytes=2 * 16 * parameters)
     each = local_job(machine=small, settings=settings, model="qwen3-8b", metadata=plan_metadata(num_ranks=4))
-    with pytest.raises(RunError, match=r"qwen3-8b needs 524 GB .* on 4 ranks, but this machine has 262 GB"):
+    with raises(
+        snapshot(
+            "RunError: qwen3-8b needs 524 GB for weights, gradients and optimizer on 4 ranks, but this machine has 262 GB; try --model qwen3-tiny, or launch on accelerators"
+        )
+    ):
         preflight.check_memory(each)
     preflight.check_memory(replace(each, metadata=plan_metadata(num_ranks=4, sync="microbatch")))
 
 
 def test_a_run_dir_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(FcpError, match=r"cannot write the run directory .*; choose another --run-dir"):
+    with raises(
+        snapshot("FcpError: cannot write the run directory FOLDER/file/run: Not a directory; choose another --run-dir")
+    ):
         preflight.check_run_dir(local_job(run_dir=tmp_path / "file" / "run"))
 
 
@@ -157,17 +189,29 @@ def test_a_full_disk_is_found_before_the_start(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("node_rank", "address", "message"),
     [
-        (0, None, "--nodes 2 needs --master-addr"),
-        (0, "localhost", "--master-addr localhost means another machine on each of 2 nodes"),
-        (None, "10.0.0.1", "--nodes 2 needs --node-rank, 0 to 1, on each node; --dry-run prints all commands"),
-        (2, "10.0.0.1", "--node-rank is 2; with --nodes 2 it must be 0 to 1"),
+        (0, None, snapshot("UsageError: --nodes 2 needs --master-addr: the address of node 0, the same on every node")),
+        (
+            0,
+            "localhost",
+            snapshot(
+                "UsageError: --master-addr localhost means another machine on each of 2 nodes; give node 0's address"
+            ),
+        ),
+        (
+            None,
+            "10.0.0.1",
+            snapshot("UsageError: --nodes 2 needs --node-rank, 0 to 1, on each node; --dry-run prints all commands"),
+        ),
+        (2, "10.0.0.1", snapshot("UsageError: --node-rank is 2; with --nodes 2 it must be 0 to 1")),
     ],
 )
 def test_several_nodes_must_be_able_to_meet(node_rank: int | None, address: str | None, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+    with raises(message):
         preflight.check_nodes(2, node_rank, address, Path("run"))
 
 
 def test_several_nodes_must_write_to_one_place() -> None:
-    with pytest.raises(UsageError, match="--nodes 2 needs --run-dir: a folder that all nodes share"):
+    with raises(
+        snapshot("UsageError: --nodes 2 needs --run-dir: a folder that all nodes share, the same on every node")
+    ):
         preflight.check_nodes(2, 1, "10.0.0.1", None)

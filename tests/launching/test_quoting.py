@@ -13,11 +13,12 @@ import pytest
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from inline_snapshot import snapshot
 
-from fcp_cli.errors import UsageError
 from fcp_cli.launching.job.job import Job
 from fcp_cli.launching.targets.catalog import TARGETS, job_files
 from tests.launching.cluster_jobs import FakeCluster, allocation, cluster_job
+from tests.messages import raises
 
 # Stands for the interpreter: writes down its arguments and one variable, each ended by NUL.
 _PROBE = r"""
@@ -137,5 +138,5 @@ def _kubernetes_expanded(word: str, environment: dict[str, str]) -> str:
 
 def test_a_word_that_is_not_text_is_one_line() -> None:
     job = replace(cluster_job(), arguments=("\udc80",))
-    with pytest.raises(UsageError, match=r"node.sh cannot hold '.udc80': an argument or a path is not UTF-8 text"):
+    with raises(snapshot("UsageError: node.sh cannot hold '\\udc80': an argument or a path is not UTF-8 text")):
         job_files(TARGETS["scripts"], job)

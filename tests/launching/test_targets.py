@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from inline_snapshot import snapshot
 
 from fcp_cli.errors import FcpError, RunError, UsageError
 from fcp_cli.launching import node
@@ -32,11 +33,17 @@ def test_the_options_tell_the_target() -> None:
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (ClusterOptions(target="slurm", image="x"), "--image is for --target pytorchjob or volcano, not for slurm"),
-        (ClusterOptions(job_name="a"), "--job-name is for --target slurm or pytorchjob or volcano, not for local"),
+        (
+            ClusterOptions(target="slurm", image="x"),
+            snapshot("--image is for --target pytorchjob or volcano, not for slurm"),
+        ),
+        (
+            ClusterOptions(job_name="a"),
+            snapshot("--job-name is for --target slurm or pytorchjob or volcano, not for local"),
+        ),
         (
             ClusterOptions(template=Path("a.j2")),
-            "--template is for --target scripts or slurm or pytorchjob or volcano, not for local",
+            snapshot("--template is for --target scripts or slurm or pytorchjob or volcano, not for local"),
         ),
     ],
 )
@@ -133,7 +140,7 @@ def test_what_slurm_says_against_a_job_is_passed_on(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PATH", cluster.environment()["PATH"])
     with pytest.raises(RunError) as error:
         submit(("sbatch", "job.sbatch"))
-    assert str(error.value) == "sbatch did not take the job: Batch job submission failed: Invalid partition"
+    assert str(error.value) == snapshot("sbatch did not take the job: Batch job submission failed: Invalid partition")
 
 
 def test_names_are_what_kubernetes_takes() -> None:

@@ -7,11 +7,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from inline_snapshot import snapshot
 
 from fcp_cli.console import Origins
 from fcp_cli.errors import UsageError
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.settings import resolve
+from tests.messages import raises
 from tests.planning.examples import PROFILE
 
 
@@ -85,7 +87,7 @@ def test_a_budget_over_the_profiles_memory_is_said(folder: Path) -> None:
     origins = Origins()
     inputs = resolve(PlanRequest(manifest=DATASET, tokens_per_rank=2001), origins)
     assert inputs.problem.tokens_per_rank == 2001
-    assert origins.warnings == ["--tokens-per-rank is 2,001, but by the profile's memory a rank holds 2,000"]
+    assert origins.warnings == snapshot(["--tokens-per-rank is 2,001, but by the profile's memory a rank holds 2,000"])
     assert "--tokens-per-rank" not in origins.assumed
     origins = Origins()
     resolve(PlanRequest(manifest=DATASET, tokens_per_rank=2000), origins)
@@ -101,13 +103,13 @@ def test_memory_without_room_is_refused(folder: Path) -> None:
     (folder / "profile.yaml").write_text(
         PROFILE + "memory: {bytes_per_token: 1000, model_state_bytes: 9000, capacity_bytes: 9000}\n"
     )
-    with pytest.raises(UsageError, match="memory leaves no room for tokens; give --tokens-per-rank"):
+    with raises(snapshot("UsageError: the profile's memory leaves no room for tokens; give --tokens-per-rank")):
         resolve(PlanRequest(manifest=DATASET), Origins())
 
 
 def test_an_unknown_cluster_needs_the_number_of_ranks(folder: Path) -> None:
     (folder / "profile.yaml").write_text(PROFILE.replace("example-8x8", "elsewhere"))
-    with pytest.raises(UsageError, match="cluster 'elsewhere' is not known here; give --ranks"):
+    with raises(snapshot("UsageError: the profile's cluster 'elsewhere' is not known here; give --ranks")):
         resolve(PlanRequest(manifest=DATASET), Origins())
 
 
@@ -141,7 +143,7 @@ def test_padded_rings_round_the_budget_to_what_sequences_are_padded_to(folder: P
     problem = resolve(request, origins).problem
     assert (problem.padding_multiple, problem.tokens_per_rank) == (4, 1000)
     assert "of 1003, since sequences are padded to multiples of 4" in origins.assumed["--tokens-per-rank"]
-    with pytest.raises(UsageError, match="a rank may hold 3 tokens, but sequences are padded to 4 on it"):
+    with raises(snapshot("UsageError: a rank may hold 3 tokens, but sequences are padded to 4 on it")):
         resolve(PlanRequest(manifest=DATASET, padded_rings=True, tensor_parallel=2, tokens_per_rank=3), Origins())
 
 
@@ -156,7 +158,7 @@ def test_a_profile_that_does_not_say_what_its_ranks_are_made_of_is_told(folder: 
 def test_a_profile_of_other_devices_is_refused_with_the_command_that_makes_the_right_one(folder: Path) -> None:
     with pytest.raises(UsageError) as error:
         resolve(PlanRequest(manifest=DATASET, profile=of_devices(folder, 2, 1), tensor_parallel=4), Origins())
-    assert str(error.value) == (
+    assert str(error.value) == snapshot(
         "the plan is for tensor parallel 4 and pipeline parallel 1, but the cost profile of qwen3-8b on example-8x8 is "
         "for tensor parallel 2 and pipeline parallel 1; make one with: fcp profile --analytic --model qwen3-8b "
         "--cluster example-8x8 --tensor-parallel 4 --pipeline-parallel 1 -o profile.yaml"

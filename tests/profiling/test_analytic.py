@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
+from inline_snapshot import snapshot
 
 from fcp_cli.cost.profile import CostProfile, dump_cost_profile, parse_cost_profile
 from fcp_cli.errors import UsageError
@@ -24,6 +25,7 @@ from fcp_cli.models.shipped import shipped_profile
 from fcp_cli.models.transformers_config import text_config, whole_config
 from fcp_cli.profiling.analytic import analytic_profile, forward_operations, ring_bytes_per_token
 from fcp_cli.profiling.points import Point, points_that_fit
+from tests.messages import raises
 
 
 def _profile(model: str = "qwen3-8b", **parallelism: Any) -> CostProfile:
@@ -103,7 +105,7 @@ def test_the_least_zero_stage_that_leaves_room_is_chosen() -> None:
 
 
 def test_a_cut_that_the_model_does_not_allow_is_rejected() -> None:
-    with pytest.raises(UsageError, match=r"--tensor-parallel 3 does not divide num_heads 32 of qwen3-8b"):
+    with raises(snapshot("UsageError: --tensor-parallel 3 does not divide num_heads 32 of qwen3-8b")):
         _profile(tensor_parallel=3)
     with pytest.raises(UsageError, match=r"--pipeline-parallel 64 exceeds the 36 layers"):
         _profile(pipeline_parallel=64)

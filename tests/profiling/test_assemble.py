@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from inline_snapshot import snapshot
 
 from fcp_cli.cost.fitting import Sample, predicted_seconds
 from fcp_cli.cost.profile import EXPOSED_RING, HIDDEN_RING, Bandwidth, Coefficients, CostProfile, parse_cost_profile
-from fcp_cli.errors import ProfileError
 from fcp_cli.profiling.assemble import profile_from_samples
 from fcp_cli.profiling.measurement import Measurement, model_figures
 from fcp_cli.profiling.samples import SamplesFile
 from fcp_cli.report.profiles import reading
+from tests.messages import raises
 
 TRUTH = CostProfile(
     model="qwen3-tiny",
@@ -93,7 +94,9 @@ def test_a_profile_of_ranks_that_shared_cores_says_so() -> None:
 
 
 def test_too_few_points_name_those_that_are_missing() -> None:
-    with pytest.raises(
-        ProfileError, match=r"only 3 points were observed, .* missing: .*\d at degree \d, .*same command"
+    with raises(
+        snapshot(
+            "ProfileError: only 3 points were observed, and a fit needs at least 5; missing: 64 at degree 1, 128 at degree 2, 256 at degree 4, 64+64+64+64+64+64+64+64 at degree 4, 128 at degree 1; the same command with more --budget-minutes measures them"
+        )
     ):
         profile_from_samples(samples_of(TRUTH, observed=3))

@@ -4,13 +4,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from inline_snapshot import snapshot
 
 from fcp_cli.console import Origins
-from fcp_cli.errors import UsageError
 from fcp_cli.machine.devices import Machine
 from fcp_cli.profiling import choices
 from fcp_cli.profiling.choices import choose_measurement
 from fcp_cli.profiling.options import ProfileRequest
+from tests.messages import raises
 
 UNSET = ProfileRequest()
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
@@ -42,7 +43,7 @@ def test_more_ranks_than_cores_are_said_to_share_them(on: Any) -> None:
     on("cpu", 0)
     origins = Origins()
     choose_measurement(replace(UNSET, ranks=6), origins)
-    assert origins.assumed["times"] == "6 ranks sharing 4 cores (as a job of so many ranks here sees them)"
+    assert origins.assumed["times"] == snapshot("6 ranks sharing 4 cores (as a job of so many ranks here sees them)")
 
 
 def test_one_accelerator_emulates_degrees_and_takes_bandwidths_from_its_like(on: Any) -> None:
@@ -66,12 +67,15 @@ def test_eight_accelerators_measure_real_rings(on: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layers": (3, 9)}, "--layers 3,9 must be two counts up to 2"),
-        ({"layers": (1,)}, "--layers 1 must be two counts up to 2, as 1,2, or 2"),
-        ({"degrees": (8,)}, "--degrees 8 needs as many ranks; 4 are measured"),
+        ({"layers": (3, 9)}, snapshot("UsageError: --layers 3,9 must be two counts up to 2, as 1,2, or 2")),
+        ({"layers": (1,)}, snapshot("UsageError: --layers 1 must be two counts up to 2, as 1,2, or 2")),
+        (
+            {"degrees": (8,)},
+            snapshot("UsageError: --degrees 8 needs as many ranks; 4 are measured (--ranks 1 emulates)"),
+        ),
     ],
 )
 def test_contradictory_options_are_named(on: Any, changes: dict[str, Any], message: str) -> None:
     on("cpu", 0)
-    with pytest.raises(UsageError, match=message):
+    with raises(message):
         choose_measurement(replace(UNSET, **changes), Origins())

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inline_snapshot import snapshot
 
 from fcp_cli.cost.fitting import Sample, predicted_seconds
 from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile, dump_cost_profile
@@ -15,6 +16,7 @@ from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.writer import plan_writer
 from fcp_cli.profiling.refit import refit, samples_of_run
+from tests.messages import raises
 
 PLANNED = CostProfile(
     model="m",
@@ -178,7 +180,9 @@ def test_another_plan_than_the_runs_is_rejected(tmp_path: Path) -> None:
 
 def test_a_run_too_short_to_warm_up_says_so(tmp_path: Path) -> None:
     metrics, _ = write_run(tmp_path, steps=1)
-    with pytest.raises(ProfileError, match=r"no steps beyond the first 1 of each start; lower --skip-steps"):
+    with raises(
+        snapshot("ProfileError: FOLDER/metrics.jsonl has no steps beyond the first 1 of each start; lower --skip-steps")
+    ):
         samples_of_run(metrics, plan=None, skip_steps=1)
 
 

@@ -1,17 +1,18 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from inline_snapshot import snapshot
 
 from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.profiling.measurement import Measurement, read_measurement
 from fcp_cli.profiling.points import Point, measurement_points
 from fcp_cli.profiling.samples import append_line, begin_samples, measured_points, read_samples
 from fcp_cli.profiling.schedule import Schedule
+from tests.messages import raises
 
 POINT = Point(lengths=(512, 64), degree=2)
 
@@ -81,7 +82,11 @@ def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path: Path) -> None:
 def test_a_file_of_another_kind_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"format": "fcp-metrics/1"}\n')
-    with pytest.raises(ProfileError, match="is the metrics of a run, not the samples of a measurement"):
+    with raises(
+        snapshot(
+            "ProfileError: FOLDER/metrics.jsonl is the metrics of a run, not the samples of a measurement; 'fcp report PLAN --metrics FOLDER/metrics.jsonl' draws them"
+        )
+    ):
         read_samples(path)
 
 
@@ -156,16 +161,36 @@ def test_a_request_survives_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        ({"degrees": [1, 0]}, "samples.jsonl, first line: degrees[1] is 0; it must be a whole number of at least 1"),
-        ({"rank": 2}, "samples.jsonl, first line: unknown key rank; did you mean ranks?"),
-        ({"layers": None}, "samples.jsonl, first line: layers is None; it must be a list"),
-        ({"format": "fcp-samples/9"}, "holds no samples of 'fcp profile' (fcp-samples/1); give another --samples"),
+        (
+            {"degrees": [1, 0]},
+            snapshot(
+                "ProfileError: FOLDER/samples.jsonl, first line: degrees[1] is 0; it must be a whole number of at least 1; give another --samples, or begin again with --fresh"
+            ),
+        ),
+        (
+            {"rank": 2},
+            snapshot(
+                "ProfileError: FOLDER/samples.jsonl, first line: unknown key rank; did you mean ranks?; give another --samples, or begin again with --fresh"
+            ),
+        ),
+        (
+            {"layers": None},
+            snapshot(
+                "ProfileError: FOLDER/samples.jsonl, first line: layers is None; it must be a list; give another --samples, or begin again with --fresh"
+            ),
+        ),
+        (
+            {"format": "fcp-samples/9"},
+            snapshot(
+                "ProfileError: FOLDER/samples.jsonl holds no samples of 'fcp profile' (fcp-samples/1); give another --samples, or remove it"
+            ),
+        ),
     ],
 )
 def test_a_damaged_first_line_is_named(tmp_path: Path, header: dict[str, Any], message: str) -> None:
     path = _file(tmp_path)
     path.write_text(json.dumps({**json.loads(path.read_text()), **header}) + "\n")
-    with pytest.raises(ProfileError, match=re.escape(message)):
+    with raises(message):
         read_samples(path)
 
 

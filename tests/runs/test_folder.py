@@ -4,10 +4,12 @@ import os
 from pathlib import Path
 
 import pytest
+from inline_snapshot import snapshot
 
 from fcp_cli.errors import RunError
 from fcp_cli.runs.folder import next_run_dir
 from fcp_cli.runs.launch_record import latest_run_dir, read_launch, write_launch
+from tests.messages import raises
 from tests.runs.records import launch_record
 
 
@@ -37,12 +39,12 @@ def test_the_run_to_resume_is_the_one_launched_last(tmp_path: Path) -> None:
 
 
 def test_no_run_to_resume_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"there is no run of tiny in the folder .* to resume; name one with --run-dir"):
+    with raises(snapshot("RunError: there is no run of tiny in the folder FOLDER to resume; name one with --run-dir")):
         latest_run_dir("tiny", runs=tmp_path)
 
 
 def test_a_folder_that_is_no_run_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"is not a run that can be resumed: it has no readable launch\.json"):
+    with raises(snapshot("RunError: FOLDER is not a run that can be resumed: it has no readable launch.json")):
         read_launch(tmp_path)
     (tmp_path / "launch.json").write_text('{"format": "other/1"}')
     with pytest.raises(RunError, match="is not a launch record of format 'fcp-launch/1'"):
@@ -57,5 +59,5 @@ def test_a_record_survives_its_file(tmp_path: Path) -> None:
 
 def test_a_damaged_record_names_the_key(tmp_path: Path) -> None:
     (tmp_path / "launch.json").write_text(launch_record().text().replace('"num_ranks": 4', '"num_ranks": "four"'))
-    with pytest.raises(RunError, match=r"launch\.json: num_ranks is 'four'; it must be a whole number of at least 1"):
+    with raises(snapshot("RunError: FOLDER/launch.json: num_ranks is 'four'; it must be a whole number of at least 1")):
         read_launch(tmp_path)

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from inline_snapshot import snapshot
 
 from fcp_cli.errors import RunError
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runs.metrics_reader import open_run
+from tests.messages import raises
 from tests.report.runs import make_example_plan, measured, run_record, write_run
 
 MICROBATCH = {"order": 0, "degree": 1, "tokens": 9, "predicted_seconds": 1.0, "start_seconds": 0.0, "seconds": 1.0}
@@ -75,12 +77,16 @@ def test_an_empty_file_is_refused_in_one_line(tmp_path: Path) -> None:
 def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"kind":"run","loss":1}\n')
-    with pytest.raises(RunError, match='expected a first line with "format": "fcp-metrics/1"'):
+    with raises(
+        snapshot(
+            'RunError: FOLDER/metrics.jsonl is not the metrics of a run: expected a first line with "format": "fcp-metrics/1"'
+        )
+    ):
         open_run(path)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"gone\.jsonl does not exist; name the folder that 'fcp launch' printed"):
+    with raises(snapshot("RunError: FOLDER/gone.jsonl does not exist; name the folder that 'fcp launch' printed")):
         open_run(tmp_path / "gone.jsonl")
     with pytest.raises(RunError, match=r"has no metrics\.jsonl; name the folder"):
         open_run(tmp_path)

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from inline_snapshot import snapshot
 
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import Continuation
 from fcp_cli.runs.checkpoint_header import CheckpointHeader, check_header, checkpoints, read_header
 from fcp_cli.training.checkpoint import TrainState, load_checkpoint, remove_leftovers, save_checkpoint
 from tests.launching.jobs import plan_metadata
+from tests.messages import raises
 
 pytestmark = pytest.mark.torch
 
@@ -70,7 +72,11 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, monkeypatch: py
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", no_space)
-    with pytest.raises(RunError, match=r"cannot write the checkpoint .*No space left on device; older ones are kept"):
+    with raises(
+        snapshot(
+            "RunError: cannot write the checkpoint FOLDER/step-00000002: No space left on device; older ones are kept"
+        )
+    ):
         save(tmp_path, state, step=2)
     assert checkpoints(tmp_path) == [before]
     remove_leftovers(tmp_path)
@@ -93,22 +99,42 @@ def test_code_in_a_checkpoint_is_refused(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_another_model_does_not_fit(tmp_path: Path) -> None:
     path = save(tmp_path, make_state(0, width=4))
-    with pytest.raises(RunError, match=r"does not fit this model: 0\.weight is \(4, 4\), not \(3, 3\)"):
+    with raises(snapshot("RunError: FOLDER/step-00000005 does not fit this model: 0.weight is (4, 4), not (3, 3)")):
         load_checkpoint(path, make_state(1), header=HEADER, rank=0, num_ranks=1)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"plan_hash": "b" * 64}, "was made under the plan aaaaaaaaaaaa, but this one is bbbbbbbbbbbb"),
-        ({"num_ranks": 8}, "was made with num ranks 1, but this run has 8"),
-        ({"model": "big"}, "was made with model tiny, but this run has big"),
-        ({"sharding": "sharded"}, "was made with sharding replicated, but this run has sharded"),
+        (
+            {"plan_hash": "b" * 64},
+            snapshot(
+                "RunError: step-00000005 was made under the plan aaaaaaaaaaaa, but this one is bbbbbbbbbbbb; resume with that plan, or start a new run without --resume"
+            ),
+        ),
+        (
+            {"num_ranks": 8},
+            snapshot(
+                "RunError: step-00000005 was made with num ranks 1, but this run has 8; start a new run without --resume"
+            ),
+        ),
+        (
+            {"model": "big"},
+            snapshot(
+                "RunError: step-00000005 was made with model tiny, but this run has big; start a new run without --resume"
+            ),
+        ),
+        (
+            {"sharding": "sharded"},
+            snapshot(
+                "RunError: step-00000005 was made with sharding replicated, but this run has sharded; start a new run without --resume"
+            ),
+        ),
     ],
 )
 def test_resuming_under_other_conditions_is_refused(change: dict[str, object], message: str) -> None:
     wanted = replace(HEADER, **change)  # type: ignore[arg-type]
-    with pytest.raises(RunError, match=message):
+    with raises(message):
         check_header(HEADER, wanted, plan_metadata(plan_hash=wanted.plan_hash), checkpoint=Path("step-00000005"))
 
 
@@ -122,13 +148,12 @@ def test_a_plan_that_goes_on_from_the_checkpoint_may_have_other_ranks_but_no_oth
     with pytest.raises(RunError) as error:
         path = Path("run/checkpoints/step-00000006")
         check_header(replace(HEADER, step=6), wanted, plan, checkpoint=path)
-    assert str(error.value) == (
-        "run/checkpoints/step-00000006 has finished 6 steps, but the plan bbbbbbbbbbbb continues from step 5; make it "
-        "again with 'fcp plan --continue-from run --ranks 3'"
+    assert str(error.value) == snapshot(
+        "run/checkpoints/step-00000006 has finished 6 steps, but the plan bbbbbbbbbbbb continues from step 5; make it again with 'fcp plan --continue-from run --ranks 3'"
     )
 
 
 def test_a_foreign_header_is_refused(tmp_path: Path) -> None:
     (tmp_path / "checkpoint.json").write_text('{"format": "other/1"}')
-    with pytest.raises(RunError, match="has format 'other/1'; this fcp reads 'fcp-checkpoint/1'"):
+    with raises(snapshot("RunError: FOLDER/checkpoint.json has format 'other/1'; this fcp reads 'fcp-checkpoint/1'")):
         read_header(tmp_path)

@@ -6,10 +6,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from inline_snapshot import snapshot
 
-from fcp_cli.errors import ManifestError, RunError
+from fcp_cli.errors import ManifestError
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.training.data import has_tokens, open_data, planned_lengths
+from tests.messages import raises
 from tests.training.small_runs import write_manifest, write_small_plan
 
 
@@ -26,7 +28,11 @@ def test_tokens_come_from_the_manifests_source(folder: Path) -> None:
 
 
 def test_a_vocabulary_too_small_for_the_tokens_is_one_line(folder: Path) -> None:
-    with pytest.raises(RunError, match="go up to 255, but the model's vocabulary has 100 entries"):
+    with raises(
+        snapshot(
+            "RunError: the tokens of FOLDER/lengths.parquet go up to 255, but the model's vocabulary has 100 entries; choose the tokenizer's own model, or build the manifest with another --tokenizer"
+        )
+    ):
         open_data(folder / "plan.parquet", folder / "lengths.parquet", vocab_size=100, seed=0)
 
 

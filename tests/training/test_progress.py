@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 
+from inline_snapshot import snapshot
 from rich.console import Console
 
 from fcp_cli.training.progress import TrainingProgress, clock, progress_line, short_count
@@ -32,7 +33,7 @@ def shown(console: Console, *, steps: int, every: int) -> str:
 
 def test_a_line_says_everything_in_80_columns() -> None:
     line = progress_line(step(997), steps=999, seconds_left=3599.0)
-    assert line == "step 998/999  loss 2.3457  6.17k tok/s  2.00s (plan 1.75)  idle 12%  59:59 left"
+    assert line == snapshot("step 998/999  loss 2.3457  6.17k tok/s  2.00s (plan 1.75)  idle 12%  59:59 left")
     assert len(line) <= 80
 
 

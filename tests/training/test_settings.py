@@ -7,6 +7,7 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from inline_snapshot import snapshot
 
 from fcp_cli.errors import UsageError
 from fcp_cli.training.settings import TrainSettings, parse_settings
@@ -50,11 +51,11 @@ def test_plan_and_run_dir_come_from_the_environment_of_the_job(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("steps", 0, "--steps is 0; it must be at least 1"),
-        ("learning_rate", float("nan"), "--learning-rate is nan; it must be at least 0"),
-        ("keep_checkpoints", 0, "--keep-checkpoints is 0; it must be at least 1"),
-        ("dtype", "float8", "--dtype is 'float8'; it must be one of auto, float32, bfloat16"),
-        ("device", "tpu", "--device is 'tpu'; it must be one of auto, cpu, cuda, npu"),
+        ("steps", 0, snapshot("--steps is 0; it must be at least 1")),
+        ("learning_rate", float("nan"), snapshot("--learning-rate is nan; it must be at least 0")),
+        ("keep_checkpoints", 0, snapshot("--keep-checkpoints is 0; it must be at least 1")),
+        ("dtype", "float8", snapshot("--dtype is 'float8'; it must be one of auto, float32, bfloat16")),
+        ("device", "tpu", snapshot("--device is 'tpu'; it must be one of auto, cpu, cuda, npu")),
     ],
 )
 def test_impossible_settings_are_one_line(name: str, value: object, message: str) -> None:

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from inline_snapshot import snapshot
 
-from fcp_cli.errors import RunError
 from fcp_cli.files import shipped
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.synth import Scale, write_media_records
 from fcp_cli.manifest.tokens import open_media
 from tests.manifest.datasets import build
+from tests.messages import raises
 from tests.training.small_runs import write_small_plan
 
 pytest.importorskip("transformers")
@@ -70,12 +71,24 @@ def test_a_row_is_the_same_on_every_rank_and_its_pixels_are_those_of_its_part(tm
 @pytest.mark.parametrize(
     ("processor", "model", "message"),
     [
-        ("internvl", "qwen3-vl-tiny", "counted with the processor internvl, but the model is of the family qwen3-vl"),
-        ("qwen3-vl", "internvl3-2b", "build the manifest again with --processor internvl"),
+        (
+            "internvl",
+            "qwen3-vl-tiny",
+            snapshot(
+                "RunError: FOLDER/sizes.jsonl was counted with the processor internvl, but the model is of the family qwen3-vl; build the manifest again with --processor qwen3-vl"
+            ),
+        ),
+        (
+            "qwen3-vl",
+            "internvl3-2b",
+            snapshot(
+                "RunError: FOLDER/sizes.jsonl was counted with the processor qwen3-vl, but the model is of the family internvl; build the manifest again with --processor internvl"
+            ),
+        ),
     ],
 )
 def test_a_manifest_of_another_family_is_refused(processor: str, model: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=message):
+    with raises(message):
         visuals(manifest_of(tmp_path, processor), model)
 
 

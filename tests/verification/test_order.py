@@ -8,9 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inline_snapshot import snapshot
 
 from fcp_cli.errors import RunError
 from fcp_cli.verification.order import Operation, check_order
+from tests.messages import raises
 from tests.runtime.emulation import run_recorded
 from tests.runtime.reference import make_example
 
@@ -78,13 +80,15 @@ def test_ranks_that_follow_one_order_of_microbatches_all_finish() -> None:
 def test_ranks_that_run_microbatches_in_different_orders_deadlock() -> None:
     """Every message has its partner of equal size, first in first out, and gloo would let it pass."""
     log = pairs_in_turn({0: [(0, 1), (0, 2)], 1: [(1, 2), (0, 1)], 2: [(0, 2), (1, 2)]})
-    with pytest.raises(RunError, match=r"deadlock: rank 0 waits forever in batch 0: send to rank 1 on ring .*kv"):
+    with raises(
+        snapshot("RunError: deadlock: rank 0 waits forever in batch 0: send to rank 1 on ring (1152 bytes kv)")
+    ):
         check_order(log)
 
 
 def test_a_cycle_of_waits_is_a_deadlock_and_names_the_operation() -> None:
     log = {0: [send(1, 0), receive(2, 1)], 1: [send(2, 0), receive(0, 1)], 2: [send(0, 0), receive(1, 1)]}
-    with pytest.raises(RunError, match=r"deadlock: rank 0 waits forever in batch 0: send to rank 1 on ring"):
+    with raises(snapshot("RunError: deadlock: rank 0 waits forever in batch 0: send to rank 1 on ring (8 bytes kv)")):
         check_order(log)
 
 
@@ -97,12 +101,12 @@ def test_a_collective_between_two_halves_of_an_exchange_is_a_deadlock() -> None:
         0: [send(1, 0), collective("all_reduce", 1)],
         1: [collective("all_reduce", 0), receive(0, 1)],
     }
-    with pytest.raises(RunError, match="deadlock: rank 0 waits forever in batch 0: send to rank 1"):
+    with raises(snapshot("RunError: deadlock: rank 0 waits forever in batch 0: send to rank 1 on ring (8 bytes kv)")):
         check_order(log)
 
 
 def test_a_send_without_its_receive_is_named() -> None:
-    with pytest.raises(RunError, match=r"rank 0: send to rank 1 on ring \(8 bytes kv\) is never received"):
+    with raises(snapshot("RunError: rank 0: send to rank 1 on ring (8 bytes kv) is never received")):
         check_order({0: [send(1, 0)], 1: []})
 
 
@@ -112,15 +116,21 @@ def test_a_receive_without_its_send_is_named() -> None:
 
 
 def test_unequal_bytes_are_named() -> None:
-    with pytest.raises(
-        RunError, match=r"rank 0: send to rank 1 .*16 bytes kv\), its number 0 there, meets on rank 1 another message"
+    with raises(
+        snapshot(
+            "RunError: rank 0: send to rank 1 on ring (16 bytes kv), its number 0 there, meets on rank 1 another message: recv from rank 0 on ring (8 bytes kv)"
+        )
     ):
         check_order({0: [send(1, 0, size=16)], 1: [receive(0, 0)]})
 
 
 def test_a_message_that_meets_the_wrong_one_of_equal_size_is_named() -> None:
     log = {0: [replace(send(1, 0), content="dkv")], 1: [receive(0, 0)]}
-    with pytest.raises(RunError, match=r"8 bytes dkv\), .* meets on rank 1 another message: recv .*8 bytes kv"):
+    with raises(
+        snapshot(
+            "RunError: rank 0: send to rank 1 on ring (8 bytes dkv), its number 0 there, meets on rank 1 another message: recv from rank 0 on ring (8 bytes kv)"
+        )
+    ):
         check_order(log)
 
 
@@ -140,12 +150,16 @@ def test_collectives_in_another_order_are_named() -> None:
         0: [collective("all_reduce", 0), collective("all_gather", 1)],
         1: [collective("all_gather", 0), collective("all_reduce", 1)],
     }
-    with pytest.raises(RunError, match=r"rank 1: collective 0 is all_gather on world .*, but rank 0 issues all_reduce"):
+    with raises(
+        snapshot(
+            "RunError: rank 1: collective 0 is all_gather on world (4 bytes), but rank 0 issues all_reduce on world (4 bytes)"
+        )
+    ):
         check_order(log)
 
 
 def test_a_missing_collective_is_named() -> None:
-    with pytest.raises(RunError, match="rank 1 issues 0 collectives on world, but rank 0 issues 1"):
+    with raises(snapshot("RunError: rank 1 issues 0 collectives on world, but rank 0 issues 1")):
         check_order({0: [collective("all_reduce", 0)], 1: []})
 
 

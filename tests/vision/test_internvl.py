@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from inline_snapshot import snapshot
 
-from fcp_cli.errors import RunError
+from tests.messages import raises
 
 pytest.importorskip("transformers")
 
@@ -50,12 +51,34 @@ def test_the_exchange_keeps_the_gradient_of_every_parameter_of_encoder_and_proje
 @pytest.mark.parametrize(
     ("ids", "pixels", "message"),
     [
-        (TILE[:3], torch.zeros(1, 3, 8, 8), r"has 3 placeholders \(token 60\), 4 for each tile, but 1 tiles"),
-        (TILE, torch.zeros(2, 3, 8, 8), r"has 4 placeholders \(token 60\), 4 for each tile, but 2 tiles"),
-        (TILE, None, r"4 for each tile, but no tiles; give the processor's pixel_values of this very sequence"),
-        ([*TILE[:2], 5, *TILE[:2]], torch.zeros(1, 3, 8, 8), "the 4 placeholders from token 0 on are not all together"),
+        (
+            TILE[:3],
+            torch.zeros(1, 3, 8, 8),
+            snapshot(
+                "RunError: a sequence has 3 placeholders (token 60), 4 for each tile, but 1 tiles; give the processor's pixel_values of this very sequence"
+            ),
+        ),
+        (
+            TILE,
+            torch.zeros(2, 3, 8, 8),
+            snapshot(
+                "RunError: a sequence has 4 placeholders (token 60), 4 for each tile, but 2 tiles; give the processor's pixel_values of this very sequence"
+            ),
+        ),
+        (
+            TILE,
+            None,
+            snapshot(
+                "RunError: a sequence has 4 placeholders (token 60), 4 for each tile, but no tiles; give the processor's pixel_values of this very sequence"
+            ),
+        ),
+        (
+            [*TILE[:2], 5, *TILE[:2]],
+            torch.zeros(1, 3, 8, 8),
+            snapshot("RunError: the 4 placeholders from token 0 on are not all together"),
+        ),
     ],
 )
 def test_tiles_that_do_not_fit_the_placeholders_are_refused(ids: list[int], pixels: Any, message: str) -> None:
-    with pytest.raises(RunError, match=message):
+    with raises(message):
         visual_sequence(config(), ids, pixel_values=pixels)

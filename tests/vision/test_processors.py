@@ -6,7 +6,6 @@ import ast
 import importlib.util
 import json
 import math
-import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -14,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inline_snapshot import snapshot
 
-from fcp_cli.errors import ManifestError
 from fcp_cli.vision.processors import InternVision, QwenVision, open_processor, words_of
+from tests.messages import raises
 
 QWEN, INTERN = QwenVision(), InternVision()
 
@@ -165,7 +165,7 @@ def test_short_texts_are_split_into_words_digits_marks_and_spaces(text: str, tok
 
 
 def test_pictures_that_qwen_refuses_are_refused() -> None:
-    with pytest.raises(ValueError, match="10 x 4000 pixels are beyond the aspect ratio of 200"):
+    with raises(snapshot("ValueError: 10 x 4000 pixels are beyond the aspect ratio of 200 that Qwen3-VL takes")):
         QWEN.image(10, 4000)
     with pytest.raises(ValueError, match="a video needs at least 2 frames"):
         QWEN.video(1, 100, 100, 30)
@@ -215,34 +215,46 @@ def test_a_newer_checkpoint_says_them_in_one_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, "preprocessor_config.json: No such file or directory"),
-        ({"preprocessor_config": "{"}, "preprocessor_config.json is not JSON"),
-        ({"preprocessor_config": {"image_processor_type": "CLIP"}}, "has the image processor 'CLIP'; fcp knows"),
+        ({}, snapshot("ManifestError: cannot read FOLDER/preprocessor_config.json: No such file or directory")),
+        (
+            {"preprocessor_config": "{"},
+            snapshot(
+                "ManifestError: FOLDER/preprocessor_config.json is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
+            ),
+        ),
+        (
+            {"preprocessor_config": {"image_processor_type": "CLIP"}},
+            snapshot("ManifestError: FOLDER has the image processor 'CLIP'; fcp knows Qwen3-VL's and InternVL's"),
+        ),
         (
             {"preprocessor_config": QWEN_IMAGES, "video_preprocessor_config": {"video_processor_type": "Qwen2VLVideo"}},
-            "has the video processor 'Qwen2VLVideo'; fcp knows Qwen3VLVideoProcessor",
+            snapshot("ManifestError: FOLDER has the video processor 'Qwen2VLVideo'; fcp knows Qwen3VLVideoProcessor"),
         ),
         (
             {
                 "preprocessor_config": QWEN_IMAGES,
                 "video_preprocessor_config": {**QWEN_VIDEOS, "cap_pixels_per_frame": True},
             },
-            "caps the pixels of each video frame",
+            snapshot("ManifestError: FOLDER caps the pixels of each video frame, which fcp does not model yet"),
         ),
         (
             {
                 "preprocessor_config": {**QWEN_IMAGES, "size": {"shortest_edge": 1}},
                 "video_preprocessor_config": QWEN_VIDEOS,
             },
-            "preprocessor_config.json has no 'longest_edge', which the number of visual tokens depends on",
+            snapshot(
+                "ManifestError: FOLDER/preprocessor_config.json has no 'longest_edge', which the number of visual tokens depends on"
+            ),
         ),
     ],
 )
 def test_a_checkpoint_of_another_family_is_refused(tmp_path: Path, files: dict[str, Any], message: str) -> None:
-    with pytest.raises(ManifestError, match=re.escape(message)):
+    with raises(message):
         open_processor(checkpoint(tmp_path, **files))
 
 
 def test_an_unknown_processor_is_named() -> None:
-    with pytest.raises(ManifestError, match="--processor llava is neither qwen3-vl nor internvl nor the folder"):
+    with raises(
+        snapshot("ManifestError: --processor llava is neither qwen3-vl nor internvl nor the folder of a checkpoint")
+    ):
         open_processor("llava")
