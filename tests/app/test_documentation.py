@@ -71,3 +71,7 @@ def _imported_folders(folder: Path) -> set[str]:
             elif isinstance(node, ast.Import):
                 modules |= {alias.name for alias in node.names}
     return {module.split(".")[1] for module in modules if module.startswith("fcp_cli.")}
+
+
+def test_the_readme_can_be_read_in_a_minute_or_two() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
