@@ -28,7 +28,7 @@ from fcp_cli.cost.profile import load_cost_profile
 from fcp_cli.plan.reader import PlanReader
 
 FOLDER = Path("demo")
-STEPS = 14
+STEPS = 16
 RANKS = 4
 WARM_UP_STEPS = 2  # the first steps pay for page faults and allocator growth
 MAX_LENGTH_TOKENS = 4096
@@ -68,7 +68,7 @@ def main() -> None:
     fcp("manifest", "build", library, "--include", "*.py", "--exclude", "site-packages", "-o", "demo/lengths.parquet")
     # With as many processes as the job will have: what they take from each other is part of what a step takes.
     # A formula that was fitted to groups of 1, 2 and 4 ranks prices those of 3, too, and the time goes to fewer points.
-    options = ["--model", "qwen3-tiny", "--ranks", str(RANKS), "--degrees", "1,2,4", "--budget-minutes", "0.55"]
+    options = ["--model", "qwen3-tiny", "--ranks", str(RANKS), "--degrees", "1,2,4", "--budget-minutes", "0.8"]
     fcp("profile", *options, "--fresh", "-o", "demo/profile.yaml")
     outcomes = [run_plan("static"), run_plan("fcp")]
     console.print(f"\n{STEPS} steps of Python's standard library on {RANKS} ranks:")
