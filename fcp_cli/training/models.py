@@ -105,12 +105,19 @@ def has_vision(config: Any) -> bool:
     return hasattr(config, "vision_config")
 
 
-def shard_model(model: nn.Module, *, device: torch.device, dtype: torch.dtype) -> None:
-    """Shard weights, gradients and optimizer states over all ranks (FSDP2), layer by layer, in place."""
+def shard_model(model: nn.Module, *, device: torch.device, dtype: torch.dtype, keeps_weights: bool) -> None:
+    """Shard weights, gradients and optimizer states over all ranks (FSDP2), layer by layer, in place.
+
+    Args:
+        model: on any device.
+        device: of this rank; each layer's shard moves there.
+        dtype: of the gathered weights and the matrix products; shards and reduced gradients are float32.
+        keeps_weights: gathered weights stay for the whole step instead of for one layer's forward or backward.
+    """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not keeps_weights)
     fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from fcp_cli.errors import UsageError
 from fcp_cli.options import Opt, check_limits
+
+if TYPE_CHECKING:
+    from fcp_cli.plan.metadata import Sync
 
 Device: TypeAlias = Literal["auto", "cpu", "cuda", "npu"]
 
@@ -34,6 +37,7 @@ class TrainSettings:
             It does not depend on `steps`, so that a run stopped early and resumed follows the same schedule.
         max_grad_norm: global gradient norm to clip to; 0 turns clipping off.
         dtype: of the matrix products; weights and optimizer states stay float32. `auto` is bfloat16 on an accelerator.
+        zero: what ranks share out (`zero_stage_of`).
         recompute: drop each layer's activations in forward and compute them again in backward.
         freeze_vision: train the language model only; the vision encoder runs without backward.
         checkpoint_every: steps between checkpoints; 0 saves only at the end and on Ctrl-C.
@@ -55,6 +59,10 @@ class TrainSettings:
     weight_decay: Annotated[float, Opt("Weight decay of matrices.", min=0)] = 0.1
     max_grad_norm: Annotated[float, Opt("Clip gradients to this norm; 0: never.", min=0)] = 1.0
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], Opt("Type of matrix products; auto: by device.")] = "auto"
+    zero: Annotated[
+        Literal["auto", "0", "2", "3"],
+        Opt("What ranks share out: 0 nothing, 2 optimizer and gradients, 3 weights, too; auto: by sync and device."),
+    ] = "auto"
     recompute: Annotated[bool, Opt("Recompute activations in backward.")] = False
     freeze_vision: Annotated[bool, Opt("Train the language model of a vision model only.")] = False
     seed: Annotated[int, Opt("Seed of the initial weights.", min=0)] = 0
@@ -84,6 +92,33 @@ class TrainSettings:
             if value is not True:
                 words.append(str(value))
         return words
+
+
+def zero_stage_of(zero: str, *, sync: Sync, device: str) -> int:
+    """Return the ZeRO stage of a run: 0 replicas, 2 optimizer state shared out, 3 weights, too.
+
+    Under stage 2, weights are gathered once a step, and gradients are whole on every rank until the step ends.
+
+    Args:
+        zero: of `TrainSettings`; `auto` is 3 under `microbatch`, and under `iteration` 2 on accelerators, 0 on CPUs,
+            whose memory one shares anyway.
+        sync: of the plan.
+        device: kind of device that the ranks run on.
+
+    Raises:
+        UsageError: stage 3 under `iteration`: gathering weights again for each micro-batch needs all ranks at once,
+            which there run different numbers of them.
+    """
+    if zero == "3" and sync == "iteration":
+        raise UsageError(
+            "--zero 3 gathers weights in every micro-batch, of which ranks run different numbers under sync iteration; "
+            "give --zero 2, or plan with 'fcp plan --sync microbatch'"
+        )
+    if zero != "auto":
+        return int(zero)
+    if sync == "microbatch":
+        return 3
+    return 0 if device == "cpu" else 2
 
 
 def parse_settings(argv: Sequence[str]) -> TrainSettings:

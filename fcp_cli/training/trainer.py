@@ -1,9 +1,9 @@
 """The bundled training loop: a plan in, metrics and checkpoints out.
 
-Under `sync: iteration` every rank holds the whole model and the session sums the gradients once a step, after the
-rank's last micro-batch; not DistributedDataParallel, whose reduction runs inside the last backward: it would count as
-that micro-batch's time, and its buckets are rearranged after the first step, which would change the last bits of a
-resumed run. Under `sync: microbatch` the model is sharded with FSDP2.
+Replicas (`--zero 0`) are plain models whose gradients the session sums once a step, after the rank's last micro-batch;
+not DistributedDataParallel, whose reduction runs inside the last backward: it would count as that micro-batch's time,
+and its buckets are rearranged after the first step, which would change the last bits of a resumed run. From `--zero 2`
+on the model is sharded with FSDP2.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fcp_cli.training.models import build_model, has_vision, model_config, model
 from fcp_cli.training.optimizer import clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
 from fcp_cli.training.progress import short_count
 from fcp_cli.training.report import Report, run_record
-from fcp_cli.training.settings import TrainSettings
+from fcp_cli.training.settings import TrainSettings, zero_stage_of
 from fcp_cli.training.timings import gather_timings
 from fcp_cli.training.visuals import SyntheticVisuals
 from fcp_cli.words import counted
@@ -99,7 +99,8 @@ class Trainer:
         self.session = session
         self.paths = RunPaths(run_dir=settings.run_dir)
         self.last_step = min(settings.steps or session.metadata.end_step, session.metadata.end_step)
-        self.is_sharded = session.metadata.sync == "microbatch"
+        stage = zero_stage_of(settings.zero, sync=session.metadata.sync, device=session.device.type)
+        self.is_sharded = stage > 0
         self.dtype = _dtype(settings.dtype, session.device)
         built = build_model(
             settings.model,
@@ -111,7 +112,7 @@ class Trainer:
         )
         self.model = built.model
         if self.is_sharded:
-            shard_model(self.model, device=session.device, dtype=self.dtype)
+            shard_model(self.model, device=session.device, dtype=self.dtype, keeps_weights=stage == 2)
         self.optimizer = make_optimizer(self.model, settings)
         self.first_step = self._resume() if settings.resume else 0
         self._report = self._open_report(built.parameters) if session.rank == 0 else None

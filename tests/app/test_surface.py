@@ -54,7 +54,7 @@ SURFACE = {
         -- SCRIPT ARGS --model --plan --manifest --synthetic --ranks --device --run-dir --resume --inject --probe
         --no-probe --dry-run --grace --explain --preflight --json --target --launcher --output -o --force --template
         --hostfile --setup --sbatch-option --image --mount --python --job-name --nodes --node-rank --master-addr
-        --master-port --join-timeout --steps --learning-rate --warmup-steps --decay-steps --weight-decay
+        --master-port --join-timeout --steps --learning-rate --warmup-steps --decay-steps --weight-decay --zero
         --max-grad-norm --dtype --recompute --freeze-vision --seed --checkpoint-every --keep-checkpoints
         --length-column --log-every
     """,

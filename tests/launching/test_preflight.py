@@ -17,9 +17,9 @@ from fcp_cli.launching.checks import preflight
 from fcp_cli.machine import devices
 from fcp_cli.machine.devices import Machine
 from fcp_cli.models.model import load_model
-from fcp_cli.plan.metadata import Continuation
+from fcp_cli.plan.metadata import Continuation, Sync
 from fcp_cli.runs.checkpoint_header import FORMAT, CheckpointHeader
-from fcp_cli.training.settings import TrainSettings
+from fcp_cli.training.settings import TrainSettings, zero_stage_of
 from tests.launching.jobs import local_job, plan_metadata
 from tests.messages import raises
 from tests.runs.records import launch_record
@@ -166,6 +166,37 @@ def test_a_model_larger_than_the_hosts_memory_is_an_error() -> None:
     ):
         preflight.check_memory(each)
     preflight.check_memory(replace(each, metadata=plan_metadata(num_ranks=4, sync="microbatch")))
+    shared = replace(each, settings=replace(settings, zero="2"))
+    with raises(
+        snapshot(
+            "RunError: qwen3-8b needs 393 GB for weights, gradients and optimizer on 4 ranks, but this machine has 262 GB; try --model qwen3-tiny, or launch on accelerators"
+        )
+    ):
+        preflight.check_memory(shared)
+
+
+def test_weights_that_are_gathered_per_microbatch_need_a_plan_in_waves() -> None:
+    settings = TrainSettings(plan=Path("plan.parquet"), model="qwen3-tiny", run_dir=Path("run"), zero="3")
+    with raises(
+        snapshot(
+            "UsageError: --zero 3 gathers weights in every micro-batch, of which ranks run different numbers under sync iteration; give --zero 2, or plan with 'fcp plan --sync microbatch'"
+        )
+    ):
+        preflight.check_memory(local_job(settings=settings, model="qwen3-tiny"))
+
+
+@pytest.mark.parametrize(
+    ("zero", "sync", "device", "stage"),
+    [
+        ("auto", "iteration", "cpu", 0),
+        ("auto", "iteration", "cuda", 2),
+        ("auto", "microbatch", "cpu", 3),
+        ("0", "microbatch", "cuda", 0),
+        ("2", "microbatch", "npu", 2),
+    ],
+)
+def test_ranks_share_out_what_the_plan_and_the_device_ask_for(zero: str, sync: Sync, device: str, stage: int) -> None:
+    assert zero_stage_of(zero, sync=sync, device=device) == stage
 
 
 def test_a_run_dir_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:

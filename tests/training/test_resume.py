@@ -258,3 +258,22 @@ def test_a_sharded_run_resumes_bit_for_bit_and_on_more_ranks(folder: Path) -> No
         assert same_bits(ours, theirs)
     cut(folder / "more", folder / "whole", step=2)
     assert_same_trajectory(go_on(folder, "more", ranks=3, steps=4), steps_of(folder / "whole"))
+
+
+def test_shared_optimizer_states_train_the_same_under_iteration_and_resume_bit_for_bit(
+    folder: Path, straight: Path
+) -> None:
+    words = ("launch", *SETTINGS, "--zero", "2", "--checkpoint-every", "2", "--steps", "4", "--run-dir", "shared")
+    ended = run_fcp(*words, folder=folder)
+    assert ended.returncode == 0, ended.stderr
+    assert_same_trajectory(steps_of(folder / "shared"), steps_of(straight)[:4])
+    cut(folder / "halted", folder / "shared", step=2)
+    ended = run_fcp("launch", "--run-dir", "halted", "--resume", "--steps", "4", folder=folder)
+    assert ended.returncode == 0, ended.stderr
+    assert steps_of(folder / "halted") == steps_of(folder / "shared")
+    for rank in range(4):
+        ours, theirs = (
+            tensors_of(folder / run / "checkpoints" / "step-00000004", f"state-{rank:05d}.pt")
+            for run in ("halted", "shared")
+        )
+        assert same_bits(ours, theirs)

@@ -15,9 +15,12 @@ from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runs.checkpoint_header import check_plan_of, checkpoints, read_header
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.launch_record import LaunchRecord
+from fcp_cli.training.settings import zero_stage_of
 
 # float32 weight, gradient and two AdamW moments
-_TRAINING_BYTES_PER_PARAMETER = 16
+_STATE_BYTES_PER_PARAMETER = 16
+# what a rank holds whole under ZeRO-2 while a step runs: float32 gathered weight and gradient
+_GATHERED_BYTES_PER_PARAMETER = 8
 # float32 weight and two AdamW moments
 _CHECKPOINT_BYTES_PER_PARAMETER = 12
 _LEAST_FREE_BYTES = 64 << 20
@@ -116,13 +119,17 @@ def check_memory(job: Job) -> None:
 
     Raises:
         RunError: they do.
+        UsageError: the plan's sync rules out the ZeRO stage.
     """
+    if job.settings is None:
+        return
     machine, ranks_here = job.machine, job.processes_per_node
+    stage = zero_stage_of(job.settings.zero, sync=job.metadata.sync, device=machine.device)
     if machine.device != "cpu" or not machine.memory_bytes:
         return
-    # A plan that syncs each micro-batch is trained with sharded weights: all ranks share one copy.
-    sharded_over = job.metadata.num_ranks if job.metadata.sync == "microbatch" else 1
-    needed = job.parameters * _TRAINING_BYTES_PER_PARAMETER * ranks_here // sharded_over
+    whole = {0: _STATE_BYTES_PER_PARAMETER, 2: _GATHERED_BYTES_PER_PARAMETER, 3: 0}[stage]
+    shared_out = _STATE_BYTES_PER_PARAMETER / job.metadata.num_ranks if stage else 0.0
+    needed = job.parameters * (whole + shared_out) * ranks_here
     if needed > machine.memory_bytes:
         raise RunError(
             f"{job.model} needs {needed / 1e9:.0f} GB for weights, gradients and optimizer on {ranks_here} ranks, but "

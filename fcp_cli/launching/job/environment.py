@@ -75,7 +75,8 @@ def _interface(name: str, interface: str | None, job: Job, user: str) -> Variabl
 
 def _connections(job: Job) -> Variable:
     """Return the hardware queues: one keeps kernels in the order of their launch; FSDP2 needs a second to prefetch."""
-    # A pipeline has the same sync, and tensor parallelism needs the one order; neither is FSDP2's.
+    # A pipeline has the same sync, and tensor parallelism needs the one order; neither is FSDP2's. Under iteration
+    # FSDP2 gathers weights before the step's first micro-batch, beside nothing.
     is_sharded = job.metadata.sync == "microbatch" and job.metadata.devices_per_rank == 1
     return Variable(
         name="CUDA_DEVICE_MAX_CONNECTIONS",
