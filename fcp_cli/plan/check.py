@@ -111,7 +111,8 @@ def check_step(
     """Check one step against all rules."""
     findings = list(check_layout(step, metadata))
     yield from findings
-    if not findings:  # times follow from ranks and waves
+    # Times follow from ranks; a broken budget or wave hides no wrong time.
+    if not findings or next(_check_ranks(step, metadata), None) is None:
         yield from _check_times(step, metadata, profile, manifest)
 
 
