@@ -245,8 +245,8 @@ def _finish(found: CostProfile, output: Path, json: bool, origins: Origins) -> N
 
 
 def _require_room(found: CostProfile) -> None:
-    budget = found.memory.tokens_per_rank()
-    if budget is not None and budget < 1:
+    tokens_per_rank = found.memory.tokens_per_rank()
+    if tokens_per_rank is not None and tokens_per_rank < 1:
         memory = found.memory
         raise ProfileError(
             f"{found.model} does not fit: its state takes {memory.model_state_bytes / 1e9:.1f} of the "

@@ -284,8 +284,8 @@ def mix_chart(mix: Columns, colours: DegreeColours) -> Spec:
     )
 
 
-def memory_chart(bars: Columns, *, budget: int, num_ranks: int) -> Spec:
-    """Draw the most tokens that each rank holds in one micro-batch, against the budget."""
+def memory_chart(bars: Columns, *, tokens_per_rank: int, num_ranks: int) -> Spec:
+    """Draw the most tokens that each rank holds in one micro-batch, against the token budget."""
     rectangles = {
         "data": inline_csv(bars),
         "mark": {"type": "rect", "color": _PLANNED},
@@ -300,7 +300,7 @@ def memory_chart(bars: Columns, *, budget: int, num_ranks: int) -> Spec:
         },
     }
     rule = {
-        "data": {"values": [{"budget": budget}]},
+        "data": {"values": [{"budget": tokens_per_rank}]},
         "mark": {"type": "rule", "strokeDash": [4, 3]},
         "encoding": {"y": {"field": "budget", "type": "quantitative"}, "tooltip": [{"field": "budget"}]},
     }

@@ -141,8 +141,8 @@ class Report:
         yield "chart-heat", charts.heat_chart(plan.heat.cells(), num_ranks=ranks)
         yield "chart-lengths", charts.length_chart(plan.length_bars(), self._boundaries(), colours)
         yield "chart-mix", charts.mix_chart(self._mix(), colours)
-        budget = self.metadata.tokens_per_rank
-        yield "chart-memory", charts.memory_chart(plan.peak_bars(), budget=budget, num_ranks=ranks)
+        memory = charts.memory_chart(plan.peak_bars(), tokens_per_rank=self.metadata.tokens_per_rank, num_ranks=ranks)
+        yield "chart-memory", memory
         if self.run is not None and drift is not None:
             yield "chart-scatter", charts.scatter_chart(self.run.scatter(), colours)
             yield "chart-residuals", charts.residual_chart(self.run.residuals())
@@ -162,8 +162,8 @@ class Report:
 
     def _boundaries(self) -> Columns:
         boundaries = self.plan.degree_boundaries()
-        budget = self.metadata.tokens_per_rank
-        return {"tokens": boundaries, "label": [str(tokens // budget) for tokens in boundaries.tolist()]}
+        labels = [str(tokens // self.metadata.tokens_per_rank) for tokens in boundaries.tolist()]
+        return {"tokens": boundaries, "label": labels}
 
     def _mix(self) -> Columns:
         rows = [(degree, *shares) for degree, shares in self._shares().items()]
@@ -197,8 +197,8 @@ class Report:
         yield '<div class="pair">'
         caption = "Colours: the degree at which sequences run. Dashed lines: what degree 1, 2, 4, ... can hold at most."
         yield _section("Lengths", caption, "chart-lengths")
-        budget = f"{self.metadata.tokens_per_rank:,}"
-        caption = f"Most tokens that a rank holds in one micro-batch; the dashed line is the budget of {budget}."
+        most = f"{self.metadata.tokens_per_rank:,}"
+        caption = f"Most tokens that a rank holds in one micro-batch; the dashed line is the token budget, {most}."
         yield _section("Memory", caption, "chart-memory")
         yield "</div>"
         yield _section("Degrees", "How the work divides over the degrees.", "chart-mix", self._degree_table())

@@ -38,11 +38,11 @@ def reading(profile: CostProfile, degrees: Sequence[int]) -> list[str]:
         lines.append(f"Break-even: attention takes as long as linear work at {middle:,.0f} tokens.")
     rings = sorted(degree for degree in degrees if degree > 1)
     lines += [line for degree in dict.fromkeys(rings[:1] + rings[-1:]) if (line := _hidden_ring(profile, degree))]
-    budget = profile.memory.tokens_per_rank()
-    if budget is None:
+    tokens_per_rank = profile.memory.tokens_per_rank()
+    if tokens_per_rank is None:
         lines.append("Token budget: not known, the memory block is empty; fcp plan needs --tokens-per-rank.")
     else:
-        lines.append(f"Token budget: {budget:,} tokens per rank and micro-batch.")
+        lines.append(f"Token budget: {tokens_per_rank:,} tokens per rank and micro-batch.")
     lines += _formats(profile)
     measured = profile.measurement
     if measured.get("shares_cores"):
