@@ -7,7 +7,8 @@ heading per group, the same on a terminal and through a pipe.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING
 from functools import wraps
 from typing import Annotated, Any, TypeVar, cast
@@ -16,8 +17,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from fcp_cli.console import verbosity
-from fcp_cli.errors import Interrupted, UsageError
-from fcp_cli.options import Opt, Option, build, options_of, whole_numbers
+from fcp_cli.errors import FcpError, Interrupted, UsageError
+from fcp_cli.options import Opt, Option, build, options_of, read_value
+from fcp_cli.words import nearest
 
 T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -41,25 +43,22 @@ def takes(kind: type[T], *examples: str) -> Callable[[Callable[[T], None]], Call
             if context.invoked_subcommand is not None:
                 return  # a group's own options do nothing when one of its commands runs
             sources = {name: context.get_parameter_source(name) for name in values}
-            values |= {option.name: _several(values[option.name], option) for option in options if option.many}
-            function(
-                build(
-                    kind,
-                    values,
-                    given={name for name, source in sources.items() if source and source.name != "DEFAULT"},
-                    typed={name for name, source in sources.items() if source and source.name == "COMMANDLINE"},
-                )
-            )
+            values |= {option.name: tuple(values[option.name] or ()) for option in options if option.many}
+            given = {name for name, source in sources.items() if source and source.name != "DEFAULT"}
+            typed = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+            try:
+                function(build(kind, values, given=given, typed=typed))
+            except FcpError as error:  # one that names an option names where its value was set, too
+                flag = str(error).partition(" is ")[0]
+                origins = (_origin(context, option.name) for option in options if option.flag == flag)
+                error.args = (f"{error}{next(origins, '')}",)
+                raise
 
         command.__dict__ |= {"__signature__": signature, "examples": "\n".join(examples)}
         command.__annotations__ = {}  # typer would resolve those of `function`, which declare no options
         return command
 
     return decorate
-
-
-def _several(value: Any, option: Option) -> tuple[Any, ...]:
-    return whole_numbers(value or "", option.flag) if option.commas else tuple(value or ())
 
 
 def _parameter(option: Option) -> inspect.Parameter:
@@ -76,14 +75,27 @@ def _parameter(option: Option) -> inspect.Parameter:
         "metavar": option.metavar or None,
         "show_default": mark.unset or True,
     }
+    if option.commas or option.choices or option.type in (int, float):
+        # Read by fcp: typer's messages leave out the value that was given.
+        settings["parser"] = _parser(option)
     if isinstance(mark, Opt):
         switch = f"/--no-{option.flag[2:]}" if mark.negatable else ""
         flags = mark.flags or (option.flag + switch,)
-        info = typer.Option(*flags, min=mark.min, max=mark.max, rich_help_panel=option.group, **settings)
+        info = typer.Option(*flags, rich_help_panel=option.group, **settings)
     else:
         info = typer.Argument(**settings)
     annotation = Annotated[kind, info]
     return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _parser(option: Option) -> Callable[[Any], Any]:
+    def parse(value: Any) -> Any:
+        try:
+            return read_value(option, value)
+        except UsageError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    return parse
 
 
 class _Help:
@@ -160,7 +172,11 @@ class Command(_Help, TyperCommand):
     """A verb: -q and -v may stand behind it, too."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, _without_verbosity(args, self.params))
+        try:
+            return super().parse_args(ctx, _without_verbosity(args, self.params))
+        except _WRONG_USAGE as error:
+            error.ctx = error.ctx or ctx
+            raise
 
 
 def _without_verbosity(args: list[str], parameters: Sequence[Any]) -> list[str]:
@@ -237,22 +253,56 @@ _WRONG_USAGE: Any = typer.BadParameter.__base__  # click's UsageError, wherever 
 
 def _one_line(error: Any) -> Exception:
     """Return click's message, a box below the usage, as a line like every other error of fcp; help stays help."""
-    if type(error).__name__ == "NoArgsIsHelpError":
+    kind = type(error).__name__
+    if kind == "NoArgsIsHelpError":
         return cast("Exception", error)
-    message = error.format_message().rstrip(".").replace("Value error, ", "").replace("Input should", "it should")
+    message, context = error.format_message().rstrip("."), error.ctx
     message = message[:1].lower() + message[1:]
-    if isinstance(error, typer.BadParameter):
-        message += _origin(error)
-    return UsageError(f"{message}; see '{error.ctx.command_path} --help'" if error.ctx else message)
+    if kind == "NoSuchOption":
+        message = f"there is no option {error.option_name}"
+        message += _meant(error.option_name, [flag for p in context.command.params for flag in spellings_of(p)])
+    elif kind == "BadOptionUsage" and "requires an argument" in message:
+        message = f"{error.option_name} needs a value"
+    elif unknown := re.match("no such command '(.*?)'", message):
+        message = f"there is no command {unknown[1]!r}{_meant(unknown[1], context.command.commands)}"
+    elif extra := re.match(r"got unexpected extra argument\S* \((.*)\)$", message):
+        message = f"there is no place for the argument {extra[1]}"
+    elif isinstance(error, typer.BadParameter) and error.param is not None:
+        message = _wrong_value(error) if kind == "BadParameter" else message
+        message += _origin(context, error.param.name)
+    if context is None:
+        return UsageError(message)
+    return UsageError(f"{message}{' See' if message.endswith('?') else '; see'} '{context.command_path} --help'")
 
 
-def _origin(error: typer.BadParameter) -> str:
+def _wrong_value(error: Any) -> str:
+    """Return what is wrong with the value of an option or argument, beginning with its name."""
+    if getattr(error.param, "is_flag", False):  # of the environment or fcp.yaml: on the command line it has no value
+        value = error.param.value_from_envvar(error.ctx)
+        value = error.ctx.lookup_default(error.param.name) if value is None else value
+        return f"{error.param.opts[0]} is {value!r}; it must be true or false"
+    message: str = error.message.rstrip(".")
+    return message if " is " in message else f"{error.param.opts[0]}: {message}"
+
+
+def spellings_of(parameter: Any) -> list[str]:
+    """Return every long flag of an option."""
+    return [flag for flag in (*parameter.opts, *parameter.secondary_opts) if flag.startswith("--")]
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    near = nearest(word, known)
+    return f"; did you mean {near if near.startswith('-') else repr(near)}?" if near else ""
+
+
+def _origin(context: Any, name: str) -> str:
     """Return where a wrong value comes from if it was not typed: the command that was typed has no flag to blame."""
-    if error.ctx is None or error.param is None or not error.param.name:
-        return ""
-    source = error.ctx.get_parameter_source(error.param.name)
+    source = context and context.get_parameter_source(name)
     if source is not None and source.name == "DEFAULT_MAP":
-        return f" (set in {error.ctx.find_root().obj})"
+        key, file = name.replace("_", "-"), context.find_root().obj
+        while context.parent is not None:
+            key, context = f"{context.info_name}.{key}", context.parent
+        return f" (set by {key} in {file})"
     if source is not None and source.name == "ENVIRONMENT":
-        return f" (set by {error.ctx.auto_envvar_prefix}_{error.param.name.upper()})"
+        return f" (set by {context.auto_envvar_prefix}_{name.upper()})"
     return ""

@@ -44,14 +44,16 @@ def _group_defaults(config: dict[str, Any], group: Any, *, where: str) -> dict[s
 def _command_defaults(options: dict[str, Any], command: Any, *, where: str, name: str) -> dict[str, Any]:
     """Read the options of one command; keys are spelt like long flags, and name the subcommands of a group, too."""
     subcommands = getattr(command, "commands", {})
-    parameters = {flag.lstrip("-"): p.name for p in command.params for flag in p.opts if flag.startswith("--")}
+    parameters = {flag.lstrip("-"): p for p in command.params for flag in p.opts if flag.startswith("--")}
     defaults: dict[str, Any] = {}
     for key, value in options.items():
         spelling = str(key).replace("_", "-")
         if key in subcommands:
             defaults |= _group_defaults({key: value}, command, where=where)
         elif spelling in parameters:
-            defaults[parameters[spelling]] = value
+            parameter = parameters[spelling]
+            repeated = getattr(parameter, "multiple", False) or parameter.nargs == -1
+            defaults[parameter.name] = [value] if repeated and isinstance(value, str) else value
         else:
             raise UsageError(f"{where}: {name!r} has no option {key!r}{did_you_mean(spelling, parameters)}")
     return defaults

@@ -18,6 +18,7 @@ Fields without a mark are no options: they need a default, which the command lin
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import KW_ONLY, MISSING, dataclass, fields
@@ -39,6 +40,7 @@ class Opt:
         flags: its spellings; without them `--name-of-the-field`.
         metavar: what stands for the value; without it N, X, NAME, FILE or the choices of a `Literal`.
         min, max: limits of a number.
+        below: a number that it must not reach.
         unset: for options whose default is None, the words for what is then used.
         group: heading in the help of this option and of those after it, up to the next that names one.
         negatable: a switch has a `--no-...`, too.
@@ -51,6 +53,7 @@ class Opt:
     metavar: str | None = None
     min: float | None = None
     max: float | None = None
+    below: float | None = None
     unset: str | None = None
     group: str | None = None
     negatable: bool = False
@@ -109,8 +112,11 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """Return the flag that messages name."""
-        return f"--{self.name.replace('_', '-')}"
+        """Return the flag, or the argument, that messages name."""
+        if isinstance(self.mark, Arg):
+            return self.metavar
+        long = (flag for flag in self.mark.flags if flag.startswith("--"))
+        return next(long, f"--{self.name.replace('_', '-')}")
 
     @property
     def commas(self) -> bool:
@@ -175,18 +181,41 @@ def build(kind: type[T], values: Mapping[str, Any], *, given: Collection[str], t
     return kind(**found)
 
 
-def whole_numbers(text: str, flag: str) -> tuple[int, ...]:
-    """Read "4,1,2" as (1, 2, 4).
+def read_value(option: Option, value: Any) -> Any:
+    """Return what a word of the command line, or a value of YAML, says for a number, a choice, or numbers with commas.
 
     Raises:
-        UsageError: it holds something else than positive whole numbers.
+        UsageError: it is of another type, beyond the limits, or none of the choices.
     """
+    if option.commas:
+        return _whole_numbers(value, option.flag)
+    if option.type in (int, float):
+        _check_limit(option, number := _number(option, value), shown=value)
+        return number
+    _check_limit(option, value, shown=value)
+    return value
+
+
+def _number(option: Option, value: Any) -> int | float:
     try:
-        numbers = {int(part) for part in text.split(",") if part.strip()}
+        # int() would cut the fraction off, and takes True for 1.
+        if isinstance(value, bool) or (isinstance(value, float) and option.type is int and value != int(value)):
+            raise ValueError
+        return option.type(value)  # type: ignore[no-any-return]
+    except (TypeError, ValueError, OverflowError):
+        kind = "a whole number" if option.type is int else "a number"
+        raise UsageError(f"{option.flag} is {value!r}; it must be {kind}") from None
+
+
+def _whole_numbers(value: Any, flag: str) -> tuple[int, ...]:
+    """Read "4,1,2", or a list of YAML, as (1, 2, 4)."""
+    words = value if isinstance(value, list | tuple) else str(value).split(",")
+    try:
+        numbers = {int(word) for word in map(str, words) if word.strip()}
     except ValueError:
-        raise UsageError(f"{flag} is {text!r}; give whole numbers with commas, as 1,2,4") from None
+        raise UsageError(f"{flag} is {value!r}; give whole numbers with commas, as 1,2,4") from None
     if any(number < 1 for number in numbers):
-        raise UsageError(f"{flag} is {text!r}; every number must be at least 1")
+        raise UsageError(f"{flag} is {value!r}; every number must be at least 1")
     return tuple(sorted(numbers))
 
 
@@ -197,16 +226,28 @@ def check_limits(instance: Any) -> None:
         UsageError: a value that the command line would refuse, too.
     """
     for option in options_of(type(instance)):
-        value, mark = getattr(instance, option.name), option.mark
-        if value is None or not isinstance(mark, Opt):
-            continue
-        if option.choices and value not in option.choices:
-            raise UsageError(f"{option.flag} is {value!r}; it must be one of {', '.join(option.choices)}")
-        # Written so that NaN, which no comparison accepts, is refused.
-        if mark.min is not None and not value >= mark.min:
-            raise UsageError(f"{option.flag} is {value}; it must be at least {mark.min:g}")
-        if mark.max is not None and not value <= mark.max:
-            raise UsageError(f"{option.flag} is {value}; it must be at most {mark.max:g}")
+        value = getattr(instance, option.name)
+        if value is not None and not option.many:
+            _check_limit(option, value, shown=value)
+
+
+def _check_limit(option: Option, value: Any, *, shown: Any) -> None:
+    """Refuse a value beyond the limits or outside the choices; `shown` is how it was given."""
+    mark = option.mark
+    if option.choices and value not in option.choices:
+        raise UsageError(f"{option.flag} is {shown!r}; it must be one of {', '.join(option.choices)}")
+    if option.type not in (int, float) or not isinstance(mark, Opt):
+        return
+    limits = []
+    # Written so that NaN, which no comparison accepts, is refused.
+    if mark.min is not None and not value >= mark.min:
+        limits.append(f"at least {mark.min:g}")
+    if mark.max is not None and not value <= mark.max:
+        limits.append(f"at most {mark.max:g}")
+    if mark.below is not None and not value < mark.below:
+        limits.append(f"below {mark.below:g}")
+    if limits or not math.isfinite(value):
+        raise UsageError(f"{option.flag} is {shown}; it must be {' and '.join(limits) or 'a finite number'}")
 
 
 def _marked_fields(kind: type, defaults: Any) -> Iterator[tuple[str, Any, Any, Any]]:

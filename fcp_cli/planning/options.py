@@ -27,7 +27,7 @@ class PlanRequest:
         Literal["iteration", "microbatch"] | None,
         Opt("Where ranks wait: at the end of a step (DDP, ZeRO-1/2), or after each wave (FSDP, pipelines)."),
     ] = "iteration"
-    headroom: Annotated[float, Opt("Fraction of the token budget to leave free.")] = 0.0
+    headroom: Annotated[float, Opt("Fraction of the token budget to leave free.", min=0, below=1)] = 0.0
     tensor_parallel: Annotated[
         int | None, Opt("Devices that share each layer.", metavar="T", min=1, unset="the profile's")
     ] = None

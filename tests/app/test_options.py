@@ -129,6 +129,7 @@ Examples:
     [
         (Trainer(rate=-1), "--rate is -1; it must be at least 0"),
         (Trainer(rate=float("nan")), "--rate is nan; it must be at least 0"),
+        (Trainer(rate=float("inf")), "--rate is inf; it must be a finite number"),
         (Trainer(steps=0), "--steps is 0; it must be at least 1"),
         (Batches(size=10), "--size is 10; it must be at most 9"),
         (Trainer(kind="lion"), "--kind is 'lion'; it must be one of adam, sgd"),  # type: ignore[arg-type]

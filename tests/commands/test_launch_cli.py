@@ -213,10 +213,9 @@ def test_a_head_node_without_torch_still_prints_commands(fcp: Fcp, monkeypatch: 
          "machine has 17 GB; try --model qwen3-tiny, or launch on accelerators"),
         (("--plan", "plan8.parquet"), 2, "name the model to train with --model, for example --model qwen3-tiny, or "
          "give a script after --"),
-        (("--learning-rate", "-1"), 2, "invalid value for '--learning-rate': "
-         "it should be greater than or equal to 0; see 'fcp launch --help'"),
-        (("--inject", "all", "--", "x.py"), 2, "invalid value for '--inject': 'all' "
-         "is not one of 'entry', 'env', 'none'; see 'fcp launch --help'"),
+        (("--learning-rate", "-1"), 2, "--learning-rate is -1; it must be at least 0; see 'fcp launch --help'"),
+        (("--inject", "all", "--", "x.py"), 2, "--inject is 'all'; it must be one of entry, env, none; "
+         "see 'fcp launch --help'"),
         (("--inject", "env"), 2, "--inject is for a script or command of your own, given after --"),
         (("--inject", "env", "--nodes", "2", "--", "bash"), 2, "--nodes is for jobs that fcp starts; give it "
          "to bash itself"),

@@ -156,11 +156,11 @@ def test_fit_never_replaces_the_metrics_it_reads(tmp_path: Path, fcp: Fcp) -> No
         (
             ["--analytic", "--precision", "fp8"],
             2,
-            "invalid value for '--precision': 'fp8' is not one of 'bf16', 'amp', 'fp32'",
+            "--precision is 'fp8'; it must be one of bf16, amp, fp32",
         ),
         (["--analytic", "--tensor-parallel", "3"], 2, "--tensor-parallel 3 does not divide num_heads 32"),
         (["--analytic", "--zero", "0"], 1, "qwen3-8b does not fit: its state takes 147.4 of the 58.9 GB"),
-        (["--device", "tpu"], 2, "invalid value for '--device': 'tpu' is not one of 'auto', 'cpu', 'cuda', 'npu'"),
+        (["--device", "tpu"], 2, "--device is 'tpu'; it must be one of auto, cpu, cuda, npu"),
         (["--device", "cpu", "--max-length", "10"], 2, "--max-length is 10; it must be at least 512"),
         (["--device", "cpu", "--ranks", "2", "--degrees", "3"], 2, "--degrees 3 needs as many ranks; 2 are measured"),
         (["--device", "cpu", "--degrees", "one"], 2, "--degrees is 'one'; give whole numbers with commas"),
