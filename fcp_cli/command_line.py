@@ -114,7 +114,10 @@ class _Help:
         for name, command in getattr(self, "commands", {}).items():
             sections["Commands"].append((name, " ".join(command.help.split("\n\n")[0].split())))
         for parameter in self.get_params(ctx):  # type: ignore[attr-defined]
-            sections.setdefault(help_section(parameter), []).append(_help_row(parameter, ctx))
+            default = default_text(parameter, ctx)
+            left = f"{', '.join(spellings(parameter))} {metavar_of(parameter)}".strip()
+            right = f"{parameter.help}{f' [default: {default}]' if default else ''}"
+            sections.setdefault(help_section(parameter), []).append((left, right))
         for title, rows in sections.items():
             if rows:
                 with formatter.section(title):
@@ -135,12 +138,6 @@ def help_section(parameter: Any) -> str:
     if parameter.param_type_name == "argument":
         return "Arguments"
     return getattr(parameter, "rich_help_panel", None) or "Options"
-
-
-def _help_row(parameter: Any, context: Any) -> tuple[str, str]:
-    default = default_text(parameter, context)
-    left = f"{', '.join(spellings(parameter))} {metavar_of(parameter)}".strip()
-    return left, f"{parameter.help}{f' [default: {default}]' if default else ''}"
 
 
 def spellings(parameter: Any) -> list[str]:

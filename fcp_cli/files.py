@@ -32,15 +32,12 @@ def replaced_atomically(path: Path) -> Iterator[Path]:
         yield temporary
         temporary.replace(path)
     except OSError as error:
-        raise FcpError(f"cannot write {name}: {_reason(error)}") from error
+        # pyarrow puts the name of the temporary and its own words around what the system said.
+        reason = os.strerror(error.errno) if error.errno else error
+        raise FcpError(f"cannot write {name}: {reason}") from error
     finally:
         with suppress(OSError):
             temporary.unlink()
-
-
-def _reason(error: OSError) -> str:
-    """Return the system's own reason; pyarrow puts the temporary's name and its own words around it."""
-    return os.strerror(error.errno) if error.errno else str(error)
 
 
 def refuse_to_overwrite(output: Path, *sources: Path | None) -> None:

@@ -61,7 +61,7 @@ def another_kind(path: Path, wanted: Kind) -> str | None:
         return f"{path} is {known.noun}, not {_noun(wanted)}; {known.use.format(path)}"
     if is_parquet == (wanted in ("manifest", "plan")):
         return None
-    if not is_parquet and not _is_text(head):
+    if not is_parquet and (not head.isascii() or not head.strip() or b"\0" in head):
         return None
     form = "a Parquet file" if is_parquet else "text"
     return f"{path} is {form}, not {_noun(wanted)}; {_MADE_BY[wanted].format(path)}"
@@ -86,7 +86,3 @@ def _format_in_footer(path: Path) -> str | None:
         return str(header.get("format")).partition("/")[0]
     except (pa.ArrowException, OSError, ValueError, AttributeError):
         return None
-
-
-def _is_text(head: bytes) -> bool:
-    return head.isascii() and head.strip() != b"" and b"\0" not in head

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -16,7 +17,6 @@ from fcp_cli.options import Arg, Opt
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
-    from fcp_cli.plan.metadata import PlanMetadata
     from fcp_cli.plan.step import StepPlan
     from fcp_cli.report.plan_file import PlanFile
     from fcp_cli.report.trace import Kind
@@ -53,7 +53,7 @@ def trace(options: TraceOptions) -> None:
     if options.json and str(output) == "-":
         raise UsageError("--json and -o - both want stdout; name a file with -o")
     plan, run, problems = _open(options.inputs)
-    if plan is not None and not _overlaps(wanted, plan.metadata):
+    if plan is not None and not (wanted.start < plan.metadata.end_step and wanted.stop > plan.metadata.first_step):
         first, end = plan.metadata.first_step, plan.metadata.end_step
         raise UsageError(f"{plan.path} has steps {first} to {end - 1}, not --steps {options.steps}")
     source = _Source(plan, run, wanted)
@@ -81,10 +81,6 @@ def _document(output: Path, source: _Source, events: int, problems: list[str]) -
         "seconds": source.builder.clock_seconds,
         "warnings": problems,
     }
-
-
-def _overlaps(wanted: range, metadata: PlanMetadata) -> bool:
-    return wanted.start < metadata.end_step and wanted.stop > metadata.first_step
 
 
 def _open(inputs: Sequence[Path]) -> tuple[PlanFile | None, RunFile | None, list[str]]:
@@ -151,27 +147,18 @@ class _Source:
             raise RunError(f"there are no steps to draw: {why}")
 
     def _pairs(self) -> Iterator[tuple[StepPlan | None, RunStep | None]]:
-        measured = self._measured()
+        found = self.run.steps() if self.run is not None else ()
+        measured = (step for step in found if step.step in self.wanted)
         if self.plan is None:
             yield from ((None, step) for step in measured)
             return
         ahead = next(measured, None)
-        for planned in self._planned():
+        for planned in takewhile(lambda step: step.step in self.wanted, self.plan.steps(self.wanted.start)):
             while ahead is not None and ahead.step < planned.step:
                 ahead = next(measured, None)
             yield planned, ahead if ahead is not None and ahead.step == planned.step else None
         for _ in measured:
             pass  # to the end of the file: only then is it known what was left out
-
-    def _planned(self) -> Iterator[StepPlan]:
-        assert self.plan is not None
-        for step in self.plan.steps(self.wanted.start):
-            if step.step not in self.wanted:
-                return
-            yield step
-
-    def _measured(self) -> Iterator[RunStep]:
-        return (step for step in (self.run.steps() if self.run is not None else ()) if step.step in self.wanted)
 
 
 def _write(output: Path, source: _Source) -> int:

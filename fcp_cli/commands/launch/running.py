@@ -26,7 +26,7 @@ def run_here(job: Job, *, json: bool) -> None:
         RunError: a rank failed.
     """
     from fcp_cli.launching.checks.preflight import check_run_dir
-    from fcp_cli.launching.job.document import launch_record
+    from fcp_cli.launching.job.document import launch_record, resume_command
     from fcp_cli.runs.launch_record import write_launch
     from fcp_cli.runs.record import write_record
 
@@ -42,7 +42,9 @@ def run_here(job: Job, *, json: bool) -> None:
     outcome, watcher = _run_watched(job, node_rank, json=json)
     stopped_by = _stopped_by(outcome, bundled=job.is_bundled)
     if stopped_by is not None:
-        _report_stop(job, stopped_by)
+        stopped = Interrupted(_stop_message(job, resume_command(job)))
+        stopped.exit_status = 128 + stopped_by  # as a shell reports a program that the signal itself ended
+        raise stopped
     if outcome.failure is not None:
         _report_failure(outcome.failure, rank_0_is_shown=_shows(job))
     _report_end(job, watcher.records, json=json)
@@ -120,14 +122,6 @@ def _stopped_by(outcome: JobOutcome, *, bundled: bool) -> signal.Signals | None:
     if outcome.agreed_to_stop:
         return signal.SIGINT
     return outcome.stopped_by if outcome.status else None
-
-
-def _report_stop(job: Job, stopped_by: signal.Signals) -> None:
-    from fcp_cli.launching.job.document import resume_command
-
-    stopped = Interrupted(_stop_message(job, resume_command(job)))
-    stopped.exit_status = 128 + stopped_by
-    raise stopped
 
 
 def _stop_message(job: Job, resume: str) -> str:
