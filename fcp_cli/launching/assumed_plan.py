@@ -31,9 +31,10 @@ def assumed_plan(plan: Path, model: str, ranks: int | None, manifest: Path, assu
     name = load_model(model).name
     num_ranks = ranks or cluster.num_devices
     per_node = min(cluster.devices_per_node, num_ranks)
-    assumed.assume(
-        "--plan", plan, f"not there yet; make it with: {_commands(name, num_ranks, per_node, manifest, plan)}"
-    )
+    profile_command = ["fcp", "profile", "--analytic", "--model", name, "--cluster", EXAMPLE_CLUSTER]
+    plan_command = ["fcp", "plan", str(manifest), "--ranks", str(num_ranks), "--ranks-per-node", str(per_node)]
+    commands = (shlex.join([*profile_command, "-o", "profile.yaml"]), shlex.join([*plan_command, "-o", str(plan)]))
+    assumed.assume("--plan", plan, f"not there yet; make it with: {' && '.join(commands)}")
     if ranks is None:
         assumed.assume("--ranks", num_ranks, f"{cluster.nodes} nodes of {per_node}: the cluster {cluster.name}")
     profile = shipped_profile_path(model)
@@ -50,12 +51,6 @@ def assumed_plan(plan: Path, model: str, ranks: int | None, manifest: Path, assu
         manifest=ManifestReference(name=manifest.name, rows=0, content_hash=""),
         cost_profile=profile.read_text(encoding="utf-8") if profile.is_file() else f"model: {name}\n",
     )
-
-
-def _commands(model: str, num_ranks: int, per_node: int, manifest: Path, plan: Path) -> str:
-    profile = ["fcp", "profile", "--analytic", "--model", model, "--cluster", EXAMPLE_CLUSTER, "-o", "profile.yaml"]
-    ranks = ["--ranks", str(num_ranks), "--ranks-per-node", str(per_node)]
-    return f"{shlex.join(profile)} && {shlex.join(['fcp', 'plan', str(manifest), *ranks, '-o', str(plan)])}"
 
 
 def is_assumed(metadata: PlanMetadata) -> bool:

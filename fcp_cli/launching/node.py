@@ -32,7 +32,9 @@ _GRACE_SECONDS = 280  # Slurm is asked to send SIGTERM 300 seconds before it end
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0, 1 where it failed, 128 + the signal that stopped it."""
-    own, command = _split(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    at = words.index("--") if "--" in words else len(words)
+    command = words[at + 1 :]
     parser = argparse.ArgumentParser(prog="python -m fcp_cli.launching.node", allow_abbrev=False)
     parser.add_argument("--node-rank", type=int, required=True)
     parser.add_argument("--log-dir", type=Path, required=True)
@@ -46,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="set it to the network interface towards --master-addr, unless it is set",
     )
     parser.add_argument("--record", type=Path, help="resolved launch, for the run directory: --resume reads it there")
-    options = parser.parse_args(own)
+    options = parser.parse_args(words[:at])
     if not command:
         parser.error("the command to run comes after --")
     try:
@@ -58,8 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(command: Sequence[str], options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     heartbeat, is_first = None, options.node_rank == 0
-    if is_first and options.master_port is not None:
-        _check_port(options.master_port)
+    if is_first and options.master_port is not None and (problem := port_problem(options.master_port)):
+        where = f"port {options.master_port} of {socket.gethostname()}"
+        raise RunError(f"{where} is {problem}; choose another with --master-port")
     if is_first and RUN_DIR_VARIABLE in environment:
         paths = RunPaths(run_dir=Path(environment[RUN_DIR_VARIABLE]))
         _write_record(paths, Path(environment[PLAN_VARIABLE]), options.record)
@@ -76,12 +79,6 @@ def _run(command: Sequence[str], options: argparse.Namespace, environment: Mappi
     return _report(outcome, shows=is_first)
 
 
-def _check_port(port: int) -> None:
-    problem = port_problem(port)
-    if problem:
-        raise RunError(f"port {port} of {socket.gethostname()} is {problem}; choose another with --master-port")
-
-
 def _write_record(paths: RunPaths, plan: Path, launch: Path | None) -> None:
     """Write what the job really follows, and what is installed where it really runs."""
     paths.run_dir.mkdir(parents=True, exist_ok=True)
@@ -94,20 +91,11 @@ def _write_record(paths: RunPaths, plan: Path, launch: Path | None) -> None:
 
 
 def _environment(options: argparse.Namespace) -> dict[str, str]:
-    found = {**_interfaces(options.interface_for, options.master_addr), **os.environ}
+    # Only the node itself knows its interface towards node 0, so the job's files cannot name it.
+    interface = interface_towards(options.master_addr) if options.interface_for else None
+    found = {**(dict.fromkeys(options.interface_for, interface) if interface else {}), **os.environ}
     # Whatever looks for `python` finds this one: msrun does.
     return {**found, "PATH": path_of_python(sys.executable, found.get("PATH", ""))}
-
-
-def _interfaces(variables: Sequence[str], master_addr: str) -> dict[str, str]:
-    """Return the interface towards node 0, which only the node itself knows, by each variable."""
-    interface = interface_towards(master_addr) if variables else None
-    return dict.fromkeys(variables, interface) if interface else {}
-
-
-def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    at = list(words).index("--") if "--" in words else len(words)
-    return list(words[:at]), list(words[at + 1 :])
 
 
 def _was_stopped(outcome: JobOutcome) -> bool:

@@ -56,7 +56,7 @@ def trainer_settings(request: LaunchRequest, job: Job, assumed: Origins) -> Trai
 
 def _model(given: str | None, metadata: PlanMetadata, assumed: Origins) -> str:
     """Return the model that was named, else the one whose cost profile the plan was made with."""
-    planned = _planned_model(metadata)
+    planned = _planned_profile(metadata).get("model")
     if given is None and planned is None:
         raise UsageError(
             "name the model to train with --model, for example --model qwen3-tiny, or give a script after --"
@@ -77,10 +77,6 @@ def _note_vision(metadata: PlanMetadata, settings: TrainSettings, assumed: Origi
             f"that of {kinds[planned]} vision encoder",
             f"the run has {kinds[not planned]} one; {remedy}",
         )
-
-
-def _planned_model(metadata: PlanMetadata) -> str | None:
-    return _planned_profile(metadata).get("model")
 
 
 def _planned_profile(metadata: PlanMetadata) -> dict[str, Any]:

@@ -75,18 +75,14 @@ def find_machine(device: str = "auto") -> Machine:
     found = next((kind for kind, count in counts.items() if count), "cpu") if device == "auto" else device
     if found != "cpu" and not counts.get(found):
         raise RunError(f"there is no {found} device here; 'fcp env' lists what there is")
+    name = VISIBLE_DEVICES.get(found, "")
     return Machine(
         device=found,
         num_devices=counts.get(found, 0),
         num_cores=usable_cores(),
         memory_bytes=host_memory_bytes(),
-        visible=_visible(found),
+        visible=f"{name}={os.environ[name]}" if name in os.environ else "",
     )
-
-
-def _visible(device: str) -> str:
-    name = VISIBLE_DEVICES.get(device, "")
-    return f"{name}={os.environ[name]}" if name in os.environ else ""
 
 
 def find_machine_without_torch(device: str = "auto") -> Machine:
@@ -131,12 +127,9 @@ def load_torch() -> Any:
         import torch
     except (ImportError, OSError, RuntimeError) as error:
         # torch_npu without its drivers breaks `import torch` itself.
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RunError(
-            f"torch does not import here ({_first_line(error)}); if torch_npu is to blame, source CANN's "
+            f"torch does not import here ({reason}); if torch_npu is to blame, source CANN's "
             "set_env.sh, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to train on the CPU"
         ) from error
     return torch
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

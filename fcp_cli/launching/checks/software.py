@@ -60,7 +60,8 @@ def msrun(job: Job, facts: Facts) -> Iterator[Finding]:
         )
     name = interpreter_name(facts.python)
     python = facts.programs.get(name)
-    if python is None or not _is_same_file(python, facts.python):
+    # The folder decides, not where a link leads: a link out of another environment starts that environment.
+    if python is None or Path(python).absolute().parent != Path(facts.python).absolute().parent:
         yield error(
             f"msrun runs the {name} of PATH, which is {python or 'missing'}, not {facts.python}; run fcp from an "
             f"environment whose folder has a {name}: python3 -m venv makes one"
@@ -106,8 +107,3 @@ def _release(version: str) -> tuple[int, ...]:
             break
         numbers.append(int(part))
     return tuple(numbers)
-
-
-def _is_same_file(first: str, second: str) -> bool:
-    """Return whether two paths are one interpreter: in one folder, since a link out of another environment is not."""
-    return Path(first).absolute().parent == Path(second).absolute().parent

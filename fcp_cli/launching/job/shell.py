@@ -19,11 +19,7 @@ def quote(word: str) -> str:
     if not word:
         return "''"
     pieces = enumerate(word.split(_MARK))
-    return "".join(f'"${piece}"' if index % 2 else _quote_literal(piece) for index, piece in pieces)
-
-
-def _quote_literal(text: str) -> str:
-    return shlex.quote(text) if text else ""
+    return "".join(f'"${piece}"' if index % 2 else (shlex.quote(piece) if piece else "") for index, piece in pieces)
 
 
 def join(words: Iterable[str]) -> str:

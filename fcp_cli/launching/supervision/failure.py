@@ -51,7 +51,11 @@ class Failure:
         if self.is_victim:
             where = "lost its connection to a rank of another node, which names the reason"
             return f"{self.who} {where}; its whole output is in {self.log}"
-        return f"{self.who} {self._how()}; its whole output is in {self.log}"
+        how = f"failed: {self.raised}" if self.raised else f"exited with status {self.status}"
+        # A rank that raised may yet abort while its interpreter ends: the exception is the reason then, not the signal.
+        if self.status < 0 and not (self.status == -signal.SIGABRT and self.raised):
+            how = f"was ended by signal {-self.status}{' (out of memory?)' if self.status == -9 else ''}"
+        return f"{self.who} {how}; its whole output is in {self.log}"
 
     def report(self, *, rank_0_is_shown: bool) -> tuple[tuple[str, ...], str]:
         """Return the rank's last lines and the summary, without what is on the screen already; both may be empty.
@@ -72,12 +76,6 @@ class Failure:
         if self.rank is None:
             return self.launcher
         return f"rank {self.rank} on {socket.gethostname()}"
-
-    def _how(self) -> str:
-        aborted_after_raising = self.status == -signal.SIGABRT and self.raised
-        if self.status < 0 and not aborted_after_raising:
-            return f"was ended by signal {-self.status}{' (out of memory?)' if self.status == -9 else ''}"
-        return f"failed: {self.raised}" if self.raised else f"exited with status {self.status}"
 
 
 class TorchrunRanks:

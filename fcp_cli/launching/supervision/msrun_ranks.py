@@ -67,7 +67,9 @@ class MsrunRanks:
         """
         rank, status = self._failed or self._noticed() or (None, status)
         if rank is None:
-            log = self._launcher_log()
+            # A failed process without a rank is the scheduler.
+            scheduler = self._log_dir / "scheduler.log"
+            log = scheduler if self._failed is not None and scheduler.is_file() else self.log
             return Failure(
                 rank=None,
                 status=status,
@@ -111,8 +113,3 @@ class MsrunRanks:
 
     def _worker_log(self, rank: int) -> Path:
         return self._log_dir / f"worker_{rank}.log"
-
-    def _launcher_log(self) -> Path:
-        """Return the scheduler's log where that is what failed, else msrun's own."""
-        scheduler = self._log_dir / "scheduler.log"
-        return scheduler if self._failed is not None and scheduler.is_file() else self.log
