@@ -40,11 +40,6 @@ class ClipSet:
     sources: Mapping[str, str]
 
 
-def _msrvtt_seconds(draw: _Draw) -> float:
-    """Draw 10 to 30 seconds, falling; an exponential cut there has the published mean of 14.8 with a scale of 5.3."""
-    return 10.0 + _cut_exponential(draw, scale=5.3, most=20.0)
-
-
 _INTERNVID_SHARES = {(0.5, 2.0): 0.36, (2.0, 4.0): 0.26, (4.0, 10.0): 0.23, (10.0, 20.0): 0.08, (20.0, 600.0): 0.07}
 """Seconds from and to -> share of the clips, as published; none shorter than half a second is assumed."""
 
@@ -58,18 +53,14 @@ def _internvid_seconds(draw: _Draw) -> float:
     return least + _cut_exponential(draw, scale=90.0, most=most - least)
 
 
-def _openvid_seconds(draw: _Draw) -> float:
-    """Draw a mean of 7.2, most below 8, few beyond 64: a lognormal of median 5.2 and sigma 0.8, from 2 to 120."""
-    return float(np.clip(draw.lognormal(math.log(5.2), 0.8), 2.0, 120.0))
-
-
 def _cut_exponential(draw: _Draw, *, scale: float, most: float) -> float:
     return -scale * math.log1p(-draw.random() * -math.expm1(-most / scale))
 
 
 CLIP_SETS: Mapping[str, ClipSet] = {
     "msrvtt": ClipSet(
-        seconds=_msrvtt_seconds,
+        # From 10 to 30 seconds, falling: an exponential cut there has the published mean of 14.8 with a scale of 5.3.
+        seconds=lambda draw: 10.0 + _cut_exponential(draw, scale=5.3, most=20.0),
         sizes={(240, 320): 1.0},
         frames_per_second=30.0,
         caption_tokens=12,
@@ -94,7 +85,8 @@ CLIP_SETS: Mapping[str, ClipSet] = {
         },
     ),
     "openvid": ClipSet(
-        seconds=_openvid_seconds,
+        # A mean of 7.2, most below 8, few beyond 64: a lognormal of median 5.2 and sigma 0.8.
+        seconds=lambda draw: float(np.clip(draw.lognormal(math.log(5.2), 0.8), 2.0, 120.0)),
         sizes={(1080, 1920): 0.425, (720, 1280): 0.475, (512, 512): 0.10},
         frames_per_second=30.0,
         caption_tokens=150,

@@ -33,17 +33,21 @@ def whole_config(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
     model_type, text = text_config(spec)
     if spec.vision is None:
         return model_type, text
-    image_token, video_token = _placeholders(spec.vocab_size)
+    # Qwen3-VL's own placeholders where the vocabulary reaches so far, else the last two tokens.
+    image_token = min(151_655, spec.vocab_size - 2)
     whole: dict[str, Any] = {"tie_word_embeddings": spec.tied_embeddings, "image_token_id": image_token}
     if spec.architecture == "internvl":
         whole |= {"text_config": {"model_type": model_type, **text}, **_internvl_config(spec.vision)}
         return "internvl", whole
+    # Rotary frequencies of time, height and width in Qwen3-VL's shares: 24, 20 and 20 of 64.
+    half = spec.head_dim // 2
+    side = half * 20 // 64
     text["rope_parameters"] = {
         "rope_type": "default",
         "rope_theta": text.pop("rope_theta"),
-        "mrope_section": _mrope_section(spec.head_dim),
+        "mrope_section": [half - 2 * side, side, side],
     }
-    whole |= {"video_token_id": video_token, "text_config": text, "vision_config": _qwen3_vl_tower(spec.vision)}
+    whole |= {"video_token_id": image_token + 1, "text_config": text, "vision_config": _qwen3_vl_tower(spec.vision)}
     return "qwen3_vl", whole
 
 
@@ -77,15 +81,3 @@ def _qwen3_vl_tower(vision: VisionSpec) -> dict[str, Any]:
         "num_position_embeddings": (vision.image_size // vision.patch_size) ** 2,
         "deepstack_visual_indexes": list(vision.deepstack_layers),
     }
-
-
-def _placeholders(vocab_size: int) -> tuple[int, int]:
-    """Return the tokens of images and videos: Qwen3-VL's where the vocabulary reaches so far, else the last two."""
-    image_token, video_token = 151_655, 151_656
-    return (image_token, video_token) if video_token < vocab_size else (vocab_size - 2, vocab_size - 1)
-
-
-def _mrope_section(head_dim: int) -> list[int]:
-    """Share out rotary frequencies to time, height and width as Qwen3-VL does: 24, 20, 20 of 64."""
-    side = head_dim // 2 * 20 // 64
-    return [head_dim // 2 - 2 * side, side, side]

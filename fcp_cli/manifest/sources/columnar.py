@@ -137,13 +137,10 @@ class ColumnarTokens:
                 shard, group = self._groups[index]
                 column = shard.read_group(group, self._source.column)
                 self._cache[index] = column.cast(pa.large_binary()) if self._source.content == "text" else column
-                self._evict()
+                while len(self._cache) > 1 and sum(held.nbytes for held in self._cache.values()) > _CACHE_BYTES:
+                    self._cache.popitem(last=False)
             self._cache.move_to_end(index)
             return self._cache[index]
-
-    def _evict(self) -> None:
-        while len(self._cache) > 1 and sum(column.nbytes for column in self._cache.values()) > _CACHE_BYTES:
-            self._cache.popitem(last=False)
 
 
 def columnar(path: Path, shards: Sequence[Shard], column: str | None, tokenizer: Tokenizer) -> Columnar:

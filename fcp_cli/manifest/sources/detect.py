@@ -88,7 +88,8 @@ def open_source(path: Path, kind: str, options: SourceOptions, *, output: Path |
     """
     path = path.absolute()
     if kind == "megatron":
-        index = path if path.suffix == ".idx" else _index_path(path)
+        # Megatron's own --data-path is a prefix without a suffix, which may hold dots itself.
+        index = path.with_suffix(".idx") if path.suffix in (".bin", ".idx") else Path(f"{path}.idx")
         return MegatronIndex.open(index, vocab_size=options.vocab_size)
     if kind == "media":
         return _media(path, options)
@@ -128,7 +129,3 @@ def _made_by_fcp(file: Path) -> bool:
     with suppress(ManifestError), readable(file):
         return bool(read_header(pq.read_metadata(file)))
     return False  # its faults are reported when it is opened
-
-
-def _index_path(path: Path) -> Path:
-    return path.with_suffix(".idx") if path.suffix == ".bin" else Path(f"{path}.idx")
