@@ -88,7 +88,9 @@ def measurement_points(max_length: int, degrees: Sequence[int], *, crosses_nodes
     """
     if max_length < 8 * LEAST_LENGTH:
         raise UsageError(f"--max-length is {max_length}; it must be at least {8 * LEAST_LENGTH}")
-    fitted = _singles(max_length) + _equal_packs(max_length)
+    sixteenth, quarter = max_length // 16, max_length // 4
+    packs = [(LEAST_LENGTH,) * 8, (sixteenth,) * 8, (sixteenth,) * 16, (quarter,) * 3]
+    fitted = _singles(max_length) + [pack for pack in dict.fromkeys(packs) if sum(pack) <= max_length]
     held_out = _between(max_length) + _random_packs(max_length)
     points = [
         Point(lengths=lengths, degree=degree, held_out=is_held_out, crosses_nodes=crosses_nodes and degree > 1)
@@ -105,11 +107,6 @@ def _singles(max_length: int) -> list[tuple[int, ...]]:
         lengths.append((length,))
         length *= 2
     return [*lengths, (max_length,)]
-
-
-def _equal_packs(max_length: int) -> list[tuple[int, ...]]:
-    packs = [(LEAST_LENGTH,) * 8, (max_length // 16,) * 8, (max_length // 16,) * 16, (max_length // 4,) * 3]
-    return list(dict.fromkeys(pack for pack in packs if sum(pack) <= max_length))
 
 
 def _between(max_length: int) -> list[tuple[int, ...]]:

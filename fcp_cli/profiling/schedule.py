@@ -61,7 +61,10 @@ class Schedule(Generic[P]):
         rounds = self._rounds[position]
         if rounds < self.LEAST_REPEATS:
             return False
-        return rounds >= self.MOST_REPEATS or _spread(self.seconds[position]) <= self.TIGHT_SPREAD
+        # From the lower quartile up to the median: what disturbs a measurement makes it slower, never faster.
+        ordered = sorted(self.seconds[position])
+        low, middle = ordered[len(ordered) // 4], ordered[len(ordered) // 2]
+        return rounds >= self.MOST_REPEATS or (middle - low) / low <= self.TIGHT_SPREAD
 
     def _estimate(self, position: int) -> float:
         # A task that was never run takes the time of the nearest in work, scaled up but never down: work is a guide.
@@ -73,9 +76,3 @@ class Schedule(Generic[P]):
             return 0.0
         nearest_work, nearest_seconds = min(known, key=lambda pair: abs(pair[0] - work))
         return nearest_seconds * max(1.0, work / nearest_work)
-
-
-def _spread(seconds: Sequence[float]) -> float:
-    ordered = sorted(seconds)
-    low, middle = ordered[len(ordered) // 4], ordered[len(ordered) // 2]
-    return (middle - low) / low

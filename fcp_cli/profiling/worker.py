@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -215,7 +215,10 @@ class Measurer:
         """
         self.workload.set_layers(task.layers)
         if self.request.emulate:
-            return [max(self._emulated_members(task))]
+            # The first and the last member: their chunks are the longest and the shortest that the layout makes.
+            lengths, members = task.point.lengths, range(task.point.degree)
+            works = [self.workload.microbatch(lengths, members, index) for index in {members[0], members[-1]}]
+            return [max(map(self.stopwatch.measure, works))]
         groups = groups_of(task.point, world=self.world.size, ranks_per_node=self.ranks_per_node)
         left_over = tuple(sorted(set(range(self.world.size)).difference(*groups))) if self.shares_cores else ()
         mine = next((group for group in (*groups, left_over) if self.world.rank in group), None)
@@ -225,12 +228,6 @@ class Measurer:
         if self.shares_cores:
             return [max(everyone[rank] for group in groups for rank in group)]
         return [min(everyone[rank] for rank in group) for group in groups]
-
-    def _emulated_members(self, task: Task[Point]) -> Iterator[float]:
-        degree = task.point.degree
-        for index in {0, degree - 1}:
-            work = self.workload.microbatch(task.point.lengths, range(degree), index)
-            yield self.stopwatch.measure(work)
 
     def _observe_vision(self, task: Task[VisionPoint]) -> list[float]:
         """Return the seconds of every rank; all run the same parts, since encoders do not wait for each other."""
@@ -286,7 +283,10 @@ class Measurer:
 
     def _peak(self, work: Callable[[], None], **line: Any) -> None:
         """Write down by how much a piece of work raises this rank's peak."""
-        _release_freed_memory()
+        # Freed memory goes back to the system first: a CPU's peak is the resident size, not what is in use.
+        gc.collect()
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
         peak = PeakMemory(self.device)
         peak.reset()
         before = peak.peak_bytes()
@@ -311,13 +311,6 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
             state = (value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor))
             total += parameter.nbytes + gradient + sum(value.nbytes for value in state)
     return total
-
-
-def _release_freed_memory() -> None:
-    """Give freed memory back to the system, so that the resident size is what is in use."""
-    gc.collect()
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def _now() -> str:
