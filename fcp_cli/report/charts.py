@@ -77,15 +77,14 @@ def _range_label(degree: int, largest: int) -> str:
 
 def inline_csv(columns: Columns) -> Spec:
     """Write a table as Vega's inline CSV; numbers to 5 digits, which is more than a screen has pixels."""
-    texts = [[_cell(value) for value in np.asarray(column).tolist()] for column in columns.values()]
+    texts = [
+        [(f"{value:.5g}" if isinstance(value, float) else str(value)) for value in np.asarray(column).tolist()]
+        for column in columns.values()
+    ]
     table = io.StringIO()
     csv.writer(table, lineterminator="\n").writerows([list(columns), *zip(*texts, strict=True)])
     numbers = {name: "number" for name, column in columns.items() if not isinstance(column, list)}
     return {"values": table.getvalue(), "format": {"type": "csv", "parse": numbers}}
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def _x(field: str, title: str, **more: Any) -> Spec:

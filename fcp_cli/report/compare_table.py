@@ -52,7 +52,7 @@ def _cells(contender: Contender, syncs: Sequence[Sync], fastest_seconds: float) 
     if best is None:
         return ["-"] * (len(syncs) + 6)
     return [
-        *(_seconds(contender.outcomes[sync].step_seconds) for sync in syncs),
+        *(f"{contender.outcomes[sync].step_seconds:#.4g}" for sync in syncs),
         f"{best.step_seconds / fastest_seconds:.2f}x",
         _percent(best.gap),
         _percent(best.idle_fraction),
@@ -60,10 +60,6 @@ def _cells(contender: Contender, syncs: Sequence[Sync], fastest_seconds: float) 
         str(best.over_budget),
         f"{1e3 * best.planning_seconds:.3g}" if best.planning_seconds < 1 else f"{1e3 * best.planning_seconds:.0f}",
     ]
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:#.4g}"
 
 
 def _percent(share: float) -> str:

@@ -58,7 +58,8 @@ class Report:
 
     def html(self) -> str:
         """Return the whole page."""
-        specs = dict(self._charts())
+        meta, specs = self.metadata, dict(self._charts())
+        made_by = f"fcp {meta.fcp_version}; plan hash {meta.plan_hash}"
         document = json.dumps({"config": charts.CONFIG, "charts": specs}, allow_nan=False, separators=(",", ":"))
         return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
             title=html.escape(f"Plan {self.name}" + (f" and run {self.run_name}" if self.run else "")),
@@ -66,8 +67,9 @@ class Report:
             warnings="".join(f'<p class="warning">{html.escape(warning)}</p>' for warning in self.warnings),
             headline="".join(_card(*card) for card in self._headline()),
             sections="".join(self._sections(specs)),
-            footer=html.escape(self._footer()),
+            footer=html.escape(f"{made_by}; manifest {meta.manifest.name}; made {meta.created}"),
             library=javascript_bundle(),
+            # A name in the plan that holds "</script" would end the script that the charts stand in.
             charts=document.replace("</", "<\\/"),
         )
 
@@ -86,10 +88,6 @@ class Report:
             "warnings": self.warnings,
         }
 
-    @property
-    def _colours(self) -> charts.DegreeColours:
-        return charts.DegreeColours(self.plan.summary.degrees)
-
     def _subtitle(self) -> str:
         meta = self.metadata
         return (
@@ -97,10 +95,6 @@ class Report:
             f"at most {counted(meta.tokens_per_rank, 'token')} each; "
             f"planned by {meta.solver}, sync {meta.sync}, seed {meta.seed}."
         )
-
-    def _footer(self) -> str:
-        meta = self.metadata
-        return f"fcp {meta.fcp_version}; plan hash {meta.plan_hash}; manifest {meta.manifest.name}; made {meta.created}"
 
     def _headline(self) -> Iterator[tuple[str, str, str]]:
         summary = self.plan.summary
@@ -118,16 +112,14 @@ class Report:
         yield "speed-up", "not known" if speedup.factor is None else f"{speedup.factor:.2f}x", speedup.remark
         yield "distinct groups", f"{self.metadata.distinct_groups:,}", "of degree over 1"
         if self.run is not None and not self.run.is_empty:
-            yield from self._measured_headline(self.run.totals())
-
-    def _measured_headline(self, totals: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
-        yield "measured step time", f"{totals['step_seconds']:.4g} s", "median, without warm-up"
-        yield "measured / predicted", f"{totals['ratio']:.3f}", "over all steps"
-        yield "measured idle", f"{totals['idle']:.2%}", "with gradient sums and the optimizer"
-        yield "measured tokens/s", f"{totals['tokens_per_second']:,.0f}", "whole job"
+            totals = self.run.totals()
+            yield "measured step time", f"{totals['step_seconds']:.4g} s", "median, without warm-up"
+            yield "measured / predicted", f"{totals['ratio']:.3f}", "over all steps"
+            yield "measured idle", f"{totals['idle']:.2%}", "with gradient sums and the optimizer"
+            yield "measured tokens/s", f"{totals['tokens_per_second']:,.0f}", "whole job"
 
     def _charts(self) -> Iterator[tuple[str, charts.Spec]]:
-        plan, ranks, colours = self.plan, self.metadata.num_ranks, self._colours
+        plan, ranks, colours = self.plan, self.metadata.num_ranks, charts.DegreeColours(self.plan.summary.degrees)
         measured = self.run is not None and not self.run.is_empty
         drift = self.run.drift() if self.run is not None and measured else None
         yield "chart-steps", charts.step_chart(plan.step_series(), drift)
@@ -139,10 +131,11 @@ class Report:
             bars = joined([*self.run.bars.values()])
             yield "chart-measured", charts.gantt_chart(bars, self._step_ends(), colours, **options)
         yield "chart-heat", charts.heat_chart(plan.heat.cells(), num_ranks=ranks)
-        yield "chart-lengths", charts.length_chart(plan.length_bars(), self._boundaries(), colours)
+        most, tokens = self.metadata.tokens_per_rank, plan.degree_boundaries()
+        boundaries: Columns = {"tokens": tokens, "label": [str(each // most) for each in tokens.tolist()]}
+        yield "chart-lengths", charts.length_chart(plan.length_bars(), boundaries, colours)
         yield "chart-mix", charts.mix_chart(self._mix(), colours)
-        memory = charts.memory_chart(plan.peak_bars(), tokens_per_rank=self.metadata.tokens_per_rank, num_ranks=ranks)
-        yield "chart-memory", memory
+        yield "chart-memory", charts.memory_chart(plan.peak_bars(), tokens_per_rank=most, num_ranks=ranks)
         if self.run is not None and drift is not None:
             yield "chart-scatter", charts.scatter_chart(self.run.scatter(), colours)
             yield "chart-residuals", charts.residual_chart(self.run.residuals())
@@ -159,11 +152,6 @@ class Report:
             rows += [(step, measured[step], "measured end")] if step in measured else []
         steps, at, what = zip(*rows, strict=True)
         return {"step": np.array(steps), "at": np.array(at), "what": list(what)}
-
-    def _boundaries(self) -> Columns:
-        boundaries = self.plan.degree_boundaries()
-        labels = [str(tokens // self.metadata.tokens_per_rank) for tokens in boundaries.tolist()]
-        return {"tokens": boundaries, "label": labels}
 
     def _mix(self) -> Columns:
         rows = [(degree, *shares) for degree, shares in self._shares().items()]
@@ -187,13 +175,18 @@ class Report:
         }
 
     def _sections(self, specs: Mapping[str, charts.Spec]) -> Iterator[str]:
-        yield _section(
-            "Steps",
-            "Planned seconds of each step and the seconds that no schedule can beat." + self._sampled(),
-            "chart-steps",
-        )
+        caption = "Planned seconds of each step and the seconds that no schedule can beat."
+        if self.plan.every > 1:
+            read = f"{self.plan.summary.steps:,} of {self.metadata.steps:,}"
+            caption += f" The plan is large: this page reads each {self.plan.every}th step, {read}."
+        yield _section("Steps", caption, "chart-steps")
         yield self._gantt_section("chart-measured" in specs)
-        yield _section("Idle time", "Share of each step in which a rank waits. " + self._heat_cells(), "chart-heat")
+        heat = self.plan.heat
+        steps, ranks = -(-heat.steps // heat.columns), -(-heat.num_ranks // heat.rows)
+        caption = "Share of each step in which a rank waits. "
+        if steps > 1 or ranks > 1:
+            caption += f"A cell is the mean of {_up_to(steps, 'step')} and {_up_to(ranks, 'rank')}."
+        yield _section("Idle time", caption, "chart-heat")
         yield '<div class="pair">'
         caption = "Colours: the degree at which sequences run. Dashed lines: what degree 1, 2, 4, ... can hold at most."
         yield _section("Lengths", caption, "chart-lengths")
@@ -249,19 +242,6 @@ class Report:
         if has_measured:
             figures = f"<p>Planned</p>{figures}<p>Measured</p>{_figure('chart-measured')}"
         return f"<section><h2>One step, rank by rank</h2><p>{caption}</p>{picker}{figures}</section>"
-
-    def _sampled(self) -> str:
-        every, read = self.plan.every, self.plan.summary.steps
-        if every == 1:
-            return ""
-        return f" The plan is large: this page reads each {every}th step, {read:,} of {self.metadata.steps:,}."
-
-    def _heat_cells(self) -> str:
-        heat = self.plan.heat
-        steps, ranks = -(-heat.steps // heat.columns), -(-heat.num_ranks // heat.rows)
-        if steps == ranks == 1:
-            return ""
-        return f"A cell is the mean of {_up_to(steps, 'step')} and {_up_to(ranks, 'rank')}."
 
     def _degree_table(self) -> str:
         head = "".join(

@@ -135,15 +135,13 @@ class PlanPicture:
         np.maximum.at(self.peak_tokens, step.ranks, np.repeat(held, step.degrees))
         for group in step.ring_groups():
             self.groups.setdefault(len(group) // 4, set()).add(hash(group))
-        self._add_lengths(step)
-        self._keep_bars(step)
-
-    def _add_lengths(self, step: StepPlan) -> None:
         self.longest_tokens = max(self.longest_tokens, int(step.lengths.max(initial=0)))
+        # A histogram over (degree, length), with lengths in bins of equal ratio.
         degrees = np.repeat(step.degrees, np.diff(step.sequence_offsets))
         bins = (np.log2(step.lengths) * _BINS_PER_OCTAVE).astype(np.int64)
         counts = np.bincount(degrees * _LENGTH_BINS + bins, minlength=self.lengths.size)
         self.lengths += counts.reshape(self.lengths.shape)
+        self._keep_bars(step)
 
     def _keep_bars(self, step: StepPlan) -> None:
         if self._chosen_steps is None:

@@ -41,12 +41,14 @@ def speedup_text(speedup: float, static_degree: int, sampled: int, steps: int) -
 def _headline(metadata: PlanMetadata, summary: PlanSummary) -> dict[str, str]:
     each = counted(metadata.tokens_per_rank, "token")
     shape = f"{counted(metadata.num_ranks, 'rank')}, {metadata.ranks_per_node} per node, {each} each"
+    unit = f"multiples of {metadata.padding_multiple} x degree"
+    padding = f"{summary.padding_fraction:.2%} more tokens, with sequences padded to {unit}"
     lines = {
         "plan": f"{counted(summary.steps, 'step')} by {metadata.solver}, sync {metadata.sync}, seed {metadata.seed}",
         "ranks": shape,
         **({"devices": devices_text(metadata)} if metadata.devices_per_rank > 1 else {}),
         "sequences": f"{summary.sequences:,} with {counted(summary.tokens, 'token')}{_left_out(metadata)}",
-        **_padding(metadata, summary),
+        **({"padding": padding} if metadata.padding_multiple is not None else {}),
         "step time": f"{summary.mean_step_seconds:.4g} s mean, slowest {summary.slowest_step_seconds:.4g} s "
         f"(step {summary.slowest_step})",
         "gap": f"{summary.gap:.2%} over the lower bound of {summary.bound_seconds / max(summary.steps, 1):.4g} s",
@@ -60,13 +62,6 @@ def _headline(metadata: PlanMetadata, summary: PlanSummary) -> dict[str, str]:
         lines["options"] = ", ".join(f"{name} {value}" for name, value in metadata.solver_options.items())
     lines["hash"] = metadata.plan_hash[:16]
     return lines
-
-
-def _padding(metadata: PlanMetadata, summary: PlanSummary) -> dict[str, str]:
-    if metadata.padding_multiple is None:
-        return {}
-    unit = f"multiples of {metadata.padding_multiple} x degree"
-    return {"padding": f"{summary.padding_fraction:.2%} more tokens, with sequences padded to {unit}"}
 
 
 def devices_text(metadata: PlanMetadata) -> str:

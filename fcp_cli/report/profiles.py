@@ -23,10 +23,17 @@ if TYPE_CHECKING:
 def print_profile(console: Console, profile: CostProfile, *, lengths: Sequence[int], degrees: Sequence[int]) -> None:
     """Explain a profile: every figure, where one kind of work overtakes another, example times, errors."""
     console.print(f"{profile.model} on {profile.cluster}: {profile.origin}", style="bold")
-    console.print(_figures(profile))
+    table = _table("figure", "value", "meaning", left=(0, 2))
+    for figure in figures_of(profile):
+        table.add_row(figure.path.split(".")[-1], f"{figure.value:.4g}", figure.meaning)
+    console.print(table)
     for line in reading(profile, degrees):
         console.print(line, markup=False, soft_wrap=True)
-    console.print(_times(profile, lengths or example_lengths(profile), degrees))
+    lengths = lengths or example_lengths(profile)
+    table = _table("seconds at length", *(f"degree {degree}" for degree in degrees))
+    for length, seconds in zip(lengths, seconds_table(profile, lengths, degrees).tolist(), strict=True):
+        table.add_row(f"{length:,}", *(f"{value:.4g}" for value in seconds))
+    console.print(table)
     print_errors(console, profile)
 
 
@@ -133,20 +140,6 @@ def print_differences(console: Console, first: CostProfile, second: CostProfile,
         ratio = "same" if row.first == row.second else "-" if row.ratio is None else f"{row.ratio:.3f}"
         table.add_row(row.path.split(".")[-1], f"{row.first:.4g}", f"{row.second:.4g}", ratio)
     console.print(table)
-
-
-def _figures(profile: CostProfile) -> Table:
-    table = _table("figure", "value", "meaning", left=(0, 2))
-    for figure in figures_of(profile):
-        table.add_row(figure.path.split(".")[-1], f"{figure.value:.4g}", figure.meaning)
-    return table
-
-
-def _times(profile: CostProfile, lengths: Sequence[int], degrees: Sequence[int]) -> Table:
-    table = _table("seconds at length", *(f"degree {degree}" for degree in degrees))
-    for length, seconds in zip(lengths, seconds_table(profile, lengths, degrees).tolist(), strict=True):
-        table.add_row(f"{length:,}", *(f"{value:.4g}" for value in seconds))
-    return table
 
 
 def _table(*columns: str, left: Sequence[int] = (0,)) -> Table:

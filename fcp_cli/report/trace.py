@@ -62,26 +62,17 @@ class TraceBuilder:
         lengths = [0.0]
         if planned is not None:
             lengths.append(planned.makespan_seconds)
-            yield self._planned_step(planned)
+            figures = {"bound_seconds": planned.bound_seconds, "gap": planned.gap}
+            figures["idle_fraction"] = planned.idle_fraction(self.num_ranks)
+            yield self._slice("planned", None, f"step {planned.step}", 0.0, planned.makespan_seconds, figures)
             yield from self._planned_microbatches(microbatches.values())
         if measured is not None:
             lengths.append(measured.seconds)
-            yield self._measured_step(measured)
+            args = {"predicted_seconds": measured.predicted_seconds, "tokens": measured.tokens, "loss": measured.loss}
+            args |= {"idle_fraction": measured.idle_fraction, "warm_up": measured.warm_up}
+            yield self._slice("measured", None, f"step {measured.step}", 0.0, measured.seconds, args)
             yield from self._measured_microbatches(measured, microbatches)
         self.clock_seconds += max(lengths)
-
-    def _planned_step(self, step: StepPlan) -> Event:
-        args = {
-            "bound_seconds": step.bound_seconds,
-            "gap": step.gap,
-            "idle_fraction": step.idle_fraction(self.num_ranks),
-        }
-        return self._slice("planned", None, f"step {step.step}", 0.0, step.makespan_seconds, args)
-
-    def _measured_step(self, step: RunStep) -> Event:
-        args = {"predicted_seconds": step.predicted_seconds, "tokens": step.tokens, "loss": step.loss}
-        args |= {"idle_fraction": step.idle_fraction, "warm_up": step.warm_up}
-        return self._slice("measured", None, f"step {step.step}", 0.0, step.seconds, args)
 
     def _planned_microbatches(self, microbatches: Iterable[MicroBatch]) -> Iterator[Event]:
         for microbatch in microbatches:
@@ -142,11 +133,9 @@ class TraceBuilder:
     def _track(self, kind: Kind, rank: int | None) -> dict[str, int]:
         if rank is None:
             return {"pid": _STEPS_PID, "tid": 1 + _KINDS.index(kind)}
-        return {"pid": self._pid(kind, rank // self.ranks_per_node), "tid": 1 + rank}
-
-    def _pid(self, kind: Kind, node: int) -> int:
-        """Return an id that puts planned and measured tracks of one node next to each other."""
-        return 1 + _STEPS_PID + len(_KINDS) * node + _KINDS.index(kind)
+        # Perfetto sorts processes by their id: this puts planned and measured tracks of one node next to each other.
+        first_of_node = 1 + _STEPS_PID + len(_KINDS) * (rank // self.ranks_per_node)
+        return {"pid": first_of_node + _KINDS.index(kind), "tid": 1 + rank}
 
 
 def _name(order: int, degree: int) -> str:
