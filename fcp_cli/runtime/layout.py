@@ -182,10 +182,17 @@ class ShardLayout:
         # The back of a sequence starts after its front in the local buffer.
         q_starts = _offsets(owned[member]) + (fronts[member] if source > member else 0)
         k_starts = _offsets(owned[source])
+        # A sequence of fewer than 2d tokens has empty chunks, which kernels do not take.
         live = np.flatnonzero((q_sizes > 0) & (k_sizes > 0))
         calls = [live] if packed and live.size else live[:, None]
-        causal = source == member
-        return tuple(_make_hop(q_starts[i], q_sizes[i], k_starts[i], k_sizes[i], causal) for i in calls)
+        return tuple(
+            Hop(
+                q_rows=_rows(q_starts[i], q_sizes[i]),
+                k_rows=_rows(k_starts[i], k_sizes[i]),
+                segments=Segments(tuple(q_sizes[i].tolist()), tuple(k_sizes[i].tolist()), source == member),
+            )
+            for i in calls
+        )
 
 
 @lru_cache(maxsize=CACHED_LAYOUTS)
@@ -197,14 +204,6 @@ def shard_layout(lengths: tuple[int, ...], degree: int) -> ShardLayout:
 def _offsets(sizes: IntArray) -> IntArray:
     """Return the exclusive prefix sum."""
     return np.cumsum(sizes) - sizes
-
-
-def _make_hop(q_starts: IntArray, q_sizes: IntArray, k_starts: IntArray, k_sizes: IntArray, causal: bool) -> Hop:
-    return Hop(
-        q_rows=_rows(q_starts, q_sizes),
-        k_rows=_rows(k_starts, k_sizes),
-        segments=Segments(tuple(q_sizes.tolist()), tuple(k_sizes.tolist()), causal),
-    )
 
 
 def _rows(starts: IntArray, sizes: IntArray) -> Rows:

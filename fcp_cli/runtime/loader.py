@@ -95,7 +95,9 @@ def load_steps(
         shards = tuple(load_shard(row, fetch, rank=rank, labelled=labelled) for row in step.rows)
         count = sum(int((shard.labels != IGNORED).sum()) for shard in shards)
         for shard in shards:
-            _prepare_hops(shard, packed=device.type != "cpu")
+            # Worked out here, in the loader's thread: the first layer's attention would wait for them.
+            for source in range(shard.layout.degree):
+                shard.layout.hops(shard.member, source, packed=device.type != "cpu")
         if device.type == "cuda":
             shards = tuple(map(_pinned, shards))
         yield LoadedStep(plan=step, shards=shards, labelled_tokens=count)
@@ -181,12 +183,6 @@ def _has_labels(found: Any) -> bool:
 
 def _tokens(values: Any) -> Tensor:
     return torch.as_tensor(values, dtype=torch.int64)
-
-
-def _prepare_hops(shard: Shard, *, packed: bool) -> None:
-    """Work out the ring's hops here, in the loader's thread: the first layer's attention would wait for them."""
-    for source in range(shard.layout.degree):
-        shard.layout.hops(shard.member, source, packed=packed)
 
 
 def _pinned(shard: Shard) -> Shard:

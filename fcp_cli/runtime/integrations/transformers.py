@@ -132,19 +132,16 @@ def _bring_embeddings(
     if ring is None:
         return None  # not under a plan
     family, visuals = FAMILIES[module.config.model_type], ring.visuals
-    with torch.set_grad_enabled(torch.is_grad_enabled() and _is_trained(module)):
+    # A frozen tower and projector need no graph, which would keep their activations until the backward.
+    parts = [part for name, part in module.named_children() if name != "language_model"]
+    is_trained = any(parameter.requires_grad for part in parts for parameter in part.parameters())
+    with torch.set_grad_enabled(torch.is_grad_enabled() and is_trained):
         embeddings = family.encode(module, visuals.parts if visuals else (), visuals.pixels if visuals else None)
     ring.encoder_calls += 1
     if visuals is None:
         return args, {**kwargs, "mm_encoder_outputs": family.encoder_outputs(embeddings[:0], ())}
     arrived = exchange(embeddings, visuals.route, ring.transport)
     return args, {**kwargs, "mm_encoder_outputs": family.encoder_outputs(arrived, visuals.kinds)}
-
-
-def _is_trained(module: nn.Module) -> bool:
-    """Return whether anything besides the language model has a gradient."""
-    parts = [part for name, part in module.named_children() if name != "language_model"]
-    return any(parameter.requires_grad for part in parts for parameter in part.parameters())
 
 
 def _attention_forward(

@@ -189,19 +189,17 @@ class Follower:
 
     def _announce(self, step: LoadedStep, probed: str) -> None:
         if dist.get_rank() == 0:
+            padding = ""
+            if self._even_chunks:
+                padding = f"; {padding_report(self._plan, self.metadata, tensor_parallel=self._multiple)}"
             print(
                 f"fcp: following {self._plan} (plan hash {self.metadata.plan_hash[:12]}) from step {step.plan.step} of "
                 f"{self.metadata.steps}, {self.metadata.num_ranks} ranks, sync {self.metadata.sync}; "
                 f"{self.stack.name}, {self._layers} attention layers hooked"
-                f"{f' on {self._engine}' if self._engine is not None else ''}{self._padding()}; {probed}",
+                f"{f' on {self._engine}' if self._engine is not None else ''}{padding}; {probed}",
                 file=sys.stderr,
                 flush=True,
             )
-
-    def _padding(self) -> str:
-        if not self._even_chunks:
-            return ""
-        return f"; {padding_report(self._plan, self.metadata, tensor_parallel=self._multiple)}"
 
     def _check_rows(self, samples: Samples) -> None:
         rows = self.metadata.manifest.rows
@@ -332,15 +330,13 @@ def _checked_loss(
                 "return (sum of token losses, number of tokens, report), as with --calculate-per-token-loss"
             )
         if counted is not None and LOSS_MASK in counted.batch:
-            _check_count(int(found[1]), int(counted.batch[LOSS_MASK].sum()), counted)
+            masked = int(counted.batch[LOSS_MASK].sum())
+            if int(found[1]) != masked:
+                raise RunError(
+                    f"step {counted.row.step}, micro-batch {counted.row.order}: the script's loss function counts "
+                    f"{int(found[1])} tokens, but its data iterator's loss mask has {masked}; it must return the sum "
+                    "of that mask"
+                )
         return found
 
     return checked
-
-
-def _check_count(counted: int, masked: int, microbatch: PlannedMicroBatch) -> None:
-    if counted != masked:
-        raise RunError(
-            f"step {microbatch.row.step}, micro-batch {microbatch.row.order}: the script's loss function counts "
-            f"{counted} tokens, but its data iterator's loss mask has {masked}; it must return the sum of that mask"
-        )

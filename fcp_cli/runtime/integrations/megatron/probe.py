@@ -74,10 +74,10 @@ def probe(
             with stack.around_script():
                 grouped = _attended(model, layer, shard.batch, weight, enter(shard))
             with stack.without_ring(model, layer):
-                alone = [
-                    _attended(model, layer, load(one, samples).batch, weight)[:, : one.tokens]
-                    for one in _alone(row, rank)
-                ]
+                alone = []
+                for at, length in zip(row.sequences, row.lengths, strict=True):
+                    one = load(replace(row, ranks=(rank,), sequences=(at,), lengths=(length,)), samples)
+                    alone.append(_attended(model, layer, one.batch, weight)[:, :length])
             places = shard.batch[_PLACES][0, shard.is_planned] - row.sequences[0]
             expected = torch.cat(alone, dim=1)[:, places]
             differences += _differences(grouped[:, shard.is_planned], expected)
@@ -120,11 +120,6 @@ def _tiny(row: MicroBatch, multiple: int) -> MicroBatch:
     lengths = (multiple * (2 * row.degree + 3), multiple * (row.degree + 1))
     first = row.order << 20
     return replace(row, sequences=(first, first + lengths[0]), lengths=lengths)
-
-
-def _alone(row: MicroBatch, rank: int) -> Iterator[MicroBatch]:
-    for at, length in zip(row.sequences, row.lengths, strict=True):
-        yield replace(row, ranks=(rank,), sequences=(at,), lengths=(length,))
 
 
 def _axes(model: Any) -> int:
@@ -205,7 +200,7 @@ def _frozen(layer: nn.Module) -> Iterator[None]:
 
 def _differences(found: Tensor, expected: Tensor) -> list[float]:
     """Return the relative L2 difference of [kinds, tokens, hidden_size], for each kind."""
-    error, size = ((tensor.flatten(1).norm(dim=1)) for tensor in (found - expected, expected))
+    error, size = (tensor.flatten(1).norm(dim=1) for tensor in (found - expected, expected))
     relative: list[float] = (error / size.clamp_min(1e-30)).tolist()
     return relative
 

@@ -105,7 +105,9 @@ def make_rings(model: nn.Module, plan: Path, peers: Sequence[int], device: torch
     Raises:
         RunError: a process is in more groups than its device has memory for.
     """
-    planned = _ring_groups(plan)
+    rows = (row for step in PlanReader(plan).steps() for row in step.microbatches())
+    # In one order for all processes: new_group is collective, and would wait for ever where they differ.
+    planned = sorted({row.ranks for row in rows if row.degree > 1}, key=lambda ranks: (len(ranks), ranks))
     _check_memory(plan, sum(peers.index(dist.get_rank()) in ranks for ranks in planned), device)
     for core in _cores(model):
         core.cp_comm_type = _PEER_TO_PEER
@@ -157,12 +159,6 @@ def _check_memory(plan: Path, groups: int, device: torch.device) -> None:
 
 def _cores(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if type(module).__name__ == _CORE]
-
-
-def _ring_groups(plan: Path) -> list[tuple[int, ...]]:
-    """Return the groups of degree > 1, in one order for all processes."""
-    rows = (row for step in PlanReader(plan).steps() for row in step.microbatches())
-    return sorted({row.ranks for row in rows if row.degree > 1}, key=lambda ranks: (len(ranks), ranks))
 
 
 def _members(planned: Iterable[tuple[int, ...]], peers: Sequence[int]) -> list[tuple[int, ...]]:

@@ -48,14 +48,12 @@ _ANSWERS: Mapping[str, Callable[[Placement], Any]] = {
     f"{_PARALLEL_STATE}.get_context_parallel_world_size": lambda placement: len(placement.ranks) or None,
     f"{_PARALLEL_STATE}.get_context_parallel_rank": lambda placement: placement.index if placement.ranks else None,
     f"{_PARALLEL_STATE}.get_data_parallel_group": lambda placement: placement.data,
-    f"{_RINGS}.get_ring_ranks_for_intra_window": lambda placement: list(_own(placement)) or None,
+    f"{_RINGS}.get_ring_ranks_for_intra_window": lambda placement: (
+        list(placement.ranks[placement.index : placement.index + 1]) or None  # a window of this rank alone
+    ),
     f"{_RINGS}.get_ring_ranks_for_inter_window_kv": lambda placement: list(placement.ranks) or None,
     f"{_RINGS}.get_ring_ranks_for_inter_window_dkv": lambda placement: list(placement.ranks) or None,
 }
-
-
-def _own(placement: Placement) -> tuple[int, ...]:
-    return placement.ranks[placement.index : placement.index + 1]
 
 
 @contextmanager
