@@ -5,23 +5,20 @@ Images and frames are square tiles of one size, which the encoder sees one by on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fcp_cli.errors import RunError
-from fcp_cli.vision.parts import Kind, VisualPart, VisualSequence
-
-Tiles: TypeAlias = "Tensor | Callable[[int, int], Tensor]"
-"""A processor's tiles [tiles, channels, height, width], or a function that gives tiles start to stop when asked."""
+from fcp_cli.vision.parts import Kind, Pixels, VisualPart, VisualSequence, pixel_rows
 
 
 def visual_sequence(
-    config: Any, input_ids: Any, *, labels: Any = None, pixel_values: Tiles | None = None
+    config: Any, input_ids: Any, *, labels: Any = None, pixel_values: Pixels | None = None
 ) -> VisualSequence:
     """Make one sequence of what the model's processor returns for it.
 
@@ -29,7 +26,8 @@ def visual_sequence(
         config: of the whole model (`InternVLConfig`).
         input_ids: [tokens] with placeholders, `image_seq_length` for each tile.
         labels: [tokens], -100 where a token is not to be learned; None learns every token.
-        pixel_values: the tiles of its images and frames; a function is called only on the rank that encodes them.
+        pixel_values: the tiles [tiles, channels, height, width] of its images and frames; a function is called
+            only on the rank that encodes them.
 
     Raises:
         RunError: placeholders that do not fit the tiles.
@@ -59,7 +57,7 @@ def visual_sequence(
                 num_tokens=size,
                 work=1.0,
                 grid=(side, side),
-                pixels=partial(_tile, pixel_values, number),
+                pixels=partial(pixel_rows, pixel_values, number, number + 1),
             )
             for number, start in enumerate(starts.tolist())
             if pixel_values is not None
@@ -93,7 +91,3 @@ def encoder_outputs(embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
     return {"image": BaseModelOutputWithPooling(pooler_output=embeddings.transpose(0, 1))}
-
-
-def _tile(tiles: Tiles, number: int) -> Tensor:
-    return tiles(number, number + 1) if callable(tiles) else tiles[number : number + 1]

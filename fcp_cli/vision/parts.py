@@ -18,6 +18,9 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 
 Kind = Literal["image", "video"]
 
+Pixels: TypeAlias = "Tensor | Callable[[int, int], Tensor]"
+"""What a processor made of pictures, [rows, ...], or a function that gives rows start to stop of it when asked."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisualPart:
@@ -56,6 +59,11 @@ class VisualSequence:
     labels: Any = None
     parts: tuple[VisualPart, ...] = ()
     position_ids: IntArray | None = None
+
+
+def pixel_rows(pixels: Pixels, start: int, stop: int) -> Tensor:
+    """Return the rows of one part."""
+    return pixels(start, stop) if callable(pixels) else pixels[start:stop]
 
 
 def share_out(work: Sequence[float], members: int) -> IntArray:

@@ -10,19 +10,16 @@ neither its positions nor its patches know of time. That is what lets a video be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fcp_cli.errors import RunError
-from fcp_cli.vision.parts import IntArray, Kind, VisualPart, VisualSequence
-
-Pixels: TypeAlias = "Tensor | Callable[[int, int], Tensor]"
-"""A processor's pixel rows [patches, values], or a function that gives rows start to stop of them when asked."""
+from fcp_cli.vision.parts import IntArray, Kind, Pixels, VisualPart, VisualSequence, pixel_rows
 
 
 def visual_sequence(
@@ -42,7 +39,8 @@ def visual_sequence(
         input_ids: [tokens] with placeholders.
         labels: [tokens], -100 where a token is not to be learned; None learns every token.
         image_grid_thw, video_grid_thw: [images or videos, 3] patches in time, height and width.
-        pixel_values, pixel_values_videos: their pixels; a function is called only on the rank that encodes them.
+        pixel_values, pixel_values_videos: their pixels [patches, values]; a function is called only on the
+            rank that encodes them.
 
     Raises:
         RunError: placeholders that do not fit the grids.
@@ -70,8 +68,9 @@ def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Te
     visual = model.visual
     grids = [(1, *part.grid) for part in parts]
     if pixels is None:
-        merge = visual.spatial_merge_size
-        pixels = torch.zeros(merge * merge, _pixel_values(model.config.vision_config), device=visual.device)
+        merge, vision = visual.spatial_merge_size, model.config.vision_config
+        values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        pixels = torch.zeros(merge * merge, values, device=visual.device)
         grids = [(1, merge, merge)]
     found = visual(
         pixels.to(visual.device, visual.dtype), grid_thw=torch.tensor(grids, device=visual.device), return_dict=True
@@ -130,13 +129,9 @@ def _parts(config: Any, ids: IntArray, kind: Kind, grid_thw: Any, pixels: Pixels
                 num_tokens=tokens,
                 work=_work(vision, patches),
                 grid=(height, width),
-                pixels=partial(_rows, pixels, patch, patch + patches),
+                pixels=partial(pixel_rows, pixels, patch, patch + patches),
             )
             token, patch = token + tokens, patch + patches
-
-
-def _rows(pixels: Pixels, start: int, stop: int) -> Tensor:
-    return pixels(start, stop) if callable(pixels) else pixels[start:stop]
 
 
 def _work(vision: Any, patches: int) -> float:
@@ -165,8 +160,3 @@ def _position_ids(length: int, parts: Sequence[VisualPart], merge: int) -> IntAr
         position += max(height, width)
     positions[:, at:] = position + np.arange(length - at)
     return positions
-
-
-def _pixel_values(vision: Any) -> int:
-    """Return how many values one patch of pixels has."""
-    return int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
