@@ -79,21 +79,15 @@ class TrainingProgress:
     def _show(self, record: Mapping[str, Any]) -> None:
         if not record.get("warm_up"):
             self._pace.append(record["seconds"])
-        line = progress_line(record, steps=self._steps, seconds_left=self._seconds_left(record["step"]))
+        step, pace = record["step"], self._pace
+        seconds_left = (self._steps - step - 1) * sum(pace) / len(pace) if pace else None
+        line = progress_line(record, steps=self._steps, seconds_left=seconds_left)
         if self._console.is_terminal:
             self._update_live(line)
-        elif self._is_due(record["step"]):
+        elif self._first_step is None or (step + 1) % self._every == 0 or step + 1 == self._steps:
             self._console.print(line, markup=False, soft_wrap=True)
         if self._first_step is None:
-            self._first_step = record["step"]
-
-    def _is_due(self, step: int) -> bool:
-        return self._first_step is None or (step + 1) % self._every == 0 or step + 1 == self._steps
-
-    def _seconds_left(self, step: int) -> float | None:
-        if not self._pace:
-            return None
-        return (self._steps - step - 1) * sum(self._pace) / len(self._pace)
+            self._first_step = step
 
     def _update_live(self, line: str) -> None:
         from rich.live import Live

@@ -13,6 +13,7 @@ from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.settings import parse_settings
 
 _INTERRUPTED = 130
+_LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer")  # gloo's words; it has no class for them
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,18 +31,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FcpError as error:
         return _fail(error)
     except torch.OutOfMemoryError as error:
-        return _fail(_out_of_memory(error))
+        reason = str(error).strip().splitlines()[0]
+        remedy = "plan with a smaller --tokens-per-rank, or train with --recompute"
+        return _fail(RunError(f"out of device memory: {remedy} ({reason})"))
     except Exception as error:
-        if isinstance(error, RuntimeError) and _is_lost_connection(error):
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_CONNECTION):
             # Another rank failed, and leaves its own error; torchrun is about to end this one.
             print(f"lost the connection to another rank: {str(error).splitlines()[0]}", file=sys.stderr)
             return 1
         record_error(error)
         raise
-
-
-def _is_lost_connection(error: RuntimeError) -> bool:
-    return "Connection closed by peer" in str(error) or "Connection reset by peer" in str(error)
 
 
 def _fail(error: FcpError) -> int:
@@ -50,13 +49,6 @@ def _fail(error: FcpError) -> int:
     speaker = "" if is_alone else f"rank {os.environ['RANK']} on {socket.gethostname()}: "
     print(f"error: {speaker}{error}", file=sys.stderr)
     return error.exit_status
-
-
-def _out_of_memory(error: BaseException) -> FcpError:
-    reason = str(error).strip().splitlines()[0]
-    return RunError(
-        f"out of device memory: plan with a smaller --tokens-per-rank, or train with --recompute ({reason})"
-    )
 
 
 if __name__ == "__main__":

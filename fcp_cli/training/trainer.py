@@ -127,7 +127,8 @@ class Trainer:
             if self._report is not None:
                 self._report.step(measured)
             finished = step.index + 1
-            if stopping or self._checkpoint_is_due(finished):
+            every = self.settings.checkpoint_every
+            if stopping or finished == self.last_step or (every > 0 and finished % every == 0):
                 self._save(finished)
             if stopping and finished < self.last_step:
                 return False
@@ -173,10 +174,6 @@ class Trainer:
         if self.is_sharded or self.dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.session.device.type, dtype=self.dtype)
-
-    def _checkpoint_is_due(self, finished: int) -> bool:
-        every = self.settings.checkpoint_every
-        return finished == self.last_step or (every > 0 and finished % every == 0)
 
     def _save(self, finished: int) -> None:
         path = save_checkpoint(

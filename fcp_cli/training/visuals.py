@@ -46,8 +46,12 @@ class SyntheticVisuals:
         ids = self._ids(row, images, videos)
         labels = np.where(np.isin(ids, self._placeholders), IGNORED, ids)
         if self._config.model_type == "internvl":
+            tile = (self._config.vision_config.num_channels, *self._config.vision_config.image_size)
             return internvl.visual_sequence(
-                self._config, ids, labels=labels, pixel_values=lambda start, stop: self._tiles(row, start, stop)
+                self._config,
+                ids,
+                labels=labels,
+                pixel_values=lambda start, stop: self._noise((row, start), (stop - start, *tile)),
             )
         return qwen3_vl.visual_sequence(
             self._config,
@@ -88,10 +92,6 @@ class SyntheticVisuals:
         vision = self._config.vision_config
         values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         return self._noise((row, kind, start), (stop - start, values))
-
-    def _tiles(self, row: int, start: int, stop: int) -> Tensor:
-        vision = self._config.vision_config
-        return self._noise((row, start), (stop - start, vision.num_channels, *vision.image_size))
 
     def _noise(self, key: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         generator = np.random.default_rng([self._seed, *key])

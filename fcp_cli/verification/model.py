@@ -54,13 +54,12 @@ class TinyLanguageModel(nn.Module):
         self.norm = nn.RMSNorm(config.width)
         self.output = nn.Linear(config.width, config.vocab_size, bias=False)
         self.to(dtype)
-        self._initialise(torch.Generator().manual_seed(seed))
-
-    @torch.no_grad()
-    def _initialise(self, generator: torch.Generator) -> None:
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.2)
+        # Drawn in fp64 whatever `dtype` is, so that models of two types have the same weights up to rounding.
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                if parameter.dim() > 1:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.2)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, ring: Ring | None = None) -> Tensor:
         """Return the logits [1, T, vocabulary] of input_ids, position_ids [1, T]."""
@@ -93,14 +92,14 @@ class _Block(nn.Module):
 
     def forward(self, hidden: Tensor, position_ids: Tensor, ring: Ring | None) -> Tensor:
         normed = self.attention_norm(hidden)
-        q, k, v = (self._split_heads(project(normed)) for project in (self.query, self.key, self.value))
+        q, k, v = (
+            project(normed).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
         attended = self.attend(_rotate(q, position_ids), _rotate(k, position_ids), v, ring)
         hidden = hidden + self.attention_output(attended.transpose(1, 2).flatten(2))
         out: Tensor = hidden + self.feed_forward(hidden)
         return out
-
-    def _split_heads(self, projected: Tensor) -> Tensor:
-        return projected.view(*projected.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
 
 def _rotate(x: Tensor, position_ids: Tensor) -> Tensor:

@@ -66,17 +66,16 @@ def check_order(
     Raises:
         RunError: names the first rank and operation at fault.
     """
-    batches = {rank: _batches(issued) for rank, issued in sorted(operations.items())}
+    batches = {
+        rank: [tuple(batch) for _, batch in groupby(issued, key=lambda operation: operation.batch)]
+        for rank, issued in sorted(operations.items())
+    }
     for rank, issued in batches.items():
         for number, batch in enumerate(issued):
             _check_batch(rank, number, batch)
     _check_collectives(operations, groups or {})
     _check_pairs(operations)
     _simulate(batches, groups or {})
-
-
-def _batches(issued: Sequence[Operation]) -> list[Batch]:
-    return [tuple(batch) for _, batch in groupby(issued, key=lambda operation: operation.batch)]
 
 
 def _check_batch(rank: int, number: int, batch: Batch) -> None:
@@ -182,7 +181,11 @@ def _advance(
     for position, operation in enumerate(batch):
         if position not in matched[rank]:
             _match(rank, position, operation, batches, heads, matched)
-    return _leave_if_done(rank, batch, heads, matched)
+    if len(matched[rank]) < len(batch):
+        return False
+    heads[rank] += 1
+    matched[rank] = set()
+    return True
 
 
 def _is_at(rank: int, collective: Operation, batches: Mapping[int, list[Batch]], heads: Mapping[int, int]) -> bool:
@@ -211,11 +214,3 @@ def _match(
             matched[rank].add(position)
             matched[peer].add(i)
             return
-
-
-def _leave_if_done(rank: int, batch: Batch, heads: dict[int, int], matched: dict[int, set[int]]) -> bool:
-    if len(matched[rank]) < len(batch):
-        return False
-    heads[rank] += 1
-    matched[rank] = set()
-    return True

@@ -97,7 +97,10 @@ def verify(plan: Path, *, num_steps: int = 3, first_step: int = 0, max_length: i
         raise RunError(f"{plan} ends after step {metadata.end_step - 1}: there is none from step {first_step} on")
     longest = max(int(step.lengths.max()) for step in steps)
     scale = min(1.0, max_length / longest)
-    scaled = [_scaled(step, scale, number) for number, step in enumerate(steps)]
+    scaled = [
+        replace(step, step=number, lengths=np.maximum(np.floor(step.lengths * scale), 1).astype(np.int32))
+        for number, step in enumerate(steps)
+    ]
     processes = metadata.num_ranks <= MOST_PROCESSES
     with TemporaryDirectory(prefix="fcp-verify-") as folder, _one_thread_per_rank():
         path = _write(Path(folder) / "plan.parquet", metadata, scaled)
@@ -112,11 +115,6 @@ def verify(plan: Path, *, num_steps: int = 3, first_step: int = 0, max_length: i
         steps=tuple(_verdicts(steps, scaled, ranks, alone)),
         order_fault=_order_fault(ranks),
     )
-
-
-def _scaled(step: StepPlan, scale: float, number: int) -> StepPlan:
-    lengths = np.maximum(np.floor(step.lengths * scale), 1).astype(np.int32) if scale < 1.0 else step.lengths
-    return replace(step, step=number, lengths=lengths)
 
 
 def _write(path: Path, metadata: PlanMetadata, steps: Sequence[StepPlan]) -> Path:
