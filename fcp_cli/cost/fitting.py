@@ -291,6 +291,8 @@ def _robust_fit(terms: _Terms, tiers: Sequence[str], start: FloatArray) -> tuple
         return np.concatenate([error, PRIOR_WEIGHT * (parameters[ring] / start[ring] - 1.0)])
 
     lower, upper = np.zeros(len(start)), np.full(len(start), np.inf)
+    # Bounds are multiples of the start. A ring's figures stay above zero, since a bandwidth is the inverse of one; the
+    # exposed share, the last parameter where there is one, ends at 1.
     lower[ring] = 1e-3
     upper[ring.stop :] = 1.0 / _START_SHARE
     parameters = robust_least_squares(residuals, start, (lower * start, upper * start))

@@ -85,6 +85,7 @@ class PeakMemory:
     def reset(self) -> None:
         if self._device.type == "cpu":
             with suppress(OSError):
+                # 5 sets VmHWM back to the present resident size; see proc(5).
                 Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         else:
             torch.get_device_module(self._device).reset_peak_memory_stats(self._device)

@@ -181,6 +181,7 @@ class Measurer:
 
     def _warm_up(self) -> None:
         """Run each degree once or twice: the first call of a kernel compiles and allocates, later ones do not."""
+        # A set of small integers has one order on all ranks, which run this together; points come cheapest first.
         for degree in {point.degree for point in self.points}:
             cheapest = next(point for point in self.points if point.degree == degree)
             for _ in range(2):

@@ -79,6 +79,7 @@ class Workload:
 
     def set_layers(self, layers: int) -> None:
         """Keep only the first so many layers for the next calls."""
+        # Decoders of transformers run self.layers[: config.num_hidden_layers].
         self.model.config.num_hidden_layers = layers  # type: ignore[union-attr]
 
     def microbatch(self, lengths: tuple[int, ...], ranks: Sequence[int], index: int) -> Callable[[], None]:

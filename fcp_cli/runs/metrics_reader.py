@@ -155,6 +155,7 @@ class RunFile:
             if record["kind"] == "step":
                 return run_step(record, num_ranks=self.num_ranks)
             if record["kind"] == "run":
+                # Both raise here where they are missing or no numbers, so that the record counts as damaged.
                 int(record["num_ranks"]), int(record["ranks_per_node"])
                 self.run = record
         except (ValueError, KeyError, TypeError):

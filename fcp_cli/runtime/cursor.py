@@ -93,6 +93,7 @@ class PlanCursor:
             expected += 1
 
     def _rank_step(self, plan: StepPlan) -> RankStep:
+        # The ranks of all rows lie back to back: an entry belongs to the last row that begins at or before it.
         rows = np.searchsorted(plan.rank_offsets, np.flatnonzero(plan.ranks == self.rank), side="right") - 1
         if not len(rows):
             raise RunError(

@@ -126,6 +126,8 @@ class FsdpStepSync(GradientSync):
     def reduce(self) -> None:
         """Do what FSDP2 does when its last backward ends, for all layers: reduce-scatter, and let go of the weights."""
         self._set(True)
+        # Private, but the only way: by its public ones FSDP2 reduces inside a backward, of which ranks run different
+        # numbers.
         self._model._get_fsdp_state()._root_post_backward_final_callback()
         self._is_gathered = False
 
@@ -165,6 +167,7 @@ class PlainSync(GradientSync):
         """All-reduce one bucket: the gradients, then one flag each for whether any rank has it."""
         present = [parameter.grad is not None for parameter in parameters]
         pieces = [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters]
+        # In the gradients' own type, so that one message carries both: a count of ranks may round, but never to zero.
         flags = torch.tensor(present, dtype=pieces[0].dtype).to(pieces[0].device, non_blocking=True)
         flat = torch.cat([*pieces, flags])
         self._world.all_reduce_sum(flat)
@@ -175,7 +178,7 @@ class PlainSync(GradientSync):
             if parameter.grad is not None:
                 parameter.grad.copy_(total.view_as(parameter))
             elif wanted:
-                parameter.grad = total.view_as(parameter).clone()
+                parameter.grad = total.view_as(parameter).clone()  # a view would keep the whole bucket
 
 
 def _buckets(model: nn.Module) -> Iterator[list[nn.Parameter]]:

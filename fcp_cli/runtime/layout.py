@@ -184,6 +184,7 @@ class ShardLayout:
         k_starts = _offsets(owned[source])
         # A sequence of fewer than 2d tokens has empty chunks, which kernels do not take.
         live = np.flatnonzero((q_sizes > 0) & (k_sizes > 0))
+        # One call for all live sequences, or one for each; where none is live, both give no call.
         calls = [live] if packed and live.size else live[:, None]
         return tuple(
             Hop(

@@ -98,7 +98,7 @@ def load_steps(
             # Worked out here, in the loader's thread: the first layer's attention would wait for them.
             for source in range(shard.layout.degree):
                 shard.layout.hops(shard.member, source, packed=device.type != "cpu")
-        if device.type == "cuda":
+        if device.type == "cuda":  # only from page-locked memory does a copy run beside the host
             shards = tuple(map(_pinned, shards))
         yield LoadedStep(plan=step, shards=shards, labelled_tokens=count)
 

@@ -53,14 +53,14 @@ class Prefetched(Generic[T]):
             self._ready.clear()
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join()  # after this no code of `items` runs, and what it reads may be closed
 
     def _produce(self) -> None:
         try:
             for item in self._items:
                 if not self._offer(item):
                     return
-        except BaseException as error:
+        except BaseException as error:  # of any kind: a consumer must not wait for a thread that has died
             self._error = error
         finally:
             with self._changed:

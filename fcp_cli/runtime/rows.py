@@ -34,7 +34,7 @@ def merge(out: Tensor, lse: Tensor, rows: Rows, part: Tensor, part_lse: Tensor) 
     weight = torch.sigmoid(part_lse - merged_lse).unsqueeze(-1)
     merged_out.lerp_(part.to(out.dtype), weight)
     torch.logaddexp(merged_lse, part_lse, out=merged_lse)
-    if rows.span is None:
+    if rows.span is None:  # what was gathered is a copy; views have changed `out` and `lse` already
         positions = _positions(rows, out.device)
         out.index_copy_(0, positions, merged_out)
         lse.index_copy_(0, positions, merged_lse)

@@ -40,6 +40,11 @@ _NO_ATTENTION = (
     "the model's forward never called fcp_cli.runtime.attention with its ring; call it in place of the model's own "
     "attention, or use fcp_cli.runtime.integrations.transformers.prepare(model)"
 )
+_BACKWARD_TOO_EARLY = (
+    "the backward of an earlier micro-batch runs between the forwards of later ones; under sync iteration ranks have "
+    "different numbers of them and would wait for each other: run each backward before the next forward, or all "
+    "forwards first, or plan with 'fcp plan --sync microbatch'"
+)
 
 
 def start(plan: str | Path | None = None, fetch: Fetch | None = None, *, device: torch.device | None = None) -> Session:
@@ -250,7 +255,7 @@ class Step(FollowedStep):
             MicroBatchTiming(
                 order=shard.row.order, start_seconds=clock.seconds(first, begin), seconds=clock.seconds(begin, end)
             )
-            for shard, (begin, end) in zip(self._shards, self._marks, strict=False)
+            for shard, (begin, end) in zip(self._shards, self._marks, strict=False)  # fewer marks in an unfinished step
         )
 
     def __iter__(self) -> Iterator[LocalMicroBatch]:
@@ -269,7 +274,7 @@ class Step(FollowedStep):
             self._sync.reduce()
             self._is_finished = True
         finally:
-            current_ring.set(None)
+            current_ring.set(None)  # not by a token: a loop that is left may be closed in another context
             self._sync.restore()
 
     def _enter(self, shard: Shard, *, is_last: bool) -> LocalMicroBatch:
@@ -299,15 +304,7 @@ class Step(FollowedStep):
         if self._session.metadata.sync != "iteration" or not holds_back:
             return
         for ring in earlier:
-            ring.backward_forbidden = "" if is_last else self._backward_too_early
-
-    @property
-    def _backward_too_early(self) -> str:
-        return (
-            f"step {self.index}: the backward of an earlier micro-batch runs between the forwards of later ones; under "
-            "sync iteration ranks have different numbers of them and would wait for each other: run each backward "
-            "before the next forward, or all forwards first, or plan with 'fcp plan --sync microbatch'"
-        )
+            ring.backward_forbidden = "" if is_last else f"step {self.index}: {_BACKWARD_TOO_EARLY}"
 
     def _require_calls(self) -> None:
         for microbatch in self._microbatches:

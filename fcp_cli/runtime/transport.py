@@ -66,6 +66,7 @@ class ProcessTransport:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
+        # gloo sends host memory only.
         self._staged = device.type != "cpu" and f"{device.type}:gloo" in dist.get_backend_config(group)
 
     @classmethod
@@ -130,6 +131,7 @@ class _StagedHop:
     ) -> None:
         self._receive = receive
         self._sent = None if send is None else _pinned_like(send).copy_(send)  # blocks until the copy is complete
+        # Both are kept until the hop ends: gloo reads and writes them meanwhile.
         self._received = None if receive is None else _pinned_like(receive)
         self._works = _batch(group, self._sent, to, self._received, source)
 

@@ -80,6 +80,7 @@ def visual_shard(
     holders = np.empty(layout.total_tokens, dtype=np.int64)
     for place in range(layout.degree):
         holders[layout.index(place)] = place
+    # A part that the planned length cuts is encoded whole, but no rank needs its embeddings beyond the end.
     consumers = np.where(tokens < ends, holders[np.minimum(tokens, layout.total_tokens - 1)], -1)
     kinds = np.repeat(np.array([part.kind == "video" for part, _, _ in kept]), sizes)[consumers == member]
     own = tuple(part for (part, _, _), place in zip(kept, encoders.tolist(), strict=True) if place == member)

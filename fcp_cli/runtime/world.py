@@ -68,7 +68,7 @@ def _msrun_store(rank: int, size: int, seconds: int) -> Any:
             f"the ranks did not come together at {host}:{port} within {seconds} s; start all nodes with the same plan, "
             "make sure that --master-addr and --master-port are node 0's own, or wait longer with --join-timeout"
         ) from error
-    store.set_timeout(dist.default_pg_timeout)
+    store.set_timeout(dist.default_pg_timeout)  # the other was for joining alone
     return store
 
 
@@ -95,7 +95,9 @@ def join_process_group(device: torch.device) -> bool:
     if dist.is_initialized():
         return False
     if device.type != "cpu":
+        # Before the group is made: communicators of NCCL and HCCL are bound to the current device.
         torch.get_device_module(device).set_device(device)
+    # gloo is there on every device, for what ranks tell each other from host memory.
     backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}[device.type]
     if "RANK" in os.environ and _MSRUN_SECONDS in os.environ:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -65,13 +65,13 @@ def save_checkpoint(
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-        barrier()
+        barrier()  # no rank writes into a folder that rank 0 has yet to empty
         _write_tensors(partial / f"rng-{rank:05d}.pt", _random_states(state.device))
         if header.sharding == "sharded":
             _write_tensors(partial / f"state-{rank:05d}.pt", _captured(state))
         elif rank == 0:
             _write_tensors(partial / "state.pt", _captured(state))
-        barrier()
+        barrier()  # every file is whole before the folder gets its name
         if rank == 0:
             _publish(partial, final, header)
             for old in checkpoints(folder)[:-keep]:
@@ -90,6 +90,7 @@ def _publish(partial: Path, final: Path, header: CheckpointHeader) -> None:
         file.write(text + "\n")
         file.flush()
         os.fsync(file.fileno())
+    # What the folder holds is on disk by now: the rename is what makes it a checkpoint.
     shutil.rmtree(final, ignore_errors=True)  # the same step, saved by the run that this one was resumed from
     partial.rename(final)
 
@@ -206,7 +207,7 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) 
     for index, entries in saved["state"].items():
         like = parameters[index]
         if isinstance(like, DTensor):
-            shape = _local(like).shape
+            shape = _local(like).shape  # what has another, as Adam's count of steps, is whole on every rank
             saved["state"][index] = {
                 key: _sharded_like(value, like) if isinstance(value, Tensor) and value.shape == shape else value
                 for key, value in entries.items()

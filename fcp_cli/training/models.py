@@ -117,7 +117,9 @@ def shard_model(model: nn.Module, *, device: torch.device, dtype: torch.dtype, k
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    # Summed in fp32: over many ranks bf16 would round small gradients away.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # Layers first: what is left of the parameters is the root's.
     for layer in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not keeps_weights)
     fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -51,5 +51,6 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
 
     Under FSDP each rank holds a shard of every gradient; the norm is over all of them.
     """
+    # An infinite limit measures the norm and scales by 1.
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm if max_norm > 0 else math.inf)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -139,7 +139,7 @@ class Trainer:
         """Yield this rank's steps, each with the whole plan of the step."""
         plans = PlanReader(self.settings.plan).steps(self.first_step)
         steps = self.session.steps(self.model, first_step=self.first_step)
-        with closing(steps):
+        with closing(steps):  # the plan may have more steps than this run is to make
             yield from zip(islice(steps, self.last_step - self.first_step), plans, strict=False)
 
     def _train_step(self, step: Step, plan: StepPlan, begin: float, stop: StopRequest) -> tuple[StepMeasurement, bool]:

@@ -62,7 +62,7 @@ def guarded(argv: Sequence[str], *, log_dir: Path, grace_seconds: float) -> Iter
 def main() -> None:
     """Wait for the end of fcp, then ask the ranks that it started to stop, and end everything when they have."""
     line = sys.stdin.readline()
-    sys.stdin.read()
+    sys.stdin.read()  # returns when fcp has ended
     if not line.endswith("\n"):  # fcp had not started anything
         return
     launcher = json.loads(line)

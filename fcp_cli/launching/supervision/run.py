@@ -148,7 +148,7 @@ def run_command(
         try:
             status = _wait(process, ranks, received, refresh, screen.announce, grace_seconds)
         finally:
-            if process.poll() is None:
+            if process.poll() is None:  # what was shown or watched has failed: the ranks must not outlive that
                 processes.kill_tree(process.pid)
                 process.wait()
         refresh()

@@ -88,6 +88,7 @@ class Columnar:
                 f"{shard.path}: column {self.column!r} holds {tokens.null_count} null tokens; correct the data"
             )
         largest = pc.max(tokens).as_py()
+        # A null list counts as an empty sequence, which the manifest leaves out.
         return pc.fill_null(pc.list_value_length(column), 0).cast(pa.int64()), -1 if largest is None else int(largest)
 
 
@@ -121,6 +122,7 @@ class ColumnarTokens:
         if index == len(self._groups):
             raise ManifestError(f"{self._source.path} has no row {source_row} any more; build the manifest again")
         column = self._column(index)
+        # Groups are known by where they end, so the row counts from the end of its group.
         value = column[source_row - int(self._group_ends[index]) + len(column)]
         if self._source.content == "text":
             text = value.as_py() or b""

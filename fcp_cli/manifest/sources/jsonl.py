@@ -72,7 +72,7 @@ class JsonLines:
                 "byte_offset": pa.array([offset for _, offset, _ in lines], pa.int64()),
             }
         )
-        largest = max(ids, default=-1) if is_text.all() else max([*ids, -1])
+        largest = max([*ids, -1])
         if is_text.any():
             largest = max(largest, self.tokenizer.vocab_size - 1)
         return RowBatch(rows=rows, done=sum(len(line) for _, _, line in lines), largest_token=largest)

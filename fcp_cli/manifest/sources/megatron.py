@@ -104,6 +104,7 @@ class MegatronIndex:
         """
         try:
             size = self.bin.stat().st_size // np.dtype(self.token_type).itemsize
+            # An empty file cannot be mapped.
             return np.memmap(self.bin, self.token_type, "r", shape=(size,)) if size else np.empty(0, self.token_type)
         except OSError as error:
             raise ManifestError(

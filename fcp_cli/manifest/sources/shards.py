@@ -85,6 +85,7 @@ class ArrowShard:
                 self.schema, self._count, self._batch = file.schema, file.num_record_batches, file.get_batch
             except pa.ArrowInvalid:
                 mapped.seek(0)
+                # A stream has no index of its batches; listing them is cheap, since their data stays mapped.
                 batches = list(pa.ipc.open_stream(mapped))
                 if not batches:
                     raise ManifestError(f"{path} has no rows") from None

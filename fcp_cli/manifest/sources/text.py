@@ -82,7 +82,7 @@ class TextTree:
                 yield from self._files(path, f"{name}/")
             elif entry.is_file() and _matches(name, self.include):
                 with _naming(path):
-                    name.encode("utf-8")
+                    name.encode("utf-8")  # fails on a name that is no UTF-8, which the manifest could not hold
                     yield name, entry.stat().st_size
 
 

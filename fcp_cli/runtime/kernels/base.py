@@ -39,15 +39,7 @@ class AttentionKernel(Protocol):
         ...
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        segments: Segments,
-        scale: float,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients (dq, dk, dv), shaped as q, k, v, given each row's final `out` and `lse`."""
         ...

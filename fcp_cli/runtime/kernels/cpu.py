@@ -30,20 +30,12 @@ class CpuKernel:
         return _join([out for out, _ in results]), _join([lse for _, lse in results])
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        segments: Segments,
-        scale: float,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, keys, kv_heads = segments.q_lengths, segments.k_lengths, k.shape[1]
         k, v = _with_heads(k, q.shape[1]), _with_heads(v, q.shape[1])
         pieces = zip(
-            _split(grad_out, rows),
+            _split(dout, rows),
             _split(q, rows),
             _split(k, keys),
             _split(v, keys),

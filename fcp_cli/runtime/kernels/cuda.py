@@ -44,15 +44,7 @@ class CudaFlashKernel:
         return out, tokens_first(lse, q)
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        segments: Segments,
-        scale: float,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         bounds = _bounds(segments, q.device)
         # No dropout, so the random state is never read; it only has to exist.
@@ -61,7 +53,7 @@ class CudaFlashKernel:
         )
         unused = segments.derived(("unused", q.device), lambda: torch.empty(0, device=q.device))
         dq, dk, dv = _backward(
-            grad_out.contiguous(),
+            dout.contiguous(),
             q,
             k,
             v,

@@ -33,22 +33,14 @@ class DenseKernel:
         return torch.cat(outs), torch.cat(lses)
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        segments: Segments,
-        scale: float,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, keys = segments.q_lengths, segments.k_lengths
-        delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
         results = [
             _segment_backward(*piece, causal=segments.causal, scale=scale)
             for piece in zip(
-                torch.split_with_sizes(grad_out, rows),
+                torch.split_with_sizes(dout, rows),
                 torch.split_with_sizes(q, rows),
                 torch.split_with_sizes(k, keys),
                 torch.split_with_sizes(v, keys),

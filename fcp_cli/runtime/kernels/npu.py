@@ -45,15 +45,7 @@ class NpuKernel:
         return out, lse.reshape(-1).index_select(0, order).view(lse.shape)
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        segments: Segments,
-        scale: float,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         stats = lse
         if self._stats_are_head_major(q):
@@ -64,7 +56,7 @@ class NpuKernel:
             q.contiguous(),
             k.contiguous(),
             v.contiguous(),
-            grad_out.contiguous(),
+            dout.contiguous(),
             q.shape[1],
             "TND",
             softmax_max=largest,

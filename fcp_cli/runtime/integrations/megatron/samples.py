@@ -151,7 +151,7 @@ def load_shard(
     padding = max(-(-len(positions) // multiple), 1) * multiple - len(positions)
     items = [_item(samples, at, length) for at, length in zip(row.sequences, row.lengths, strict=True)]
     ends = [most - length for most, length in zip(padded, row.lengths, strict=True)]
-    if not items:
+    if not items:  # an idle row: an item cut to no token shows the names and types of the data set's tensors
         items, ends = [_item(samples, 0, 0)], [0]
 
     def shard_of(whole: Sequence[Tensor]) -> Tensor:

@@ -117,6 +117,7 @@ def make_rings(model: nn.Module, plan: Path, peers: Sequence[int], device: torch
     for members in _members(planned, peers):
         group = dist.new_group(list(members))
         if dist.get_rank() in members and group is not None:
+            # NCCL makes a communicator at its first use, for which members of other rings would have to wait.
             ProcessTransport(group, device).warm_up(device)
             groups[members] = group
     return Rings(groups=groups, count=len(planned), device=device)

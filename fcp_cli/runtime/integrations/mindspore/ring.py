@@ -205,6 +205,7 @@ def _scores(queries: Tensor, keys: Tensor, work: Hop, *, repeats: int) -> Tensor
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Fold attention to further keys into `out` and `lse`; minus infinity in `part_lse`: a query saw none."""
+    # `lse` itself is finite, so no difference is undefined: the first hop is the own keys, and each query sees one.
     largest = ops.maximum(lse, part_lse)
     weight, part_weight = ops.exp(lse - largest), ops.exp(part_lse - largest)
     total = weight + part_weight
