@@ -20,10 +20,11 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from benchmarks.workloads import FAMILIES, example_profile, family_table
+from fcp_cli.arrays import FloatArray
 from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.pricing import profile_seconds
-from fcp_cli.plan.step import FloatArray, StepPlan
+from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.timeline import start_times
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Problem

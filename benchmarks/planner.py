@@ -24,8 +24,9 @@ import pyarrow.parquet as pq
 
 from benchmarks.picture import write_growth
 from benchmarks.workloads import FAMILIES, MAX_LENGTH, example_profile, family_table, lengths, real_table
+from fcp_cli.arrays import FloatArray
 from fcp_cli.errors import PlanError
-from fcp_cli.manifest.table import FloatArray, LengthTable
+from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble, makespan_seconds

@@ -9,9 +9,9 @@ from typing import Literal
 
 import numpy as np
 
+from fcp_cli.arrays import FloatArray
 from fcp_cli.cost.model import group_seconds
 from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile, Memory
-from fcp_cli.manifest.table import FloatArray
 
 Tier = Literal["intra_node", "inter_node"]
 

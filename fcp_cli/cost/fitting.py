@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares, nnls
 
+from fcp_cli.arrays import FloatArray
 from fcp_cli.cost.model import group_seconds, overlapped_seconds
 from fcp_cli.cost.profile import EXPOSED_RING, HIDDEN_RING, Bandwidth, CommonGround, CostProfile
 from fcp_cli.errors import ProfileError
-from fcp_cli.manifest.table import FloatArray
 
 # Residuals beyond this relative error count linearly instead of squared: outliers, not the rule.
 OUTLIER_RELATIVE_ERROR = 0.05

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.profile import CostProfile
-from fcp_cli.manifest.table import FloatArray, IntArray, LengthTable
+from fcp_cli.manifest.table import LengthTable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

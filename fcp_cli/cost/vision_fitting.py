@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import nnls
 
+from fcp_cli.arrays import FloatArray
 from fcp_cli.cost.fitting import LEAST_SAMPLES, num_determined, robust_least_squares
 from fcp_cli.errors import ProfileError
-from fcp_cli.manifest.table import FloatArray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,8 +7,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.errors import ManifestError
-from fcp_cli.manifest.table import FloatArray, IntArray, LengthTable
+from fcp_cli.manifest.table import LengthTable
 from fcp_cli.words import counted
 
 NULL: Final = int(np.iinfo(np.int64).min)  # stands for a null length until the check has named its row

@@ -12,11 +12,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.checks import FACTORS, LONGEST_TOKENS, NULL, checked_table, empty_factors
 from fcp_cli.manifest.header import manifest_files, read_footer, readable
 from fcp_cli.manifest.stdin import read_lengths_jsonl
-from fcp_cli.manifest.table import FloatArray, IntArray, LengthTable
+from fcp_cli.manifest.table import LengthTable
 from fcp_cli.words import nearest
 
 __all__ = ["is_list", "read_lengths_jsonl", "read_manifest", "remarks"]

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.checks import FACTORS, checked_table
-from fcp_cli.manifest.table import FloatArray, IntArray, LengthTable
+from fcp_cli.manifest.table import LengthTable
 
 
 def read_lengths_jsonl(stream: Iterable[str], *, length_column: str = "length") -> LengthTable:

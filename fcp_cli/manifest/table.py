@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-FloatArray: TypeAlias = npt.NDArray[np.float64]
-IntArray: TypeAlias = npt.NDArray[np.int64]
+from fcp_cli.arrays import FloatArray, IntArray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
-from fcp_cli.manifest.table import IntArray
 
 
 class Tokenizer(Protocol):

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow.parquet as pq
 
+from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.header import build_command, manifest_files, manifest_source, readable
 from fcp_cli.manifest.read import read_manifest
@@ -18,7 +19,6 @@ from fcp_cli.manifest.sources.media import MediaRecords
 from fcp_cli.manifest.sources.megatron import MegatronIndex, MegatronTokens
 from fcp_cli.manifest.sources.shards import open_shard
 from fcp_cli.manifest.sources.text import TextTokens
-from fcp_cli.manifest.table import IntArray
 from fcp_cli.manifest.tokenizer import open_tokenizer
 from fcp_cli.vision.processors import recorded_processor
 

@@ -15,9 +15,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from fcp_cli.arrays import IntArray
 from fcp_cli.cost.model import Work
 from fcp_cli.cost.profile import CostProfile
-from fcp_cli.plan.step import Int64Array, StepPlan, offsets_of
+from fcp_cli.plan.step import StepPlan, offsets_of
 
 _CHUNKS_PER_RANK = 2  # one from the front of the sequence and one from its back
 
@@ -31,7 +32,7 @@ def padding_multiple(tensor_parallel: int = 1) -> int:
     return _CHUNKS_PER_RANK * tensor_parallel
 
 
-def padded_tokens(length_tokens: npt.ArrayLike, degree: npt.ArrayLike, multiple: int | None) -> Int64Array:
+def padded_tokens(length_tokens: npt.ArrayLike, degree: npt.ArrayLike, multiple: int | None) -> IntArray:
     """Return lengths with padding; the arguments broadcast.
 
     Args:
@@ -67,12 +68,12 @@ def padded_work(work: Work, degree: npt.ArrayLike, multiple: int | None, profile
     )
 
 
-def padded_lengths(step: StepPlan, multiple: int | None) -> Int64Array:
+def padded_lengths(step: StepPlan, multiple: int | None) -> IntArray:
     """Return [sequences] the lengths of a step, in its order, with padding."""
     return padded_tokens(step.lengths, np.repeat(step.degrees, np.diff(step.sequence_offsets)), multiple)
 
 
-def held_tokens(step: StepPlan, multiple: int | None) -> Int64Array:
+def held_tokens(step: StepPlan, multiple: int | None) -> IntArray:
     """Return [microbatches] the tokens that the ranks of each micro-batch hold together, with padding."""
     if multiple is None:
         return step.tokens

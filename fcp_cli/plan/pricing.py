@@ -7,11 +7,12 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.cost.model import Work, group_seconds, sequence_work
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.padding import padded_tokens, padded_work
-from fcp_cli.plan.step import FloatArray, Int32Array, Int64Array, StepPlan
+from fcp_cli.plan.step import StepPlan
 
 
 def profile_seconds(
@@ -44,9 +45,9 @@ def profile_seconds(
 
 def microbatch_seconds(
     work: Work,
-    offsets: Int64Array,
+    offsets: IntArray,
     *,
-    rank_offsets: Int64Array,
+    rank_offsets: IntArray,
     ranks: Int32Array,
     profile: CostProfile,
     ranks_per_node: int,
@@ -83,7 +84,7 @@ def single_rank_work(sequences: LengthTable, profile: CostProfile, padding_multi
 
 
 def pack_work(
-    work: Work, offsets: Int64Array, degree: npt.ArrayLike, profile: CostProfile, padding_multiple: int | None
+    work: Work, offsets: IntArray, degree: npt.ArrayLike, profile: CostProfile, padding_multiple: int | None
 ) -> Work:
     """Add up the work of packs on groups of `degree` ranks ([packs], or one for all); none of the packs is empty.
 
@@ -119,6 +120,6 @@ def planned_sequences(step: StepPlan, manifest: LengthTable | None) -> LengthTab
     )
 
 
-def crosses_nodes(rank_offsets: Int64Array, ranks: Int32Array, ranks_per_node: int) -> npt.NDArray[np.bool_]:
+def crosses_nodes(rank_offsets: IntArray, ranks: Int32Array, ranks_per_node: int) -> npt.NDArray[np.bool_]:
     """Return [groups] whether each group's ranks lie on more than one node; ranks ascend within a group."""
     return np.asarray(ranks[rank_offsets[:-1]] // ranks_per_node != ranks[rank_offsets[1:] - 1] // ranks_per_node)

@@ -9,12 +9,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
+from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 
 
-def offsets_of(sizes: npt.ArrayLike) -> Int64Array:
+def offsets_of(sizes: npt.ArrayLike) -> IntArray:
     """Return where each of several lists of these sizes begins, back to back, and where the last one ends."""
     return np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
 
@@ -64,10 +62,10 @@ class StepPlan:
 
     step: int
     wave: Int32Array  # [microbatches]
-    rank_offsets: Int64Array  # [microbatches + 1]
+    rank_offsets: IntArray  # [microbatches + 1]
     ranks: Int32Array
-    sequence_offsets: Int64Array  # [microbatches + 1]
-    sequences: Int64Array
+    sequence_offsets: IntArray  # [microbatches + 1]
+    sequences: IntArray
     lengths: Int32Array
     start_seconds: FloatArray  # [microbatches]
     seconds: FloatArray  # [microbatches]
@@ -78,7 +76,7 @@ class StepPlan:
         return len(self.wave)
 
     @cached_property
-    def degrees(self) -> Int64Array:
+    def degrees(self) -> IntArray:
         """[microbatches] ranks per group."""
         return np.diff(self.rank_offsets)
 
@@ -88,7 +86,7 @@ class StepPlan:
         return np.asarray(self.sequence_offsets[1:] == self.sequence_offsets[:-1])
 
     @cached_property
-    def tokens(self) -> Int64Array:
+    def tokens(self) -> IntArray:
         """[microbatches] tokens per pack; 0 for an idle row."""
         return np.diff(offsets_of(self.lengths)[self.sequence_offsets])
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.plan.metadata import Sync
-from fcp_cli.plan.step import FloatArray, Int32Array, Int64Array
 
 
 def start_times(
     sync: Sync,
     *,
     wave: Int32Array,
-    rank_offsets: Int64Array,
+    rank_offsets: IntArray,
     ranks: Int32Array,
     seconds: FloatArray,
     num_ranks: int,
@@ -35,7 +35,7 @@ def wave_start_times(wave: Int32Array, seconds: FloatArray) -> FloatArray:
     return np.repeat(starts, np.diff(first, append=len(wave)))
 
 
-def list_schedule(rank_offsets: Int64Array, ranks: Int32Array, seconds: FloatArray, num_ranks: int) -> FloatArray:
+def list_schedule(rank_offsets: IntArray, ranks: Int32Array, seconds: FloatArray, num_ranks: int) -> FloatArray:
     """Return the starts under `sync: iteration`: each micro-batch, in order, as soon as all its ranks are free."""
     # Plain lists: for a few hundred micro-batches they beat NumPy calls, and need no compiler as numba would.
     free = [0.0] * num_ranks

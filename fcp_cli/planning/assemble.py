@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.plan.check import check_layout
 from fcp_cli.plan.pricing import microbatch_seconds
-from fcp_cli.plan.step import FloatArray, Int32Array, Int64Array, StepPlan, offsets_of
+from fcp_cli.plan.step import StepPlan, offsets_of
 from fcp_cli.plan.timeline import start_times
 from fcp_cli.planning.bounds import lower_bound_seconds
 from fcp_cli.planning.problem import Assignment, Batch, Problem
@@ -94,7 +95,7 @@ def _require_whole(assignment: Assignment, batch: Batch, problem: Problem) -> No
     _require(bool((np.diff(assignment.wave) >= 0).all()), "waves do not count up")
 
 
-def _span(offsets: Int64Array, values: Int32Array | Int64Array) -> bool:
+def _span(offsets: IntArray, values: Int32Array | IntArray) -> bool:
     return bool(offsets[0] == 0 and offsets[-1] == len(values))
 
 
@@ -133,7 +134,7 @@ def _with_idle_rows(assignment: Assignment, batch: Batch, problem: Problem) -> S
     )
 
 
-def _reordered(values: Int64Array, sizes: Int64Array, order: Int64Array) -> Int32Array:
+def _reordered(values: IntArray, sizes: IntArray, order: IntArray) -> Int32Array:
     """Put the lists of these sizes that `values` holds back to back into another order."""
     first, wanted = offsets_of(sizes)[:-1][order], sizes[order]
     within = np.arange(wanted.sum()) - np.repeat(offsets_of(wanted)[:-1], wanted)

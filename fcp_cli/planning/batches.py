@@ -13,8 +13,9 @@ from typing import Literal
 
 import numpy as np
 
+from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError, OverlongError
-from fcp_cli.manifest.table import IntArray, LengthTable
+from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import Continuation, OverlongReport, steps_per_epoch
 from fcp_cli.planning.problem import Batch, Problem
 from fcp_cli.planning.work import batch_work

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.model import Work, group_seconds
-from fcp_cli.manifest.table import FloatArray, IntArray
 from fcp_cli.planning.compiled.certificate import area_bound, crowd_bound, wave_bound
 from fcp_cli.planning.kernel_inputs import by_falling_work, machine_of
 from fcp_cli.planning.problem import Problem

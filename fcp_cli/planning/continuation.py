@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fcp_cli.arrays import Int32Array, IntArray
 from fcp_cli.errors import OverlongError
-from fcp_cli.manifest.table import IntArray, LengthTable
+from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import Continuation, OverlongReport, PlanMetadata, pack_rows, unpack_rows
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.plan.step import Int32Array, Int64Array
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches, step_seed
 from fcp_cli.planning.problem import Batch, Problem
 from fcp_cli.planning.work import batch_work
@@ -32,7 +32,7 @@ class RemainingSteps:
     """
 
     continues: Continuation
-    offsets: Int64Array
+    offsets: IntArray
     rows: IntArray
     lengths: Int32Array
     overlong: OverlongReport

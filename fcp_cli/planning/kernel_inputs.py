@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from fcp_cli.arrays import IntArray
 from fcp_cli.cost.model import Work
-from fcp_cli.plan.step import Int64Array, offsets_of
+from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.compiled.core import Machine, Sequences
 from fcp_cli.planning.problem import Problem
 
@@ -40,7 +41,7 @@ def in_batch_order(work: Work) -> Sequences:
     )
 
 
-def by_falling_work(work: Work) -> tuple[Int64Array, Sequences]:
+def by_falling_work(work: Work) -> tuple[IntArray, Sequences]:
     """Return positions in the batch by falling work (ties by position), and the sequences in that order."""
     total = work.total_seconds
     order = np.argsort(-total, kind="stable")
@@ -52,7 +53,7 @@ def by_falling_work(work: Work) -> tuple[Int64Array, Sequences]:
     )
 
 
-def _back_to_back(groups: list[range], num_ranks: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+def _back_to_back(groups: list[range], num_ranks: int) -> tuple[IntArray, IntArray, IntArray]:
     """Return the groups back to back (offsets, ranks), and which degrees they allow ([num_ranks + 1], 1 or 0)."""
     first = offsets_of([len(group) for group in groups])
     ranks = np.array([rank for group in groups for rank in group], dtype=np.int64)

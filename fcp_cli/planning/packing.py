@@ -7,7 +7,7 @@ from bisect import bisect_left
 
 import numpy as np
 
-from fcp_cli.manifest.table import IntArray
+from fcp_cli.arrays import IntArray
 from fcp_cli.plan.padding import padded_tokens
 
 

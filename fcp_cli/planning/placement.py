@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from fcp_cli.plan.step import Int32Array, Int64Array, offsets_of
+from fcp_cli.arrays import Int32Array, IntArray
+from fcp_cli.plan.step import offsets_of
 
 
-def place_groups(
-    degrees: Int64Array | list[int], *, num_ranks: int, ranks_per_node: int
-) -> tuple[Int64Array, Int32Array]:
+def place_groups(degrees: IntArray | list[int], *, num_ranks: int, ranks_per_node: int) -> tuple[IntArray, Int32Array]:
     """Give every group its own ranks.
 
     Args:

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from fcp_cli.arrays import Int32Array, IntArray
 from fcp_cli.cost.model import Work
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
-from fcp_cli.manifest.table import IntArray
 from fcp_cli.plan.metadata import PlanMetadata, Sync
-from fcp_cli.plan.step import Int32Array, Int64Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,10 +91,10 @@ class Assignment:
     """
 
     wave: Int32Array
-    rank_offsets: Int64Array
+    rank_offsets: IntArray
     ranks: Int32Array
-    member_offsets: Int64Array
-    members: Int64Array
+    member_offsets: IntArray
+    members: IntArray
 
 
 class Solver(Protocol):

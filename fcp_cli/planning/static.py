@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fcp_cli.manifest.table import IntArray
+from fcp_cli.arrays import IntArray
 from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import GlobalBatches, spread_steps

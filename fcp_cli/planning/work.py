@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy.typing as npt
 
+from fcp_cli.arrays import IntArray
 from fcp_cli.cost.model import Work
-from fcp_cli.manifest.table import IntArray, LengthTable
+from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan import pricing
 from fcp_cli.plan.padding import padded_work
 from fcp_cli.planning.problem import Problem

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.padding import held_tokens
-from fcp_cli.plan.step import FloatArray, Int64Array, StepPlan
+from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.summary import PlanSummary
 
 _HEAT_COLUMNS = 125  # cells along the steps
@@ -204,7 +205,7 @@ class PlanPicture:
             "most": np.array([self.peak_tokens[ranks].max() for ranks in bins]),
         }
 
-    def degree_boundaries(self) -> Int64Array:
+    def degree_boundaries(self) -> IntArray:
         """Return the lengths in tokens beyond which a sequence alone no longer fits degree 1, 2, 4, ..."""
         powers = 2 ** np.arange(int(np.log2(self.metadata.num_ranks)) + 1, dtype=np.int64)
         held = self.metadata.tokens_per_rank * powers

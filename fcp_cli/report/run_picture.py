@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fcp_cli.plan.step import FloatArray, Int64Array
+from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.report.page_data import Columns
 from fcp_cli.runs.metrics_reader import RunStep
 
@@ -126,7 +126,7 @@ def measured_bars(step: RunStep) -> Columns:
     orders, ranks = step.orders[by_rank], step.ranks[by_rank]
     first = np.ones(len(orders), dtype=bool)
     first[1:] = (np.diff(orders) != 0) | (np.diff(ranks) != 1)
-    starts: Int64Array = np.flatnonzero(first)
+    starts: IntArray = np.flatnonzero(first)
     begin, end = step.start_seconds[by_rank], (step.start_seconds + step.busy_seconds)[by_rank]
     return {
         "step": np.full(len(starts), step.step),

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.errors import RunError
 from fcp_cli.kinds import another_kind
 from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.plan.step import FloatArray, Int64Array
 from fcp_cli.runs.follower import FileFollower
 from fcp_cli.runs.metrics import FORMAT, records_of
 from fcp_cli.words import counted, first_sentence
@@ -45,10 +45,10 @@ class RunStep:
     loss: float | None
     idle_fraction: float
     warm_up: bool
-    ranks: Int64Array
-    orders: Int64Array
-    degrees: Int64Array
-    pack_tokens: Int64Array
+    ranks: IntArray
+    orders: IntArray
+    degrees: IntArray
+    pack_tokens: IntArray
     planned_seconds: FloatArray
     start_seconds: FloatArray
     busy_seconds: FloatArray

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fcp_cli.arrays import IntArray
 from fcp_cli.errors import FcpError, PlanError, RunError
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.runtime.layout import IntArray
 
 if TYPE_CHECKING:
     import torch

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fcp_cli.arrays import IntArray
 from fcp_cli.runtime.kernels.base import to_device
-from fcp_cli.runtime.layout import IntArray
 from fcp_cli.runtime.transport import Transport, Waits, drive
 
 

@@ -21,9 +21,9 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int64]
+from fcp_cli.arrays import IntArray
+
 Value = TypeVar("Value")
 
 # A layout holds a few bytes per token of the rank that asks; a step rarely has more than a few dozen micro-batches.

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fcp_cli.arrays import IntArray
 from fcp_cli.errors import RunError
 from fcp_cli.manifest.sources.media import MediaRecords
-from fcp_cli.manifest.table import IntArray
 from fcp_cli.runtime.followed_step import IGNORED
 from fcp_cli.vision import internvl, qwen3_vl
 from fcp_cli.vision.parts import VisualSequence

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.runtime.followed_step import IGNORED
@@ -35,8 +35,8 @@ class Replayed:
         operations: what the rank issued, in order; none for one process.
     """
 
-    losses: npt.NDArray[np.float64]
-    gradients: npt.NDArray[np.float64]
+    losses: FloatArray
+    gradients: FloatArray
     operations: tuple[Operation, ...] = ()
 
 
@@ -44,7 +44,7 @@ def synthetic_tokens(plan: Path, vocab_size: int, seed: int = 0) -> Fetch:
     """Make random tokens per manifest row, the same on every rank; each as long as the plan's longest, to be cut."""
     longest = max(int(step.lengths.max()) for step in PlanReader(plan).steps())
 
-    def fetch(row: int) -> npt.NDArray[np.int64]:
+    def fetch(row: int) -> IntArray:
         return np.random.default_rng((seed, row)).integers(vocab_size, size=longest)
 
     return fetch
@@ -133,10 +133,10 @@ def _labelled_sequences(step: StepPlan, fetch: Fetch) -> Iterator[tuple[Tensor, 
         yield torch.as_tensor(ids)[:length], next_token_labels(torch.as_tensor(labels)[:length])
 
 
-def take_gradient(model: nn.Module) -> npt.NDArray[np.float64]:
+def take_gradient(model: nn.Module) -> FloatArray:
     """Take the model's gradient as one flat array [parameters], gathered where FSDP2 shards it, and clear it."""
     pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
     model.zero_grad(set_to_none=True)
     whole = [piece.full_tensor() if hasattr(piece, "full_tensor") else piece for piece in pieces]
-    flat: npt.NDArray[np.float64] = torch.cat([piece.flatten() for piece in whole]).double().numpy()
+    flat: FloatArray = torch.cat([piece.flatten() for piece in whole]).double().numpy()
     return flat

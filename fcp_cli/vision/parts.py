@@ -8,13 +8,12 @@ from heapq import heapify, heapreplace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
+
+from fcp_cli.arrays import FloatArray, IntArray
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FloatArray: TypeAlias = npt.NDArray[np.float64]
-IntArray: TypeAlias = npt.NDArray[np.int64]
 
 Kind = Literal["image", "video"]
 

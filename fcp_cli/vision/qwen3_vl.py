@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fcp_cli.arrays import IntArray
 from fcp_cli.errors import RunError
-from fcp_cli.vision.parts import IntArray, Kind, Pixels, VisualPart, VisualSequence, pixel_rows
+from fcp_cli.vision.parts import Kind, Pixels, VisualPart, VisualSequence, pixel_rows
 
 
 def visual_sequence(

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fcp_cli.arrays import FloatArray
 from fcp_cli.plan.metadata import Sync
-from fcp_cli.plan.step import FloatArray
 from fcp_cli.plan.timeline import list_schedule, start_times, wave_start_times
 from tests.plan.steps import Row, jobs, make_step, planned_makespan
 

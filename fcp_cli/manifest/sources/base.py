@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from fcp_cli.manifest.table import IntArray
+from fcp_cli.arrays import IntArray
 
 Item = TypeVar("Item")
 

@@ -13,12 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.checks import FACTORS
 from fcp_cli.manifest.read import is_list
 from fcp_cli.manifest.sources.base import RowBatch
 from fcp_cli.manifest.sources.shards import Shard
-from fcp_cli.manifest.table import IntArray
 from fcp_cli.manifest.tokenizer import Tokenizer
 
 _USUAL_COLUMNS: Final = ("input_ids", "tokens", "text", "content", "length", "num_tokens")

@@ -11,9 +11,9 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 
+from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.sources.base import RowBatch, grouped
-from fcp_cli.manifest.table import IntArray
 from fcp_cli.manifest.tokenizer import Tokenizer, utf8
 
 _BATCH_LINES: Final = 16_384

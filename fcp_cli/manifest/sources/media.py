@@ -20,11 +20,11 @@ from typing import Any, Final
 
 import pyarrow as pa
 
+from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.sources.base import RowBatch, grouped
 from fcp_cli.manifest.sources.jsonl import json_record, line_at
 from fcp_cli.manifest.sources.media_readers import TEXT_COLUMNS, Found, media_units, read_media
-from fcp_cli.manifest.table import IntArray
 from fcp_cli.vision.processors import VisionProcessor, Visual
 
 _BATCH_RECORDS: Final = 16_384

@@ -20,9 +20,9 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import pyarrow as pa
 
+from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.sources.base import RowBatch
-from fcp_cli.manifest.table import IntArray
 
 _HEADER: Final = struct.Struct("<9sQBQQ")
 _MAGIC: Final = b"MMIDIDX\x00\x00"

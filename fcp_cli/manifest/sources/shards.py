@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.header import readable
-from fcp_cli.manifest.table import IntArray
 
 PARQUET_SUFFIXES: Final = (".parquet", ".pq")
 ARROW_SUFFIXES: Final = (".arrow", ".feather", ".ipc")

@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import pyarrow as pa
 
+from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.sources.base import RowBatch, grouped
-from fcp_cli.manifest.table import IntArray
 from fcp_cli.manifest.tokenizer import ByteTokenizer, Tokenizer
 
 _SNIFF_BYTES: Final = 8192  # a NUL byte this early marks a binary file, as for git and grep

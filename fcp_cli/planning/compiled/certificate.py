@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fcp_cli.plan.step import FloatArray, Int64Array
+from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.planning.compiled.compiling import inlined, kernel
 from fcp_cli.planning.compiled.core import Machine, Sequences, pack_seconds, total_of
 
@@ -120,7 +120,7 @@ def area_bound(simple: float, waves: bool, sequences: Sequences, machine: Machin
 
 
 @kernel
-def _densest(tokens: float, skipped: int, by_density: Int64Array, sequences: Sequences) -> float:
+def _densest(tokens: float, skipped: int, by_density: IntArray, sequences: Sequences) -> float:
     """Return the most work that so many tokens can hold, sequences taken in fractions, without one of them."""
     work = 0.0
     for i in by_density:
@@ -140,7 +140,7 @@ def _wave_of(
     more_waves: float,
     dense: float,
     thin: float,
-    by_density: Int64Array,
+    by_density: IntArray,
     sequences: Sequences,
     machine: Machine,
 ) -> float:
@@ -230,7 +230,7 @@ class Crowd(NamedTuple):
 
 
 @kernel
-def _make_crowd(count: int, by_density: Int64Array, thin: float, sequences: Sequences) -> Any:
+def _make_crowd(count: int, by_density: IntArray, thin: float, sequences: Sequences) -> Any:
     """Make a crowd of the `count` sequences with the most work; the others are len(by_density) - count >= 0."""
     others = len(by_density) - count
     held_tokens, held_work = np.zeros(others + 1), np.zeros(others + 1)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fcp_cli.plan.step import FloatArray, Int64Array
+from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.planning.compiled.compiling import inlined, kernel
 
 NONE = -1
@@ -23,7 +23,7 @@ class Sequences(NamedTuple):
     attention: FloatArray
     linear: FloatArray
     work: FloatArray  # attention + linear
-    tokens: Int64Array
+    tokens: IntArray
 
 
 class Machine(NamedTuple):
@@ -52,9 +52,9 @@ class Machine(NamedTuple):
     exposed: float
     padding: int
     padding_seconds: float
-    group_first: Int64Array
-    group_ranks: Int64Array
-    allowed: Int64Array
+    group_first: IntArray
+    group_ranks: IntArray
+    allowed: IntArray
 
 
 class Tree(NamedTuple):
@@ -64,7 +64,7 @@ class Tree(NamedTuple):
     """
 
     seconds: FloatArray
-    tokens: Int64Array
+    tokens: IntArray
 
 
 @inlined
@@ -115,7 +115,7 @@ def total_of(values: FloatArray) -> float:
 
 
 @kernel
-def with_room_for(needed: int, values: Int64Array) -> Int64Array:
+def with_room_for(needed: int, values: IntArray) -> IntArray:
     """Return an array that begins with the same values and has at least `needed` entries.
 
     It doubles where it must grow, so that filling it entry by entry stays linear, and so does its memory.

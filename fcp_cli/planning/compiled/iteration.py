@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from fcp_cli.plan.step import Int64Array
+from fcp_cli.arrays import IntArray
 from fcp_cli.planning.compiled.compiling import kernel
 from fcp_cli.planning.compiled.core import Machine, Sequences
 from fcp_cli.planning.compiled.rings import Rings, Timeline, make_rings, make_timeline, place_rings
@@ -31,7 +31,7 @@ _MOST_SLOTS = 1 << 26  # of all bins together, 512 MB; more only where the sand 
 
 
 @kernel
-def _split(target: float, sequences: Sequences, machine: Machine, rings: Rings, sand_order: Int64Array) -> int:
+def _split(target: float, sequences: Sequences, machine: Machine, rings: Rings, sand_order: IntArray) -> int:
     """Make rings of the sequences that no single rank can run by target; return how many are left, in sand_order."""
     count = 0
     n = 0
@@ -55,7 +55,7 @@ def _attempt(
     timeline: Timeline,
     rings: Rings,
     sand: Sand,
-    sand_order: Int64Array,
+    sand_order: IntArray,
 ) -> Any:
     """Lay rings and sand by target.
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fcp_cli.plan.step import FloatArray, Int64Array
+from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.planning.compiled.compiling import kernel
 from fcp_cli.planning.compiled.core import Machine, Sequences, alone_seconds, with_room_for
 from fcp_cli.planning.compiled.wave import Pool, Wave, fill_wave, make_pool, make_wave, outlook, wave_seconds
@@ -49,10 +49,10 @@ class Targets(NamedTuple):
 class Waves(NamedTuple):
     """A planned step: the groups of all waves that hold sequences, back to back, and the group of every sequence."""
 
-    wave: Int64Array
-    degree: Int64Array
-    ranks: Int64Array
-    group_of: Int64Array
+    wave: IntArray
+    degree: IntArray
+    ranks: IntArray
+    group_of: IntArray
 
 
 @kernel
@@ -63,7 +63,7 @@ def _bound(work: float, tokens: int, machine: Machine) -> float:
 
 
 @kernel
-def _totals(members: Int64Array, count: int, sequences: Sequences) -> Any:
+def _totals(members: IntArray, count: int, sequences: Sequences) -> Any:
     """Return work and tokens of the sequences members[:count]."""
     work, tokens = 0.0, 0
     for k in range(count):

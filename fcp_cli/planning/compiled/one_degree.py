@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fcp_cli.plan.step import Int64Array
+from fcp_cli.arrays import IntArray
 from fcp_cli.planning.compiled.compiling import inlined, kernel
 from fcp_cli.planning.compiled.core import (
     NONE,
@@ -28,13 +28,13 @@ _MARGIN = 1e-9  # relative; by so much a bound may be rounded up
 
 
 @kernel
-def longest_first(sequences: Sequences) -> Int64Array:
+def longest_first(sequences: Sequences) -> IntArray:
     """Return [sequences] positions by falling tokens, ties by position."""
     return np.argsort(-sequences.tokens, kind="mergesort")
 
 
 @kernel
-def full_packs(capacity: int, by_tokens: Int64Array, sequences: Sequences) -> Any:
+def full_packs(capacity: int, by_tokens: IntArray, sequences: Sequences) -> Any:
     """Pack first-fit decreasing; return [sequences] pack of each sequence, and the number of packs."""
     pack_of = np.empty(len(by_tokens), dtype=np.int64)
     tree, count = make_tree(len(by_tokens)), 0
@@ -59,7 +59,7 @@ def even_count(packs: int, groups: int) -> int:
 
 
 @kernel
-def even_packs(packs: int, capacity: int, by_tokens: Int64Array, sequences: Sequences) -> Any:
+def even_packs(packs: int, capacity: int, by_tokens: IntArray, sequences: Sequences) -> Any:
     """Pack longest first, each into the pack with fewest tokens; return as `full_packs`, 0 packs if one overflows."""
     pack_of = np.empty(len(by_tokens), dtype=np.int64)
     tree = make_tree(packs)
@@ -91,7 +91,7 @@ def _padded_for_all(degree: int, sequences: Sequences, machine: Machine) -> Any:
 
 
 @kernel
-def share_out(degree: int, waves: bool, pack_of: Int64Array, packs: int, sequences: Sequences, machine: Machine) -> Any:
+def share_out(degree: int, waves: bool, pack_of: IntArray, packs: int, sequences: Sequences, machine: Machine) -> Any:
     """Give the packs to the groups, longest first: under waves in turns, else each to the group that is free first.
 
     Group g has the ranks from g * degree on; the sequences are padded for that degree.
@@ -151,7 +151,7 @@ def _alone(i: int, degree: int, sequences: Sequences, machine: Machine) -> float
 
 
 @kernel
-def quickest(seconds: float, degrees: Int64Array, waves: bool, sequences: Sequences, machine: Machine) -> Any:
+def quickest(seconds: float, degrees: IntArray, waves: bool, sequences: Sequences, machine: Machine) -> Any:
     """Return the degree that takes fewer than these seconds and fewest of all: seconds, degree, whether packs are even.
 
     Degree 0: none does. A degree is left out unseen where its work, or its longest sequence, takes as long.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fcp_cli.plan.step import FloatArray, Int64Array
+from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.planning.compiled.compiling import kernel
 from fcp_cli.planning.compiled.core import Machine, Sequences, alone_seconds, with_room_for
 
@@ -29,14 +29,14 @@ class Rings(NamedTuple):
     together is known only once they are placed, and may be every rank for every sequence. `place_rings` makes it grow.
     """
 
-    sequence: Int64Array
-    degree: Int64Array
-    crosses: Int64Array
+    sequence: IntArray
+    degree: IntArray
+    crosses: IntArray
     start: FloatArray
     end: FloatArray
-    first: Int64Array
-    ranks: Int64Array
-    placed: Int64Array
+    first: IntArray
+    ranks: IntArray
+    placed: IntArray
 
 
 class Timeline(NamedTuple):
@@ -51,11 +51,11 @@ class Timeline(NamedTuple):
     """
 
     free: FloatArray
-    order: Int64Array
-    gap_rank: Int64Array
+    order: IntArray
+    gap_rank: IntArray
     gap_start: FloatArray
     gap_end: FloatArray
-    gaps: Int64Array
+    gaps: IntArray
 
 
 @kernel
@@ -136,7 +136,7 @@ def _inside_a_node(
 
 
 @kernel
-def _earliest_nodes(degree: int, machine: Machine, timeline: Timeline, chosen: Int64Array) -> float:
+def _earliest_nodes(degree: int, machine: Machine, timeline: Timeline, chosen: IntArray) -> float:
     """Choose whole nodes, and one more for the rest, that are free soonest; return from when all are free."""
     whole, rest = degree // machine.ranks_per_node, degree % machine.ranks_per_node
     full = machine.num_ranks // machine.ranks_per_node
@@ -167,7 +167,7 @@ def _earliest_nodes(degree: int, machine: Machine, timeline: Timeline, chosen: I
 
 @kernel
 def _across_nodes(
-    i: int, target: float, bound: float, sequences: Sequences, machine: Machine, timeline: Timeline, chosen: Int64Array
+    i: int, target: float, bound: float, sequences: Sequences, machine: Machine, timeline: Timeline, chosen: IntArray
 ) -> Any:
     """Find the least waste of sequence i on more than one node, and its degree; 0 where `bound` is less."""
     attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
@@ -285,7 +285,7 @@ def _take_from_catalogue(
 def _take_any(
     g: int,
     target: float,
-    chosen: Int64Array,
+    chosen: IntArray,
     sequences: Sequences,
     machine: Machine,
     timeline: Timeline,

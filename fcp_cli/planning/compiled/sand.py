@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fcp_cli.plan.step import FloatArray, Int64Array
+from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.planning.compiled.compiling import kernel
 from fcp_cli.planning.compiled.core import (
     NONE,
@@ -59,15 +59,15 @@ class Sand(NamedTuple):
     """
 
     free: FloatArray
-    slot_tokens: Int64Array
-    head: Int64Array
-    after: Int64Array
-    before: Int64Array
-    bin_of: Int64Array
-    slot_of: Int64Array
+    slot_tokens: IntArray
+    head: IntArray
+    after: IntArray
+    before: IntArray
+    bin_of: IntArray
+    slot_of: IntArray
     ring_attention: FloatArray
     ring_linear: FloatArray
-    ring_tokens: Int64Array
+    ring_tokens: IntArray
 
 
 class Exchange(NamedTuple):
@@ -222,7 +222,7 @@ def _ride(
 @kernel
 def fill(
     target: float,
-    order: Int64Array,
+    order: IntArray,
     ride: bool,
     sequences: Sequences,
     machine: Machine,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fcp_cli.plan.step import FloatArray, Int64Array
+from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.planning.compiled.compiling import inlined, kernel
 from fcp_cli.planning.compiled.core import (
     NONE,
@@ -48,20 +48,20 @@ class Wave(NamedTuple):
         groups: [1] number of groups.
     """
 
-    degree: Int64Array
-    crosses: Int64Array
+    degree: IntArray
+    crosses: IntArray
     attention: FloatArray
     linear: FloatArray
-    tokens: Int64Array
-    first: Int64Array
-    ranks: Int64Array
-    group_of: Int64Array
-    free: Int64Array
-    bucket: Int64Array
-    next_node: Int64Array
-    used: Int64Array
-    used_before: Int64Array
-    groups: Int64Array
+    tokens: IntArray
+    first: IntArray
+    ranks: IntArray
+    group_of: IntArray
+    free: IntArray
+    bucket: IntArray
+    next_node: IntArray
+    used: IntArray
+    used_before: IntArray
+    groups: IntArray
 
 
 class Pool(NamedTuple):
@@ -75,10 +75,10 @@ class Pool(NamedTuple):
         shortest: seconds of each sequence alone on the degree that suits it best; 0 before anybody asked.
     """
 
-    waiting: Int64Array
-    left_over: Int64Array
-    small: Int64Array
-    kept: Int64Array
+    waiting: IntArray
+    left_over: IntArray
+    small: IntArray
+    kept: IntArray
     shortest: FloatArray
 
 
@@ -251,7 +251,7 @@ def _place_in_catalogue(i: int, target: float, sequences: Sequences, machine: Ma
 
 
 @kernel
-def _free_beside(first: int, stop: int, low: int, high: int, used: Int64Array) -> Any:
+def _free_beside(first: int, stop: int, low: int, high: int, used: IntArray) -> Any:
     """Count the free ranks right before and right after the ranks first..stop, as far as low..high."""
     before, after = first, stop
     while before > low and used[before - 1] == 0:
@@ -262,7 +262,7 @@ def _free_beside(first: int, stop: int, low: int, high: int, used: Int64Array) -
 
 
 @kernel
-def _open_on(ranks: Int64Array, machine: Machine, wave: Wave) -> int:
+def _open_on(ranks: IntArray, machine: Machine, wave: Wave) -> int:
     """Make a group of the given ranks."""
     g = wave.groups[0]
     for k in range(len(ranks)):

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.plan.metadata import Sync
-from fcp_cli.plan.step import FloatArray, Int64Array, offsets_of
+from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import GlobalBatches, spread_steps
 from fcp_cli.planning.bounds import lower_bound_seconds, simple_bound_seconds
@@ -109,7 +110,7 @@ class FcpSolver:
 
     problem: Problem
     machine: Machine
-    degrees: Int64Array
+    degrees: IntArray
     name: str = "fcp"
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -126,7 +127,7 @@ class FcpSolver:
             found = self._assign_timelines(batch, order, sequences)
         return self._static(batch, makespan_seconds(found, batch, self.problem)) or found
 
-    def _assign_timelines(self, batch: Batch, order: Int64Array, sequences: Sequences) -> Assignment:
+    def _assign_timelines(self, batch: Batch, order: IntArray, sequences: Sequences) -> Assignment:
         """Plan timelines or, where few ranks leave a wide gap, waves if they are quicker: a valid order, too."""
         found = _assign_timelines(simple_bound_seconds(batch.work, self.problem), order, sequences, self.machine)
         if self.problem.num_ranks > _PORTFOLIO_RANKS:
@@ -148,7 +149,7 @@ class FcpSolver:
         return StaticSolver(problem=self.problem, degree=degree, packing="even" if even else "full").assign(batch)
 
 
-def _assign_waves(order: Int64Array, sequences: Sequences, machine: Machine) -> Assignment:
+def _assign_waves(order: IntArray, sequences: Sequences, machine: Machine) -> Assignment:
     _seconds, targets, pairs = microbatch.search(_TARGETS_PER_WAVE, _FILLS_PER_WAVE, sequences, machine)
     waves, groups, num_ranks, left = microbatch.replay(targets, pairs, sequences, machine)
     assert left == 0, "the last wave does not take every sequence that is left"
@@ -162,7 +163,7 @@ def _assign_waves(order: Int64Array, sequences: Sequences, machine: Machine) -> 
     )
 
 
-def _assign_timelines(lower: float, order: Int64Array, sequences: Sequences, machine: Machine) -> Assignment:
+def _assign_timelines(lower: float, order: IntArray, sequences: Sequences, machine: Machine) -> Assignment:
     exchanges = _EXCHANGES * (1 if len(order) <= 1024 else len(order) // 64)
     rings, sand, timeline = iteration.schedule(lower, True, exchanges, sequences, machine)
     count, gaps = int(rings.placed[0]), int(timeline.gaps[0])
@@ -189,11 +190,11 @@ def _assign_timelines(lower: float, order: Int64Array, sequences: Sequences, mac
 
 def gather(
     *,
-    order: Int64Array,
-    group_of: Int64Array,
-    wave: Int64Array,
-    degree: Int64Array,
-    ranks: Int64Array,
+    order: IntArray,
+    group_of: IntArray,
+    wave: IntArray,
+    degree: IntArray,
+    ranks: IntArray,
     key: FloatArray,
 ) -> Assignment:
     """Write groups and members as an Assignment, by (wave, key, longest sequence first), without empty groups.
@@ -224,6 +225,6 @@ def gather(
     )
 
 
-def _renumbered(wave: Int64Array) -> Int64Array:
+def _renumbered(wave: IntArray) -> IntArray:
     """Count waves from 0 without gaps; -1 stays."""
     return np.cumsum(np.diff(wave, prepend=wave[:1]) > 0) if wave[0] >= 0 else wave

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fcp_cli.manifest.table import FloatArray, IntArray
+from fcp_cli.arrays import FloatArray, IntArray
 
 
 def at_most_table(seconds: FloatArray) -> FloatArray:

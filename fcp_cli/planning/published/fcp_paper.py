@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.model import group_seconds
-from fcp_cli.manifest.table import FloatArray, IntArray
 from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import GlobalBatches

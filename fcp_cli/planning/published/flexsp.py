@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from fcp_cli.arrays import IntArray
 from fcp_cli.cost.model import group_seconds
 from fcp_cli.errors import PlanError
-from fcp_cli.manifest.table import IntArray
 from fcp_cli.planning.batches import GlobalBatches
 from fcp_cli.planning.packing import best_fit_decreasing
 from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver

@@ -14,8 +14,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
+from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.model import Work
-from fcp_cli.manifest.table import FloatArray, IntArray
 from fcp_cli.planning.problem import Batch, Problem
 from fcp_cli.planning.work import work_on
 

@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fcp_cli.arrays import FloatArray
 from fcp_cli.cost.model import Work, group_seconds
-from fcp_cli.manifest.table import FloatArray
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import GlobalBatches
 from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver

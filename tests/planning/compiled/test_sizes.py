@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fcp_cli.manifest.table import IntArray
+from fcp_cli.arrays import IntArray
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble

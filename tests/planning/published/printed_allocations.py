@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from fcp_cli.manifest.table import FloatArray, IntArray
+from fcp_cli.arrays import FloatArray, IntArray
 
 
 def allocate_by_dynamic_programme(table: FloatArray, num_ranks: int) -> IntArray:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fcp_cli.manifest.table import FloatArray, IntArray
+from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.planning.published.degree_allocation import (
     allocate_by_threshold,
     at_most_table,

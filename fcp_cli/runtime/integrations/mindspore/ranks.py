@@ -11,8 +11,8 @@ import numpy as np
 from mindspore import Tensor, communication, mint, ops
 from mindspore.communication import GlobalComm
 
+from fcp_cli.arrays import IntArray
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.layout import IntArray
 
 # One group of all ranks that carries hops and nothing else; any ranks talk within it, so no ring needs its own.
 _RING_GROUP = "fcp-rings"

@@ -21,6 +21,7 @@ import mindspore
 import numpy as np
 from mindspore import Tensor, ops
 
+from fcp_cli.arrays import IntArray
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.step import MicroBatch as PlannedMicroBatch
@@ -29,7 +30,7 @@ from fcp_cli.runtime.cursor import PlanCursor, RankStep
 from fcp_cli.runtime.followed_step import IGNORED, FollowedStep, plan_path, require_length
 from fcp_cli.runtime.integrations.mindspore.ranks import Ranks, join
 from fcp_cli.runtime.integrations.mindspore.ring import Ring
-from fcp_cli.runtime.layout import IntArray, shard_layout
+from fcp_cli.runtime.layout import shard_layout
 
 Fetch: TypeAlias = Callable[[int], Any]
 """From a manifest row to the sequence's tokens: a list or array of integers."""
