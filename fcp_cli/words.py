@@ -12,11 +12,16 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{ending}"
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error, or its type where it has no words."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def first_sentence(error: BaseException) -> str:
     """Return the first sentence of an error without its full stop; after it, libraries only guess."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].partition(". ")[0].rstrip(".")
+    return first_line(error).partition(". ")[0].rstrip(".")
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
@@ -104,8 +102,9 @@ def build(options: BuildOptions) -> None:
     )
     opened = open_source(source, kind, reading, output=output.absolute())
     _note_unused(opened.describe(), reading)
-    with _advancing(opened.units, kind) as advance:
-        built = build_manifest(opened, output, advance=advance)
+    with progress() as bar:
+        task = bar.add_task(f"reading {kind}", total=opened.units)
+        built = build_manifest(opened, output, advance=lambda done: bar.advance(task, done))
     for reason, count in built.skipped.items():
         note(f"left out {counted(count, f'{reason} sequence')}")
     _report(output, "length", json=options.json, extra={"skipped": built.skipped})
@@ -186,13 +185,6 @@ def _note_unused(description: dict[str, Any], options: SourceOptions) -> None:
         note(f"--include and --exclude are not used for {kind}; they choose files of a folder of text")
     if options.vocab_size is not None and kind != "megatron":
         note(f"--vocab-size is not used for {kind}; it follows from the tokens")
-
-
-@contextmanager
-def _advancing(units: int | None, kind: str) -> Iterator[Callable[[int], None]]:
-    with progress() as bar:
-        task = bar.add_task(f"reading {kind}", total=units)
-        yield lambda done: bar.advance(task, done)
 
 
 def _report(path: Path, length_column: str, *, json: bool, extra: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from fcp_cli.errors import RunError
 from fcp_cli.machine.host import host_memory_bytes, usable_cores
+from fcp_cli.words import first_line
 
 # Beyond this many processes per core, ranks on a CPU mostly wait for each other.
 _RANKS_PER_CORE = 2
@@ -127,9 +128,8 @@ def load_torch() -> Any:
         import torch
     except (ImportError, OSError, RuntimeError) as error:
         # torch_npu without its drivers breaks `import torch` itself.
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RunError(
-            f"torch does not import here ({reason}); if torch_npu is to blame, source CANN's "
+            f"torch does not import here ({first_line(error)}); if torch_npu is to blame, source CANN's "
             "set_env.sh, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to train on the CPU"
         ) from error
     return torch

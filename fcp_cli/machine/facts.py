@@ -120,7 +120,12 @@ def collect_facts(
         added: variables that a job will have beside those of the environment.
         path: PATH as a job will have it; None: as it is.
     """
-    machine, error = (machine, "") if machine is not None else _machine()
+    error = ""
+    if machine is None:
+        try:
+            machine = find_machine()
+        except FcpError as failure:
+            error = str(failure)
     return Facts(
         python_version=platform.python_version(),
         system=platform.platform(),
@@ -148,13 +153,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _machine() -> tuple[Machine | None, str]:
-    try:
-        return find_machine(), ""
-    except FcpError as error:
-        return None, str(error)
 
 
 def _devices(machine: Machine | None) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def build_manifest(source: Source, path: Path, *, advance: Callable[[int], None]
             largest_token = max(largest_token, batch.largest_token)
             writer.add(rows)
             advance(batch.done)
-        skipped = +skipped
+        skipped = +skipped  # without the reasons that never occurred
         description = source.describe()
         if writer.rows == 0:
             reasons = "".join(f"; {count} skipped as {reason}" for reason, count in sorted(skipped.items()))

@@ -23,6 +23,7 @@ def read_lengths_jsonl(stream: Iterable[str], *, length_column: str = "length") 
     Raises:
         ManifestError: a line is not JSON, has no length, or holds a value that no sequence can have.
     """
+    # Arrays of numbers: a list would hold an object for each of the millions of lengths that a pipe may bring.
     lengths, etas = array("q"), array("d")
     vision = {name: array("q") for name in FACTORS if name != "eta"}
     for number, line in _lines(stream):

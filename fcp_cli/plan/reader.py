@@ -98,6 +98,7 @@ class PlanReader:
 
 
 def _same_type(found: pa.DataType, wanted: pa.DataType) -> bool:
+    # Types of lists are equal only if they agree on whether an item may be null, which is for the writer to say.
     if pa.types.is_list(wanted):
         return bool(pa.types.is_list(found) and found.value_type == wanted.value_type)
     return bool(found == wanted)

@@ -83,6 +83,7 @@ class SamplesFile:
 
     @property
     def finished(self) -> bool:
+        # A measurement that was taken up again after its end has not finished until it says so again.
         ends = [line["kind"] for line in self.lines if line.get("kind") in ("finished", "resumed")]
         return bool(ends) and ends[-1] == "finished"
 

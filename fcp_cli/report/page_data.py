@@ -85,6 +85,7 @@ class HeatMap:
 
     def cells(self) -> Columns:
         column, row = np.nonzero(self.count)
+        # A cell begins with the first step that falls into its column: ceil(column * steps / columns), exactly.
         return {
             "step": self.first_step - (-column * self.steps // self.columns),
             "step_end": self.first_step - (-(column + 1) * self.steps // self.columns),

@@ -38,7 +38,7 @@ class FileFollower:
             for line in file or ():
                 if not line.endswith(b"\n"):
                     return
-                self.offset += len(line)
+                self.offset += len(line)  # before it is given: the caller may not come back
                 yield line
 
     @contextmanager

@@ -58,7 +58,7 @@ class Heartbeat:
 
     def _lives_here(self) -> bool:
         try:
-            os.kill(self.pid, 0)
+            os.kill(self.pid, 0)  # sends nothing, and fails where there is no such process
         except ProcessLookupError:
             return False
         except PermissionError:

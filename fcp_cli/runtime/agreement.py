@@ -76,7 +76,10 @@ def fingerprint(path: Path) -> Fingerprint:
         metadata = read_proven(path)
     except FcpError as error:
         return Fingerprint(words=np.zeros(1 + _HASH_WORDS, dtype=np.int64), error=error)
-    return Fingerprint(words=np.array([1, *_hash_words(metadata.plan_hash)], dtype=np.int64), metadata=metadata)
+    size = _HEX_DIGITS_PER_WORD
+    digits = metadata.plan_hash.ljust(_HASH_WORDS * size, "0")
+    words = [int(digits[i : i + size], 16) for i in range(0, len(digits), size)]
+    return Fingerprint(words=np.array([1, *words], dtype=np.int64), metadata=metadata)
 
 
 def require_agreement(
@@ -118,11 +121,6 @@ def read_proven(path: Path) -> PlanMetadata:
     if reader.content_hash() != reader.metadata.plan_hash:
         raise PlanError(f"{path} was edited: its content does not match its plan hash; make it again with 'fcp plan'")
     return reader.metadata
-
-
-def _hash_words(plan_hash: str) -> list[int]:
-    digits = plan_hash.ljust(_HASH_WORDS * _HEX_DIGITS_PER_WORD, "0")
-    return [int(digits[i : i + _HEX_DIGITS_PER_WORD], 16) for i in range(0, len(digits), _HEX_DIGITS_PER_WORD)]
 
 
 def _check_size(

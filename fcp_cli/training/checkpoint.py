@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from fcp_cli.errors import RunError
 from fcp_cli.runs.checkpoint_header import FORMAT, PREFIX, CheckpointHeader, checkpoints
+from fcp_cli.words import first_line
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +112,7 @@ def load_checkpoint(
         _restore_model(state.model, saved["model"])
         _restore_optimizer(state.optimizer, saved["optimizer"])
     except (KeyError, ValueError, RuntimeError) as error:
-        raise RunError(f"{checkpoint} does not fit this model: {_first_line(error)}") from error
+        raise RunError(f"{checkpoint} does not fit this model: {first_line(error)}") from error
     if rank < header.num_ranks:
         _restore_random_states(_read_tensors(checkpoint / f"rng-{rank:05d}.pt"), state.device)
 
@@ -248,12 +249,8 @@ def _read_tensors(path: Path, *, mapped: bool = False) -> dict[str, Any]:
         return saved
     except Exception as error:  # torch raises many kinds for a damaged file; all mean the same here
         raise RunError(
-            f"{path} cannot be read ({_first_line(error)}); remove {path.parent} to resume from the one before"
+            f"{path} cannot be read ({first_line(error)}); remove {path.parent} to resume from the one before"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def remove_leftovers(folder: Path) -> None:

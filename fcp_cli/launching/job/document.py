@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from fcp_cli.launching.job.commands import node_argv, shell_command
 from fcp_cli.launching.job.inject import without_entry
 from fcp_cli.launching.job.job import Job
 from fcp_cli.launching.request import LOCAL
 from fcp_cli.runs.launch_record import JobFile, LaunchRecord, NodeCommand
-from fcp_cli.training.settings import TrainSettings
 
 # Elsewhere in the record, or true of one start only.
 _NOT_REMEMBERED = ("plan", "model", "run_dir", "manifest", "resume", "quiet")
@@ -29,6 +27,10 @@ def launch_record(job: Job, files: Mapping[str, str] = MappingProxyType({})) -> 
     """
     settings = job.settings
     started = [job.started_on(node) for node in range(job.num_nodes)] if job.target == LOCAL else []
+    training = None
+    if settings is not None:  # what a resumed run takes over: all that is not at its default
+        kept = [f for f in fields(settings) if f.name not in _NOT_REMEMBERED]
+        training = {f.name: getattr(settings, f.name) for f in kept if getattr(settings, f.name) != f.default}
     return LaunchRecord(
         plan=str(job.plan.absolute()),
         plan_hash=job.metadata.plan_hash,
@@ -36,7 +38,7 @@ def launch_record(job: Job, files: Mapping[str, str] = MappingProxyType({})) -> 
         run_dir=str(job.run_dir),
         model=job.model,
         manifest=str(settings.manifest) if settings is not None and settings.manifest is not None else None,
-        training=None if settings is None else _remembered(settings),
+        training=training,
         program=list(job.program) if settings is not None else without_entry([*job.program, *job.arguments]),
         target=job.target,
         launcher=job.launcher,
@@ -49,15 +51,6 @@ def launch_record(job: Job, files: Mapping[str, str] = MappingProxyType({})) -> 
         ],
         files=[JobFile(name=name, text=text) for name, text in files.items()],
     )
-
-
-def _remembered(settings: TrainSettings) -> dict[str, Any]:
-    """Return the settings that a resumed run takes over: those that are not at their defaults."""
-    return {
-        f.name: getattr(settings, f.name)
-        for f in fields(settings)
-        if f.name not in _NOT_REMEMBERED and getattr(settings, f.name) != f.default
-    }
 
 
 def resume_command(job: Job) -> str:

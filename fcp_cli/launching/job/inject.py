@@ -24,6 +24,7 @@ from fcp_cli.runs.launch_record import has_followed
 ENTRY = ("-m", "fcp_cli.runtime")
 """Prepares the rank and then runs the program that follows a `--`."""
 
+# Holds a sitecustomize.py, which Python runs first in every process that finds it on PYTHONPATH.
 _SITE = Path(fcp_cli.runtime.injection.__file__).parent / "site"
 
 

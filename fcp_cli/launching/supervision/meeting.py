@@ -43,7 +43,9 @@ class Meeting:
             return
         self._check_at = self.clock() + self._pause_seconds()
         host, port = self.job.master_addr, self.job.master_port
-        if self._ranks_run():
+        assert self.job.log_dir is not None
+        # torchrun starts the ranks of a node once all nodes have met.
+        if self.job.launcher == "torchrun" and TorchrunRanks(self.job.log_dir).rank_0("stdout") is not None:
             self._check_at = None
         elif listens(host, port, seconds=_PROBE_SECONDS):
             if self.node_rank:
@@ -59,8 +61,3 @@ class Meeting:
 
     def _pause_seconds(self) -> float:
         return min(_PATIENCE_SECONDS, (self.job.join_timeout_seconds or 0) / 3)
-
-    def _ranks_run(self) -> bool:
-        """Return whether torchrun has met the others and started the ranks of this node."""
-        assert self.job.log_dir is not None
-        return self.job.launcher == "torchrun" and TorchrunRanks(self.job.log_dir).rank_0("stdout") is not None

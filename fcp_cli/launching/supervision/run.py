@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -141,9 +141,14 @@ def run_command(
             output.copy_new()
         screen.watch()
 
-    guard = guarded(argv, log_dir=log_dir, grace_seconds=grace_seconds) if runner is None else nullcontext(_unguarded)
+    # A process of the caller's own runner is left to the caller.
+    unguarded: AbstractContextManager[Callable[[int], None]] = nullcontext(lambda pid: None)
+    guard = guarded(argv, log_dir=log_dir, grace_seconds=grace_seconds) if runner is None else unguarded
     with ranks.log.open("wb") as log, _received_signals() as received, guard as watch_over:
-        process = _start(runner or SubprocessRunner(), argv, environment, log)
+        try:
+            process = (runner or SubprocessRunner()).start(argv, environment=environment, output=log)
+        except OSError as error:
+            raise RunError(f"cannot start {argv[0]}: {error.strerror}") from error
         watch_over(process.pid)
         try:
             status = _wait(process, ranks, received, refresh, screen.announce, grace_seconds)
@@ -158,17 +163,6 @@ def run_command(
     for output in outputs:
         output.finish(hides_traceback=another_failed)
     return JobOutcome(status=status, stopped_by=stopped_by, failure=failure)
-
-
-def _unguarded(pid: int) -> None:
-    """Leave a process of the caller's own runner to the caller."""
-
-
-def _start(runner: Runner, argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> Process:
-    try:
-        return runner.start(argv, environment=environment, output=output)
-    except OSError as error:
-        raise RunError(f"cannot start {argv[0]}: {error.strerror}") from error
 
 
 def _wait(

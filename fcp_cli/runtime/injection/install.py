@@ -13,7 +13,7 @@ from typing import Any
 from fcp_cli.errors import FcpError, RunError, UsageError
 from fcp_cli.runtime.error_file import record_error
 from fcp_cli.runtime.followed_plans import is_followed
-from fcp_cli.runtime.injection.imports import Hook, after_import
+from fcp_cli.runtime.injection.imports import after_import
 from fcp_cli.runtime.injection.ranks import torch_variables
 
 PLAN_VARIABLE = "FCP_PLAN"
@@ -38,7 +38,9 @@ def install(environment: MutableMapping[str, str]) -> None:
         {
             "torch.distributed.distributed_c10d": _leave_at_exit,
             "torch.optim.optimizer": _watch_optimizers,
-            **_framework_hooks(),
+            # Of the modules that an integration changes: each imports its integration when it is called.
+            "megatron.core.pipeline_parallel.schedules": _hook_megatron,
+            "megatron.training.utils": _hook_megatron_training,
         }
     )
 
@@ -51,14 +53,6 @@ def _write_whole_lines() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
-
-
-def _framework_hooks() -> dict[str, Hook]:
-    """Return the hook of each module that an integration changes. A hook imports its integration when it is called."""
-    return {
-        "megatron.core.pipeline_parallel.schedules": _hook_megatron,
-        "megatron.training.utils": _hook_megatron_training,
-    }
 
 
 def _hook_megatron(schedules: ModuleType) -> None:

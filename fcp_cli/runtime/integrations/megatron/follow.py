@@ -168,7 +168,10 @@ class Follower:
 
     def _probe(self, step: LoadedStep) -> str:
         """Compare numbers before the first step, where that can be done; return the outcome for the log."""
-        if not self._probe_is_wanted():
+        # Rank 0 decides: to nodes that started later the run directory may not look new.
+        wanted = torch.tensor(int(os.environ.get(_PROBE_VARIABLE) != "0"), device=self._device)
+        ProcessWorld().broadcast(wanted)
+        if not wanted:
             return f"not probed ({_PROBE_VARIABLE}=0)"
         difference = probe(
             self._model,
@@ -180,12 +183,6 @@ class Follower:
             stack=self.stack,
         )
         return f"probe: attention within {difference:.0e}"
-
-    def _probe_is_wanted(self) -> bool:
-        """Return whether rank 0 wants the probe: to nodes that started later the run directory may not look new."""
-        wanted = torch.tensor(int(os.environ.get(_PROBE_VARIABLE) != "0"), device=self._device)
-        ProcessWorld().broadcast(wanted)
-        return bool(wanted)
 
     def _announce(self, step: LoadedStep, probed: str) -> None:
         if dist.get_rank() == 0:

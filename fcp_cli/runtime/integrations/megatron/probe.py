@@ -80,7 +80,8 @@ def probe(
                     alone.append(_attended(model, layer, one.batch, weight)[:, :length])
             places = shard.batch[_PLACES][0, shard.is_planned] - row.sequences[0]
             expected = torch.cat(alone, dim=1)[:, places]
-            differences += _differences(grouped[:, shard.is_planned], expected)
+            error, size = (t.flatten(1).norm(dim=1) for t in (grouped[:, shard.is_planned] - expected, expected))
+            differences += (error / size.clamp_min(1e-30)).tolist()  # of the output, and of the gradient
     difference = _worst(differences, weight.device)
     tolerance = _TOLERANCES.get(weight.dtype, 5e-2)
     if difference > tolerance:
@@ -196,13 +197,6 @@ def _frozen(layer: nn.Module) -> Iterator[None]:
     finally:
         for parameter in trained:
             parameter.requires_grad_()
-
-
-def _differences(found: Tensor, expected: Tensor) -> list[float]:
-    """Return the relative L2 difference of [kinds, tokens, hidden_size], for each kind."""
-    error, size = (tensor.flatten(1).norm(dim=1) for tensor in (found - expected, expected))
-    relative: list[float] = (error / size.clamp_min(1e-30)).tolist()
-    return relative
 
 
 def _worst(differences: Iterable[float], device: torch.device) -> float:
