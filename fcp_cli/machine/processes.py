@@ -99,10 +99,5 @@ def _halt(pids: list[int]) -> None:
     """Stop processes, until none of them is in the middle of starting another."""
     send(pids, signal.SIGSTOP)
     end = time.monotonic() + _HALT_SECONDS
-    while any(map(_runs, pids)) and time.monotonic() < end:
+    while any((stat := _stat(pid)) and stat[_STATE] not in _HALTED for pid in pids) and time.monotonic() < end:
         time.sleep(0.001)
-
-
-def _runs(pid: int) -> bool:
-    stat = _stat(pid)
-    return bool(stat) and stat[_STATE] not in _HALTED

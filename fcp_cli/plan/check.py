@@ -216,6 +216,7 @@ def _check_waves(step: StepPlan, limits: Limits) -> Iterator[Finding]:
     if step.wave[0] != 0 or not np.isin(rises, (0, 1)).all():
         yield Finding(step=step.step, message="waves do not count up from 0")
         return
+    # How often each pair of wave and rank occurs, numbered as wave * num_ranks + rank.
     uses = np.bincount(
         np.repeat(step.wave.astype(np.int64), step.degrees) * limits.num_ranks + step.ranks,
         minlength=(int(step.wave[-1]) + 1) * limits.num_ranks,
@@ -257,7 +258,7 @@ def _check_times(
         seconds=step.seconds,
         num_ranks=metadata.num_ranks,
     )
-    idle = np.diff(step.sequence_offsets) == 0
+    idle = np.diff(step.sequence_offsets) == 0  # takes no time, so that its start means nothing
     makespan = float((start + step.seconds).max())
     scale = max(makespan, 1e-300)
     for order in np.flatnonzero(~idle & (np.abs(start - step.start_seconds) > _TOLERANCE * scale))[:1].tolist():

@@ -50,7 +50,7 @@ class PlanWriter:
             return
         table = steps_to_arrow(self._pending).combine_chunks()
         self._hasher.update(table)
-        self._parquet.write_table(table, row_group_size=max(len(table), 1))
+        self._parquet.write_table(table, row_group_size=max(len(table), 1))  # one group; pyarrow refuses a size of 0
         self._pending, self._pending_rows = [], 0
 
     def finish(self) -> None:

@@ -19,6 +19,7 @@ from fcp_cli.runs.metrics_reader import read_metrics
 
 # Every so many samples one is held out: the error on these is what the new profile can promise.
 HOLD_OUT_EVERY = 5
+_RUN_KEYS = ("model", "device", "device_name", "num_ranks", "sync", "torch", "started", "plan_hash")
 _ROUNDING = 1e-9  # relative; a smaller difference of seconds is no work of an encoder
 
 
@@ -158,7 +159,11 @@ def refit(runs: Sequence[RunSamples], *, before: CostProfile | None = None) -> R
     measurement = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "method": "micro-batches of training runs",
-        "runs": [_run_record(run) for run in runs],
+        "runs": [
+            {key: run.run[key] for key in _RUN_KEYS if key in run.run}
+            | {"steps": run.steps, "micro_batches": len(run.samples)}
+            for run in runs
+        ],
         "micro_batches_fitted": len(fitted),
         "micro_batches_held_out": len(held_out),
         "held_out_error_before_percent": round(errors["h"][0], 3),
@@ -178,9 +183,3 @@ def refit(runs: Sequence[RunSamples], *, before: CostProfile | None = None) -> R
         held_out_after_percent=errors["h"][1],
         kept=fit.kept,
     )
-
-
-def _run_record(run: RunSamples) -> dict[str, Any]:
-    keys = ("model", "device", "device_name", "num_ranks", "sync", "torch", "started", "plan_hash")
-    record = {key: run.run[key] for key in keys if key in run.run}
-    return {**record, "steps": run.steps, "micro_batches": len(run.samples)}

@@ -43,11 +43,14 @@ def _headline(metadata: PlanMetadata, summary: PlanSummary) -> dict[str, str]:
     shape = f"{counted(metadata.num_ranks, 'rank')}, {metadata.ranks_per_node} per node, {each} each"
     unit = f"multiples of {metadata.padding_multiple} x degree"
     padding = f"{summary.padding_fraction:.2%} more tokens, with sequences padded to {unit}"
+    over = metadata.overlong
+    verb = "dropped" if over.policy == "drop" else "cut"
+    left_out = f"; {over.sequences:,} over {over.max_length:,} {verb}" if over.sequences else ""
     lines = {
         "plan": f"{counted(summary.steps, 'step')} by {metadata.solver}, sync {metadata.sync}, seed {metadata.seed}",
         "ranks": shape,
         **({"devices": devices_text(metadata)} if metadata.devices_per_rank > 1 else {}),
-        "sequences": f"{summary.sequences:,} with {counted(summary.tokens, 'token')}{_left_out(metadata)}",
+        "sequences": f"{summary.sequences:,} with {counted(summary.tokens, 'token')}{left_out}",
         **({"padding": padding} if metadata.padding_multiple is not None else {}),
         "step time": f"{summary.mean_step_seconds:.4g} s mean, slowest {summary.slowest_step_seconds:.4g} s "
         f"(step {summary.slowest_step})",
@@ -70,14 +73,6 @@ def devices_text(metadata: PlanMetadata) -> str:
         f"{metadata.devices_per_rank} per rank (tensor parallel {metadata.tensor_parallel}, pipeline parallel "
         f"{metadata.pipeline_parallel}), {metadata.num_devices:,} in all"
     )
-
-
-def _left_out(metadata: PlanMetadata) -> str:
-    overlong = metadata.overlong
-    if not overlong.sequences:
-        return ""
-    verb = "dropped" if overlong.policy == "drop" else "cut"
-    return f"; {overlong.sequences:,} over {overlong.max_length:,} {verb}"
 
 
 def _degree_table(summary: PlanSummary, ascii_only: bool) -> Table:

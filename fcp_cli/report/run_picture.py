@@ -124,6 +124,7 @@ def measured_bars(step: RunStep) -> Columns:
     by_rank = np.lexsort((step.ranks, step.orders))
     by_rank = by_rank[step.pack_tokens[by_rank] > 0]
     orders, ranks = step.orders[by_rank], step.ranks[by_rank]
+    # A rectangle begins where the micro-batch changes, and where its ranks are not neighbours.
     first = np.ones(len(orders), dtype=bool)
     first[1:] = (np.diff(orders) != 0) | (np.diff(ranks) != 1)
     starts: IntArray = np.flatnonzero(first)

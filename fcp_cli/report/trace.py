@@ -133,7 +133,7 @@ class TraceBuilder:
     def _track(self, kind: Kind, rank: int | None) -> dict[str, int]:
         if rank is None:
             return {"pid": _STEPS_PID, "tid": 1 + _KINDS.index(kind)}
-        # Perfetto sorts processes by their id: this puts planned and measured tracks of one node next to each other.
+        # Planned and measured tracks of one node get ids, and so places, next to each other.
         first_of_node = 1 + _STEPS_PID + len(_KINDS) * (rank // self.ranks_per_node)
         return {"pid": first_of_node + _KINDS.index(kind), "tid": 1 + rank}
 

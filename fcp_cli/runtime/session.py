@@ -152,19 +152,16 @@ class Session:
     ) -> Generator[Step, None, None]:
         try:
             for item in loaded:
-                tokens = self._sum_over_ranks(item.labelled_tokens) if labelled else item.plan.loss_tokens
+                tokens: int | Tensor = item.plan.loss_tokens
+                if labelled:
+                    tokens = torch.tensor(item.labelled_tokens, device=self.device)
+                    self.world.all_reduce_sum(tokens)  # the sum stays on the device: the host does not wait for it
                 step = Step(self, sync, item, tokens)
                 yield step
                 step.require_finished()
         finally:
             cursor.close()
             loaded.close()
-
-    def _sum_over_ranks(self, count: int) -> Tensor:
-        """Return the sum as 0-d int64 on the device: the host does not wait for it."""
-        total = torch.tensor(count, device=self.device)
-        self.world.all_reduce_sum(total)
-        return total
 
     def close(self) -> None:
         """Leave the job, and destroy the process group if `start` made it."""

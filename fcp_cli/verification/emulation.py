@@ -35,7 +35,7 @@ class Mailbox:
     def between(self, sender: int, receiver: int) -> queue.SimpleQueue[Tensor]:
         """Return the queue of messages from one rank to another."""
         messages = self._queues.setdefault((sender, receiver), queue.SimpleQueue())
-        if self._aborted:
+        if self._aborted:  # a queue made since then: whoever waits at it must not either
             messages.put(torch.empty(0))
         return messages
 
@@ -60,7 +60,7 @@ class ThreadTransport:
         self._timeout_seconds = timeout_seconds
 
     def start(self, kind: str, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> Handle:
-        if send is not None:
+        if send is not None:  # a copy, since the ring fills the same buffer at its next hop
             self._mailbox.between(self._rank, to).put(send.detach().clone())
         return _Delivery(self._mailbox, self._rank, kind, receive, source, self._timeout_seconds)
 
@@ -112,6 +112,7 @@ def run_lockstep(members: Sequence[Waits[Result]]) -> list[Result]:
     while waiting:
         index, handle = waiting.popleft()
         if handle is not None:
+            # When a whole round has moved no member, none ever will: the wait then raises.
             if isinstance(handle, _Delivery) and not handle.ready() and stalled <= len(waiting):
                 stalled += 1
                 waiting.append((index, handle))
@@ -165,7 +166,7 @@ class ThreadWorld:
     def _exchange(self, tensor: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> None:
         meeting = self._meeting
         meeting.slots[self._rank] = tensor.detach().clone()
-        if meeting.barrier.wait() == 0:
+        if meeting.barrier.wait() == 0:  # one rank combines, in rank order, so that all get the same bits
             meeting.result = combine([slot for slot in meeting.slots if slot is not None])
         meeting.barrier.wait()
         with torch.no_grad():

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from fcp_cli.errors import RunError
-from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.writer import plan_writer
@@ -103,7 +102,11 @@ def verify(plan: Path, *, num_steps: int = 3, first_step: int = 0, max_length: i
     ]
     processes = metadata.num_ranks <= MOST_PROCESSES
     with TemporaryDirectory(prefix="fcp-verify-") as folder, _one_thread_per_rank():
-        path = _write(Path(folder) / "plan.parquet", metadata, scaled)
+        # In a plan file of their own, so that all of the runtime takes part in replaying them.
+        path = Path(folder) / "plan.parquet"
+        with plan_writer(path, replace(metadata, tensor_parallel=1, pipeline_parallel=1, continues=None)) as writer:
+            for step in scaled:
+                writer.append(step)
         ranks = replay_processes(path) if processes else replay_threads(path, TinyConfig())
         alone = replay_alone(path, TinyConfig())
     return Verification(
@@ -115,14 +118,6 @@ def verify(plan: Path, *, num_steps: int = 3, first_step: int = 0, max_length: i
         steps=tuple(_verdicts(steps, scaled, ranks, alone)),
         order_fault=_order_fault(ranks),
     )
-
-
-def _write(path: Path, metadata: PlanMetadata, steps: Sequence[StepPlan]) -> Path:
-    """Write the steps as a plan file of their own, so that all of the runtime takes part in replaying them."""
-    with plan_writer(path, replace(metadata, tensor_parallel=1, pipeline_parallel=1, continues=None)) as writer:
-        for step in steps:
-            writer.append(step)
-    return path
 
 
 def _verdicts(

@@ -60,9 +60,7 @@ def check_trainer(metadata: PlanMetadata, plan: Path, *, needs_transformers: boo
 
 
 def check_steps(plan: Path, metadata: PlanMetadata, steps: int | None) -> None:
-    """Raises:
-    RunError: more steps are asked for than the plan has.
-    """
+    """Raise RunError if more steps are asked for than the plan has."""
     if steps is not None and steps > metadata.end_step:
         raise RunError(
             f"--steps is {steps}, but {plan} ends after {metadata.end_step}; plan more with 'fcp plan --epochs', or "
@@ -104,9 +102,7 @@ def check_resumable(run_dir: Path, launched: LaunchRecord, metadata: PlanMetadat
 
 
 def check_beginning(plan: Path, metadata: PlanMetadata) -> None:
-    """Raises:
-    RunError: a new run is to follow a plan that only goes on from another run.
-    """
+    """Raise RunError if a new run is to follow a plan that continues another run."""
     if metadata.continues is not None:
         raise RunError(
             f"{plan} continues from step {metadata.first_step} of a run under the plan "

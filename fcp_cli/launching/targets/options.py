@@ -116,6 +116,8 @@ def for_cluster(request: ClusterOptions, job: Job, assumed: Origins) -> Job:
         UsageError: an option cannot be used as it is.
     """
     is_container = job.target in _KUBERNETES
+    if is_container and request.image is None:
+        raise UsageError("containers need --image: the name of one with fcp, torch and your code")
     hosts = job.hosts
     if job.target == "scripts" and not hosts:
         hosts = tuple(f"node{k}" for k in range(job.num_nodes))
@@ -132,7 +134,7 @@ def for_cluster(request: ClusterOptions, job: Job, assumed: Origins) -> Job:
             interface_variables=tuple(v.name for v in job.variables if not v.value),
             setup=request.setup,
             sbatch_options=tuple(map(_sbatch_option, request.sbatch_option)),
-            image=_image(request) if is_container else "",
+            image=request.image or "" if is_container else "",
             mounts=_mounts(request, job, assumed) if is_container else (),
         ),
     )
@@ -152,12 +154,6 @@ def _sbatch_option(text: str) -> str:
             f"--sbatch-option {text!r} is not one option of sbatch; give it as --sbatch-option=--partition=gpu"
         )
     return option
-
-
-def _image(request: ClusterOptions) -> str:
-    if request.image is None:
-        raise UsageError("containers need --image: the name of one with fcp, torch and your code")
-    return request.image
 
 
 def _mounts(request: ClusterOptions, job: Job, assumed: Origins) -> tuple[Mount, ...]:

@@ -29,9 +29,7 @@ def write_files(folder: Path, files: Mapping[str, str], *, overwrite: bool) -> N
 
 
 def require_sbatch() -> None:
-    """Raises:
-    RunError: this is no machine that jobs are submitted from.
-    """
+    """Raise RunError if this is no machine that jobs are submitted from."""
     if shutil.which("sbatch") is None:
         raise RunError("there is no sbatch on this machine; write the script with -o DIR and submit it where Slurm is")
 

@@ -181,7 +181,7 @@ def _tar(path: Path) -> Iterator[Found]:
 
 def _opened_tar(path: Path) -> tarfile.TarFile:
     try:
-        return tarfile.open(path, "r:")
+        return tarfile.open(path, "r:")  # without compression, so that a seek passes over the pixels
     except (OSError, tarfile.TarError) as error:
         raise ManifestError(f"{path} cannot be read as an uncompressed tar: {error}") from error
 

@@ -39,13 +39,10 @@ def hook_layer(layer: Attention, *, group: dist.ProcessGroup) -> None:
 
 def hook_rotary(rotary: nn.Module) -> None:
     """Ask for whole tables: a sliced one would be that of the static group, and is kept for the next call."""
-    rotary.register_forward_pre_hook(_ask_for_whole_table, with_kwargs=True)
-
-
-def _ask_for_whole_table(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    return None if current_microbatch.get() is None else (args, {**kwargs, "packed_seq": True})
+    rotary.register_forward_pre_hook(
+        lambda _, args, kwargs: None if current_microbatch.get() is None else (args, {**kwargs, "packed_seq": True}),
+        with_kwargs=True,
+    )
 
 
 def _attention(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
