@@ -16,13 +16,14 @@ from fcp_cli.planning.compiled.compiling import is_kept, kernel, package_stamp
 from tests.patience import PATIENCE_SECONDS
 
 
-def doubling(folder: Path) -> Any:
+def doubling(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A kernel in a module of its own, not compiled yet."""
     source = folder / "doubling.py"
     source.write_text("def double(x):\n    return 2 * x\n")
     spec = importlib.util.spec_from_file_location("doubling", source)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # what numba keeps on disk names the module it belongs to
     spec.loader.exec_module(module)
     return kernel(module.double)
 
@@ -31,14 +32,14 @@ def test_a_kernel_is_kept_until_any_source_of_the_package_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiling, "package_stamp", lambda: "these sources")
-    assert not is_kept(doubling(tmp_path))
-    assert doubling(tmp_path)(4) == 8
-    again = doubling(tmp_path)
+    assert not is_kept(doubling(tmp_path, monkeypatch))
+    assert doubling(tmp_path, monkeypatch)(4) == 8
+    again = doubling(tmp_path, monkeypatch)
     assert is_kept(again)
     assert again(4) == 8
     assert sum(again.stats.cache_hits.values()) == 1
     monkeypatch.setattr(compiling, "package_stamp", lambda: "other sources")
-    changed = doubling(tmp_path)
+    changed = doubling(tmp_path, monkeypatch)
     assert not is_kept(changed)
     assert changed(4) == 8
     assert sum(changed.stats.cache_hits.values()) == 0
