@@ -169,25 +169,30 @@ def _check_ranks(step: StepPlan, limits: Limits) -> Iterator[Finding]:
     if (step.degrees < 1).any():
         yield Finding(step=step.step, order=_first(step.degrees < 1), message="no ranks")
         return
-    owner = np.repeat(np.arange(len(step)), step.degrees)
     outside = (step.ranks < 0) | (step.ranks >= limits.num_ranks)
     if outside.any():
         at = _first(outside)
         message = f"rank {step.ranks[at]} of a job of {limits.num_ranks}"
-        yield Finding(step=step.step, order=int(owner[at]), message=message)
+        yield Finding(step=step.step, order=_row_of_rank(step, at), message=message)
         return
-    falls = (np.diff(step.ranks) <= 0) & (owner[1:] == owner[:-1])
+    falls = step.ranks[1:] <= step.ranks[:-1]
+    falls[step.rank_offsets[1:-1] - 1] = False  # from one row's last rank to the next row's first
     if falls.any():
-        yield Finding(step=step.step, order=int(owner[_first(falls)]), message="its ranks do not ascend")
-    absent = np.setdiff1d(np.arange(limits.num_ranks), step.ranks)
+        yield Finding(step=step.step, order=_row_of_rank(step, _first(falls)), message="its ranks do not ascend")
+    absent = np.flatnonzero(np.bincount(step.ranks, minlength=limits.num_ranks) == 0)
     if len(absent):
         message = f"rank {absent[0]} has no row ({len(absent)} ranks have none); an idle rank needs an idle row"
         yield Finding(step=step.step, message=message)
-    odd = (np.diff(step.sequence_offsets) == 0) & ((step.degrees != 1) | (step.seconds != 0))
+    odd = step.is_idle & ((step.degrees != 1) | (step.seconds != 0))
     if odd.any():
         yield Finding(
             step=step.step, order=_first(odd), message="an idle row has one rank and takes no time; this one does not"
         )
+
+
+def _row_of_rank(step: StepPlan, at: int) -> int:
+    """Return the row to which entry `at` of the step's ranks belongs."""
+    return int(np.searchsorted(step.rank_offsets, at, side="right")) - 1
 
 
 def _check_budget(step: StepPlan, limits: Limits) -> Iterator[Finding]:
@@ -207,13 +212,13 @@ def _check_waves(step: StepPlan, limits: Limits) -> Iterator[Finding]:
             order = _first(step.wave != -1)
             yield Finding(step=step.step, order=order, message=f"wave {step.wave[order]} under sync iteration, not -1")
         rows = np.bincount(step.ranks, minlength=limits.num_ranks)
-        needless = (np.diff(step.sequence_offsets) == 0) & (rows[step.ranks[step.rank_offsets[:-1]]] > 1)
+        needless = step.is_idle & (rows[step.ranks[step.rank_offsets[:-1]]] > 1)
         for order in np.flatnonzero(needless)[:1].tolist():
             rank = step.ranks[step.rank_offsets[order]]
             yield Finding(step=step.step, order=order, message=f"an idle row for rank {rank}, which has other rows")
         return
-    rises = np.diff(step.wave, prepend=0)
-    if step.wave[0] != 0 or not np.isin(rises, (0, 1)).all():
+    rises = step.wave[1:] - step.wave[:-1]
+    if step.wave[0] != 0 or ((rises != 0) & (rises != 1)).any():
         yield Finding(step=step.step, message="waves do not count up from 0")
         return
     # How often each pair of wave and rank occurs, numbered as wave * num_ranks + rank.

@@ -12,7 +12,7 @@ from fcp_cli.cost.model import Work, group_seconds, sequence_work
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.padding import padded_tokens, padded_work
-from fcp_cli.plan.step import StepPlan
+from fcp_cli.plan.step import StepPlan, sizes_of
 
 
 def profile_seconds(
@@ -61,9 +61,9 @@ def microbatch_seconds(
         rank_offsets, ranks: group i has the ranks `ranks[rank_offsets[i]:rank_offsets[i + 1]]`, ascending.
         profile, ranks_per_node, padding_multiple: as for `profile_seconds`.
     """
-    working = np.flatnonzero(np.diff(offsets))
+    working = np.flatnonzero(sizes_of(offsets))
     # Packs without sequences take no room in `work`: the others lie back to back without them.
-    degree = np.diff(rank_offsets)[working]
+    degree = sizes_of(rank_offsets)[working]
     pack = pack_work(work, np.append(offsets[working], offsets[-1:]), degree, profile, padding_multiple)
     seconds = np.zeros(len(offsets) - 1)
     seconds[working] = group_seconds(

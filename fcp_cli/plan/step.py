@@ -14,7 +14,15 @@ from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 
 def offsets_of(sizes: npt.ArrayLike) -> IntArray:
     """Return where each of several lists of these sizes begins, back to back, and where the last one ends."""
-    return np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
+    sizes = np.asarray(sizes, dtype=np.int64)
+    offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    return offsets
+
+
+def sizes_of(offsets: IntArray) -> IntArray:
+    """Return the sizes of lists that lie back to back: the inverse of `offsets_of`."""
+    return offsets[1:] - offsets[:-1]  # np.diff takes ten times as long for a few hundred, at each of many calls
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +86,7 @@ class StepPlan:
     @cached_property
     def degrees(self) -> IntArray:
         """[microbatches] ranks per group."""
-        return np.diff(self.rank_offsets)
+        return sizes_of(self.rank_offsets)
 
     @cached_property
     def is_idle(self) -> npt.NDArray[np.bool_]:
@@ -88,7 +96,7 @@ class StepPlan:
     @cached_property
     def tokens(self) -> IntArray:
         """[microbatches] tokens per pack; 0 for an idle row."""
-        return np.diff(offsets_of(self.lengths)[self.sequence_offsets])
+        return sizes_of(offsets_of(self.lengths)[self.sequence_offsets])
 
     @property
     def gap(self) -> float:

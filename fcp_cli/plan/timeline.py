@@ -29,7 +29,7 @@ def start_times(
 
 def wave_start_times(wave: Int32Array, seconds: FloatArray) -> FloatArray:
     """Return the starts under `sync: microbatch`; `wave` ascends."""
-    first = np.flatnonzero(np.diff(wave, prepend=wave[0] - 1))  # row 0 begins a wave, too
+    first = np.flatnonzero(np.concatenate(([True], wave[1:] != wave[:-1])))  # row 0 begins a wave, too
     slowest = np.maximum.reduceat(seconds, first)
     starts = np.concatenate(([0.0], np.cumsum(slowest)[:-1]))
     return np.repeat(starts, np.diff(first, append=len(wave)))

@@ -9,7 +9,7 @@ import numpy as np
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.plan.check import check_layout
 from fcp_cli.plan.pricing import microbatch_seconds
-from fcp_cli.plan.step import StepPlan, offsets_of
+from fcp_cli.plan.step import StepPlan, offsets_of, sizes_of
 from fcp_cli.plan.timeline import start_times
 from fcp_cli.planning.bounds import lower_bound_seconds
 from fcp_cli.planning.problem import Assignment, Batch, Problem
@@ -83,7 +83,7 @@ def assignment_seconds(assignment: Assignment, batch: Batch, problem: Problem) -
 
 def _require_whole(assignment: Assignment, batch: Batch, problem: Problem) -> None:
     """Check what the arrays must keep before rows can be made of them; `check_layout` proves the rest of the rules."""
-    degrees, sizes = np.diff(assignment.rank_offsets), np.diff(assignment.member_offsets)
+    degrees, sizes = sizes_of(assignment.rank_offsets), sizes_of(assignment.member_offsets)
     _require(len(assignment.wave) == len(degrees) == len(sizes) > 0, "arrays of different lengths")
     _require(bool((degrees > 0).all() and (sizes > 0).all()), "a micro-batch without ranks or sequences")
     _require(_span(assignment.rank_offsets, assignment.ranks), "rank offsets do not span the ranks")
@@ -92,7 +92,7 @@ def _require_whole(assignment: Assignment, batch: Batch, problem: Problem) -> No
     _require(len(counts) == len(batch.rows) and bool((counts == 1).all()), "a sequence is missing or repeated")
     inside = (assignment.ranks >= 0) & (assignment.ranks < problem.num_ranks)
     _require(bool(inside.all()), "a rank out of range")
-    _require(bool((np.diff(assignment.wave) >= 0).all()), "waves do not count up")
+    _require(bool((assignment.wave[1:] >= assignment.wave[:-1]).all()), "waves do not count up")
 
 
 def _span(offsets: IntArray, values: Int32Array | IntArray) -> bool:
@@ -109,15 +109,16 @@ def _with_idle_rows(assignment: Assignment, batch: Batch, problem: Problem) -> S
 
     Times are left at 0. The idle rows of a wave follow its others, by rank.
     """
-    degrees = np.diff(assignment.rank_offsets)
-    waves, wave_of = np.unique(assignment.wave, return_inverse=True)  # under `iteration` one, numbered -1
+    degrees = sizes_of(assignment.rank_offsets)
+    begins = np.concatenate(([True], assignment.wave[1:] != assignment.wave[:-1]))
+    waves, wave_of = assignment.wave[begins], np.cumsum(begins) - 1  # under `iteration` one, numbered -1
     used = np.zeros((len(waves), problem.num_ranks), dtype=np.bool_)
     used[np.repeat(wave_of, degrees), assignment.ranks] = True
     idle_wave, idle_rank = np.nonzero(~used)
     wave = np.concatenate((assignment.wave, waves[idle_wave])).astype(np.int32)
     order = np.argsort(wave, kind="stable")
     all_degrees = np.concatenate((degrees, np.ones_like(idle_rank)))
-    sizes = np.concatenate((np.diff(assignment.member_offsets), np.zeros_like(idle_rank)))
+    sizes = np.concatenate((sizes_of(assignment.member_offsets), np.zeros_like(idle_rank)))
     return StepPlan(
         step=batch.step,
         wave=wave[order],

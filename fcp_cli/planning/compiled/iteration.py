@@ -24,7 +24,7 @@ import numpy as np
 from fcp_cli.arrays import IntArray
 from fcp_cli.planning.compiled.compiling import kernel
 from fcp_cli.planning.compiled.core import Machine, Sequences
-from fcp_cli.planning.compiled.rings import Rings, Timeline, make_rings, make_timeline, place_rings
+from fcp_cli.planning.compiled.rings import Rings, Timeline, make_rings, make_timeline, place_rings, with_ranks_for
 from fcp_cli.planning.compiled.sand import Sand, balance, fill, make_sand
 
 _MOST_SLOTS = 1 << 26  # of all bins together, 512 MB; more only where the sand itself needs them
@@ -63,8 +63,11 @@ def _attempt(
         How many sequences end too late, or -1 where a ring does not fit; and the rings, which may have grown.
     """
     n = _split(target, sequences, machine, rings, sand_order)
-    all_fit, rings = place_rings(target, sequences, machine, timeline, rings)
-    if not all_fit:
+    needed = place_rings(target, sequences, machine, timeline, rings)
+    while needed > 0:
+        rings = with_ranks_for(needed, rings)
+        needed = place_rings(target, sequences, machine, timeline, rings)
+    if needed < 0:
         return -1, rings
     return fill(target, sand_order[:n], ride, sequences, machine, timeline, rings, sand), rings
 

@@ -26,7 +26,7 @@ class Rings(NamedTuple):
         placed: [1] number of rings.
 
     Each sequence runs in one ring at most, so [sequences] entries suffice for all but `ranks`: what the rings need
-    together is known only once they are placed, and may be every rank for every sequence. `place_rings` makes it grow.
+    together is known only once they are placed, and may be every rank for every sequence. `place_rings` asks for more.
     """
 
     sequence: IntArray
@@ -60,7 +60,7 @@ class Timeline(NamedTuple):
 
 @kernel
 def make_rings(count: int, num_ranks: int) -> Any:
-    """Make space for `count` rings; that for their ranks grows when they are placed."""
+    """Make space for `count` rings; that for their ranks grows as they need it."""
     return Rings(
         np.zeros(count, dtype=np.int64),
         np.zeros(count, dtype=np.int64),
@@ -74,8 +74,8 @@ def make_rings(count: int, num_ranks: int) -> Any:
 
 
 @kernel
-def _with_ranks_for(needed: int, rings: Rings) -> Any:
-    """Return the same rings with space for `needed` ranks of all rings together."""
+def with_ranks_for(needed: int, rings: Rings) -> Any:
+    """Return the same rings with space for at least `needed` ranks of all rings together."""
     return Rings(
         rings.sequence,
         rings.degree,
@@ -239,11 +239,11 @@ def _sort_node(node: int, machine: Machine, timeline: Timeline) -> None:
 
 
 @kernel
-def place_rings(target: float, sequences: Sequences, machine: Machine, timeline: Timeline, rings: Rings) -> Any:
+def place_rings(target: float, sequences: Sequences, machine: Machine, timeline: Timeline, rings: Rings) -> int:
     """Place the sequences rings.sequence[:rings.placed[0]], in that order, to end by target.
 
     Returns:
-        Whether all fit; and the rings, whose `ranks` may have grown.
+        0 if all fit, -1 if one does not; else the ranks that `rings` must have space for, to be placed once more.
     """
     for rank in range(machine.num_ranks):
         timeline.free[rank] = 0.0
@@ -252,66 +252,58 @@ def place_rings(target: float, sequences: Sequences, machine: Machine, timeline:
     # `_earliest_nodes` chooses whole nodes, of which there are num_ranks // ranks_per_node, and at most one more.
     chosen = np.zeros(machine.num_ranks // machine.ranks_per_node + 1, dtype=np.int64)
     for g in range(rings.placed[0]):
-        most = rings.first[g] + machine.num_ranks
-        if most > len(rings.ranks):
-            rings = _with_ranks_for(most, rings)
+        # Replacing `rings` in this loop would count the references to its arrays anew for every ring: a tenth of the
+        # planning time. So the caller makes it larger, which doubles it and is rare.
+        if rings.first[g] + machine.num_ranks > len(rings.ranks):
+            return int(rings.first[g]) + machine.num_ranks
+        i = rings.sequence[g]
         if len(machine.group_first) > 1:
-            degree, crosses = _take_from_catalogue(g, target, sequences, machine, timeline, rings)
+            s = _from_catalogue(i, target, sequences, machine, timeline)
+            if s < 0:
+                return -1
+            degree = _take_from_catalogue(g, s, machine, rings)
+            crosses = degree > machine.ranks_per_node
         else:
-            degree, crosses = _take_any(g, target, chosen, sequences, machine, timeline, rings)
-        if degree == 0:
-            return False, rings
+            waste, degree, node, last = _inside_a_node(i, target, np.inf, sequences, machine, timeline)
+            wide_degree = 0
+            if machine.num_ranks > machine.ranks_per_node:
+                waste, wide_degree = _across_nodes(i, target, waste, sequences, machine, timeline, chosen)
+            if waste == np.inf:
+                return -1
+            crosses = wide_degree > 0
+            if crosses:
+                degree = wide_degree
+                _take_nodes(g, degree, chosen, machine, timeline, rings)
+            else:
+                base = node * machine.ranks_per_node + last - degree + 1
+                for k in range(degree):
+                    rings.ranks[rings.first[g] + k] = timeline.order[base + k]
         rings.first[g + 1] = rings.first[g] + degree
         _enter_ring(g, degree, crosses, sequences, machine, timeline, rings)
-    return True, rings
+    return 0
 
 
 @kernel
-def _take_from_catalogue(
-    g: int, target: float, sequences: Sequences, machine: Machine, timeline: Timeline, rings: Rings
-) -> Any:
-    """Give ring g a group of the catalogue; return its degree, 0 if none ends by target, and if it crosses nodes."""
-    chosen = _from_catalogue(rings.sequence[g], target, sequences, machine, timeline)
-    if chosen < 0:
-        return 0, False
-    first, begin = rings.first[g], machine.group_first[chosen]
-    degree = machine.group_first[chosen + 1] - begin
+def _take_from_catalogue(g: int, s: int, machine: Machine, rings: Rings) -> int:
+    """Give ring g the ranks of group s of the catalogue; return its degree."""
+    begin, degree = machine.group_first[s], machine.group_first[s + 1] - machine.group_first[s]
     for k in range(degree):
-        rings.ranks[first + k] = machine.group_ranks[begin + k]
-    return degree, degree > machine.ranks_per_node
+        rings.ranks[rings.first[g] + k] = machine.group_ranks[begin + k]
+    return int(degree)
 
 
 @kernel
-def _take_any(
-    g: int,
-    target: float,
-    chosen: IntArray,
-    sequences: Sequences,
-    machine: Machine,
-    timeline: Timeline,
-    rings: Rings,
-) -> Any:
-    """Give ring g the ranks that waste least; return its degree, 0 if none end by target, and if it crosses nodes."""
-    i, n, ranks_per_node = rings.sequence[g], rings.first[g], machine.ranks_per_node
-    waste, degree, node, last = _inside_a_node(i, target, np.inf, sequences, machine, timeline)
-    wide_degree = 0
-    if machine.num_ranks > ranks_per_node:
-        waste, wide_degree = _across_nodes(i, target, waste, sequences, machine, timeline, chosen)
-    if waste == np.inf:
-        return 0, False
-    if wide_degree == 0:
-        for k in range(degree):
-            rings.ranks[n + k] = timeline.order[node * ranks_per_node + last - degree + 1 + k]
-        return degree, False
-    _earliest_nodes(wide_degree, machine, timeline, chosen)  # the search may have ended with another degree's nodes
-    whole, rest = wide_degree // ranks_per_node, wide_degree % ranks_per_node
+def _take_nodes(g: int, degree: int, chosen: IntArray, machine: Machine, timeline: Timeline, rings: Rings) -> None:
+    """Give ring g so many ranks of the nodes that are free soonest."""
+    # The search may have ended with the nodes of another degree in `chosen`.
+    _earliest_nodes(degree, machine, timeline, chosen)
+    n, whole, rest = rings.first[g], degree // machine.ranks_per_node, degree % machine.ranks_per_node
     for k in range(whole):
-        for r in range(chosen[k] * ranks_per_node, (chosen[k] + 1) * ranks_per_node):
+        for r in range(chosen[k] * machine.ranks_per_node, (chosen[k] + 1) * machine.ranks_per_node):
             rings.ranks[n] = r
             n += 1
     for k in range(rest):
-        rings.ranks[n + k] = timeline.order[chosen[whole] * ranks_per_node + k]
-    return wide_degree, True
+        rings.ranks[n + k] = timeline.order[chosen[whole] * machine.ranks_per_node + k]
 
 
 @kernel
