@@ -5,7 +5,7 @@ same six checkpoints at an eighth of their width (hidden size, MLP and head dime
 layers and a vocabulary of 256, over real gloo rings, with `fcp profile`. Attention overtakes linear work at an eighth
 of the length. The error is of lengths and packs that were never fitted.
 
-Each model takes `--budget-minutes`. An interrupted run goes on where it stopped.
+Each model takes `--budget-minutes`. An interrupted run continues where it stopped.
 """
 
 from __future__ import annotations

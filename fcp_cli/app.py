@@ -44,7 +44,7 @@ app = App(
     Every option can also be set by FCP_<COMMAND>_<OPTION> in the environment, or in fcp.yaml. Exit status: 0 done,
     1 the input or the plan is at fault, 2 wrong usage.
     """,
-    epilog="fcp profile\nfcp plan dataset.parquet\nfcp launch --model qwen3vl-8b",
+    epilog="fcp profile\nfcp plan dataset.parquet\nfcp launch --model qwen3-tiny",
 )
 # In the order in which a new user meets them; RootGroup puts the groups first.
 app.add_typer(manifest_app, name="manifest")

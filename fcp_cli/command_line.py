@@ -1,4 +1,4 @@
-"""How the commands of `fcp` read a command line and show their help: typer, with options declared as dataclasses.
+"""Reads the command lines of `fcp` and shows their help: typer, with options declared as dataclasses.
 
 `takes` makes a command of a function that takes one option dataclass (see `options`). The help is plain text under one
 heading per group, the same on a terminal and through a pipe.
@@ -99,7 +99,7 @@ def _parser(option: Option) -> Callable[[Any], Any]:
 
 
 class _Help:
-    """How every command and group shows itself; mixed into typer's classes."""
+    """The help of every command and group; mixed into typer's classes."""
 
     params: list[Any]
     epilog: str | None

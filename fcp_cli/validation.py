@@ -90,7 +90,8 @@ def validated(document: Any, kind: type[T], *, where: str, error: type[FcpError]
         return msgspec.convert(document, kind)
     except (_UnknownKeyError, msgspec.ValidationError) as failure:
         message = str(failure) if isinstance(failure, _UnknownKeyError) else _explanation(failure, places)
-        raise error(f"{where}: {message}{remedy and f'; {remedy}'}") from failure
+        separator = " " if message.endswith("?") else "; "
+        raise error(f"{where}: {message}{remedy and separator + remedy}") from failure
 
 
 # Cached, since a file may hold thousands of lines of one kind.
@@ -102,7 +103,7 @@ class _UnknownKeyError(Exception):
 
 
 class _Place(NamedTuple):
-    """What stands at a path, and what may stand there."""
+    """The value at a path, and the rules for it."""
 
     value: Any
     rules: types.Type

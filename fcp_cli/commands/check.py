@@ -19,7 +19,7 @@ _MOST_SHOWN = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckOptions:
-    """What to prove, and against what."""
+    """The options of `fcp check`."""
 
     plan: Annotated[Path, Arg("The plan to check.")] = Path("plan.parquet")
     manifest: Annotated[Path | None, Opt("Its manifest, to check lengths and all times against.")] = None

@@ -25,7 +25,7 @@ _NOT_BY_DEFAULT: Final = ("flexsp",)  # takes minutes a step
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompareOptions(PlanRequest):
-    """What to compare on, and which strategies."""
+    """The options of `fcp compare`."""
 
     manifest: Annotated[Path, Arg("Parquet with lengths; - reads JSON lines from stdin.")]
     sync: Annotated[

@@ -13,7 +13,7 @@ from fcp_cli.options import Opt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvOptions:
-    """How to show what is installed."""
+    """The options of `fcp env`."""
 
     json: Annotated[bool, Opt("Print one JSON document on stdout.")] = False
 

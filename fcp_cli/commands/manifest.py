@@ -139,7 +139,7 @@ class SynthOptions:
     seed: Annotated[int, Opt("Seed of the random sizes.", min=0)] = 0
     short_side: Annotated[
         int | None,
-        Opt("Scale pictures to so many pixels on their shorter side, for small models.", min=1, unset="none"),
+        Opt("Scale pictures to N pixels on their shorter side, for small models.", min=1, unset="none"),
     ] = None
     fps: Annotated[
         float | None,

@@ -28,7 +28,7 @@ _PLAN: Final = Path("plan.parquet")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions(PlanRequest):
-    """What to plan for, and how the plan is made and written."""
+    """The options of `fcp plan`."""
 
     output: Annotated[
         Path | None, Opt("The plan to write; - is stdout.", group="Options", flags=("--output", "-o"), unset=f"{_PLAN}")

@@ -29,7 +29,7 @@ _OUTPUT: Final = Path("profile.yaml")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileOptions(ProfileRequest):
-    """What to measure or compute, and where the profile goes."""
+    """The options of `fcp profile`."""
 
     hf_config: Annotated[
         Path | None, Opt("config.json of a Hugging Face model, instead of --model.", group="Options")

@@ -27,7 +27,7 @@ _METRICS_BYTES = 200_000_000  # beyond this only each k-th measured step is read
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportOptions:
-    """What the page shows."""
+    """The options of `fcp report`."""
 
     plan: Annotated[Path, Arg("The plan to show.")] = Path("plan.parquet")
     metrics: Annotated[

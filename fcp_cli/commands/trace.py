@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceOptions:
-    """What the trace shows."""
+    """The options of `fcp trace`."""
 
     inputs: Annotated[tuple[Path, ...], Arg("A plan, the metrics of a run, or both.", metavar="PLAN|RUN.jsonl")]
     steps: Annotated[str | None, Opt("Only steps A to before B.", metavar="A:B", unset="all")] = None
@@ -104,7 +104,7 @@ def _open(inputs: Sequence[Path]) -> tuple[PlanFile | None, RunFile | None, list
 
 
 def _is_parquet(path: Path) -> bool:
-    """Tell a plan by its content, else by its name: a missing plan should be missed as a plan."""
+    """Recognize a plan by its content, else by its name: a missing plan should be missed as a plan."""
     if not path.is_file():
         return path.suffix == ".parquet"
     with path.open("rb") as file:

@@ -11,9 +11,9 @@ from fcp_cli.options import Arg, Group, Opt
 from fcp_cli.training.settings import Device, TrainSettings
 
 Launcher: TypeAlias = Literal["torchrun", "msrun"]
-"""What starts the ranks of one node."""
+"""The program that starts the ranks of one node."""
 Inject: TypeAlias = Literal["entry", "env", "none"]
-"""How a program is made to follow the plan: started by the runtime's entry, by its environment, or not at all."""
+"""The way to make a program follow the plan: started by the runtime's entry, by its environment, or not at all."""
 Target: TypeAlias = Literal["local", "scripts", "slurm", "pytorchjob", "volcano"]
 LOCAL: Final = "local"
 """The target of a job that runs on this machine."""
@@ -29,11 +29,13 @@ class ClusterOptions:
         Target | None,
         Opt("Where the job runs: here, by ssh (scripts), on Slurm or on Kubernetes.", unset="what the options imply"),
     ] = None
-    template: Annotated[Path | None, Opt("Your own instead of the one in launchers/.", metavar="FILE.j2")] = None
+    template: Annotated[
+        Path | None, Opt("Your own template of the job's files.", metavar="FILE.j2", unset="the target's in launchers/")
+    ] = None
     hostfile: Annotated[Path | None, Opt("Nodes, one a line, node 0 first.")] = None
     setup: Annotated[tuple[str, ...], Opt("Shell that a node runs first; may be repeated.", metavar="LINE")] = ()
     sbatch_option: Annotated[tuple[str, ...], Opt("As --partition=gpu; may be repeated.", metavar="OPTION")] = ()
-    image: Annotated[str | None, Opt("Container image.")] = None
+    image: Annotated[str | None, Opt("Container image with fcp, torch and your code; Kubernetes needs one.")] = None
     mount: Annotated[
         tuple[str, ...], Opt("Volume of a container, as CLAIM:/path; may be repeated.", metavar="CLAIM:PATH")
     ] = ()
@@ -61,7 +63,7 @@ class LaunchRequest:
         None
     )
     synthetic: Annotated[bool, Opt("Train on random tokens of the planned lengths.")] = False
-    ranks: Annotated[int | None, Opt("Make sure that the plan is for so many ranks.", min=1)] = None
+    ranks: Annotated[int | None, Opt("Refuse a plan for another number of ranks.", min=1)] = None
     device: Annotated[Device, Opt("What the ranks run on.")] = "auto"
     run_dir: Annotated[
         Path | None, Opt("Folder of metrics, checkpoints and logs.", metavar="DIR", unset="a new runs/NAME-NNN")
@@ -81,10 +83,12 @@ class LaunchRequest:
     ] = 45
     dry_run: Annotated[bool, Opt("Print the commands; start and write nothing.")] = False
     training: Annotated[Mapping[str, Any], Group("Bundled trainer", of=TrainSettings)] = field(default_factory=dict)
-    nodes: Annotated[int | None, Opt("Machines to spread the ranks over.", group="Several nodes")] = None
-    node_rank: Annotated[int | None, Opt("Which of them this is, from 0.")] = None
+    nodes: Annotated[int | None, Opt("Machines to spread the ranks over.", min=1, group="Several nodes", unset="1")] = (
+        None
+    )
+    node_rank: Annotated[int | None, Opt("Which of them this is, from 0.", min=0)] = None
     master_addr: Annotated[str | None, Opt("Address of node 0.", metavar="HOST")] = None
-    master_port: Annotated[int, Opt("A free port of node 0.")] = 29500
+    master_port: Annotated[int, Opt("A free port of node 0.", min=0, max=65535)] = 29500
     join_timeout: Annotated[int, Opt("How long the nodes wait for each other to start.", min=1, metavar="SECONDS")] = (
         300
     )

@@ -13,7 +13,7 @@ def usable_cores() -> int:
 
 
 def host_memory_bytes() -> int:
-    """Return the physical memory of this host in bytes; 0 where the system does not tell."""
+    """Return the physical memory of this host in bytes; 0 where the system does not report it."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):
@@ -21,7 +21,7 @@ def host_memory_bytes() -> int:
 
 
 def cpu_name() -> str:
-    """Return the processor's name as the system tells it."""
+    """Return the processor's name as the system reports it."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

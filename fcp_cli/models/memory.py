@@ -20,7 +20,7 @@ from fcp_cli.models.model import ModelSpec, VisionSpec
 Recompute = Literal["none", "full"]
 
 RESERVE_FRACTION = 0.08
-"""Of a device's memory, left to allocator, back ends, and whatever no figure counts."""
+"""The share of a device's memory that is left to allocator, back ends, and whatever no figure counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +55,7 @@ PRECISIONS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parallelism:
-    """How a job is cut: `ranks` replicas of tensor_parallel x pipeline_parallel devices.
+    """The cut of a job: `ranks` replicas of tensor_parallel x pipeline_parallel devices.
 
     Attributes:
         zero_stage: 0 keeps everything on every rank; 1 shards the optimizer over the ranks, 2 also gradients, 3 also

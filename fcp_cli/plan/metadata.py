@@ -37,7 +37,7 @@ class ManifestReference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverlongReport:
-    """How sequences longer than `max_length` were treated; `sequences` of them were met."""
+    """The treatment of sequences longer than `max_length`; `sequences` of them were met."""
 
     policy: Literal["error", "drop", "truncate"] = "error"
     max_length: Count | None = None

@@ -1,4 +1,4 @@
-"""What a plan gains over the best static plan of the same steps."""
+"""The gain of a plan over the best static plan of the same steps."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class PlanRequest:
     global_batch_size: Annotated[
         int | None, Opt("Sequences per optimizer step.", min=1, group="Global batches", unset="512")
     ] = None
-    steps: Annotated[int | None, Opt("Plan only so many steps.", min=1, unset="all")] = None
+    steps: Annotated[int | None, Opt("Plan only the first N steps.", min=1, unset="all")] = None
     epochs: Annotated[int, Opt("Passes over the data.", min=1)] = 1
     seed: Annotated[int, Opt("Seed of shuffling and solver.", min=0)] = 0
     shuffle: Annotated[bool, Opt("Shuffle every epoch.", negatable=True)] = True

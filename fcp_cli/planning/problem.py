@@ -14,7 +14,7 @@ from fcp_cli.plan.metadata import PlanMetadata, Sync
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """What is the same for every step of a plan. `tokens_per_rank` is the token budget E of the papers.
+    """All that is the same for every step of a plan. `tokens_per_rank` is the token budget E of the papers.
 
     A rank is a model replica of `tensor_parallel` x `pipeline_parallel` devices: the profile's times and memory are
     those of such a rank, so no solver looks at the two.

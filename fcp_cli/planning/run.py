@@ -118,7 +118,7 @@ def _journalled_steps(
 
 def _interrupted(journal: Journal | None, step: int, steps: int) -> str:
     if journal is not None and journal.steps_kept:
-        return f"interrupted after step {step} of {steps}; no plan was written: the same command with --resume goes on"
+        return f"interrupted after step {step} of {steps}; no plan was written; continue with --resume"
     return f"interrupted after step {step} of {steps}; no plan was written"
 
 

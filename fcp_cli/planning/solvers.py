@@ -43,7 +43,7 @@ def make_solver(name: str, batches: GlobalBatches, *, max_groups: int | None = N
         UsageError: no such solver, or one that cannot limit its groups.
     """
     if name not in _FACTORIES:
-        raise UsageError(f"there is no solver {name!r}; choose --solver {'|'.join(solver_names())}")
+        raise UsageError(f"--solver is {name!r}; it must be one of {', '.join(solver_names())}")
     module, factory = _FACTORIES[name].split(":")
     make = getattr(import_module(module), factory)
     if max_groups is None:

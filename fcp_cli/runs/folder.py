@@ -53,7 +53,7 @@ class RunPaths:
 
     @property
     def heartbeat(self) -> Path:
-        """Whether the latest start is still at work; see `runs.heartbeat`."""
+        """Return whether the latest start is still at work; see `runs.heartbeat`."""
         return self.run_dir / "heartbeat.json"
 
 

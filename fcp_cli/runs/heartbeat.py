@@ -49,7 +49,7 @@ class Heartbeat:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the launcher ended without a word: it was killed, or its machine was."""
+        """Return whether the launcher ended without a word: it was killed, or its machine was."""
         if self.ended is not None:
             return False
         if self.host != socket.gethostname():

@@ -222,7 +222,7 @@ def _check_keeps_weights(model: nn.Module) -> None:
         if not _is_fsdp(module):
             continue
         state: Any = module._get_fsdp_state()
-        # The root keeps its weights unless told otherwise, but records so only at its first forward.
+        # The root keeps its weights by default, but records so only at its first forward.
         undecided = module is model and getattr(state, "_auto_reshard_after_forward", True)
         group = state._fsdp_param_group
         if group is not None and group.post_forward_mesh_info is not None and not undecided:

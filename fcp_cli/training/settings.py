@@ -51,7 +51,9 @@ class TrainSettings:
     run_dir: Path
     manifest: Path | None = None
     device: Device = "auto"
-    steps: Annotated[int | None, Opt("Stop after so many steps in all.", min=1, unset="the plan's")] = None
+    steps: Annotated[
+        int | None, Opt("Stop after step N, counted from the start of the run.", min=1, unset="the plan's")
+    ] = None
     learning_rate: Annotated[float, Opt("Peak of the schedule.", min=0)] = 3e-4
     warmup_steps: Annotated[int, Opt("Steps of linear warm-up.", min=0)] = 10
     decay_steps: Annotated[int | None, Opt("Where the cosine ends.", min=1, unset="the plan's steps")] = None

@@ -104,7 +104,7 @@ class _Delivery:
 def run_lockstep(members: Sequence[Waits[Result]]) -> list[Result]:
     """Drive the generators of all members of a ring in one thread; return their results, in order.
 
-    Each generator yields the handle it waits for. Raises: RunError when no member can go on.
+    Each generator yields the handle it waits for. Raises: RunError when no member can continue.
     """
     results: dict[int, Result] = {}
     waiting: deque[tuple[int, Handle | None]] = deque((i, None) for i in range(len(members)))

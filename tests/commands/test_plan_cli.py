@@ -216,7 +216,7 @@ def test_overlong_sequences_are_named_and_the_options_mend_it(folder: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--solver", "magic"), "there is no solver 'magic'; choose --solver fcp|"),
+        (("--solver", "magic"), "--solver is 'magic'; it must be one of fcp, "),
         (("--json", "-o", "-"), "--json and -o - both want stdout"),
         (("--headroom", "1.5"), "--headroom is 1.5"),
     ],

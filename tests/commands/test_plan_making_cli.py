@@ -61,7 +61,7 @@ def test_a_long_plan_interrupted_by_ctrl_c_continues_to_the_same_plan(tmp_path: 
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 130
-    assert "--resume goes on" in err
+    assert "continue with --resume" in err
     assert not (tmp_path / "plan.parquet").exists()
     resumed = fcp("plan", "dataset.parquet", *EIGHT_RANKS, "--resume", "--json", cwd=tmp_path)
     whole = fcp(

@@ -230,7 +230,7 @@ def test_a_key_that_this_fcp_does_not_know_is_refused(tmp_path: Path) -> None:
     plan = with_metadata(small_plan(tmp_path / "plan.parquet"), b'"seed"', b'"spare_ranks": 1, "seed"')
     with raises(
         snapshot(
-            "PlanError: FOLDER/plan.parquet: the plan's metadata cannot be used: unknown key spare_ranks; did you mean num_ranks?; use the fcp that made the plan, or make it again with 'fcp plan'"
+            "PlanError: FOLDER/plan.parquet: the plan's metadata cannot be used: unknown key spare_ranks; did you mean num_ranks? use the fcp that made the plan, or make it again with 'fcp plan'"
         )
     ):
         PlanReader(plan)

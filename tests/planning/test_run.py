@@ -66,7 +66,7 @@ def test_an_interruption_before_anything_was_kept_leaves_nothing(
 
 
 def test_an_unknown_solver_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="there is no solver 'magic'"):
+    with pytest.raises(UsageError, match="--solver is 'magic'; it must be one of fcp"):
         make_plan(
             tmp_path / "plan.parquet",
             PlanInputs(table=long_tail(), problem=example_problem(), settings=SETTINGS),

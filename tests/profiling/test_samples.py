@@ -170,7 +170,7 @@ def test_a_request_survives_its_file(tmp_path: Path) -> None:
         (
             {"rank": 2},
             snapshot(
-                "ProfileError: FOLDER/samples.jsonl, first line: unknown key rank; did you mean ranks?; give another --samples, or begin again with --fresh"
+                "ProfileError: FOLDER/samples.jsonl, first line: unknown key rank; did you mean ranks? give another --samples, or begin again with --fresh"
             ),
         ),
         (

@@ -144,7 +144,7 @@ class Job:
 
     @property
     def is_bundled(self) -> bool:
-        """Whether the bundled trainer runs, not a script."""
+        """Return whether the bundled trainer runs, not a script."""
         return self.program == TRAINER
 
     @property

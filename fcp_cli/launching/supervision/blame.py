@@ -58,7 +58,7 @@ class FailedRank:
 
     @property
     def is_victim(self) -> bool:
-        """Whether it failed because another rank had."""
+        """Return whether it failed because another rank had."""
         # Where fcp names the error, what torch printed before does not matter.
         lines = self.words[-1:] if self.own_error else self.words
         return any(_VICTIM.search(line) for line in lines)

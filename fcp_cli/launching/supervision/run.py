@@ -61,7 +61,7 @@ class SubprocessRunner:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Screen:
-    """What is shown of a job while it runs.
+    """The output of a running job, and who sees it.
 
     Attributes:
         shows: whether what local rank 0 prints is copied to fcp's own streams.
@@ -78,7 +78,7 @@ class Screen:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOutcome:
-    """How a job ended.
+    """The end of a job.
 
     Attributes:
         status: exit status of the launcher; 0 is success.
@@ -92,7 +92,7 @@ class JobOutcome:
 
     @property
     def agreed_to_stop(self) -> bool:
-        """Whether the ranks stopped together because one of them, perhaps on another node, was asked to."""
+        """Return whether the ranks stopped together because one of them, perhaps on another node, was asked to."""
         return self.failure is not None and self.failure.status == 128 + signal.SIGINT
 
 

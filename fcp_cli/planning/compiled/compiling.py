@@ -1,4 +1,4 @@
-"""How the planner's inner loops are compiled: on their first call, and kept on disk for later runs.
+"""Compiles the planner's inner loops: on their first call, and kept on disk for later runs.
 
 Without fast-math and without threads: every machine computes the same bits, so every machine makes the same plan.
 """

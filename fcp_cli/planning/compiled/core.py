@@ -1,4 +1,4 @@
-"""What both searches share: sequences and ranks as arrays, the price of a pack, a tree that finds the first with room.
+"""Shared by both searches: sequences and ranks as arrays, the price of a pack, a tree that finds the first with room.
 
 The price repeats the formulas of `cost.model` and `planning.work`, which work on whole arrays, for one pack in an inner
 loop. A test holds the two equal to the last bit, but for one thing: bytes are divided by the bandwidth once for all
@@ -18,7 +18,7 @@ NONE = -1
 
 
 class Sequences(NamedTuple):
-    """A global batch, by falling work if nothing else is said. All arrays are [sequences], for a single rank each."""
+    """A global batch, by falling work unless stated otherwise. All arrays are [sequences], for a single rank each."""
 
     attention: FloatArray
     linear: FloatArray

@@ -9,7 +9,7 @@
         rate each: target + penalty + least seconds of what it would leave       outlook, _least_for_rest
         fill waves by the best rated targets; keep the one with the least        _choose_wave
             seconds + penalty + least seconds of what it really leaves
-        go on with what that wave leaves
+        continue with what that wave leaves
 
 No array overflows: every wave takes a sequence at least, so there are at most as many waves as sequences; and the
 groups of a wave share out its ranks, so there are at most as many as ranks (`wave.Wave`).

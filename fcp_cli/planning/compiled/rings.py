@@ -40,7 +40,7 @@ class Rings(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """What rings leave of the ranks' time.
+    """The time of the ranks that rings leave.
 
     Attributes:
         free: [num_ranks] second from which each rank is free.

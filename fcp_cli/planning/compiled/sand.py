@@ -71,7 +71,7 @@ class Sand(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """What balancing does next: sequence `i` of the rank that ends last moves to `bin`, or swaps with `j` there.
+    """The next move of balancing: sequence `i` of the rank that ends last moves to `bin`, or swaps with `j` there.
 
     Attributes:
         i, j, bin: as above; `j` is END for a move, and `i` is END where nothing helps.

@@ -126,7 +126,7 @@ def _check_placement(ring: Ring) -> None:
     asked = dot_product_attention.get_ring_ranks_for_inter_window_kv()
     if tuple(asked) != ring.ranks or parallel_state.get_context_parallel_world_size() != ring.degree:
         raise RunError(
-            "something has taken away the hooks that tell MindSpeed's attention of the plan's groups (MindSpeed's "
+            "something has taken away the hooks that inform MindSpeed's attention of the plan's groups (MindSpeed's "
             "repatch?); it must not be called after the first training step"
         )
 
