@@ -90,7 +90,7 @@ def _text(path: str, value: Any) -> str:
             "coefficients.linear_second_per_token",
             1.0,
             snapshot(
-                "ProfileError: profile.yaml: unknown key coefficients.linear_second_per_token; did you mean coefficients.linear_seconds_per_token?; 'fcp profile show' lists a whole profile"
+                "ProfileError: profile.yaml: unknown key coefficients.linear_second_per_token; did you mean coefficients.linear_seconds_per_token? 'fcp profile show' lists a whole profile"
             ),
         ),
         (
@@ -111,7 +111,7 @@ def _text(path: str, value: Any) -> str:
             "coefficents",
             {},
             snapshot(
-                "ProfileError: profile.yaml: unknown key coefficents; did you mean coefficients?; 'fcp profile show' lists a whole profile"
+                "ProfileError: profile.yaml: unknown key coefficents; did you mean coefficients? 'fcp profile show' lists a whole profile"
             ),
         ),
         (
