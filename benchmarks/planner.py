@@ -157,14 +157,14 @@ def growth(options: argparse.Namespace) -> None:
 
 
 def groups(options: argparse.Namespace) -> None:
-    """Price of a limit on the rank sets of a plan of 32 steps per family, and how many sets there are without.
+    """Price of a limit on the groups of a plan of 32 steps per family, and how many groups there are without.
 
-    The sets are chosen on 16 of the steps and priced on the others.
+    The groups are chosen on 16 of the steps and priced on the others.
     """
     from fcp_cli.planning.fcp import solver as fcp
 
     print(
-        f"{'sync':10} {'budget':>6} {'family':12} {'unlimited':>9} " + " ".join(f"{g:>6} sets" for g in options.limit)
+        f"{'sync':10} {'budget':>6} {'family':12} {'unlimited':>9} " + " ".join(f"{g:>4} groups" for g in options.limit)
     )
     for sync in SYNCS:
         for budget in (16_384, 8_192):
@@ -174,13 +174,13 @@ def groups(options: argparse.Namespace) -> None:
                 batches = GlobalBatches(table, problem, BatchSettings(global_batch_size=512))
                 solver = fcp.make_solver(batches)
                 steps = [assemble(solver.assign(batch), batch, problem) for batch in batches]
-                sets = {row.ranks for step in steps for row in step.microbatches() if row.degree > 1}
+                groups = {row.ranks for step in steps for row in step.microbatches() if row.degree > 1}
                 prices = [
                     100 * fcp.group_limit_price(fcp.make_solver(batches, max_groups=limit), batches)
                     for limit in options.limit
                 ]
                 print(
-                    f"{sync:10} {budget:6} {family:12} {len(sets):9} " + " ".join(f"{p:10.2f}%" for p in prices),
+                    f"{sync:10} {budget:6} {family:12} {len(groups):9} " + " ".join(f"{p:10.2f}%" for p in prices),
                     flush=True,
                 )
 

@@ -117,13 +117,15 @@ def _with_idle_rows(assignment: Assignment, batch: Batch, problem: Problem) -> S
     idle_wave, idle_rank = np.nonzero(~used)
     wave = np.concatenate((assignment.wave, waves[idle_wave])).astype(np.int32)
     order = np.argsort(wave, kind="stable")
+    ranks: IntArray = np.concatenate((assignment.ranks, idle_rank))
     all_degrees = np.concatenate((degrees, np.ones_like(idle_rank)))
     sizes = np.concatenate((sizes_of(assignment.member_offsets), np.zeros_like(idle_rank)))
     return StepPlan(
         step=batch.step,
         wave=wave[order],
         rank_offsets=offsets_of(all_degrees[order]),
-        ranks=_reordered(np.concatenate((assignment.ranks, idle_rank)), all_degrees, order),
+        # The only wave needs no sorting: its idle rows stand last already.
+        ranks=_reordered(ranks, all_degrees, order) if len(waves) > 1 else ranks.astype(np.int32),
         # Sequences keep their order: idle rows have none, and the others are not reordered among themselves.
         sequence_offsets=offsets_of(sizes[order]),
         sequences=batch.rows[assignment.members],

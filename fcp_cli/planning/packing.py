@@ -12,22 +12,22 @@ from fcp_cli.plan.padding import padded_tokens
 
 
 def min_degrees(tokens: IntArray, tokens_per_rank: int) -> IntArray:
-    """Fewest ranks that hold so many tokens: d_min of the papers."""
+    """Return the fewest ranks that hold so many tokens: d_min of the papers."""
     return np.maximum(1, -(-tokens // tokens_per_rank))
 
 
-def first_fit_decreasing(tokens: IntArray, capacity: int) -> IntArray:
-    """Longest first, each into the first pack with room.
+def first_fit_decreasing(tokens: IntArray, group_tokens: int) -> IntArray:
+    """Pack longest first, each into the first pack with room.
 
     Args:
-        tokens: [n] of each sequence, at most `capacity`.
-        capacity: tokens that a pack may hold.
+        tokens: [n] of each sequence, at most `group_tokens`.
+        group_tokens: most tokens of a pack, which its group holds together.
 
     Returns:
         [n] the pack of each sequence; packs count up from 0.
     """
     pack_of = np.empty(len(tokens), dtype=np.int64)
-    free = np.full(len(tokens), capacity, dtype=np.int64)
+    free = np.full(len(tokens), group_tokens, dtype=np.int64)
     for i in np.argsort(-tokens, kind="stable").tolist():
         pack = int(np.argmax(free >= tokens[i]))
         pack_of[i] = pack
@@ -38,7 +38,7 @@ def first_fit_decreasing(tokens: IntArray, capacity: int) -> IntArray:
 def best_fit_decreasing(
     tokens: IntArray, tokens_per_rank: int, *, padding_multiple: int | None = None
 ) -> tuple[IntArray, IntArray]:
-    """Longest first, each into the fullest pack with room; a sequence that finds none opens a pack of d_min ranks.
+    """Pack longest first, each into the fullest pack with room; a sequence that finds none opens a pack of d_min ranks.
 
     Stage 1 of the FCP paper (section 4.4): a new pack has room for d_min * tokens_per_rank tokens. In a pack of d ranks
     sequences count as padded for d. What is left stays a multiple of that padding, so that what fits without it, fits.
@@ -68,7 +68,7 @@ def best_fit_decreasing(
 
 
 def spread_evenly(tokens: IntArray, packs: int) -> IntArray:
-    """Longest first, each into the pack with the fewest tokens so far; [n] the pack of each sequence."""
+    """Pack longest first, each into the pack with the fewest tokens so far; return [n] the pack of each."""
     pack_of = np.empty(len(tokens), dtype=np.int64)
     heap = [(0, pack) for pack in range(packs)]
     for i in np.argsort(-tokens, kind="stable").tolist():

@@ -192,8 +192,7 @@ def wave_bound(sequences: Sequences, machine: Machine) -> float:
     """Return the largest of `_wave_of` over the sequences with the most work."""
     n = len(sequences.work)
     total, tokens = total_of(sequences.work), sequences.tokens.sum()
-    capacity = machine.num_ranks * machine.tokens_per_rank
-    more_waves = machine.beta * max(0, (tokens - 1) // capacity)
+    more_waves = machine.beta * max(0, (tokens - 1) // (machine.num_ranks * machine.tokens_per_rank))
     density = sequences.work / sequences.tokens
     by_density = np.argsort(-density, kind="mergesort")
     dense, thin = density.max(), (sequences.linear / sequences.tokens).min()
@@ -276,7 +275,7 @@ def _most_done(makespan: float, crowd: Crowd, machine: Machine) -> float:
     some of the crowd adds at most densest t(d) to the work and takes S'(x0) d E of it; its best degree bounds the sum.
     No wave does more than N (makespan - beta).
     """
-    num_ranks, budget = machine.num_ranks, machine.tokens_per_rank
+    num_ranks, tokens_per_rank = machine.num_ranks, machine.tokens_per_rank
     narrowest, most_tokens = 0, 0.0
     for degree in range(1, num_ranks + 1):
         if narrowest == 0 and _least_member(degree, crowd, machine) <= makespan:
@@ -289,7 +288,7 @@ def _most_done(makespan: float, crowd: Crowd, machine: Machine) -> float:
     packs = (crowd.members + together - 1) // together
     if packs * narrowest > num_ranks:
         return -1.0
-    room = float((num_ranks - packs * narrowest) * budget)
+    room = float((num_ranks - packs * narrowest) * tokens_per_rank)
     k = min(int(np.searchsorted(crowd.held_tokens, room)), len(crowd.held_tokens) - 1)
     slope, held = 0.0, crowd.held_work[k]
     if k and crowd.held_tokens[k] >= room:
@@ -299,8 +298,8 @@ def _most_done(makespan: float, crowd: Crowd, machine: Machine) -> float:
     for degree in range(narrowest, num_ranks + 1):
         if _least_member(degree, crowd, machine) <= makespan:
             tokens = _most_tokens(degree, makespan, crowd.thin, machine)
-            best = max(best, crowd.densest * tokens - slope * degree * budget)
-    done = crowd.work - crowd.densest * crowd.tokens + held + slope * packs * narrowest * budget
+            best = max(best, crowd.densest * tokens - slope * degree * tokens_per_rank)
+    done = crowd.work - crowd.densest * crowd.tokens + held + slope * packs * narrowest * tokens_per_rank
     done += best * (crowd.members if best > 0.0 else packs)
     return float(min(done, num_ranks * (makespan - machine.beta)))
 

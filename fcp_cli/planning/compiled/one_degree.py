@@ -34,14 +34,14 @@ def longest_first(sequences: Sequences) -> IntArray:
 
 
 @kernel
-def full_packs(capacity: int, by_tokens: IntArray, sequences: Sequences) -> Any:
+def full_packs(group_tokens: int, by_tokens: IntArray, sequences: Sequences) -> Any:
     """Pack first-fit decreasing; return [sequences] pack of each sequence, and the number of packs."""
     pack_of = np.empty(len(by_tokens), dtype=np.int64)
     tree, count = make_tree(len(by_tokens)), 0
     leaf = len(tree.tokens) >> 1
     for i in by_tokens:
         pack = first_with_room(tree, 0.0, sequences.tokens[i], 0)
-        room = capacity
+        room = group_tokens
         if pack == NONE:
             pack = count
             count += 1
@@ -59,7 +59,7 @@ def even_count(packs: int, groups: int) -> int:
 
 
 @kernel
-def even_packs(packs: int, capacity: int, by_tokens: IntArray, sequences: Sequences) -> Any:
+def even_packs(packs: int, group_tokens: int, by_tokens: IntArray, sequences: Sequences) -> Any:
     """Pack longest first, each into the pack with fewest tokens; return as `full_packs`, 0 packs if one overflows."""
     pack_of = np.empty(len(by_tokens), dtype=np.int64)
     tree = make_tree(packs)
@@ -69,7 +69,7 @@ def even_packs(packs: int, capacity: int, by_tokens: IntArray, sequences: Sequen
     for i in by_tokens:
         pack = roomiest(tree)
         left = tree.seconds[leaf + pack] - sequences.tokens[i]
-        if -left > capacity:
+        if -left > group_tokens:
             return pack_of, 0
         pack_of[i] = pack
         set_room(tree, pack, left, 0)
@@ -160,8 +160,8 @@ def quickest(seconds: float, degrees: IntArray, waves: bool, sequences: Sequence
     by_tokens = longest_first(sequences)
     attention, linear, tokens = total_of(sequences.attention), total_of(sequences.linear), sequences.tokens.sum()
     for degree in degrees:
-        capacity = degree * machine.tokens_per_rank
-        if sequences.tokens[by_tokens[0]] > capacity:
+        group_tokens = degree * machine.tokens_per_rank
+        if sequences.tokens[by_tokens[0]] > group_tokens:
             continue
         least = max(
             _at_least(degree, attention, linear, tokens, machine), _alone(by_tokens[0], degree, sequences, machine)
@@ -172,11 +172,11 @@ def quickest(seconds: float, degrees: IntArray, waves: bool, sequences: Sequence
         if machine.padding:
             padded = _padded_for_all(degree, sequences, machine)
             longest = longest_first(padded)
-        pack_of, packs = full_packs(capacity, longest, padded)
+        pack_of, packs = full_packs(group_tokens, longest, padded)
         groups = machine.num_ranks // degree
         for even in (False, True):
             if even:
-                pack_of, packs = even_packs(even_count(packs, groups), capacity, longest, padded)
+                pack_of, packs = even_packs(even_count(packs, groups), group_tokens, longest, padded)
             if packs == 0:
                 continue
             found, _by, _group_of = share_out(degree, waves, pack_of, packs, padded, machine)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fcp_cli.errors import UsageError
 
-_CHOOSING_RANKS = 256  # above, choosing among so many sets would take longer than planning
+_CHOOSING_RANKS = 256  # above, choosing among so many groups would take longer than planning
 # Share of groups kept in a round; a group is worth its uses times its degree, to these powers. No rule is always best.
 _RULES = (0.8, 1, 4), (0.8, 2, 3), (0.8, 2, 4), (0.9, 2, 2)
 
@@ -26,7 +26,7 @@ class Trial:
     uses: Mapping[range, int]
 
 
-def choose_sets(
+def choose_groups(
     max_groups: int, *, num_ranks: int, ranks_per_node: int, trial: Callable[[list[range]], Trial]
 ) -> list[range]:
     """Choose at most `max_groups` groups of degree > 1, all ranks among them, widest first.
@@ -39,31 +39,31 @@ def choose_sets(
     Raises:
         UsageError: no group is allowed, yet a sequence may need more than one rank.
     """
-    best = tree_sets(max_groups, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
+    best = tree_groups(max_groups, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
     if num_ranks > _CHOOSING_RANKS:
         return best
-    everything = tree_sets(2 * num_ranks, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
+    everything = tree_groups(2 * num_ranks, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
     candidates = _widest_first([*everything, *_candidates(num_ranks, ranks_per_node)])
     least, all_used = trial(best).seconds, trial(candidates)
     for kept, use_power, degree_power in _RULES:
-        sets, found = candidates, all_used
-        while len(sets) > max_groups:
-            keep = max(max_groups, int(len(sets) * kept))
-            values = {block: found.uses.get(block, 0) ** use_power * len(block) ** degree_power for block in sets}
-            sets = _widest_first(_by_value(sets, values, everything)[:keep])
-            found = trial(sets)
+        groups, found = candidates, all_used
+        while len(groups) > max_groups:
+            keep = max(max_groups, int(len(groups) * kept))
+            values = {block: found.uses.get(block, 0) ** use_power * len(block) ** degree_power for block in groups}
+            groups = _widest_first(_by_value(groups, values, everything)[:keep])
+            found = trial(groups)
         if found.seconds < least:
-            best, least = sets, found.seconds
+            best, least = groups, found.seconds
     return best
 
 
-def tree_sets(max_groups: int, *, num_ranks: int, ranks_per_node: int) -> list[range]:
+def tree_groups(max_groups: int, *, num_ranks: int, ranks_per_node: int) -> list[range]:
     """Return at most `max_groups` blocks of a tree over nodes and ranks, and of three, six, ... nodes; widest first.
 
     The tree is walked level by level from the top, so that wherever the limit falls wide rings can run on all nodes.
 
     Raises:
-        UsageError: see `choose_sets`.
+        UsageError: see `choose_groups`.
     """
     if max_groups < 1:
         raise UsageError(f"--max-groups is {max_groups}; at least one group, of all ranks, is needed")
@@ -73,40 +73,40 @@ def tree_sets(max_groups: int, *, num_ranks: int, ranks_per_node: int) -> list[r
     return _widest_first([*wide, *_three_quarters(num_ranks, ranks_per_node), *narrow][:max_groups])
 
 
-def _by_value(sets: list[range], values: Mapping[range, int], tree: list[range]) -> list[range]:
+def _by_value(groups: list[range], values: Mapping[range, int], tree: list[range]) -> list[range]:
     """Sort: all ranks, then by falling value; what the sample never used comes last, the tree's blocks before others.
 
     Values are integers: powers of floats may differ between machines.
     """
-    everyone = max(sets, key=len)
+    everyone = max(groups, key=len)
     in_tree = set(tree)
 
     def key(block: range) -> tuple[bool, int, bool]:
         return block != everyone, -values[block], block not in in_tree
 
-    return sorted(sets, key=key)
+    return sorted(groups, key=key)
 
 
-def _widest_first(sets: list[range]) -> list[range]:
-    return sorted(dict.fromkeys(sets), key=lambda block: (-len(block), block.start))
+def _widest_first(groups: list[range]) -> list[range]:
+    return sorted(dict.fromkeys(groups), key=lambda block: (-len(block), block.start))
 
 
 def _candidates(num_ranks: int, per_node: int) -> list[range]:
     """List every degree in a node, from either end; across nodes four degrees per doubling, at starts of that grain."""
-    sets = []
+    groups = []
     for first in range(0, num_ranks, per_node):
         stop = min(first + per_node, num_ranks)
         for degree in range(2, stop - first + 1):
-            sets += [range(start, start + degree) for start in range(first, stop - degree + 1, degree)]
-            sets += [range(end - degree, end) for end in range(stop, first + degree - 1, -degree)]
+            groups += [range(start, start + degree) for start in range(first, stop - degree + 1, degree)]
+            groups += [range(end - degree, end) for end in range(stop, first + degree - 1, -degree)]
     octave = per_node
     while octave < num_ranks:
         grain = max(1, octave // 4)
         for degree in range(octave + grain, min(2 * octave, num_ranks) + 1, grain):
             starts = [*range(0, num_ranks - degree + 1, grain), num_ranks - degree]
-            sets += [range(start, start + degree) for start in starts]
+            groups += [range(start, start + degree) for start in starts]
         octave *= 2
-    return sets
+    return groups
 
 
 def _by_level(num_ranks: int, per_node: int) -> list[range]:

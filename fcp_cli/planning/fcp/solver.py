@@ -20,7 +20,7 @@ from fcp_cli.planning.compiled.compiling import is_kept
 from fcp_cli.planning.compiled.core import Machine, Sequences
 from fcp_cli.planning.compiled.one_degree import quickest
 from fcp_cli.planning.compiled.sand import CLOSED
-from fcp_cli.planning.fcp.catalogue import Trial, choose_sets
+from fcp_cli.planning.fcp.catalogue import Trial, choose_groups
 from fcp_cli.planning.interrupts import interrupts_deferred
 from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, machine_of
 from fcp_cli.planning.problem import Assignment, Batch, Problem
@@ -52,23 +52,23 @@ def make_solver(batches: GlobalBatches, *, max_groups: int | None = None) -> Fcp
     options = {"max_groups": max_groups}
     sample = [batches.batch(step) for step in spread_steps(len(batches), _CHOOSING_STEPS)]
 
-    def limited_to(sets: list[range]) -> FcpSolver:
-        degrees = np.array([degree for degree in static_degrees(problem) if _tiled(problem.num_ranks, degree, sets)])
-        return FcpSolver(problem=problem, machine=machine_of(problem, sets), degrees=degrees, options=options)
+    def limited_to(groups: list[range]) -> FcpSolver:
+        degrees = np.array([degree for degree in static_degrees(problem) if _tiled(problem.num_ranks, degree, groups)])
+        return FcpSolver(problem=problem, machine=machine_of(problem, groups), degrees=degrees, options=options)
 
     return limited_to(
-        choose_sets(
+        choose_groups(
             max_groups,
             num_ranks=problem.num_ranks,
             ranks_per_node=problem.ranks_per_node,
-            trial=lambda sets: _trial(limited_to(sets), sample),
+            trial=lambda groups: _trial(limited_to(groups), sample),
         )
     )
 
 
-def _tiled(num_ranks: int, degree: int, sets: list[range]) -> bool:
+def _tiled(num_ranks: int, degree: int, groups: list[range]) -> bool:
     """Return whether rings of one degree may run on all ranks side by side."""
-    return degree == 1 or all(range(first, first + degree) in sets for first in range(0, num_ranks, degree))
+    return degree == 1 or all(range(first, first + degree) in groups for first in range(0, num_ranks, degree))
 
 
 def _trial(solver: FcpSolver, sample: list[Batch]) -> Trial:

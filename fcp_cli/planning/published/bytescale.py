@@ -26,7 +26,7 @@ from fcp_cli.cost.model import group_seconds
 from fcp_cli.planning.assemble import assignment_seconds
 from fcp_cli.planning.batches import GlobalBatches
 from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
-from fcp_cli.planning.published.drafts import Draft, assign, capacities, packs_of, place_waves, quickest
+from fcp_cli.planning.published.drafts import Draft, assign, packs_of, place_waves, quickest, shard_sizes
 from fcp_cli.planning.work import work_on
 
 
@@ -43,26 +43,26 @@ class ByteScale:
         self._problem = problem
 
     def assign(self, batch: Batch) -> Assignment:
-        """Balance one batch, with each capacity of a chunk, and take the quickest."""
+        """Balance one batch, with chunks of each size, and take the quickest."""
         return quickest(self._candidates(batch), batch, self._problem)
 
     def _candidates(self, batch: Batch) -> Iterator[Assignment]:
         longest = int(batch.lengths.max())
-        for capacity in capacities(self._problem.tokens_per_rank):
-            if -(-longest // capacity) <= self._problem.num_ranks:
-                drafts = balance(batch, self._problem, capacity)
+        for tokens_per_rank in shard_sizes(self._problem.tokens_per_rank):
+            if -(-longest // tokens_per_rank) <= self._problem.num_ranks:
+                drafts = balance(batch, self._problem, tokens_per_rank)
                 yield assign(drafts, self._problem.sync)
                 if self._problem.sync == "microbatch":
                     yield in_waves_of_like_time(drafts, batch, self._problem)
 
 
-def balance(batch: Batch, problem: Problem, capacity_tokens: int) -> list[Draft]:
+def balance(batch: Batch, problem: Problem, tokens_per_rank: int) -> list[Draft]:
     """DP-Balance: long sequences on the least loaded ranks, then short ones one by one, packed per rank."""
     lengths = batch.lengths.tolist()
     order = sorted(range(len(lengths)), key=lambda member: -lengths[member])
-    long = [member for member in order if lengths[member] > capacity_tokens]
+    long = [member for member in order if lengths[member] > tokens_per_rank]
     loads = [0.0] * problem.num_ranks
-    drafts = _place_long(long, batch, problem, capacity_tokens, loads)
+    drafts = _place_long(long, batch, problem, tokens_per_rank, loads)
     short_of_rank = _place_short(order[len(long) :], batch, problem, loads)
     packs = [
         Draft([rank], pack) for rank, members in enumerate(short_of_rank) for pack in packs_of(members, batch, problem)
@@ -87,11 +87,11 @@ def in_waves_of_like_time(drafts: Sequence[Draft], batch: Batch, problem: Proble
 
 
 def _place_long(
-    members: Sequence[int], batch: Batch, problem: Problem, capacity_tokens: int, loads: list[float]
+    members: Sequence[int], batch: Batch, problem: Problem, tokens_per_rank: int, loads: list[float]
 ) -> list[Draft]:
     drafts = []
     for member in members:
-        degree = -(-int(batch.lengths[member]) // capacity_tokens)
+        degree = -(-int(batch.lengths[member]) // tokens_per_rank)
         ranks = _least_loaded(loads, degree, problem.ranks_per_node)
         crosses_nodes = ranks[0] // problem.ranks_per_node != ranks[-1] // problem.ranks_per_node
         work = work_on(batch.work.take(member), degree, problem)
@@ -123,7 +123,7 @@ def _least_loaded(loads: Sequence[float], degree: int, ranks_per_node: int) -> l
 
 
 def _place_short(members: Sequence[int], batch: Batch, problem: Problem, loads: Sequence[float]) -> list[list[int]]:
-    """Per rank the short sequences that it runs, longest first."""
+    """Return the short sequences that each rank runs, longest first."""
     microbatch_seconds = problem.profile.coefficients.microbatch_seconds
     seconds = batch.work.total_seconds + microbatch_seconds * batch.work.tokens / problem.tokens_per_rank
     of_rank: list[list[int]] = [[] for _ in loads]

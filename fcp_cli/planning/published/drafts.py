@@ -25,12 +25,12 @@ class Draft:
 
 
 def assign(drafts: Sequence[Draft], sync: Sync) -> Assignment:
-    """Micro-batches in the order given; under `microbatch`, in the first wave that their ranks are free for."""
+    """Keep micro-batches in the order given; under `microbatch`, in the first wave that their ranks are free for."""
     return assign_waves(drafts, level_waves(drafts), sync)
 
 
 def assign_waves(drafts: Sequence[Draft], waves: Sequence[int], sync: Sync) -> Assignment:
-    """Micro-batches in the order given and, under `microbatch`, in these waves, numbered from 0 without gaps."""
+    """Keep micro-batches in the order given and, under `microbatch`, in these waves, numbered from 0 without gaps."""
     if sync == "iteration":
         waves = [-1] * len(drafts)
     order = sorted(range(len(drafts)), key=waves.__getitem__)
@@ -45,7 +45,7 @@ def assign_waves(drafts: Sequence[Draft], waves: Sequence[int], sync: Sync) -> A
 
 
 def place_waves(waves: Sequence[Sequence[tuple[int, Sequence[int]]]], problem: Problem) -> Assignment:
-    """Waves of (degree, members), each on ranks of its own within a node where they fit."""
+    """Place waves of (degree, members), each on ranks of its own within a node where they fit."""
     drafts, of_wave = [], []
     for wave, packs in enumerate(waves):
         offsets, ranks = place_groups(
@@ -74,7 +74,7 @@ def quickest(candidates: Iterable[Assignment], batch: Batch, problem: Problem) -
 
 
 def packs_of(members: Sequence[int], batch: Batch, problem: Problem, degree: int = 1) -> list[list[int]]:
-    """First-fit-decreasing packs of some of a batch's sequences, as full as a group of `degree` ranks may be."""
+    """Pack, first-fit decreasing, some of a batch's sequences as full as a group of `degree` ranks may be."""
     if not members:
         return []
     tokens = work_on(batch.work, degree, problem).tokens[members]
@@ -85,6 +85,6 @@ def packs_of(members: Sequence[int], batch: Batch, problem: Problem, degree: int
     return packs
 
 
-def capacities(tokens_per_rank: int) -> list[int]:
-    """Tokens per rank from which a strategy may shard a sequence: the budget and its half, quarter and eighth."""
-    return [capacity for capacity in (tokens_per_rank >> shift for shift in range(4)) if capacity]
+def shard_sizes(tokens_per_rank: int) -> list[int]:
+    """Return the tokens that a strategy may shard a sequence by: the budget and its half, quarter and eighth."""
+    return [size for size in (tokens_per_rank >> shift for shift in range(4)) if size]

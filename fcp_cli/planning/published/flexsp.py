@@ -120,7 +120,7 @@ def chunk_by_tokens(tokens: IntArray, count: int) -> list[IntArray]:
 
 
 def greedy_packs(members: Sequence[int], batch: Batch, problem: Problem) -> Packs | None:
-    """Packs of power-of-two degrees that fit, or None where the ranks do not suffice."""
+    """Pack for power-of-two degrees; None where the ranks do not suffice."""
     pack_of, degrees = best_fit_decreasing(
         batch.work.tokens[members], problem.tokens_per_rank, padding_multiple=problem.padding_multiple
     )
@@ -144,7 +144,7 @@ def greedy_packs(members: Sequence[int], batch: Batch, problem: Problem) -> Pack
 
 
 def pack_seconds(pack: tuple[int, list[int]], batch: Batch, problem: Problem) -> float:
-    """Predicted seconds of members on a group of a degree, placed at best."""
+    """Predict the seconds of members on a group of a degree, placed at best."""
     degree, members = pack
     work = work_on(batch.work.take(np.array(members)), degree, problem)
     return float(

@@ -51,7 +51,7 @@ def bucket(members: IntArray, batch: Batch, *, max_buckets: int) -> Buckets:
 
 
 def _bucket_cuts(ascending: IntArray, max_buckets: int) -> list[int]:
-    """Dynamic programme over the distinct lengths: where each bucket but the first begins."""
+    """Return where each bucket but the first begins, by a dynamic programme over the distinct lengths."""
     values, first = np.unique(ascending, return_index=True)
     end = np.append(first[1:], len(ascending))  # sequences up to and with each value
     tokens = np.concatenate(([0], np.cumsum(ascending)))
@@ -78,7 +78,7 @@ def _bucket_cuts(ascending: IntArray, max_buckets: int) -> list[int]:
 
 
 def solve(buckets: Buckets, problem: Problem, *, degrees: Sequence[int], seconds_limit: float) -> Packs | None:
-    """Groups for one micro-batch, or None where the time limit passed without any.
+    """Choose the groups for one micro-batch; None where the time limit passed without any.
 
     Args:
         buckets: of the micro-batch.
@@ -126,7 +126,7 @@ class _Program:
         return [self._every_sequence_once(), self._enough_ranks(), self._memory(), *self._times(), self._in_order()]
 
     def _rows(self, counts: FloatArray, opened: FloatArray, makespan: float) -> csr_array:
-        """One row per group: counts[bucket, group], opened[group] and makespan are that row's coefficients."""
+        """Make one row per group: counts[bucket, group], opened[group] and makespan are that row's coefficients."""
         groups = np.arange(len(self.degree))
         rows = np.concatenate([np.tile(groups, len(self.sizes)), groups, groups])
         columns = np.concatenate(

@@ -51,7 +51,7 @@ def make_solver(batches: GlobalBatches) -> Solver:
 
 
 def feasible_settings(longest_tokens: int, problem: Problem) -> list[Setting]:
-    """Every divisor of the ranks that holds the longest sequence (all ranks do), with either way of balancing."""
+    """Return every divisor of the ranks that holds the longest sequence (all ranks do), with either way to balance."""
     degrees = [
         degree
         for degree in range(1, problem.num_ranks + 1)
@@ -66,7 +66,7 @@ class KarmarkarKarp:
     def __init__(self, problem: Problem, setting: Setting) -> None:
         self._problem = problem
         self._setting = setting
-        self._capacity_tokens = setting.degree * problem.tokens_per_rank
+        self._group_tokens = setting.degree * problem.tokens_per_rank
         self.options: Mapping[str, Any] = asdict(setting)
 
     def assign(self, batch: Batch) -> Assignment:
@@ -82,7 +82,7 @@ class KarmarkarKarp:
         return assign(drafts, self._problem.sync)
 
     def seconds(self, sample: Sequence[Batch]) -> float:
-        """Predicted time of the sampled steps."""
+        """Predict the time of the sampled steps."""
         return sum(makespan_seconds(self.assign(batch), batch, self._problem) for batch in sample)
 
     @property
@@ -90,30 +90,27 @@ class KarmarkarKarp:
         return self._problem.num_ranks // self._setting.degree
 
     def _balance_packs(self, batch: Batch) -> list[list[list[int]]]:
-        """slime: packs first."""
+        """Balance as slime does: packs first."""
         packs = packs_of(range(len(batch.lengths)), batch, self._problem, self._setting.degree)
         weights = self._pack_seconds(packs, batch).tolist()
         parts = partition(weights, self._data_parallel, equal_counts=True)
         return [[packs[i] for i in part] for part in parts]
 
     def _balance_sequences(self, batch: Batch) -> list[list[list[int]]]:
-        """verl: sequences first, then every rank's own into as many micro-batches as the fullest rank needs."""
-        work = self._work(batch)
+        """Balance as verl does: sequences first, then each rank's into as many micro-batches as the fullest needs."""
+        work = work_on(batch.work, self._setting.degree, self._problem)
         parts = partition(work.total_seconds.tolist(), self._data_parallel)
         tokens = [int(work.tokens[part].sum()) for part in parts]
-        count = max(-(-total // self._capacity_tokens) for total in tokens)
+        count = max(-(-total // self._group_tokens) for total in tokens)
         return [self._split(part, count, work) for part in parts]
 
-    def _work(self, batch: Batch) -> Work:
-        return work_on(batch.work, self._setting.degree, self._problem)
-
     def _split(self, members: Sequence[int], count: int, work: Work) -> list[list[int]]:
-        """At least `count` micro-batches of about equal time, each within the token budget."""
+        """Make at least `count` micro-batches of about equal time, each within the token budget."""
         weights = work.total_seconds[members].tolist()
         lengths = work.tokens[members].tolist()
         while True:
             parts = [part for part in partition(weights, count) if part]
-            if all(sum(lengths[i] for i in part) <= self._capacity_tokens for part in parts):
+            if all(sum(lengths[i] for i in part) <= self._group_tokens for part in parts):
                 return [[members[i] for i in part] for part in parts]
             count += 1
 

@@ -19,7 +19,7 @@ from typing import Any
 from fcp_cli.errors import PlanError
 from fcp_cli.planning.batches import GlobalBatches
 from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
-from fcp_cli.planning.published.drafts import Draft, assign, capacities, packs_of, quickest
+from fcp_cli.planning.published.drafts import Draft, assign, packs_of, quickest, shard_sizes
 from fcp_cli.planning.published.megatron_rounds import Group, balanced_rounds, degree_needed
 
 
@@ -46,10 +46,10 @@ class MegatronDynamicCP:
     def _candidates(self, batch: Batch) -> Iterator[Assignment]:
         problem, lengths = self._problem, batch.lengths.tolist()
         _check_fits(max(lengths), problem)
-        for capacity in capacities(problem.tokens_per_rank):
-            if degree_needed(max(lengths), capacity) > problem.num_ranks:
+        for tokens_per_rank in shard_sizes(problem.tokens_per_rank):
+            if degree_needed(max(lengths), tokens_per_rank) > problem.num_ranks:
                 return
-            rounds = balanced_rounds(lengths, max_tokens_per_rank=capacity, num_ranks=problem.num_ranks)
+            rounds = balanced_rounds(lengths, max_tokens_per_rank=tokens_per_rank, num_ranks=problem.num_ranks)
             yield assign(list(_drafts(rounds, _alone)), problem.sync)
             yield assign(list(_drafts(rounds, partial(_packed, batch, problem))), problem.sync)
 
@@ -64,7 +64,7 @@ def _check_fits(longest: int, problem: Problem) -> None:
 
 
 def _drafts(rounds: Sequence[Sequence[Group]], split: Callable[[Group], list[list[int]]]) -> Iterator[Draft]:
-    """Micro-batches round by round; `split` makes a group's sequences into packs."""
+    """Yield micro-batches round by round; `split` makes a group's sequences into packs."""
     for groups in rounds:
         first = 0
         for group in groups:

@@ -23,23 +23,23 @@ lists_of_lengths = st.lists(st.integers(1, 1000), min_size=1, max_size=60)
 
 @pytest.mark.boundscheck
 @settings(max_examples=50)
-@given(lengths=lists_of_lengths, capacity=st.integers(1000, 4000))
-def test_full_packs_are_first_fit_decreasing(lengths: list[int], capacity: int) -> None:
+@given(lengths=lists_of_lengths, group_tokens=st.integers(1000, 4000))
+def test_full_packs_are_first_fit_decreasing(lengths: list[int], group_tokens: int) -> None:
     sequences = of_lengths(lengths)
-    pack_of, packs = full_packs(capacity, longest_first(sequences), sequences)
-    expected = first_fit_decreasing(sequences.tokens, capacity)
+    pack_of, packs = full_packs(group_tokens, longest_first(sequences), sequences)
+    expected = first_fit_decreasing(sequences.tokens, group_tokens)
     assert pack_of.tolist() == expected.tolist()
     assert packs == expected.max() + 1
 
 
 @pytest.mark.boundscheck
 @settings(max_examples=50)
-@given(lengths=lists_of_lengths, packs=st.integers(1, 20), capacity=st.integers(1000, 4000))
-def test_even_packs_have_like_tokens_or_are_refused(lengths: list[int], packs: int, capacity: int) -> None:
+@given(lengths=lists_of_lengths, packs=st.integers(1, 20), group_tokens=st.integers(1000, 4000))
+def test_even_packs_have_like_tokens_or_are_refused(lengths: list[int], packs: int, group_tokens: int) -> None:
     sequences = of_lengths(lengths)
-    pack_of, found = even_packs(packs, capacity, longest_first(sequences), sequences)
+    pack_of, found = even_packs(packs, group_tokens, longest_first(sequences), sequences)
     expected = spread_evenly(sequences.tokens, packs)
-    if np.bincount(expected, weights=sequences.tokens).max() > capacity:
+    if np.bincount(expected, weights=sequences.tokens).max() > group_tokens:
         assert found == 0
     else:
         assert pack_of.tolist() == expected.tolist()

@@ -1,4 +1,4 @@
-"""A limit on rank sets holds over a whole plan, and is honoured on machines of any shape."""
+"""A limit on groups holds over a whole plan, and is honoured on machines of any shape."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.fcp.catalogue import Trial, choose_sets, tree_sets
+from fcp_cli.planning.fcp.catalogue import Trial, choose_groups, tree_groups
 from fcp_cli.planning.fcp.solver import group_limit_price, make_solver
 from fcp_cli.planning.solvers import make_solver as make_named_solver
 from tests.planning.examples import example_problem
@@ -44,27 +44,27 @@ def test_no_more_rank_sets_than_allowed(sync: Sync, max_groups: int, num_ranks: 
 
 
 def test_whole_nodes_come_before_parts_of_nodes() -> None:
-    sets = tree_sets(7, num_ranks=16, ranks_per_node=4)
-    assert [(s.start, s.stop) for s in sets] == [(0, 16), (0, 8), (8, 16), (0, 4), (4, 8), (8, 12), (12, 16)]
+    groups = tree_groups(7, num_ranks=16, ranks_per_node=4)
+    assert [(s.start, s.stop) for s in groups] == [(0, 16), (0, 8), (8, 16), (0, 4), (4, 8), (8, 12), (12, 16)]
 
 
 def test_three_nodes_are_a_set_before_parts_of_nodes() -> None:
-    assert range(12) in tree_sets(8, num_ranks=16, ranks_per_node=4)
+    assert range(12) in tree_groups(8, num_ranks=16, ranks_per_node=4)
 
 
 def test_no_set_is_listed_twice() -> None:
     for num_ranks in range(2, 40):
-        sets = tree_sets(100, num_ranks=num_ranks, ranks_per_node=3)
-        assert len(set(sets)) == len(sets)
+        groups = tree_groups(100, num_ranks=num_ranks, ranks_per_node=3)
+        assert len(set(groups)) == len(groups)
 
 
 def test_the_sets_that_a_sample_uses_most_are_kept() -> None:
     used = {range(16): 1, range(5): 30, range(8, 11): 20, range(4, 8): 10}
 
-    def trial(sets: list[range]) -> Trial:
-        return Trial(seconds=10.0 - sum(s in sets for s in used), uses={s: n for s, n in used.items() if s in sets})
+    def trial(groups: list[range]) -> Trial:
+        return Trial(seconds=10.0 - sum(s in groups for s in used), uses={s: n for s, n in used.items() if s in groups})
 
-    assert choose_sets(4, num_ranks=16, ranks_per_node=8, trial=trial) == [
+    assert choose_groups(4, num_ranks=16, ranks_per_node=8, trial=trial) == [
         range(16),
         range(5),
         range(4, 8),
@@ -73,8 +73,8 @@ def test_the_sets_that_a_sample_uses_most_are_kept() -> None:
 
 
 def test_the_tree_is_kept_where_no_choice_is_quicker() -> None:
-    sets = choose_sets(5, num_ranks=16, ranks_per_node=4, trial=lambda sets: Trial(seconds=1.0, uses={}))
-    assert sets == tree_sets(5, num_ranks=16, ranks_per_node=4)
+    groups = choose_groups(5, num_ranks=16, ranks_per_node=4, trial=lambda groups: Trial(seconds=1.0, uses={}))
+    assert groups == tree_groups(5, num_ranks=16, ranks_per_node=4)
 
 
 @settings(max_examples=25)
@@ -84,13 +84,13 @@ def test_chosen_sets_keep_to_nodes_and_to_the_limit_and_hold_all_ranks(
 ) -> None:
     generator = np.random.default_rng(data.draw(st.integers(0, 99)))
 
-    def trial(sets: list[range]) -> Trial:
-        return Trial(seconds=float(generator.random()), uses={s: int(generator.integers(9)) for s in sets})
+    def trial(groups: list[range]) -> Trial:
+        return Trial(seconds=float(generator.random()), uses={s: int(generator.integers(9)) for s in groups})
 
-    sets = choose_sets(max_groups, num_ranks=num_ranks, ranks_per_node=ranks_per_node, trial=trial)
-    assert len(set(sets)) == len(sets) <= max_groups
-    assert range(num_ranks) in sets
-    assert all(s.start // ranks_per_node == s[-1] // ranks_per_node for s in sets if len(s) <= ranks_per_node)
+    groups = choose_groups(max_groups, num_ranks=num_ranks, ranks_per_node=ranks_per_node, trial=trial)
+    assert len(set(groups)) == len(groups) <= max_groups
+    assert range(num_ranks) in groups
+    assert all(s.start // ranks_per_node == s[-1] // ranks_per_node for s in groups if len(s) <= ranks_per_node)
 
 
 def test_the_price_of_a_limit_grows_as_the_limit_falls() -> None:

@@ -148,7 +148,7 @@ def test_no_static_degree_is_quicker(sync: Sync, data: st.DataObject) -> None:
     batch = batches.batch(0)
     seconds = makespan_seconds(solver.assign(batch), batch, batches.problem)
     for static in static_candidates(batches.problem, int(batch.lengths.max())):
-        if static.degree in solver.degrees:  # all of them, but where the rank sets are limited
+        if static.degree in solver.degrees:  # all of them, but where the groups are limited
             assert seconds <= makespan_seconds(static.assign(batch), batch, batches.problem) * (1 + 1e-9), (
                 static.options
             )

@@ -12,7 +12,7 @@ from tests.planning.examples import example_problem, long_tail, table_of
 def test_a_long_sequence_takes_as_many_ranks_as_it_has_chunks() -> None:
     problem = example_problem(num_ranks=8, ranks_per_node=8, tokens_per_rank=1000)
     batches = GlobalBatches(table_of([4500, 900]), problem, BatchSettings(global_batch_size=2, shuffle=False))
-    long, short = balance(batches.batch(0), problem, capacity_tokens=1000)
+    long, short = balance(batches.batch(0), problem, tokens_per_rank=1000)
     assert len(long.ranks) == 5 and long.members == [0]
     assert len(short.ranks) == 1 and short.ranks[0] not in long.ranks
 
@@ -20,7 +20,7 @@ def test_a_long_sequence_takes_as_many_ranks_as_it_has_chunks() -> None:
 def test_a_long_sequence_stays_on_one_node_where_it_fits() -> None:
     problem = example_problem(num_ranks=8, ranks_per_node=4, tokens_per_rank=1000)
     batches = GlobalBatches(table_of([3000] * 4), problem, BatchSettings(global_batch_size=4, shuffle=False))
-    for draft in balance(batches.batch(0), problem, capacity_tokens=1000):
+    for draft in balance(batches.batch(0), problem, tokens_per_rank=1000):
         assert draft.ranks[0] // 4 == draft.ranks[-1] // 4
 
 
