@@ -1,0 +1,75 @@
+"""The house holds: no circles between files or folders at any level, and long functions are named with their reason."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "fcp_cli"
+MOST_LINES = 60
+MOST_PARAMETERS = 8
+
+# Function -> why it is longer, or takes more, than the rest of the house.
+EXCEPTIONS: dict[str, str] = {}
+
+
+def folders() -> list[Path]:
+    return sorted({path.parent for path in PACKAGE.rglob("*.py") if "__pycache__" not in path.parts})
+
+
+@pytest.mark.parametrize("folder", folders(), ids=lambda folder: str(folder.relative_to(ROOT)))
+def test_the_files_and_folders_of_a_folder_import_each_other_in_one_direction(folder: Path) -> None:
+    """Imports inside functions and those for types alone count, too: they tie two places together all the same."""
+    graph: dict[str, set[str]] = {}
+    for path in folder.rglob("*.py"):
+        if path == folder / "__init__.py":
+            continue  # the folder's face hands names on
+        own = child(folder, path)
+        graph.setdefault(own, set()).update({one for one in imported_children(folder, path) if one != own})
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as circle:
+        pytest.fail(" imports ".join(reversed(circle.args[1])))
+
+
+def child(folder: Path, path: Path) -> str:
+    """The file or folder directly inside `folder` that holds `path`."""
+    return path.relative_to(folder).parts[0].removesuffix(".py")
+
+
+def imported_children(folder: Path, path: Path) -> Iterator[str]:
+    for module in imported_modules(path):
+        target = ROOT.joinpath(*module.split("."))
+        while not (target.with_suffix(".py").is_file() or (target / "__init__.py").is_file()):
+            target = target.parent  # a name of a module, not a module
+        if target != folder and target.is_relative_to(folder):
+            yield child(folder, target)
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "fcp_cli":
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "fcp_cli")
+
+
+def test_functions_are_short_and_take_few_parameters_or_say_why_not() -> None:
+    found = {name for name, lines, parameters in functions() if lines > MOST_LINES or parameters > MOST_PARAMETERS}
+    assert found == set(EXCEPTIONS)
+
+
+def functions() -> Iterator[tuple[str, int, int]]:
+    """Name, lines and parameters (without self) of every function of the package."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno:
+                arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                counted = [argument for argument in arguments if argument.arg not in ("self", "cls")]
+                yield f"{module}.{node.name}", node.end_lineno - node.lineno + 1, len(counted)
