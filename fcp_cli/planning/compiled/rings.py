@@ -252,8 +252,8 @@ def place_rings(target: float, sequences: Sequences, machine: Machine, timeline:
     # `_earliest_nodes` chooses whole nodes, of which there are num_ranks // ranks_per_node, and at most one more.
     chosen = np.zeros(machine.num_ranks // machine.ranks_per_node + 1, dtype=np.int64)
     for g in range(rings.placed[0]):
-        # Replacing `rings` in this loop would count the references to its arrays anew for every ring: a tenth of the
-        # planning time. So the caller makes it larger, which doubles it and is rare.
+        # Replacing `rings` in this loop would count the references to its arrays again for every ring: a few percent of
+        # the planning time. So the caller makes it larger, which doubles it and is rare.
         if rings.first[g] + machine.num_ranks > len(rings.ranks):
             return int(rings.first[g]) + machine.num_ranks
         i = rings.sequence[g]

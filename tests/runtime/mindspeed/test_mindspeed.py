@@ -106,7 +106,7 @@ def test_the_script_gets_one_report_of_all_ranks(folder: Path) -> None:
             "the model attends with a Identity, not with MindSpeed's ring attention; import mindspeed.",
         ),
         ("probe", "the probe before the first step failed: on the plan's groups attention differs by "),
-        ("repatched", "something has taken away the hooks that tell MindSpeed's attention of the plan's groups"),
+        ("repatched", "something has taken away the hooks that inform MindSpeed's attention of the plan's groups"),
     ],
 )
 def test_what_cannot_be_followed_stops_every_rank_with_one_line(folder: Path, case: str, message: str) -> None:
