@@ -133,6 +133,13 @@ def same_bits(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     return all(torch.equal(ours, theirs) for ours, theirs in zip(first, second, strict=True))
 
 
+def assert_same_shards(ours: Path, theirs: Path, *, ranks: int) -> None:
+    """Every rank's part of the checkpoint of step 4 is the same in two runs, bit for bit."""
+    for rank in range(ranks):
+        shards = (tensors_of(run / "checkpoints" / "step-00000004", f"state-{rank:05d}.pt") for run in (ours, theirs))
+        assert same_bits(*shards)
+
+
 def test_a_killed_rank_ends_the_job_and_is_named(killed: Ended) -> None:
     assert killed.status == 1
     assert (
@@ -250,12 +257,7 @@ def test_a_sharded_run_resumes_bit_for_bit_and_on_more_ranks(folder: Path) -> No
     ended = run_fcp("launch", "--run-dir", "resumed", "--resume", folder=folder)
     assert ended.returncode == 0, ended.stderr
     assert steps_of(folder / "resumed") == steps_of(folder / "whole")
-    for rank in range(2):
-        ours, theirs = (
-            tensors_of(folder / run / "checkpoints" / "step-00000004", f"state-{rank:05d}.pt")
-            for run in ("resumed", "whole")
-        )
-        assert same_bits(ours, theirs)
+    assert_same_shards(folder / "resumed", folder / "whole", ranks=2)
     cut(folder / "more", folder / "whole", step=2)
     assert_same_trajectory(go_on(folder, "more", ranks=3, steps=4), steps_of(folder / "whole"))
 
@@ -271,9 +273,4 @@ def test_shared_optimizer_states_train_the_same_under_iteration_and_resume_bit_f
     ended = run_fcp("launch", "--run-dir", "halted", "--resume", "--steps", "4", folder=folder)
     assert ended.returncode == 0, ended.stderr
     assert steps_of(folder / "halted") == steps_of(folder / "shared")
-    for rank in range(4):
-        ours, theirs = (
-            tensors_of(folder / run / "checkpoints" / "step-00000004", f"state-{rank:05d}.pt")
-            for run in ("halted", "shared")
-        )
-        assert same_bits(ours, theirs)
+    assert_same_shards(folder / "halted", folder / "shared", ranks=4)
