@@ -14,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from fcp_cli.errors import PlanError
+from fcp_cli.recipe import Recipe
 from fcp_cli.validation import Count, NonNegativeCount, validated
 
 FORMAT: Final = "fcp-plan/1"
 METADATA_KEY: Final = b"fcp"
 # A reader must know these or refuse the plan, since steps, times and budgets mean something else with them. They are
 # left out where None, so that plans without them have the hash that they had before the keys existed.
-_OPTIONAL_KEYS: Final = ("continues", "padding_multiple")
+_OPTIONAL_KEYS: Final = ("continues", "padding_multiple", "recipe")
 
 Sync = Literal["iteration", "microbatch"]
 LastBatch = Literal["keep", "drop"]
@@ -92,6 +93,7 @@ class PlanMetadata:
         step_limit: only that many first steps were planned; None: all.
         solver_options: whatever the solver was given beside the common settings.
         cost_profile: the whole text of the YAML.
+        recipe: that the token budget and the times are of; None where the cost profile knew none.
         continues: the run that the plan continues; None: it begins with step 0.
         plan_hash: content hash over rows and metadata; see `hashing`.
         created: ISO time, outside the hash.
@@ -116,6 +118,7 @@ class PlanMetadata:
     solver_options: Mapping[str, Any] = field(default_factory=dict)
     manifest: ManifestReference
     cost_profile: str
+    recipe: Recipe | None = None
     continues: Continuation | None = None
     steps: NonNegativeCount = 0
     distinct_groups: NonNegativeCount = 0

@@ -10,13 +10,23 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from fcp_cli.errors import UsageError
 from fcp_cli.options import Opt, check_limits
-
-if TYPE_CHECKING:
-    from fcp_cli.plan.metadata import Sync
+from fcp_cli.recipe import (
+    LossOption,
+    OffloadOption,
+    PrecisionOption,
+    Recipe,
+    RecipeRequest,
+    RecomputeOption,
+    ReduceOption,
+    ShardRanksOption,
+    ZeroOption,
+    check_recipe,
+    default_recipe,
+)
 
 Device: TypeAlias = Literal["auto", "cpu", "cuda", "npu"]
 
@@ -36,10 +46,8 @@ class TrainSettings:
         decay_steps: steps over which the cosine falls to `min_learning_rate_ratio` of the peak; None means the plan's.
             It does not depend on `steps`, so that a run stopped early and resumed follows the same schedule.
         max_grad_norm: global gradient norm to clip to; 0 turns clipping off.
-        dtype: of the matrix products; weights and optimizer states stay float32. `auto` is bfloat16 on an accelerator.
-        zero: what ranks share out (`zero_stage_of`).
-        recompute: drop each layer's activations in forward and compute them again in backward.
-        freeze_vision: train the language model only; the vision encoder runs without backward.
+        zero, shard_ranks, reduce, precision, recompute, loss, offload, freeze_vision: of the recipe; `auto`, None and
+            False leave them to the plan (`TrainSettings.recipe`).
         checkpoint_every: steps between checkpoints; 0 saves only at the end and on Ctrl-C.
         keep_checkpoints: the newest so many stay.
         log_every: steps between two lines of progress where there is no terminal.
@@ -60,12 +68,13 @@ class TrainSettings:
     min_learning_rate_ratio: float = 0.1
     weight_decay: Annotated[float, Opt("Weight decay of matrices.", min=0)] = 0.1
     max_grad_norm: Annotated[float, Opt("Clip gradients to this norm; 0: never.", min=0)] = 1.0
-    dtype: Annotated[Literal["auto", "float32", "bfloat16"], Opt("Type of matrix products; auto: by device.")] = "auto"
-    zero: Annotated[
-        Literal["auto", "0", "2", "3"],
-        Opt("What ranks share out: 0 nothing, 2 optimizer and gradients, 3 weights, too; auto: by sync and device."),
-    ] = "auto"
-    recompute: Annotated[bool, Opt("Recompute activations in backward.")] = False
+    zero: ZeroOption = "auto"
+    shard_ranks: ShardRanksOption = None
+    reduce: ReduceOption = "auto"
+    precision: PrecisionOption = "auto"
+    recompute: RecomputeOption = "auto"
+    loss: LossOption = "auto"
+    offload: OffloadOption = "auto"
     freeze_vision: Annotated[bool, Opt("Train the language model of a vision model only.")] = False
     seed: Annotated[int, Opt("Seed of the initial weights.", min=0)] = 0
     checkpoint_every: Annotated[int, Opt("Steps between checkpoints; 0: only at the end.", min=0)] = 100
@@ -83,6 +92,26 @@ class TrainSettings:
         if not self.min_learning_rate_ratio >= 0:
             raise UsageError(f"--min-learning-rate-ratio is {self.min_learning_rate_ratio}; it must be at least 0")
 
+    @property
+    def recipe_request(self) -> RecipeRequest:
+        """Return the part of the settings that asks for a recipe."""
+        return RecipeRequest(**{f.name: getattr(self, f.name) for f in fields(RecipeRequest)})
+
+    def recipe(self, planned: Recipe | None, *, sync: str, device: str) -> Recipe:
+        """Return the recipe of the run: what was asked for, else the plan's, else what suits sync and device.
+
+        Args:
+            planned: that the plan records.
+            sync: of the plan.
+            device: kind of device that the ranks run on.
+
+        Raises:
+            UsageError: the plan's sync rules it out.
+        """
+        recipe = self.recipe_request.applied_to(planned or default_recipe(sync=sync, device=device))
+        check_recipe(recipe, sync=sync)
+        return recipe
+
     def argv(self) -> list[str]:
         """Return the arguments that `parse_settings` reads back; what is at its default is left out."""
         words: list[str] = []
@@ -94,33 +123,6 @@ class TrainSettings:
             if value is not True:
                 words.append(str(value))
         return words
-
-
-def zero_stage_of(zero: str, *, sync: Sync, device: str) -> int:
-    """Return the ZeRO stage of a run: 0 replicas, 2 optimizer state shared out, 3 weights, too.
-
-    Under stage 2, weights are gathered once a step, and gradients are whole on every rank until the step ends.
-
-    Args:
-        zero: of `TrainSettings`; `auto` is 3 under `microbatch`, and under `iteration` 2 on accelerators, 0 on CPUs,
-            whose memory one shares anyway.
-        sync: of the plan.
-        device: kind of device that the ranks run on.
-
-    Raises:
-        UsageError: stage 3 under `iteration`: gathering weights again for each micro-batch needs all ranks at once,
-            which there run different numbers of them.
-    """
-    if zero == "3" and sync == "iteration":
-        raise UsageError(
-            "--zero 3 gathers weights in every micro-batch, of which ranks run different numbers under sync iteration; "
-            "give --zero 2, or plan with 'fcp plan --sync microbatch'"
-        )
-    if zero != "auto":
-        return int(zero)
-    if sync == "microbatch":
-        return 3
-    return 0 if device == "cpu" else 2
 
 
 def parse_settings(argv: Sequence[str]) -> TrainSettings:

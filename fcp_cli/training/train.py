@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error)
     except torch.OutOfMemoryError as error:
         reason = str(error).strip().splitlines()[0]
-        remedy = "plan with a smaller --tokens-per-rank, or train with --recompute"
+        remedy = "plan with a smaller --tokens-per-rank, or train with --recompute full"
         return _fail(RunError(f"out of device memory: {remedy} ({reason})"))
     except Exception as error:
         if isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_CONNECTION):

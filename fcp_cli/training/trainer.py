@@ -36,10 +36,13 @@ from fcp_cli.training.models import build_model, has_vision, model_config, model
 from fcp_cli.training.optimizer import clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
 from fcp_cli.training.progress import short_count
 from fcp_cli.training.report import Report, run_record
-from fcp_cli.training.settings import TrainSettings, zero_stage_of
+from fcp_cli.training.settings import TrainSettings
 from fcp_cli.training.timings import gather_timings
 from fcp_cli.training.visuals import SyntheticVisuals
 from fcp_cli.words import counted
+
+# Of the matrix products.
+_DTYPES = {"bf16": torch.bfloat16, "amp": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def train(settings: TrainSettings, stop: StopRequest) -> bool:
@@ -99,20 +102,21 @@ class Trainer:
         self.session = session
         self.paths = RunPaths(run_dir=settings.run_dir)
         self.last_step = min(settings.steps or session.metadata.end_step, session.metadata.end_step)
-        stage = zero_stage_of(settings.zero, sync=session.metadata.sync, device=session.device.type)
-        self.is_sharded = stage > 0
-        self.dtype = _dtype(settings.dtype, session.device)
+        metadata = session.metadata
+        self.recipe = settings.recipe(metadata.recipe, sync=metadata.sync, device=session.device.type)
+        self.is_sharded = self.recipe.zero_stage > 1
+        self.dtype = _DTYPES[self.recipe.precision]
         built = build_model(
             settings.model,
             seed=settings.seed,
             # fully_shard moves one layer after the other, so that no device ever holds the whole model
             device=torch.device("cpu") if self.is_sharded else session.device,
-            recompute=settings.recompute,
-            freeze_vision=settings.freeze_vision,
+            recompute=self.recipe.recompute != "none",
+            freeze_vision=self.recipe.freeze_vision,
         )
         self.model = built.model
         if self.is_sharded:
-            shard_model(self.model, device=session.device, dtype=self.dtype, keeps_weights=stage == 2)
+            shard_model(self.model, device=session.device, dtype=self.dtype, keeps_weights=self.recipe.zero_stage == 2)
         self.optimizer = make_optimizer(self.model, settings)
         self.first_step = self._resume() if settings.resume else 0
         self._report = self._open_report(built.parameters) if session.rank == 0 else None
@@ -252,13 +256,6 @@ class Trainer:
     def close(self) -> None:
         if self._report is not None:
             self._report.close()
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        name = "float32" if device.type == "cpu" else "bfloat16"
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def _require_shared(paths: RunPaths, session: Session) -> None:

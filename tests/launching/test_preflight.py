@@ -17,9 +17,9 @@ from fcp_cli.launching.checks import preflight
 from fcp_cli.machine import devices
 from fcp_cli.machine.devices import Machine
 from fcp_cli.models.model import load_model
-from fcp_cli.plan.metadata import Continuation, Sync
+from fcp_cli.plan.metadata import Continuation
 from fcp_cli.runs.checkpoint_header import FORMAT, CheckpointHeader
-from fcp_cli.training.settings import TrainSettings, zero_stage_of
+from fcp_cli.training.settings import TrainSettings
 from tests.launching.jobs import local_job, plan_metadata
 from tests.messages import raises
 from tests.runs.records import launch_record
@@ -183,20 +183,6 @@ def test_weights_that_are_gathered_per_microbatch_need_a_plan_in_waves() -> None
         )
     ):
         preflight.check_memory(local_job(settings=settings, model="qwen3-tiny"))
-
-
-@pytest.mark.parametrize(
-    ("zero", "sync", "device", "stage"),
-    [
-        ("auto", "iteration", "cpu", 0),
-        ("auto", "iteration", "cuda", 2),
-        ("auto", "microbatch", "cpu", 3),
-        ("0", "microbatch", "cuda", 0),
-        ("2", "microbatch", "npu", 2),
-    ],
-)
-def test_ranks_share_out_what_the_plan_and_the_device_ask_for(zero: str, sync: Sync, device: str, stage: int) -> None:
-    assert zero_stage_of(zero, sync=sync, device=device) == stage
 
 
 def test_a_run_dir_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:

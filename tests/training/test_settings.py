@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -18,19 +19,19 @@ REQUIRED: dict[str, Any] = {"plan": Path("plan.parquet"), "model": "qwen3-tiny",
 @given(
     steps=st.none() | st.integers(1, 10**9),
     learning_rate=st.floats(0, 10, allow_nan=False),
-    dtype=st.sampled_from(["auto", "float32", "bfloat16"]),
+    precision=st.sampled_from(["auto", "fp32", "bf16"]),
     resume=st.booleans(),
     manifest=st.none() | st.just(Path("a b.parquet")),
 )
 def test_settings_survive_the_command_line(
     steps: int | None,
     learning_rate: float,
-    dtype: Literal["auto", "float32", "bfloat16"],
+    precision: Literal["auto", "fp32", "bf16"],
     resume: bool,
     manifest: Path | None,
 ) -> None:
     before = TrainSettings(
-        **REQUIRED, steps=steps, learning_rate=learning_rate, dtype=dtype, resume=resume, manifest=manifest
+        **REQUIRED, steps=steps, learning_rate=learning_rate, precision=precision, resume=resume, manifest=manifest
     )
     assert parse_settings(before.argv()) == before
 
@@ -54,7 +55,7 @@ def test_plan_and_run_dir_come_from_the_environment_of_the_job(monkeypatch: pyte
         ("steps", 0, snapshot("--steps is 0; it must be at least 1")),
         ("learning_rate", float("nan"), snapshot("--learning-rate is nan; it must be at least 0")),
         ("keep_checkpoints", 0, snapshot("--keep-checkpoints is 0; it must be at least 1")),
-        ("dtype", "float8", snapshot("--dtype is 'float8'; it must be one of auto, float32, bfloat16")),
+        ("precision", "fp8", snapshot("--precision is 'fp8'; it must be one of auto, bf16, amp, fp32, fp64")),
         ("device", "tpu", snapshot("--device is 'tpu'; it must be one of auto, cpu, cuda, npu")),
     ],
 )
@@ -66,5 +67,5 @@ def test_impossible_settings_are_one_line(name: str, value: object, message: str
 
 def test_every_setting_is_documented() -> None:
     documented = TrainSettings.__doc__ or ""
-    undocumented = {f.name for f in fields(TrainSettings) if f"{f.name}:" not in documented}
+    undocumented = {f.name for f in fields(TrainSettings) if not re.search(rf"\b{f.name}\b[\w, ]*:", documented)}
     assert undocumented == {"weight_decay", "seed", "device", "resume", "warmup_steps", "min_learning_rate_ratio"}

@@ -101,7 +101,9 @@ def run(folder: Path, *words: str, model: str = "qwen3vl-tiny") -> list[dict[str
     return [record for record in records if record["kind"] == "step"]
 
 
-@pytest.mark.parametrize("words", [(), ("--freeze-vision", "--recompute")], ids=["trained", "frozen, recomputed"])
+@pytest.mark.parametrize(
+    "words", [(), ("--freeze-vision", "--recompute", "full")], ids=["trained", "frozen, recomputed"]
+)
 def test_the_tiny_model_trains_on_images_and_clips(words: tuple[str, ...], tmp_path: Path) -> None:
     manifest_of(tmp_path)
     steps = run(tmp_path, *words, "--learning-rate", "1e-2", "--warmup-steps", "0")

@@ -15,7 +15,6 @@ from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runs.checkpoint_header import check_plan_of, checkpoints, read_header
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.launch_record import LaunchRecord
-from fcp_cli.training.settings import zero_stage_of
 
 # float32 weight, gradient and two AdamW moments
 _STATE_BYTES_PER_PARAMETER = 16
@@ -120,11 +119,13 @@ def check_memory(job: Job) -> None:
     if job.settings is None:
         return
     machine, ranks_here = job.machine, job.processes_per_node
-    stage = zero_stage_of(job.settings.zero, sync=job.metadata.sync, device=machine.device)
+    metadata = job.metadata
+    stage = job.settings.recipe(metadata.recipe, sync=metadata.sync, device=machine.device).zero_stage
     if machine.device != "cpu" or not machine.memory_bytes:
         return
-    whole = {0: _STATE_BYTES_PER_PARAMETER, 2: _GATHERED_BYTES_PER_PARAMETER, 3: 0}[stage]
-    shared_out = _STATE_BYTES_PER_PARAMETER / job.metadata.num_ranks if stage else 0.0
+    replica = _STATE_BYTES_PER_PARAMETER
+    whole = {0: replica, 1: replica, 2: _GATHERED_BYTES_PER_PARAMETER, 3: 0}[stage]
+    shared_out = _STATE_BYTES_PER_PARAMETER / metadata.num_ranks if stage > 1 else 0.0
     needed = job.parameters * (whole + shared_out) * ranks_here
     if needed > machine.memory_bytes:
         raise RunError(

@@ -1,0 +1,166 @@
+"""The recipe of a job: what each rank keeps, and how it computes, beside plan, model and ranks.
+
+A cost profile and a plan record the recipe that they were made for, since it decides memory and times. Options say what
+to use instead, and leave the rest `auto`. Imports nothing heavy: every `fcp` command reads these options.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, Final, Literal, TypeAlias
+
+from fcp_cli.errors import UsageError
+from fcp_cli.options import Opt, check_limits
+
+ZeroStage: TypeAlias = Literal[0, 1, 2, 3]
+Reduce: TypeAlias = Literal["step", "wave"]
+PrecisionName: TypeAlias = Literal["bf16", "amp", "fp32", "fp64"]
+Recompute: TypeAlias = Literal["none", "selective", "full"]
+Loss: TypeAlias = Literal["chunked", "plain"]
+Offload: TypeAlias = Literal["none", "activations"]
+
+AUTO: Final = "auto"
+
+# The options, as `fcp profile`, `fcp plan` and `fcp launch` take them.
+ZeroOption: TypeAlias = Annotated[
+    Literal["auto", "0", "1", "2", "3"],
+    Opt("What ranks share out: 0 nothing, 1 optimizer, 2 gradients, too, 3 weights, too; auto: the least that fits."),
+]
+ShardRanksOption: TypeAlias = Annotated[
+    int | None,
+    Opt("Ranks that share one copy of what is shared out, as those of a node.", min=1, unset="all"),
+]
+ReduceOption: TypeAlias = Annotated[
+    Literal["auto", "step", "wave"],
+    Opt("When gradients are summed under --zero 3: wave holds a share of them, step all of them and sends less."),
+]
+PrecisionOption: TypeAlias = Annotated[
+    Literal["auto", "bf16", "amp", "fp32", "fp64"],
+    Opt("bf16 keeps fp32 master weights, amp is fp32 under autocast; auto: fp32 on a CPU, else bf16."),
+]
+RecomputeOption: TypeAlias = Annotated[
+    Literal["auto", "none", "selective", "full"],
+    Opt("Activations computed again in backward: none, all but attention's (selective), or all of a layer (full)."),
+]
+LossOption: TypeAlias = Annotated[
+    Literal["auto", "chunked", "plain"],
+    Opt("Cross entropy: chunked never holds all logits at once, plain does; auto is chunked."),
+]
+OffloadOption: TypeAlias = Annotated[
+    Literal["auto", "none", "activations"],
+    Opt("activations: move what recomputed layers keep to the host's memory; auto: where nothing less fits."),
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """What a rank keeps and how it computes.
+
+    Attributes:
+        zero_stage: 0 keeps everything on every rank; 1 shards the optimizer over the ranks, 2 gradients, too, once a
+            step is over, 3 weights, too, which are then gathered layer by layer.
+        shard_ranks: ranks that share one copy of what is sharded (HSDP); None: all.
+        reduce: under stage 3, gradients are summed over ranks once a `step`, until when each holds them whole, or after
+            every `wave` of micro-batches, so that each holds its share.
+        precision: `bf16` weights with fp32 master weights in the optimizer, `amp` fp32 weights under bfloat16 autocast,
+            `fp32`; `fp64` for proofs.
+        recompute: what of a layer's activations the backward computes again: `none`, all but attention's
+            (`selective`), or all (`full`).
+        loss: `chunked` cross entropy never holds all logits at once, `plain` does.
+        offload: whether what recomputed layers keep waits in the host's memory.
+        freeze_vision: a vision encoder runs without being trained.
+    """
+
+    zero_stage: ZeroStage = 0
+    shard_ranks: int | None = None
+    reduce: Reduce = "wave"
+    precision: PrecisionName = "bf16"
+    recompute: Recompute = "none"
+    loss: Loss = "chunked"
+    offload: Offload = "none"
+    freeze_vision: bool = False
+
+    def shards(self, ranks: int) -> int:
+        """Return over how many ranks of `ranks` a copy is spread."""
+        return min(self.shard_ranks or ranks, ranks)
+
+    def flags(self) -> list[str]:
+        """Return the words that ask a command of fcp for this recipe."""
+        words = [f"--zero {self.zero_stage}", f"--precision {self.precision}", f"--recompute {self.recompute}"]
+        words += [f"--loss {self.loss}"] if self.loss != "chunked" else []
+        words += [f"--offload {self.offload}"] if self.offload != "none" else []
+        words += [f"--reduce {self.reduce}"] if self.zero_stage == 3 and self.reduce != "wave" else []
+        words += [f"--shard-ranks {self.shard_ranks}"] if self.shard_ranks else []
+        words += ["--freeze-vision"] if self.freeze_vision else []
+        return " ".join(words).split()
+
+    def describe(self) -> str:
+        """Return the recipe in a few words for a person."""
+        words = [f"ZeRO-{self.zero_stage}", self.precision]
+        words += [f"{self.recompute} recomputation"] if self.recompute != "none" else []
+        words += [f"{self.loss} loss"]
+        words += ["offloaded activations"] if self.offload == "activations" else []
+        words += [f"sharded over {self.shard_ranks} ranks"] if self.shard_ranks else []
+        words += ["frozen vision encoder"] if self.freeze_vision else []
+        return ", ".join(words)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecipeRequest:
+    """What was asked for of a recipe; `auto`, None and False leave it to the plan, or to what fits."""
+
+    zero: ZeroOption = "auto"
+    shard_ranks: ShardRanksOption = None
+    reduce: ReduceOption = "auto"
+    precision: PrecisionOption = "auto"
+    recompute: RecomputeOption = "auto"
+    loss: LossOption = "auto"
+    offload: OffloadOption = "auto"
+    freeze_vision: Annotated[bool, Opt("Train the language model of a vision model only.")] = False
+
+    def __post_init__(self) -> None:
+        check_limits(self)
+
+    def given(self) -> dict[str, Any]:
+        """Return what was asked for, by the names of `Recipe`."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        found = {name: value for name, value in values.items() if value not in (AUTO, None, False)}
+        if "zero" in found:
+            found["zero_stage"] = int(found.pop("zero"))
+        return found
+
+    def applied_to(self, recipe: Recipe) -> Recipe:
+        """Return a recipe with what was asked for in place of its own."""
+        return replace(recipe, **self.given())
+
+
+def default_recipe(*, sync: str, device: str) -> Recipe:
+    """Return the recipe of a job whose plan records none.
+
+    Args:
+        sync: of the plan.
+        device: kind of device that the ranks run on.
+    """
+    precision: PrecisionName = "fp32" if device == "cpu" else "bf16"
+    if sync == "microbatch":
+        return Recipe(zero_stage=3, precision=precision)
+    # On a CPU the ranks share one memory, whatever they shard.
+    return Recipe(zero_stage=0 if device == "cpu" else 2, precision=precision)
+
+
+def check_recipe(recipe: Recipe, *, sync: str) -> None:
+    """Refuse a recipe that a plan's sync rules out.
+
+    Raises:
+        UsageError: stage 3 under `iteration`: gathering weights again for each micro-batch needs all ranks at once,
+            which there run different numbers of them.
+    """
+    if recipe.zero_stage == 3 and sync == "iteration":
+        raise UsageError(
+            "--zero 3 gathers weights in every micro-batch, of which ranks run different numbers under sync iteration; "
+            "give --zero 2, or plan with 'fcp plan --sync microbatch'"
+        )
+    if recipe.offload == "activations" and recipe.recompute == "none":
+        raise UsageError(
+            "--offload activations moves what recomputed layers keep, and --recompute is none; add --recompute full"
+        )
