@@ -1,0 +1,262 @@
+"""What ring attention issues beside its kernel, counted without a GPU: operations, messages, bytes; before and after.
+
+    python -m benchmarks.ring_ops [--json PATH] [--before PATH]
+
+One attention layer of Qwen3-8B's heads (32 query, 8 key/value heads of 128, bf16) runs on every member of a ring on
+meta tensors with the CUDA kernel: shapes flow through the operators' own shape functions, nothing is computed, and what
+a GPU would be given is counted, for the member that has most of each. A first layer is not counted: it makes the
+indices that all layers share.
+
+- operations: those that start a kernel; views and allocations do not.
+- messages, sent: point-to-point batches and the bytes that a member sends.
+- moved: bytes that operations other than flash attention read and write.
+- merge: the share of that for merging partial results.
+- gathers: operations that read scattered rows, of the member's own tensors and of keys that arrived.
+
+The column `before` is `benchmarks/ring_ops.json`, written by this program on the commit that the file names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fcp_cli.runtime import ring as ring_module
+from fcp_cli.runtime.kernels.cuda import CudaFlashKernel
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.ring import Ring, ring_backward, ring_forward
+from fcp_cli.runtime.rows import merge
+from fcp_cli.runtime.transport import Handle, drive
+
+BEFORE = Path(__file__).with_suffix(".json")
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+RANK_TOKENS = 16_384
+MIB = 1 << 20
+
+
+def _pack(sequences: int, degree: int) -> tuple[int, ...]:
+    """Cut what `degree` ranks of 16k tokens hold into sequences of nearly equal length."""
+    each, longer = divmod(RANK_TOKENS * degree, sequences)
+    return tuple(each + (i < longer) for i in range(sequences))
+
+
+PACKS: dict[str, tuple[tuple[int, ...], int]] = {
+    "degree 2, one sequence": (_pack(1, 2), 2),
+    "degree 2, 32 sequences": (_pack(32, 2), 2),
+    "degree 4, 500 sequences": (_pack(500, 4), 4),
+    "degree 4, half in one, half in 250": ((2 * RANK_TOKENS, *_pack(250, 2)), 4),
+    "degree 8, one sequence": (_pack(1, 8), 8),
+    "degree 8, 8 sequences": (_pack(8, 8), 8),
+}
+
+
+@dataclass(kw_only=True, slots=True)
+class Counts:
+    """Of one pass of one member over one layer."""
+
+    operations: int = 0
+    messages: int = 0
+    sent_bytes: int = 0
+    moved_bytes: int = 0
+    merge_bytes: int = 0
+    gathers: int = 0
+
+
+class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what is dispatched while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts = Counts()
+        self.merges = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if _launches(func) and any(tensor.device.type == "meta" for tensor in _tensors((args, kwargs, out))):
+            self.counts.operations += 1
+            self.counts.gathers += _name(func) in GATHERS
+            moved = _moved_bytes(func, args, kwargs or {}, out)
+            self.counts.moved_bytes += moved
+            self.counts.merge_bytes += moved * self.merges
+        return out
+
+
+class CountingTransport:
+    """A transport on which everything is there at once."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+
+    def start(self, kind: str, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> Handle:
+        self._counter.counts.messages += 1
+        if send is not None:
+            self._counter.counts.sent_bytes += send.numel() * send.element_size()
+        return _Arrived()
+
+
+class _Arrived:
+    def wait(self) -> None:
+        pass
+
+
+ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+FLASH = {"_flash_attention_forward", "_flash_attention_backward"}
+GATHERS = {"index_select", "index", "take_rows"}
+
+
+def _name(func: Any) -> str:
+    name: str = func._schema.name.split("::")[-1]
+    return name
+
+
+def _launches(func: Any) -> bool:
+    """Return whether an operator starts a kernel: it does not allocate, nor is what it returns a view."""
+    returns = func._schema.returns
+    is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in returns)
+    return _name(func) not in ALLOCATIONS and not is_view
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Return the bytes that a reader of the whole tensor fetches; an expanded dimension lies in memory once."""
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return math.prod(sizes) * tensor.element_size()
+
+
+def _moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Return the bytes that an operator reads and writes: its inputs, and what it returns or changes."""
+    name = _name(func)
+    if name in FLASH:
+        return 0
+    if name in ROW_WISE:
+        return ROW_WISE[name](args, out)
+    given = [
+        (args[i] if i < len(args) else kwargs.get(argument.name), argument)
+        for i, argument in enumerate(func._schema.arguments)
+    ]
+    # A copy, a fill or an `out=` only writes its target.
+    only_written = [value for value, argument in given if argument.is_out or name in ("copy_", "fill_", "zero_")][:1]
+    read = [tensor for value, _ in given for tensor in _tensors(value) if not any(tensor is w for w in only_written)]
+    return sum(map(_bytes, read)) + sum(map(_bytes, _tensors(out)))
+
+
+def _rows_read(args: tuple[Any, ...], out: Any) -> int:
+    """A gather, whose last argument is the index: it reads the rows that it returns."""
+    return _bytes(args[-1]) + 2 * sum(map(_bytes, _tensors(out)))
+
+
+def _rows_replaced(args: tuple[Any, ...], out: Any) -> int:
+    """`index_copy_(target, dim, index, rows)`."""
+    return _bytes(args[2]) + 2 * _bytes(args[3])
+
+
+def _rows_changed(args: tuple[Any, ...], out: Any) -> int:
+    """`index_add_(target, dim, index, rows)`."""
+    return _bytes(args[2]) + 3 * _bytes(args[3])
+
+
+ROW_WISE: dict[str, Callable[[tuple[Any, ...], Any], int]] = {
+    "index_select": _rows_read,
+    "index_copy_": _rows_replaced,
+    "index_add_": _rows_changed,
+}
+
+
+def count_pack(lengths: tuple[int, ...], degree: int) -> dict[str, Counts]:
+    """Return the counts of the forward and of the backward, each the most over the ring's members."""
+    with pretended_gpu():
+        members = [_count_member(lengths, degree, index) for index in range(degree)]
+    return {
+        name: Counts(**{f.name: max(getattr(member[name], f.name) for member in members) for f in fields(Counts)})
+        for name in ("forward", "backward")
+    }
+
+
+@contextmanager
+def pretended_gpu() -> Iterator[None]:
+    """Treat meta tensors as those of a GPU."""
+    with mock.patch.object(ring_module, "select_kernel", lambda device_type, dtype: CudaFlashKernel()):
+        yield
+
+
+def _count_member(lengths: tuple[int, ...], degree: int, index: int) -> dict[str, Counts]:
+    counter = Counter()
+    ring = Ring(shard_layout(lengths, degree), index, tuple(range(degree)), CountingTransport(counter))
+    q, grad_out, k, v = (
+        torch.empty(ring.tokens, heads, HEAD_DIM, dtype=torch.bfloat16, device="meta")
+        for heads in (HEADS, HEADS, KV_HEADS, KV_HEADS)
+    )
+
+    def layer() -> dict[str, Counts]:
+        counter.counts = forward = Counts()
+        out, lse = drive(ring_forward(ring, q, k, v, 1.0))
+        counter.counts = backward = Counts()
+        drive(ring_backward(ring, grad_out, q, k, v, out, lse, 1.0))
+        return {"forward": forward, "backward": backward}
+
+    def counted_merge(*args: Any) -> None:
+        counter.merges = True
+        merge(*args)
+        counter.merges = False
+
+    with mock.patch.object(ring_module, "merge", counted_merge), counter:
+        layer()
+        return layer()
+
+
+def measure() -> dict[str, Any]:
+    """Return everything that is counted, as it is kept in a file."""
+    commit = subprocess.run(("git", "rev-parse", "--short", "HEAD"), capture_output=True, text=True, check=False)
+    packs = {}
+    for name, (lengths, degree) in PACKS.items():
+        packs[name] = {pass_: asdict(counts) for pass_, counts in count_pack(lengths, degree).items()}
+    return {"commit": commit.stdout.strip(), "torch": torch.__version__, "packs": packs}
+
+
+def main() -> None:
+    """Print one table, before and after."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the counts here, to be a later --before")
+    parser.add_argument("--before", type=Path, default=BEFORE, help="counts to compare with (default %(default)s)")
+    options = parser.parse_args()
+    after = measure()
+    if options.json:
+        options.json.write_text(json.dumps(after, indent=1) + "\n")
+    before = json.loads(options.before.read_text())
+    print(f"before: {before['commit']}; per layer, bf16, the member with most of each; ratio = after / before")
+    print(f"{'':<36} {'pass':<9}{'':<14} {'before':>9} {'after':>9} {'ratio':>6}  {'after, per hop':>14}")
+    for name, (_, degree) in PACKS.items():
+        for pass_ in ("forward", "backward"):
+            print_pass(name, pass_, before["packs"][name][pass_], after["packs"][name][pass_], hops=degree - 1)
+
+
+def print_pass(name: str, pass_: str, before: dict[str, int], after: dict[str, int], *, hops: int) -> None:
+    """Print one pass of one pack, a line for each quantity."""
+    for quantity in after:
+        old, new = before[quantity], after[quantity]
+        if not old and not new:
+            continue
+        unit, per = (" MiB", MIB) if quantity.endswith("_bytes") else ("", 1)
+        label = quantity.removesuffix("_bytes") + unit
+        ratio = f"{new / old:6.2f}" if old else "     -"
+        print(f"{name:<36} {pass_:<9}{label:<14} {old / per:9.0f} {new / per:9.0f} {ratio}  {new / per / hops:14.1f}")
+
+
+if __name__ == "__main__":
+    main()
