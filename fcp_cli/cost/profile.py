@@ -1,14 +1,15 @@
 """Cost profiles (contract `fcp-cost-profile/1`): the coefficients of the cost model, as YAML.
 
 Two keys are optional and come together: the coefficient `exposed_ring_share`, and the block `common_ground` with the
-fit of the same samples without it, for whatever compares strategies. A reader refuses every key that it does not know.
+fit of the same samples without it, for whatever compares strategies. Optional, too, are the block `recipe`, which times
+and memory are of, and `sync`, which its memory is of. A reader refuses every key that it does not know.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -16,6 +17,7 @@ import yaml
 
 from fcp_cli.errors import ProfileError
 from fcp_cli.kinds import another_kind
+from fcp_cli.recipe import Recipe
 from fcp_cli.validation import NonNegative, Positive, Share, parse_yaml, validated
 from fcp_cli.words import first_sentence
 
@@ -24,6 +26,7 @@ FORMAT: Final = "fcp-cost-profile/1"
 HIDDEN_RING: Final = "hidden_ring"  # attention may hide the whole ring
 EXPOSED_RING: Final = "exposed_ring_share"
 Origin = Literal["measured", "fitted", "analytic", "assumed"]
+Sync = Literal["iteration", "microbatch"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +80,8 @@ class CostProfile:
 
     Attributes:
         common_ground: given exactly where `coefficients` may have an `exposed_ring_share`.
+        recipe: that the times and the memory are of; None where nobody said.
+        sync: that the memory is of: what is gathered and kept depends on it; None where nobody said.
         text: the YAML it was read from, kept whole for the plan's metadata.
     """
 
@@ -87,6 +92,8 @@ class CostProfile:
     bandwidth: Bandwidth
     common_ground: CommonGround | None = None
     memory: Memory = field(default_factory=Memory)
+    recipe: Recipe | None = None
+    sync: Sync | None = None
     measurement: Mapping[str, Any] = field(default_factory=dict)
     text: str = field(default="", compare=False)
 
@@ -120,6 +127,8 @@ class _File(_Costs):
     cluster: str = "unknown"
     common_ground: _Costs | None = None
     memory: Memory | None = None
+    recipe: Recipe | None = None
+    sync: Sync | None = None
     measurement: Mapping[str, Any] | None = None
 
 
@@ -169,6 +178,8 @@ def parse_cost_profile(text: str, *, name: str) -> CostProfile:
         bandwidth=file.bandwidth_bytes_per_second,
         common_ground=None if ground is None else ground.as_common_ground(),
         memory=file.memory or Memory(),
+        recipe=file.recipe,
+        sync=file.sync,
         measurement=file.measurement or {},
         text=text,
     )
@@ -186,6 +197,10 @@ def dump_cost_profile(profile: CostProfile) -> str:
     if profile.common_ground is not None:
         document["common_ground"] = _costs(profile.common_ground, with_share=False)
     document["memory"] = _numbers(profile.memory)
+    if profile.recipe is not None:
+        document["recipe"] = {name: value for name, value in asdict(profile.recipe).items() if value is not None}
+    if profile.sync is not None:
+        document["sync"] = profile.sync
     if profile.measurement:
         document["measurement"] = dict(profile.measurement)
     return yaml.dump(_inlined(document), Dumper=_Dumper, sort_keys=False, width=120)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from inline_snapshot import snapshot
 
 from fcp_cli.cost.profile import dump_cost_profile, load_cost_profile, parse_cost_profile
 from fcp_cli.errors import ProfileError
+from fcp_cli.recipe import Recipe
 from tests.messages import raises
 
 DOCUMENT: dict[str, Any] = {
@@ -182,6 +184,53 @@ def test_a_missing_file_names_the_command_that_makes_one(tmp_path: Path) -> None
 def test_a_profile_survives_writing_and_reading() -> None:
     profile = parse_cost_profile(yaml.safe_dump(DOCUMENT), name="x")
     assert parse_cost_profile(dump_cost_profile(profile), name="x") == profile
+
+
+def test_recipe_and_sync_survive_writing_and_reading() -> None:
+    recipe = {"zero_stage": 3, "shard_ranks": 8, "reduce": "step", "precision": "bf16", "recompute": "selective"}
+    profile = parse_cost_profile(yaml.safe_dump({**DOCUMENT, "recipe": recipe, "sync": "microbatch"}), name="x")
+    assert profile.recipe == Recipe(zero_stage=3, shard_ranks=8, reduce="step", precision="bf16", recompute="selective")
+    assert parse_cost_profile(dump_cost_profile(profile), name="x") == profile
+    alone = replace(profile, recipe=Recipe(), sync=None)
+    assert parse_cost_profile(dump_cost_profile(alone), name="x") == alone
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (
+            "recipe",
+            {"recompute": "some"},
+            snapshot(
+                "ProfileError: profile.yaml: recipe.recompute is 'some'; it must be one of full, none, selective; 'fcp profile show' lists a whole profile"
+            ),
+        ),
+        (
+            "recipe",
+            {"zero_stage": 4},
+            snapshot(
+                "ProfileError: profile.yaml: recipe.zero_stage is 4; it must be one of 0, 1, 2, 3; 'fcp profile show' lists a whole profile"
+            ),
+        ),
+        (
+            "recipe",
+            {"zero": 2},
+            snapshot(
+                "ProfileError: profile.yaml: unknown key recipe.zero; known: freeze_vision, loss, offload, precision, recompute, reduce, shard_ranks, zero_stage; 'fcp profile show' lists a whole profile"
+            ),
+        ),
+        (
+            "sync",
+            "never",
+            snapshot(
+                "ProfileError: profile.yaml: sync is 'never'; it must be one of iteration, microbatch or absent; 'fcp profile show' lists a whole profile"
+            ),
+        ),
+    ],
+)
+def test_a_recipe_is_read_as_strictly_as_the_rest(path: str, value: Any, message: str) -> None:
+    with raises(message):
+        parse_cost_profile(_text(path, value), name="profile.yaml")
 
 
 def _with_common_ground(**coefficients: float) -> dict[str, Any]:
