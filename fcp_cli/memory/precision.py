@@ -1,0 +1,49 @@
+"""Bytes of each type of number that a recipe keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fcp_cli.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Precision:
+    """Bytes of one number.
+
+    Attributes:
+        weight: of a weight that every rank holds whole between steps.
+        master: of the copy of it in the optimizer, 0 where the weights themselves are updated.
+        moments: of Adam's two moments together.
+        gathered: of a weight that ranks share out and that is gathered to compute with it.
+        gradient: of a gradient that is kept.
+        activation: of what matrices and attention compute.
+        residual: of the residual stream, which autocast leaves in the type of the weights.
+        loss: of the logits in the loss.
+        copy: of the copy of a matrix that autocast makes and autograd keeps; 0 without autocast.
+    """
+
+    weight: int
+    master: int
+    moments: int
+    gathered: int
+    gradient: int
+    activation: int
+    residual: int
+    loss: int = 4
+    copy: int = 0
+
+
+_PRECISIONS = {
+    "bf16": Precision(weight=2, master=4, moments=8, gathered=2, gradient=4, activation=2, residual=2),
+    "amp": Precision(weight=4, master=0, moments=8, gathered=4, gradient=4, activation=2, residual=4, copy=2),
+    "fp32": Precision(weight=4, master=0, moments=8, gathered=4, gradient=4, activation=4, residual=4),
+    "fp64": Precision(weight=8, master=0, moments=16, gathered=8, gradient=8, activation=8, residual=8, loss=8),
+}
+
+
+def precision_of(recipe: Recipe) -> Precision:
+    """Return the bytes of the numbers that a recipe computes with."""
+    # FSDP2 casts by its own policy: fp32 shards, bf16 copies gathered of them, and no autocast.
+    is_cast = recipe.precision == "amp" and recipe.zero_stage > 1
+    return _PRECISIONS["bf16" if is_cast else recipe.precision]

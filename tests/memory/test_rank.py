@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fcp_cli.memory.rank import rank_memory
+from fcp_cli.memory.table import Item, Moment, RankMemory
+from fcp_cli.models.model import load_model
+from fcp_cli.recipe import Recipe
+
+
+def memory_of(model: str = "qwen3-8b", *, ranks: int = 64, **settings: Any) -> RankMemory:
+    sync = settings.pop("sync", "microbatch" if settings.get("zero_stage") == 3 else "iteration")
+    return rank_memory(load_model(model), Recipe(**settings), sync=sync, ranks=ranks)
+
+
+def test_items_add_up_to_the_peak() -> None:
+    memory = memory_of(zero_stage=2, recompute="full")
+    assert sum(memory.items(16_384).values()) == pytest.approx(memory.total_bytes(16_384))
+
+
+def test_the_tokens_that_fit_are_the_most_that_do() -> None:
+    memory = memory_of(zero_stage=2, recompute="full", loss="chunked")
+    tokens = memory.tokens(80e9)
+    assert memory.total_bytes(tokens) <= 80e9 < memory.total_bytes(tokens + 1)
+
+
+def test_the_line_of_a_profile_gives_the_same_tokens() -> None:
+    memory = memory_of(zero_stage=2, recompute="full")
+    assert memory.as_profile_memory(80e9).tokens_per_rank() == memory.tokens(80e9)
+
+
+def test_a_model_that_does_not_fit_leaves_no_tokens() -> None:
+    memory = memory_of(zero_stage=0)
+    assert memory.tokens(80e9) == 0
+    assert (memory.as_profile_memory(80e9).tokens_per_rank() or 0) < 0
+
+
+def test_the_peak_is_that_of_the_moment_which_needs_most() -> None:
+    head = Moment(name="loss head", items=(Item(name="loss head", bytes_per_token=3.0),))
+    update = Moment(name="optimizer step", items=(Item(name="update", fixed_bytes=100.0),))
+    memory = RankMemory(moments=(head, update))
+    assert memory.total_bytes(10) == 100.0
+    assert memory.total_bytes(50) == 150.0
+    assert memory.tokens(120.0) == 40
+    assert memory.tokens(99.0) == 0
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_sharding_the_optimizer_and_the_weights_holds_less(recompute: str) -> None:
+    nothing, optimizer, gradients, weights = (
+        memory_of(zero_stage=stage, recompute=recompute).total_bytes(4096) for stage in range(4)
+    )
+    assert nothing > optimizer > weights
+    # Until a step ends, its gradients are whole on every rank, whoever shares out their sums.
+    assert gradients == pytest.approx(optimizer, rel=0.05)
+
+
+def test_recomputation_the_chunked_loss_and_offload_each_hold_less() -> None:
+    recipes: list[dict[str, Any]] = [
+        {"loss": "plain"},
+        {},
+        {"recompute": "selective"},
+        {"recompute": "full"},
+        {"recompute": "full", "offload": "activations"},
+    ]
+    sizes = [memory_of(zero_stage=2, **recipe).total_bytes(16_384) for recipe in recipes]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == len(sizes)
