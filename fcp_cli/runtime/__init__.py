@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fcp_cli.runtime.loader import Fetch
+    from fcp_cli.runtime.recompute import keep_attention
     from fcp_cli.runtime.ring import Ring, attention, current_ring
     from fcp_cli.runtime.session import LocalMicroBatch, Session, Step, start, steps
     from fcp_cli.runtime.timing import MicroBatchTiming
@@ -23,6 +24,7 @@ __all__ = [
     "Step",
     "attention",
     "current_ring",
+    "keep_attention",
     "start",
     "steps",
 ]
@@ -36,6 +38,7 @@ _MODULES = {
     "Step": "session",
     "attention": "ring",
     "current_ring": "ring",
+    "keep_attention": "recompute",
     "start": "session",
     "steps": "session",
 }

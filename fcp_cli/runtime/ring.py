@@ -36,6 +36,7 @@ from torch.autograd.function import once_differentiable
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.kernels import AttentionKernel, lse_dtype, select_kernel
 from fcp_cli.runtime.layout import ShardLayout
+from fcp_cli.runtime.recompute import attention_stage
 from fcp_cli.runtime.ring_member import RingMember
 from fcp_cli.runtime.rows import add, merge, take
 from fcp_cli.runtime.transport import Handle, Transport, Waits, drive
@@ -96,8 +97,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring | None = None, scal
     Raises:
         RunError: no ring, a shape that does not fit the ring, or a call inside backward without an explicit ring.
     """
+    stage = attention_stage.get()
+    if stage is None:
+        return _attend(q, k, v, ring, scale)
+    return stage.attend(lambda: _attend(q, k, v, ring, scale))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, ring: Ring | None, scale: float | None) -> Tensor:
     if ring is None:
         ring = _implicit_ring()
+    if ring.backward_forbidden:  # recomputed in a backward that would only then find out, with hops under way
+        raise RunError(ring.backward_forbidden)
     q, k, v = _autocast(q, k, v)
     if not q.dtype == k.dtype == v.dtype:
         raise RunError(f"q, k and v have different types: {q.dtype}, {k.dtype}, {v.dtype}")

@@ -21,6 +21,7 @@ def test_the_public_names_of_the_runtime_are_these() -> None:
         "Step",
         "attention",
         "current_ring",
+        "keep_attention",
         "start",
         "steps",
     ]

@@ -1,0 +1,180 @@
+"""What recomputed layers keep and what they compute again; sessions and wrapped models are in test_session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fcp_cli.errors import RunError
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.recompute import keep_attention
+from fcp_cli.runtime.ring import Ring, attention
+from fcp_cli.verification.emulation import Meeting, ThreadTransport, run_ranks
+from fcp_cli.verification.recording import RecordingTransport
+
+pytestmark = pytest.mark.torch
+
+LENGTHS = (5, 1, 30)
+WIDTH, HEADS = 24, 3
+Run: TypeAlias = Callable[["Layer", Tensor, Ring], Tensor]
+
+
+class Layer(nn.Module):
+    """A layer that attends twice, with work before, between and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = (nn.Linear(WIDTH, size) for size in (3 * WIDTH, 3 * WIDTH, WIDTH))
+        self.double()
+
+    def forward(self, hidden: Tensor, ring: Ring) -> Tensor:
+        for project in (self.first, self.second):
+            q, k, v = project(hidden).tanh().unflatten(-1, (3, HEADS, -1)).movedim(2, 0).transpose(2, 3)
+            hidden = hidden + attention(q, k, v, ring=ring).transpose(1, 2).flatten(2)
+        out: Tensor = self.last(hidden).tanh()
+        return out
+
+
+def whole(layer: Layer, hidden: Tensor, ring: Ring) -> Tensor:
+    out: Tensor = layer(hidden, ring)
+    return out
+
+
+def selective(layer: Layer, hidden: Tensor, ring: Ring) -> Tensor:
+    out: Tensor = checkpoint(layer, hidden, ring, use_reentrant=False, context_fn=keep_attention)
+    return out
+
+
+def full(layer: Layer, hidden: Tensor, ring: Ring) -> Tensor:
+    out: Tensor = checkpoint(layer, hidden, ring, use_reentrant=False)
+    return out
+
+
+def train(run: Run, *, degree: int, at_once: int = 1) -> list[tuple[list[Tensor], list[str], list[Ring]]]:
+    """Two layers over some packs, all forwards before the backwards: per rank gradients, what was sent, and the rings."""
+    layout = shard_layout(LENGTHS, degree)
+    built = [[Layer(), Layer()] for _ in range(degree)]  # from one seed, which threads would share
+
+    def one(meeting: Meeting, rank: int) -> tuple[list[Tensor], list[str], list[Ring]]:
+        record = RecordingTransport(ThreadTransport(meeting.mailbox, rank))
+        layers = built[rank]
+        rings = [Ring(layout, rank, tuple(range(degree)), record) for _ in range(at_once)]
+        losses = []
+        for number, ring in enumerate(rings):
+            draw = torch.Generator().manual_seed(rank + 10 * number)
+            hidden = torch.randn(1, ring.tokens, WIDTH, generator=draw, dtype=torch.float64)
+            for layer in layers:
+                hidden = run(layer, hidden, ring)
+            losses.append(hidden.square().sum())
+        for loss in losses:
+            torch.autograd.backward(loss)
+        grads = [parameter.grad for layer in layers for parameter in layer.parameters() if parameter.grad is not None]
+        return grads, [operation.content for operation in record.operations if operation.verb == "send"], rings
+
+    return run_ranks(degree, one)
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+@pytest.mark.parametrize("degree", [1, 3])
+@pytest.mark.parametrize("run", [selective, full])
+def test_recomputed_layers_have_the_gradients_of_whole_ones(run: Run, degree: int, at_once: int) -> None:
+    for found, expected in zip(
+        train(run, degree=degree, at_once=at_once), train(whole, degree=degree, at_once=at_once), strict=True
+    ):
+        assert len(found[0]) == len(expected[0]) == 12
+        assert all(map(torch.equal, found[0], expected[0]))
+
+
+def test_nothing_travels_again_where_attention_is_kept() -> None:
+    """Degree 3, two layers of two attention calls: 2 hops of keys forward and backward, 3 of their gradients."""
+    sent = {run: train(run, degree=3)[0][1] for run in (whole, selective, full)}
+    assert sent[selective] == sent[whole]
+    assert (sent[whole].count("kv"), sent[whole].count("dkv")) == (4 * 2 * 2, 4 * 3)
+    assert (sent[full].count("kv"), sent[full].count("dkv")) == (4 * 3 * 2, 4 * 3)
+
+
+def test_kept_attention_counts_as_one_call() -> None:
+    counts = {run: [(r.attention_calls, r.backward_calls) for r in train(run, degree=1)[0][2]] for run in (whole, full)}
+    assert counts == {whole: [(4, 4)], full: [(8, 4)]}
+    assert [(r.attention_calls, r.backward_calls) for r in train(selective, degree=1)[0][2]] == [(4, 4)]
+
+
+def test_backward_may_run_twice() -> None:
+    ring, layer = Ring(shard_layout((6,), 1)), Layer()
+    loss = selective(layer, torch.ones(1, 6, WIDTH, dtype=torch.float64), ring).sum()
+    first = torch.autograd.grad(loss, list(layer.parameters()), retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(loss, list(layer.parameters()))))
+
+
+def saved_bytes(run: Run) -> int:
+    """Bytes that are held between forward and backward, beside weights and inputs."""
+    seen: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    layer, ring = Layer(), Ring(shard_layout((64,), 1))
+    hidden = torch.ones(1, 64, WIDTH, dtype=torch.float64, requires_grad=True)
+    import fcp_cli.runtime.recompute as module
+
+    with pytest.MonkeyPatch.context() as patch, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        patch.setattr(module, "_keep", lambda tensor: (pack(tensor), tensor._version))
+        run(layer, hidden, ring)
+    return sum(seen.values())
+
+
+def test_selective_recomputation_keeps_the_input_and_what_attention_saves() -> None:
+    tokens, value_bytes = 64, 8
+    widths = WIDTH + 2 * (4 * WIDTH + HEADS)  # input; per call q, k, v, out and lse
+    assert saved_bytes(full) == tokens * WIDTH * value_bytes
+    assert saved_bytes(selective) == tokens * widths * value_bytes
+    assert saved_bytes(whole) > saved_bytes(selective)
+
+
+def test_a_layer_that_attends_more_often_when_recomputed_is_refused() -> None:
+    calls = 0
+
+    def block(hidden: Tensor, ring: Ring) -> Tensor:
+        nonlocal calls
+        calls += 1
+        for _ in range(calls):
+            hidden = attention(hidden, hidden, hidden, ring=ring)
+        return hidden.exp()
+
+    hidden = torch.ones(1, 1, 4, 8, requires_grad=True)
+    out = checkpoint(block, hidden, Ring(shard_layout((4,), 1)), use_reentrant=False, context_fn=keep_attention)
+    with pytest.raises(RunError, match="called attention 1 times in forward and more often"):
+        torch.autograd.backward(out.sum())
+
+
+def test_what_attention_has_kept_may_not_be_changed_in_place() -> None:
+    """Of the inputs, PyTorch no longer finds out by itself; changing the output, it always refuses."""
+
+    def block(hidden: Tensor, ring: Ring) -> Tensor:
+        q = hidden * 2
+        out = attention(q, hidden, hidden, ring=ring)
+        return out + q.mul_(3)
+
+    hidden = torch.ones(1, 1, 4, 8, requires_grad=True)
+    out = checkpoint(block, hidden, Ring(shard_layout((4,), 1)), use_reentrant=False, context_fn=keep_attention)
+    with pytest.raises(RunError, match="an input of attention was changed in place"):
+        torch.autograd.backward(out.sum())
+
+
+def test_a_recomputed_layer_finds_out_before_its_first_hop_that_it_may_not_run_now() -> None:
+    ring = Ring(shard_layout((4,), 1))
+    hidden = torch.ones(1, 4, WIDTH, dtype=torch.float64, requires_grad=True)
+    out = full(Layer(), hidden, ring)
+    ring.backward_forbidden = "not now"
+    calls = ring.attention_calls
+    with pytest.raises(RunError, match="not now"):
+        torch.autograd.backward(out.sum())
+    assert ring.attention_calls == calls
