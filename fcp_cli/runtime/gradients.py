@@ -1,8 +1,9 @@
 """Sum gradients over all ranks once per step, whatever holds the parameters: nothing, DDP or FSDP2.
 
-DDP and FSDP2 average over ranks where the training objective asks for a sum, so each names a factor that the loss is
-multiplied with. Neither may reduce before a rank's last micro-batch of the step: ranks have different numbers of them.
-FSDP2 also gathers weights: before each layer where ranks run waves, else once, before the step's first micro-batch.
+No reduction runs inside a backward of which ranks have different numbers: it would wait for ranks that wait for a hop
+behind it. FSDP2 averages over ranks where the training objective asks for a sum, so it names a factor that the loss is
+multiplied with. It also gathers weights: before each layer where ranks run waves, else once, before the step's first
+micro-batch. In waves all ranks gather, hop and reduce in one order, which the order check proves of recorded runs.
 """
 
 from __future__ import annotations
@@ -57,24 +58,6 @@ def gradient_sync(model: nn.Module | None, world: World, sync: Sync) -> Gradient
             "FullyShardedDataParallel (FSDP1) cannot follow a plan; shard the model with fully_shard (FSDP2)"
         )
     return PlainSync(model, world)
-
-
-class DdpSync(GradientSync):
-    """DistributedDataParallel, which reduces inside the last backward.
-
-    It gets the effect of its `no_sync` on all micro-batches but the last. The context manager itself will not do: the
-    training loop runs between two of our calls, and may be left at any point.
-    """
-
-    def __init__(self, model: DistributedDataParallel, world: World) -> None:
-        self.loss_factor = float(world.size)
-        self._model = model
-
-    def before_microbatch(self, *, is_last: bool) -> None:
-        self._model.require_backward_grad_sync = is_last
-
-    def restore(self) -> None:
-        self._model.require_backward_grad_sync = True
 
 
 class FsdpWaveSync(GradientSync):
@@ -181,6 +164,36 @@ class PlainSync(GradientSync):
                 parameter.grad = total.view_as(parameter).clone()  # a view would keep the whole bucket
 
 
+class DdpSync(PlainSync):
+    """DistributedDataParallel, kept from reducing inside any backward: gradients are summed as those of a plain model.
+
+    A rank whose last micro-batch is a ring would issue DDP's reductions between the ring's hops, while another member
+    of that ring may have micro-batches left. On a device with fewer hardware queues than streams the reduction then
+    holds up the hop that the other member waits for, and neither ends. In waves every rank's last micro-batch is in
+    the same wave, but a loop may hold backwards back, and parameters that DDP finds unused are reduced at other places
+    among the hops on other ranks, so none is reduced inside a backward there either.
+
+    It gets the effect of DDP's `no_sync`. The context manager itself will not do: the training loop runs between two
+    of our calls, and may be left at any point.
+    """
+
+    def __init__(self, model: DistributedDataParallel, world: World) -> None:
+        _check_reduces_plainly(model)
+        super().__init__(model.module, world)
+        self._wrapper = model
+        self._has_begun = False
+
+    def before_microbatch(self, *, is_last: bool) -> None:
+        self._wrapper.require_backward_grad_sync = False
+        if not self._has_begun:  # DDP broadcasts its buffers in the first forward after a reduction
+            self._wrapper.require_forward_param_sync = True
+        self._has_begun = True
+
+    def restore(self) -> None:
+        self._wrapper.require_backward_grad_sync = True
+        self._has_begun = False
+
+
 def _buckets(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     """Yield the parameters in order, cut where dtype or device changes or a bucket is full; the same on all ranks."""
     bucket: list[nn.Parameter] = []
@@ -196,6 +209,21 @@ def _buckets(model: nn.Module) -> Iterator[list[nn.Parameter]]:
         held_bytes += parameter.numel() * parameter.element_size()
     if bucket:
         yield bucket
+
+
+def _check_reduces_plainly(model: DistributedDataParallel) -> None:
+    """Raise RunError if DDP does more to gradients than to average all of them, or cannot be kept from reducing."""
+    own: Any = model
+    for is_refused, what in (
+        (bool(own._comm_hooks), "a communication hook (or mixed_precision=, which is one), which runs inside backward"),
+        (bool(own.parameters_to_ignore), "parameters that it ignores, which would be summed all the same"),
+        (own.static_graph, "static_graph=True, whose first reduction runs inside the first backward"),
+    ):
+        if is_refused:
+            raise RunError(
+                f"the model's DistributedDataParallel has {what}; under a plan gradients are summed once a step, after "
+                "all backwards: leave it out, or give steps() the model without DistributedDataParallel"
+            )
 
 
 def _is_fsdp(module: nn.Module) -> bool:

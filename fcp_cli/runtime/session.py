@@ -223,7 +223,7 @@ class LocalMicroBatch:
 class Step(FollowedStep):
     """One optimizer step of one rank: iterate it, to the end, for the micro-batches.
 
-    While a micro-batch is out, its ring is current for `attention`, and gradients are reduced only by the last one.
+    While a micro-batch is out, its ring is current for `attention`, and no gradient is reduced.
     After the last, gradients are sums over all ranks and the optimizer may step.
     """
 

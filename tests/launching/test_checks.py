@@ -325,7 +325,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
         {"variables": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}},
         snapshot(
             [
-                "warning: CUDA_DEVICE_MAX_CONNECTIONS=1 makes FSDP2 wait for its weights before each layer; export 2, or unset it"
+                "warning: CUDA_DEVICE_MAX_CONNECTIONS=1 puts a device's streams into one line, where rings, reductions and gathers wait for each other; only Megatron's tensor parallelism needs it: unset it"
             ]
         ),
     ),
@@ -333,9 +333,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
         "cuda",
         {"metadata": plan_metadata(tensor_parallel=2, ranks_per_node=4)},
         {"variables": {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}},
-        snapshot(
-            ["warning: CUDA_DEVICE_MAX_CONNECTIONS=8 breaks the order that tensor parallelism overlaps in; export 1"]
-        ),
+        snapshot(["warning: CUDA_DEVICE_MAX_CONNECTIONS=8 breaks the order that Megatron overlaps in; export 1"]),
     ),
     (
         "cuda",

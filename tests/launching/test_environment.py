@@ -45,10 +45,17 @@ def test_a_machine_that_prints_commands_for_others_names_no_interface_of_its_own
 
 
 @pytest.mark.parametrize("stack", ["cuda", "npu"])
-def test_fsdp2_gets_two_hardware_queues_and_everything_else_one(stack: str) -> None:
-    sharded = variables(stack, metadata=plan_metadata(sync="microbatch"))["CUDA_DEVICE_MAX_CONNECTIONS"]
-    assert (sharded.value, sharded.source) == ("2", "the plan's sync, microbatch")
-    assert variables(stack)["CUDA_DEVICE_MAX_CONNECTIONS"].value == "1"
+def test_only_megatrons_own_parallelism_gets_one_hardware_queue(stack: str) -> None:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    tensor = variables(stack, metadata=plan_metadata(tensor_parallel=2, ranks_per_node=4))[name]
+    assert (tensor.value, tensor.reason, tensor.source) == snapshot(
+        ("1", "tensor parallelism overlaps in the order of launch", "the plan's tensor parallel ranks")
+    )
+    static = job_variables(job(stack, program=("train.py",), arguments=("--context-parallel-size", "2")), {})
+    assert [(v.value, v.source) for v in static if v.name == name] == [("1", "the script's --context-parallel-size")]
+    for sync in ("iteration", "microbatch"):
+        assert name not in variables(stack, metadata=plan_metadata(sync=sync, pipeline_parallel=2, ranks_per_node=4))
+        assert name not in variables(stack, metadata=plan_metadata(sync=sync))
 
 
 def test_hccl_buffers_hold_one_hop_of_the_plans_rings() -> None:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from fcp_cli.runtime.loader import Fetch
 from fcp_cli.runtime.session import LocalMicroBatch
@@ -20,7 +22,10 @@ if TYPE_CHECKING:
     import transformers
 
 Family = Literal["tiny", "qwen3", "llama"]
-Wrapping = Literal["none", "ddp", "fsdp", "fsdp kept", "hsdp", "hsdp kept", "fsdp over half", "fsdp of a part"]
+Wrapping = Literal[
+    "none", "ddp", "ddp views", "ddp hook", "ddp static", "ddp ignoring",
+    "fsdp", "fsdp kept", "hsdp", "hsdp kept", "fsdp over half", "fsdp of a part",
+]  # fmt: skip
 Recomputation = Literal["off", "non-reentrant", "reentrant"]
 VOCAB_SIZE = TinyConfig().vocab_size
 
@@ -98,11 +103,25 @@ def hugging_face(family: Family, dtype: torch.dtype) -> transformers.PreTrainedM
 
 
 def wrap(model: nn.Module, wrapping: Wrapping, layers: list[nn.Module]) -> nn.Module:
-    if wrapping == "ddp":
-        return nn.parallel.DistributedDataParallel(model)
+    if wrapping.startswith("ddp"):
+        return replicate(model, wrapping)
     if wrapping != "none":
         shard(model, wrapping, layers)
     return model
+
+
+def replicate(model: nn.Module, wrapping: Wrapping) -> nn.Module:
+    """In DDP with small buckets, so that it has several."""
+    if wrapping == "ddp ignoring":
+        set_ignored: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+        set_ignored(model, ["norm.weight"])
+    several: dict[str, Any] = {"bucket_cap_mb": 0.01}
+    if wrapping == "ddp views":
+        several |= {"find_unused_parameters": True, "gradient_as_bucket_view": True}
+    replica = DistributedDataParallel(model, static_graph=wrapping == "ddp static", **several)
+    if wrapping == "ddp hook":
+        replica.register_comm_hook(None, allreduce_hook)
+    return replica
 
 
 def shard(model: nn.Module, wrapping: Wrapping, layers: list[nn.Module]) -> None:

@@ -333,6 +333,18 @@ ERRORS = {
     ],
     "own attention": [r"step 0, micro-batch \d, degree 2, 1 sequences: the model's forward never called"] * 4,
     "left early": [r"step 0: 0 of 2 micro-batches were run; iterate each step to its end"] * 4,
+    "ddp with a hook": [
+        r"^the model's DistributedDataParallel has a communication hook .* under a plan gradients are summed"
+    ]
+    * 4,
+    "ddp with a static graph": [
+        r"^the model's DistributedDataParallel has static_graph=True, .*: leave it out, or give"
+    ]
+    * 4,
+    "ddp that ignores a parameter": [
+        r"^the model's DistributedDataParallel has parameters that it ignores, which would"
+    ]
+    * 4,
     "fsdp over half": [r"the parameter .* is sharded by FSDP2 over 2 of 4 ranks; give fully_shard a mesh of all ranks"]
     * 4,
     "fsdp of a part": [r"only parts of the model are sharded with FSDP2; call fully_shard on the whole model too"] * 4,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fcp_cli.launching.checks.finding import Finding, error, number, warning
+from fcp_cli.launching.job.environment import wants_one_queue
 from fcp_cli.launching.job.job import Job
 from fcp_cli.machine.devices import VISIBLE_DEVICES
 from fcp_cli.machine.facts import Facts
@@ -34,14 +35,14 @@ def device_connections(job: Job, facts: Facts) -> Iterator[Finding]:
     value = facts.variables.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if job.stack not in ("cuda", "npu") or value is None:
         return
-    if job.metadata.sync == "microbatch" and job.metadata.devices_per_rank == 1 and value == "1":
+    is_one_wanted = wants_one_queue(job) is not None
+    if value == "1" and not is_one_wanted:
         yield warning(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 makes FSDP2 wait for its weights before each layer; export 2, or unset it"
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts a device's streams into one line, where rings, reductions and gathers "
+            "wait for each other; only Megatron's tensor parallelism needs it: unset it"
         )
-    if job.metadata.tensor_parallel > 1 and value != "1":
-        yield warning(
-            f"CUDA_DEVICE_MAX_CONNECTIONS={value} breaks the order that tensor parallelism overlaps in; export 1"
-        )
+    if value != "1" and is_one_wanted:
+        yield warning(f"CUDA_DEVICE_MAX_CONNECTIONS={value} breaks the order that Megatron overlaps in; export 1")
 
 
 def blocking_launches(job: Job, facts: Facts) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from fcp_cli.launching.job.job import Job, Variable
+from fcp_cli.launching.job.job import Job, Variable, argument
 
 # Communicators of a job under a plan: torch.distributed's own, and the one that carries every ring.
 COMMUNICATORS = 2
@@ -73,25 +73,27 @@ def _interface(name: str, interface: str | None, job: Job, user: str) -> Variabl
     )
 
 
-def _connections(job: Job) -> Variable:
-    """Return the hardware queues: one keeps kernels in the order of their launch; FSDP2 needs a second to prefetch."""
-    # A pipeline has the same sync, and tensor parallelism needs the one order; neither is FSDP2's. Under iteration
-    # FSDP2 gathers weights before the step's first micro-batch, beside nothing.
-    is_sharded = job.metadata.sync == "microbatch" and job.metadata.devices_per_rank == 1
-    return Variable(
-        name="CUDA_DEVICE_MAX_CONNECTIONS",
-        value="2" if is_sharded else "1",
-        reason="FSDP2 gathers weights beside attention; 1 would serialise them"
-        if is_sharded
-        else "a ring's hop starts before the attention that hides it",
-        source=f"the plan's sync, {job.metadata.sync}"
-        if job.metadata.devices_per_rank == 1
-        else f"the plan's ranks of {job.metadata.devices_per_rank} devices",
-    )
+def wants_one_queue(job: Job) -> tuple[str, str] | None:
+    """Return why the devices of a job need one hardware queue, and what says so; None where they do not.
+
+    With one queue kernels start in the order of their launch, which tensor parallelism overlaps by. Everywhere else it
+    would only make streams that have nothing to do with each other wait in line: rings, reductions and attention.
+    """
+    if job.metadata.tensor_parallel > 1:
+        return "tensor parallelism overlaps in the order of launch", "the plan's tensor parallel ranks"
+    static = argument(job.arguments, "--context-parallel-size") or ""
+    if static.isdigit() and int(static) > 1:
+        return "Megatron demands it with context parallelism", "the script's --context-parallel-size"
+    return None
+
+
+def _connections(job: Job) -> Iterator[Variable]:
+    if wanted := wants_one_queue(job):
+        yield Variable(name="CUDA_DEVICE_MAX_CONNECTIONS", value="1", reason=wanted[0], source=wanted[1])
 
 
 def _cuda(job: Job, interface: str | None) -> Iterator[Variable]:
-    yield _connections(job)
+    yield from _connections(job)
     yield Variable(
         name="PYTORCH_CUDA_ALLOC_CONF",
         value="expandable_segments:True",
@@ -103,7 +105,7 @@ def _cuda(job: Job, interface: str | None) -> Iterator[Variable]:
 
 
 def _ascend(job: Job, interface: str | None) -> Iterator[Variable]:
-    yield _connections(job)
+    yield from _connections(job)
     yield from _ASCEND_CONSTANTS
     yield _hccl_buffer(job)
     yield _hccl_port(job)
