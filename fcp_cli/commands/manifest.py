@@ -36,10 +36,14 @@ class BuildOptions:
     ]
     output: Annotated[Path, Opt("The manifest to write.", flags=("--output", "-o"))] = Path("lengths.parquet")
     tokenizer: Annotated[
-        str, Opt("Tokens of a text: its UTF-8 bytes, or by a tokenizer.json.", metavar="bytes|FILE")
+        str,
+        Opt(
+            "Tokens of a text: its UTF-8 bytes, or by a tokenizer.json; for chat data a checkpoint's folder.",
+            metavar="bytes|FILE|FOLDER",
+        ),
     ] = "bytes"
     kind: Annotated[
-        Literal["text", "jsonl", "parquet", "arrow", "megatron", "media", "auto"],
+        Literal["text", "chat", "jsonl", "parquet", "arrow", "megatron", "media", "auto"],
         Opt("The form of SOURCE; auto finds it by name and content."),
     ] = "auto"
     column: Annotated[
@@ -54,6 +58,10 @@ class BuildOptions:
         tuple[str, ...], Opt("Files of a folder of text to take, as '*.py'; may be repeated.", metavar="GLOB")
     ] = ()
     exclude: Annotated[tuple[str, ...], Opt("Files and folders to leave out; may be repeated.", metavar="GLOB")] = ()
+    train_on: Annotated[
+        Literal["all", "assistant", "completion"],
+        Opt("Of chat data, learn all tokens, every turn of the assistant, or its last one."),
+    ] = "assistant"
     processor: Annotated[
         str | None,
         Opt(
@@ -98,6 +106,7 @@ def build(options: BuildOptions) -> None:
         include=options.include or ("*",),
         exclude=options.exclude,
         processor=options.processor,
+        train_on=options.train_on,
         vocab_size=options.vocab_size,
     )
     opened = open_source(source, kind, reading, output=output.absolute())
@@ -105,6 +114,9 @@ def build(options: BuildOptions) -> None:
     with progress() as bar:
         task = bar.add_task(f"reading {kind}", total=opened.units)
         built = build_manifest(opened, output, advance=lambda done: bar.advance(task, done))
+    if built.unlearned:
+        unlearned = counted(built.unlearned, "sequence")
+        note(f"{unlearned} of {built.rows:,} with no token that is learned: they take time and train nothing")
     for reason, count in built.skipped.items():
         note(f"left out {counted(count, f'{reason} sequence')}")
     _report(output, "length", json=options.json, extra={"skipped": built.skipped})
@@ -179,10 +191,12 @@ def _note_unused(description: dict[str, Any], options: SourceOptions) -> None:
         note(f"--processor is not used for {kind}; --kind media reads sizes of images and videos")
     if options.tokenizer != "bytes" and description.get("tokenizer") is None:
         note(f"--tokenizer is not used: {description['path']} holds {description.get('content', 'tokens')} already")
-    if options.column is not None and kind in ("text", "megatron", "media"):
+    if options.column is not None and kind in ("text", "chat", "megatron", "media"):
         note(f"--column is not used for {kind}")
     if (options.include != ("*",) or options.exclude) and kind != "text":
         note(f"--include and --exclude are not used for {kind}; they choose files of a folder of text")
+    if options.train_on != "assistant" and kind != "chat":
+        note(f"--train-on is not used for {kind}: every token is learned")
     if options.vocab_size is not None and kind != "megatron":
         note(f"--vocab-size is not used for {kind}; it follows from the tokens")
 

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from fcp_cli.errors import ManifestError
 from fcp_cli.files import replaced_atomically
 from fcp_cli.manifest.checks import LONGEST_TOKENS
-from fcp_cli.manifest.header import MANIFEST_FORMAT, METADATA_KEY
+from fcp_cli.manifest.header import LEARNED_COLUMN, MANIFEST_FORMAT, METADATA_KEY
 from fcp_cli.manifest.sources.base import RowBatch, Source
 
 _GROUP_ROWS: Final = 1 << 17
@@ -31,11 +31,13 @@ class BuiltManifest:
         path: the manifest.
         rows: sequences in it.
         skipped: sequences that were left out, by reason (`empty`: no tokens).
+        unlearned: sequences in it of which no token is learned.
     """
 
     path: Path
     rows: int
     skipped: dict[str, int]
+    unlearned: int = 0
 
 
 def build_manifest(source: Source, path: Path, *, advance: Callable[[int], None] = lambda done: None) -> BuiltManifest:
@@ -51,13 +53,15 @@ def build_manifest(source: Source, path: Path, *, advance: Callable[[int], None]
         FcpError: the manifest cannot be written.
     """
     skipped: Counter[str] = Counter()
-    largest_token = -1
+    largest_token, unlearned = -1, 0
     with replaced_atomically(path) as temporary, _Writer(temporary) as writer:
         for batch in source.batches():
             rows = _kept(batch, source)
             skipped.update(batch.skipped)
             skipped["empty"] += batch.rows.num_rows - rows.num_rows
             largest_token = max(largest_token, batch.largest_token)
+            if LEARNED_COLUMN in rows.schema.names:
+                unlearned += int((rows.column(LEARNED_COLUMN).to_numpy() == 0).sum())
             writer.add(rows)
             advance(batch.done)
         skipped = +skipped  # without the reasons that never occurred
@@ -68,7 +72,7 @@ def build_manifest(source: Source, path: Path, *, advance: Callable[[int], None]
         if largest_token >= 0:
             description["vocab_size"] = largest_token + 1
         writer.finish({"format": MANIFEST_FORMAT, "source": description, "skipped": dict(skipped)})
-    return BuiltManifest(path=path, rows=writer.rows, skipped=dict(skipped))
+    return BuiltManifest(path=path, rows=writer.rows, skipped=dict(skipped), unlearned=unlearned)
 
 
 def _kept(batch: RowBatch, source: Source) -> Any:

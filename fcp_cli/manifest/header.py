@@ -18,6 +18,8 @@ from fcp_cli.words import first_sentence
 
 METADATA_KEY: Final = b"fcp"
 MANIFEST_FORMAT: Final = "fcp-manifest/1"
+LEARNED_COLUMN: Final = "learned_tokens"
+"""Column of chat data: tokens of a sequence that are learned."""
 
 
 @contextmanager
@@ -103,4 +105,6 @@ def build_command(source: Mapping[str, Any], manifest: Path) -> str:
         words += ["--processor", str(source["processor"]["name"])]
     if source.get("tokenizer") not in (None, "bytes"):
         words += ["--tokenizer", str(source["tokenizer"])]
+    if source.get("train_on"):
+        words += ["--train-on", str(source["train_on"])]
     return shlex.join([*words, "-o", str(manifest)])

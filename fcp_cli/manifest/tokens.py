@@ -10,9 +10,11 @@ import pyarrow.parquet as pq
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
+from fcp_cli.manifest.chat import ChatEncoder
 from fcp_cli.manifest.header import build_command, manifest_files, manifest_source, readable
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.sources.base import SourceTokens
+from fcp_cli.manifest.sources.chat import ChatData, ChatTokens
 from fcp_cli.manifest.sources.columnar import ColumnarTokens, columnar
 from fcp_cli.manifest.sources.jsonl import JsonLines, JsonLinesTokens
 from fcp_cli.manifest.sources.media import MediaRecords
@@ -24,14 +26,14 @@ from fcp_cli.vision.processors import recorded_processor
 
 
 class TokenReader(Protocol):
-    """Tokens by manifest row. Any number of threads may call it."""
+    """Tokens by manifest row, with labels where the data says what is learned. Any number of threads may call it."""
 
     @property
     def vocab_size(self) -> int:
         """One more than the largest token id."""
 
-    def __call__(self, row: int) -> IntArray:
-        """Return the tokens of one sequence: [length] int64."""
+    def __call__(self, row: int) -> IntArray | tuple[IntArray, IntArray]:
+        """Return the tokens of one sequence, [length] int64, or (tokens, labels) with -100 where nothing is learned."""
 
 
 class SyntheticTokens:
@@ -59,14 +61,15 @@ class CheckedTokens:
     def vocab_size(self) -> int:
         return self._tokens.vocab_size
 
-    def __call__(self, row: int) -> IntArray:
-        tokens = self._tokens(row)
+    def __call__(self, row: int) -> IntArray | tuple[IntArray, IntArray]:
+        found = self._tokens(row)
+        tokens = found[0] if isinstance(found, tuple) else found
         if len(tokens) != self._lengths[row]:
             raise ManifestError(
                 f"{self._tokens.place(row)} changed: it has {len(tokens)} tokens, but row {row} of the manifest has "
                 f"{self._lengths[row]}; {self._remedy}"
             )
-        return tokens
+        return found
 
 
 def open_tokens(
@@ -136,6 +139,10 @@ def _source_tokens(path: Path, source: dict[str, Any], remedy: str) -> SourceTok
         data = JsonLines(path=root, files=_files(root, source), column=source["column"], tokenizer=_tokenizer(source))
         shards, byte_offsets = _column(path, "shard").to_numpy(), _column(path, "byte_offset").to_numpy()
         return JsonLinesTokens(data, shards, byte_offsets, vocab_size)
+    if source["kind"] == "chat":
+        encoder = ChatEncoder(Path(source["tokenizer"]), source["train_on"])
+        chat = ChatData(path=root, files=_files(root, source), encoder=encoder)
+        return ChatTokens(chat, _column(path, "shard").to_numpy(), _column(path, "record").to_numpy(), vocab_size)
     if source["kind"] == "megatron":
         return MegatronTokens(
             MegatronIndex.open(root, vocab_size=source.get("vocab_size")), _column(path, "id").to_numpy()

@@ -21,8 +21,8 @@ SURFACE = {
     "manifest": """
     """,
     "manifest build": """
-        SOURCE --output -o --tokenizer --kind --column --text-field --include --exclude --processor --vocab-size
-        --json
+        SOURCE --output -o --tokenizer --kind --column --text-field --include --exclude --train-on
+        --processor --vocab-size --json
     """,
     "manifest show": """
         MANIFEST --length-column --json

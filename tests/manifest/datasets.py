@@ -13,8 +13,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fcp_cli.arrays import IntArray
 from fcp_cli.manifest.build import BuiltManifest, build_manifest
 from fcp_cli.manifest.sources.detect import SourceOptions, detect_kind, open_source
+from fcp_cli.manifest.tokens import TokenReader
 
 MEGATRON_CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 
@@ -23,6 +25,13 @@ def build(source: Path, output: Path, *, kind: str | None = None, **options: Any
     """Build a manifest as the command does."""
     opened = open_source(source, kind or detect_kind(source), SourceOptions(**options), output=output)
     return build_manifest(opened, output)
+
+
+def tokens_at(reader: TokenReader, row: int) -> IntArray:
+    """Return the tokens of a row of data that has no labels."""
+    found = reader(row)
+    assert isinstance(found, np.ndarray)
+    return found
 
 
 def write_tree(root: Path, files: Mapping[str, bytes]) -> Path:

@@ -82,7 +82,7 @@ def test_a_row_of_a_table_is_an_image_or_a_video(suffix: str, tmp_path: Path) ->
 def test_captions_of_a_table_are_counted_by_the_tokenizer(tmp_path: Path, tokenizer: str) -> None:
     source = write_parquet(tmp_path / "m.parquet", {"width": [448], "height": [448], "caption": ["a b c"]})
     # two turns of five marks, three words, a start and an end mark around the image of 196 tokens
-    assert counted(source, tokenizer=tokenizer)["length"] == [2 * 5 + 3 + 2 + 196]
+    assert counted(source, tokenizer=tokenizer)["length"] == [2 * 4 + 3 + 2 + 196]
     with raises(
         snapshot(
             "ManifestError: FOLDER/m.parquet, row 1: texts are counted by a tokenizer; give its file with --tokenizer FILE"
@@ -109,7 +109,7 @@ def test_llava_json_reads_the_headers_of_the_images_it_names(tmp_path: Path, tok
             ]
         )
     )  # fmt: skip
-    text = 2 * 5 + 3
+    text = 2 * 4 + 3
     found = counted(source, tokenizer=tokenizer)
     assert found["length"] == [
         text + 2 + 196,
@@ -138,7 +138,7 @@ def test_a_webdataset_is_read_by_headers_and_sidecars(tmp_path: Path, tokenizer:
     write_tar(folder / "01.tar", {"002.mp4": bytes(9000), "002.json": json.dumps(video).encode()})
     found = counted(folder, tokenizer=tokenizer)
     assert found["id"] == ["a/000", "a/001", "002"]
-    assert found["length"] == [10 + 2 + 2 + 196, 11 + 196 + 64, 10 + 1 + 2 + VIDEO_TOKENS]
+    assert found["length"] == [8 + 2 + 2 + 196, 11 + 196 + 64, 8 + 1 + 2 + VIDEO_TOKENS]
     assert detect_kind(folder) == detect_kind(folder / "00.tar") == "media"
 
 
@@ -166,7 +166,7 @@ def test_videos_without_sizes_are_read_by_their_headers(suffix: str, tmp_path: P
     source = tmp_path / "llava.json"
     source.write_text(json.dumps([{"id": "v", "video": f"v{suffix}", "conversations": turns}]))
     found = counted(source, tokenizer=tokenizer)
-    assert found["length"] == [2 * 5 + 2 + 2 + VIDEO_TOKENS]
+    assert found["length"] == [2 * 4 + 2 + 2 + VIDEO_TOKENS]
     assert (found["num_images"], found["num_videos"]) == ([0], [1])
 
 

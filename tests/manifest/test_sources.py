@@ -27,6 +27,7 @@ from fcp_cli.manifest.sources.shards import ParquetShard
 from fcp_cli.manifest.tokens import SyntheticTokens, open_tokens
 from tests.manifest.datasets import (
     build,
+    tokens_at,
     write_arrow,
     write_jsonl,
     write_megatron,
@@ -44,7 +45,7 @@ def tokens_of(manifest: Path) -> list[list[int]]:
     """Every sequence of a manifest through its token reader."""
     reader = open_tokens(manifest)
     rows = len(read_manifest(manifest))
-    sequences = [reader(row) for row in range(rows)]
+    sequences = [tokens_at(reader, row) for row in range(rows)]
     assert all(sequence.dtype == np.int64 for sequence in sequences)
     assert max(max(sequence) for sequence in sequences) < reader.vocab_size
     return [sequence.tolist() for sequence in sequences]
@@ -232,7 +233,7 @@ def test_megatron_data_is_known_by_its_prefix_or_either_file(tmp_path: Path, typ
 def test_a_data_set_that_is_planned_as_it_is_is_its_own_source(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "d.parquet", {"input_ids": [[1, 2], [70]]}, row_group_size=1)
     reader = open_tokens(path, length_column="input_ids")
-    assert [reader(1).tolist(), reader(0).tolist()] == [[70], [1, 2]]
+    assert [tokens_at(reader, row).tolist() for row in (1, 0)] == [[70], [1, 2]]
     assert reader.vocab_size == 71
 
 
@@ -248,7 +249,7 @@ def test_a_source_that_moved_is_found_where_the_caller_says(tmp_path: Path) -> N
     tree.rename(tmp_path / "moved")
     with pytest.raises(ManifestError, match=re.escape(f"was built from {tree}, which is gone")):
         open_tokens(tmp_path / "m.parquet")
-    assert open_tokens(tmp_path / "m.parquet", source=tmp_path / "moved")(0).tolist() == list(b"abc")
+    assert tokens_at(open_tokens(tmp_path / "m.parquet", source=tmp_path / "moved"), 0).tolist() == list(b"abc")
 
 
 def test_a_sequence_that_changed_is_named_with_the_command_that_rebuilds(tmp_path: Path) -> None:
@@ -292,7 +293,7 @@ def test_threads_may_read_at_once(tmp_path: Path, kind: str) -> None:
     reader = open_tokens(tmp_path / "m.parquet")
     order = np.random.default_rng(0).permutation(np.repeat(np.arange(200), 3))
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(reader, order))
+        found = list(pool.map(lambda row: tokens_at(reader, row), order))
     assert [tokens.tolist() for tokens in found] == [rows[row] for row in order]
 
 

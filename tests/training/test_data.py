@@ -11,6 +11,7 @@ from inline_snapshot import snapshot
 from fcp_cli.errors import ManifestError
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.training.data import has_tokens, open_data, planned_lengths
+from tests.manifest.datasets import tokens_at
 from tests.messages import raises
 from tests.training.small_runs import write_manifest, write_small_plan
 
@@ -24,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_tokens_come_from_the_manifests_source(folder: Path) -> None:
     fetch = open_data(folder / "plan.parquet", folder / "lengths.parquet", vocab_size=256, seed=0)
-    assert bytes(fetch(0).tolist()).decode() == (folder / "text" / "000.txt").read_text()
+    assert bytes(tokens_at(fetch, 0).tolist()).decode() == (folder / "text" / "000.txt").read_text()
 
 
 def test_a_vocabulary_too_small_for_the_tokens_is_one_line(folder: Path) -> None:
@@ -44,7 +45,7 @@ def test_synthetic_tokens_have_the_planned_lengths(folder: Path) -> None:
     assert len(planned) == 12
     for row in planned.tolist():
         assert len(fetch(row)) == lengths[row]
-        assert fetch(row).max() < 50
+        assert tokens_at(fetch, row).max() < 50
 
 
 def test_lengths_alone_are_no_tokens(folder: Path, tmp_path: Path) -> None:

@@ -53,8 +53,8 @@ class SourceTokens(Protocol):
     def vocab_size(self) -> int:
         """One more than the largest token id."""
 
-    def __call__(self, row: int) -> IntArray:
-        """Return [tokens] int64, as the source holds them now."""
+    def __call__(self, row: int) -> IntArray | tuple[IntArray, IntArray]:
+        """Return [tokens] int64, as the source holds them now, or (tokens, labels) where it says what is learned."""
 
     def place(self, row: int) -> str:
         """Name the place of a sequence, for messages."""

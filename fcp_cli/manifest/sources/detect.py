@@ -10,8 +10,10 @@ from typing import Final
 import pyarrow.parquet as pq
 
 from fcp_cli.errors import ManifestError, UsageError
+from fcp_cli.manifest.chat import ChatEncoder, TrainOn, is_chat
 from fcp_cli.manifest.header import read_header, readable
 from fcp_cli.manifest.sources.base import Source
+from fcp_cli.manifest.sources.chat import ChatData, chat_records
 from fcp_cli.manifest.sources.columnar import columnar
 from fcp_cli.manifest.sources.jsonl import JsonLines
 from fcp_cli.manifest.sources.media import MediaSizes
@@ -28,7 +30,10 @@ _SUFFIXES: Final = {
     "megatron": (".idx",),
     "media": (".tar",),
 }
-KINDS: Final = ("text", *_SUFFIXES)
+KINDS: Final = ("text", "chat", *_SUFFIXES)
+# Fields of records that are read as text, tokens or media although they look like chat.
+_NOT_CHAT: Final = ("text", "image", "images", "video", "videos")
+_SPLITS: Final = "dataset_dict.json"  # what `DatasetDict.save_to_disk` writes beside the folders of its splits
 _SHARDED: Final = ("parquet", "arrow", "jsonl", "media")
 
 
@@ -37,15 +42,17 @@ class SourceOptions:
     """Settings for reading a source; each concerns the kinds that have such a thing.
 
     Attributes:
-        tokenizer: `bytes`, or the path of a `tokenizer.json`.
+        tokenizer: `bytes`, the path of a `tokenizer.json`, or for chat data the folder of a checkpoint.
         column: field or column with the tokens, texts or lengths; None takes what is usual.
         include: globs of the files of a text tree.
         exclude: globs of files and folders of a text tree to leave out.
         processor: of media, `qwen3-vl`, `internvl` or the folder of a checkpoint.
         vocab_size: of Megatron data, where known; saves reading its `.bin` for the largest token.
+        train_on: of chat data, what is learned.
     """
 
     tokenizer: str = "bytes"
+    train_on: TrainOn = "assistant"
     column: str | None = None
     include: tuple[str, ...] = ("*",)
     exclude: tuple[str, ...] = ()
@@ -54,14 +61,29 @@ class SourceOptions:
 
 
 def detect_kind(path: Path) -> str:
-    """Detect the kind of a source by its suffix; a folder is of the kind of its files, else a text tree.
+    """Detect the kind of a source by its suffix, and chat data by its first record.
+
+    A folder is of the kind of its files, else a text tree.
 
     Raises:
         ManifestError: there is nothing at the path, or a file with an unknown suffix.
     """
+    kind = _kind_by_name(path)
+    if kind in ("jsonl", "parquet", "arrow"):
+        files = _shard_paths(path, kind) if path.is_dir() else [path]
+        with suppress(ManifestError, StopIteration):  # what cannot be read is reported when it is opened
+            record = next(chat_records(files[0])).record
+            if is_chat(record) and not any(record.get(name) for name in _NOT_CHAT):
+                return "chat"
+    return kind
+
+
+def _kind_by_name(path: Path) -> str:
     if Path(f"{path}.idx").is_file():
         return "megatron"  # Megatron-LM users type the prefix
     if path.is_dir():
+        if (path / _SPLITS).is_file():
+            raise ManifestError(f"{path} holds several splits; name the one to read: {_splits_of(path)}")
         return next((kind for kind in _SHARDED if _shard_paths(path, kind)), "text")
     if not path.exists():
         raise ManifestError(f"there is no source {path}")
@@ -93,6 +115,8 @@ def open_source(path: Path, kind: str, options: SourceOptions, *, output: Path |
         return MegatronIndex.open(index, vocab_size=options.vocab_size)
     if kind == "media":
         return _media(path, options)
+    if kind == "chat":
+        return _chat(path, options)
     tokenizer = open_tokenizer(options.tokenizer)
     if kind == "text":
         if not path.is_dir():
@@ -106,6 +130,23 @@ def open_source(path: Path, kind: str, options: SourceOptions, *, output: Path |
     if kind == "jsonl":
         return JsonLines(path=path, files=tuple(files), column=options.column or "text", tokenizer=tokenizer)
     return columnar(path, [open_shard(file) for file in files], options.column, tokenizer)
+
+
+def _splits_of(folder: Path) -> str:
+    return ", ".join(str(state.parent) for state in sorted(folder.glob("*/state.json"))) or f"{folder}/SPLIT"
+
+
+def _chat(path: Path, options: SourceOptions) -> ChatData:
+    if options.tokenizer == "bytes":
+        raise UsageError(
+            "chat data is rendered by a checkpoint's chat template; give the checkpoint's folder with --tokenizer "
+            "FOLDER, or name a field of texts or tokens with --kind and --column"
+        )
+    kind = next((kind for kind in ("parquet", "arrow", "jsonl") if path.is_dir() and _shard_paths(path, kind)), None)
+    files = [path] if kind is None else _shard_paths(path, kind)
+    folder = Path(options.tokenizer).absolute()
+    folder = folder.parent if folder.is_file() else folder
+    return ChatData(path=path, files=tuple(files), encoder=ChatEncoder(folder, options.train_on))
 
 
 def _media(path: Path, options: SourceOptions) -> MediaSizes:

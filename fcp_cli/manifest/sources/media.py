@@ -29,7 +29,7 @@ from fcp_cli.vision.processors import VisionProcessor, Visual
 
 _BATCH_RECORDS: Final = 16_384
 _BATCH_BYTES: Final = 32 << 20
-_TURN_MARKS: Final = 5  # <|im_start|>, the role, a line break, <|im_end|>, a line break
+_TURN_MARKS: Final = 4  # <|im_start|>, the role, <|im_end|>, a line break; the one before the text is counted with it
 _PLACEHOLDERS: Final = ("<image>", "<video>")
 
 
@@ -89,13 +89,16 @@ class MediaSizes:
         }
 
     def _text_tokens(self, record: dict[str, Any], visuals: int, place: str) -> int:
-        """Return the record's figure, or count: a turn has the five marks of ChatML, a picture those around it."""
+        """Return the record's figure, or count: a turn has the marks of ChatML, a picture those around it."""
         if "text_tokens" in record or not any(name in record for name in TEXT_COLUMNS):
             return _whole(record, "text_tokens", place, least=0)
         turns = _turns(record, place)
         if self.counted_by == "rule":
             raise ManifestError(f"{place}: texts are counted by a tokenizer; give its file with --tokenizer FILE")
-        return sum(self.count_text(turn) + _TURN_MARKS for turn in turns) + self.processor.template_marks * visuals
+        # Tokenizers join a line break with white space after it, and no text across a picture.
+        pieces = (piece for turn in turns for piece in _pieces(f"\n{turn}"))
+        text_tokens = sum(map(self.count_text, pieces)) + _TURN_MARKS * len(turns)
+        return text_tokens + self.processor.template_marks * visuals
 
 
 class MediaRecords:
@@ -120,7 +123,7 @@ class MediaRecords:
 
 
 def _turns(record: dict[str, Any], place: str) -> list[str]:
-    """Return the texts of a conversation, without placeholders; a caption alone answers an empty question."""
+    """Return the texts of a conversation, placeholders and all; a caption alone answers an empty question."""
     if "conversations" not in record:
         caption = record["caption"] if "caption" in record else record["text"]
         if not isinstance(caption, str):
@@ -129,10 +132,14 @@ def _turns(record: dict[str, Any], place: str) -> list[str]:
     turns = record["conversations"]
     if not isinstance(turns, list) or not all(isinstance(t, dict) and isinstance(t.get("value"), str) for t in turns):
         raise ManifestError(f"{place}: 'conversations' must be a list of objects with a text under 'value'")
-    texts = [str(turn["value"]) for turn in turns]
-    for placeholder in _PLACEHOLDERS:
-        texts = [text.replace(placeholder, "") for text in texts]
-    return texts
+    return [str(turn["value"]) for turn in turns]
+
+
+def _pieces(text: str) -> list[str]:
+    """Cut a text at its pictures."""
+    for placeholder in _PLACEHOLDERS[1:]:
+        text = text.replace(placeholder, _PLACEHOLDERS[0])
+    return [piece for piece in text.split(_PLACEHOLDERS[0]) if piece]
 
 
 def visuals_of(

@@ -1,0 +1,195 @@
+"""Chat data: records of conversations in JSON, JSON lines, Parquet or Arrow, encoded by a checkpoint's own template."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+
+from fcp_cli.arrays import IntArray
+from fcp_cli.errors import ManifestError
+from fcp_cli.files import read_json
+from fcp_cli.manifest.chat import ChatEncoder, Encoded
+from fcp_cli.manifest.header import LEARNED_COLUMN
+from fcp_cli.manifest.sources.base import RowBatch, grouped
+from fcp_cli.manifest.sources.jsonl import json_lines, json_record, line_at, size_of
+from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, PARQUET_SUFFIXES, Shard, open_shard
+
+_BATCH_RECORDS: Final = 1 << 10
+_BATCH_BYTES: Final = 8 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatRecord:
+    """One record of a file.
+
+    Attributes:
+        record: its fields.
+        place: where it is, for messages.
+        at: where to find it again: the byte of its line in JSON lines, else its number in the file, from 0.
+        done: units of the source that it took.
+    """
+
+    record: dict[str, Any]
+    place: str
+    at: int
+    done: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatData:
+    """Files of chat records.
+
+    Attributes:
+        path: the file, or the folder that holds `files`, absolute.
+        files: in the order of their rows.
+    """
+
+    path: Path
+    files: tuple[Path, ...]
+    encoder: ChatEncoder
+
+    @property
+    def units(self) -> int | None:
+        return sum(map(_units, self.files))
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "kind": "chat",
+            "path": str(self.path),
+            "files": [file.name for file in self.files],
+            "tokenizer": str(self.encoder.folder),
+            "train_on": self.encoder.train_on,
+        }
+
+    def batches(self) -> Iterator[RowBatch]:
+        start = 0
+        for shard, file in enumerate(self.files):
+            sized = ((found, found.done) for found in chat_records(file))
+            for group in grouped(sized, most_items=_BATCH_RECORDS, most_bytes=_BATCH_BYTES):
+                encoded = self.encoder.many([found.record for found in group], [found.place for found in group])
+                yield RowBatch(
+                    rows=_rows(group, encoded, shard, start),
+                    done=sum(found.done for found in group),
+                    largest_token=max((int(one.tokens.max()) for one in encoded if len(one.tokens)), default=-1),
+                )
+                start += len(group)
+
+
+def _rows(group: list[ChatRecord], encoded: list[Encoded], shard: int, start: int) -> Any:
+    columns = {
+        "id": np.arange(start, start + len(group)),
+        "length": np.array([len(one.tokens) for one in encoded], np.int64),
+        LEARNED_COLUMN: np.array([one.learned_tokens for one in encoded], np.int64),
+        "shard": np.full(len(group), shard, np.int32),
+        "record": np.array([found.at for found in group], np.int64),
+    }
+    return pa.record_batch({name: pa.array(values) for name, values in columns.items()})
+
+
+class ChatTokens:
+    """Random access to the records by manifest row; gives tokens and labels."""
+
+    def __init__(self, source: ChatData, shards: IntArray, records: IntArray, vocab_size: int) -> None:
+        self._source = source
+        self._shards = shards
+        self._records = records
+        self._lock = threading.Lock()
+        self.vocab_size = vocab_size
+
+    def __call__(self, row: int) -> tuple[IntArray, IntArray]:
+        file, at = self._source.files[self._shards[row]], int(self._records[row])
+        with self._lock:  # the tokenizer is none of several threads
+            encoded = self._source.encoder(_record_at(file, at, self.place(row)), self.place(row))
+        return encoded.tokens, encoded.labels
+
+    def place(self, row: int) -> str:
+        file = self._source.files[self._shards[row]]
+        return f"{file} at {'byte' if _is_lines(file) else 'record'} {self._records[row]}"
+
+
+def chat_records(file: Path) -> Iterator[ChatRecord]:
+    """Yield the records of one file.
+
+    Raises:
+        ManifestError: it cannot be read, or holds something else than records.
+    """
+    if _is_lines(file):
+        for (number, offset, line), size in json_lines(file):
+            place = f"{file}:{number}"
+            yield ChatRecord(record=json_record(line, place), place=place, at=offset, done=size)
+        return
+    if file.suffix == ".json":
+        records = _json_list(file)
+        share, rest = divmod(size_of(file), max(len(records), 1))
+        for number, record in enumerate(records):
+            done = share + (rest if number == 0 else 0)
+            yield ChatRecord(record=record, place=f"{file}, record {number + 1}", at=number, done=done)
+        return
+    shard, number = open_shard(file), 0
+    for batch in shard.batches(list(shard.schema.names), _BATCH_RECORDS):
+        for record in batch.to_pylist():
+            yield ChatRecord(record=record, place=f"{file}, row {number}", at=number, done=1)
+            number += 1
+
+
+def _is_lines(file: Path) -> bool:
+    return file.suffix not in (*PARQUET_SUFFIXES, *ARROW_SUFFIXES, ".json")
+
+
+def _units(file: Path) -> int:
+    if file.suffix in (*PARQUET_SUFFIXES, *ARROW_SUFFIXES):
+        return int(open_shard(file).group_rows.sum())
+    return size_of(file)
+
+
+def _record_at(file: Path, at: int, place: str) -> dict[str, Any]:
+    if _is_lines(file):
+        return json_record(line_at(file, at), place)
+    if file.suffix == ".json":
+        records = _kept_list(file)
+        if at >= len(records):
+            raise ManifestError(f"{place} is gone: {file} has {len(records)} records; build the manifest again")
+        return records[at]
+    return _kept_table(file).record(at, place)
+
+
+def _json_list(file: Path) -> list[dict[str, Any]]:
+    document = read_json(file, error=ManifestError)
+    if not isinstance(document, list) or not all(isinstance(record, dict) for record in document):
+        raise ManifestError(f"{file} is not a list of records; one record per line is .jsonl")
+    return document
+
+
+class _Table:
+    """Rows of a Parquet or Arrow file, a group at a time."""
+
+    def __init__(self, file: Path) -> None:
+        self._shard: Shard = open_shard(file)
+        self._group = lru_cache(maxsize=4)(self._read)
+
+    @cached_property
+    def _ends(self) -> IntArray:
+        return np.cumsum(self._shard.group_rows, dtype=np.int64)
+
+    def record(self, at: int, place: str) -> dict[str, Any]:
+        group = int(np.searchsorted(self._ends, at, side="right"))
+        if group == len(self._ends):
+            raise ManifestError(f"{place} is gone: the file has {self._ends[-1]} rows; build the manifest again")
+        columns = self._group(group)
+        # Groups are known by where they end, so the row counts from the end of its group.
+        return {name: values[at - int(self._ends[group]) + len(values)].as_py() for name, values in columns.items()}
+
+    def _read(self, group: int) -> dict[str, Any]:
+        return {name: self._shard.read_group(group, name) for name in self._shard.schema.names}
+
+
+# One process reads the files of one data set; callers hold a lock.
+_kept_list = lru_cache(maxsize=4)(_json_list)
+_kept_table = lru_cache(maxsize=64)(_Table)
