@@ -2,8 +2,9 @@
 
 No reduction runs inside a backward of which ranks have different numbers: it would wait for ranks that wait for a hop
 behind it. FSDP2 averages over ranks where the training objective asks for a sum, so it names a factor that the loss is
-multiplied with. It also gathers weights: before each layer where ranks run waves, else once, before the step's first
-micro-batch. In waves all ranks gather, hop and reduce in one order, which the order check proves of recorded runs.
+multiplied with. It also gathers weights: before each layer where it lets go of them, which needs waves, else once,
+before the step's first micro-batch. In waves all ranks gather, hop and reduce in one order, which the order check
+proves of recorded runs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import Sync
+from fcp_cli.recipe import Reduce
 from fcp_cli.runtime.world import World
 
 _BUCKET_BYTES = 32 << 20  # large enough to fill a link, small enough for a flat copy beside the gradients
@@ -38,21 +40,41 @@ class GradientSync:
         """Leave the model as it was found; called when the step is over, finished or given up."""
 
 
-def gradient_sync(model: nn.Module | None, world: World, sync: Sync) -> GradientSync:
-    """Return the way to sum a model's gradients.
+def gradient_sync(
+    model: nn.Module | GradientSync | None, world: World, sync: Sync, reduce: Reduce = "wave"
+) -> GradientSync:
+    """Return the way to sum a model's gradients; a model may bring its own.
+
+    Args:
+        model: that is trained.
+        world: all ranks.
+        sync: of the plan.
+        reduce: when layers that let go of their weights reduce gradients; see `FsdpWaveSync`.
 
     Raises:
         RunError: the model is wrapped by something that cannot follow this plan.
     """
     if model is None:
         return GradientSync()
+    if isinstance(model, GradientSync):
+        return model
     model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
     if isinstance(model, DistributedDataParallel):
         return DdpSync(model, world)
     if any(_is_fsdp(module) for module in model.modules()):
         if not _is_fsdp(model):
             raise RunError("only parts of the model are sharded with FSDP2; call fully_shard on the whole model too")
-        return FsdpWaveSync(model, world) if sync == "microbatch" else FsdpStepSync(model, world)
+        _check_covers(model, world)
+        gathering = _layer_that_gathers_again(model)
+        if gathering is None:
+            return FsdpStepSync(model, world)
+        if sync == "iteration":
+            raise RunError(
+                f"{gathering} is sharded with FSDP2 and gathers its weights again for every micro-batch, of which "
+                "ranks run different numbers under sync iteration; call fully_shard(..., reshard_after_forward=False), "
+                "or plan with 'fcp plan --sync microbatch'"
+            )
+        return FsdpWaveSync(model, world, reduce)
     if type(model).__name__ == "FullyShardedDataParallel":
         raise RunError(
             "FullyShardedDataParallel (FSDP1) cannot follow a plan; shard the model with fully_shard (FSDP2)"
@@ -61,29 +83,30 @@ def gradient_sync(model: nn.Module | None, world: World, sync: Sync) -> Gradient
 
 
 class FsdpWaveSync(GradientSync):
-    """FSDP2 (`fully_shard`) under `sync: microbatch`: ranks gather each layer together, micro-batch by micro-batch.
+    """FSDP2 (`fully_shard`) that gathers each layer's weights again: all ranks together, micro-batch by micro-batch.
 
-    Gradients are reduced inside the last backward.
+    Gradients are reduced inside the backward of every wave, which all ranks run equally many of, so that each rank
+    holds only its share of them; or inside the last one alone, which sends less, but until then each rank holds them
+    whole. Copies of the shards (HSDP) are summed in the last one in either case.
     """
 
-    def __init__(self, model: nn.Module, world: World) -> None:
-        _check_covers(model, world)
+    def __init__(self, model: nn.Module, world: World, reduce: Reduce = "wave") -> None:
         self.loss_factor = float(world.size)
         self._model: Any = model
+        self._reduces_waves = reduce == "wave"
 
     def before_microbatch(self, *, is_last: bool) -> None:
-        self._set(is_last)
+        self._model.set_requires_gradient_sync(is_last or self._reduces_waves)
+        self._model.set_requires_all_reduce(is_last)
+        self._model.set_is_last_backward(is_last or self._reduces_waves)
 
     def restore(self) -> None:
-        self._set(True)
-
-    def _set(self, reduces: bool) -> None:
-        self._model.set_requires_gradient_sync(reduces)
-        self._model.set_is_last_backward(reduces)
+        self._model.set_requires_gradient_sync(True)
+        self._model.set_is_last_backward(True)
 
 
 class FsdpStepSync(GradientSync):
-    """FSDP2 under `sync: iteration`: weights are gathered once a step and kept, gradients reduced once at its end.
+    """FSDP2 that keeps its weights: they are gathered once a step, and gradients are reduced once, at its end.
 
     Between the two no collective runs, so ranks may run different numbers of micro-batches: ZeRO-2, whose gradients
     are whole on every rank until the step ends. All layers are gathered before the first forward and none inside it:
@@ -91,8 +114,6 @@ class FsdpStepSync(GradientSync):
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
-        _check_covers(model, world)
-        _check_keeps_weights(model)
         self.loss_factor = float(world.size)
         self._model: Any = model
         self._layers: list[Any] = [module for module in model.modules() if _is_fsdp(module)]
@@ -244,8 +265,8 @@ def _check_covers(model: nn.Module, world: World) -> None:
             )
 
 
-def _check_keeps_weights(model: nn.Module) -> None:
-    """Refuse layers that let go of their weights after each forward: gathering them again needs all ranks at once."""
+def _layer_that_gathers_again(model: nn.Module) -> str | None:
+    """Return the first FSDP2 layer that lets go of its weights after its forward, to gather them again."""
     for name, module in model.named_modules():
         if not _is_fsdp(module):
             continue
@@ -254,8 +275,5 @@ def _check_keeps_weights(model: nn.Module) -> None:
         undecided = module is model and getattr(state, "_auto_reshard_after_forward", True)
         group = state._fsdp_param_group
         if group is not None and group.post_forward_mesh_info is not None and not undecided:
-            raise RunError(
-                f"{name or 'the model'} is sharded with FSDP2 and gathers its weights again for every micro-batch, of "
-                "which ranks run different numbers under sync iteration; call fully_shard(..., "
-                "reshard_after_forward=False), or plan with 'fcp plan --sync microbatch'"
-            )
+            return name or "the model"
+    return None

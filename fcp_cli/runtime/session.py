@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.step import MicroBatch
+from fcp_cli.recipe import Reduce
 from fcp_cli.runtime.agreement import agree_on_plan
 from fcp_cli.runtime.cursor import PlanCursor
 from fcp_cli.runtime.followed_step import FollowedStep, plan_path
@@ -121,7 +122,9 @@ class Session:
         """Copy what the loader prepared, without waiting where it is in page-locked memory."""
         return tensor.to(self.device, non_blocking=True)
 
-    def steps(self, model: nn.Module | None = None, *, first_step: int = 0) -> Generator[Step, None, None]:
+    def steps(
+        self, model: nn.Module | GradientSync | None = None, *, first_step: int = 0, reduce: Reduce | None = None
+    ) -> Generator[Step, None, None]:
         """Yield the plan's steps from `first_step` on, each to be iterated to its end before the next.
 
         Every rank calls it.
@@ -130,6 +133,8 @@ class Session:
             model: whose gradients are summed over ranks: as it is (it starts from rank 0's weights), in
                 DistributedDataParallel, or sharded with `fully_shard`. Without one, the script sums them itself.
             first_step: optimizer step to begin with, for a resumed run.
+            reduce: of FSDP2 that gathers weights again: reduce gradients in every `wave`, so that a rank holds only its
+                share of them, or once a `step`, which sends less; None: as the plan's recipe says, else `wave`.
 
         Raises:
             RunError: no `fetch`, a model that cannot follow the plan, a step beyond it; while iterating, a loop that
@@ -137,7 +142,9 @@ class Session:
         """
         if self._fetch is None:
             raise RunError("no data: pass fetch=..., a function from manifest row to tokens")
-        sync = gradient_sync(model, self.world, self.metadata.sync)
+        planned = self.metadata.recipe
+        reduce = reduce or (planned.reduce if planned is not None else "wave")
+        sync = gradient_sync(model, self.world, self.metadata.sync, reduce)
         cursor = PlanCursor(self.plan, self.rank, first_step=first_step, ahead=self._steps_ahead)
         labelled = fetches_labels(self.plan, first_step, self._fetch)
         loaded = Prefetched(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
+from fcp_cli.recipe import Reduce
 from fcp_cli.runtime.followed_step import IGNORED
 from fcp_cli.runtime.loader import Fetch
 from fcp_cli.runtime.loss import next_token_labels, token_loss_sum
@@ -60,16 +61,19 @@ def replay_rank(session: Session, config: TinyConfig, *, seed: int = 0) -> Repla
     return replace(replayed, operations=tuple(record.operations))
 
 
-def gradients_on_rank(session: Session, model: nn.Module, forward: Callable[[LocalMicroBatch], Tensor]) -> Replayed:
+def gradients_on_rank(
+    session: Session, model: nn.Module, forward: Callable[[LocalMicroBatch], Tensor], *, reduce: Reduce | None = None
+) -> Replayed:
     """Return loss and gradient of every step of the plan at the model's weights, which stay as they are. Collective.
 
     Args:
         session: whose plan is followed.
         model: as given to `Session.steps`.
         forward: from a micro-batch to its logits.
+        reduce: as given to `Session.steps`.
     """
     losses, gradients = [], []
-    for step in session.steps(model):
+    for step in session.steps(model, reduce=reduce):
         for microbatch in step:
             torch.autograd.backward(microbatch.loss(forward(microbatch)))
         losses.append(step.reduced_loss())

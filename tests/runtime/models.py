@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from fcp_cli.recipe import Reduce
 from fcp_cli.runtime.loader import Fetch
 from fcp_cli.runtime.session import LocalMicroBatch
 from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, plain_attend, ring_attend
@@ -39,6 +40,7 @@ class Case:
     recompute: Recomputation = "off"
     dtype: torch.dtype = torch.float64
     labelled: bool = False
+    reduce: Reduce = "wave"
 
     def fetch(self, plan: Path) -> Fetch:
         tokens = synthetic_tokens(plan, VOCAB_SIZE)

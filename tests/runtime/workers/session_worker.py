@@ -44,6 +44,9 @@ GRADIENT_CASES: Mapping[str, tuple[str, Case]] = {
     "fsdp kept waves": (WAVES, Case(wrapping="fsdp kept")),
     "hsdp": (WAVES, Case(wrapping="hsdp")),
     "fsdp fp32": (WAVES, Case(wrapping="fsdp", dtype=torch.float32)),
+    "fsdp step": (WAVES, Case(wrapping="fsdp", reduce="step")),
+    "hsdp step": (WAVES, Case(wrapping="hsdp", reduce="step")),
+    "hsdp kept waves": (WAVES, Case(wrapping="hsdp kept")),
     "fsdp recomputed": (WAVES, Case(wrapping="fsdp", recompute="non-reentrant")),
     "qwen3 ddp": (ITERATION, Case(family="qwen3", wrapping="ddp", recompute="reentrant")),
     "qwen3 fsdp kept": (ITERATION, Case(family="qwen3", wrapping="fsdp kept", recompute="non-reentrant")),
@@ -55,7 +58,7 @@ GRADIENT_CASES: Mapping[str, tuple[str, Case]] = {
 def gradients(plan: Path, case: Case) -> Replayed:
     with start(plan, case.fetch(plan)) as session:
         model, forward = build(case)
-        return gradients_on_rank(session, model, forward)
+        return gradients_on_rank(session, model, forward, reduce=case.reduce)
 
 
 def first_step(plan: Path, *, attend: Any = ring_attend, wrapping: Any = "none", stop_early: bool = False) -> None:
