@@ -24,7 +24,7 @@ AUTO: Final = "auto"
 # The options, as `fcp profile`, `fcp plan` and `fcp launch` take them.
 ZeroOption: TypeAlias = Annotated[
     Literal["auto", "0", "1", "2", "3"],
-    Opt("What ranks share out: 0 nothing, 1 optimizer, 2 gradients, too, 3 weights, too; auto: the least that fits."),
+    Opt("What ranks share out: 0 nothing, 1 optimizer, 2 gradients, too, 3 weights, too; auto: what fits cheapest."),
 ]
 ShardRanksOption: TypeAlias = Annotated[
     int | None,

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Final
 
 from fcp_cli.errors import ProfileError
+from fcp_cli.machine.accelerators import Accelerators
 from fcp_cli.machine.host import cpu_name, host_memory_bytes, usable_cores
 from fcp_cli.models.descriptions import find_shipped, read_description
 from fcp_cli.validation import Count, NonEmptyText, NonNegative, Positive, validated
+
+EXAMPLE_CLUSTER: Final = "example-8x8"
+"""The cluster that stands in where nothing says which."""
+
+# Part of a device's name as its driver tells it -> the shipped cluster of such devices.
+_CLUSTERS_OF_DEVICES: Final = {
+    "H200": "h200-8x8",
+    "H100": "h100-8x8",
+    "A100": "a100-8x8",
+    "910B": "ascend910b-8x8",
+    "910C": "ascend910c-4x16",
+    "910_93": "ascend910c-4x16",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +73,29 @@ def load_cluster(name_or_path: str | Path) -> ClusterSpec:
     if document.pop("detected", False):
         return this_machine()
     return validated(document, ClusterSpec, where=str(path), error=ProfileError)
+
+
+def cluster_like(device_name: str) -> str:
+    """Return the name of the shipped cluster of devices of that name, else the example's."""
+    known = (cluster for part, cluster in _CLUSTERS_OF_DEVICES.items() if part in device_name.upper())
+    return next(known, EXAMPLE_CLUSTER)
+
+
+def cluster_of(found: Accelerators) -> ClusterSpec:
+    """Describe the accelerators of this machine as one node of the shipped cluster that has such devices.
+
+    Its figures are those of the cluster, but for the number of devices and their memory.
+    """
+    shipped = load_cluster(cluster_like(found.name))
+    here = "found on this machine"
+    return replace(
+        shipped,
+        nodes=1,
+        devices_per_node=found.count,
+        memory_bytes=found.memory_bytes or shipped.memory_bytes,
+        sources={**shipped.sources, "nodes": here, "devices_per_node": here}
+        | ({"memory_bytes": here} if found.memory_bytes else {}),
+    )
 
 
 def this_machine() -> ClusterSpec:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 from fcp_cli.cost.profile import CostProfile, load_cost_profile
 from fcp_cli.files import shipped
+from fcp_cli.models.cluster import EXAMPLE_CLUSTER as EXAMPLE_CLUSTER
 from fcp_cli.models.model import load_model
 
-EXAMPLE_CLUSTER = "example-8x8"
+DEFAULT_MODEL: Final = "qwen3-vl-8b"
+"""The model of a plan or a profile for accelerators where nothing says which."""
 
 
 def shipped_profile_path(model: str) -> Path:

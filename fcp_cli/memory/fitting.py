@@ -1,0 +1,219 @@
+"""Chooses a recipe that fits: the cheapest in time that leaves a rank enough room for tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from fcp_cli.errors import UsageError
+from fcp_cli.memory.rank import rank_memory
+from fcp_cli.memory.table import RankMemory
+from fcp_cli.models.model import ModelSpec
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.recipe import Offload, Recipe, RecipeRequest, Recompute, ZeroStage, check_recipe
+
+LEAST_TOKENS: Final = 16_384
+"""Tokens a rank that a recipe should leave room for: below that, rings of long sequences wait for their messages."""
+
+# Cheapest in time first.
+_OFFLOADS: Final[tuple[Offload, ...]] = ("none", "activations")
+_RECOMPUTATIONS: Final[tuple[Recompute, ...]] = ("none", "selective", "full")
+_SYNCS: Final[tuple[Sync, ...]] = ("iteration", "microbatch")
+
+# Ranks that one meets in the rings of 20 steps, at most, in plans for 64 ranks: they still meet more under microbatch.
+_EXPECTED_PEERS: Final[Mapping[Sync, int]] = {"iteration": 9, "microbatch": 22}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """The ranks of a job, and what their devices hold.
+
+    Attributes:
+        ranks, ranks_per_node: of the job.
+        capacity_bytes: of a device, less what is left to allocator and back ends.
+        tensor_parallel, pipeline_parallel: devices of a rank.
+        on_cpu: the ranks run on hosts.
+        most_peers: ranks that one may meet in rings; None: as many as plans usually have.
+    """
+
+    ranks: int
+    ranks_per_node: int
+    capacity_bytes: float
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    on_cpu: bool = False
+    most_peers: int | None = None
+
+    def peers(self, sync: Sync) -> int:
+        """Return how many ranks one is expected to meet, before there is a plan that says it."""
+        most = _EXPECTED_PEERS[sync] if self.most_peers is None else self.most_peers
+        return min(most, self.ranks - 1)
+
+    def memory(self, spec: ModelSpec, recipe: Recipe, sync: Sync) -> RankMemory:
+        """Return what a rank holds here."""
+        return rank_memory(
+            spec,
+            recipe,
+            sync=sync,
+            ranks=self.ranks,
+            tensor_parallel=self.tensor_parallel,
+            pipeline_parallel=self.pipeline_parallel,
+            on_cpu=self.on_cpu,
+            peers=self.peers(sync),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """A recipe with what it leaves.
+
+    Attributes:
+        recipe, sync: chosen, or as they were asked for.
+        memory: of a rank.
+        tokens: that a rank may hold; 0 where not even the model fits.
+        wanted_tokens: that were to fit.
+    """
+
+    recipe: Recipe
+    sync: Sync
+    memory: RankMemory
+    tokens: int
+    wanted_tokens: int
+
+    @property
+    def is_enough(self) -> bool:
+        return self.tokens >= self.wanted_tokens
+
+    def flags(self) -> list[str]:
+        """Return the words that ask `fcp plan` for it."""
+        return [*self.recipe.flags(), "--sync", self.sync]
+
+
+def fitting_recipe(
+    spec: ModelSpec,
+    request: RecipeRequest,
+    place: Place,
+    *,
+    sync: Sync | None = None,
+    wanted_tokens: int = LEAST_TOKENS,
+) -> Fit:
+    """Return the cheapest recipe in time that leaves a rank the tokens, or, where none does, the one that leaves most.
+
+    Computing activations again costs the most, so it comes first: none, then selective, then full. Of the rest, weights
+    that are gathered once a step come before those gathered in every micro-batch, with the sync that goes with each,
+    and a copy in each node before one over all of them. Gathering weights from other nodes in every micro-batch comes
+    after all of that, since it cannot hide behind the computation, and moving activations to the host last.
+
+    Args:
+        spec: the model.
+        request: what was asked for; only what it leaves open is chosen.
+        place: ranks and devices.
+        sync: of the plan; None: chosen, too.
+        wanted_tokens: that a rank is to hold.
+
+    Raises:
+        UsageError: what was asked for contradicts itself.
+    """
+    if request.freeze_vision and spec.vision is None:
+        raise UsageError(f"--freeze-vision: {spec.name} has no vision encoder")
+    best: Fit | None = None
+    for recipe, its_sync in _candidates(request, place, sync):
+        memory = place.memory(spec, recipe, its_sync)
+        fit = Fit(
+            recipe=recipe,
+            sync=its_sync,
+            memory=memory,
+            tokens=memory.tokens(place.capacity_bytes),
+            wanted_tokens=wanted_tokens,
+        )
+        if fit.is_enough:
+            return fit
+        if best is None or fit.tokens > best.tokens:
+            best = fit
+    if best is None:
+        raise _contradiction(request, sync)
+    return best
+
+
+def _candidates(request: RecipeRequest, place: Place, sync: Sync | None) -> list[tuple[Recipe, Sync]]:
+    """Return the recipes that were not ruled out, cheapest in time first."""
+    given = request.given()
+    if (shard_ranks := given.get("shard_ranks")) and place.ranks % min(shard_ranks, place.ranks):
+        raise UsageError(f"--shard-ranks is {shard_ranks}; it must divide the {place.ranks} ranks")
+    base = request.applied_to(Recipe(precision="fp32" if place.on_cpu else "bf16"))
+    computing = itertools.product(
+        _choices(given, "offload", *_OFFLOADS), _choices(given, "recompute", *_RECOMPUTATIONS)
+    )
+    found = [
+        (recipe, its_sync)
+        for (offload, recompute), its_sync in itertools.product(computing, _syncs(place, sync))
+        for stage, shards in _shardings(given, place, its_sync)
+        if _is_possible(
+            recipe := replace(base, offload=offload, recompute=recompute, zero_stage=stage, shard_ranks=shards),
+            its_sync,
+        )
+    ]
+    return sorted(found, key=lambda one: _cost(one[0], one[1], place))  # the order of shardings stays
+
+
+def _cost(recipe: Recipe, sync: Sync, place: Place) -> tuple[int, ...]:
+    """Return what of two recipes makes one the dearer, most important first."""
+    gathers_from_afar = recipe.zero_stage == 3 and recipe.shards(place.ranks) > place.ranks_per_node
+    return (
+        _OFFLOADS.index(recipe.offload),
+        int(gathers_from_afar),
+        _RECOMPUTATIONS.index(recipe.recompute),
+        _SYNCS.index(sync),
+    )
+
+
+def _syncs(place: Place, sync: Sync | None) -> tuple[Sync, ...]:
+    if sync is not None:
+        return (sync,)
+    return _SYNCS if place.pipeline_parallel == 1 else ("microbatch",)
+
+
+def _shardings(given: Mapping[str, Any], place: Place, sync: Sync) -> Iterator[tuple[ZeroStage, int | None]]:
+    for stage in _choices(given, "zero_stage", *_stages(place, sync)):
+        usual: tuple[int | None, ...] = (None,)
+        if stage >= 2 and place.ranks > place.ranks_per_node > 1 and place.ranks % place.ranks_per_node == 0:
+            usual = (place.ranks_per_node, None)
+        for shard_ranks in _choices(given, "shard_ranks", *usual):
+            yield stage, shard_ranks
+
+
+def _stages(place: Place, sync: Sync) -> tuple[ZeroStage, ...]:
+    """Return the ZeRO stages to try, by what they send in a step.
+
+    Stage 2 sends less than 0 and 1: it sums gradients to the ranks that own them, and gathers bf16 weights. It is what
+    FSDP2 does; ranks of several devices run Megatron, which shards its optimizer alone.
+    """
+    if place.tensor_parallel * place.pipeline_parallel > 1:
+        return (1, 3) if sync == "microbatch" else (1,)
+    if sync == "microbatch":
+        return (3,)
+    return (0, 2) if place.on_cpu or place.ranks == 1 else (2,)
+
+
+def _choices(given: Mapping[str, Any], name: str, *usual: Any) -> tuple[Any, ...]:
+    return (given[name],) if name in given else usual
+
+
+def _is_possible(recipe: Recipe, sync: Sync) -> bool:
+    try:
+        check_recipe(recipe, sync=sync)
+    except UsageError:
+        return False
+    return True
+
+
+def _contradiction(request: RecipeRequest, sync: Sync | None) -> UsageError:
+    """Return the reason why nothing of what was asked for goes together."""
+    recipe = request.applied_to(Recipe(zero_stage=2))
+    try:
+        check_recipe(recipe, sync=sync or "iteration")
+    except UsageError as error:
+        return error
+    return UsageError(f"{' '.join(recipe.flags())} cannot run under sync {sync}")

@@ -1,0 +1,135 @@
+"""Which recipe is chosen where none was asked for."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from inline_snapshot import snapshot
+
+from fcp_cli.memory.fitting import LEAST_TOKENS, Fit, Place, fitting_recipe
+from fcp_cli.memory.rank import rank_memory
+from fcp_cli.models.cluster import load_cluster
+from fcp_cli.models.descriptions import shipped_names
+from fcp_cli.models.memory import RESERVE_FRACTION
+from fcp_cli.models.model import ModelSpec, load_model
+from fcp_cli.recipe import Recipe, RecipeRequest
+from tests.messages import raises
+
+
+@cache
+def spec_of(model: str) -> ModelSpec:
+    return load_model(model)
+
+
+def place(gigabytes: float = 73.6, **changed: Any) -> Place:
+    return Place(**{"ranks": 8, "ranks_per_node": 8, "capacity_bytes": gigabytes * 1e9, **changed})
+
+
+def fit(model: str = "qwen3-8b", where: Place | None = None, *, wanted_tokens: int = LEAST_TOKENS, **asked: Any) -> Fit:
+    sync = asked.pop("sync", None)
+    request = RecipeRequest(**asked)
+    return fitting_recipe(spec_of(model), request, where or place(), sync=sync, wanted_tokens=wanted_tokens)
+
+
+def test_with_room_enough_nothing_is_computed_twice_and_weights_are_gathered_once_a_step() -> None:
+    found = fit(where=place(1_000))
+    assert (found.recipe, found.sync, found.is_enough) == (Recipe(zero_stage=2), "iteration", True)
+
+
+def chosen_as_room_shrinks(**where: Any) -> list[Fit]:
+    """The recipes that are enough on devices from 300 GB down to 10, each once."""
+    found: list[Fit] = []
+    for gigabytes in range(300, 10, -1):
+        one = fit(where=place(gigabytes, **where))
+        if one.is_enough and (one.recipe, one.sync) not in [(other.recipe, other.sync) for other in found]:
+            found.append(one)
+    return found
+
+
+def test_with_less_and_less_room_computing_again_comes_before_offloading() -> None:
+    found = chosen_as_room_shrinks()
+    order = [
+        ("none", "none", "iteration"),
+        ("none", "none", "microbatch"),
+        ("none", "selective", "iteration"),
+        ("none", "selective", "microbatch"),
+        ("none", "full", "iteration"),
+        ("none", "full", "microbatch"),
+        ("activations", "selective", "microbatch"),
+        ("activations", "full", "microbatch"),
+    ]
+    kinds = [order.index((one.recipe.offload, one.recipe.recompute, one.sync)) for one in found]
+    assert kinds == sorted(kinds)
+    assert (found[0].recipe.zero_stage, found[-1].recipe.zero_stage) == (2, 3)
+    assert {one.recipe.recompute for one in found} == {"none", "selective", "full"}
+    assert found[-1].recipe.offload == "activations"
+
+
+@pytest.mark.parametrize("cluster", ["h100-8x8", "a100-8x8", "ascend910b-8x8", "h200-8x8"])
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_every_shipped_model_has_room_for_16k_tokens_a_rank(cluster: str, ranks: int) -> None:
+    capacity = load_cluster(cluster).memory_bytes * (1 - RESERVE_FRACTION)
+    for name in shipped_names("model"):
+        found = fit(name, place(ranks=ranks, capacity_bytes=capacity))
+        assert found.is_enough, name
+        assert found.memory.total_bytes(found.tokens) <= capacity < found.memory.total_bytes(found.tokens + 1)
+
+
+def test_what_a_rank_holds_is_what_the_memory_model_says() -> None:
+    found = fit()
+    said = rank_memory(load_model("qwen3-8b"), found.recipe, sync=found.sync, ranks=8, peers=7)
+    assert found.memory == said
+
+
+def test_only_what_was_left_open_is_chosen() -> None:
+    found = fit(zero="2", recompute="full", precision="bf16")
+    assert (found.recipe.zero_stage, found.recipe.recompute, found.sync) == (2, "full", "iteration")
+    assert fit(zero="3").sync == "microbatch"  # under iteration, it cannot run
+    assert fit(sync="iteration").recipe.zero_stage == 2
+    assert fit(loss="plain", freeze_vision=True, model="qwen3-vl-8b").recipe.freeze_vision
+
+
+def test_where_nothing_is_enough_the_roomiest_recipe_is_returned() -> None:
+    found = fit(wanted_tokens=10**9)
+    assert not found.is_enough
+    assert (found.recipe.recompute, found.recipe.offload) == ("full", "activations")
+    assert fit(where=place(10)).tokens == 0
+
+
+def test_several_nodes_hold_a_copy_each_until_there_is_no_room_for_it() -> None:
+    found = chosen_as_room_shrinks(ranks=64, most_peers=4)
+    assert found[0].recipe == Recipe(zero_stage=2, shard_ranks=8)
+    in_every_microbatch = [one.recipe for one in found if one.recipe.zero_stage == 3]
+    far = [recipe.shard_ranks is None for recipe in in_every_microbatch if recipe.offload == "none"]
+    assert far == sorted(far) and any(far) and not all(far)
+
+
+def test_ranks_of_a_cpu_compute_in_fp32_and_keep_replicas() -> None:
+    found = fit("qwen3-tiny", place(gigabytes=4, on_cpu=True))
+    assert (found.recipe, found.sync) == (Recipe(zero_stage=0, precision="fp32"), "iteration")
+
+
+def test_ranks_of_several_devices_share_out_the_optimizer() -> None:
+    found = fit(where=place(tensor_parallel=4, pipeline_parallel=2))
+    assert (found.recipe.zero_stage, found.sync) == (1, "microbatch")
+
+
+def test_what_contradicts_itself_is_one_line() -> None:
+    with raises(
+        snapshot(
+            "UsageError: --zero 3 gathers weights in every micro-batch, of which ranks run different numbers under sync iteration; give --zero 2, or plan with 'fcp plan --sync microbatch'"
+        )
+    ):
+        fit(zero="3", sync="iteration")
+    with raises(
+        snapshot(
+            "UsageError: --offload activations moves what recomputed layers keep, and --recompute is none; add --recompute full"
+        )
+    ):
+        fit(recompute="none", offload="activations")
+    with raises(snapshot("UsageError: --freeze-vision: qwen3-8b has no vision encoder")):
+        fit(freeze_vision=True)
+    with raises(snapshot("UsageError: --shard-ranks is 3; it must divide the 8 ranks")):
+        fit(shard_ranks=3)
