@@ -78,6 +78,7 @@ class Case:
     engine: bool = False
 
 
+GATHERING = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 CASES: Mapping[str, Case] = {
     "plain": Case(),
@@ -86,6 +87,8 @@ CASES: Mapping[str, Case] = {
     "two forwards": Case(plan=WAVES, two_forwards=True),
     "two forwards recomputed": Case(plan=WAVES, two_forwards=True, settings=FULL),
     "overlapped": Case(ddp={"overlap_grad_reduce": True, "bucket_size": 1000}),
+    "gathering": Case(ddp={**GATHERING, "bucket_size": 1000}),
+    "gathering in waves": Case(plan=WAVES, ddp={**GATHERING, "bucket_size": 1000}, settings=FULL),
     "distributed optimizer": Case(ddp={"use_distributed_optimizer": True, "bucket_size": 1000}),
     "waves": Case(plan=WAVES),
     "yarn": Case(rope="yarn"),
@@ -332,11 +335,16 @@ def steps_planned(
         follower = Follower(plan, arguments, MegatronStack())
     _break(case.broken, model)
     run = two_forwards if case.two_forwards else schedules.get_forward_backward_func()
+    gathers = model.ddp_config.overlap_param_gather
+    if gathers:  # Megatron's own loop has its gathers on from the second step
+        model.disable_forward_pre_hook(param_sync=False)
     found = []
-    for _ in batches:
+    for step in range(len(batches)):
         model.zero_grad_buffer()
-        run(**follower.planned(arguments))
+        follower.run(run, arguments)
         found.append(take())
+        if gathers and not step:
+            model.enable_forward_pre_hook()
     let_go_of_groups(model)
     return found
 

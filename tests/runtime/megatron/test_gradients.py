@@ -44,7 +44,8 @@ PIPELINE = (
 )
 _EXPERTS = {"num_moe_experts": 4}
 EQUAL = ("plain", "recomputed", "core attention recomputed", "two forwards", "two forwards recomputed", "overlapped",
-         "distributed optimizer", "waves", "yarn", "mrope", "engine", "engine two forwards recomputed",
+         "distributed optimizer", "gathering", "gathering in waves", "waves", "yarn", "mrope", "engine",
+         "engine two forwards recomputed",
          "engine core attention recomputed")  # fmt: skip
 SHARES = ("tensor", "tensor recomputed", "sequence", "pipeline", "pipeline recomputed", "engine sequence",
           "engine pipeline", "experts",

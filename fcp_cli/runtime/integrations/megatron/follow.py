@@ -25,6 +25,7 @@ from fcp_cli.runtime.integrations.megatron.microbatch import PlannedMicroBatch, 
 from fcp_cli.runtime.integrations.megatron.model import device_of, unwrapped
 from fcp_cli.runtime.integrations.megatron.padding import padding_report
 from fcp_cli.runtime.integrations.megatron.probe import probe
+from fcp_cli.runtime.integrations.megatron.reduction import gather_parameters, reduced_after_backwards
 from fcp_cli.runtime.integrations.megatron.samples import (
     LOSS_MASK,
     LoadedStep,
@@ -59,9 +60,9 @@ class Follower:
 
     def __init__(self, plan: Path, arguments: Mapping[str, Any], stack: Stack) -> None:
         self.stack = stack
-        chunk = checks.check_chunks(arguments["model"])
-        self._config = get_model_config(chunk)
-        model = unwrapped(chunk)
+        self._chunk = checks.check_chunks(arguments["model"])
+        self._config = get_model_config(self._chunk)
+        model = unwrapped(self._chunk)
         self.stack.check(self._config, model)
         self._device = device_of(model)
         self._plan = plan
@@ -100,8 +101,9 @@ class Follower:
 
     def run(self, schedule: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Run the schedule's next step on the plan's micro-batches instead of the script's; return what it returns."""
+        gather_parameters(self._chunk)
         planned = self.planned(arguments)
-        with self.stack.around_step():
+        with self.stack.around_step(), reduced_after_backwards(self._chunk, self._config):
             reports = schedule(**planned)
         return self.stack.totals(reports)
 

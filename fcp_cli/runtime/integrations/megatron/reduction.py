@@ -1,0 +1,73 @@
+"""Keep Megatron's DDP from communicating inside the forwards and backwards of a step that follows a plan.
+
+A rank's last backward may be a ring of which another member has micro-batches left, and its first forward a ring that
+another member reaches later. A reduction or a gather over all ranks between two hops of such a ring waits for a rank
+that waits for the hop behind it. So parameters are gathered before the step's first forward, and gradients reduced
+after the last backward, whatever `overlap_grad_reduce` and `overlap_param_gather` say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+_HELD = ("no_sync_func", "grad_sync_func", "finalize_model_grads_func")
+
+
+def gather_parameters(chunk: Any) -> None:
+    """Finish every gather of parameters that the forwards of the next step would run. Collective.
+
+    Megatron has no such gathers in its first step, where its own hooks are off.
+    """
+    config = getattr(chunk, "ddp_config", None)
+    if config is None or not config.overlap_param_gather or not chunk.remove_forward_pre_hook_handles:
+        return
+    groups = _bucket_groups(chunk)
+    for group in groups:
+        if not group.param_gather_dispatched:
+            group.start_param_sync()
+    for group in groups:
+        group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+
+@contextmanager
+def reduced_after_backwards(chunk: Any, config: Any) -> Iterator[None]:
+    """Run a schedule within it: gradients are reduced once, when the schedule finalises them.
+
+    Args:
+        chunk: the model chunk that the schedule is given.
+        config: its configuration, where the schedule finds the functions that reduce; restored on leaving.
+    """
+    if not getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False):
+        yield
+        return
+    given = {name: getattr(config, name) for name in _HELD}
+    finalize = given["finalize_model_grads_func"]
+    held = ExitStack()
+    held.enter_context(chunk.no_sync())
+
+    def reduce() -> None:
+        held.close()
+        # Newer Megatrons start the reduction as they finish it while they have not seen in which order gradients come.
+        if not any(getattr(group, "is_first_batch", False) for group in _bucket_groups(chunk)):
+            chunk.start_grad_sync()
+
+    def reduce_and_finalize(*args: Any, **kwargs: Any) -> Any:
+        reduce()
+        return finalize(*args, **kwargs)
+
+    config.no_sync_func = config.grad_sync_func = None
+    config.finalize_model_grads_func = None if finalize is None else reduce_and_finalize
+    try:
+        yield
+        if finalize is None:  # the script does it after the schedule
+            reduce()
+    finally:
+        held.close()
+        for name, function in given.items():
+            setattr(config, name, function)
+
+
+def _bucket_groups(chunk: Any) -> list[Any]:
+    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
