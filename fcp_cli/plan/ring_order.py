@@ -1,0 +1,116 @@
+"""The order in which the ranks of a group stand around its ring: it decides which ranks ever exchange messages.
+
+Every pair of ranks that talks costs a connection, so the same few pairs must serve as many groups as possible, of all
+degrees. The order follows from the ranks alone; every rank works it out for itself, and a resumed run has it again.
+
+Within a node the ring is *folded*: up over every other rank and back over those between, so that neighbours are at most
+two apart. All groups of contiguous ranks then need four peers per rank, whatever their degrees and wherever they begin:
+
+    ranks 0..5     0 2 4 5 3 1 (0)        ranks 2..6     2 4 6 5 3 (2)
+
+Across nodes the ring visits the nodes in the folded order and each of them once. It enters and leaves a node on a rail:
+from a rank to the rank of the same place in the next node, whose network ports share a switch. Which rail follows from
+the two nodes, so that again few pairs serve all rings. Ranks that fill no whole node are visited from the whole node
+next to them. The order of Megatron-LM's pull request 6801, which bounds the peers of a rank by four, is the same idea.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+
+@lru_cache(maxsize=1024)
+def ring_order(ranks: tuple[int, ...], ranks_per_node: int) -> tuple[int, ...]:
+    """Return the same ranks as they stand around the ring.
+
+    Args:
+        ranks: ascending ranks of a group.
+        ranks_per_node: ranks r with equal r // ranks_per_node share a node.
+    """
+    nodes: dict[int, list[int]] = {}
+    for rank in ranks:
+        nodes.setdefault(rank // ranks_per_node, []).append(rank)
+    whole = [node for node, members in nodes.items() if len(members) == ranks_per_node]
+    if len(nodes) == 1 or not whole or ranks_per_node < 3:  # with two rails, folding is rail-aligned already
+        return tuple(_folded(ranks))
+    ring = _over_whole_nodes(whole, ranks_per_node)
+    for node, members in nodes.items():
+        if len(members) < ranks_per_node:
+            home = min(whole, key=lambda other: (abs(other - node), other))
+            _visit(ring, home, members, ranks_per_node)
+    return tuple(ring)
+
+
+def ring_pairs(ranks: tuple[int, ...], ranks_per_node: int) -> list[tuple[int, int]]:
+    """Return the pairs of ranks (lower first) that exchange messages where this group runs a ring."""
+    order = ring_order(ranks, ranks_per_node)
+    if len(order) < 3:
+        return [(order[0], order[1])] if len(order) == 2 else []
+    return [(min(pair), max(pair)) for pair in zip(order, (*order[1:], order[0]), strict=True)]
+
+
+def _folded(items: Sequence[int]) -> list[int]:
+    return [*items[::2], *reversed(items[1::2])]
+
+
+def _over_whole_nodes(nodes: list[int], ranks_per_node: int) -> list[int]:
+    """Return the ring over all ranks of these nodes (ascending)."""
+    if len(nodes) == 1:
+        first = nodes[0] * ranks_per_node
+        return _folded(range(first, first + ranks_per_node))
+    tour = _folded(nodes)
+    rails = _rails(nodes, tour, ranks_per_node)
+    ring: list[int] = []
+    for place, node in enumerate(tour):
+        ring += [node * ranks_per_node + rail for rail in _path(rails[place - 1], rails[place], ranks_per_node)]
+    return ring
+
+
+def _rails(nodes: list[int], tour: list[int], ranks_per_node: int) -> list[int]:
+    """Return the rail from each node of the tour to the next; those of one node differ.
+
+    Nodes two apart use the second rail and the last but one in turn, neighbours the first and the last, which have
+    fewer peers inside the node: no rank then talks to more than two ranks of other nodes.
+    """
+    last = ranks_per_node - 1
+    if len(nodes) == 2:
+        return [last, 0]
+    inner = (1, last - 1) if last >= 3 else (0, last)
+    position = {node: place for place, node in enumerate(nodes)}
+    rails = [-1] * len(tour)
+    links = [(place, tour[place], tour[(place + 1) % len(tour)]) for place in range(len(tour))]
+    far = [abs(position[a] - position[b]) > 1 for _place, a, b in links]
+    for place, a, b in sorted(links, key=lambda link: (not far[link[0]], link[0])):
+        one, other = min(a, b) // 2 % 2, 1 - min(a, b) // 2 % 2
+        wanted = (inner[one], inner[other], 0, last) if far[place] else (last, 0, *inner)
+        taken = {rails[place - 1], rails[(place + 1) % len(tour)]}
+        rails[place] = next(rail for rail in (*wanted, *range(ranks_per_node)) if rail not in taken)
+    return rails
+
+
+def _path(begin: int, end: int, count: int) -> list[int]:
+    """Return a way over 0..count-1 from `begin` to `end` by steps of one or two wherever there is one."""
+    if begin > end:
+        return _path(end, begin, count)[::-1]
+    low = [*range(begin, -1, -2)]
+    low += [place for place in range(begin) if place not in low]
+    high = [*range(end, count, 2)]
+    high += [place for place in range(count - 1, end, -1) if place not in high]
+    return [*low, *range(begin + 1, end), *reversed(high)]
+
+
+def _visit(ring: list[int], home: int, members: list[int], ranks_per_node: int) -> None:
+    """Put a node's ranks (ascending) into the ring between two ranks of the node `home`, on their rails if they can be."""
+    rails = {rank % ranks_per_node: place for place, rank in enumerate(members)}
+    node = [place for place, rank in enumerate(ring) if rank // ranks_per_node == home]
+
+    def cost(place: int) -> tuple[int, int]:
+        a, b = (ring[at % len(ring)] % ranks_per_node for at in (place, place + 1))
+        return -(a in rails) - (b in rails), min(a, b)
+
+    place = min((at for at in node if ring[(at + 1) % len(ring)] // ranks_per_node == home), key=cost)
+    a, b = (ring[at % len(ring)] % ranks_per_node for at in (place, place + 1))
+    begin = rails.get(a, 0 if rails.get(b) else len(members) - 1)
+    end = rails.get(b, 0 if begin else len(members) - 1)
+    ring[place + 1 : place + 1] = [members[at] for at in _path(begin, end, len(members))] if begin != end else members
