@@ -109,7 +109,7 @@ def _summarise(file: PlanFile) -> tuple[PlanSummary, list[StepPlan], int]:
     from fcp_cli.planning.baseline import baseline_steps
 
     metadata = file.metadata
-    summary = PlanSummary(num_ranks=metadata.num_ranks, padding_multiple=metadata.padding_multiple)
+    summary = PlanSummary.of(metadata)
     sampled = set(baseline_steps(metadata.steps, first_step=metadata.first_step))
     sample, longest = [], 0
     for step in file.steps():

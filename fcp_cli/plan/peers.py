@@ -18,8 +18,8 @@ from fcp_cli.plan.ring_order import ring_pairs
 from fcp_cli.plan.step import StepPlan
 
 BYTES_PER_PEER: Final = 500_000_000
-"""Device memory that a connection to one more rank takes: NVIDIA/nccl#1685 measured 1.06 GB before and 4.34 GB after the
-first messages to 7 peers on H100, 0.47 GB each. HCCL connects at first contact, too; it is assumed to need as much."""
+"""Device memory of a connection to one more rank: NVIDIA/nccl#1685 measured 1.06 GB before and 4.34 GB after the first
+messages to 7 peers on H100, 0.47 GB each. HCCL connects at first contact, too; it is assumed to need as much."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -70,8 +70,9 @@ def _over_whole_nodes(nodes: list[int], ranks_per_node: int) -> list[int]:
 def _rails(nodes: list[int], tour: list[int], ranks_per_node: int) -> list[int]:
     """Return the rail from each node of the tour to the next; those of one node differ.
 
-    Nodes two apart use the second rail and the last but one in turn, neighbours the first and the last, which have
-    fewer peers inside the node: no rank then talks to more than two ranks of other nodes.
+    Nodes two apart use the second rail and the last but one in turn. Neighbours, which only meet at the ends of the
+    tour, use the first and the last, which have fewer peers inside the node: the first at the left end and the last at
+    the right end, so that the ranks at the outer end of either node stay beside each other for those that visit it.
     """
     last = ranks_per_node - 1
     if len(nodes) == 2:
@@ -83,9 +84,9 @@ def _rails(nodes: list[int], tour: list[int], ranks_per_node: int) -> list[int]:
     far = [abs(position[a] - position[b]) > 1 for _place, a, b in links]
     for place, a, b in sorted(links, key=lambda link: (not far[link[0]], link[0])):
         one, other = min(a, b) // 2 % 2, 1 - min(a, b) // 2 % 2
-        wanted = (inner[one], inner[other], 0, last) if far[place] else (last, 0, *inner)
-        taken = {rails[place - 1], rails[(place + 1) % len(tour)]}
-        rails[place] = next(rail for rail in (*wanted, *range(ranks_per_node)) if rail not in taken)
+        before, after = rails[place - 1], rails[(place + 1) % len(tour)]
+        wanted = (inner[one], inner[other], 0, last) if far[place] else (0, last) if nodes[0] in (a, b) else (last, 0)
+        rails[place] = next(rail for rail in (*wanted, *range(ranks_per_node)) if rail not in (before, after))
     return rails
 
 
@@ -101,16 +102,24 @@ def _path(begin: int, end: int, count: int) -> list[int]:
 
 
 def _visit(ring: list[int], home: int, members: list[int], ranks_per_node: int) -> None:
-    """Put a node's ranks (ascending) into the ring between two ranks of the node `home`, on their rails if they can be."""
-    rails = {rank % ranks_per_node: place for place, rank in enumerate(members)}
-    node = [place for place, rank in enumerate(ring) if rank // ranks_per_node == home]
+    """Put a node's ranks (ascending) into the ring beside a rank of the node `home`, on their rails if they can be."""
+    place_of_rail = {rank % ranks_per_node: place for place, rank in enumerate(members)}
 
-    def cost(place: int) -> tuple[int, int]:
-        a, b = (ring[at % len(ring)] % ranks_per_node for at in (place, place + 1))
-        return -(a in rails) - (b in rails), min(a, b)
+    def rails(at: int) -> tuple[int, int]:
+        return ring[at] % ranks_per_node, ring[(at + 1) % len(ring)] % ranks_per_node
 
-    place = min((at for at in node if ring[(at + 1) % len(ring)] // ranks_per_node == home), key=cost)
-    a, b = (ring[at % len(ring)] % ranks_per_node for at in (place, place + 1))
-    begin = rails.get(a, 0 if rails.get(b) else len(members) - 1)
-    end = rails.get(b, 0 if begin else len(members) - 1)
-    ring[place + 1 : place + 1] = [members[at] for at in _path(begin, end, len(members))] if begin != end else members
+    def cost(at: int) -> tuple[bool, int, list[int]]:
+        leaves = ring[(at + 1) % len(ring)] // ranks_per_node != home
+        return (
+            leaves,
+            -sum(rail in place_of_rail for rail in rails(at)),
+            sorted(rails(at) if 0 in place_of_rail else [-rail for rail in rails(at)]),
+        )
+
+    at = min((at for at, rank in enumerate(ring) if rank // ranks_per_node == home), key=cost)
+    before, after = rails(at)
+    last = len(members) - 1
+    begin = place_of_rail.get(before, 0 if place_of_rail.get(after) else last)
+    end = place_of_rail.get(after, 0 if begin else last)
+    way = members if begin == end else [members[place] for place in _path(begin, end, len(members))]
+    ring[at + 1 : at + 1] = way

@@ -32,7 +32,7 @@ class MicroBatch:
     Attributes:
         step, order: optimizer step, and position in the step's one global order.
         wave: wave number under `sync: microbatch`, -1 under `iteration`.
-        ranks: ascending global ranks; their number is the degree.
+        ranks: global ranks, ascending in a plan; their number is the degree.
         sequences: manifest row numbers.
         lengths: tokens of each sequence.
         start_seconds, seconds: predicted, from the start of the step.

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.padding import held_tokens
+from fcp_cli.plan.peers import PeerCount
 from fcp_cli.plan.step import StepPlan
 
 
@@ -23,10 +25,15 @@ class DegreeTotals:
 
 @dataclass(kw_only=True, slots=True)
 class PlanSummary:
-    """Totals over the steps given to `add`; idle rows count as idle time, not as micro-batches."""
+    """Totals over the steps given to `add`; idle rows count as idle time, not as micro-batches.
+
+    Attributes:
+        peers: of the ranks; None where nobody asks for them.
+    """
 
     num_ranks: int
     padding_multiple: int | None = None
+    peers: PeerCount | None = None
     steps: int = 0
     sequences: int = 0
     tokens: int = 0
@@ -38,9 +45,20 @@ class PlanSummary:
     slowest_step_seconds: float = 0.0
     degrees: dict[int, DegreeTotals] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, metadata: PlanMetadata) -> PlanSummary:
+        """Make an empty summary for a plan."""
+        return cls(
+            num_ranks=metadata.num_ranks,
+            padding_multiple=metadata.padding_multiple,
+            peers=PeerCount(num_ranks=metadata.num_ranks, ranks_per_node=metadata.ranks_per_node),
+        )
+
     def add(self, step: StepPlan) -> None:
         """Count one more step."""
         self.steps += 1
+        if self.peers is not None:
+            self.peers.add(step)
         self.sequences += len(step.sequences)
         self.tokens += int(step.lengths.sum(dtype=np.int64))
         self.held_tokens += int(held_tokens(step, self.padding_multiple).sum())
@@ -102,6 +120,7 @@ class PlanSummary:
             "mean_bound_seconds": self.bound_seconds / max(self.steps, 1),
             "gap": self.gap,
             "idle_fraction": self.idle_fraction,
+            **({} if self.peers is None else self.peers.to_json()),
             "degrees": {
                 str(degree): {
                     "micro_batches": totals.microbatches,

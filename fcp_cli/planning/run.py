@@ -78,7 +78,7 @@ def make_plan(
     solver = make_solver(solver_name, batches, max_groups=max_groups)
     metadata = plan_metadata(inputs.table, batches, solver)
     journal = Journal(path, metadata) if resume or len(batches) >= _JOURNAL_FROM_STEPS else None
-    summary = PlanSummary(num_ranks=inputs.problem.num_ranks, padding_multiple=inputs.problem.padding_multiple)
+    summary = PlanSummary.of(metadata)
     try:
         with plan_writer(path, metadata) as writer:
             for step in _journalled_steps(batches, solver, workers or default_workers(len(batches)), journal, resume):

@@ -111,6 +111,9 @@ class Report:
         speedup = self.speedup
         yield "speed-up", "not known" if speedup.factor is None else f"{speedup.factor:.2f}x", speedup.remark
         yield "distinct groups", f"{self.metadata.distinct_groups:,}", "of degree over 1"
+        if summary.peers is not None:
+            remark = f"of a rank; mean {summary.peers.mean:.1f}; about {summary.peers.most_bytes / 1e9:.1f} GB"
+            yield "most peers", f"{summary.peers.most}", remark
         if self.run is not None and not self.run.is_empty:
             totals = self.run.totals()
             yield "measured step time", f"{totals['step_seconds']:.4g} s", "median, without warm-up"

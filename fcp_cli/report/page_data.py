@@ -113,7 +113,7 @@ class PlanPicture:
     def __post_init__(self) -> None:
         meta = self.metadata
         self.every = max(1, -(-meta.steps * meta.num_ranks // _RANK_STEPS_READ))
-        self.summary = PlanSummary(num_ranks=meta.num_ranks, padding_multiple=meta.padding_multiple)
+        self.summary = PlanSummary.of(meta)
         self.heat = HeatMap(steps=meta.steps, num_ranks=meta.num_ranks, first_step=meta.first_step)
         self.lengths = np.zeros((meta.num_ranks + 1, _LENGTH_BINS), dtype=np.int64)
         self.peak_tokens = np.zeros(meta.num_ranks, dtype=np.int64)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.peers import PeerCount
 from fcp_cli.plan.step import MicroBatch, StepPlan
 from fcp_cli.plan.summary import PlanSummary
 from fcp_cli.report.bars import bar
@@ -58,6 +59,8 @@ def _headline(metadata: PlanMetadata, summary: PlanSummary) -> dict[str, str]:
         "idle": f"{summary.idle_fraction:.2%} of all rank-seconds",
         "groups": f"{counted(metadata.distinct_groups, 'distinct group')} of degree > 1",
     }
+    if summary.peers is not None:
+        lines["peers"] = peers_text(summary.peers)
     if metadata.continues is not None:
         before = metadata.continues
         lines["continues"] = f"{before.num_ranks} ranks under {before.plan_hash[:16]}, from step {before.first_step} on"
@@ -65,6 +68,15 @@ def _headline(metadata: PlanMetadata, summary: PlanSummary) -> dict[str, str]:
         lines["options"] = ", ".join(f"{name} {value}" for name, value in metadata.solver_options.items())
     lines["hash"] = metadata.plan_hash[:16]
     return lines
+
+
+def peers_text(peers: PeerCount) -> str:
+    """Describe how many other ranks a rank exchanges messages with, what that takes, and whether it still grows."""
+    first = peers.means()[0] if peers.new_pairs else 0.0
+    grown = f" ({first:.1f} after one step)" if len(peers.new_pairs) > 1 else ""
+    return (
+        f"{peers.mean:.1f} per rank{grown}, at most {peers.most}, about {peers.most_bytes / 1e9:.1f} GB of its device"
+    )
 
 
 def devices_text(metadata: PlanMetadata) -> str:

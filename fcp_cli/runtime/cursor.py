@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.ring_order import ring_order
 from fcp_cli.plan.step import MicroBatch, StepPlan
 from fcp_cli.runtime.followed_plans import note_follower
 from fcp_cli.runtime.prefetch import Prefetched
@@ -24,7 +25,8 @@ class RankStep:
 
     Attributes:
         step: optimizer step.
-        rows: this rank's micro-batches, in the step's global order; at least one, which may be an idle row.
+        rows: this rank's micro-batches, in the step's global order; at least one, which may be an idle row. Their
+            ranks stand as they stand around the ring.
         makespan_seconds, bound_seconds: prediction and lower bound for the whole step.
         tokens: of the global batch.
         loss_tokens: of the global batch, where the last token of each sequence has no next token to predict.
@@ -50,14 +52,18 @@ class PlanCursor:
         rank: global rank.
         first_step: optimizer step to begin with, for a resumed run.
         ahead: steps read ahead; 0 reads in the calling thread.
+        ascending: leave the ranks of groups ascending, as torch has them in a process group, for rings that run in one.
 
     Raises:
         PlanError: the file is missing or damaged; also while iterating.
         RunError: `first_step` lies beyond the plan; while iterating, a step is missing or has no row for this rank.
     """
 
-    def __init__(self, path: Path, rank: int, *, first_step: int = 0, ahead: int = _STEPS_AHEAD) -> None:
+    def __init__(
+        self, path: Path, rank: int, *, first_step: int = 0, ahead: int = _STEPS_AHEAD, ascending: bool = False
+    ) -> None:
         self._reader = PlanReader(path)
+        self._ascending = ascending
         note_follower(path)
         self.path = path
         self.rank = rank
@@ -102,10 +108,14 @@ class PlanCursor:
         tokens = int(plan.lengths.sum(dtype=np.int64))
         return RankStep(
             step=plan.step,
-            rows=tuple(plan.microbatch(int(i)) for i in rows),
+            rows=tuple(self._row(plan, int(i)) for i in rows),
             makespan_seconds=plan.makespan_seconds,
             bound_seconds=plan.bound_seconds,
             tokens=tokens,
             loss_tokens=tokens - len(plan.lengths),
             sequences=len(plan.lengths),
         )
+
+    def _row(self, plan: StepPlan, order: int) -> MicroBatch:
+        row = plan.microbatch(order)
+        return row if self._ascending else replace(row, ranks=ring_order(row.ranks, self.metadata.ranks_per_node))

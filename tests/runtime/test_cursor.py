@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from fcp_cli.errors import PlanError, RunError
 from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.ring_order import ring_order
 from fcp_cli.runtime.cursor import PlanCursor
 from fcp_cli.runtime.prefetch import Prefetched
 from tests.patience import PATIENCE_SECONDS
@@ -31,7 +33,10 @@ def test_each_rank_gets_its_rows_in_the_steps_order(
     write_plan(plan, random_steps(num_ranks, 5, sync="iteration", seed=seed), num_ranks=num_ranks)
     for rank in range(num_ranks):
         wanted = [tuple(row for row in step.microbatches() if rank in row.ranks) for step in PlanReader(plan).steps()]
-        assert [step.rows for step in PlanCursor(plan, rank, ahead=ahead)] == wanted
+        assert [step.rows for step in PlanCursor(plan, rank, ahead=ahead, ascending=True)] == wanted
+        per_node = PlanReader(plan).metadata.ranks_per_node
+        rings = [tuple(replace(row, ranks=ring_order(row.ranks, per_node)) for row in rows) for rows in wanted]
+        assert [step.rows for step in PlanCursor(plan, rank, ahead=ahead)] == rings
 
 
 def test_a_step_carries_its_totals(tmp_path: Path) -> None:

@@ -163,7 +163,8 @@ class Follower:
         self._check_rows(samples)
         if self._steps is not None:
             self._steps.close()
-        cursor = PlanCursor(self._plan, self._rank, first_step=step, ahead=0)  # read in the thread that loads
+        # Read in the thread that loads. Transformer Engine's rings follow their process group, whose ranks ascend.
+        cursor = PlanCursor(self._plan, self._rank, first_step=step, ahead=0, ascending=self._engine is not None)
         loaded = load_steps(cursor, samples, self._load)
         self._steps = Prefetched(loaded, depth=_STEPS_AHEAD, name="fcp-loader")
         self._iterator, self._first_step, self._next_step = data_iterator, step, step
