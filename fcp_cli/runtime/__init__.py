@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fcp_cli.runtime.loader import Fetch
-    from fcp_cli.runtime.recompute import keep_attention
+    from fcp_cli.runtime.recompute import keep_attention, recomputed
     from fcp_cli.runtime.ring import Ring, attention, current_ring
     from fcp_cli.runtime.session import LocalMicroBatch, Session, Step, start, steps
     from fcp_cli.runtime.timing import MicroBatchTiming
@@ -25,6 +25,7 @@ __all__ = [
     "attention",
     "current_ring",
     "keep_attention",
+    "recomputed",
     "start",
     "steps",
 ]
@@ -39,6 +40,7 @@ _MODULES = {
     "attention": "ring",
     "current_ring": "ring",
     "keep_attention": "recompute",
+    "recomputed": "recompute",
     "start": "session",
     "steps": "session",
 }

@@ -17,7 +17,7 @@ from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.cursor import RankStep
 from fcp_cli.runtime.followed_step import IGNORED, require_length
 from fcp_cli.runtime.layout import ShardLayout, shard_layout
-from fcp_cli.runtime.loss import next_token_labels
+from fcp_cli.runtime.loss import labelled_rows, next_token_labels
 from fcp_cli.runtime.visuals import VisualShard, visual_shard
 from fcp_cli.vision.parts import VisualPart, VisualSequence
 
@@ -44,6 +44,7 @@ class Shard:
         layout: who holds which tokens.
         input_ids, position_ids: tokens, and their positions within their own sequences.
         labels: the token after each, -100 at the end of a sequence.
+        labelled: [labelled] int64 the tokens with labels, for a loss that leaves out the others; None: nearly all have.
         visuals: this rank's part in the pack's images and videos; None where it has none.
     """
 
@@ -53,6 +54,7 @@ class Shard:
     input_ids: Tensor
     position_ids: Tensor
     labels: Tensor
+    labelled: Tensor | None = None
     visuals: VisualShard | None = None
 
 
@@ -119,12 +121,18 @@ def load_shard(row: MicroBatch, fetch: Fetch, *, rank: int, labelled: bool = Fal
     visuals = visual_shard([sequence.parts for sequence in sequences], layout, ranks=row.ranks, member=member)
     if not layout.tokens(member):
         pad = torch.zeros((1, 1), dtype=torch.int64)
-        return place(input_ids=pad, position_ids=pad.clone(), labels=torch.full_like(pad, IGNORED), visuals=visuals)
+        none = torch.full_like(pad, IGNORED)
+        return place(
+            input_ids=pad, position_ids=pad.clone(), labels=none, labelled=labelled_rows(none), visuals=visuals
+        )
     index = torch.from_numpy(layout.index(member))
+    labels = torch.cat([sequence.labels for sequence in sequences])[index].unsqueeze(0)
     return place(
         input_ids=torch.cat([sequence.tokens for sequence in sequences])[index].unsqueeze(0),
         position_ids=_position_ids(sequences, layout, member, index),
-        labels=torch.cat([sequence.labels for sequence in sequences])[index].unsqueeze(0),
+        labels=labels,
+        # Found here, in the loader's thread: on the device, how many there are would be waited for.
+        labelled=labelled_rows(labels),
         visuals=visuals,
     )
 
@@ -191,5 +199,6 @@ def _pinned(shard: Shard) -> Shard:
         input_ids=shard.input_ids.pin_memory(),
         position_ids=shard.position_ids.pin_memory(),
         labels=shard.labels.pin_memory(),
+        labelled=None if shard.labelled is None else shard.labelled.pin_memory(),
         visuals=None if shard.visuals is None else shard.visuals.map_pixels(Tensor.pin_memory),
     )

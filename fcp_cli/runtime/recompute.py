@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from fcp_cli.errors import RunError
 
@@ -43,6 +44,17 @@ class _Output(NamedTuple):
 
     out: Tensor
     requires_grad: bool
+
+
+def recomputed(layer: Callable[..., Any], *args: Any, keeps_attention: bool = False, **kwargs: Any) -> Any:
+    """Run a layer, of which backward computes again what is not kept.
+
+    Args:
+        layer: called with `args` and `kwargs`; its inputs that need gradients belong in `args`.
+        keeps_attention: whether what attention computes is kept (`keep_attention`).
+    """
+    contexts = keep_attention if keeps_attention else noop_context_fn
+    return checkpoint(layer, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

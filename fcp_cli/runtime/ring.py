@@ -42,6 +42,7 @@ from fcp_cli.runtime.rows import add, merge, take
 from fcp_cli.runtime.transport import Handle, Transport, Waits, drive
 
 if TYPE_CHECKING:
+    from fcp_cli.runtime.loss import Labels
     from fcp_cli.runtime.visuals import VisualShard
 
 
@@ -54,9 +55,10 @@ class Ring(RingMember):
         backward_calls: how often the backward of its attention calls ran.
         backward_forbidden: why its backward must not run now, since ranks would wait for each other; "" where it may.
         encoder_calls: how often a vision encoder ran for it.
+        labels: of this member's tokens, for a model that computes its loss itself; None where there are none.
     """
 
-    __slots__ = ("backward_calls", "backward_forbidden", "encoder_calls", "transport", "visuals")
+    __slots__ = ("backward_calls", "backward_forbidden", "encoder_calls", "labels", "transport", "visuals")
 
     def __init__(
         self,
@@ -73,6 +75,7 @@ class Ring(RingMember):
         self.backward_calls = 0
         self.backward_forbidden = ""
         self.encoder_calls = 0
+        self.labels: Labels | None = None
 
 
 current_ring: ContextVar[Ring | None] = ContextVar("current_ring", default=None)

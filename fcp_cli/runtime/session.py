@@ -29,7 +29,7 @@ from fcp_cli.runtime.cursor import PlanCursor
 from fcp_cli.runtime.followed_step import FollowedStep, plan_path
 from fcp_cli.runtime.gradients import GradientSync, gradient_sync
 from fcp_cli.runtime.loader import Fetch, LoadedStep, Shard, fetches_labels, load_steps
-from fcp_cli.runtime.loss import token_loss_sum
+from fcp_cli.runtime.loss import Labels, head_loss_sum, token_loss_sum
 from fcp_cli.runtime.prefetch import Prefetched
 from fcp_cli.runtime.ring import Ring, current_ring
 from fcp_cli.runtime.timing import Clock, MicroBatchTiming, clock_for
@@ -206,6 +206,8 @@ class LocalMicroBatch:
         self.input_ids = shard.input_ids.to(device, non_blocking=True)
         self.position_ids = shard.position_ids.to(device, non_blocking=True)
         self.labels = shard.labels.to(device, non_blocking=True)
+        rows = None if shard.labelled is None else shard.labelled.to(device, non_blocking=True)
+        ring.labels = Labels(values=self.labels, rows=rows)
         self.loss_sum: Tensor | None = None
         self._factor = factor
         self._divisor = divisor
@@ -220,6 +222,19 @@ class LocalMicroBatch:
             logits: [1, tokens, vocabulary] for `input_ids`.
         """
         return self.normalised(token_loss_sum(logits, self.labels))
+
+    def loss_of(self, hidden: Tensor, head: nn.Linear | Tensor) -> Tensor:
+        """Return what `loss` returns, without the logits: they are computed and dropped a part at a time.
+
+        Args:
+            hidden: [1, tokens, width] for `input_ids`, what the head would be given.
+            head: the model's linear output layer, or its weight [vocabulary, width].
+
+        Raises:
+            RunError: the head's weight is sharded, as outside the forward of a model that `fully_shard` wraps.
+        """
+        assert self.ring.labels is not None
+        return self.normalised(head_loss_sum(hidden, head, self.ring.labels))
 
     def normalised(self, loss_sum: Tensor) -> Tensor:
         """Return this rank's share of the loss from a sum of token losses (0-d) that the script computed itself."""

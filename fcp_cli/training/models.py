@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fcp_cli.models.model import load_model
 from fcp_cli.models.transformers_config import whole_config
+from fcp_cli.recipe import Recompute
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +40,7 @@ def model_vocab_size(name: str) -> int:
 
 
 def build_model(
-    name: str, *, seed: int, device: torch.device, recompute: bool = False, freeze_vision: bool = False
+    name: str, *, seed: int, device: torch.device, recompute: Recompute = "none", freeze_vision: bool = False
 ) -> BuiltModel:
     """Build a model with random weights from `seed`, equal on all ranks, in float32.
 
@@ -47,7 +48,7 @@ def build_model(
         name: a shipped model, a model YAML, or a Hugging Face config.json.
         seed: of the initialisation; torch's generator is left seeded with it.
         device: where the model ends up.
-        recompute: drop the activations of each layer in forward and compute them again in backward.
+        recompute: what of each layer's activations backward computes again.
         freeze_vision: do not train what is not language model; nothing to do for a model that has no more.
 
     Raises:
@@ -56,7 +57,7 @@ def build_model(
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    from fcp_cli.runtime.integrations.transformers import prepare
+    from fcp_cli.runtime.integrations.transformers import prepare, recompute_layers
 
     config = model_config(name)
     torch.manual_seed(seed)
@@ -66,10 +67,7 @@ def build_model(
     if freeze_vision and has_vision(config):
         model.base_model.requires_grad_(False)
         model.base_model.language_model.requires_grad_(True)
-    if recompute:
-        # Its name before transformers 5 still works there, with a warning.
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-        enable({"use_reentrant": False})
+    recompute_layers(model, recompute)
     model.to(device).train()
     return BuiltModel(model=model, parameters=sum(parameter.numel() for parameter in model.parameters()))
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fcp_cli.console import note
 from fcp_cli.errors import RunError
@@ -28,7 +29,7 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.runs.checkpoint_header import CheckpointHeader, check_header, checkpoints, read_header
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.metrics import StepMeasurement
-from fcp_cli.runtime import Fetch, Session, Step, start
+from fcp_cli.runtime import Fetch, LocalMicroBatch, Session, Step, start
 from fcp_cli.training.checkpoint import TrainState, load_checkpoint, remove_leftovers, save_checkpoint
 from fcp_cli.training.data import open_data
 from fcp_cli.training.interrupt import StopRequest
@@ -111,7 +112,7 @@ class Trainer:
             seed=settings.seed,
             # fully_shard moves one layer after the other, so that no device ever holds the whole model
             device=torch.device("cpu") if self.is_sharded else session.device,
-            recompute=self.recipe.recompute != "none",
+            recompute=self.recipe.recompute,
             freeze_vision=self.recipe.freeze_vision,
         )
         self.model = built.model
@@ -150,9 +151,7 @@ class Trainer:
         """Run forward, backward and update; return what all ranks measured, and whether one was asked to stop."""
         self.optimizer.zero_grad(set_to_none=True)
         for microbatch in step:
-            with self._precision():
-                logits = self.model(input_ids=microbatch.input_ids, position_ids=microbatch.position_ids).logits
-            microbatch.loss(logits).backward()  # type: ignore[no-untyped-call]
+            self._loss(microbatch).backward()  # type: ignore[no-untyped-call]
         grad_norm = clip_gradients(self.model, self.settings.max_grad_norm)
         learning_rate = learning_rate_at(step.index, settings=self.settings, plan_steps=self.session.metadata.end_step)
         set_learning_rate(self.optimizer, learning_rate)
@@ -172,6 +171,15 @@ class Trainer:
             warm_up=step.index == self.first_step,
         )
         return measured, stopping
+
+    def _loss(self, microbatch: LocalMicroBatch) -> Tensor:
+        """Run the forward of a micro-batch; return this rank's share of the step's loss."""
+        inputs = {"input_ids": microbatch.input_ids, "position_ids": microbatch.position_ids}
+        with self._precision():
+            if self.recipe.loss == "chunked":
+                return microbatch.normalised(self.model(**inputs, labels=microbatch.labels).loss)
+            logits = self.model(**inputs).logits
+        return microbatch.loss(logits)
 
     def _precision(self) -> AbstractContextManager[Any]:
         """Return autocast for a whole model; FSDP2 casts by its own policy."""

@@ -12,8 +12,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
+from fcp_cli.recipe import Recompute
+from fcp_cli.runtime.recompute import recomputed
 from fcp_cli.runtime.ring import Ring, attention
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Ring | None], Tensor]
@@ -22,14 +23,14 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Ring | None], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TinyConfig:
-    """Sizes of the model; `recompute` runs each layer's forward again in backward."""
+    """Sizes of the model, and what of each layer backward computes again."""
 
     vocab_size: int = 61
     width: int = 32
     heads: int = 4
     kv_heads: int = 2
     layers: int = 2
-    recompute: bool = False
+    recompute: Recompute = "none"
 
 
 def ring_attend(q: Tensor, k: Tensor, v: Tensor, ring: Ring | None) -> Tensor:
@@ -63,14 +64,19 @@ class TinyLanguageModel(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, ring: Ring | None = None) -> Tensor:
         """Return the logits [1, T, vocabulary] of input_ids, position_ids [1, T]."""
+        logits: Tensor = self.output(self.hidden(input_ids, position_ids, ring))
+        return logits
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, ring: Ring | None = None) -> Tensor:
+        """Return what the output layer is given, [1, T, D]."""
         hidden = self.embedding(input_ids)
         for block in self.blocks:
-            if self.recompute:
-                hidden = checkpoint(block, hidden, position_ids, ring, use_reentrant=False)
-            else:
+            if self.recompute == "none":
                 hidden = block(hidden, position_ids, ring)
-        logits: Tensor = self.output(self.norm(hidden))
-        return logits
+            else:
+                hidden = recomputed(block, hidden, position_ids, ring, keeps_attention=self.recompute == "selective")
+        normed: Tensor = self.norm(hidden)
+        return normed
 
 
 class _Block(nn.Module):

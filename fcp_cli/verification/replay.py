@@ -57,25 +57,25 @@ def replay_rank(session: Session, config: TinyConfig, *, seed: int = 0) -> Repla
     session.transport = record
     session.world = RecordingWorld(session.world, record)
     model = TinyLanguageModel(config, ring_attend, seed=seed)
-    replayed = gradients_on_rank(session, model, lambda mb: model(mb.input_ids, mb.position_ids, mb.ring))
+    replayed = gradients_on_rank(session, model, lambda mb: mb.loss(model(mb.input_ids, mb.position_ids, mb.ring)))
     return replace(replayed, operations=tuple(record.operations))
 
 
 def gradients_on_rank(
-    session: Session, model: nn.Module, forward: Callable[[LocalMicroBatch], Tensor], *, reduce: Reduce | None = None
+    session: Session, model: nn.Module, loss_of: Callable[[LocalMicroBatch], Tensor], *, reduce: Reduce | None = None
 ) -> Replayed:
     """Return loss and gradient of every step of the plan at the model's weights, which stay as they are. Collective.
 
     Args:
         session: whose plan is followed.
         model: as given to `Session.steps`.
-        forward: from a micro-batch to its logits.
+        loss_of: from a micro-batch to this rank's share of the loss, as `LocalMicroBatch.loss` returns it.
         reduce: as given to `Session.steps`.
     """
     losses, gradients = [], []
     for step in session.steps(model, reduce=reduce):
         for microbatch in step:
-            torch.autograd.backward(microbatch.loss(forward(microbatch)))
+            torch.autograd.backward(loss_of(microbatch))
         losses.append(step.reduced_loss())
         gradients.append(take_gradient(model))
     return Replayed(losses=np.array(losses), gradients=np.stack(gradients))

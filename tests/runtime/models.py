@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from fcp_cli.recipe import Reduce
+from fcp_cli.recipe import Loss, Recompute, Reduce
 from fcp_cli.runtime.loader import Fetch
 from fcp_cli.runtime.session import LocalMicroBatch
 from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, plain_attend, ring_attend
@@ -27,7 +27,7 @@ Wrapping = Literal[
     "none", "ddp", "ddp views", "ddp hook", "ddp static", "ddp ignoring",
     "fsdp", "fsdp kept", "hsdp", "hsdp kept", "fsdp over half", "fsdp of a part",
 ]  # fmt: skip
-Recomputation = Literal["off", "non-reentrant", "reentrant"]
+Recomputation = Literal["off", "selective", "non-reentrant", "reentrant"]
 VOCAB_SIZE = TinyConfig().vocab_size
 
 
@@ -41,6 +41,8 @@ class Case:
     dtype: torch.dtype = torch.float64
     labelled: bool = False
     reduce: Reduce = "wave"
+    loss: Loss = "plain"
+    tied: bool = False
 
     def fetch(self, plan: Path) -> Fetch:
         tokens = synthetic_tokens(plan, VOCAB_SIZE)
@@ -59,30 +61,50 @@ def with_labels(tokens: Fetch) -> Fetch:
 
 
 def build(case: Case) -> tuple[nn.Module, Callable[[LocalMicroBatch], Tensor]]:
-    """The model of one rank, and its forward; collective where the wrapping is."""
+    """The model of one rank, and the loss of a micro-batch; collective where the wrapping is."""
     if case.family == "tiny":
-        config = TinyConfig(recompute=case.recompute != "off")
-        model: nn.Module = TinyLanguageModel(config, ring_attend, dtype=case.dtype)
-        wrapped = wrap(model, case.wrapping, list(model.get_submodule("blocks").children()))
-        return wrapped, lambda mb: wrapped(mb.input_ids, mb.position_ids, mb.ring)
+        config = TinyConfig(recompute=_TINY_RECOMPUTATION[case.recompute])
+        model = TinyLanguageModel(config, ring_attend, dtype=case.dtype)
+        if case.loss == "chunked":
+            return model, lambda mb: mb.loss_of(model.hidden(mb.input_ids, mb.position_ids, mb.ring), model.output)
+        wrapped = wrap(model, case.wrapping, list(model.blocks.children()))
+        return wrapped, lambda mb: mb.loss(wrapped(mb.input_ids, mb.position_ids, mb.ring))
     from fcp_cli.runtime.integrations.transformers import prepare
 
-    decoder = hugging_face(case.family, case.dtype)
+    decoder = hugging_face(case.family, case.dtype, tied=case.tied)
     prepare(decoder)
     recompute(decoder, case.recompute)
     wrapped = wrap(decoder, case.wrapping, list(decoder.get_submodule("model.layers").children()))
-    return wrapped, lambda mb: wrapped(input_ids=mb.input_ids, position_ids=mb.position_ids).logits
+
+    def loss(mb: LocalMicroBatch) -> Tensor:
+        inputs = {"input_ids": mb.input_ids, "position_ids": mb.position_ids}
+        if case.loss == "plain":
+            return mb.loss(wrapped(**inputs).logits)
+        return mb.normalised(wrapped(**inputs, labels=mb.labels).loss)
+
+    return wrapped, loss
+
+
+_TINY_RECOMPUTATION: Mapping[Recomputation, Recompute] = {
+    "off": "none",
+    "selective": "selective",
+    "non-reentrant": "full",
+}
 
 
 def recompute(model: Any, how: Recomputation) -> None:
     """Switch a transformers model's recomputation on."""
-    if how != "off":
+    from fcp_cli.runtime.integrations.transformers import recompute_layers
+
+    if how == "selective":
+        recompute_layers(model.train(), "selective")
+    elif how != "off":
         model.train()
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # 4.x
         enable({"use_reentrant": how == "reentrant"})
 
 
-def hugging_face(family: Family, dtype: torch.dtype) -> transformers.PreTrainedModel:
+def hugging_face(family: Family, dtype: torch.dtype, *, tied: bool = False) -> transformers.PreTrainedModel:
     """A decoder of two layers with fewer key/value heads than query heads; equal weights at every call."""
     import transformers
 
@@ -94,6 +116,7 @@ def hugging_face(family: Family, dtype: torch.dtype) -> transformers.PreTrainedM
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 8,
+        "tie_word_embeddings": tied,
     }
     torch.manual_seed(0)
     model: Any
@@ -148,7 +171,7 @@ def expected(case: Case, plan: Path) -> Replayed:
     if case.family == "tiny":
         model: nn.Module = TinyLanguageModel(TinyConfig(), plain_attend, dtype=case.dtype)
         return gradients_alone(plan, case.fetch(plan), model, model)
-    decoder = hugging_face(case.family, case.dtype)
+    decoder = hugging_face(case.family, case.dtype, tied=case.tied)
     decoder.set_attn_implementation("sdpa")
     return gradients_alone(plan, case.fetch(plan), decoder, lambda ids, _: decoder(input_ids=ids).logits)
 

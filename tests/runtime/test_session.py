@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import Sync
+from fcp_cli.recipe import Recompute
 from fcp_cli.runtime.followed_step import plan_path
 from fcp_cli.runtime.session import LocalMicroBatch, Session
 from fcp_cli.verification.emulation import Meeting, run_ranks
@@ -50,9 +51,14 @@ HAND_MADE: Sequence[Sequence[Row]] = (
 
 
 @settings(max_examples=12)
-@given(st.integers(1, 9), st.sampled_from(["iteration", "microbatch"]), st.booleans(), st.integers(0, 10**6))
+@given(
+    st.integers(1, 9),
+    st.sampled_from(["iteration", "microbatch"]),
+    st.sampled_from(get_args(Recompute)),
+    st.integers(0, 10**6),
+)
 def test_any_plan_gives_the_gradients_of_one_process_and_an_order_that_cannot_deadlock(
-    tmp_path_factory: pytest.TempPathFactory, num_ranks: int, sync: Sync, recompute: bool, seed: int
+    tmp_path_factory: pytest.TempPathFactory, num_ranks: int, sync: Sync, recompute: Recompute, seed: int
 ) -> None:
     plan = tmp_path_factory.mktemp("plan") / "plan.parquet"
     write_plan(plan, random_steps(num_ranks, 2, sync=sync, seed=seed), num_ranks=num_ranks, sync=sync)
@@ -83,7 +89,7 @@ def test_forwards_before_an_earlier_backward_keep_their_rings(
 ) -> None:
     """All of them first, or, in waves, one more than backwards: F0 F1 B0 F2 B1 F3 B2 B3."""
     plan = write_plan(tmp_path / "plan.parquet", [rows, rows], num_ranks=NUM_RANKS, sync=sync)
-    alone = replay_alone(plan, TinyConfig(recompute=True))
+    alone = replay_alone(plan, TinyConfig(recompute="full"))
     for rank in holding_back(plan, held):
         assert_agrees(Case(), rank, alone)
 
@@ -101,7 +107,7 @@ def test_a_backward_between_forwards_stops_a_job_whose_ranks_would_wait_for_each
 
 def holding_back(plan: Path, held: int) -> list[Replayed]:
     """What ranks compute that hold back the backwards of so many micro-batches until the next forward has run."""
-    config = TinyConfig(recompute=True)
+    config = TinyConfig(recompute="full")
     fetch = synthetic_tokens(plan, VOCAB_SIZE)
 
     def run(meeting: Meeting, rank: int) -> Replayed:
@@ -160,7 +166,7 @@ def test_ranks_start_from_rank_0s_weights(tmp_path: Path) -> None:
     def run(meeting: Meeting, rank: int) -> Replayed:
         session = thread_session(plan, synthetic_tokens(plan, VOCAB_SIZE), meeting, rank)
         model = TinyLanguageModel(TinyConfig(), ring_attend, seed=rank)
-        return gradients_on_rank(session, model, lambda mb: model(mb.input_ids, mb.position_ids))
+        return gradients_on_rank(session, model, lambda mb: mb.loss(model(mb.input_ids, mb.position_ids)))
 
     alone = replay_alone(plan, TinyConfig(), seed=0)
     for rank in run_ranks(NUM_RANKS, run):
@@ -226,7 +232,7 @@ def test_reduced_loss_without_a_loss_says_how_to_get_one(tmp_path: Path) -> None
 def test_a_batch_in_which_nothing_carries_a_loss_has_loss_and_gradient_zero(tmp_path: Path) -> None:
     session = one_rank(tmp_path, [Row([0], [1, 1])])
     model = TinyLanguageModel(TinyConfig(), ring_attend)
-    replayed = gradients_on_rank(session, model, lambda mb: model(mb.input_ids, mb.position_ids))
+    replayed = gradients_on_rank(session, model, lambda mb: mb.loss(model(mb.input_ids, mb.position_ids)))
     assert not replayed.losses.any()
     assert not replayed.gradients.any()
 
@@ -369,4 +375,4 @@ def test_a_replayed_case_builds_what_it_says() -> None:
     """The thread and process tests mean nothing if the recomputation they ask for is off."""
     model, _ = build(Case(recompute="non-reentrant"))
     assert isinstance(model, TinyLanguageModel)
-    assert model.recompute
+    assert model.recompute == "full"

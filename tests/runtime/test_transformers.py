@@ -12,6 +12,7 @@ import torch
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.loss import Labels, token_loss_sum
 from fcp_cli.runtime.ring import Ring, current_ring
 from fcp_cli.verification.emulation import Meeting, run_ranks
 from fcp_cli.verification.replay import Replayed, gradients_on_rank, thread_session
@@ -85,7 +86,10 @@ def test_outside_a_microbatch_the_model_says_where_it_belongs() -> None:
 REFUSED_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"position_ids": None}, "no position_ids; pass position_ids=microbatch.position_ids"),
     ({"attention_mask": torch.ones(1, 4)}, "was given attention_mask, which it cannot use under a plan; leave it out"),
-    ({"labels": IDS}, r"was given labels, .*; leave them out and use microbatch.loss\(logits\)"),
+    (
+        {"labels": IDS},
+        r"was given labels, .*; pass microbatch.labels, or leave them out and use microbatch.loss\(logits\)",
+    ),
     ({"past_key_values": ()}, "was given past_key_values"),
     ({"is_causal": False}, "asks for attention that is not causal"),
 ]
@@ -140,6 +144,56 @@ def test_a_vision_language_model_that_fcp_cannot_take_apart_is_refused_by_name()
 
 
 @pytest.mark.parametrize("argument", ["softcap", "s_aux", "dropout", "sliding_window"])
+def labelled(ring: Ring) -> torch.Tensor:
+    """The labels of the ring's micro-batch, of which the second token has none."""
+    values = torch.tensor([[1, -100, 1, 5]])
+    ring.labels = Labels(values=values)
+    return values
+
+
+def test_with_the_microbatchs_labels_a_model_answers_with_the_sum_of_token_losses(microbatch: Ring) -> None:
+    model, values = prepared(), labelled(microbatch)
+    wanted = token_loss_sum(model(input_ids=IDS, position_ids=POSITIONS).logits, values)
+    found = model(input_ids=IDS, position_ids=POSITIONS, labels=values)
+    assert found.logits is None
+    assert abs(float((found.loss - wanted).detach())) <= 1e-12
+    assert model(input_ids=IDS, position_ids=POSITIONS).loss is None, "labels are those of one call"
+
+
+def test_a_model_that_failed_forgets_the_labels(microbatch: Ring) -> None:
+    model, values = prepared(), labelled(microbatch)
+    with pytest.raises(RunError, match="asks for attention"):
+        model(input_ids=IDS, position_ids=POSITIONS, labels=values, is_causal=False)
+    assert model(input_ids=IDS, position_ids=POSITIONS).logits.shape == (1, 4, 61)
+
+
+def test_the_head_keeps_its_weight_its_name_and_its_ties(microbatch: Ring) -> None:
+    from fcp_cli.runtime.integrations.transformers import prepare
+
+    model = hugging_face("qwen3", torch.float64, tied=True)
+    names, shapes = list(model.state_dict()), [weight.shape for weight in model.state_dict().values()]
+    prepare(model)
+    assert list(model.state_dict()) == names
+    assert [weight.shape for weight in model.state_dict().values()] == shapes
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    model.tie_weights()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_other_labels_than_the_microbatchs_are_refused(microbatch: Ring) -> None:
+    """A data set's labels are not shifted to the next token."""
+    same = labelled(microbatch).clone()
+    with pytest.raises(RunError, match=r"was given labels, .*; pass microbatch.labels, or leave them out"):
+        prepared()(input_ids=IDS, position_ids=POSITIONS, labels=same)
+
+
+def test_a_model_that_changes_its_logits_is_not_given_a_wrong_loss(microbatch: Ring) -> None:
+    model = prepared()
+    model.lm_head.register_forward_hook(lambda module, args, output: output * 0.5)
+    with pytest.raises(RunError, match=r"changes the logits of its head, .*; leave out labels, and use microbatch"):
+        model(input_ids=IDS, position_ids=POSITIONS, labels=labelled(microbatch))
+
+
 def test_what_a_layer_asks_of_attention_is_not_left_out_in_silence(microbatch: Ring, argument: str) -> None:
     from fcp_cli.runtime.integrations.transformers import _attention_forward
 

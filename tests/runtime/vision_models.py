@@ -83,7 +83,7 @@ def fetch(case: VisionCase) -> Any:
 
 
 def build(case: VisionCase) -> tuple[nn.Module, Any]:
-    """One rank's model and its forward; collective where the wrapping is."""
+    """One rank's model and the loss of a micro-batch; collective where the wrapping is."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     from fcp_cli.runtime.integrations.transformers import prepare
@@ -94,11 +94,11 @@ def build(case: VisionCase) -> tuple[nn.Module, Any]:
     layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     wrapped = wrap(model, case.wrapping, layers)
 
-    def forward(microbatch: LocalMicroBatch) -> Tensor:
-        logits: Tensor = wrapped(input_ids=microbatch.input_ids, position_ids=microbatch.position_ids).logits
-        return logits
+    def loss(microbatch: LocalMicroBatch) -> Tensor:
+        logits = wrapped(input_ids=microbatch.input_ids, position_ids=microbatch.position_ids).logits
+        return microbatch.loss(logits)
 
-    return wrapped, forward
+    return wrapped, loss
 
 
 def alone(case: VisionCase, plan: Path) -> Replayed:

@@ -3,7 +3,10 @@
     model = AutoModelForCausalLM.from_pretrained(...)
     prepare(model)
     ...
-    logits = model(input_ids=microbatch.input_ids, position_ids=microbatch.position_ids).logits
+    out = model(input_ids=microbatch.input_ids, position_ids=microbatch.position_ids, labels=microbatch.labels)
+    microbatch.normalised(out.loss).backward()
+
+Without `labels` it gives `logits`, for `microbatch.loss(logits)`.
 
 The ring is bound to each call of the model: a hook adds it to the keyword arguments, which transformers hands down to
 every layer and keeps for recomputation. So gradient checkpointing, in both its modes, uses the right ring.
@@ -19,6 +22,7 @@ for the device in every forward.
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +30,10 @@ import transformers
 from torch import Tensor, nn
 
 from fcp_cli.errors import RunError
+from fcp_cli.recipe import Recompute
 from fcp_cli.runtime.exchange import exchange
+from fcp_cli.runtime.integrations.transformers_loss import prepare_loss, takes_labels
+from fcp_cli.runtime.recompute import recomputed
 from fcp_cli.runtime.ring import Ring, attention, current_ring
 from fcp_cli.vision.families import FAMILIES
 
@@ -36,6 +43,8 @@ NAME = "fcp"
 
 def prepare(model: transformers.PreTrainedModel) -> None:
     """Make a decoder's attention run on the ring of the current micro-batch. Do it before DDP or `fully_shard`.
+
+    Its linear head is replaced by one of the same weight that computes the loss where `labels` are given.
 
     Of a vision-language model, freeze the encoder before or after; it then runs without a graph.
 
@@ -52,8 +61,29 @@ def prepare(model: transformers.PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, transformers.PreTrainedModel):
             module.register_forward_pre_hook(_bind_ring, with_kwargs=True)
+    prepare_loss(model)
     if text is not model.config:
         _encoder_owner(model).register_forward_pre_hook(_bring_embeddings, with_kwargs=True)
+
+
+def recompute_layers(model: transformers.PreTrainedModel, how: Recompute) -> None:
+    """Make backward compute the activations of each layer again, while the model trains.
+
+    Layers of a vision encoder are recomputed whole either way: their attention runs on no ring.
+
+    Args:
+        model: of transformers; given to `prepare` before or after.
+        how: `selective` keeps what attention computes, `full` only the inputs of layers; `none` leaves it as it is.
+    """
+    if how == "none":
+        return
+    # Its name before transformers 5 still works there, with a warning.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+    run: Any = partial(recomputed, keeps_attention=how == "selective")
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = run
 
 
 def _text_config(config: Any) -> Any:
@@ -104,7 +134,7 @@ def _bind_ring(
         )
     given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
     for name, remedy in _REFUSED_ARGUMENTS.items():
-        if given.get(name) is not None:
+        if given.get(name) is not None and not (name in kwargs and takes_labels(module, given[name], ring)):
             raise RunError(f"the model was given {name}, which it cannot use under a plan; {remedy}")
     if given.get("position_ids") is None:
         raise RunError("the model was given no position_ids; pass position_ids=microbatch.position_ids")
@@ -113,7 +143,7 @@ def _bind_ring(
 
 _REFUSED_ARGUMENTS = {
     "attention_mask": "leave it out: the plan decides which tokens belong together",
-    "labels": "leave them out and use microbatch.loss(logits)",
+    "labels": "pass microbatch.labels, or leave them out and use microbatch.loss(logits)",
     "past_key_values": "leave them out: training keeps no cache",
     "pixel_values": "leave them out: fetch gives images with their sequence",
     "pixel_values_videos": "leave them out: fetch gives videos with their sequence",

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fcp_cli.errors import FcpError
+from fcp_cli.runtime import chunked_loss
 from fcp_cli.runtime.session import start
 from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, plain_attend, ring_attend
 from fcp_cli.verification.replay import Replayed, gradients_on_rank
@@ -51,14 +52,28 @@ GRADIENT_CASES: Mapping[str, tuple[str, Case]] = {
     "qwen3 ddp": (ITERATION, Case(family="qwen3", wrapping="ddp", recompute="reentrant")),
     "qwen3 fsdp kept": (ITERATION, Case(family="qwen3", wrapping="fsdp kept", recompute="non-reentrant")),
     "qwen3 fsdp": (WAVES, Case(family="qwen3", wrapping="fsdp", recompute="non-reentrant")),
+    "loss of hidden states": (ITERATION, Case(labelled=True, loss="chunked", recompute="selective")),
+    "qwen3 chunked": (ITERATION, Case(family="qwen3", loss="chunked", labelled=True)),
+    "qwen3 ddp chunked": (ITERATION, Case(family="qwen3", wrapping="ddp", loss="chunked", recompute="selective")),
+    "qwen3 fsdp kept chunked": (
+        ITERATION,
+        Case(family="qwen3", wrapping="fsdp kept", loss="chunked", recompute="selective", tied=True),
+    ),
+    "qwen3 fsdp chunked": (
+        WAVES,
+        Case(family="qwen3", wrapping="fsdp", loss="chunked", recompute="selective", labelled=True, tied=True),
+    ),
+    "llama hsdp chunked fp32": (
+        WAVES,
+        Case(family="llama", wrapping="hsdp", loss="chunked", recompute="non-reentrant", dtype=torch.float32),
+    ),
     "llama fsdp fp32": (WAVES, Case(family="llama", wrapping="fsdp", dtype=torch.float32)),
 }
 
 
 def gradients(plan: Path, case: Case) -> Replayed:
     with start(plan, case.fetch(plan)) as session:
-        model, forward = build(case)
-        return gradients_on_rank(session, model, forward, reduce=case.reduce)
+        return gradients_on_rank(session, *build(case), reduce=case.reduce)
 
 
 def first_step(plan: Path, *, attend: Any = ring_attend, wrapping: Any = "none", stop_early: bool = False) -> None:
@@ -96,6 +111,7 @@ def error_cases(folder: Path, rank: int) -> Mapping[str, Callable[[], Any]]:
 def main(folder: Path) -> None:
     faulthandler.dump_traceback_later(PATIENCE_SECONDS, exit=True)
     torch.set_num_threads(1)
+    chunked_loss.LOGITS_BYTES = 600  # several blocks of a small vocabulary
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
     rank = dist.get_rank()
 
