@@ -75,7 +75,7 @@ class ProcessTransport:
         The first point-to-point batch of a communicator must not involve only some of its ranks, so a reduction and a
         ring over all ranks run here; afterwards any ranks may talk.
         """
-        group = dist.new_group(list(range(dist.get_world_size())))
+        group = dist.new_group(list(range(dist.get_world_size())), group_desc="rings")
         assert group is not None
         transport = cls(group, device)
         transport.warm_up(device)

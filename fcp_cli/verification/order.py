@@ -4,18 +4,34 @@ A green run over gloo does not show that the same order works on NCCL or HCCL: g
 the recorded operations against what those libraries require: every send meets its receive, first in first out and of
 equal size; a batch has at most one send and one receive per peer; every rank issues a group's collectives in the same
 order; and when each batch and each collective blocks until all its peers arrive, every rank gets to its end.
+
+Two models of what an operation that blocks holds up:
+
+- *communicators*: the later operations of its communicator, and whatever computation waited for it. What hangs here
+  hangs on every device.
+- *hardware queues*: a device has a bounded number of them (of CUDA 8, or what CUDA_DEVICE_MAX_CONNECTIONS says: 1 to
+  32), its streams share them, and each starts kernels in the order of their launch.
+  The operation also holds up everything launched behind it in its queue, of other communicators and the computation.
+
+With a single queue a rank does one thing after the other, in the order of issue. Any other number leaves some of those
+waits out and adds none, so an order that ends with one queue ends on every device; `check_order` tries that first.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from fcp_cli.errors import RunError
 
 SEND, RECEIVE = "send", "recv"
+HARDWARE_QUEUES = (1, 2, 8, 32)
+"""Numbers of hardware queues that an order is proven for, beside one for every stream."""
+
+NEVER = -1
+"""`Operation.waited` of an operation that nothing waited for before the record ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +46,8 @@ class Operation:
         num_bytes: size of what it carries.
         shape: shape of what it carries.
         content: what it carries ("kv", "dkv", ...); for messages only.
+        waited: number of the batch before whose issue the rank waited for it, or `NEVER`. None: of the next one, which
+            is the strictest, and what is assumed of records that do not say.
     """
 
     group: str
@@ -39,6 +57,7 @@ class Operation:
     num_bytes: int = 0
     shape: tuple[int, ...] = ()
     content: str = ""
+    waited: int | None = None
 
     @property
     def is_collective(self) -> bool:
@@ -48,15 +67,15 @@ class Operation:
         if self.is_collective:
             return f"{self.verb} on {self.group} ({self.num_bytes} bytes)"
         direction = "to" if self.verb == SEND else "from"
-        return f"{self.verb} {direction} rank {self.peer} on {self.group} ({self.num_bytes} bytes {self.content})"
+        what = f"{self.num_bytes} bytes {self.content}".rstrip()
+        return f"{self.verb} {direction} rank {self.peer} on {self.group} ({what})"
 
 
 Batch = tuple[Operation, ...]
+Groups = Mapping[str, Sequence[int]]
 
 
-def check_order(
-    operations: Mapping[int, Sequence[Operation]], groups: Mapping[str, Sequence[int]] | None = None
-) -> None:
+def check_order(operations: Mapping[int, Sequence[Operation]], groups: Groups | None = None) -> None:
     """Check what every rank recorded.
 
     Args:
@@ -64,18 +83,45 @@ def check_order(
         groups: group -> its ranks, for the collectives; all ranks where it is not named.
 
     Raises:
-        RunError: names the first rank and operation at fault.
+        RunError: names the first rank and operation at fault, and on which devices it waits.
     """
-    batches = {
-        rank: [tuple(batch) for _, batch in groupby(issued, key=lambda operation: operation.batch)]
-        for rank, issued in sorted(operations.items())
-    }
+    batches = _batches(operations)
     for rank, issued in batches.items():
         for number, batch in enumerate(issued):
             _check_batch(rank, number, batch)
     _check_collectives(operations, groups or {})
     _check_pairs(operations)
-    _simulate(batches, groups or {})
+    if _Run(batches, groups or {}, queues=1).to_the_end() is None:
+        return
+    found = {queues: _Run(batches, groups or {}, queues).to_the_end() for queues in (None, *HARDWARE_QUEUES)}
+    if found[None] is not None:
+        raise RunError(f"deadlock: {found[None]}")
+    hanging = [queues for queues in HARDWARE_QUEUES if found[queues] is not None]
+    raise RunError(f"deadlock on devices with {_queues(hanging)}: {found[hanging[0]]}")
+
+
+def deadlock(
+    operations: Mapping[int, Sequence[Operation]], groups: Groups | None = None, *, queues: int | None = None
+) -> str | None:
+    """Return which rank waits forever for what on devices with so many hardware queues; None where all ranks end.
+
+    Args:
+        operations, groups: as given to `check_order`, which they have passed but for deadlocks.
+        queues: hardware queues of each device; None gives every stream one of its own.
+    """
+    return _Run(_batches(operations), groups or {}, queues).to_the_end()
+
+
+def _batches(operations: Mapping[int, Sequence[Operation]]) -> dict[int, list[Batch]]:
+    return {
+        rank: [tuple(batch) for _, batch in groupby(issued, key=lambda operation: operation.batch)]
+        for rank, issued in sorted(operations.items())
+    }
+
+
+def _queues(numbers: Sequence[int]) -> str:
+    counted = " or ".join(map(str, numbers))
+    return f"{counted} hardware queue{'' if numbers == [1] else 's'}"
 
 
 def _check_batch(rank: int, number: int, batch: Batch) -> None:
@@ -89,7 +135,7 @@ def _check_batch(rank: int, number: int, batch: Batch) -> None:
             raise RunError(f"rank {rank}, batch {number}: {operation} is to itself")
 
 
-def _check_collectives(operations: Mapping[int, Sequence[Operation]], groups: Mapping[str, Sequence[int]]) -> None:
+def _check_collectives(operations: Mapping[int, Sequence[Operation]], groups: Groups) -> None:
     names = {operation.group for issued in operations.values() for operation in issued if operation.is_collective}
     for name in sorted(names):
         ranks = sorted(groups.get(name, operations))
@@ -106,7 +152,7 @@ def _compare_sequences(
     group: str, first: int, reference: list[Operation], rank: int, sequence: list[Operation]
 ) -> None:
     for position, (expected, found) in enumerate(zip(reference, sequence, strict=False)):
-        if replace(expected, batch=0) != replace(found, batch=0):
+        if replace(expected, batch=0, waited=None) != replace(found, batch=0, waited=None):
             raise RunError(f"rank {rank}: collective {position} is {found}, but rank {first} issues {expected}")
     if len(reference) != len(sequence):
         raise RunError(
@@ -142,75 +188,170 @@ def _check_pair(pair: tuple[str, int, int], sends: list[Operation], receives: li
         raise RunError(f"rank {receiver}: {receives[len(sends)]} is never sent")
 
 
-def _simulate(batches: Mapping[int, list[Batch]], groups: Mapping[str, Sequence[int]]) -> None:
-    """Run the batches as NCCL and HCCL would, and raise RunError when no rank can move.
+@dataclass(slots=True)
+class _Launch:
+    """A kernel in a queue: a batch of operations, or, with `batch` None, the computation before batch `number`."""
 
-    Every batch blocks its rank until each of its operations has met its partner at the head of the partner's list.
-    Receives and sends inside a batch do not block each other, as in one ncclGroup or one HcclBatchSendRecv.
-    """
-    heads = dict.fromkeys(batches, 0)
-    matched: dict[int, set[int]] = {rank: set() for rank in batches}
-    before = None
-    while (state := (sum(heads.values()), sum(map(len, matched.values())))) != before:
-        before = state
-        for rank, issued in batches.items():
-            while heads[rank] < len(issued) and _advance(rank, batches, heads, matched, groups):
-                pass
-    for rank, issued in batches.items():
-        if heads[rank] < len(issued):
-            stuck = next(op for i, op in enumerate(issued[heads[rank]]) if i not in matched[rank])
-            raise RunError(f"deadlock: rank {rank} waits forever in batch {heads[rank]}: {stuck}")
+    number: int
+    batch: Batch | None = None
+    waits_for: frozenset[int] = frozenset()
+    matched: set[int] = field(default_factory=set)
 
 
-def _advance(
-    rank: int,
-    batches: Mapping[int, list[Batch]],
-    heads: dict[int, int],
-    matched: dict[int, set[int]],
-    groups: Mapping[str, Sequence[int]],
-) -> bool:
-    """Match what can be matched of the rank's current batch; return whether the rank completed it and moved on."""
-    batch = batches[rank][heads[rank]]
-    if batch[0].is_collective:
-        members = sorted(groups.get(batch[0].group, batches))
-        if not all(_is_at(member, batch[0], batches, heads) for member in members):
+class _Device:
+    """One rank's queues. A batch may start when the computation before it has, which is what gave it its data."""
+
+    def __init__(self, issued: Sequence[Batch], queues: int | None) -> None:
+        self.issued = issued
+        self.done: set[int] = set()
+        self.computed = -1
+        streams: dict[str, int] = {}
+        for batch in issued:
+            streams.setdefault(batch[0].group, len(streams) + 1)  # 0 is that of the computation
+        self.queue_of = {group: number % (queues or len(streams) + 1) for group, number in streams.items()}
+        self.queues: list[deque[_Launch]] = [deque() for _ in range(queues or len(streams) + 1)]
+        waited = _waited_before(issued)
+        for number, batch in enumerate(issued):
+            self.queues[0].append(_Launch(number, waits_for=waited.get(number, frozenset())))
+            self.queues[self.queue_of[batch[0].group]].append(_Launch(number, batch))
+
+    def ready(self, group: str) -> _Launch | None:
+        """Return the batch that stands at the head of the group's queue, with its data there; None where none does."""
+        queue = self.queues[self.queue_of[group]] if group in self.queue_of else None
+        head = queue[0] if queue else None
+        if head is None or head.batch is None or head.batch[0].group != group or head.number > self.computed:
+            return None
+        return head
+
+    def finish(self, launch: _Launch) -> None:
+        assert launch.batch is not None
+        self.queues[self.queue_of[launch.batch[0].group]].popleft()
+        self.done.add(launch.number)
+
+    def compute(self) -> bool:
+        """Run the computation at the head of its queue, where what it waits for is there; return whether it ran."""
+        head = self.queues[0][0] if self.queues[0] else None
+        if head is None or head.batch is not None or not head.waits_for <= self.done:
             return False
-        for member in members:
-            heads[member] += 1
+        self.computed = head.number
+        self.queues[0].popleft()
         return True
-    for position, operation in enumerate(batch):
-        if position not in matched[rank]:
-            _match(rank, position, operation, batches, heads, matched)
-    if len(matched[rank]) < len(batch):
-        return False
-    heads[rank] += 1
-    matched[rank] = set()
-    return True
 
 
-def _is_at(rank: int, collective: Operation, batches: Mapping[int, list[Batch]], heads: Mapping[int, int]) -> bool:
-    issued = batches.get(rank, [])
-    if heads.get(rank, 0) >= len(issued):
-        return False
-    head = issued[heads[rank]][0]
-    return head.is_collective and head.group == collective.group
+def _waited_before(issued: Sequence[Batch]) -> dict[int, frozenset[int]]:
+    """Map a batch to those that its rank waited for before it issued that one."""
+    found: dict[int, set[int]] = {}
+    numbers = {batch[0].batch: number for number, batch in enumerate(issued)}
+    for number, batch in enumerate(issued):
+        for operation in batch:
+            if operation.waited is None:
+                found.setdefault(number + 1, set()).add(number)
+            elif operation.waited in numbers:
+                found.setdefault(numbers[operation.waited], set()).add(number)
+    return {number: frozenset(waited) for number, waited in found.items()}
 
 
-def _match(
-    rank: int,
-    position: int,
-    operation: Operation,
-    batches: Mapping[int, list[Batch]],
-    heads: Mapping[int, int],
-    matched: dict[int, set[int]],
-) -> None:
-    peer = operation.peer
-    if peer not in batches or heads[peer] >= len(batches[peer]):
-        return
-    wanted = RECEIVE if operation.verb == SEND else SEND
-    for i, other in enumerate(batches[peer][heads[peer]]):
-        meets = other.verb == wanted and other.peer == rank and other.group == operation.group
-        if meets and i not in matched[peer]:
-            matched[rank].add(position)
-            matched[peer].add(i)
+class _Run:
+    """A run of the ranks on devices with so many hardware queues; None gives every stream one of its own.
+
+    A batch leaves its queue when each of its operations has met its partner: sends and receives inside it do not hold
+    each other up, as in one ncclGroup or one HcclBatchSendRecv. A collective leaves it on all its ranks at once.
+    """
+
+    def __init__(self, batches: Mapping[int, list[Batch]], groups: Groups, queues: int | None) -> None:
+        self._groups = groups
+        self._devices = {rank: _Device(issued, queues) for rank, issued in batches.items()}
+        self._todo = deque(self._devices)
+
+    def to_the_end(self) -> str | None:
+        """Run all ranks as far as they get; return what one of them waits for, None where all reach their end."""
+        while self._todo:
+            rank = self._todo.popleft()
+            while self._advance(rank):
+                pass
+        return next((self._reason(rank) for rank, device in self._devices.items() if any(device.queues)), None)
+
+    def _advance(self, rank: int) -> bool:
+        """Move each queue of a rank by one launch, where it can; return whether one moved."""
+        device = self._devices[rank]
+        moved = device.compute()
+        for group in device.queue_of:
+            launch = device.ready(group)
+            if launch is None or launch.batch is None:
+                continue
+            if launch.batch[0].is_collective:
+                moved |= self._meet(launch.batch[0])
+            else:
+                moved |= self._exchange(rank, launch, launch.batch)
+        return moved
+
+    def _meet(self, collective: Operation) -> bool:
+        members = self._members(collective)
+        launches = [self._devices[rank].ready(collective.group) for rank in members if rank in self._devices]
+        waiting = [launch for launch in launches if launch is not None and _is_collective(launch)]
+        if len(waiting) < len(members):
+            return False
+        for rank, launch in zip(members, waiting, strict=True):
+            self._devices[rank].finish(launch)
+            self._todo.append(rank)
+        return True
+
+    def _exchange(self, rank: int, launch: _Launch, batch: Batch) -> bool:
+        for position, operation in enumerate(batch):
+            if position not in launch.matched:
+                self._match(rank, launch, position, operation)
+        if len(launch.matched) < len(batch):
+            return False
+        self._devices[rank].finish(launch)
+        return True
+
+    def _match(self, rank: int, launch: _Launch, position: int, operation: Operation) -> None:
+        peer = self._devices.get(operation.peer)
+        other = peer.ready(operation.group) if peer is not None else None
+        if other is None or other.batch is None:
             return
+        wanted = RECEIVE if operation.verb == SEND else SEND
+        for i, candidate in enumerate(other.batch):
+            if candidate.verb == wanted and candidate.peer == rank and i not in other.matched:
+                launch.matched.add(position)
+                other.matched.add(i)
+                self._todo.append(operation.peer)
+                return
+
+    def _members(self, collective: Operation) -> list[int]:
+        return sorted(self._groups.get(collective.group, self._devices))
+
+    def _reason(self, rank: int) -> str:
+        number, operation = self._stuck(rank)
+        others = self._missing(rank, operation)
+        reason = f"rank {rank} waits forever in batch {number}: {operation}"
+        for other in others[:1]:
+            held, its = self._stuck(other)
+            reason += f"; rank {other} is in batch {held}: {its}"
+        return reason
+
+    def _stuck(self, rank: int) -> tuple[int, Operation]:
+        """Return the earliest operation of a rank that has not ended."""
+        device = self._devices[rank]
+        number = next(i for i in range(len(device.issued)) if i not in device.done)
+        launches = [launch for queue in device.queues for launch in queue if launch.batch and launch.number == number]
+        return number, next(op for i, op in enumerate(device.issued[number]) if i not in launches[0].matched)
+
+    def _missing(self, rank: int, operation: Operation) -> list[int]:
+        """Return the ranks that have not come to an operation and have not ended either."""
+        if not operation.is_collective:
+            return [other for other in (operation.peer,) if self._is_running(other)]
+        return [
+            other
+            for other in self._members(operation)
+            if other != rank
+            and self._is_running(other)
+            and not _is_collective(self._devices[other].ready(operation.group))
+        ]
+
+    def _is_running(self, rank: int) -> bool:
+        return rank in self._devices and any(self._devices[rank].queues)
+
+
+def _is_collective(launch: _Launch | None) -> bool:
+    return launch is not None and launch.batch is not None and launch.batch[0].is_collective

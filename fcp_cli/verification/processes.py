@@ -10,15 +10,19 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from fcp_cli.errors import FcpError, RunError
 from fcp_cli.machine.torchrun import torchrun_argv
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runtime.session import start
+from fcp_cli.runtime.world import leave_process_group
 from fcp_cli.verification.model import TinyConfig
+from fcp_cli.verification.recording import BACKEND, LabellingTransport, Recorder
 from fcp_cli.verification.replay import Replayed, replay_rank, synthetic_tokens
 
 
@@ -55,12 +59,16 @@ def _result(folder: Path, rank: int) -> Path:
 
 def run_rank(plan: Path, folder: Path) -> None:
     """Replay the plan as one of its ranks, and leave the result or the error in the folder."""
-    config = TinyConfig()
+    config, recorder = TinyConfig(), Recorder()
     torch.set_num_threads(1)
+    recorder.register()
+    dist.init_process_group(BACKEND)
     try:
         with start(plan, synthetic_tokens(plan, config.vocab_size), device=torch.device("cpu")) as session:
-            replayed = replay_rank(session, config)
+            session.transport = LabellingTransport(session.transport, recorder)
+            replayed = replace(replay_rank(session, config), operations=recorder.operations)
             _result(folder, session.rank).write_bytes(pickle.dumps(replayed))
+        leave_process_group()
     except FcpError as error:
         (folder / f"rank-{os.environ['RANK']}.error").write_text(str(error), encoding="utf-8")
         raise

@@ -52,13 +52,9 @@ def synthetic_tokens(plan: Path, vocab_size: int, seed: int = 0) -> Fetch:
 
 
 def replay_rank(session: Session, config: TinyConfig, *, seed: int = 0) -> Replayed:
-    """Run one rank's part of all steps of the session's plan. Collective; its ring and its world are recorded."""
-    record = RecordingTransport(session.transport)
-    session.transport = record
-    session.world = RecordingWorld(session.world, record)
+    """Run one rank's part of all steps of the session's plan. Collective."""
     model = TinyLanguageModel(config, ring_attend, seed=seed)
-    replayed = gradients_on_rank(session, model, lambda mb: mb.loss(model(mb.input_ids, mb.position_ids, mb.ring)))
-    return replace(replayed, operations=tuple(record.operations))
+    return gradients_on_rank(session, model, lambda mb: mb.loss(model(mb.input_ids, mb.position_ids, mb.ring)))
 
 
 def gradients_on_rank(
@@ -99,7 +95,11 @@ def replay_threads(plan: Path, config: TinyConfig, *, seed: int = 0) -> list[Rep
     fetch = synthetic_tokens(plan, config.vocab_size, seed)
 
     def run(meeting: Meeting, rank: int) -> Replayed:
-        return replay_rank(thread_session(plan, fetch, meeting, rank), config, seed=seed)
+        session = thread_session(plan, fetch, meeting, rank)
+        session.transport = record = RecordingTransport(session.transport)
+        session.world = RecordingWorld(session.world, record)
+        replayed = replay_rank(session, config, seed=seed)
+        return replace(replayed, operations=tuple(record.operations))
 
     return run_ranks(PlanReader(plan).metadata.num_ranks, run)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from inline_snapshot import snapshot
 
 from fcp_cli.errors import RunError
-from fcp_cli.verification.order import Operation, check_order
+from fcp_cli.verification.order import HARDWARE_QUEUES, NEVER, Operation, check_order, deadlock
 from tests.messages import raises
 from tests.runtime.emulation import run_recorded
 from tests.runtime.reference import make_example
@@ -81,14 +81,20 @@ def test_ranks_that_run_microbatches_in_different_orders_deadlock() -> None:
     """Every message has its partner of equal size, first in first out, and gloo would let it pass."""
     log = pairs_in_turn({0: [(0, 1), (0, 2)], 1: [(1, 2), (0, 1)], 2: [(0, 2), (1, 2)]})
     with raises(
-        snapshot("RunError: deadlock: rank 0 waits forever in batch 0: send to rank 1 on ring (1152 bytes kv)")
+        snapshot(
+            "RunError: deadlock: rank 0 waits forever in batch 0: send to rank 1 on ring (1152 bytes kv); rank 1 is in batch 0: send to rank 2 on ring (1152 bytes kv)"
+        )
     ):
         check_order(log)
 
 
 def test_a_cycle_of_waits_is_a_deadlock_and_names_the_operation() -> None:
     log = {0: [send(1, 0), receive(2, 1)], 1: [send(2, 0), receive(0, 1)], 2: [send(0, 0), receive(1, 1)]}
-    with raises(snapshot("RunError: deadlock: rank 0 waits forever in batch 0: send to rank 1 on ring (8 bytes kv)")):
+    with raises(
+        snapshot(
+            "RunError: deadlock: rank 0 waits forever in batch 0: send to rank 1 on ring (8 bytes kv); rank 1 is in batch 0: send to rank 2 on ring (8 bytes kv)"
+        )
+    ):
         check_order(log)
 
 
@@ -101,7 +107,11 @@ def test_a_collective_between_two_halves_of_an_exchange_is_a_deadlock() -> None:
         0: [send(1, 0), collective("all_reduce", 1)],
         1: [collective("all_reduce", 0), receive(0, 1)],
     }
-    with raises(snapshot("RunError: deadlock: rank 0 waits forever in batch 0: send to rank 1 on ring (8 bytes kv)")):
+    with raises(
+        snapshot(
+            "RunError: deadlock: rank 0 waits forever in batch 0: send to rank 1 on ring (8 bytes kv); rank 1 is in batch 0: all_reduce on world (4 bytes)"
+        )
+    ):
         check_order(log)
 
 
@@ -168,3 +178,80 @@ def test_a_group_of_some_ranks_concerns_only_those() -> None:
     check_order(log, {"pair": (0, 1)})
     with pytest.raises(RunError, match="rank 2 issues 0 collectives on pair"):
         check_order(log)
+
+
+def reducing_inside_backward() -> dict[int, list[Operation]]:
+    """What two ranks record of a step under DDP: a ring of both, which is rank 0's last micro-batch and not rank 1's.
+
+    Rank 0's reducer issues a bucket between two hops and waits for it when its backward ends.
+    """
+    peers = {0: 1, 1: 0}
+
+    def hop(rank: int, batch: int) -> list[Operation]:
+        return [send(peers[rank], batch), receive(peers[rank], batch)]
+
+    bucket = replace(collective("all_reduce", 0), waited=NEVER)
+    last = [*hop(0, 0), replace(bucket, batch=1), *hop(0, 2), replace(bucket, batch=3)]
+    not_last = [*hop(1, 0), *hop(1, 1), replace(bucket, batch=2), replace(bucket, batch=3)]
+    return {0: last, 1: not_last}
+
+
+def test_a_reduction_between_two_hops_of_a_ring_hangs_where_streams_share_a_queue() -> None:
+    log = reducing_inside_backward()
+    # With two, the reducer's stream comes to share the queue of the computation, which the next hop comes after.
+    hanging = [queues for queues in (1, 2, 3, 8, 32, None) if deadlock(log, queues=queues)]
+    assert hanging == [1, 2]
+    with raises(
+        snapshot(
+            "RunError: deadlock on devices with 1 or 2 hardware queues: rank 0 waits forever in batch 1: all_reduce on world (4 bytes); rank 1 is in batch 1: send to rank 0 on ring (8 bytes kv)"
+        )
+    ):
+        check_order(log)
+
+
+def test_a_reduction_after_all_hops_ends_on_every_device() -> None:
+    late = {
+        rank: sorted(issued, key=lambda op: op.is_collective) for rank, issued in reducing_inside_backward().items()
+    }
+    check_order({rank: [replace(op, batch=at) for at, op in renumbered(issued)] for rank, issued in late.items()})
+
+
+def renumbered(issued: list[Operation]) -> list[tuple[int, Operation]]:
+    """Batches numbered in their new order."""
+    numbers = {batch: at for at, batch in enumerate(dict.fromkeys((op.is_collective, op.batch) for op in issued))}
+    return [(numbers[op.is_collective, op.batch], op) for op in issued]
+
+
+def test_what_a_rank_waits_for_holds_up_what_it_issues_next_on_any_device() -> None:
+    """A gather that a forward waits for, before a ring on one rank and after it on the other."""
+    gather = collective("all_gather", 0)
+    log = {
+        0: [gather, send(1, 1), receive(1, 1)],
+        1: [send(0, 0), receive(0, 0), replace(gather, batch=1)],
+    }
+    assert all(deadlock(log, queues=queues) for queues in (*HARDWARE_QUEUES, None))
+    asynchronous = {rank: [replace(op, waited=NEVER) for op in issued] for rank, issued in log.items()}
+    assert deadlock(asynchronous, queues=None) is None
+
+
+@given(st.data(), st.integers(2, 5))
+@settings(max_examples=60)
+def test_what_ends_with_one_queue_ends_with_more_and_a_common_order_always_ends(
+    data: st.DataObject, num_ranks: int
+) -> None:
+    ranks = list(range(num_ranks))
+    members = st.lists(st.sampled_from(ranks), min_size=2, max_size=num_ranks, unique=True).map(sorted).map(tuple)
+    meetings = data.draw(st.lists(st.tuples(members, st.booleans()), min_size=1, max_size=8))
+    log: dict[int, list[Operation]] = {rank: [] for rank in ranks}
+    groups = {}
+    for number, (group, is_waited) in enumerate(meetings):
+        name = f"{group}"
+        groups[name] = group
+        for rank in group:
+            found = collective("all_reduce", number, name)
+            log[rank].append(found if is_waited else replace(found, waited=NEVER))
+    check_order(log, groups)
+    shuffled = {rank: data.draw(st.permutations(issued)) for rank, issued in log.items()}
+    mixed = {r: [replace(op, batch=at) for at, op in enumerate(issued)] for r, issued in shuffled.items()}
+    if deadlock(mixed, groups, queues=1) is None:
+        assert all(deadlock(mixed, groups, queues=queues) is None for queues in (2, 3, 8, 32, None))
