@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fcp_cli.runtime.loader import Fetch
+    from fcp_cli.runtime.offload import ActivationOffload
     from fcp_cli.runtime.recompute import keep_attention, recomputed
     from fcp_cli.runtime.ring import Ring, attention, current_ring
     from fcp_cli.runtime.session import LocalMicroBatch, Session, Step, start, steps
     from fcp_cli.runtime.timing import MicroBatchTiming
 
 __all__ = [
+    "ActivationOffload",
     "Fetch",
     "LocalMicroBatch",
     "MicroBatchTiming",
@@ -31,6 +33,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "ActivationOffload": "offload",
     "Fetch": "loader",
     "LocalMicroBatch": "session",
     "MicroBatchTiming": "timing",

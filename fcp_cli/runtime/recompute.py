@@ -25,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from fcp_cli.errors import RunError
+from fcp_cli.runtime.offload import offloaded_inputs
 
 
 class AttentionStage(Protocol):
@@ -49,12 +50,15 @@ class _Output(NamedTuple):
 def recomputed(layer: Callable[..., Any], *args: Any, keeps_attention: bool = False, **kwargs: Any) -> Any:
     """Run a layer, of which backward computes again what is not kept.
 
+    Inside `ActivationOffload.of`, the inputs wait for that in the host's memory.
+
     Args:
         layer: called with `args` and `kwargs`; its inputs that need gradients belong in `args`.
         keeps_attention: whether what attention computes is kept (`keep_attention`).
     """
     contexts = keep_attention if keeps_attention else noop_context_fn
-    return checkpoint(layer, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    with offloaded_inputs():  # the checkpoint's own hooks stand inside: what the layer itself saves never gets here
+        return checkpoint(layer, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

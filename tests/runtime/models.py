@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fcp_cli.recipe import Loss, Recompute, Reduce
 from fcp_cli.runtime.loader import Fetch
+from fcp_cli.runtime.offload import ActivationOffload
 from fcp_cli.runtime.session import LocalMicroBatch
 from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, plain_attend, ring_attend
 from fcp_cli.verification.replay import Replayed, gradients_alone, synthetic_tokens
@@ -43,6 +44,7 @@ class Case:
     reduce: Reduce = "wave"
     loss: Loss = "plain"
     tied: bool = False
+    offloads: bool = False
 
     def fetch(self, plan: Path) -> Fetch:
         tokens = synthetic_tokens(plan, VOCAB_SIZE)
@@ -76,11 +78,15 @@ def build(case: Case) -> tuple[nn.Module, Callable[[LocalMicroBatch], Tensor]]:
     recompute(decoder, case.recompute)
     wrapped = wrap(decoder, case.wrapping, list(decoder.get_submodule("model.layers").children()))
 
+    # Micro-batches of more tokens alone, so that a rank offloads some and keeps others.
+    offload = ActivationOffload(torch.device("cpu"), above_tokens=8 if case.offloads else 1 << 40, least_bytes=1)
+
     def loss(mb: LocalMicroBatch) -> Tensor:
         inputs = {"input_ids": mb.input_ids, "position_ids": mb.position_ids}
-        if case.loss == "plain":
-            return mb.loss(wrapped(**inputs).logits)
-        return mb.normalised(wrapped(**inputs, labels=mb.labels).loss)
+        with offload.of(mb):
+            if case.loss == "plain":
+                return mb.loss(wrapped(**inputs).logits)
+            return mb.normalised(wrapped(**inputs, labels=mb.labels).loss)
 
     return wrapped, loss
 

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.torch
 
 def test_the_public_names_of_the_runtime_are_these() -> None:
     assert runtime.__all__ == [
+        "ActivationOffload",
         "Fetch",
         "LocalMicroBatch",
         "MicroBatchTiming",

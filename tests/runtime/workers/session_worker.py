@@ -61,7 +61,15 @@ GRADIENT_CASES: Mapping[str, tuple[str, Case]] = {
     ),
     "qwen3 fsdp chunked": (
         WAVES,
-        Case(family="qwen3", wrapping="fsdp", loss="chunked", recompute="selective", labelled=True, tied=True),
+        Case(
+            family="qwen3",
+            wrapping="fsdp",
+            loss="chunked",
+            recompute="selective",
+            labelled=True,
+            tied=True,
+            offloads=True,
+        ),
     ),
     "llama hsdp chunked fp32": (
         WAVES,

@@ -30,7 +30,7 @@ CASES: Mapping[str, tuple[str, VisionCase]] = {
     "recomputed": (ITERATION, VisionCase(recompute="non-reentrant")),
     "recomputed reentrant": (ITERATION, VisionCase(recompute="reentrant")),
     "frozen recomputed": (ITERATION, VisionCase(frozen=True, recompute="non-reentrant")),
-    "ddp": (ITERATION, VisionCase(wrapping="ddp", recompute="non-reentrant")),
+    "ddp": (ITERATION, VisionCase(wrapping="ddp", recompute="selective")),
     "ddp frozen": (ITERATION, VisionCase(wrapping="ddp", frozen=True)),
     "fsdp": (WAVES, VisionCase(wrapping="fsdp")),
     "fsdp recomputed": (WAVES, VisionCase(wrapping="fsdp", recompute="non-reentrant")),

@@ -1,0 +1,57 @@
+"""What it costs to keep activations in the host's memory: copies that a layer's work hides, or does not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+PCIE_BYTES_PER_SECOND: Final = 25e9
+"""What one direction of a PCIe 4.0 x16 link carries of page-locked memory; 5.0 carries twice that."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OffloadCost:
+    """The copies of one micro-batch of one rank.
+
+    Attributes:
+        moved_bytes: in both directions.
+        copy_seconds: of both directions.
+        visible_seconds: that the micro-batch takes longer.
+    """
+
+    moved_bytes: float
+    copy_seconds: float
+    visible_seconds: float
+
+    @property
+    def hidden_seconds(self) -> float:
+        """Return the part of the copies behind which layers compute."""
+        return self.copy_seconds - self.visible_seconds
+
+
+def offload_cost(
+    *,
+    input_bytes: float,
+    layers: int,
+    forward_seconds: float,
+    backward_seconds: float,
+    bytes_per_second: float = PCIE_BYTES_PER_SECOND,
+) -> OffloadCost:
+    """Return what it costs to offload the inputs of a micro-batch's recomputed layers.
+
+    In forward the input of a layer leaves while the layer computes, and in backward that of the layer below comes back,
+    each by a stream of its own; that of the last layer leaves, too, but also stays. Offloading costs no time where a
+    layer computes longer than its input is under way.
+
+    Args:
+        input_bytes: of one layer's input: tokens of the rank x width x bytes of a number.
+        layers: recomputed ones.
+        forward_seconds: of one layer.
+        backward_seconds: of one layer, its recomputation included.
+        bytes_per_second: one direction of the link between device and host, of this rank's share of it.
+    """
+    returning = max(layers - 1, 0)
+    copy = input_bytes / bytes_per_second
+    waits = layers * max(copy - forward_seconds, 0.0) + returning * max(copy - backward_seconds, 0.0)
+    copies = layers + returning
+    return OffloadCost(moved_bytes=copies * input_bytes, copy_seconds=copies * copy, visible_seconds=waits)
