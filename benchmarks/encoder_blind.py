@@ -16,7 +16,6 @@ from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.synth import NAMES
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.models.cluster import load_cluster
-from fcp_cli.models.memory import PRECISIONS, Parallelism
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import assemble
@@ -25,6 +24,7 @@ from fcp_cli.planning.comparison import SYNCS
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import make_solver
 from fcp_cli.profiling.analytic import analytic_profile
+from fcp_cli.recipe import Recipe
 
 
 def main() -> None:
@@ -55,8 +55,11 @@ def main() -> None:
                     profile=analytic_profile(
                         load_model(arguments.model),
                         load_cluster(arguments.cluster),
-                        precision=PRECISIONS["bf16"],
-                        parallelism=Parallelism(ranks=arguments.ranks, recompute="full", freeze_vision=frozen),
+                        recipe=Recipe(
+                            zero_stage=3 if sync == "microbatch" else 1, recompute="full", freeze_vision=frozen
+                        ),
+                        sync=sync,
+                        ranks=arguments.ranks,
                     ),
                 )
                 print(row(name, table, problem, settings, frozen=frozen, sync=sync), flush=True)

@@ -25,9 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from fcp_cli.cost.profile import CostProfile, Memory, load_cost_profile
-from fcp_cli.models.memory import PRECISIONS, Parallelism, estimate_memory
+from fcp_cli.memory.rank import rank_memory
 from fcp_cli.models.model import load_model
+from fcp_cli.recipe import Recipe
 
+RECIPE = Recipe(precision="fp32")
 SHARES_OF_BUDGET = (0.1, 0.25, 0.5, 0.95)
 SEQUENCE_TOKENS = 512  # attention of short sequences costs little time, and no memory of its own
 
@@ -61,11 +63,8 @@ def print_table(profile: CostProfile, memory: Memory, path: Path) -> None:
     budget = memory.tokens_per_rank()
     if budget is None or budget < SEQUENCE_TOKENS / SHARES_OF_BUDGET[0]:
         sys.exit(f"{path} gives a budget of {budget} tokens; measure the memory first, or raise --capacity-gb")
-    analytic = estimate_memory(
-        load_model(profile.model),
-        PRECISIONS["fp32"],
-        Parallelism(ranks=1, zero_stage=0),
-        device_bytes=memory.capacity_bytes,
+    analytic = rank_memory(load_model(profile.model), RECIPE, sync="iteration", ranks=1, on_cpu=True).as_profile_memory(
+        memory.capacity_bytes
     )
     print(f"{profile.model} on a CPU rank of {memory.capacity_bytes / 1e9:g} GB: {budget:,} tokens\n")
     print("| tokens | of budget | profile | resident | error | analytic | allocated | error |")
@@ -92,18 +91,18 @@ def measure(model: str, tokens: int) -> dict[str, float]:
     import torch
 
     from fcp_cli.profiling.device import PeakMemory
-    from fcp_cli.profiling.worker import state_bytes
+    from fcp_cli.profiling.update_step import state_bytes
     from fcp_cli.profiling.workload import SilentTransport, Workload, build_model
 
     torch.set_num_threads(1)
     device = torch.device("cpu")
     spec = load_model(model)
     # The libraries' own buffers, which the first call makes, are no part of any estimate.
-    Workload(build_model(spec, 1, device), device, "float32", SilentTransport()).microbatch((64,), (0,), 0)()
+    Workload(build_model(spec, 1, device, RECIPE), device, RECIPE, SilentTransport()).microbatch((64,), (0,), 0)()
     resident = PeakMemory(device)
     resident.reset()
     before = resident.peak_bytes() or 0.0
-    workload = Workload(build_model(spec, spec.num_layers, device), device, "float32", SilentTransport())
+    workload = Workload(build_model(spec, spec.num_layers, device, RECIPE), device, RECIPE, SilentTransport())
     optimizer = torch.optim.AdamW(workload.model.parameters())
     run = workload.microbatch((SEQUENCE_TOKENS,) * (tokens // SEQUENCE_TOKENS), (0,), 0)
 

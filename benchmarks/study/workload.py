@@ -17,11 +17,11 @@ from fcp_cli.cost.profile import CostProfile
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.models.cluster import load_cluster
-from fcp_cli.models.memory import PRECISIONS, Parallelism
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.problem import Problem
 from fcp_cli.profiling.analytic import analytic_profile
+from fcp_cli.recipe import Recipe
 from fcp_cli.vision.processors import QwenVision
 
 TEXT_MODELS = ("qwen3-1.7b", "qwen3-4b", "qwen3-8b", "llama3.2-1b", "llama3.2-3b", "llama3-8b")
@@ -70,12 +70,13 @@ class Setting:
 
 @cache
 def profile_of(model: str, cluster: str, *, frozen: bool) -> CostProfile:
-    """As `fcp profile --analytic --recompute --zero 3`: with it every model holds 16,384 tokens in 64 GB."""
+    """As `fcp profile --analytic --recompute full --zero 3`: with it every model holds 16,384 tokens in 64 GB."""
     return analytic_profile(
         load_model(model),
         load_cluster(cluster),
-        precision=PRECISIONS["bf16"],
-        parallelism=Parallelism(ranks=RANKS, zero_stage=3, recompute="full", freeze_vision=frozen),
+        recipe=Recipe(zero_stage=3, recompute="full", freeze_vision=frozen),
+        sync="microbatch",
+        ranks=RANKS,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,9 +18,9 @@ from fcp_cli.words import counted
 
 if TYPE_CHECKING:
     from fcp_cli.cost.profile import CostProfile
+    from fcp_cli.profiling.measure import Outcome
     from fcp_cli.profiling.measurement import Measurement
     from fcp_cli.profiling.refit import Refit
-    from fcp_cli.profiling.samples import SamplesFile
 
 profile_app = App()
 
@@ -50,7 +51,7 @@ def profile(options: ProfileOptions) -> None:
     Alone it measures here, within a minute on a CPU; an interrupted measurement continues where it stopped. With
     --analytic it computes the coefficients from the figures of a model and a cluster, and lists what it assumes.
     """
-    from fcp_cli.profiling.choices import choose_measurement, computed_profile
+    from fcp_cli.profiling.choices import asked_sync, choose_measurement, computed_profile
 
     output, origins = options.output, Origins()
     if options.model is not None and options.hf_config is not None:
@@ -64,16 +65,19 @@ def profile(options: ProfileOptions) -> None:
         from fcp_cli.profiling.assemble import profile_from_samples
         from fcp_cli.profiling.samples import read_samples
 
-        found = profile_from_samples(read_samples(options.from_samples), freeze_vision=options.freeze_vision)
+        samples = read_samples(options.from_samples)
+        found, failure = profile_from_samples(samples, request=options.recipe, sync=asked_sync(options)), None
     elif options.analytic:
-        found = computed_profile(options, origins)
+        found, failure = computed_profile(options, origins), None
     else:
         measurement = choose_measurement(options, origins)
         if options.nodes > 1:
             _print_cluster_command(measurement, output, options.fresh)
             return
-        found = _measured(measurement, options.fresh, origins, options.freeze_vision)
+        found, failure = _measured(measurement, options, origins)
     _finish(found, output, options.json, origins)
+    if failure is not None:
+        raise ProfileError(failure)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,22 +189,28 @@ def diff(options: DiffOptions) -> None:
         print_differences(human(), a, b, rows)
 
 
-def _measured(measurement: Measurement, fresh: bool, origins: Origins, freeze_vision: bool) -> CostProfile:
+def _measured(measurement: Measurement, options: ProfileOptions, origins: Origins) -> tuple[CostProfile, str | None]:
+    """Measure; return the profile of what was observed, and why the measurement ended early if it did."""
     from fcp_cli.profiling.assemble import profile_from_samples
     from fcp_cli.profiling.samples import prepare_samples
 
     origins.report()
     origins.assumed.clear()
-    if prepare_samples(measurement, fresh=fresh):
+    if prepare_samples(measurement, fresh=options.fresh):
         note(f"continuing the measurement in {measurement.samples}; --fresh begins again")
     try:
-        return profile_from_samples(_run_with_bar(measurement), freeze_vision=freeze_vision)
+        outcome = _run_with_bar(measurement)
     except KeyboardInterrupt:
         note(f"what was measured is kept in {measurement.samples}; the same command continues from there")
         raise
+    try:
+        found = profile_from_samples(outcome.samples, request=options.recipe, sync=measurement.sync)
+    except ProfileError as error:
+        raise ProfileError(outcome.failure or str(error)) from error
+    return found, outcome.failure
 
 
-def _run_with_bar(measurement: Measurement) -> SamplesFile:
+def _run_with_bar(measurement: Measurement) -> Outcome:
     from fcp_cli.profiling.measure import run_measurement
 
     seconds = int(measurement.budget_seconds)
@@ -210,7 +220,27 @@ def _run_with_bar(measurement: Measurement) -> SamplesFile:
         def show_progress(elapsed: float, observations: int) -> None:
             bar.update(task, completed=min(int(elapsed), seconds), description=f"{observations} observations")
 
-        return run_measurement(measurement, on_progress=show_progress)
+        return run_measurement(measurement, environment=_job_environment(measurement), on_progress=show_progress)
+
+
+def _job_environment(measurement: Measurement) -> dict[str, str]:
+    """Return what a job with such ranks would be given: allocators, queues and back ends work as they will there."""
+    from fcp_cli.launching.job.environment import set_by_fcp
+    from fcp_cli.launching.job.likeness import variables_like_a_job
+    from fcp_cli.machine.devices import UNKNOWN_MACHINE, find_machine
+
+    # Of nodes elsewhere only the kind of device is known.
+    here = find_machine(measurement.device) if measurement.nodes == 1 else UNKNOWN_MACHINE
+    variables = variables_like_a_job(
+        replace(here, device=measurement.device),
+        os.environ,
+        model=measurement.model,
+        sync=measurement.sync,
+        ranks=measurement.ranks,
+        nodes=measurement.nodes,
+        tokens_per_rank=measurement.max_length // max(measurement.degrees),
+    )
+    return set_by_fcp(variables)
 
 
 def _print_cluster_command(measurement: Measurement, output: Path, fresh: bool) -> None:
@@ -222,7 +252,8 @@ def _print_cluster_command(measurement: Measurement, output: Path, fresh: bool) 
     measurement.write(request)
     note(f"wrote {request} and {samples}; run this on each of {measurement.nodes} nodes, NODE_RANK 0 being")
     note(f"MASTER_ADDR, with this folder on shared storage; then: fcp profile --from-samples {samples}")
-    sys.stdout.write(cluster_command(measurement, request, master="MASTER_ADDR") + "\n")
+    command = cluster_command(measurement, request, master="MASTER_ADDR", environment=_job_environment(measurement))
+    sys.stdout.write(command + "\n")
 
 
 def _finish(found: CostProfile, output: Path, json: bool, origins: Origins) -> None:
@@ -230,7 +261,8 @@ def _finish(found: CostProfile, output: Path, json: bool, origins: Origins) -> N
     from fcp_cli.report.profiles import print_errors, reading
 
     origins.report()
-    _require_room(found)
+    for warning in found.measurement.get("warnings") or ():
+        note(f"warning: {warning}")
     console = human()
     for line in reading(found, list(_DEGREES)):
         note(line)
@@ -242,17 +274,6 @@ def _finish(found: CostProfile, output: Path, json: bool, origins: Origins) -> N
         from fcp_cli.cost.profile import dump_cost_profile
 
         print_json({"output": str(output), "profile": yaml.safe_load(dump_cost_profile(found))})
-
-
-def _require_room(found: CostProfile) -> None:
-    tokens_per_rank = found.memory.tokens_per_rank()
-    if tokens_per_rank is not None and tokens_per_rank < 1:
-        memory = found.memory
-        raise ProfileError(
-            f"{found.model} does not fit: its state takes {memory.model_state_bytes / 1e9:.1f} of the "
-            f"{memory.capacity_bytes / 1e9:.1f} GB that a rank of {found.cluster} may use; raise --zero, "
-            "--tensor-parallel or --pipeline-parallel"
-        )
 
 
 def _refuse_two_documents(output: Path, json: bool) -> None:

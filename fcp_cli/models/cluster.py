@@ -25,6 +25,7 @@ _CLUSTERS_OF_DEVICES: Final = {
     "910C": "ascend910c-4x16",
     "910_93": "ascend910c-4x16",
 }
+THIS_MACHINE: Final = "this-machine"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +59,11 @@ class ClusterSpec:
     @property
     def num_devices(self) -> int:
         return self.nodes * self.devices_per_node
+
+    @property
+    def is_host(self) -> bool:
+        """Return whether its devices are the cores of this machine, which share one memory."""
+        return self.name == THIS_MACHINE
 
 
 def load_cluster(name_or_path: str | Path) -> ClusterSpec:
@@ -106,7 +112,7 @@ def this_machine() -> ClusterSpec:
     cores = usable_cores()
     assumed = "assumed for one CPU core; 'fcp profile' measures it"
     return ClusterSpec(
-        name="this-machine",
+        name=THIS_MACHINE,
         device=cpu_name(),
         nodes=1,
         devices_per_node=cores,

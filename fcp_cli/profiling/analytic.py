@@ -2,7 +2,7 @@
 
 Operations of a forward pass: 2 per matrix entry and token; causal attention 2 H D per layer and pair of tokens (half of
 the 4 H D of a full mask). A backward pass costs twice the matrices and, since it computes the scores again, 2.5 times
-the attention. Recomputing activations adds one more forward.
+the attention. Recomputing activations adds one more forward: of the matrices alone where attention's are kept.
 A vision encoder attends without a mask, 4 h per block and pair of patches; frozen, it runs its forward alone.
 """
 
@@ -11,17 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile
+from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile, Sync
+from fcp_cli.errors import UsageError
+from fcp_cli.memory.activations import vision_bytes
+from fcp_cli.memory.precision import precision_of
+from fcp_cli.memory.rank import rank_memory
 from fcp_cli.models.cluster import ClusterSpec
-from fcp_cli.models.memory import (
-    RESERVE_FRACTION,
-    Parallelism,
-    Precision,
-    check_parallelism,
-    estimate_memory,
-    vision_bytes_per_token,
-)
+from fcp_cli.models.memory import RESERVE_FRACTION
 from fcp_cli.models.model import ModelSpec
+from fcp_cli.recipe import Recipe, check_recipe
 
 MATRIX_PASSES = 3.0  # forward 1, backward 2
 ATTENTION_PASSES = 3.5  # forward 1, backward 2.5
@@ -79,91 +77,141 @@ def analytic_profile(
     spec: ModelSpec,
     cluster: ClusterSpec,
     *,
-    precision: Precision,
-    parallelism: Parallelism,
-    reserve_fraction: float = RESERVE_FRACTION,
+    recipe: Recipe,
+    sync: Sync,
+    ranks: int,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    peers: int = 0,
 ) -> CostProfile:
     """Compute a cost profile of origin `analytic`; its measurement block holds every assumption.
 
+    Args:
+        spec: the model.
+        cluster: gives rates, bandwidths and the memory of a device.
+        recipe: that times and memory are of.
+        sync: of the plans to be made: what a rank gathers and keeps depends on it.
+        ranks: of the job, each tensor_parallel x pipeline_parallel devices.
+        tensor_parallel, pipeline_parallel: the cut of a rank.
+        peers: ranks that one meets in rings, whose channels take memory.
+
     Raises:
-        UsageError: the model cannot be cut as `parallelism` asks.
+        UsageError: the model cannot be cut so, it has no encoder to freeze, or the sync rules the recipe out.
     """
-    check_parallelism(spec, parallelism)
-    recompute = parallelism.recompute == "full"
-    operations = forward_operations(spec)
-    devices = parallelism.tensor_parallel * parallelism.pipeline_parallel
-    matrix_rate = cluster.peak_flops * cluster.linear_efficiency * devices
-    attention_rate = cluster.peak_flops * cluster.attention_efficiency * devices
-    matrix_passes, attention_passes = MATRIX_PASSES + recompute, ATTENTION_PASSES + recompute
-    vision_passes = (1.0, 1.0) if parallelism.freeze_vision else (matrix_passes, attention_passes)
-    ring_bytes = ring_bytes_per_token(
-        spec,
-        kv_bytes=precision.activation_bytes,
-        gradient_bytes=4,  # the runtime's rings sum dK and dV in fp32
-        recompute=recompute,
+    job = _Job(
+        spec=spec,
+        cluster=cluster,
+        recipe=recipe,
+        sync=sync,
+        ranks=ranks,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        peers=peers,
     )
+    job.check()
     return CostProfile(
         model=spec.name,
         cluster=cluster.name,
         origin="analytic",
-        coefficients=Coefficients(
-            attention_seconds_per_token2=attention_passes * operations.attention_per_token2 / attention_rate,
-            linear_seconds_per_token=matrix_passes * operations.linear_per_token / matrix_rate,
-            ring_bytes_per_token=ring_bytes / devices,
-            microbatch_seconds=cluster.microbatch_seconds,
-            ring_hop_seconds=messages_per_hop(spec, recompute=recompute)
-            * cluster.message_seconds
-            / parallelism.pipeline_parallel,
-            vision_seconds_per_patch=vision_passes[0] * operations.vision_per_patch / matrix_rate,
-            vision_seconds_per_patch2=vision_passes[1] * operations.vision_per_patch2 / attention_rate,
-        ),
+        coefficients=job.coefficients(),
         bandwidth=Bandwidth(
             intra_node=cluster.intra_node_bytes_per_second,
             inter_node=cluster.inter_node_bytes_per_second,
         ),
-        memory=estimate_memory(
+        memory=rank_memory(
             spec,
-            precision,
-            parallelism,
-            device_bytes=cluster.memory_bytes,
-            reserve_fraction=reserve_fraction,
-        ),
-        measurement=_assumptions(spec, cluster, operations, precision, parallelism, reserve_fraction),
+            recipe,
+            sync=sync,
+            ranks=ranks,
+            tensor_parallel=tensor_parallel,
+            pipeline_parallel=pipeline_parallel,
+            on_cpu=cluster.is_host,
+            peers=peers,
+        ).as_profile_memory(cluster.memory_bytes * (1 - RESERVE_FRACTION)),
+        recipe=recipe,
+        sync=sync,
+        measurement=job.assumptions(),
     )
 
 
-def _assumptions(
-    spec: ModelSpec,
-    cluster: ClusterSpec,
-    operations: Operations,
-    precision: Precision,
-    parallelism: Parallelism,
-    reserve_fraction: float,
-) -> dict[str, Any]:
-    vision = {}
-    if spec.vision is not None:
-        vision = {
-            "forward_operations_per_patch": operations.vision_per_patch,
-            "forward_operations_per_patch2": operations.vision_per_patch2,
-            "freeze_vision": parallelism.freeze_vision,
-            "vision_bytes_per_token": vision_bytes_per_token(spec, precision, parallelism),
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Job:
+    """A model on a cluster, and how it runs there."""
+
+    spec: ModelSpec
+    cluster: ClusterSpec
+    recipe: Recipe
+    sync: Sync
+    ranks: int
+    tensor_parallel: int
+    pipeline_parallel: int
+    peers: int
+
+    def check(self) -> None:
+        spec, tensor, pipeline = self.spec, self.tensor_parallel, self.pipeline_parallel
+        check_recipe(self.recipe, sync=self.sync)
+        for figure, value in (("num_heads", spec.num_heads), ("ffn_size", spec.ffn_size)):
+            if value % tensor:
+                raise UsageError(f"--tensor-parallel {tensor} does not divide {figure} {value} of {spec.name}")
+        if self.recipe.freeze_vision and spec.vision is None:
+            raise UsageError(f"--freeze-vision: {spec.name} has no vision encoder")
+        if pipeline > spec.num_layers:
+            raise UsageError(f"--pipeline-parallel {pipeline} exceeds the {spec.num_layers} layers of {spec.name}")
+
+    def coefficients(self) -> Coefficients:
+        spec, cluster, recipe = self.spec, self.cluster, self.recipe
+        operations = forward_operations(spec)
+        devices = self.tensor_parallel * self.pipeline_parallel
+        matrix_rate = cluster.peak_flops * cluster.linear_efficiency * devices
+        attention_rate = cluster.peak_flops * cluster.attention_efficiency * devices
+        # Recomputing runs the forward again; `selective` keeps what attention computed, and so its ring.
+        runs_ring_again = recipe.recompute == "full"
+        matrix_passes = MATRIX_PASSES + (recipe.recompute != "none")
+        attention_passes = ATTENTION_PASSES + runs_ring_again
+        vision_passes = (1.0, 1.0) if recipe.freeze_vision else (matrix_passes, attention_passes)
+        kv_bytes = precision_of(recipe).activation
+        # The runtime's rings sum dK and dV in at least fp32.
+        ring_bytes = ring_bytes_per_token(
+            spec, kv_bytes=kv_bytes, gradient_bytes=max(4, kv_bytes), recompute=runs_ring_again
+        )
+        hop_messages = messages_per_hop(spec, recompute=runs_ring_again)
+        return Coefficients(
+            attention_seconds_per_token2=attention_passes * operations.attention_per_token2 / attention_rate,
+            linear_seconds_per_token=matrix_passes * operations.linear_per_token / matrix_rate,
+            ring_bytes_per_token=ring_bytes / devices,
+            microbatch_seconds=cluster.microbatch_seconds,
+            ring_hop_seconds=hop_messages * cluster.message_seconds / self.pipeline_parallel,
+            vision_seconds_per_patch=vision_passes[0] * operations.vision_per_patch / matrix_rate,
+            vision_seconds_per_patch2=vision_passes[1] * operations.vision_per_patch2 / attention_rate,
+        )
+
+    def assumptions(self) -> dict[str, Any]:
+        spec, cluster, recipe = self.spec, self.cluster, self.recipe
+        operations = forward_operations(spec)
+        vision = {}
+        if spec.vision is not None:
+            vision = {
+                "forward_operations_per_patch": operations.vision_per_patch,
+                "forward_operations_per_patch2": operations.vision_per_patch2,
+                "freeze_vision": recipe.freeze_vision,
+                "vision_bytes_per_token": vision_bytes(spec, recipe, precision_of(recipe)),
+            }
+        return {
+            "method": "analytic: nothing was measured",
+            "device": cluster.device,
+            "peak_flops": cluster.peak_flops,
+            "linear_efficiency": cluster.linear_efficiency,
+            "attention_efficiency": cluster.attention_efficiency,
+            "forward_operations_per_token": operations.linear_per_token,
+            "forward_attention_operations_per_token2": operations.attention_per_token2,
+            **vision,
+            "parameters": spec.parameters,
+            "precision": recipe.precision,
+            "ranks": self.ranks,
+            "tensor_parallel": self.tensor_parallel,
+            "pipeline_parallel": self.pipeline_parallel,
+            "zero_stage": recipe.zero_stage,
+            "recompute": recipe.recompute,
+            "memory_reserve_fraction": RESERVE_FRACTION,
+            "cluster_sources": dict(cluster.sources),
         }
-    return {
-        "method": "analytic: nothing was measured",
-        "device": cluster.device,
-        "peak_flops": cluster.peak_flops,
-        "linear_efficiency": cluster.linear_efficiency,
-        "attention_efficiency": cluster.attention_efficiency,
-        "forward_operations_per_token": operations.linear_per_token,
-        "forward_attention_operations_per_token2": operations.attention_per_token2,
-        **vision,
-        "parameters": spec.parameters,
-        "precision": precision.name,
-        "ranks": parallelism.ranks,
-        "tensor_parallel": parallelism.tensor_parallel,
-        "pipeline_parallel": parallelism.pipeline_parallel,
-        "zero_stage": parallelism.zero_stage,
-        "recompute": parallelism.recompute,
-        "memory_reserve_fraction": reserve_fraction,
-        "cluster_sources": dict(cluster.sources),
-    }

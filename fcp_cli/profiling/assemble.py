@@ -10,21 +10,14 @@ import numpy as np
 from scipy.optimize import nnls
 
 from fcp_cli import __version__
-from fcp_cli.cost.fitting import LEAST_SAMPLES, fit_profile, mean_absolute_percentage, predicted_seconds
-from fcp_cli.cost.profile import Bandwidth, CostProfile, Memory, dump_cost_profile
-from fcp_cli.errors import ProfileError
-from fcp_cli.models.cluster import load_cluster
-from fcp_cli.models.memory import (
-    PRECISIONS,
-    RESERVE_FRACTION,
-    Parallelism,
-    Precision,
-    model_state,
-    precision_name,
-    vision_bytes_per_token,
-)
+from fcp_cli.cost.fitting import Fit, Sample, fit_profile, mean_absolute_percentage, predicted_seconds
+from fcp_cli.cost.profile import Bandwidth, CostProfile, Sync, dump_cost_profile
+from fcp_cli.errors import ProfileError, UsageError
+from fcp_cli.models.cluster import THIS_MACHINE, load_cluster
 from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.profiling.analytic import analytic_profile, messages_per_hop
+from fcp_cli.profiling.measurement import timed_settings
+from fcp_cli.profiling.memory_block import MemoryFigures, place_of, readings, text_bytes_per_token
 from fcp_cli.profiling.points import Point
 from fcp_cli.profiling.samples import MeasuredPoint, SamplesFile, measured_points
 from fcp_cli.profiling.vision_fit import (
@@ -32,11 +25,15 @@ from fcp_cli.profiling.vision_fit import (
     fit_vision_samples,
     measured_bytes_per_patch,
     memory_readings,
-    slope_of_peaks,
     with_vision,
 )
+from fcp_cli.recipe import Recipe, RecipeRequest, check_recipe
 
 _DIGITS = 6
+_NAMED_POINTS = 5
+
+
+_ACROSS_NODES = ("inter_node", "inter_node_cross_rail")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,40 +47,61 @@ class DegreeError:
     held_out_percent: float | None
 
 
-def profile_from_samples(samples: SamplesFile, *, freeze_vision: bool = False) -> CostProfile:
-    """Fit a cost profile; its measurement block holds hardware, versions, points and errors.
+def recipe_of(samples: SamplesFile, request: RecipeRequest, sync: Sync | None) -> tuple[Recipe, Sync]:
+    """Return the recipe and the sync of a profile: as they were measured, with what was asked for in their place.
+
+    Raises:
+        UsageError: packs take other times under what was asked for, or it contradicts itself.
+    """
+    measured = samples.subject
+    recipe = request.applied_to(measured.recipe)
+    was, asked = timed_settings(measured.recipe), timed_settings(recipe)
+    for name in was:
+        if was[name] != asked[name]:
+            raise UsageError(
+                f"--{name} {asked[name]}: the samples were measured with --{name} {was[name]}, and times differ; "
+                f"measure with 'fcp profile --{name} {asked[name]} --fresh'"
+            )
+    if sync is None:
+        sync = "microbatch" if recipe.zero_stage == 3 else measured.sync
+    check_recipe(recipe, sync=sync)
+    return recipe, sync
+
+
+def profile_from_samples(
+    samples: SamplesFile, *, request: RecipeRequest | None = None, sync: Sync | None = None
+) -> CostProfile:
+    """Fit a cost profile; its measurement block holds hardware, versions, points, errors and warnings.
+
+    Whatever was observed becomes a profile. Where the packs are too few or too alike for a fit, the model's own figures
+    are scaled to them; where the recipe leaves no room for tokens, a warning names one that does.
 
     Args:
         samples: of one measurement, which times a vision encoder both trained and frozen.
-        freeze_vision: the profile is for a job that does not train the encoder.
+        request: settings of the recipe to use instead of those that were measured with; those that times depend on
+            cannot change.
+        sync: of the plans that the profile is for; None: as it was measured for.
 
     Raises:
-        UsageError: `freeze_vision`, but the model has no encoder.
-        ProfileError: too few points were observed, or the worker wrote none about its environment.
+        UsageError: `request` asks for what was not measured, or for a frozen encoder of a model that has none.
+        ProfileError: nothing was observed, or the worker wrote nothing about its environment.
     """
     subject = samples.subject
     spec = load_model(subject.model)
     environments = samples.of_kind("environment")
     if not environments:
         raise ProfileError("the samples hold no measurement yet: the worker never began; run 'fcp profile' again")
+    recipe, sync = recipe_of(samples, request or RecipeRequest(), sync)
     measured = measured_points(samples, subject.points(), layers=subject.layers, model_layers=spec.num_layers)
-    if samples.num_fitted < LEAST_SAMPLES:
-        raise ProfileError(
-            f"only {samples.num_fitted} points were observed, and a fit needs at least {LEAST_SAMPLES}; missing: "
-            f"{_missing(samples)}; the same command with more --budget-minutes measures them"
-        )
-    fitted, held_out = (
-        [point.sample(silent=subject.emulate) for point in measured if point.point.held_out is kind]
-        for kind in (False, True)
-    )
-    prior = _prior(samples, spec, freeze_vision)
-    fit = fit_profile(fitted, prior, held_out=held_out)
+    prior = _prior(samples, spec, recipe, sync)
+    fit, warnings = _fit(samples, measured, prior)
     predicted = predicted_seconds([point.sample(silent=subject.emulate) for point in measured], fit.profile)
     vision = fit_vision_samples(samples, spec)
-    encoder = vision.get("frozen" if freeze_vision else "trained")
-    memory = _memory(samples, spec, environments[-1], prior, freeze_vision)
-    profile = replace(fit.profile, origin="measured", memory=memory)
-    if subject.nodes == 1 and subject.cluster == "this-machine":
+    encoder = vision.get("frozen" if recipe.freeze_vision else "trained")
+    memory = _memory_figures(samples, spec, recipe, sync)
+    block = memory.block()
+    profile = replace(fit.profile, origin="measured", memory=block, recipe=recipe, sync=sync)
+    if subject.nodes == 1 and subject.cluster == THIS_MACHINE:
         profile = _on_one_node(profile)
     if encoder is not None:
         profile = with_vision(profile, encoder.costs)
@@ -92,12 +110,69 @@ def profile_from_samples(samples: SamplesFile, *, freeze_vision: bool = False) -
         **_errors(measured, predicted),
         "held_out_error_percent_by_model": fit.held_out_percent,
         "assumed": [*fit.kept, *_assumed(samples, spec, encoder)],
-        "memory_readings": _memory_readings(samples),
-        "vision_encoder": _vision_record(samples, vision, freeze_vision) if spec.vision is not None else None,
+        "warnings": [*warnings, *memory.warnings(block)] or None,
+        "memory": memory.record(max(1, block.tokens_per_rank() or 0)),
+        "memory_readings": _memory_readings(samples, spec),
+        "vision_encoder": _vision_record(samples, vision, recipe.freeze_vision) if spec.vision is not None else None,
         "points": [_point_record(point, float(seconds)) for point, seconds in zip(measured, predicted, strict=True)],
     }
     profile = replace(profile, measurement=_rounded(measurement))
     return replace(profile, text=dump_cost_profile(profile))
+
+
+def _fit(
+    samples: SamplesFile, measured: Sequence[MeasuredPoint[Point]], prior: CostProfile
+) -> tuple[Fit, Sequence[str]]:
+    """Fit the observed packs, or scale the prior to them where they are too few or too alike; return what to warn of.
+
+    Raises:
+        ProfileError: nothing was observed.
+    """
+    silent = samples.subject.emulate
+    fitted, held_out = (
+        [point.sample(silent=silent) for point in measured if point.point.held_out is kind] for kind in (False, True)
+    )
+    try:
+        return fit_profile(fitted, prior, held_out=held_out), ()
+    except ProfileError as error:
+        seen = [*fitted, *held_out]
+        if not seen:
+            raise ProfileError(
+                f"no pack was observed; missing: {_missing(samples)}; the same command with more --budget-minutes "
+                "measures them, and 'fcp profile --analytic' computes a profile"
+            ) from error
+        warning = (
+            f"{error}; the model's own figures were scaled to what was observed; missing: {_missing(samples)}; the "
+            "same command with more --budget-minutes measures them"
+        )
+        return _scaled(seen, prior), (warning,)
+
+
+def _scaled(samples: Sequence[Sample], prior: CostProfile) -> Fit:
+    """Return the prior with its computation times one factor, the median of what the samples took."""
+    seconds = np.array([sample.seconds for sample in samples])
+    factor = float(np.median(seconds / predicted_seconds(samples, prior)))
+    names = ("attention_seconds_per_token2", "linear_seconds_per_token", "microbatch_seconds", "ring_hop_seconds")
+    scaled = {name: factor * getattr(prior.coefficients, name) for name in names}
+    profile = replace(prior, coefficients=replace(prior.coefficients, **scaled))
+    return Fit(
+        profile=profile,
+        relative_errors=predicted_seconds(samples, profile) / seconds - 1.0,
+        kept=(f"coefficients: from the model's figures, times {factor:.3g}",),
+    )
+
+
+def _memory_figures(samples: SamplesFile, spec: ModelSpec, recipe: Recipe, sync: Sync) -> MemoryFigures:
+    environment = samples.of_kind("environment")[-1]
+    subject = samples.subject
+    place = place_of(
+        subject.cluster,
+        ranks=subject.ranks,
+        nodes=subject.nodes,
+        device_bytes=float(environment["device_memory_bytes"]),
+        on_cpu=environment.get("device", "cpu") == "cpu",
+    )
+    return MemoryFigures(spec=spec, recipe=recipe, sync=sync, place=place, samples=samples)
 
 
 def _vision_record(samples: SamplesFile, fits: Mapping[str, VisionFit], freeze_vision: bool) -> dict[str, Any]:
@@ -112,11 +187,11 @@ def _vision_record(samples: SamplesFile, fits: Mapping[str, VisionFit], freeze_v
 
 
 def _missing(samples: SamplesFile) -> str:
-    """Name the packs that were to be fitted and were not observed, cheapest first, as many as a fit needs."""
+    """Name the packs that were to be fitted and were not observed, cheapest first."""
     seen = {line["point"] for line in samples.of_kind("observation")}
     points = [point for point in samples.subject.points() if not point.held_out and point.key not in seen]
-    named = [f"{'+'.join(map(str, point.lengths))} at degree {point.degree}" for point in points[:LEAST_SAMPLES]]
-    return ", ".join(named)
+    named = [f"{'+'.join(map(str, point.lengths))} at degree {point.degree}" for point in points[:_NAMED_POINTS]]
+    return ", ".join(named) or "none that is fitted"
 
 
 def _on_one_node(profile: CostProfile) -> CostProfile:
@@ -128,23 +203,21 @@ def _on_one_node(profile: CostProfile) -> CostProfile:
     return replace(profile, bandwidth=bandwidth, common_ground=ground)
 
 
-def _prior(samples: SamplesFile, spec: ModelSpec, freeze_vision: bool) -> CostProfile:
+def _prior(samples: SamplesFile, spec: ModelSpec, recipe: Recipe, sync: Sync) -> CostProfile:
     """Return figures for what packs do not show: transfers between ranks where they were timed, else the cluster's."""
-    prior = analytic_profile(
-        spec,
-        load_cluster(samples.subject.cluster),
-        precision=_precision(samples),
-        parallelism=_parallelism(samples, freeze_vision),
-    )
-    tiers = {tier: _transfer_figures(samples, tier) for tier in ("intra_node", "inter_node")}
-    latency, bandwidth = tiers["intra_node"] or (0.0, 0.0)
-    if not bandwidth:
+    subject = samples.subject
+    prior = analytic_profile(spec, load_cluster(subject.cluster), recipe=recipe, sync=sync, ranks=subject.ranks)
+    prior = replace(prior, measurement={})
+    intra = _transfer_figures(samples, "intra_node")
+    if intra is None:
         return prior
-    inter = tiers["inter_node"][1] if tiers["inter_node"] else prior.bandwidth.inter_node
-    coefficients = replace(prior.coefficients, ring_hop_seconds=messages_per_hop(spec) * latency)
-    return replace(
-        prior, coefficients=coefficients, bandwidth=Bandwidth(intra_node=bandwidth, inter_node=inter), measurement={}
-    )
+    latency, bandwidth = intra
+    # The rings of a plan are sorted: they leave a node from its last rank to another's first, across rails.
+    across = [figures[1] for tier in _ACROSS_NODES if (figures := _transfer_figures(samples, tier)) is not None]
+    inter = min(across, default=prior.bandwidth.inter_node)
+    messages = messages_per_hop(spec, recompute=recipe.recompute == "full")
+    coefficients = replace(prior.coefficients, ring_hop_seconds=messages * latency)
+    return replace(prior, coefficients=coefficients, bandwidth=Bandwidth(intra_node=bandwidth, inter_node=inter))
 
 
 def _transfer_figures(samples: SamplesFile, tier: str) -> tuple[float, float] | None:
@@ -163,56 +236,21 @@ def _transfer_figures(samples: SamplesFile, tier: str) -> tuple[float, float] | 
     return float(latency), float(1.0 / max(per_byte, 1e-15))
 
 
-def _precision(samples: SamplesFile) -> Precision:
-    return PRECISIONS[precision_name(samples.subject.dtype)]
+def _memory_readings(samples: SamplesFile, spec: ModelSpec) -> list[dict[str, Any]]:
+    """Compare peak bytes of the language model's activations on one rank with the line fitted to them.
 
-
-def _parallelism(samples: SamplesFile, freeze_vision: bool) -> Parallelism:
-    return Parallelism(ranks=samples.subject.ranks, zero_stage=0, freeze_vision=freeze_vision)
-
-
-def _memory(
-    samples: SamplesFile, spec: ModelSpec, environment: Mapping[str, Any], prior: CostProfile, freeze_vision: bool
-) -> Memory:
-    """Return the memory block: measured where the whole model ran, else from its figures.
-
-    A visual token's bytes include those of its patches, unless the encoder is frozen.
+    Where two layer counts were measured, the readings are those of the larger, and none is compared: the line is the
+    whole model's.
     """
-    slope, steps = _bytes_per_token(samples), samples.of_kind("step")
-    capacity = float(environment["device_memory_bytes"]) * (1 - RESERVE_FRACTION)
-    if slope is None or not steps:
-        return replace(prior.memory, capacity_bytes=capacity)
-    state = float(steps[-1]["state_bytes"])
-    if spec.vision is not None:
-        precision, parallelism = _precision(samples), _parallelism(samples, freeze_vision)
-        per_patch = measured_bytes_per_patch(samples)
-        if per_patch is None or freeze_vision:
-            slope += vision_bytes_per_token(spec, precision, parallelism)
-        else:
-            slope += spec.vision.merge_size**2 * per_patch
-        # The worker's optimizer held the language model alone; the tower's state is added from its figures.
-        whole, text = (
-            model_state(one, precision, parallelism).total_bytes for one in (spec, replace(spec, vision=None))
-        )
-        state += whole - text
-    return Memory(bytes_per_token=slope, model_state_bytes=state, capacity_bytes=capacity)
-
-
-def _bytes_per_token(samples: SamplesFile) -> float | None:
-    """Return the language model's bytes per token, from peaks of growing packs; None where they do not show it."""
-    return slope_of_peaks([(line["tokens"], line["peak_bytes"]) for line in samples.of_kind("memory")])
-
-
-def _memory_readings(samples: SamplesFile) -> list[dict[str, Any]]:
-    """Compare peak bytes of the language model's activations on one rank with the line fitted to them."""
-    slope = _bytes_per_token(samples)
+    layers = samples.subject.layers
+    slope = text_bytes_per_token(samples, spec) if len(layers) == 1 else None
     return [
         {
-            "tokens": line["tokens"],
-            "peak_bytes": line["peak_bytes"],
-            "error_percent": slope and 100.0 * (slope * line["tokens"] / max(line["peak_bytes"], 1.0) - 1.0),
+            "tokens": tokens,
+            "peak_bytes": peak_bytes,
+            "error_percent": slope and 100.0 * (slope * tokens / max(peak_bytes, 1.0) - 1.0),
         }
-        for line in samples.of_kind("memory")
+        for tokens, peak_bytes in readings(samples, max(layers))
     ]
 
 
@@ -222,8 +260,9 @@ def _assumed(samples: SamplesFile, spec: ModelSpec, encoder: VisionFit | None) -
         assumed.append("coefficients.vision_*: from the model's figures; too few calls of the encoder were observed")
     if spec.vision is not None and not samples.of_kind("vision_memory"):
         assumed.append("memory of the vision encoder: from the model's figures")
-    if len(samples.of_kind("memory")) < 2:
-        assumed.append("memory.bytes_per_token, memory.model_state_bytes: from the model's figures")
+    if text_bytes_per_token(samples, spec) is None:
+        assumed.append("memory.bytes_per_token: from the model's figures")
+    assumed.append("memory.model_state_bytes: from the model's figures and the recipe")
     return assumed
 
 
@@ -231,7 +270,7 @@ def _circumstances(samples: SamplesFile, environment: Mapping[str, Any]) -> dict
     subject, steps = samples.subject, samples.of_kind("step")
     transfers = {
         tier: {"seconds_per_message": figures[0], "bytes_per_second": figures[1]}
-        for tier in ("intra_node", "inter_node")
+        for tier in ("intra_node", *_ACROSS_NODES)
         if (figures := _transfer_figures(samples, tier)) is not None
     }
     described = {key: value for key, value in environment.items() if key not in ("kind", "at") and value is not None}
@@ -239,12 +278,32 @@ def _circumstances(samples: SamplesFile, environment: Mapping[str, Any]) -> dict
         "date": environment["at"],
         "fcp": __version__,
         **described,
+        **_clocks(samples),
         "layers_measured": list(subject.layers),
         "degrees": list(subject.degrees),
         "emulated": "degrees above 1: one rank, silent peers, no communication" if subject.emulate else "none",
+        "compute_only_degrees": [degree for degree in subject.degrees if degree > 1] if subject.emulate else None,
         "transfers": transfers,
+        "first_contact": _first_contacts(samples) or None,
         "left_out": [key for line in samples.of_kind("left_out")[-1:] for key in line["points"]] or None,
         "step_seconds": samples.summary(steps[-1]["seconds"]) if steps else None,
+        "step_share_of_optimizer": steps[-1].get("optimizer_share") if steps else None,
+    }
+
+
+def _clocks(samples: SamplesFile) -> dict[str, Any]:
+    """Return the clocks of all ranks, in MHz, before the first observation and after the last; empty on a CPU."""
+    return {f"clocks_{line['when']}_mhz": line["sm_mhz"] for line in samples.of_kind("clocks")}
+
+
+def _first_contacts(samples: SamplesFile) -> dict[str, Any]:
+    """Return what the first message between two ranks takes beside itself, by tier."""
+    return {
+        line["tier"]: {
+            "milliseconds": 1e3 * float(np.median(line["seconds"])),
+            "device_megabytes": None if line.get("bytes") is None else float(np.median(line["bytes"])) / 1e6,
+        }
+        for line in samples.of_kind("first_contact")
     }
 
 

@@ -7,19 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fcp_cli.console import Origins
-from fcp_cli.cost.profile import CostProfile
+from fcp_cli.cost.profile import CostProfile, Sync
 from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.machine.devices import find_machine
 from fcp_cli.machine.host import host_memory_bytes
-from fcp_cli.models.cluster import ClusterSpec, load_cluster
-from fcp_cli.models.memory import PRECISIONS, Parallelism, choose_zero_stage
+from fcp_cli.memory.fitting import Fit, Place, fitting_recipe
+from fcp_cli.models.cluster import EXAMPLE_CLUSTER, THIS_MACHINE, cluster_like, load_cluster
+from fcp_cli.models.memory import RESERVE_FRACTION
 from fcp_cli.models.model import ModelSpec, load_model
-from fcp_cli.models.shipped import EXAMPLE_CLUSTER
+from fcp_cli.models.shipped import DEFAULT_MODEL
 from fcp_cli.profiling.analytic import analytic_profile
-from fcp_cli.profiling.measurement import Measurement, default_degrees, default_layers, default_vision_layers
+from fcp_cli.profiling.footprint import default_layers
+from fcp_cli.profiling.measurement import Measurement, default_degrees, default_vision_layers
+from fcp_cli.profiling.memory_block import place_of
 from fcp_cli.profiling.options import ProfileRequest
+from fcp_cli.recipe import RecipeRequest
 
-_CPU_MODEL, _MODEL = "qwen3-tiny", "qwen3-8b"
+_CPU_MODEL = "qwen3-tiny"
 _CPU_MAX_LENGTH, _MAX_LENGTH = 4096, 131_072
 _SMALL_MODEL_PARAMETERS = 1e8  # measured within a minute on a CPU
 
@@ -28,43 +32,71 @@ def computed_profile(request: ProfileRequest, origins: Origins) -> CostProfile:
     """Return the analytic profile of a model on a cluster; what was assumed goes into `origins`.
 
     Raises:
-        UsageError: a cut that the model does not allow.
-        ProfileError: unknown model or cluster.
+        UsageError: a cut that the model does not allow, or a recipe that contradicts itself.
+        ProfileError: unknown model or cluster, or no room for a token under what was asked for.
     """
-    spec, cluster = load_model(request.model or _MODEL), load_cluster(request.cluster or EXAMPLE_CLUSTER)
+    spec, cluster = load_model(request.model or DEFAULT_MODEL), load_cluster(request.cluster or EXAMPLE_CLUSTER)
     _assume(origins, "--model", request.model, spec.name, "--model or --hf-config sets it")
     _assume(origins, "--cluster", request.cluster, cluster.name, "--cluster sets it")
-    ranks = request.ranks or max(1, cluster.num_devices // (request.tensor_parallel * request.pipeline_parallel))
+    devices = request.tensor_parallel * request.pipeline_parallel
+    ranks = request.ranks or max(1, cluster.num_devices // devices)
     _assume(origins, "--ranks", request.ranks, ranks, "all devices of the cluster")
-    parallelism = Parallelism(
+    place = Place(
         ranks=ranks,
+        ranks_per_node=max(1, cluster.devices_per_node // devices),
+        capacity_bytes=cluster.memory_bytes * (1 - RESERVE_FRACTION),
         tensor_parallel=request.tensor_parallel,
         pipeline_parallel=request.pipeline_parallel,
-        zero_stage=_zero_stage(spec, cluster, request, ranks, origins),
-        recompute="full" if request.recompute else "none",
-        freeze_vision=request.freeze_vision,
+        on_cpu=cluster.is_host,
     )
-    if spec.vision is not None and not request.freeze_vision:
+    fit = _fit(spec, request, place, origins)
+    _require_room(spec, request, place, fit)
+    if spec.vision is not None and not request.recipe.freeze_vision:
         origins.assume("vision encoder", "trained", "--freeze-vision leaves it as it is")
-    origins.assume("precision", request.precision, "--precision sets it")
     efficiency = f"{cluster.linear_efficiency:.0%} of {cluster.peak_flops / 1e12:g} TFLOP/s, attention "
     origins.assume("efficiency", efficiency + f"{cluster.attention_efficiency:.0%}", f"from {cluster.name}")
-    return analytic_profile(spec, cluster, precision=PRECISIONS[request.precision], parallelism=parallelism)
-
-
-def _zero_stage(spec: ModelSpec, cluster: ClusterSpec, request: ProfileRequest, ranks: int, origins: Origins) -> int:
-    if request.zero is not None:
-        return request.zero
-    stage = choose_zero_stage(
+    return analytic_profile(
         spec,
-        PRECISIONS[request.precision],
+        cluster,
+        recipe=fit.recipe,
+        sync=fit.sync,
         ranks=ranks,
-        device_bytes=cluster.memory_bytes,
         tensor_parallel=request.tensor_parallel,
         pipeline_parallel=request.pipeline_parallel,
+        peers=place.peers(fit.sync),
     )
-    origins.assume("--zero", stage, "the least stage that leaves half of the memory to activations")
-    return stage
+
+
+def asked_sync(request: ProfileRequest) -> Sync | None:
+    """Return the sync that was asked for; stage 3 asks for its own. None: what suits."""
+    if request.sync != "auto":
+        return request.sync
+    return "microbatch" if request.recipe.zero == "3" else None
+
+
+def _fit(spec: ModelSpec, request: ProfileRequest, place: Place, origins: Origins) -> Fit:
+    """Return the recipe: what was asked for, and of the rest what fits; what was chosen goes into `origins`."""
+    sync = asked_sync(request)
+    # One rank has none to wait for: it stands for those of a plan, which `fcp plan` makes for `iteration`.
+    fit = fitting_recipe(spec, request.recipe, place, sync=sync or (None if place.ranks > 1 else "iteration"))
+    room = f"leaves {fit.tokens:,} tokens per rank" if fit.tokens else "nothing fits"
+    origins.assume("recipe", fit.recipe.describe(), f"{room}; {' '.join(fit.recipe.flags())}")
+    if sync is None:
+        origins.assume("--sync", fit.sync, "fcp plan takes the same option")
+    return fit
+
+
+def _require_room(spec: ModelSpec, request: ProfileRequest, place: Place, fit: Fit) -> None:
+    if fit.tokens >= 1:
+        return
+    memory = fit.memory.as_profile_memory(place.capacity_bytes)
+    other = fitting_recipe(spec, RecipeRequest(freeze_vision=request.recipe.freeze_vision), place)
+    flags = " ".join(other.flags())
+    remedy = f"{flags} fits" if other.tokens >= 1 else "raise --tensor-parallel or --pipeline-parallel"
+    raise ProfileError(
+        f"{spec.name} does not fit: it takes {memory.model_state_bytes / 1e9:.1f} of the "
+        f"{place.capacity_bytes / 1e9:.1f} GB that a rank may use under {fit.recipe.describe()}; {remedy}"
+    )
 
 
 def choose_measurement(request: ProfileRequest, origins: Origins) -> Measurement:
@@ -77,12 +109,10 @@ def choose_measurement(request: ProfileRequest, origins: Origins) -> Measurement
     """
     kind, units = _units(request, origins)
     on_cpu = kind == "cpu"
-    spec = load_model(request.model or (_CPU_MODEL if on_cpu else _MODEL))
+    spec = load_model(request.model or (_CPU_MODEL if on_cpu else DEFAULT_MODEL))
     _assume(origins, "--model", request.model, spec.name, "small enough for a CPU" if on_cpu else "--model sets it")
-    if request.freeze_vision and spec.vision is None:
-        raise UsageError(f"--freeze-vision: {spec.name} has no vision encoder")
     device = None if on_cpu or request.nodes > 1 else _device(kind)
-    cluster = request.cluster or ("this-machine" if on_cpu else _cluster_like(device))
+    cluster = request.cluster or (THIS_MACHINE if on_cpu else cluster_like(device.name if device else ""))
     if not on_cpu:
         _assume(origins, "--cluster", request.cluster, cluster, "its bandwidths stand in for what is not measured")
     ranks = request.ranks or units
@@ -98,10 +128,12 @@ def choose_measurement(request: ProfileRequest, origins: Origins) -> Measurement
     _assume(origins, "--max-length", request.max_length, max_length, "tokens")
     minutes = request.budget_minutes or (1.0 if on_cpu and spec.parameters < _SMALL_MODEL_PARAMETERS else 10.0)
     _assume(origins, "--budget-minutes", request.budget_minutes, f"{minutes:g}", "longer is more exact")
-    memory_bytes = host_memory_bytes() / ranks if on_cpu else load_cluster(cluster).memory_bytes
-    if device is not None:
-        memory_bytes = device.memory_bytes
-    layers = _layers(request, spec) or default_layers(spec, device=kind, memory_bytes=memory_bytes)
+    device_bytes = _device_bytes(kind, device, cluster, ranks)
+    place = place_of(cluster, ranks=ranks, nodes=request.nodes, device_bytes=device_bytes, on_cpu=on_cpu)
+    fit = _fit(spec, request, place, origins)
+    layers = _layers(request, spec) or default_layers(
+        spec, fit.recipe, device=kind, device_bytes=device_bytes, ranks=ranks
+    )
     return Measurement(
         model=request.model or spec.name,
         cluster=cluster,
@@ -110,7 +142,8 @@ def choose_measurement(request: ProfileRequest, origins: Origins) -> Measurement
         degrees=degrees,
         max_length=max_length,
         device=kind,
-        dtype=request.dtype if request.dtype != "auto" else "float32" if on_cpu else "bfloat16",
+        recipe=fit.recipe,
+        sync=fit.sync,
         layers=layers,
         vision_layers=default_vision_layers(spec, layers, device=kind),
         budget_seconds=60.0 * minutes,
@@ -147,12 +180,11 @@ def _device(kind: str) -> _Device:
     return _Device(name=device_name(first), memory_bytes=device_memory_bytes(first, ranks_on_host=1))
 
 
-def _cluster_like(device: _Device | None) -> str:
-    """Return the shipped cluster of such accelerators, else the example."""
-    known = {"H200": "h200-8x8", "H100": "h100-8x8", "A100": "a100-8x8"}
-    known |= {"910B": "ascend910b-8x8", "910C": "ascend910c-4x16", "910_93": "ascend910c-4x16"}
-    name = device.name.upper() if device is not None else ""
-    return next((cluster for part, cluster in known.items() if part in name), EXAMPLE_CLUSTER)
+def _device_bytes(kind: str, device: _Device | None, cluster: str, ranks: int) -> float:
+    """Return the memory of a rank: its device's, its share of the host's, or, of nodes elsewhere, the cluster's."""
+    if kind == "cpu":
+        return host_memory_bytes() / ranks
+    return load_cluster(cluster).memory_bytes if device is None else device.memory_bytes
 
 
 def _layers(request: ProfileRequest, spec: ModelSpec) -> tuple[int, ...]:

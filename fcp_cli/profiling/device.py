@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ class Stopwatch:
     def __init__(self, device: torch.device, *, shares_cores: bool = False) -> None:
         self._clock: Clock = clock_for(device)
         self._leaves_waits_out = device.type == "cpu" and not shares_cores
+        self._runs_ahead = device.type != "cpu"
 
     def measure(self, work: Callable[[], None]) -> float:
         """Run `work` and return its seconds."""
@@ -37,6 +39,33 @@ class Stopwatch:
         if not self._leaves_waits_out:
             return seconds
         return max(seconds - (run_queue_seconds() - waited), time.thread_time() - computed)
+
+    def measure_each(
+        self, work: Callable[[], None], repeats: int, *, pause: Callable[[], None] | None = None
+    ) -> list[float]:
+        """Run `work` so many times and return the seconds of each.
+
+        On an accelerator back to back, as a job runs: the host waits for none of them, and the first, which begins on
+        an idle device at other clocks and while other ranks may still come, is run beforehand and does not count.
+
+        Args:
+            work: what is timed.
+            repeats: how often.
+            pause: what a CPU's ranks do between two of them, so that none starts late.
+        """
+        if not self._runs_ahead:
+            found = []
+            for _ in range(repeats):
+                if pause is not None:
+                    pause()
+                found.append(self.measure(work))
+            return found
+        work()
+        marks = [self._clock.mark()]
+        for _ in range(repeats):
+            work()
+            marks.append(self._clock.mark())
+        return [self._clock.seconds(begin, end) for begin, end in pairwise(marks)]
 
 
 def run_queue_seconds() -> float:
@@ -60,16 +89,44 @@ def device_memory_bytes(device: torch.device, *, ranks_on_host: int) -> float:
     return float(torch.get_device_module(device).get_device_properties(device).total_memory)
 
 
+def free_bytes(device: torch.device) -> float:
+    """Return the free memory of the device; of a CPU all of the host's, of which nobody says what is free."""
+    if device.type != "cpu":
+        return float(torch.get_device_module(device).mem_get_info(device)[0])
+    return float(host_memory_bytes())
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Wait until the device has done all that it was given."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+def sm_clock_mhz(device: torch.device) -> float | None:
+    """Return the clock that an NVIDIA device computes at now, in MHz; None elsewhere."""
+    if device.type != "cuda":
+        return None
+    with suppress(OSError, subprocess.SubprocessError, ValueError):
+        return float(_nvidia_smi("clocks.sm", device).split()[0])
+    return None
+
+
 def clocks(device: torch.device) -> str | None:
     """Return the clocks that an NVIDIA device runs at now and may reach, as its driver prints them; None elsewhere."""
     if device.type != "cuda":
         return None
     with suppress(OSError, subprocess.SubprocessError):
-        query = "--query-gpu=clocks.sm,clocks.max.sm,clocks.mem,power.limit"
-        command = ["nvidia-smi", query, "--format=csv,noheader", f"--id={device.index or 0}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-        return f"SM now, SM most, memory, power limit: {done.stdout.strip()}"
+        figures = _nvidia_smi("clocks.sm,clocks.max.sm,clocks.mem,power.limit", device)
+        return f"SM now, SM most, memory, power limit: {figures}"
     return None
+
+
+def _nvidia_smi(figures: str, device: torch.device) -> str:
+    # By its own name: CUDA_VISIBLE_DEVICES gives devices other numbers than the driver's.
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    name = f"GPU-{uuid}" if uuid is not None else str(device.index or 0)
+    command = ["nvidia-smi", f"--query-gpu={figures}", "--format=csv,noheader", f"--id={name}"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
 
 
 class PeakMemory:

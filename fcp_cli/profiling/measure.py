@@ -10,11 +10,11 @@ import shlex
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from fcp_cli.errors import ProfileError
 from fcp_cli.machine.processes import kill_tree
 from fcp_cli.machine.torchrun import torchrun_argv
 from fcp_cli.profiling.measurement import Measurement
@@ -26,52 +26,77 @@ _GRACE_SECONDS = 300.0
 _WORKER = ("-m", "fcp_cli.profiling.worker")
 
 
-def run_measurement(measurement: Measurement, *, on_progress: Callable[[float, int], None]) -> SamplesFile:
-    """Run the worker until it finishes; `on_progress` gets the elapsed seconds and the observations so far.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a measurement left.
 
-    Raises:
-        ProfileError: a worker died; what was measured is kept in the samples file.
+    Attributes:
+        samples: all that was measured, in this run and in those before it.
+        failure: why the worker ended before it was done; None where it was.
+    """
+
+    samples: SamplesFile
+    failure: str | None
+
+
+def run_measurement(
+    measurement: Measurement, *, environment: Mapping[str, str], on_progress: Callable[[float, int], None]
+) -> Outcome:
+    """Run the worker until it ends.
+
+    Args:
+        measurement: what to measure.
+        environment: variables for the ranks beside this process's own: those that a job would get.
+        on_progress: gets the elapsed seconds and the observations so far.
     """
     with tempfile.TemporaryDirectory(prefix="fcp-profile-") as folder:
         request = Path(folder) / "request.json"
         measurement.write(request)
         log = Path(folder) / "worker.log"
         argv = [*torchrun_argv(measurement.ranks), *_WORKER, str(request)]
-        status = _run(argv, measurement, log, on_progress)
+        # One core per rank, as CPUs were always measured here; torch reads the variable when it is imported.
+        threads = {"OMP_NUM_THREADS": "1"} if measurement.device == "cpu" else {}
+        status = _run(argv, measurement, {**environment, **threads}, log, on_progress)
         samples = read_samples(measurement.samples)
-        if not samples.finished:
-            kept = len(samples.of_kind("observation"))
-            raise ProfileError(
+        if samples.finished:
+            return Outcome(samples=samples, failure=None)
+        kept = len(samples.of_kind("observation"))
+        return Outcome(
+            samples=samples,
+            failure=(
                 f"the measurement's worker ended early (status {status}): {_reason(log)}; {kept} observations "
-                f"are kept in {measurement.samples}: run the command again to continue, or add "
-                f"--from-samples {measurement.samples}"
-            )
-    return samples
+                f"are kept in {measurement.samples}: run the command again to continue"
+            ),
+        )
 
 
-def cluster_command(measurement: Measurement, request: Path, *, master: str) -> str:
+def cluster_command(measurement: Measurement, request: Path, *, master: str, environment: Mapping[str, str]) -> str:
     """Return what to run on every node of a cluster, with NODE_RANK set to 0, 1, ...; the request is on shared storage.
 
     Args:
         measurement: on several nodes.
         request: the file that `Measurement.write` wrote.
         master: address of node 0.
+        environment: variables of the job.
     """
     meeting = [f"--nnodes={measurement.nodes}", f"--master-addr={master}", "--master-port=29500"]
     argv = torchrun_argv(measurement.ranks // measurement.nodes, python="python", options=meeting)
     program = [*_WORKER, str(request.resolve())]
     # The shell of each node fills in its number, so it stands outside what is quoted here.
-    return f'{shlex.join(argv)} --node-rank="$NODE_RANK" {shlex.join(program)}'
+    variables = "".join(f"{name}={shlex.quote(value)} " for name, value in environment.items())
+    return f'{variables}{shlex.join(argv)} --node-rank="$NODE_RANK" {shlex.join(program)}'
 
 
 def _run(
-    argv: Sequence[str], measurement: Measurement, log: Path, on_progress: Callable[[float, int], None]
+    argv: Sequence[str],
+    measurement: Measurement,
+    environment: Mapping[str, str],
+    log: Path,
+    on_progress: Callable[[float, int], None],
 ) -> int | None:
-    # One core per rank, as the bundled trainer runs; torch reads the variable when it is imported.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"} if measurement.device == "cpu" else dict(os.environ)
     began = time.monotonic()
     with log.open("wb") as output:
-        process = subprocess.Popen(argv, stdout=output, stderr=output, env=environment)
+        process = subprocess.Popen(argv, stdout=output, stderr=output, env={**os.environ, **environment})
     try:
         while process.poll() is None:
             elapsed = time.monotonic() - began

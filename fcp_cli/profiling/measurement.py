@@ -8,10 +8,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from fcp_cli.cost.profile import Sync
 from fcp_cli.errors import ProfileError
 from fcp_cli.files import read_json
 from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.profiling.points import Point, VisionPoint, measurement_points, vision_points
+from fcp_cli.recipe import Recipe
 from fcp_cli.validation import Count, NonEmptyText, validated
 
 
@@ -27,7 +29,8 @@ class Subject:
         degrees: to measure.
         max_length: tokens of the longest sequence and pack.
         device: `cpu`, `cuda` or `npu`; with several nodes, which this machine knows nothing of, also `auto`.
-        dtype: `float32`, or `bfloat16` for fp32 weights under autocast, as the bundled trainer runs.
+        recipe: that packs run under: its precision, recomputation, loss and offloading; the rest of it is of memory.
+        sync: of the plans that the profile is for.
         layers: layer counts to measure with: the whole model's, or two smaller ones to extrapolate from.
         vision_layers: block counts of the vision encoder, as `layers`; none where the model has none.
     """
@@ -39,7 +42,8 @@ class Subject:
     degrees: tuple[Count, ...]
     max_length: Count
     device: NonEmptyText
-    dtype: NonEmptyText
+    recipe: Recipe
+    sync: Sync
     layers: tuple[Count, ...]
     vision_layers: tuple[Count, ...] = ()
 
@@ -104,7 +108,8 @@ def read_measurement(path: Path) -> Measurement:
     document = read_json(path, error=ProfileError)
     budget_seconds, samples = document.pop("budget_seconds"), Path(document.pop("samples"))
     subject = validated(document, Subject, where=str(path), error=ProfileError)
-    return Measurement(**asdict(subject), budget_seconds=budget_seconds, samples=samples)
+    figures = {f.name: getattr(subject, f.name) for f in fields(Subject)}
+    return Measurement(**figures, budget_seconds=budget_seconds, samples=samples)
 
 
 def model_figures(model: str) -> Mapping[str, Any]:
@@ -116,17 +121,15 @@ def model_figures(model: str) -> Mapping[str, Any]:
     return figures
 
 
+def timed_settings(recipe: Recipe) -> dict[str, str]:
+    """Return the settings of a recipe that decide what a pack takes; the others decide what ranks hold."""
+    return {name: getattr(recipe, name) for name in ("precision", "recompute", "loss", "offload")}
+
+
 def default_degrees(ranks: int, most: int = 8) -> tuple[int, ...]:
     """Return the degrees to measure: all up to 4, then 6 and 8; a single rank emulates them."""
     reach = ranks if ranks > 1 else most
     return tuple(degree for degree in (1, 2, 3, 4, 6, 8) if degree <= reach)
-
-
-def default_layers(spec: ModelSpec, *, device: str, memory_bytes: float) -> tuple[int, ...]:
-    """Return the whole model's layers where its training state fits half of the memory, else two counts."""
-    if 16 * spec.text_parameters <= memory_bytes / 2:
-        return (spec.num_layers,)
-    return (1, 2) if device == "cpu" else (2, min(6, spec.num_layers))
 
 
 def default_vision_layers(spec: ModelSpec, layers: Sequence[int], *, device: str) -> tuple[int, ...]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from fcp_cli.options import Opt
+from fcp_cli.options import Group, Opt
+from fcp_cli.recipe import RecipeRequest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,14 +20,20 @@ class ProfileRequest:
             "Shipped model, or its YAML.",
             flags=("--model", "-m"),
             metavar="NAME|FILE",
-            unset="qwen3-tiny on a CPU, else qwen3-8b",
+            unset="qwen3-tiny on a CPU, else qwen3-vl-8b",
         ),
     ] = None
     cluster: Annotated[
         str | None,
         Opt("Shipped cluster, or its YAML.", metavar="NAME|FILE", unset="this-machine; with --analytic example-8x8"),
     ] = None
-    freeze_vision: Annotated[bool, Opt("For jobs that train only the language model of a vision model.")] = False
+    sync: Annotated[
+        Literal["auto", "iteration", "microbatch"],
+        Opt("Of the plans to be made: memory depends on it; auto: iteration, but microbatch with --zero 3."),
+    ] = "auto"
+    recipe: Annotated[RecipeRequest, Group("Recipe that times and memory are of")] = field(
+        default_factory=RecipeRequest
+    )
 
     budget_minutes: Annotated[
         float | None,
@@ -49,11 +56,9 @@ class ProfileRequest:
         ),
     ] = None
     device: Annotated[Literal["auto", "cpu", "cuda", "npu"], Opt("What to measure on.")] = "auto"
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"], Opt("Of the matrix products; auto is bfloat16 on accelerators.")
-    ] = "auto"
     layers: Annotated[
-        tuple[int, ...], Opt("Layer counts to measure and extrapolate from, as 2,6.", commas=True, unset="all")
+        tuple[int, ...],
+        Opt("Layer counts to measure and extrapolate from, as 2,6.", commas=True, unset="all, or two that fit"),
     ] = ()
     samples: Annotated[Path | None, Opt("File that keeps the samples.", unset="OUTPUT.samples.jsonl")] = None
     fresh: Annotated[bool, Opt("Begin again instead of continuing an interrupted measurement.")] = False
@@ -64,10 +69,3 @@ class ProfileRequest:
     analytic: Annotated[bool, Opt("Compute from the figures of model and cluster.", group="Without measuring")] = False
     tensor_parallel: Annotated[int, Opt("Devices that share each layer.", metavar="T", min=1)] = 1
     pipeline_parallel: Annotated[int, Opt("Stages of a pipeline.", metavar="P", min=1)] = 1
-    zero: Annotated[
-        int | None, Opt("ZeRO stage.", metavar="STAGE", min=0, max=3, unset="the least that leaves half of the memory")
-    ] = None
-    recompute: Annotated[bool, Opt("Recompute activations in backward.")] = False
-    precision: Annotated[Literal["bf16", "amp", "fp32"], Opt("bf16 keeps fp32 master weights, amp is autocast.")] = (
-        "bf16"
-    )

@@ -12,8 +12,6 @@ from itertools import groupby
 from typing import TypeVar
 
 from fcp_cli.errors import UsageError
-from fcp_cli.models.memory import Parallelism, Precision, estimate_memory, patch_activation_bytes
-from fcp_cli.models.model import ModelSpec
 
 LEAST_LENGTH = 64  # below it a micro-batch costs its fixed part, whatever its length
 
@@ -179,28 +177,3 @@ def _parts_of(side: int, patches: int) -> tuple[int, ...]:
     """Return as many parts of this side as fit so many patches together; none where not even two do."""
     number = patches // (side * side)
     return (side,) * number if number > 1 else ()
-
-
-def points_that_fit(
-    points: Sequence[Point], spec: ModelSpec, precision: Precision, *, device_bytes: float
-) -> tuple[Point, ...]:
-    """Return the points whose shard of a rank fits its memory beside the model, by the estimate; in their order.
-
-    Every rank leaves out the same: an allocation that fails on one of them would end them all.
-    """
-    memory = estimate_memory(spec, precision, Parallelism(ranks=1, zero_stage=0), device_bytes=device_bytes)
-    room = memory.tokens_per_rank() or 0
-    return tuple(point for point in points if -(-point.tokens // point.degree) <= room)
-
-
-def vision_points_that_fit(
-    points: Sequence[VisionPoint], spec: ModelSpec, precision: Precision, *, device_bytes: float
-) -> tuple[VisionPoint, ...]:
-    """Return the calls of the encoder whose activations fit a rank's memory beside the whole model, by the estimate."""
-    vision = spec.vision
-    if vision is None:
-        return ()
-    memory = estimate_memory(spec, precision, Parallelism(ranks=1, zero_stage=0), device_bytes=device_bytes)
-    room = memory.capacity_bytes - min(memory.model_state_bytes, memory.capacity_bytes / 2)
-    most_patches = room / (vision.depth * patch_activation_bytes(vision, precision))
-    return tuple(point for point in points if point.patches <= most_patches)

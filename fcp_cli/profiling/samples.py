@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Generic, Literal
 
@@ -17,9 +17,9 @@ import numpy as np
 from fcp_cli.cost.fitting import LEAST_SAMPLES, Sample
 from fcp_cli.errors import ProfileError
 from fcp_cli.kinds import another_kind
-from fcp_cli.profiling.measurement import Measurement, Subject, model_figures
+from fcp_cli.profiling.measurement import Measurement, Subject, model_figures, timed_settings
 from fcp_cli.profiling.points import P, Point
-from fcp_cli.validation import Count, NonEmptyText, NonNegative, validated
+from fcp_cli.validation import Count, NonEmptyText, NonNegative, Share, validated
 
 FORMAT: Final = "fcp-samples/1"
 
@@ -35,7 +35,7 @@ class _Observation:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Transfer:
     kind: str
-    tier: Literal["intra_node", "inter_node"]
+    tier: Literal["intra_node", "inter_node", "inter_node_cross_rail"]
     bytes: Count
     seconds: tuple[NonNegative, ...]
 
@@ -46,6 +46,7 @@ class _Step:
     layers: Count
     seconds: tuple[NonNegative, ...]
     state_bytes: NonNegative
+    optimizer_share: Share = 1.0
 
 
 # The kinds of lines whose figures are fitted; the others only describe the measurement.
@@ -77,6 +78,7 @@ class SamplesFile:
     subject: Subject
     figures: Mapping[str, Any]
     lines: Sequence[Mapping[str, Any]]
+    path: Path = Path("profile.samples.jsonl")
 
     def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
         return [line for line in self.lines if line.get("kind") == kind]
@@ -93,6 +95,10 @@ class SamplesFile:
         return any(line.get("shares_cores") for line in self.of_kind("environment"))
 
     @property
+    def on_accelerators(self) -> bool:
+        return any(line.get("device", "cpu") != "cpu" for line in self.of_kind("environment"))
+
+    @property
     def num_fitted(self) -> int:
         """The number of observed points that a fit may use."""
         seen = {line["point"] for line in self.of_kind("observation")}
@@ -101,9 +107,10 @@ class SamplesFile:
     def summary(self, seconds: Sequence[float]) -> float:
         """Return one figure for repeated observations: their lowest decile, since other load only ever adds.
 
-        Where the ranks are each other's load they take turns, and the median is what a job sees.
+        Where the ranks are each other's load they take turns, and the median is what a job sees. So it is on
+        accelerators: what is quickest there ran at clocks that a job does not keep up.
         """
-        return float(np.quantile(np.asarray(seconds), 0.5 if self.shares_cores else 0.1))
+        return float(np.quantile(np.asarray(seconds), 0.5 if self.shares_cores or self.on_accelerators else 0.1))
 
     def seconds_by_point(self, layers: int) -> dict[str, list[float]]:
         """Return the observed seconds of each point with so many layers."""
@@ -144,14 +151,20 @@ def begin_samples(measurement: Measurement) -> None:
 
 
 def _require_same(measurement: Measurement, samples: SamplesFile) -> None:
-    wanted = {**asdict(measurement.subject()), "figures": model_figures(measurement.model)}
-    found = {**asdict(samples.subject), "figures": samples.figures}
+    wanted = {**_compared(measurement.subject()), "figures": model_figures(measurement.model)}
+    found = {**_compared(samples.subject), "figures": samples.figures}
     for key in sorted(wanted):
         if wanted[key] != found[key]:
             raise ProfileError(
                 f"{measurement.samples} holds an unfinished measurement with another {key} ({_short(found[key])}, not "
                 f"{_short(wanted[key])}); finish that one, or begin again with --fresh"
             )
+
+
+def _compared(subject: Subject) -> dict[str, Any]:
+    """Return what makes samples those of one measurement: of the recipe what times depend on."""
+    compared = {f.name: getattr(subject, f.name) for f in fields(Subject) if f.name not in ("recipe", "sync")}
+    return {**compared, **timed_settings(subject.recipe)}
 
 
 def _short(value: Any) -> str:
@@ -181,7 +194,7 @@ def read_samples(path: Path) -> SamplesFile:
     for number, line in enumerate(lines, start=2):
         if line is not None and (rules := _FITTED_LINES.get(line.get("kind", ""))):
             validated(line, rules, where=f"{path}, line {number}", error=ProfileError, remedy=remedy)
-    return SamplesFile(subject=subject, figures=figures, lines=[line for line in lines if line is not None])
+    return SamplesFile(subject=subject, figures=figures, lines=[line for line in lines if line is not None], path=path)
 
 
 def _parse(row: str) -> dict[str, Any] | None:

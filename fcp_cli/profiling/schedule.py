@@ -53,7 +53,7 @@ class Schedule(Generic[P]):
         affordable = [
             position
             for position in range(len(self.tasks))
-            if not self._is_done(position) and self._estimate(position) <= remaining_seconds / 3
+            if not self._is_done(position) and self.estimate(position) <= remaining_seconds / 3
         ]
         return min(affordable, key=lambda position: (self._rounds[position], position), default=None)
 
@@ -66,7 +66,8 @@ class Schedule(Generic[P]):
         low, middle = ordered[len(ordered) // 4], ordered[len(ordered) // 2]
         return rounds >= self.MOST_REPEATS or (middle - low) / low <= self.TIGHT_SPREAD
 
-    def _estimate(self, position: int) -> float:
+    def estimate(self, position: int) -> float:
+        """Return the seconds that a task may take; 0 where nothing was run yet."""
         # A task that was never run takes the time of the nearest in work, scaled up but never down: work is a guide.
         if self.seconds[position]:
             return min(self.seconds[position])

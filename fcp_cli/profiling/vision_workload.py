@@ -13,15 +13,17 @@ from torch import nn
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.models.transformers_config import whole_config
 from fcp_cli.profiling.points import VisionPoint
-from fcp_cli.profiling.workload import autocast_for
+from fcp_cli.profiling.workload import WEIGHT_DTYPES, autocast_for, recompute_layers
+from fcp_cli.recipe import Recipe
 from fcp_cli.vision.families import FAMILIES
 from fcp_cli.vision.parts import VisualPart
 
 
-def build_encoder(spec: ModelSpec, blocks: int, device: torch.device) -> nn.Module:
+def build_encoder(spec: ModelSpec, blocks: int, device: torch.device, recipe: Recipe) -> nn.Module:
     """Build a vision-language base model with so many blocks of its encoder, and next to no language model.
 
-    Random fp32 weights. Deepstack mergers stay as many as they are, behind the first blocks.
+    Random weights, of the type that the recipe computes with. Deepstack mergers stay as many as they are, behind the
+    first blocks.
     """
     from transformers import AutoConfig, AutoModel
 
@@ -31,7 +33,10 @@ def build_encoder(spec: ModelSpec, blocks: int, device: torch.device) -> nn.Modu
     model_type, figures = whole_config(replace(spec, vision=vision, num_layers=1, vocab_size=4, ffn_size=8))
     figures["text_config"]["num_hidden_layers"] = 0
     with device:
-        model = AutoModel.from_config(AutoConfig.for_model(model_type, **figures), dtype=torch.float32)  # type: ignore[no-untyped-call]
+        model = AutoModel.from_config(
+            AutoConfig.for_model(model_type, **figures), dtype=WEIGHT_DTYPES[recipe.precision]
+        )  # type: ignore[no-untyped-call]
+    recompute_layers(model, recipe.recompute)
     trained: nn.Module = model.train()
     return trained
 
@@ -42,13 +47,13 @@ class VisionWorkload:
     Args:
         model: as `build_encoder` makes it.
         device: where it lives.
-        dtype: `bfloat16` runs under autocast, as the bundled trainer does.
+        recipe: that calls run under.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, dtype: str) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, recipe: Recipe) -> None:
         self.model = model
         self._device = device
-        self._autocast = autocast_for(device, dtype)
+        self._autocast = autocast_for(device, recipe.precision)
         self._pixels = lru_cache(maxsize=4)(self._draw_pixels)
         self._blocks = {
             name: module

@@ -11,9 +11,8 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from fcp_cli.machine.host import usable_cores
-from fcp_cli.models.memory import PRECISIONS, precision_name
 from fcp_cli.models.model import load_model
 from fcp_cli.profiling.device import (
     PeakMemory,
@@ -31,20 +29,26 @@ from fcp_cli.profiling.device import (
     device_memory_bytes,
     device_name,
     ranks_on_this_host,
+    sm_clock_mhz,
 )
+from fcp_cli.profiling.footprint import Footprint, points_that_fit, vision_points_that_fit
+from fcp_cli.profiling.links import Messenger, fresh_links, links, message_sizes, most_message_bytes
 from fcp_cli.profiling.measurement import Measurement, read_measurement
-from fcp_cli.profiling.points import LEAST_SIDE, P, Point, VisionPoint, points_that_fit, vision_points_that_fit
+from fcp_cli.profiling.points import LEAST_SIDE, P, Point, VisionPoint
 from fcp_cli.profiling.samples import append_line, read_samples
 from fcp_cli.profiling.schedule import Schedule, Task
+from fcp_cli.profiling.update_step import UpdateStep, state_bytes
 from fcp_cli.profiling.vision_workload import VisionWorkload, build_encoder
 from fcp_cli.profiling.workload import SilentTransport, Workload, build_model, groups_of
-from fcp_cli.runtime.gradients import PlainSync
 from fcp_cli.runtime.transport import ProcessTransport, Transport
 from fcp_cli.runtime.world import ProcessWorld, join_process_group, local_device
 
-_TRANSFER_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)  # the first cost a message's fixed part, the last its bytes
 _TRANSFER_REPEATS = 12
 _STEP_REPEATS = 5
+# On accelerators an observation is so many runs back to back, but no more than take so long.
+_MOST_RUNS = 5
+_RUNS_SECONDS = 2.0
+_VARIABLES = ("CUDA_DEVICE_MAX", "HCCL_", "NCCL_", "OMP_", "PYTORCH_", "TASK_QUEUE", "TORCH_NCCL_")
 _VISION_BUDGET_SHARE = 0.4  # of the time for the observations of a vision model
 
 
@@ -75,21 +79,29 @@ class Measurer:
         self.stopwatch = Stopwatch(device, shares_cores=self.shares_cores)
         self.transport: Transport = SilentTransport() if request.emulate else ProcessTransport.create(device)
         self.spec = load_model(request.model)
+        recipe = request.recipe
         self.workload = Workload(
-            build_model(self.spec, max(request.layers), device), device, request.dtype, self.transport
+            build_model(self.spec, max(request.layers), device, recipe), device, recipe, self.transport
         )
         self.device_bytes = device_memory_bytes(device, ranks_on_host=self.ranks_per_node)
-        precision = PRECISIONS[precision_name(request.dtype)]
-        measured = replace(self.spec, num_layers=max(request.layers))
+        self.footprint = Footprint(
+            spec=self.spec,
+            recipe=recipe,
+            layers=max(request.layers),
+            vision_layers=max(request.vision_layers, default=0),
+            ranks=self.world.size,
+            on_cpu=device.type == "cpu",
+            device_bytes=self.device_bytes,
+        )
         asked, asked_calls = request.points(), request.vision_points()
-        self.points = points_that_fit(asked, measured, precision, device_bytes=self.device_bytes)
+        self.points = points_that_fit(asked, self.footprint)
         self.schedule = Schedule(self.points, request.layers)
-        calls = vision_points_that_fit(asked_calls, self.spec, precision, device_bytes=self.device_bytes)
+        calls = vision_points_that_fit(asked_calls, self.footprint)
         self.vision_schedule = Schedule(calls, request.vision_layers)
         self.vision: VisionWorkload | None = None
         if asked_calls:
-            encoder = build_encoder(self.spec, max(request.vision_layers), device)
-            self.vision = VisionWorkload(encoder, device, request.dtype)
+            encoder = build_encoder(self.spec, max(request.vision_layers), device, recipe)
+            self.vision = VisionWorkload(encoder, device, recipe)
         kept = {*(point.key for point in self.points), *(call.key for call in calls)}
         keys = [*(point.key for point in asked), *(call.key for call in asked_calls)]
         self.left_out = [key for key in keys if key not in kept]
@@ -106,15 +118,16 @@ class Measurer:
         if self.world.size > 1 and not self.request.emulate:
             self._transfers()
         self._warm_up()
+        self._clocks("before")
         for_vision = _VISION_BUDGET_SHARE if self.vision else 0.0
         self._observations(self.schedule, self._observe, (1 - for_vision) * self.request.budget_seconds)
         if self.vision:
             self._observations(self.vision_schedule, self._observe_vision, for_vision * self.request.budget_seconds)
+        self._clocks("after")
+        self._memory()
+        if self.vision and max(self.request.layers) == self.spec.num_layers:
+            self._vision_memory(self.vision)
         self._step()
-        if max(self.request.layers) == self.spec.num_layers:
-            self._memory()
-            if self.vision:
-                self._vision_memory(self.vision)
         self._write(kind="finished", at=_now())
 
     def _write(self, **line: Any) -> None:
@@ -143,7 +156,8 @@ class Measurer:
             "shares_cores": self.shares_cores,
             "device_memory_bytes": self.device_bytes,
             "clocks": clocks(self.device),
-            "dtype": self.request.dtype,
+            "dtype": str(self.workload.dtype).removeprefix("torch."),
+            "variables": job_variables(),
             "threads_per_rank": torch.get_num_threads() if self.device.type == "cpu" else None,
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -152,32 +166,30 @@ class Measurer:
         }
 
     def _transfers(self) -> None:
-        """Time messages: every rank sends to one neighbour and receives from another, within nodes, then across."""
-        tiers = {"intra_node": 1}
-        if self.world.size > self.ranks_per_node:
-            tiers["inter_node"] = self.ranks_per_node
-        for tier, shift in tiers.items():
-            for num_bytes in _TRANSFER_BYTES:
-                seconds = [self._transfer(shift, num_bytes) for _ in range(_TRANSFER_REPEATS)]
-                self._write(kind="transfer", tier=tier, bytes=num_bytes, seconds=seconds)
+        """Time the first messages of pairs, then messages of growing size, within nodes and across them."""
+        messenger = Messenger(self.transport, self.device, self.stopwatch, self._gather)
+        for link in fresh_links(self.world.size, self.ranks_per_node):
+            contact = messenger.first_contact(link)
+            self._write(kind="first_contact", tier=link.tier, seconds=contact.seconds, bytes=contact.device_bytes)
+        sizes = message_sizes(self._of_first(most_message_bytes(self.device)))
+        for link in links(self.world.size, self.ranks_per_node):
+            for num_bytes in sizes:
+                seconds = messenger.seconds(link, num_bytes, repeats=_TRANSFER_REPEATS)
+                self._write(kind="transfer", tier=link.tier, bytes=num_bytes, seconds=seconds)
 
-    def _transfer(self, shift: int, num_bytes: int) -> float:
-        rank, size = self.world.rank, self.world.size
-        send = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
-        receive = torch.empty_like(send)
+    def _clocks(self, when: str) -> None:
+        """Write down the clocks of all ranks, where a driver tells them: boost clocks do not last."""
+        mine = sm_clock_mhz(self.device)
+        everyone = [value for (value,) in self._gather([-1.0 if mine is None else mine])]
+        if min(everyone) >= 0:
+            self._write(kind="clocks", when=when, sm_mhz=everyone)
 
-        def work() -> None:
-            self.transport.start("kv", send, (rank + shift) % size, receive, (rank - shift) % size).wait()
-
-        dist.barrier()  # a late start of one rank would be measured as waiting by the others
-        return min(self._gather(self.stopwatch.measure(work)))
-
-    def _gather(self, seconds: float) -> list[float]:
-        """Return every rank's seconds."""
-        mine = torch.tensor([seconds], dtype=torch.float64)
+    def _gather(self, values: Sequence[float]) -> list[list[float]]:
+        """Return every rank's values, as many on each."""
+        mine = torch.tensor(values, dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(self.world.size)]
         dist.all_gather(everyone, mine)
-        return [float(value) for value in everyone]
+        return [row.tolist() for row in everyone]
 
     def _warm_up(self) -> None:
         """Run each degree once or twice: the first call of a kernel compiles and allocates, later ones do not."""
@@ -190,72 +202,84 @@ class Measurer:
             self._observe_vision(task)
 
     def _observations(
-        self, schedule: Schedule[P], observe: Callable[[Task[P]], list[float]], budget_seconds: float
+        self, schedule: Schedule[P], observe: Callable[[Task[P], int], list[float]], budget_seconds: float
     ) -> None:
         deadline = time.monotonic() + budget_seconds
-        while (position := self._agree_on_next(schedule, deadline)) is not None:
+        while (chosen := self._agree_on_next(schedule, deadline)) is not None:
+            position, runs = chosen
             task = schedule.tasks[position]
-            seconds = observe(task)
+            seconds = observe(task, runs)
             schedule.add(position, seconds)
             self._write(kind="observation", point=task.point.key, layers=task.layers, seconds=seconds)
 
-    def _agree_on_next(self, schedule: Schedule[P], deadline: float) -> int | None:
+    def _agree_on_next(self, schedule: Schedule[P], deadline: float) -> tuple[int, int] | None:
+        """Return the position of the next task and how often it runs, as rank 0 decides; None at the end."""
         # A torchrun that was killed leaves its ranks running, and no one else would ever end them.
         if os.getppid() != self.launcher:
             raise SystemExit("the launcher is gone")
         position = schedule.next(deadline - time.monotonic()) if self.is_first else None
+        runs = 1
+        if position is not None and self.device.type != "cpu":
+            seconds = schedule.estimate(position)
+            runs = _MOST_RUNS if seconds == 0 else max(1, min(_MOST_RUNS, int(_RUNS_SECONDS / seconds)))
         chosen = self._of_first(-1 if position is None else position)
-        return None if chosen < 0 else chosen
+        return None if chosen < 0 else (chosen, self._of_first(runs))
 
-    def _observe(self, task: Task[Point]) -> list[float]:
-        """Return the seconds of each group that ran the point: those of the member that was disturbed least.
+    def _observe(self, task: Task[Point], runs: int = 1) -> list[float]:
+        """Return the seconds of each group that ran the point, run by run: of the member that was disturbed least.
 
         Members end together, so one that another had to wait for shows the work itself, and the others show waiting.
         Where ranks share cores they take turns, and what counts is from the first start to the last end; ranks that are
         left over run the pack among themselves, so that no core is lent.
         """
         self.workload.set_layers(task.layers)
+        measure = self.stopwatch.measure_each
         if self.request.emulate:
             # The first and the last member: their chunks are the longest and the shortest that the layout makes.
             lengths, members = task.point.lengths, range(task.point.degree)
             works = [self.workload.microbatch(lengths, members, index) for index in {members[0], members[-1]}]
-            return [max(map(self.stopwatch.measure, works))]
+            return [max(times) for times in zip(*(measure(work, runs) for work in works), strict=True)]
         groups = groups_of(task.point, world=self.world.size, ranks_per_node=self.ranks_per_node)
         left_over = tuple(sorted(set(range(self.world.size)).difference(*groups))) if self.shares_cores else ()
         mine = next((group for group in (*groups, left_over) if self.world.rank in group), None)
         work = None if mine is None else self.workload.microbatch(task.point.lengths, mine, mine.index(self.world.rank))
         dist.barrier()
-        everyone = self._gather(self.stopwatch.measure(work) if work else 0.0)
+        everyone = self._gather(measure(work, runs) if work else [0.0] * runs)
         if self.shares_cores:
-            return [max(everyone[rank] for group in groups for rank in group)]
-        return [min(everyone[rank] for rank in group) for group in groups]
+            return [max(everyone[rank][run] for group in groups for rank in group) for run in range(runs)]
+        return [min(everyone[rank][run] for rank in group) for group in groups for run in range(runs)]
 
-    def _observe_vision(self, task: Task[VisionPoint]) -> list[float]:
+    def _observe_vision(self, task: Task[VisionPoint], runs: int = 1) -> list[float]:
         """Return the seconds of every rank; all run the same parts, since encoders do not wait for each other."""
         assert self.vision is not None
         self.vision.set_blocks(task.layers)
         work = self.vision.call(task.point)
         dist.barrier()
-        everyone = self._gather(self.stopwatch.measure(work))
-        return [max(everyone)] if self.shares_cores else everyone
+        everyone = self._gather(self.stopwatch.measure_each(work, runs))
+        if self.shares_cores:
+            return [max(times) for times in zip(*everyone, strict=True)]
+        return [seconds for times in everyone for seconds in times]
 
     def _step(self) -> None:
-        """Time what a step costs beside its micro-batches: gradients summed over ranks, clipped, and AdamW."""
-        model = self.workload.model
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)  # weights stay, whatever the repeats
-        sync = PlainSync(model, self.world)
+        """Time what a step costs beside its micro-batches: gradients summed over ranks, clipped, and AdamW.
 
-        def work() -> None:
-            sync.reduce()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-
+        The optimizer has the share of the parameters that a rank of the job has, and as much as fits.
+        """
+        recipe, size = self.request.recipe, self.world.size
+        share = self.footprint.optimizer_share(recipe.shards(size) if recipe.zero_stage else 1)
+        step = UpdateStep(self.workload, self.world, share=share)
         seconds = []
         for _ in range(_STEP_REPEATS):
             dist.barrier()
-            everyone = self._gather(self.stopwatch.measure(work))
+            everyone = [row[0] for row in self._gather([self.stopwatch.measure(step.run)])]
             seconds.append(max(everyone) if self.shares_cores else min(everyone))
-        self._write(kind="step", layers=max(self.request.layers), seconds=seconds, state_bytes=state_bytes(optimizer))
+        self._write(
+            kind="step",
+            layers=max(self.request.layers),
+            seconds=seconds,
+            state_bytes=state_bytes(step.optimizer),
+            optimizer_share=share,
+        )
 
     def _memory(self) -> None:
         """Read peak bytes of growing packs on one rank; the largest is the longest that was observed at degree 1."""
@@ -264,10 +288,12 @@ class Measurer:
             for task, seconds in zip(self.schedule.tasks, self.schedule.seconds, strict=True)
             if seconds and task.point.degree == 1 and len(task.point.lengths) == 1
         ]
-        self.workload.set_layers(max(self.request.layers))
         longest = self._of_first(max(observed, default=512))
-        for tokens in (longest // 4, longest // 2, longest):
-            self._peak(self.workload.microbatch((tokens,), (self.world.rank,), 0), kind="memory", tokens=tokens)
+        for layers in self.request.layers:
+            self.workload.set_layers(layers)
+            for tokens in (longest // 4, longest // 2, longest):
+                work = self.workload.microbatch((tokens,), (self.world.rank,), 0)
+                self._peak(work, kind="memory", tokens=tokens, layers=layers)
 
     def _vision_memory(self, vision: VisionWorkload) -> None:
         """Read peak bytes of growing numbers of parts of one size, up to the largest call that was observed."""
@@ -303,15 +329,9 @@ class Measurer:
         return int(shared)
 
 
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of weights, gradients and optimizer state, counted tensor by tensor."""
-    total = 0
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            gradient = 0 if parameter.grad is None else parameter.grad.nbytes
-            state = (value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor))
-            total += parameter.nbytes + gradient + sum(value.nbytes for value in state)
-    return total
+def job_variables() -> dict[str, str]:
+    """Return the variables of this process that settle how back ends, allocators and threads work."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
 
 
 def _now() -> str:

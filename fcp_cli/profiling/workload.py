@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
@@ -13,23 +13,36 @@ from torch import Tensor, nn
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.models.transformers_config import text_config
 from fcp_cli.profiling.points import Point
+from fcp_cli.recipe import PrecisionName, Recipe, Recompute
 from fcp_cli.runtime.integrations.transformers import prepare
 from fcp_cli.runtime.layout import shard_layout
 from fcp_cli.runtime.loss import token_loss_sum
+from fcp_cli.runtime.recompute import keep_attention
 from fcp_cli.runtime.ring import Ring, current_ring
 from fcp_cli.runtime.transport import Handle, Transport
 
+WEIGHT_DTYPES: Mapping[PrecisionName, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "amp": torch.float32,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
 
-def build_model(spec: ModelSpec, layers: int, device: torch.device) -> nn.Module:
-    """Build the model's transformers class with random fp32 weights, `layers` layers and the runtime's attention."""
+
+def build_model(spec: ModelSpec, layers: int, device: torch.device, recipe: Recipe) -> nn.Module:
+    """Build the model's transformers class with random weights, `layers` layers and the runtime's attention.
+
+    Weights are of the type that a job of this recipe computes with, and layers are recomputed as it says.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, figures = text_config(spec)
     config = AutoConfig.for_model(model_type, **{**figures, "num_hidden_layers": layers})
     config.use_cache = False
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+        model = AutoModelForCausalLM.from_config(config, dtype=WEIGHT_DTYPES[recipe.precision])  # type: ignore[no-untyped-call]
     prepare(model)
+    recompute_layers(model, recipe.recompute)
     trained: nn.Module = model.train()
     return trained
 
@@ -59,23 +72,70 @@ def _fill(receive: Tensor, send: Tensor) -> None:
     flat[common:].zero_()
 
 
+def recompute_layers(model: Any, how: Recompute) -> None:
+    """Make backward compute the activations of each layer again, as a job with this recipe does."""
+    if how == "none":
+        return
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False, **({"context_fn": keep_attention} if how == "selective" else {})})
+
+
+class GradientSums:
+    """Adds up the gradients of bf16 weights in fp32, as ranks of a job keep them from one micro-batch to the next."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]
+
+    def _add(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None or not isinstance(parameter, nn.Parameter):
+            return
+        if parameter in self._sums:
+            self._sums[parameter] += gradient
+        else:
+            self._sums[parameter] = gradient.to(torch.float32)
+        parameter.grad = None
+
+    def holders(self) -> list[nn.Parameter]:
+        """Return a parameter for each sum, which is its own gradient: what sums and updates them sees what it needs."""
+        found = []
+        for total in self._sums.values():
+            holder = nn.Parameter(total)
+            holder.grad = total
+            found.append(holder)
+        return found
+
+
 class Workload:
     """Runs one member's part of a micro-batch.
 
     Args:
         model: as `build_model` makes it, perhaps wrapped.
         device: where it lives.
-        dtype: `bfloat16` runs under autocast, as the bundled trainer does.
+        recipe: that packs run under.
         transport: carries the hops of rings of several members.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, dtype: str, transport: Transport) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, recipe: Recipe, transport: Transport) -> None:
         self.model = model
         self.device = device
-        self._autocast = autocast_for(device, dtype)
+        self._autocast = autocast_for(device, recipe.precision)
+        self._recipe = recipe
         self._transport = transport
+        self._sums = GradientSums(model) if recipe.precision == "bf16" else None
         self._vocabulary = int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
         self._batch = lru_cache(maxsize=64)(self._make_batch)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the matrix products."""
+        return torch.bfloat16 if self._recipe.precision == "amp" else next(self.model.parameters()).dtype
+
+    def gradient_holders(self) -> list[nn.Parameter]:
+        """Return parameters whose `grad` is what a step sums over ranks."""
+        return list(self.model.parameters()) if self._sums is None else self._sums.holders()
 
     def set_layers(self, layers: int) -> None:
         """Keep only the first so many layers for the next calls."""
@@ -130,8 +190,8 @@ def groups_of(point: Point, *, world: int, ranks_per_node: int) -> list[tuple[in
     ]
 
 
-def autocast_for(device: torch.device, dtype: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Return the context that a forward runs under: none for float32, else bfloat16 autocast."""
-    if dtype == "float32":
+def autocast_for(device: torch.device, precision: PrecisionName) -> Callable[[], AbstractContextManager[Any]]:
+    """Return the context that a forward runs under: bfloat16 autocast for amp, else none."""
+    if precision != "amp":
         return nullcontext
     return lambda: torch.autocast(device.type, dtype=torch.bfloat16)

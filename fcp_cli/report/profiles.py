@@ -60,10 +60,50 @@ def reading(profile: CostProfile, degrees: Sequence[int]) -> list[str]:
     if "trained" in encoder or "frozen" in encoder:
         kind = "frozen" if encoder["freeze_vision"] else "trained"
         lines.append(f"Vision encoder: timed trained and frozen; this profile is for a {kind} one.")
+    lines += _recipe(profile)
+    lines += _circumstances(measured)
     step = measured.get("step_seconds")
     if step:
         lines.append(f"Beside its micro-batches a step takes {float(step):.4g} s (gradient sum, clipping, AdamW).")
     return lines
+
+
+def _recipe(profile: CostProfile) -> list[str]:
+    """Describe what times and memory are of, where the profile says it."""
+    if profile.recipe is None:
+        return []
+    sync = f", sync {profile.sync}" if profile.sync else ""
+    return [f"Times and memory are of {profile.recipe.describe()}{sync}: {' '.join(profile.recipe.flags())}."]
+
+
+def _circumstances(measured: Mapping[str, Any]) -> list[str]:
+    """Describe how rings were measured on accelerators: what was left out, messages, first contacts, clocks."""
+    lines = []
+    if degrees := measured.get("compute_only_degrees"):
+        named = ", ".join(map(str, degrees))
+        lines.append(f"Compute only: degrees {named} were emulated on one device; what their rings send is assumed.")
+    for tier, figures in (measured.get("transfers") or {}).items():
+        rate, latency = figures["bytes_per_second"] / 1e9, 1e6 * figures["seconds_per_message"]
+        lines.append(f"Messages {_TIERS.get(tier, tier)}: {rate:.3g} GB/s, {latency:.3g} us each.")
+    for tier, figures in (measured.get("first_contact") or {}).items():
+        megabytes = figures.get("device_megabytes")
+        memory = "" if megabytes is None else f" and {megabytes:,.0f} MB of device memory a peer"
+        took = f"{figures['milliseconds']:.3g} ms"
+        lines.append(f"First contact of two ranks {_TIERS.get(tier, tier)}: {took}{memory}.")
+    before, after = measured.get("clocks_before_mhz"), measured.get("clocks_after_mhz")
+    if before and after:
+        lines.append(
+            f"Clocks of the devices: {min(before):,.0f} to {max(before):,.0f} MHz before, {min(after):,.0f} to "
+            f"{max(after):,.0f} MHz after."
+        )
+    return lines
+
+
+_TIERS = {
+    "intra_node": "inside a node",
+    "inter_node": "between nodes, on one rail",
+    "inter_node_cross_rail": "between nodes, across rails",
+}
 
 
 def _hidden_ring(profile: CostProfile, degree: int) -> str | None:

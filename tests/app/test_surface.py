@@ -31,9 +31,10 @@ SURFACE = {
         DATASET --output -o --rows --seed --short-side --fps
     """,
     "profile": """
-        --model -m --cluster --freeze-vision --budget-minutes --max-length --degrees --ranks --device --dtype
-        --layers --samples --fresh --from-samples --nodes --devices-per-node --analytic --tensor-parallel
-        --pipeline-parallel --zero --recompute --precision --hf-config --output -o --json
+        --model -m --cluster --sync --zero --shard-ranks --reduce --precision --recompute --loss --offload
+        --freeze-vision --budget-minutes --max-length --degrees --ranks --device --layers --samples --fresh
+        --from-samples --nodes --devices-per-node --analytic --tensor-parallel --pipeline-parallel --hf-config
+        --output -o --json
     """,
     "profile show": """
         PROFILE --lengths --degrees --json

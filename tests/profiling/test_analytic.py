@@ -4,11 +4,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import yaml
 from inline_snapshot import snapshot
 
-from fcp_cli.cost.profile import CostProfile, dump_cost_profile, parse_cost_profile
+from fcp_cli.cost.profile import CostProfile, Sync, dump_cost_profile, parse_cost_profile
 from fcp_cli.errors import UsageError
+from fcp_cli.memory.activations import patch_bytes
+from fcp_cli.memory.precision import precision_of
+from fcp_cli.memory.rank import rank_memory
+from fcp_cli.memory.state import COMMUNICATOR_BYTES
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.descriptions import shipped_names
 from fcp_cli.models.memory import (
@@ -18,23 +21,19 @@ from fcp_cli.models.memory import (
     layer_activation_bytes,
     model_state,
     patch_activation_bytes,
-    token_bytes,
 )
 from fcp_cli.models.model import VisionSpec, load_model
 from fcp_cli.models.shipped import shipped_profile
 from fcp_cli.models.transformers_config import text_config, whole_config
 from fcp_cli.profiling.analytic import analytic_profile, forward_operations, ring_bytes_per_token
-from fcp_cli.profiling.points import Point, points_that_fit
+from fcp_cli.recipe import Recipe, Recompute
 from tests.messages import raises
 
+ZERO_2 = Recipe(zero_stage=2)
 
-def _profile(model: str = "qwen3-8b", **parallelism: Any) -> CostProfile:
-    return analytic_profile(
-        load_model(model),
-        load_cluster("example-8x8"),
-        precision=PRECISIONS["bf16"],
-        parallelism=Parallelism(**{"ranks": 64, **parallelism}),
-    )
+
+def _profile(model: str = "qwen3-8b", *, recipe: Recipe = ZERO_2, sync: Sync = "iteration", **cut: int) -> CostProfile:
+    return analytic_profile(load_model(model), load_cluster("example-8x8"), recipe=recipe, sync=sync, ranks=64, **cut)
 
 
 def test_operations_of_the_layers_are_those_of_the_papers_models() -> None:
@@ -61,21 +60,43 @@ def test_grouped_query_attention_sends_key_value_heads_only() -> None:
 def test_a_hop_is_as_many_messages_as_all_layers_send_forward_and_backward() -> None:
     spec, cluster = load_model("qwen3-8b"), replace(load_cluster("example-8x8"), message_seconds=1e-5)
 
-    def hop_seconds(**parallelism: Any) -> float:
-        job = Parallelism(ranks=64, **parallelism)
-        profile = analytic_profile(spec, cluster, precision=PRECISIONS["bf16"], parallelism=job)
+    def hop_seconds(recompute: Recompute = "none", **cut: int) -> float:
+        recipe = replace(ZERO_2, recompute=recompute)
+        profile = analytic_profile(spec, cluster, recipe=recipe, sync="iteration", ranks=64, **cut)
         return profile.coefficients.ring_hop_seconds
 
     assert hop_seconds() == pytest.approx(36 * 3 * 1e-5)  # K/V forward, K/V and dK/dV backward
-    assert hop_seconds(recompute="full") == pytest.approx(36 * 4 * 1e-5)
+    assert hop_seconds("full") == pytest.approx(36 * 4 * 1e-5)
+    assert hop_seconds("selective") == hop_seconds()  # what attention computed is kept: no ring runs again
     assert hop_seconds(pipeline_parallel=2) == pytest.approx(18 * 3 * 1e-5)  # a stage's rings
 
 
 def test_recomputation_adds_a_forward_and_saves_activations() -> None:
-    plain, again = _profile(), _profile(recompute="full")
+    plain, again = _profile(), _profile(recipe=replace(ZERO_2, recompute="full"))
     ratio = again.coefficients.linear_seconds_per_token / plain.coefficients.linear_seconds_per_token
     assert ratio == pytest.approx(4 / 3)
     assert again.memory.bytes_per_token < plain.memory.bytes_per_token / 3
+
+
+def test_selective_recomputation_runs_the_matrices_again_and_neither_attention_nor_ring() -> None:
+    plain, again = _profile().coefficients, _profile(recipe=replace(ZERO_2, recompute="selective")).coefficients
+    assert again.linear_seconds_per_token == pytest.approx(4 / 3 * plain.linear_seconds_per_token)
+    assert again.attention_seconds_per_token2 == plain.attention_seconds_per_token2
+    assert again.ring_bytes_per_token == plain.ring_bytes_per_token
+
+
+def test_a_profile_says_which_recipe_and_sync_it_is_of() -> None:
+    recipe = Recipe(zero_stage=3, precision="amp", recompute="full")
+    profile = _profile(recipe=recipe, sync="microbatch")
+    assert (profile.recipe, profile.sync) == (recipe, "microbatch")
+    assert profile.memory == rank_memory(load_model("qwen3-8b"), recipe, sync="microbatch", ranks=64).as_profile_memory(
+        64e9 * 0.92
+    )
+
+
+def test_a_recipe_that_the_sync_rules_out_is_rejected() -> None:
+    with pytest.raises(UsageError, match="--zero 3 gathers weights in every micro-batch"):
+        _profile(recipe=Recipe(zero_stage=3))
 
 
 def test_tensor_parallelism_divides_everything_of_a_rank() -> None:
@@ -83,7 +104,8 @@ def test_tensor_parallelism_divides_everything_of_a_rank() -> None:
     for name in ("attention_seconds_per_token2", "linear_seconds_per_token", "ring_bytes_per_token"):
         assert getattr(two.coefficients, name) == pytest.approx(getattr(one.coefficients, name) / 2)
     assert two.memory.bytes_per_token == pytest.approx(one.memory.bytes_per_token / 2)
-    assert two.memory.model_state_bytes == pytest.approx(one.memory.model_state_bytes / 2)
+    shared_out = one.memory.model_state_bytes - 2 * COMMUNICATOR_BYTES
+    assert two.memory.model_state_bytes - 2 * COMMUNICATOR_BYTES == pytest.approx(shared_out / 2)
 
 
 def test_each_zero_stage_holds_less() -> None:
@@ -120,23 +142,28 @@ def test_vision_work_is_counted_by_patch_and_by_pair_of_patches() -> None:
 
 
 def test_a_frozen_encoder_has_no_backward_no_gradients_and_keeps_nothing() -> None:
-    trained, frozen = _profile("qwen3-vl-8b"), _profile("qwen3-vl-8b", freeze_vision=True)
+    trained, frozen = _profile("qwen3-vl-8b"), _profile("qwen3-vl-8b", recipe=replace(ZERO_2, freeze_vision=True))
     vision = load_model("qwen3-vl-8b").vision
     assert vision is not None
     ratio = frozen.coefficients.vision_seconds_per_patch / trained.coefficients.vision_seconds_per_patch
     assert ratio == pytest.approx(1 / 3)
     ratio = frozen.coefficients.vision_seconds_per_patch2 / trained.coefficients.vision_seconds_per_patch2
     assert ratio == pytest.approx(1 / 3.5)
-    saved = trained.memory.model_state_bytes - frozen.memory.model_state_bytes
-    assert saved == pytest.approx((4 + 12 / 64) * vision.parameters)  # gradients, and the rank's share of the optimizer
-    kept = trained.memory.bytes_per_token - frozen.memory.bytes_per_token
-    assert kept == 4 * vision.depth * patch_activation_bytes(vision, PRECISIONS["bf16"])
+    items = [
+        rank_memory(load_model("qwen3-vl-8b"), recipe, sync="iteration", ranks=64).items(16_384)
+        for recipe in (ZERO_2, replace(ZERO_2, freeze_vision=True))
+    ]
+    assert items[0]["gradients"] - items[1]["gradients"] == pytest.approx(4 * vision.parameters)
+    assert items[0]["optimizer"] - items[1]["optimizer"] == pytest.approx(8 / 64 * vision.parameters)
+    assert items[0]["visual tokens"] == 16_384 * 4 * vision.depth * patch_bytes(vision, precision_of(ZERO_2))
+    assert "visual tokens" not in items[1]
+    assert trained.memory.bytes_per_token > frozen.memory.bytes_per_token
     assert frozen.coefficients.linear_seconds_per_token == trained.coefficients.linear_seconds_per_token
 
 
 def test_a_model_without_an_encoder_cannot_freeze_it() -> None:
     with pytest.raises(UsageError, match="--freeze-vision: qwen3-8b has no vision encoder"):
-        _profile("qwen3-8b", freeze_vision=True)
+        _profile("qwen3-8b", recipe=replace(ZERO_2, freeze_vision=True))
 
 
 @pytest.mark.hf
@@ -177,12 +204,11 @@ def test_an_analytic_profile_is_a_cost_profile() -> None:
 
 
 @pytest.mark.parametrize("model", shipped_names("model"))
-def test_shipped_profiles_are_what_the_formulas_give(model: str) -> None:
-    spec, cluster, precision = load_model(model), load_cluster("example-8x8"), PRECISIONS["bf16"]
-    stage = choose_zero_stage(spec, precision, ranks=64, device_bytes=cluster.memory_bytes)
-    found = analytic_profile(spec, cluster, precision=precision, parallelism=Parallelism(ranks=64, zero_stage=stage))
-    assert yaml.safe_load(shipped_profile(model).text) == yaml.safe_load(dump_cost_profile(found))
-    assert (found.memory.tokens_per_rank() or 0) > 1000
+def test_shipped_profiles_are_priced_as_the_formulas_do(model: str) -> None:
+    """What they say of memory is of no recipe: plans without a profile of their own compute it for theirs."""
+    found, shipped = _profile(model), shipped_profile(model)
+    assert found.coefficients == shipped.coefficients
+    assert found.bandwidth == shipped.bandwidth
 
 
 @pytest.mark.hf
@@ -258,16 +284,8 @@ class _KeptStorages:
 
 
 def test_the_token_budget_falls_with_the_state_and_the_activations() -> None:
-    spec = load_model("qwen3-8b")
-    per_token = token_bytes(spec, PRECISIONS["bf16"], Parallelism(ranks=64))
-    budget = _profile(zero_stage=2).memory.tokens_per_rank()
-    assert budget == int((64e9 * 0.92 - (2 + 16 / 64) * spec.parameters) / per_token)
-
-
-def test_points_that_need_more_memory_than_a_rank_has_are_left_out() -> None:
-    spec, precision = load_model("qwen3-8b"), PRECISIONS["amp"]
-    points = [Point(lengths=(tokens,), degree=degree) for tokens in (8192, 131_072) for degree in (1, 8)]
-    few_layers = replace(spec, num_layers=6)
-    kept = points_that_fit(points, few_layers, precision, device_bytes=141e9)
-    assert [(point.tokens, point.degree) for point in kept] == [(8192, 1), (8192, 8), (131_072, 8)]
-    assert points_that_fit(points, few_layers, precision, device_bytes=1e9) == ()
+    spec, recipe = load_model("qwen3-8b"), replace(ZERO_2, recompute="full")
+    held = rank_memory(spec, recipe, sync="iteration", ranks=64)
+    budget = _profile(recipe=recipe).memory.tokens_per_rank()
+    assert budget is not None
+    assert held.total_bytes(budget) <= 64e9 * 0.92 < held.total_bytes(budget + 1)

@@ -11,9 +11,12 @@ from inline_snapshot import snapshot
 
 from fcp_cli.cost.fitting import Sample, predicted_seconds
 from fcp_cli.cost.profile import EXPOSED_RING, HIDDEN_RING, Bandwidth, Coefficients, CostProfile, parse_cost_profile
+from fcp_cli.memory.rank import rank_memory
+from fcp_cli.models.model import load_model
 from fcp_cli.profiling.assemble import profile_from_samples
 from fcp_cli.profiling.measurement import Measurement, model_figures
 from fcp_cli.profiling.samples import SamplesFile
+from fcp_cli.recipe import Recipe, RecipeRequest
 from fcp_cli.report.profiles import reading
 from tests.messages import raises
 
@@ -40,7 +43,8 @@ MEASUREMENT = Measurement(
     degrees=(1, 2, 4),
     max_length=2048,
     device="cpu",
-    dtype="float32",
+    recipe=Recipe(precision="fp32"),
+    sync="iteration",
     layers=(2,),
     budget_seconds=1.0,
     samples=Path("samples.jsonl"),
@@ -84,7 +88,12 @@ def test_exposed_rings_make_a_profile_with_an_exposed_share_that_says_what_it_ga
 def test_rings_that_hide_make_a_profile_without_an_exposed_share() -> None:
     profile = profile_from_samples(samples_of(TRUTH))
     assert profile.common_ground is None
-    assert profile.memory.bytes_per_token == pytest.approx(4e4)
+    spec = load_model("qwen3-tiny")
+    # Two for keys and values, two for their fp32 gradients.
+    ring_buffers = 2 * 2 * spec.num_kv_heads * spec.head_dim * (4 + 4)
+    assert profile.memory.bytes_per_token == pytest.approx(4e4 + ring_buffers)
+    held = rank_memory(spec, Recipe(precision="fp32"), sync="iteration", ranks=4, on_cpu=True)
+    assert profile.memory.model_state_bytes == pytest.approx(held.binding(8e9 * 0.92).fixed_bytes)
     assert profile.measurement["step_seconds"] == 0.01
 
 
@@ -93,10 +102,44 @@ def test_a_profile_of_ranks_that_shared_cores_says_so() -> None:
     assert "Measured with 4 ranks on 2 cores: times include that." in reading(profile, (2,))
 
 
-def test_too_few_points_name_those_that_are_missing() -> None:
+def test_too_few_points_scale_the_model_s_own_figures_and_say_how_to_go_on() -> None:
+    samples = samples_of(TRUTH, observed=3)
+    profile = profile_from_samples(samples)
+    assert profile.measurement["warnings"] == snapshot(
+        [
+            "3 samples are too few: a fit needs at least 5; 2 more are missing, so that there are packs of three different lengths or more; the model's own figures were scaled to what was observed; missing: 64 at degree 1, 128 at degree 2, 256 at degree 4, 64+64+64+64+64+64+64+64 at degree 4, 128 at degree 1; the same command with more --budget-minutes measures them"
+        ]
+    )
+    seen = [point["predicted_seconds"] / point["seconds"] for point in profile.measurement["points"]]
+    assert sorted(seen)[1] == pytest.approx(1.0, rel=0.02)  # the median of what was observed is met
+    assert any("from the model's figures, times" in line for line in profile.measurement["assumed"])
+    assert parse_cost_profile(profile.text, name="x").coefficients == profile.coefficients
+
+
+def test_packs_that_are_too_alike_for_a_fit_become_a_profile_too() -> None:
+    whole = samples_of(TRUTH)
+    alike = [line for line in whole.lines if line["kind"] != "observation" or line["point"].endswith(":64")]
+    profile = profile_from_samples(replace(whole, lines=alike))
+    (warning,) = profile.measurement["warnings"]
+    assert "the model's own figures were scaled to what was observed" in warning
+
+
+def test_nothing_observed_is_no_profile_and_says_how_to_go_on() -> None:
     with raises(
         snapshot(
-            "ProfileError: only 3 points were observed, and a fit needs at least 5; missing: 64 at degree 1, 128 at degree 2, 256 at degree 4, 64+64+64+64+64+64+64+64 at degree 4, 128 at degree 1; the same command with more --budget-minutes measures them"
+            "ProfileError: no pack was observed; missing: 64 at degree 4, 64 at degree 2, 128 at degree 4, 64 at degree 1, 128 at degree 2; the same command with more --budget-minutes measures them, and 'fcp profile --analytic' computes a profile"
         )
     ):
-        profile_from_samples(samples_of(TRUTH, observed=3))
+        profile_from_samples(samples_of(TRUTH, observed=0))
+
+
+def test_what_is_assumed_of_memory_can_be_asked_for_afterwards_and_what_is_timed_cannot() -> None:
+    samples = samples_of(TRUTH)
+    profile = profile_from_samples(samples, request=RecipeRequest(zero="3"))
+    assert (profile.recipe, profile.sync) == (Recipe(zero_stage=3, precision="fp32"), "microbatch")
+    with raises(
+        snapshot(
+            "UsageError: --recompute full: the samples were measured with --recompute none, and times differ; measure with 'fcp profile --recompute full --fresh'"
+        )
+    ):
+        profile_from_samples(samples, request=RecipeRequest(recompute="full"))

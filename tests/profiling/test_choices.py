@@ -11,6 +11,7 @@ from fcp_cli.machine.devices import Machine
 from fcp_cli.profiling import choices
 from fcp_cli.profiling.choices import choose_measurement
 from fcp_cli.profiling.options import ProfileRequest
+from fcp_cli.recipe import Recipe, RecipeRequest
 from tests.messages import raises
 
 UNSET = ProfileRequest()
@@ -34,7 +35,8 @@ def test_a_cpu_measures_the_tiny_model_on_a_rank_per_core(on: Any) -> None:
     origins = Origins()
     settings = choose_measurement(UNSET, origins)
     assert (settings.model, settings.ranks, settings.degrees) == ("qwen3-tiny", 4, (1, 2, 3, 4))
-    assert (settings.device, settings.dtype, settings.layers) == ("cpu", "float32", (2,))
+    assert (settings.device, settings.layers) == ("cpu", (2,))
+    assert (settings.recipe, settings.sync) == (Recipe(precision="fp32"), "iteration")
     assert settings.budget_seconds == 60
     assert origins.assumed["--model"] == "qwen3-tiny (small enough for a CPU)"
 
@@ -51,10 +53,21 @@ def test_one_accelerator_emulates_degrees_and_takes_bandwidths_from_its_like(on:
     origins = Origins()
     settings = choose_measurement(UNSET, origins)
     assert settings.emulate
-    assert (settings.model, settings.cluster, settings.dtype) == ("qwen3-8b", "h200-8x8", "bfloat16")
+    assert (settings.model, settings.cluster, settings.recipe.precision) == ("qwen3-vl-8b", "h200-8x8", "bf16")
     assert settings.degrees == (1, 2, 3, 4, 6, 8)
-    assert settings.layers == (2, 6)  # 8 billion parameters in training do not fit half of the memory
+    assert settings.layers == (2, 6)  # 8 billion parameters in training leave too little of the memory
     assert "--cluster" in origins.assumed
+    # Alone it stands for the ranks of the cluster, which share the model out.
+    assert settings.recipe.zero_stage >= 2
+
+
+def test_what_was_asked_for_of_the_recipe_is_measured_even_if_it_does_not_fit(on: Any) -> None:
+    on("cuda", 8, "NVIDIA H100 80GB HBM3", 80e9)
+    asked = RecipeRequest(zero="0", recompute="selective", precision="amp", loss="plain")
+    origins = Origins()
+    settings = choose_measurement(replace(UNSET, model="qwen3-8b", recipe=asked), origins)
+    assert settings.recipe == Recipe(zero_stage=0, recompute="selective", precision="amp", loss="plain")
+    assert "nothing fits" in origins.assumed["recipe"]
 
 
 def test_eight_accelerators_measure_real_rings(on: Any) -> None:

@@ -12,6 +12,7 @@ from fcp_cli.profiling.measurement import Measurement, read_measurement
 from fcp_cli.profiling.points import Point, measurement_points
 from fcp_cli.profiling.samples import append_line, begin_samples, measured_points, read_samples
 from fcp_cli.profiling.schedule import Schedule
+from fcp_cli.recipe import Recipe
 from tests.messages import raises
 
 POINT = Point(lengths=(512, 64), degree=2)
@@ -33,7 +34,8 @@ def _measurement(tmp_path: Path) -> Measurement:
         degrees=(1, 2),
         max_length=1024,
         device="cpu",
-        dtype="float32",
+        recipe=Recipe(precision="fp32"),
+        sync="iteration",
         layers=(1, 2),
         budget_seconds=3.0,
         samples=tmp_path / "samples.jsonl",
@@ -54,6 +56,13 @@ def test_observations_of_a_point_become_their_lowest_decile(tmp_path: Path) -> N
 
 def test_ranks_that_share_cores_take_turns_and_their_median_counts(tmp_path: Path) -> None:
     environment = {"kind": "environment", "shares_cores": True}
+    path = _file(tmp_path, environment, _observation(POINT, 2, 1.0, 2.0, 2.2), _observation(POINT, 2, 2.4, 9.0))
+    (found,) = measured_points(read_samples(path), [POINT], layers=(2,), model_layers=2)
+    assert found.seconds == 2.2
+
+
+def test_accelerators_are_summed_up_by_medians_since_their_quickest_clocks_do_not_last(tmp_path: Path) -> None:
+    environment = {"kind": "environment", "device": "cuda"}
     path = _file(tmp_path, environment, _observation(POINT, 2, 1.0, 2.0, 2.2), _observation(POINT, 2, 2.4, 9.0))
     (found,) = measured_points(read_samples(path), [POINT], layers=(2,), model_layers=2)
     assert found.seconds == 2.2

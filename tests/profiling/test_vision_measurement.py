@@ -11,13 +11,14 @@ import pytest
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.cost.vision_fitting import VisionCosts, VisionSample
 from fcp_cli.errors import UsageError
-from fcp_cli.models.memory import PRECISIONS
 from fcp_cli.models.model import load_model
 from fcp_cli.profiling.assemble import profile_from_samples
+from fcp_cli.profiling.footprint import Footprint, vision_points_that_fit
 from fcp_cli.profiling.measurement import default_vision_layers, read_measurement
-from fcp_cli.profiling.points import VisionPoint, vision_points, vision_points_that_fit
+from fcp_cli.profiling.points import VisionPoint, vision_points
 from fcp_cli.profiling.samples import SamplesFile, begin_samples, read_samples
 from fcp_cli.profiling.schedule import Schedule
+from fcp_cli.recipe import Recipe, RecipeRequest
 from fcp_cli.report.profiles import reading
 from tests.profiling import test_assemble
 
@@ -82,7 +83,8 @@ def test_an_encoder_is_measured_whole_where_the_language_model_is(
 
 def test_calls_beyond_a_rank_s_memory_are_left_out() -> None:
     spec, points = load_model("qwen3-vl-8b"), vision_points(65_536, mixed=True)
-    kept = vision_points_that_fit(points, spec, PRECISIONS["amp"], device_bytes=16e9)
+    footprint = Footprint(spec=spec, recipe=Recipe(), layers=2, vision_layers=27, device_bytes=20e9)
+    kept = vision_points_that_fit(points, footprint)
     assert 0 < len(kept) < len(points)
     assert max(point.patches for point in kept) < 16_384
 
@@ -113,7 +115,7 @@ def vision_coefficients(profile: CostProfile) -> VisionCosts:
 def test_one_measurement_gives_the_profiles_of_a_trained_and_of_a_frozen_encoder(
     freeze_vision: bool, truth: VisionCosts, name: str
 ) -> None:
-    profile = profile_from_samples(samples(), freeze_vision=freeze_vision)
+    profile = profile_from_samples(samples(), request=RecipeRequest(freeze_vision=freeze_vision))
     found = vision_coefficients(profile)
     assert found.seconds_per_patch == pytest.approx(truth.seconds_per_patch, rel=0.02)
     assert found.seconds_per_patch2 == pytest.approx(truth.seconds_per_patch2, rel=0.02)
@@ -125,13 +127,14 @@ def test_one_measurement_gives_the_profiles_of_a_trained_and_of_a_frozen_encoder
 
 
 def test_a_visual_token_takes_the_memory_of_its_patches_where_they_are_trained() -> None:
-    trained, frozen = (profile_from_samples(samples(), freeze_vision=freeze).memory for freeze in (False, True))
-    assert trained.bytes_per_token == pytest.approx(4e4 + 4 * 2e4)
-    assert frozen.bytes_per_token == pytest.approx(4e4)
+    trained, frozen = (
+        profile_from_samples(samples(), request=RecipeRequest(freeze_vision=freeze)).memory for freeze in (False, True)
+    )
+    assert trained.bytes_per_token - frozen.bytes_per_token == pytest.approx(4 * 2e4)
     encoder = load_model("qwen3-vl-tiny").vision
     assert encoder is not None
-    assert trained.model_state_bytes == pytest.approx(7_000_000 + 16 * encoder.parameters)
-    assert frozen.model_state_bytes == pytest.approx(7_000_000 + 4 * encoder.parameters)
+    # Frozen, it has no gradients and no moments.
+    assert trained.model_state_bytes - frozen.model_state_bytes == pytest.approx(12 * encoder.parameters)
 
 
 def test_an_encoder_of_which_too_little_was_observed_is_computed_and_said_to_be() -> None:
@@ -143,7 +146,7 @@ def test_an_encoder_of_which_too_little_was_observed_is_computed_and_said_to_be(
 
 def test_a_model_without_an_encoder_cannot_freeze_it() -> None:
     with pytest.raises(UsageError, match="--freeze-vision: qwen3-tiny has no vision encoder"):
-        profile_from_samples(test_assemble.samples_of(test_assemble.TRUTH), freeze_vision=True)
+        profile_from_samples(test_assemble.samples_of(test_assemble.TRUTH), request=RecipeRequest(freeze_vision=True))
 
 
 @pytest.mark.torch
@@ -158,8 +161,8 @@ def test_what_is_timed_are_the_model_s_own_blocks_and_projector(model: str, bloc
     assert spec.vision is not None
     small = replace(spec, vision=replace(spec.vision, depth=3)) if model == "internvl3-2b" else spec
     assert small.vision is not None
-    cpu = torch.device("cpu")
-    workload = VisionWorkload(build_encoder(small, 3, cpu), cpu, "float32")
+    cpu, recipe = torch.device("cpu"), Recipe(precision="fp32")
+    workload = VisionWorkload(build_encoder(small, 3, cpu, recipe), cpu, recipe)
     parameters = dict(workload.encoder.named_parameters())
     assert sum(parameter.numel() for parameter in parameters.values()) == small.vision.parameters
     workload.call(VisionPoint(sides=(4, 4), trained=False))()

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from fcp_cli.profiling.points import Point
+from fcp_cli.recipe import Recipe
 
 torch: Any = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -37,8 +38,9 @@ def test_one_rank_runs_a_member_of_any_ring_with_finite_gradients() -> None:
     from fcp_cli.profiling.workload import SilentTransport, Workload, build_model
 
     cpu = torch.device("cpu")
-    model = build_model(load_model("qwen3-tiny"), 2, cpu)
-    workload = Workload(model, cpu, "float32", SilentTransport())
+    recipe = Recipe(precision="fp32")
+    model = build_model(load_model("qwen3-tiny"), 2, cpu, recipe)
+    workload = Workload(model, cpu, recipe, SilentTransport())
     for degree in (1, 2, 3):
         for index in range(degree):
             workload.microbatch((65, 31), range(degree), index)()
@@ -51,8 +53,9 @@ def test_fewer_layers_leave_the_others_without_gradient() -> None:
     from fcp_cli.profiling.workload import SilentTransport, Workload, build_model
 
     cpu = torch.device("cpu")
-    model: Any = build_model(load_model("qwen3-tiny"), 2, cpu)
-    workload = Workload(model, cpu, "float32", SilentTransport())
+    recipe = Recipe(precision="fp32")
+    model: Any = build_model(load_model("qwen3-tiny"), 2, cpu, recipe)
+    workload = Workload(model, cpu, recipe, SilentTransport())
     workload.set_layers(1)
     workload.microbatch((64,), (0,), 0)()
     first, second = model.model.layers
