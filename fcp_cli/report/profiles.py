@@ -27,6 +27,8 @@ def print_profile(console: Console, profile: CostProfile, *, lengths: Sequence[i
     for figure in figures_of(profile):
         table.add_row(figure.path.split(".")[-1], f"{figure.value:.4g}", figure.meaning)
     console.print(table)
+    for warning in profile.measurement.get("warnings") or ():
+        console.print(f"warning: {warning}", markup=False, soft_wrap=True)
     for line in reading(profile, degrees):
         console.print(line, markup=False, soft_wrap=True)
     lengths = lengths or example_lengths(profile)
