@@ -164,3 +164,18 @@ def check_recipe(recipe: Recipe, *, sync: str) -> None:
         raise UsageError(
             "--offload activations moves what recomputed layers keep, and --recompute is none; add --recompute full"
         )
+
+
+def check_shard_ranks(recipe: Recipe, ranks: int) -> None:
+    """Refuse to share copies out over so many ranks that the last copy would be incomplete.
+
+    Raises:
+        UsageError: names the nearest number that divides the ranks.
+    """
+    shards = recipe.shards(ranks)
+    if recipe.zero_stage > 0 and ranks % shards:
+        nearest = max(divisor for divisor in range(1, shards) if ranks % divisor == 0)
+        raise UsageError(
+            f"--shard-ranks is {shards}, which does not divide the {ranks} ranks; give --shard-ranks {nearest}, or "
+            "leave it out to share one copy over all ranks"
+        )

@@ -18,7 +18,12 @@ Sharding = Literal["replicated", "sharded"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointHeader:
-    """The facts of a checkpoint that must agree with a run before it is loaded."""
+    """The facts of a checkpoint that must agree with a run before it is loaded, and how it is cut.
+
+    Attributes:
+        sharding: whether rank 0 saved everything, or each rank of a copy its share of it.
+        shards: how many shares; None, in older checkpoints: as many as ranks.
+    """
 
     step: int
     plan_hash: str
@@ -26,6 +31,7 @@ class CheckpointHeader:
     sharding: Sharding
     model: str
     torch: str
+    shards: int | None = None
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -51,7 +57,9 @@ def read_header(checkpoint: Path) -> CheckpointHeader:
 
 
 def check_header(header: CheckpointHeader, wanted: CheckpointHeader, plan: PlanMetadata, *, checkpoint: Path) -> None:
-    """Refuse to resume under another plan, number of ranks, model or sharding; a plan may continue another's.
+    """Refuse to resume under another plan, number of ranks or model; a plan may continue another's.
+
+    Any sharding may follow any other: what a rank keeps is cut out of what was saved.
 
     Args:
         header: of the checkpoint.
@@ -64,7 +72,7 @@ def check_header(header: CheckpointHeader, wanted: CheckpointHeader, plan: PlanM
     """
     check_plan_of(header, plan, checkpoint=checkpoint)
     same_plan = header.plan_hash == plan.plan_hash
-    for name in ("num_ranks", "model", "sharding") if same_plan else ("model", "sharding"):
+    for name in ("num_ranks", "model") if same_plan else ("model",):
         then, now = getattr(header, name), getattr(wanted, name)
         if then != now:
             raise RunError(

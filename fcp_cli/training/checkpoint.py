@@ -3,11 +3,13 @@
     checkpoints/step-00000500/
         checkpoint.json      format, step, plan hash, ranks, sharding
         state.pt             weights and optimizer (replicated: written by rank 0)
-        state-00003.pt       this rank's shard of both (sharded: written by every rank)
+        state-00003.pt       a share of both (sharded: written by the ranks of the first copy)
         rng-00003.pt         this rank's random generators
 
 `step` counts finished steps. The learning rate is a function of the step and the data order is the plan, so neither is
-saved. Everything is read with `weights_only`: a checkpoint can hold tensors and numbers, never code.
+saved. Weights are those that the optimizer updates. A share is the same rows of each tensor in every sharding, so that
+a run may resume under another one: a rank cuts what it keeps out of the mapped files. Everything is read with
+`weights_only`: a checkpoint can hold tensors and numbers, never code.
 
 Not torch.distributed.checkpoint: its reader opens the metadata of a checkpoint with a plain `pickle.load`, which runs
 whatever code the file holds. Its storage without pickle (safetensors) is not public in the oldest torch that fcp
@@ -20,7 +22,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,16 +34,27 @@ from torch.distributed.tensor import DTensor
 
 from fcp_cli.errors import RunError
 from fcp_cli.runs.checkpoint_header import FORMAT, PREFIX, CheckpointHeader, checkpoints
+from fcp_cli.training.shares import Shares
 from fcp_cli.words import first_line
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainState:
-    """The live objects that a checkpoint captures. `model` is the one whose parameters the optimizer holds."""
+    """The live objects that a checkpoint captures.
 
-    model: nn.Module
+    Attributes:
+        weights: name -> what this rank keeps of each parameter, a tied one once: whole, its rows, or FSDP2's shard.
+        buffers: name -> buffer; whole on every rank.
+        optimizer: of the weights that are trained.
+        device: of this rank.
+        shares: how weights and optimizer are cut.
+    """
+
+    weights: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
     optimizer: torch.optim.Optimizer
     device: torch.device
+    shares: Shares
 
 
 def save_checkpoint(
@@ -68,10 +81,8 @@ def save_checkpoint(
             partial.mkdir(parents=True)
         barrier()  # no rank writes into a folder that rank 0 has yet to empty
         _write_tensors(partial / f"rng-{rank:05d}.pt", _random_states(state.device))
-        if header.sharding == "sharded":
-            _write_tensors(partial / f"state-{rank:05d}.pt", _captured(state))
-        elif rank == 0:
-            _write_tensors(partial / "state.pt", _captured(state))
+        if state.shares.copy == 0:
+            _write_tensors(partial / _state_files(header)[state.shares.index], _captured(state))
         barrier()  # every file is whole before the folder gets its name
         if rank == 0:
             _publish(partial, final, header)
@@ -96,83 +107,55 @@ def _publish(partial: Path, final: Path, header: CheckpointHeader) -> None:
     partial.rename(final)
 
 
-def load_checkpoint(
-    checkpoint: Path, state: TrainState, *, header: CheckpointHeader, rank: int, num_ranks: int
-) -> None:
-    """Put a checkpoint back into the live objects, bit for bit as it was saved.
+def load_checkpoint(checkpoint: Path, state: TrainState, *, header: CheckpointHeader, rank: int) -> None:
+    """Put a checkpoint back into the live objects, bit for bit as it was saved, whatever ranks kept of it then and now.
 
-    On another number of ranks than it was saved on, each rank cuts its shard out of the saved ones. A rank that was
-    not there before keeps the random generators that it started with.
+    A rank that was not there before keeps the random generators that it started with.
 
     Raises:
         RunError: a file is missing or damaged, or its tensors are not this model's.
     """
+    files = [checkpoint / name for name in _state_files(header)]
+    shares = state.shares
+    if len(files) == shares.count:  # cut as this run's: the rank's own file is what it keeps
+        files, shares = [files[shares.index]], Shares()
+    # Mapped, so that a rank that needs a part of every file does not hold them all.
+    saved = [_read_tensors(file, mapped=True) for file in files]
     try:
-        saved = _saved_state(checkpoint, state, header, rank, num_ranks)
-        _restore_model(state.model, saved["model"])
-        _restore_optimizer(state.optimizer, saved["optimizer"])
+        _restore_tensors(state, saved, shares)
+        _restore_optimizer(state.optimizer, saved, shares)
     except (KeyError, ValueError, RuntimeError) as error:
         raise RunError(f"{checkpoint} does not fit this model: {first_line(error)}") from error
     if rank < header.num_ranks:
         _restore_random_states(_read_tensors(checkpoint / f"rng-{rank:05d}.pt"), state.device)
 
 
-def _saved_state(
-    checkpoint: Path, state: TrainState, header: CheckpointHeader, rank: int, num_ranks: int
-) -> dict[str, Any]:
-    """Read what this rank loads: the one state, its own shard, or a shard cut from those of all ranks."""
+def _state_files(header: CheckpointHeader) -> list[str]:
+    """Return the files of the shares, in order."""
     if header.sharding == "replicated":
-        return _read_tensors(checkpoint / "state.pt")
-    if header.num_ranks == num_ranks:
-        return _read_tensors(checkpoint / f"state-{rank:05d}.pt")
-    # Mapped, so that a rank that needs a part of every shard does not hold them all.
-    shards = [_read_tensors(checkpoint / f"state-{saved:05d}.pt", mapped=True) for saved in range(header.num_ranks)]
-    return _resharded(shards, state)
-
-
-def _resharded(shards: Sequence[dict[str, Any]], state: TrainState) -> dict[str, Any]:
-    """Return this rank's shard of every tensor, out of the shards of all ranks that saved it."""
-    first = shards[0]
-    live = dict(_named_tensors(state.model))
-    if live.keys() != first["model"].keys():
-        raise ValueError(f"the names {sorted(live.keys() ^ first['model'].keys())[:3]} are in one of them only")
-    parameters = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
-    moments = {
-        index: {
-            name: _own_part([shard["optimizer"]["state"][index][name] for shard in shards], parameters[index])
-            for name in entries
-        }
-        for index, entries in first["optimizer"]["state"].items()
-    }
-    return {
-        "model": {name: _own_part([s["model"][name] for s in shards], tensor) for name, tensor in live.items()},
-        "optimizer": {**first["optimizer"], "state": moments},
-    }
-
-
-def _own_part(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return this rank's rows of a tensor, shared out as `fully_shard` does; every rank holds a scalar whole."""
-    if not isinstance(like, DTensor) or not parts[0].dim():
-        return parts[0].clone()
-    whole = torch.cat(list(parts))
-    rows = -(-whole.shape[0] // like.device_mesh.size())  # of each rank, less at the end
-    start = like.device_mesh.get_local_rank() * rows
-    return whole[start : start + rows].clone()
+        return ["state.pt"]
+    return [f"state-{index:05d}.pt" for index in range(header.shards or header.num_ranks)]
 
 
 def _captured(state: TrainState) -> dict[str, Any]:
+    tensors = {**state.weights, **state.buffers}
     return {
-        "model": {name: _local(tensor).detach() for name, tensor in _named_tensors(state.model)},
+        # A row-range view would be saved with the whole tensor that it is a part of.
+        "model": {name: _own_memory(_local(tensor).detach()) for name, tensor in tensors.items()},
         "optimizer": _map_tensors(state.optimizer.state_dict(), _local),
     }
 
 
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and saved buffers, a tied one once."""
-    parameters = dict(model.named_parameters())
-    yield from parameters.items()
+def _own_memory(tensor: Tensor) -> Tensor:
+    """Return a tensor that is not a part of larger memory."""
+    is_part = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+    return tensor.to("cpu", copy=True) if is_part else tensor
+
+
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a checkpoint of a model holds."""
     saved = model.state_dict(keep_vars=True).keys()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -191,35 +174,57 @@ def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def _restore_model(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    live = dict(_named_tensors(model))
-    if live.keys() != saved.keys():
-        raise ValueError(f"the names {sorted(live.keys() ^ saved.keys())[:3]} are in one of them only")
+def _own_rows(parts: Sequence[Tensor], shares: Shares) -> Tensor:
+    """Return the rows that this rank keeps of a tensor that lies in parts, without a copy where one part has them."""
+    own = shares.rows(sum(len(part) for part in parts))
+    found, start = [], 0
+    for part in parts:
+        first, last = max(own.start - start, 0), min(own.stop - start, len(part))
+        if first < last:
+            found.append(part[first:last])
+        start += len(part)
+    if not found:
+        return parts[0][:0]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _restore_tensors(state: TrainState, saved: Sequence[dict[str, Any]], shares: Shares) -> None:
+    live = {**state.weights, **state.buffers}
+    names = saved[0]["model"].keys()
+    if live.keys() != names:
+        raise ValueError(f"the names {sorted(live.keys() ^ names)[:3]} are in one of them only")
     with torch.no_grad():
         for name, tensor in live.items():
-            if _local(tensor).shape != saved[name].shape:
-                raise ValueError(f"{name} is {tuple(saved[name].shape)}, not {tuple(_local(tensor).shape)}")
-            _local(tensor).copy_(saved[name])
+            parts = [file["model"][name] for file in saved]
+            own, kept = _own_rows(parts, shares) if name in state.weights else parts[0], _local(tensor)
+            if kept.shape != own.shape:
+                raise ValueError(f"{name} is {tuple(own.shape)}, not {tuple(kept.shape)}")
+            kept.copy_(own)
 
 
-def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load a state dict of local tensors; those of sharded parameters become shards again."""
+def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: Sequence[dict[str, Any]], shares: Shares) -> None:
+    """Load what this rank's optimizer keeps; moments of FSDP2's parameters become shards again."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, entries in saved["state"].items():
-        like = parameters[index]
-        if isinstance(like, DTensor):
-            shape = _local(like).shape  # what has another, as Adam's count of steps, is whole on every rank
-            saved["state"][index] = {
-                key: _sharded_like(value, like) if isinstance(value, Tensor) and value.shape == shape else value
-                for key, value in entries.items()
-            }
-    optimizer.load_state_dict(saved)
+    states = [file["optimizer"]["state"] for file in saved]
+    groups = [dict(group) for group in saved[0]["optimizer"]["param_groups"]]
+    for group, live in zip(groups, optimizer.param_groups, strict=True):
+        group.update(fused=live["fused"], foreach=live["foreach"])  # of the devices, not of the run
+    moments = {
+        index: {key: _restored([state[index][key] for state in states], parameters[index], shares) for key in entries}
+        for index, entries in states[0].items()
+    }
+    optimizer.load_state_dict({"state": moments, "param_groups": groups})
 
 
-def _sharded_like(local: Tensor, like: DTensor) -> DTensor:
-    local = local.to(_local(like).device)
+def _restored(parts: Sequence[Any], like: Tensor, shares: Shares) -> Any:
+    """Return one entry of an optimizer's state for a parameter; every rank keeps a scalar, as Adam's count of steps."""
+    if not isinstance(parts[0], Tensor) or not parts[0].dim():
+        return parts[0]
+    own = _own_rows(parts, shares).to(_local(like).device, copy=True)  # not the mapped file, which will be removed
+    if not isinstance(like, DTensor):
+        return own
     return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 

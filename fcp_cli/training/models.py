@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fcp_cli.models.model import load_model
@@ -103,20 +103,21 @@ def has_vision(config: Any) -> bool:
     return hasattr(config, "vision_config")
 
 
-def shard_model(model: nn.Module, *, device: torch.device, dtype: torch.dtype, keeps_weights: bool) -> None:
-    """Shard weights, gradients and optimizer states over all ranks (FSDP2), layer by layer, in place.
+def shard_model(model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype | None, keeps_weights: bool) -> None:
+    """Shard weights, gradients and optimizer states with FSDP2, layer by layer, in place.
 
     Args:
-        model: on any device.
-        device: of this rank; each layer's shard moves there.
-        dtype: of the gathered weights and the matrix products; shards and reduced gradients are float32.
+        model: on any device, or on `meta`, whose shards are to be filled in afterwards.
+        mesh: of all ranks, one dimension to shard over or two to copy and to shard over; each layer's shard moves to
+            this rank's device of it.
+        dtype: of the gathered weights and the matrix products, with shards and sums of gradients in the model's own;
+            None computes in that, too.
         keeps_weights: gathered weights stay for the whole step instead of for one layer's forward or backward.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     # Summed in fp32: over many ranks bf16 would round small gradients away.
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
     # Layers first: what is left of the parameters is the root's.
     for layer in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not keeps_weights)

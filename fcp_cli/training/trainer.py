@@ -1,9 +1,8 @@
 """The bundled training loop: a plan in, metrics and checkpoints out.
 
-Replicas (`--zero 0`) are plain models whose gradients the session sums once a step, after the rank's last micro-batch;
-not DistributedDataParallel, whose reduction runs inside the last backward: it would count as that micro-batch's time,
-and its buckets are rearranged after the first step, which would change the last bits of a resumed run. From `--zero 2`
-on the model is sharded with FSDP2.
+Replicas (`--zero 0` and 1) are plain models whose gradients are summed once a step, after the rank's last micro-batch;
+not DistributedDataParallel, whose buckets are rearranged after the first step, which would change the last bits of a
+resumed run. From `--zero 2` on the model is sharded with FSDP2.
 """
 
 from __future__ import annotations
@@ -26,24 +25,27 @@ from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.tokens import open_media
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
+from fcp_cli.recipe import check_shard_ranks
 from fcp_cli.runs.checkpoint_header import CheckpointHeader, check_header, checkpoints, read_header
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.metrics import StepMeasurement
 from fcp_cli.runtime import Fetch, LocalMicroBatch, Session, Step, start
-from fcp_cli.training.checkpoint import TrainState, load_checkpoint, remove_leftovers, save_checkpoint
+from fcp_cli.training.checkpoint import TrainState, load_checkpoint, remove_leftovers, save_checkpoint, saved_buffers
 from fcp_cli.training.data import open_data
+from fcp_cli.training.holding import Holding, Replica, ShardedModel
 from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.models import build_model, has_vision, model_config, model_vocab_size, shard_model
 from fcp_cli.training.optimizer import clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
 from fcp_cli.training.progress import short_count
 from fcp_cli.training.report import Report, run_record
 from fcp_cli.training.settings import TrainSettings
+from fcp_cli.training.shares import open_shares
 from fcp_cli.training.timings import gather_timings
 from fcp_cli.training.visuals import SyntheticVisuals
 from fcp_cli.words import counted
 
-# Of the matrix products.
-_DTYPES = {"bf16": torch.bfloat16, "amp": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+# Of the weights that the model computes with, where it is another than that of the weights that are updated.
+_WEIGHT_DTYPES = {"bf16": torch.bfloat16}
 
 
 def train(settings: TrainSettings, stop: StopRequest) -> bool:
@@ -105,8 +107,8 @@ class Trainer:
         self.last_step = min(settings.steps or session.metadata.end_step, session.metadata.end_step)
         metadata = session.metadata
         self.recipe = settings.recipe(metadata.recipe, sync=metadata.sync, device=session.device.type)
+        check_shard_ranks(self.recipe, metadata.num_ranks)
         self.is_sharded = self.recipe.zero_stage > 1
-        self.dtype = _DTYPES[self.recipe.precision]
         built = build_model(
             settings.model,
             seed=settings.seed,
@@ -115,14 +117,25 @@ class Trainer:
             recompute=self.recipe.recompute,
             freeze_vision=self.recipe.freeze_vision,
         )
-        self.model = built.model
-        if self.is_sharded:
-            shard_model(self.model, device=session.device, dtype=self.dtype, keeps_weights=self.recipe.zero_stage == 2)
-        self.optimizer = make_optimizer(self.model, settings)
+        self.model = built.model.double() if self.recipe.precision == "fp64" else built.model
+        self.holding = self._hold()
+        self.optimizer = make_optimizer(self.holding.trained, settings)
         self.first_step = self._resume() if settings.resume else 0
         self._report = self._open_report(built.parameters) if session.rank == 0 else None
         _require_shared(self.paths, session)
         self._announce(built.parameters)
+
+    def _hold(self) -> Holding:
+        """Shard the model, or what updates it, as the recipe says. Every rank calls it."""
+        session, recipe = self.session, self.recipe
+        shares = open_shares(
+            recipe, rank=session.rank, ranks=session.metadata.num_ranks, device_type=session.device.type
+        )
+        dtype = _WEIGHT_DTYPES.get(recipe.precision)
+        if not self.is_sharded or shares.mesh is None:
+            return Replica(self.model, session.world, shares, dtype)
+        shard_model(self.model, shares.mesh, dtype=dtype, keeps_weights=recipe.zero_stage == 2)
+        return ShardedModel(self.model, shares)
 
     def run(self, stop: StopRequest) -> bool:
         """Train until the last step, or until a rank is asked to stop; a checkpoint is there either way."""
@@ -143,19 +156,15 @@ class Trainer:
     def _steps(self) -> Iterator[tuple[Step, StepPlan]]:
         """Yield this rank's steps, each with the whole plan of the step."""
         plans = PlanReader(self.settings.plan).steps(self.first_step)
-        steps = self.session.steps(self.model, first_step=self.first_step)
+        steps = self.session.steps(self.holding.followed, first_step=self.first_step, reduce=self.recipe.reduce)
         with closing(steps):  # the plan may have more steps than this run is to make
             yield from zip(islice(steps, self.last_step - self.first_step), plans, strict=False)
 
     def _train_step(self, step: Step, plan: StepPlan, begin: float, stop: StopRequest) -> tuple[StepMeasurement, bool]:
         """Run forward, backward and update; return what all ranks measured, and whether one was asked to stop."""
-        self.optimizer.zero_grad(set_to_none=True)
         for microbatch in step:
             self._loss(microbatch).backward()  # type: ignore[no-untyped-call]
-        grad_norm = clip_gradients(self.model, self.settings.max_grad_norm)
-        learning_rate = learning_rate_at(step.index, settings=self.settings, plan_steps=self.session.metadata.end_step)
-        set_learning_rate(self.optimizer, learning_rate)
-        self.optimizer.step()
+        learning_rate, grad_norm = self._update(step.index)
         loss = step.reduced_loss()
         timings = [(timing.order, timing.start_seconds, timing.seconds) for timing in step.timings]
         stopping, ranks = gather_timings(plan, timings, stop=bool(stop))
@@ -163,7 +172,7 @@ class Trainer:
             step=step.index,
             loss=loss,
             tokens=int(plan.tokens.sum()),
-            grad_norm=grad_norm,
+            grad_norm=float(grad_norm),
             learning_rate=learning_rate,
             seconds=time.perf_counter() - begin,
             predicted_seconds=step.predicted_seconds,
@@ -181,11 +190,26 @@ class Trainer:
             logits = self.model(**inputs).logits
         return microbatch.loss(logits)
 
+    def _update(self, step: int) -> tuple[float, Tensor]:
+        """Clip the gradients, update the weights and let go of the gradients; return learning rate and norm []."""
+        shares = self.holding.shares
+        norm = clip_gradients(
+            self.holding.trained,
+            self.settings.max_grad_norm,
+            group=None if self.is_sharded else shares.shard_group,  # FSDP2's gradients know that they are shards
+        )
+        learning_rate = learning_rate_at(step, settings=self.settings, plan_steps=self.session.metadata.end_step)
+        set_learning_rate(self.optimizer, learning_rate)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.holding.publish()
+        return learning_rate, norm
+
     def _precision(self) -> AbstractContextManager[Any]:
-        """Return autocast for a whole model; FSDP2 casts by its own policy."""
-        if self.is_sharded or self.dtype == torch.float32:
+        """Return what the forward runs in: autocast, or the types of the weights."""
+        if self.recipe.precision != "amp":
             return nullcontext()
-        return torch.autocast(self.session.device.type, dtype=self.dtype)
+        return torch.autocast(self.session.device.type, dtype=torch.bfloat16)
 
     def _save(self, finished: int) -> None:
         path = save_checkpoint(
@@ -218,13 +242,19 @@ class Trainer:
             self._state,
             header=header,
             rank=self.session.rank,
-            num_ranks=self.session.metadata.num_ranks,
         )
+        self.holding.publish(frozen=True)
         return header.step
 
     @property
     def _state(self) -> TrainState:
-        return TrainState(model=self.model, optimizer=self.optimizer, device=self.session.device)
+        return TrainState(
+            weights=self.holding.weights,
+            buffers=saved_buffers(self.model),
+            optimizer=self.optimizer,
+            device=self.session.device,
+            shares=self.holding.shares,
+        )
 
     def _header(self, step: int) -> CheckpointHeader:
         metadata = self.session.metadata
@@ -232,7 +262,8 @@ class Trainer:
             step=step,
             plan_hash=metadata.plan_hash,
             num_ranks=metadata.num_ranks,
-            sharding="sharded" if self.is_sharded else "replicated",
+            sharding="replicated" if self.recipe.zero_stage == 0 else "sharded",
+            shards=self.holding.shares.count,
             model=self.settings.model,
             torch=torch.__version__,
         )
@@ -252,9 +283,8 @@ class Trainer:
         if self.session.rank != 0:
             return
         metadata = self.session.metadata
-        kind = str(self.dtype).removeprefix("torch.")
         note(
-            f"{self.settings.model}: {short_count(parameters)} parameters in {kind} on "
+            f"{self.settings.model}: {short_count(parameters)} parameters, {self.recipe.describe()}, on "
             f"{counted(metadata.num_ranks, 'rank')} ({self.session.device.type}), "
             f"steps {self.first_step + 1} to {self.last_step} of {metadata.end_step}"
         )

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from inline_snapshot import snapshot
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import Continuation
 from fcp_cli.runs.checkpoint_header import CheckpointHeader, check_header, checkpoints, read_header
-from fcp_cli.training.checkpoint import TrainState, load_checkpoint, remove_leftovers, save_checkpoint
+from fcp_cli.training.checkpoint import TrainState, load_checkpoint, remove_leftovers, save_checkpoint, saved_buffers
+from fcp_cli.training.shares import Shares
 from tests.launching.jobs import plan_metadata
 from tests.messages import raises
 
@@ -21,7 +24,12 @@ HEADER = CheckpointHeader(
 )
 
 
-def make_state(seed: int, width: int = 3) -> TrainState:
+class Made(NamedTuple):
+    model: torch.nn.Module
+    state: TrainState
+
+
+def make(seed: int, width: int = 3) -> Made:
     """A small model with a tied weight, a buffer, and an optimizer that has made a step."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(
@@ -32,32 +40,39 @@ def make_state(seed: int, width: int = 3) -> TrainState:
     model(torch.randn(4, width)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    return TrainState(model=model, optimizer=optimizer, device=torch.device("cpu"))
+    state = TrainState(
+        weights=dict(model.named_parameters()),
+        buffers=saved_buffers(model),
+        optimizer=optimizer,
+        device=torch.device("cpu"),
+        shares=Shares(),
+    )
+    return Made(model, state)
 
 
 def save(folder: Path, state: TrainState, *, step: int = 5, keep: int = 2) -> Path:
     return save_checkpoint(folder, replace(HEADER, step=step), state, rank=0, barrier=lambda: None, keep=keep)
 
 
-def next_loss(state: TrainState) -> float:
+def next_loss(made: Made) -> float:
     """One more step on random data: depends on weights, moments, buffers and the generator."""
-    loss = state.model(torch.randn(4, 3)).pow(2).sum()
-    loss.backward()
-    state.optimizer.step()
-    return float(state.model(torch.ones(4, 3)).sum().detach())
+    loss = made.model(torch.randn(4, 3)).pow(2).sum()
+    torch.autograd.backward(loss)
+    made.state.optimizer.step()
+    return float(made.model(torch.ones(4, 3)).sum().detach())
 
 
 def test_a_loaded_checkpoint_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    state = make_state(0)
-    path = save(tmp_path, state)
-    wanted = next_loss(state)
-    other = make_state(1)
-    load_checkpoint(path, other, header=HEADER, rank=0, num_ranks=1)
+    made = make(0)
+    path = save(tmp_path, made.state)
+    wanted = next_loss(made)
+    other = make(1)
+    load_checkpoint(path, other.state, header=HEADER, rank=0)
     assert next_loss(other) == wanted
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
-    state = make_state(0)
+    state = make(0).state
     for step in (1, 2, 10):
         save(tmp_path, state, step=step)
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002", "step-00000010"]
@@ -65,7 +80,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = make_state(0)
+    state = make(0).state
     before = save(tmp_path, state, step=1)
 
     def no_space(*ignored: object) -> None:
@@ -84,23 +99,23 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, monkeypatch: py
 
 
 def test_a_damaged_checkpoint_says_how_to_go_on(tmp_path: Path) -> None:
-    path = save(tmp_path, make_state(0))
+    path = save(tmp_path, make(0).state)
     (path / "state.pt").write_bytes((path / "state.pt").read_bytes()[:500])
     with pytest.raises(RunError, match=r"state\.pt cannot be read .*; remove .*step-00000005 to resume from the one"):
-        load_checkpoint(path, make_state(1), header=HEADER, rank=0, num_ranks=1)
+        load_checkpoint(path, make(1).state, header=HEADER, rank=0)
 
 
 def test_code_in_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    path = save(tmp_path, make_state(0))
+    path = save(tmp_path, make(0).state)
     torch.save({"model": {}, "optimizer": Path.cwd}, path / "state.pt")
     with pytest.raises(RunError, match="cannot be read"):
-        load_checkpoint(path, make_state(1), header=HEADER, rank=0, num_ranks=1)
+        load_checkpoint(path, make(1).state, header=HEADER, rank=0)
 
 
 def test_a_checkpoint_of_another_model_does_not_fit(tmp_path: Path) -> None:
-    path = save(tmp_path, make_state(0, width=4))
+    path = save(tmp_path, make(0, width=4).state)
     with raises(snapshot("RunError: FOLDER/step-00000005 does not fit this model: 0.weight is (4, 4), not (3, 3)")):
-        load_checkpoint(path, make_state(1), header=HEADER, rank=0, num_ranks=1)
+        load_checkpoint(path, make(1).state, header=HEADER, rank=0)
 
 
 @pytest.mark.parametrize(
@@ -124,18 +139,64 @@ def test_a_checkpoint_of_another_model_does_not_fit(tmp_path: Path) -> None:
                 "RunError: step-00000005 was made with model tiny, but this run has big; start a new run without --resume"
             ),
         ),
-        (
-            {"sharding": "sharded"},
-            snapshot(
-                "RunError: step-00000005 was made with sharding replicated, but this run has sharded; start a new run without --resume"
-            ),
-        ),
     ],
 )
 def test_resuming_under_other_conditions_is_refused(change: dict[str, object], message: str) -> None:
     wanted = replace(HEADER, **change)  # type: ignore[arg-type]
     with raises(message):
         check_header(HEADER, wanted, plan_metadata(plan_hash=wanted.plan_hash), checkpoint=Path("step-00000005"))
+
+
+def test_another_sharding_may_resume() -> None:
+    wanted = replace(HEADER, sharding="sharded", shards=1)
+    check_header(HEADER, wanted, plan_metadata(plan_hash=HEADER.plan_hash), checkpoint=Path("step-00000005"))
+
+
+class Shared(NamedTuple):
+    """What one rank's optimizer keeps of a model of two parameters, one of which has fewer rows than there are ranks."""
+
+    parameters: list[torch.nn.Parameter]
+    state: TrainState
+
+
+def shared(whole: dict[str, torch.Tensor], shares: Shares) -> Shared:
+    rows = {name: torch.nn.Parameter(tensor[shares.rows(len(tensor))]) for name, tensor in whole.items()}
+    optimizer = torch.optim.AdamW(rows.values(), foreach=False)
+    state = TrainState(weights=rows, buffers={}, optimizer=optimizer, device=torch.device("cpu"), shares=shares)
+    return Shared(list(rows.values()), state)
+
+
+def updated(whole: dict[str, torch.Tensor], shares: Shares) -> Shared:
+    """The same after a step, whose gradients are the squares of the weights."""
+    made = shared({name: tensor.clone() for name, tensor in whole.items()}, shares)
+    for parameter in made.parameters:
+        parameter.grad = parameter.detach().square()
+    made.state.optimizer.step()
+    return made
+
+
+@pytest.mark.parametrize(("then", "now"), [(1, 3), (3, 1), (3, 3), (4, 3), (2, 4), (3, 2)])
+def test_what_any_ranks_saved_any_others_cut_to_what_they_keep(tmp_path: Path, then: int, now: int) -> None:
+    """As stages 0 (one share) and 1 to 3 save; bit for bit what would have been there, moments too."""
+    whole = {"matrix": torch.randn(7, 3), "norm": torch.randn(2)}
+    header = replace(HEADER, num_ranks=then, sharding="replicated" if then == 1 else "sharded", shards=then)
+    partial = [updated(whole, Shares(index=index, count=then)).state for index in range(then)]
+
+    def write_others() -> None:
+        for rank, state in enumerate(partial[1:], start=1):
+            save_checkpoint(tmp_path, header, state, rank=rank, barrier=lambda: None, keep=1)
+
+    barriers: Iterator[Callable[[], None]] = iter([write_others, lambda: None, lambda: None])
+    path = save_checkpoint(tmp_path, header, partial[0], rank=0, barrier=lambda: next(barriers)(), keep=1)
+    for index in range(now):
+        shares = Shares(index=index, count=now)
+        loaded = shared({name: torch.zeros_like(tensor) for name, tensor in whole.items()}, shares)
+        load_checkpoint(path, loaded.state, header=header, rank=then)
+        wanted = updated(whole, shares)
+        for ours, theirs in zip(loaded.parameters, wanted.parameters, strict=True):
+            assert torch.equal(ours, theirs)
+            for name, moment in wanted.state.optimizer.state[theirs].items():
+                assert torch.equal(loaded.state.optimizer.state[ours][name], moment)
 
 
 def test_a_plan_that_goes_on_from_the_checkpoint_may_have_other_ranks_but_no_other_model() -> None:

@@ -1,0 +1,167 @@
+"""One rank that trains every case of `zero_cases` in turn on one process group; rank 0 leaves `CASE.pickle` files.
+
+Run by torchrun as `-m tests.training.workers.zero_worker FOLDER`. The folder holds the plans and the model.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import pickle
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fcp_cli.errors import FcpError
+from fcp_cli.runtime.session import start
+from fcp_cli.training.data import open_data
+from fcp_cli.training.interrupt import StopRequest
+from fcp_cli.training.settings import TrainSettings
+from fcp_cli.training.trainer import Trainer
+from tests.patience import PATIENCE_SECONDS
+from tests.runtime.workers.leave import leave_job
+from tests.training.zero_cases import CASES, RESUMING, SAVED_STEPS, SAVING, STEPS, VOCAB_SIZE, Case, Trained
+
+FORWARD = "forward"  # a mark in the record of collectives
+
+
+class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the collectives of this rank, and where its micro-batches begin."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and func._opname not in ("send", "recv_"):
+            self.seen.append(func._opname.strip("_"))
+        return func(*args, **(kwargs or {}))
+
+
+class WatchedTrainer(Trainer):
+    """The bundled trainer; looks at the gradients before each update, and at what a checkpoint is made of."""
+
+    def watch(self, record: Collectives) -> None:
+        self.record, self.collectives = record, list[list[str]]()
+        self.gradients, self.norms = list[dict[str, np.ndarray]](), list[float]()
+        self.saved = dict[int, Trained]()
+        self.model.register_forward_pre_hook(lambda *ignored: record.seen.append(FORWARD))
+
+    def _update(self, step: int) -> tuple[float, Tensor]:
+        self.collectives.append(list(self.record.seen))
+        self.gradients.append(self.whole({name: weight.grad for name, weight in self.holding.weights.items()}))
+        rate, norm = super()._update(step)
+        self.norms.append(float(norm))
+        return rate, norm
+
+    def _train_step(self, *arguments: Any) -> Any:
+        self.record.seen.clear()  # of the step before: what ranks measured
+        return super()._train_step(*arguments)
+
+    def _save(self, finished: int) -> None:
+        super()._save(finished)
+        self.saved[finished] = self.state()
+
+    def state(self) -> Trained:
+        """What training has come to."""
+        weights = self.whole(self.holding.weights)
+        for name, parameter in self.model.named_parameters():  # a replica computes with what was updated
+            if not isinstance(parameter, DTensor):
+                held = torch.as_tensor(weights[name]).to(parameter.dtype)
+                assert torch.equal(parameter.detach(), held), name
+        states = [self.optimizer.state.get(parameter, {}) for parameter in self.holding.trained]
+        moments = [self.whole({name: state.get(name) for name in ("exp_avg", "exp_avg_sq")}) for state in states]
+        return Trained(gradients=[], norms=[], weights=weights, moments=moments)
+
+    def whole(self, parts: Mapping[str, Tensor | None]) -> dict[str, np.ndarray]:
+        """What all ranks keep of something that is cut as weights are; equal in every copy."""
+        local = {name: part.to_local() if isinstance(part, DTensor) else part for name, part in parts.items()}
+        arrays = {name: part.detach().double().numpy() for name, part in local.items() if part is not None}
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, arrays)
+        found, count = {}, self.holding.shares.count
+        for name in arrays:
+            pieces = [theirs[name] for theirs in everyone]
+            copies = [np.concatenate(pieces[first : first + count]) for first in range(0, len(pieces), count)]
+            assert all((copy == copies[0]).all() for copy in copies), name
+            found[name] = copies[0]
+        return found
+
+
+@contextmanager
+def trainer_of(settings: TrainSettings) -> Iterator[WatchedTrainer]:
+    fetch = open_data(settings.plan, None, vocab_size=VOCAB_SIZE, seed=0)
+    with start(settings.plan, fetch) as session, closing(WatchedTrainer(settings, session)) as trainer:
+        trainer.watch(Collectives())
+        yield trainer
+
+
+def train(trainer: WatchedTrainer) -> Trained:
+    with trainer.record:
+        assert trainer.run(StopRequest())
+    return replace(trainer.state(), gradients=trainer.gradients, norms=trainer.norms)
+
+
+def train_case(folder: Path, name: str, case: Case) -> tuple[Trained, list[list[list[str]]]]:
+    """What came out, and the collectives of each step of each rank."""
+    with trainer_of(case.settings(folder, folder / name, checkpoint_every=0)) as trainer:
+        after = train(trainer)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, trainer.collectives)
+        return after, everyone
+
+
+def save(folder: Path, name: str, case: Case) -> dict[str, Trained]:
+    """Train all steps, with a checkpoint on the way; what it was made of, and what came out."""
+    with trainer_of(case.settings(folder, folder / f"saved {name}", checkpoint_every=SAVED_STEPS)) as trainer:
+        after = train(trainer)
+        return {"saved": trainer.saved[SAVED_STEPS], "after": after}
+
+
+def resume(folder: Path, then: str, now: str) -> dict[str, Trained]:
+    """Train the last step in one way on what another one saved; what was loaded, and what came out."""
+    run_dir = folder / f"{then} to {now}"
+    if dist.get_rank() == 0:
+        shutil.copytree(folder / f"saved {then}", run_dir)
+        shutil.rmtree(run_dir / "checkpoints" / f"step-{STEPS:08d}")
+    dist.barrier()
+    with trainer_of(SAVING[now].settings(folder, run_dir, resume=True)) as trainer:
+        assert trainer.first_step == SAVED_STEPS
+        return {"loaded": trainer.state(), "after": train(trainer)}
+
+
+def main(folder: Path) -> None:
+    faulthandler.dump_traceback_later(PATIENCE_SECONDS, exit=True)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
+
+    def leave(name: str, result: Any) -> None:
+        if dist.get_rank() == 0:
+            (folder / f"{name}.pickle").write_bytes(pickle.dumps(result))
+
+    for name, case in CASES.items():
+        leave(name, train_case(folder, name, case))
+    for name, case in SAVING.items():
+        leave(f"saved {name}", save(folder, name, case))
+    for then, now in RESUMING:
+        leave(f"{then} to {now}", resume(folder, then, now))
+    try:
+        train_case(folder, "refused", Case(zero=1, shard_ranks=3))
+    except FcpError as error:
+        leave("refused", str(error))
+    leave_job()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
