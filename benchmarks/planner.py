@@ -28,6 +28,7 @@ from fcp_cli.arrays import FloatArray
 from fcp_cli.errors import PlanError
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.ring_order import ring_pairs
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble, makespan_seconds
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
@@ -176,13 +177,64 @@ def groups(options: argparse.Namespace) -> None:
                 steps = [assemble(solver.assign(batch), batch, problem) for batch in batches]
                 groups = {row.ranks for step in steps for row in step.microbatches() if row.degree > 1}
                 prices = [
-                    100 * fcp.group_limit_price(fcp.make_solver(batches, max_groups=limit), batches)
+                    100 * fcp.limit_price(fcp.make_solver(batches, max_groups=limit), batches)
                     for limit in options.limit
                 ]
                 print(
                     f"{sync:10} {budget:6} {family:12} {len(groups):9} " + " ".join(f"{p:10.2f}%" for p in prices),
                     flush=True,
                 )
+
+
+def peers(options: argparse.Namespace) -> None:
+    """Peers per rank and their price, without and with limits: steps of all families, all of them priced.
+
+    `ascending` is what rings in the order of their ranks would need, `folded` what they need as fcp orders them.
+    """
+    limits = " ".join(f"{f'--max-peers {limit}':>23}" for limit in options.limit)
+    print("peers: mean and most; price in step time; CPU milliseconds per step")
+    print(f"{'sync':10} {'budget':>6} {'family':12} {'ascending':>11} {'folded':>11} {'ms':>6} {limits}")
+    for sync, budget, family in product(SYNCS, (16_384, 8_192), options.family or FAMILIES):
+        problem = problem_of(sync, ranks=options.ranks, per_node=8, budget=budget)
+        batch_size = 8 * options.ranks
+        table = family_table(family, sequences=batch_size * options.steps, seed=0)
+        batches = GlobalBatches(table, problem, BatchSettings(global_batch_size=batch_size))
+        free, free_ms = _timed_steps(make_solver("fcp", batches), batches)
+        seconds = sum(step.makespan_seconds for step in free)
+        columns = [_peers_text(_ascending_pairs(free), options.ranks), _peers_text(_ring_pairs(free), options.ranks)]
+        columns.append(f"{free_ms:6.0f}")
+        for limit in options.limit:
+            steps, ms = _timed_steps(make_solver("fcp", batches, max_peers=limit), batches)
+            price = sum(step.makespan_seconds for step in steps) / seconds - 1.0
+            columns.append(f"{_peers_text(_ring_pairs(steps), options.ranks)} {100 * price:+6.2f}% {ms:3.0f}")
+        print(f"{sync:10} {budget:6} {family:12} " + " ".join(columns), flush=True)
+
+
+def _timed_steps(solver: Solver, batches: GlobalBatches) -> tuple[list[StepPlan], float]:
+    """Return the planned steps and the milliseconds of CPU time that each took, the bound left out."""
+    solver.assign(batches.batch(0))  # compiled code is loaded now
+    started = time.process_time()
+    found = [(solver.assign(batch), batch) for batch in batches]
+    taken = 1e3 * (time.process_time() - started) / len(found)
+    return [assemble(assignment, batch, batches.problem, 1.0) for assignment, batch in found], taken
+
+
+def _ring_pairs(steps: list[StepPlan]) -> set[tuple[int, int]]:
+    return {pair for ranks in _ring_ranks(steps) for pair in ring_pairs(ranks, 8)}
+
+
+def _ascending_pairs(steps: list[StepPlan]) -> set[tuple[int, int]]:
+    rings = _ring_ranks(steps)
+    return {(min(pair), max(pair)) for ranks in rings for pair in zip(ranks, (*ranks[1:], ranks[0]), strict=True)}
+
+
+def _ring_ranks(steps: list[StepPlan]) -> set[tuple[int, ...]]:
+    return {row.ranks for step in steps for row in step.microbatches() if row.degree > 1}
+
+
+def _peers_text(pairs: set[tuple[int, int]], ranks: int) -> str:
+    counts = np.bincount(np.array(list(pairs), dtype=np.int64).ravel(), minlength=ranks)
+    return f"{counts.mean():6.1f} {counts.max():4}"
 
 
 def rivals(options: argparse.Namespace) -> None:
@@ -324,6 +376,12 @@ def main() -> None:
     command = commands.add_parser("groups", help=groups.__doc__)
     command.add_argument("--limit", type=int, nargs="+", default=[64, 32, 16])
     command.set_defaults(run=groups)
+    command = commands.add_parser("peers", help=peers.__doc__)
+    command.add_argument("--limit", type=int, nargs="+", default=[8, 4])
+    command.add_argument("--ranks", type=int, default=64)
+    command.add_argument("--steps", type=int, default=20)
+    command.add_argument("--family", nargs="+", choices=FAMILIES)
+    command.set_defaults(run=peers)
     command = commands.add_parser("rivals", help=rivals.__doc__)
     command.add_argument("--rival", nargs="+", default=["fcp-paper", "fcp-paper:arrival", "static"])
     command.add_argument("--sync", nargs="+", default=SYNCS, choices=SYNCS)

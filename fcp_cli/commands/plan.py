@@ -41,6 +41,9 @@ class PlanOptions(PlanRequest):
     max_groups: Annotated[
         int | None, Opt("Most distinct groups of degree > 1 in the whole plan.", min=1, unset="no limit")
     ] = None
+    max_peers: Annotated[
+        int | None, Opt("Most ranks that a rank ever has beside it in rings.", min=1, unset="no limit")
+    ] = None
     workers: Annotated[int | None, Opt("Planning processes.", min=1, unset="as many as pay")] = None
     json: Annotated[bool, Opt("Print the summary as one JSON document on stdout.")] = False
     typed: Annotated[frozenset[str], Typed()] = frozenset()
@@ -123,7 +126,7 @@ def _plan_to_file(
     inputs: PlanInputs, options: PlanOptions, output: Path, origins: Origins, *, next_command: str | None = None
 ) -> None:
     result, sample = _make_with_progress(inputs, options, output)
-    extra = _gain_and_time(result, sample, inputs) | _price_of_group_limit(result, inputs)
+    extra = _gain_and_time(result, sample, inputs) | _price_of_limit(result, inputs)
     if options.json:
         print_json(_document(result, output, extra, origins))
     else:
@@ -168,6 +171,7 @@ def _make_with_progress(inputs: PlanInputs, options: PlanOptions, output: Path) 
             inputs,
             solver_name=options.solver,
             max_groups=options.max_groups,
+            max_peers=options.max_peers,
             workers=options.workers,
             resume=options.resume,
             on_step=on_step,
@@ -175,15 +179,15 @@ def _make_with_progress(inputs: PlanInputs, options: PlanOptions, output: Path) 
     return result, sample
 
 
-def _price_of_group_limit(result: PlanResult, inputs: PlanInputs) -> dict[str, Any]:
-    """Return what a limit on groups costs, where there is one."""
-    if "max_groups" not in result.solver.options:
+def _price_of_limit(result: PlanResult, inputs: PlanInputs) -> dict[str, Any]:
+    """Return what a limit on groups or peers costs, where there is one."""
+    name = next((name for name in ("max_groups", "max_peers") if name in result.solver.options), None)
+    if name is None:
         return {}
-    from fcp_cli.planning.fcp.solver import FcpSolver, group_limit_price
+    from fcp_cli.planning.fcp.solver import FcpSolver, limit_price
 
-    assert isinstance(result.solver, FcpSolver), "no other solver limits its groups"
-    limit = result.solver.options["max_groups"]
-    return {"max_groups": limit, "max_groups_price": group_limit_price(result.solver, inputs.batches())}
+    assert isinstance(result.solver, FcpSolver), "no other solver knows limits"
+    return {name: result.solver.options[name], f"{name}_price": limit_price(result.solver, inputs.batches())}
 
 
 def _gain_and_time(result: PlanResult, sample: list[StepPlan], inputs: PlanInputs) -> dict[str, Any]:
@@ -214,6 +218,8 @@ def _show(result: PlanResult, extra: dict[str, Any]) -> None:
     lines = {"speed-up": static, "planning": planning}
     if "max_groups" in extra:
         lines["group limit"] = f"{extra['max_groups']} groups cost {extra['max_groups_price']:.2%} of the step time"
+    if "max_peers" in extra:
+        lines["peer limit"] = f"{extra['max_peers']} peers cost {extra['max_peers_price']:.2%} of the step time"
     print_plan(human(), result.metadata, result.summary, extra=lines)
 
 

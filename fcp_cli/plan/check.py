@@ -19,6 +19,7 @@ from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import PlanMetadata, Sync, unpack_rows
 from fcp_cli.plan.padding import held_tokens
+from fcp_cli.plan.peers import PeerCount
 from fcp_cli.plan.pricing import profile_seconds
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
@@ -80,7 +81,18 @@ def check_plan(path: Path, *, manifest: LengthTable | None = None) -> Iterator[F
     if len(groups) != metadata.distinct_groups:
         stated = metadata.distinct_groups
         yield Finding(message=f"it has {len(groups)} distinct groups of degree > 1, its metadata states {stated}")
+    yield from _check_peers(groups, metadata)
     yield from coverage.finish()
+
+
+def _check_peers(groups: set[bytes], metadata: PlanMetadata) -> Iterator[Finding]:
+    limit = metadata.solver_options.get("max_peers")
+    if limit is None:
+        return
+    peers = PeerCount(num_ranks=metadata.num_ranks, ranks_per_node=metadata.ranks_per_node)
+    peers.add_groups(groups)
+    if peers.most > limit:
+        yield Finding(message=f"a rank has {peers.most} peers, its metadata states at most {limit}")
 
 
 class Limits(Protocol):

@@ -41,12 +41,16 @@ class PeerCount:
     def add(self, step: StepPlan) -> None:
         """Count one more step."""
         before = len(self._pairs)
-        for group in step.ring_groups():
+        self.add_groups(step.ring_groups())
+        self.new_pairs.append(len(self._pairs) - before)
+
+    def add_groups(self, groups: Iterable[bytes]) -> None:
+        """Count groups, as `StepPlan.ring_groups` gives them, of no step in particular."""
+        for group in groups:
             if group not in self._groups:
                 self._groups.add(group)
-                ranks = tuple(np.frombuffer(group, dtype=step.ranks.dtype).tolist())
+                ranks = tuple(np.frombuffer(group, dtype=np.int32).tolist())
                 self._pairs.update(ring_pairs(ranks, self.ranks_per_node))
-        self.new_pairs.append(len(self._pairs) - before)
 
     @property
     def pairs(self) -> list[tuple[int, int]]:

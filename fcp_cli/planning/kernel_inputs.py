@@ -7,12 +7,15 @@ import numpy as np
 from fcp_cli.arrays import IntArray
 from fcp_cli.cost.model import Work
 from fcp_cli.plan.step import offsets_of
-from fcp_cli.planning.compiled.core import Machine, Sequences
+from fcp_cli.planning.compiled.core import ANY_RANKS, Machine, Sequences
 from fcp_cli.planning.problem import Problem
 
 
-def machine_of(problem: Problem, groups: list[range] | None = None) -> Machine:
-    """Return ranks, token budget and cost of a problem; rings may use the given groups (widest first) only, or any."""
+def machine_of(problem: Problem, groups: list[range] | None = None, *, placement: int = ANY_RANKS) -> Machine:
+    """Return ranks, token budget and cost of a problem; rings may use the given groups (widest first) only, or any.
+
+    `placement` says which ranks may be a group where none are given; see `core.ANY_RANKS`.
+    """
     c, bandwidth = problem.profile.coefficients, problem.profile.bandwidth
     first, ranks, allowed = _back_to_back(groups or [], problem.num_ranks)
     if not groups:
@@ -31,6 +34,7 @@ def machine_of(problem: Problem, groups: list[range] | None = None) -> Machine:
         group_first=first,
         group_ranks=ranks,
         allowed=allowed,
+        placement=placement,
     )
 
 

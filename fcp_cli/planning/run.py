@@ -51,6 +51,7 @@ def make_plan(
     *,
     solver_name: str,
     max_groups: int | None = None,
+    max_peers: int | None = None,
     on_step: OnStep | None = None,
     workers: int | None = None,
     resume: bool = False,
@@ -63,7 +64,7 @@ def make_plan(
         path: the plan file.
         inputs: the manifest, what to plan for, and the global batches.
         solver_name: one of `solvers.solver_names()`.
-        max_groups: most groups of degree > 1 over the whole plan; None: no limit.
+        max_groups, max_peers: limits over the whole plan; see `solvers.make_solver`.
         on_step: called after each planned step, for progress.
         workers: processes that plan; None: as many as pay. The plan does not depend on it.
         resume: continue from the journal of an interrupted run with the same inputs; the plan is the same.
@@ -75,7 +76,7 @@ def make_plan(
     """
     started = time.perf_counter()
     batches = inputs.batches()
-    solver = make_solver(solver_name, batches, max_groups=max_groups)
+    solver = make_solver(solver_name, batches, max_groups=max_groups, max_peers=max_peers)
     metadata = plan_metadata(inputs.table, batches, solver)
     journal = Journal(path, metadata) if resume or len(batches) >= _JOURNAL_FROM_STEPS else None
     summary = PlanSummary.of(metadata)

@@ -31,23 +31,27 @@ def solver_names() -> list[str]:
     return [DEFAULT, *(name for name in _FACTORIES if name != DEFAULT)]
 
 
-def make_solver(name: str, batches: GlobalBatches, *, max_groups: int | None = None) -> Solver:
+def make_solver(
+    name: str, batches: GlobalBatches, *, max_groups: int | None = None, max_peers: int | None = None
+) -> Solver:
     """Make the named solver for these batches.
 
     Args:
         name: one of `solver_names()`.
         batches: what is planned.
         max_groups: most groups of degree > 1 over the whole plan; None: no limit.
+        max_peers: most ranks that a rank has beside it in rings over the whole plan; None: no limit.
 
     Raises:
-        UsageError: no such solver, or one that cannot limit its groups.
+        UsageError: no such solver, one that knows no such limit, or a limit that cannot be kept.
     """
     if name not in _FACTORIES:
         raise UsageError(f"--solver is {name!r}; it must be one of {', '.join(solver_names())}")
     module, factory = _FACTORIES[name].split(":")
     make = getattr(import_module(module), factory)
-    if max_groups is None:
+    if max_groups is None and max_peers is None:
         return cast(SolverFactory, make)(batches)
     if name != "fcp":
-        raise UsageError(f"--max-groups works with --solver fcp only, not with {name}")
-    return cast(Solver, make(batches, max_groups=max_groups))
+        flag = "--max-groups" if max_groups is not None else "--max-peers"
+        raise UsageError(f"{flag} works with --solver fcp only, not with {name}")
+    return cast(Solver, make(batches, max_groups=max_groups, max_peers=max_peers))

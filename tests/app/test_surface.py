@@ -49,7 +49,7 @@ SURFACE = {
         MANIFEST --profile --ranks --ranks-per-node --tokens-per-rank --sync --headroom --tensor-parallel
         --pipeline-parallel --padded-rings --no-padded-rings --global-batch-size --steps --epochs --seed --shuffle
         --no-shuffle --max-length --overlong --last-batch --length-column --output -o --solver --resume
-        --continue-from --max-groups --workers --json
+        --continue-from --max-groups --max-peers --workers --json
     """,
     "launch": """
         -- SCRIPT ARGS --model --plan --manifest --synthetic --ranks --device --run-dir --resume --inject --probe

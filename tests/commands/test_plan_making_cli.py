@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fcp_cli.plan.peers import plan_peers
 from fcp_cli.plan.reader import PlanReader
 from tests.commands.planning_folder import EIGHT_RANKS, assert_one_error_line, fcp, write_dataset
 from tests.patience import PATIENCE_SECONDS, wait_until
@@ -32,9 +33,21 @@ def test_a_limit_on_groups_holds_and_its_price_is_shown(folder: Path) -> None:
     assert json.loads(result.stdout)["max_groups_price"] > -0.05
 
 
+def test_a_limit_on_peers_holds_and_its_price_is_shown(folder: Path) -> None:
+    result = fcp("plan", "dataset.parquet", *EIGHT_RANKS, "--max-peers", "5", "--json", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document["peers_most"] <= 5
+    assert document["solver_options"] == {"max_peers": 5}
+    assert -0.05 < document["max_peers_price"] < 0.2
+    assert plan_peers(folder / "plan.parquet").to_json()["peers_mean"] == document["peers_mean"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
+        (("--max-peers", "4", "--solver", "static"), 2, "--max-peers works with --solver fcp only"),
+        (("--max-peers", "1"), 2, "--max-peers is 1, but rings of all degrees on 8 ranks"),
         (("--max-groups", "4", "--solver", "static"), 2, "--max-groups works with --solver fcp only"),
         (("--resume", "-o", "-"), 2, "--resume continues a file"),
         (("--resume",), 1, "nothing to resume"),

@@ -16,6 +16,10 @@ from fcp_cli.planning.compiled.compiling import inlined, kernel
 
 NONE = -1
 
+# Which ranks may be a group of degree > 1: any; or neighbours, inside a node or from a node's first rank on; or the
+# same, but across nodes whole nodes only.
+ANY_RANKS, NEIGHBOURS, WHOLE_NODES = 0, 1, 2
+
 
 class Sequences(NamedTuple):
     """A global batch, by falling work unless stated otherwise. All arrays are [sequences], for a single rank each."""
@@ -40,6 +44,7 @@ class Machine(NamedTuple):
         padding_seconds: of one token of padding, beside attention.
         group_first, group_ranks: the groups that rings may use, back to back, widest first; none: any.
         allowed: [num_ranks + 1] 1 for each degree that a group may have.
+        placement: ANY_RANKS, NEIGHBOURS or WHOLE_NODES; a catalogue of groups goes before it.
     """
 
     num_ranks: int
@@ -55,6 +60,7 @@ class Machine(NamedTuple):
     group_first: IntArray
     group_ranks: IntArray
     allowed: IntArray
+    placement: int
 
 
 class Tree(NamedTuple):

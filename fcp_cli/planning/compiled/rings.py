@@ -13,7 +13,14 @@ import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.planning.compiled.compiling import kernel
-from fcp_cli.planning.compiled.core import Machine, Sequences, alone_seconds, with_room_for
+from fcp_cli.planning.compiled.core import (
+    ANY_RANKS,
+    WHOLE_NODES,
+    Machine,
+    Sequences,
+    alone_seconds,
+    with_room_for,
+)
 
 
 class Rings(NamedTuple):
@@ -198,6 +205,95 @@ def _across_nodes(
 
 
 @kernel
+def _among_neighbours(
+    i: int, target: float, bound: float, sequences: Sequences, machine: Machine, timeline: Timeline
+) -> Any:
+    """Find the least waste of sequence i on neighbours inside one node: waste, degree, first rank."""
+    attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
+    lowest = max(2, (tokens + machine.tokens_per_rank - 1) // machine.tokens_per_rank)
+    best, best_degree, best_first = bound, 0, -1
+    for degree in range(lowest, min(machine.ranks_per_node, machine.num_ranks) + 1):
+        seconds = alone_seconds(attention, linear, tokens, degree, False, machine)
+        if seconds > target:
+            continue
+        extra = degree * seconds - attention - linear
+        if extra >= best:
+            break
+        for base in range(0, machine.num_ranks, machine.ranks_per_node):
+            for first in range(base, min(base + machine.ranks_per_node, machine.num_ranks) - degree + 1):
+                start, total = 0.0, 0.0
+                for rank in range(first, first + degree):
+                    start = max(start, timeline.free[rank])
+                    total += timeline.free[rank]
+                left = target - start - seconds
+                if left < 0.0:
+                    continue
+                waste = extra + degree * start - total + (degree * left if left < 1.5 * machine.beta else 0.0)
+                if waste < best:
+                    best, best_degree, best_first = waste, degree, first
+            if best <= extra:
+                break
+    return best, best_degree, best_first
+
+
+@kernel
+def _among_neighbouring_nodes(
+    i: int, target: float, bound: float, sequences: Sequences, machine: Machine, timeline: Timeline
+) -> Any:
+    """Find the least waste of sequence i on whole neighbouring nodes and the first ranks of the next one.
+
+    Returns:
+        Waste, degree (0 where `bound` is less) and first rank.
+    """
+    attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
+    per_node = machine.ranks_per_node
+    nodes = machine.num_ranks // per_node
+    free_from = np.zeros(nodes)
+    before = np.zeros(machine.num_ranks + 1)  # seconds that the ranks before each are taken, together
+    for rank in range(machine.num_ranks):
+        before[rank + 1] = before[rank] + timeline.free[rank]
+        if rank // per_node < nodes:
+            free_from[rank // per_node] = max(free_from[rank // per_node], timeline.free[rank])
+    latest = np.zeros(nodes, dtype=np.int64)  # the window's nodes that later ones do not outlast, by falling seconds
+    lowest = max(per_node + 1, (tokens + machine.tokens_per_rank - 1) // machine.tokens_per_rank)
+    best, best_degree, best_first = bound, 0, -1
+    degree = lowest
+    if machine.placement == WHOLE_NODES:
+        degree = (lowest + per_node - 1) // per_node * per_node
+    while degree <= machine.num_ranks:
+        seconds = alone_seconds(attention, linear, tokens, degree, True, machine)
+        if seconds <= target:
+            extra = degree * seconds - attention - linear
+            if extra >= best:
+                break
+            whole = degree // per_node
+            head, tail = 0, 0
+            for node in range(nodes):
+                while tail > head and free_from[latest[tail - 1]] <= free_from[node]:
+                    tail -= 1
+                latest[tail] = node
+                tail += 1
+                if latest[head] <= node - whole:
+                    head += 1
+                first = (node - whole + 1) * per_node
+                if first < 0 or first + degree > machine.num_ranks:
+                    continue
+                start = free_from[latest[head]]
+                for rank in range(first + whole * per_node, first + degree):
+                    start = max(start, timeline.free[rank])
+                left = target - start - seconds
+                if left < 0.0:
+                    continue
+                waste = extra + degree * start - (before[first + degree] - before[first])
+                waste += degree * left if left < 1.5 * machine.beta else 0.0
+                if waste < best:
+                    best, best_degree, best_first = waste, degree, first
+        stepwise = degree < lowest + per_node and machine.placement != WHOLE_NODES
+        degree = degree + 1 if stepwise else (degree // per_node + 1) * per_node
+    return best, best_degree, best_first
+
+
+@kernel
 def _from_catalogue(i: int, target: float, sequences: Sequences, machine: Machine, timeline: Timeline) -> int:
     """Return the group of the catalogue that wastes least if it runs sequence i by target, or -1."""
     attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
@@ -263,6 +359,11 @@ def place_rings(target: float, sequences: Sequences, machine: Machine, timeline:
                 return -1
             degree = _take_from_catalogue(g, s, machine, rings)
             crosses = degree > machine.ranks_per_node
+        elif machine.placement != ANY_RANKS:
+            degree = _take_neighbours(g, target, sequences, machine, timeline, rings)
+            if degree == 0:
+                return -1
+            crosses = degree > machine.ranks_per_node
         else:
             waste, degree, node, last = _inside_a_node(i, target, np.inf, sequences, machine, timeline)
             wide_degree = 0
@@ -289,6 +390,22 @@ def _take_from_catalogue(g: int, s: int, machine: Machine, rings: Rings) -> int:
     begin, degree = machine.group_first[s], machine.group_first[s + 1] - machine.group_first[s]
     for k in range(degree):
         rings.ranks[rings.first[g] + k] = machine.group_ranks[begin + k]
+    return int(degree)
+
+
+@kernel
+def _take_neighbours(
+    g: int, target: float, sequences: Sequences, machine: Machine, timeline: Timeline, rings: Rings
+) -> int:
+    """Give ring g the neighbours that waste least if they run its sequence by target; return its degree, or 0."""
+    i = rings.sequence[g]
+    waste, degree, first = _among_neighbours(i, target, np.inf, sequences, machine, timeline)
+    if machine.num_ranks > machine.ranks_per_node:
+        waste, wide_degree, wide_first = _among_neighbouring_nodes(i, target, waste, sequences, machine, timeline)
+        if wide_degree > 0:
+            degree, first = wide_degree, wide_first
+    for k in range(degree):
+        rings.ranks[rings.first[g] + k] = first + k
     return int(degree)
 
 

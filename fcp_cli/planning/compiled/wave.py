@@ -14,7 +14,9 @@ import numpy as np
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.planning.compiled.compiling import inlined, kernel
 from fcp_cli.planning.compiled.core import (
+    ANY_RANKS,
     NONE,
+    WHOLE_NODES,
     Machine,
     Sequences,
     Tree,
@@ -163,6 +165,47 @@ def _best_fit(degree: int, machine: Machine, wave: Wave) -> int:
 
 
 @kernel
+def _free_run(degree: int, machine: Machine, wave: Wave) -> Any:
+    """Find neighbours for a group across nodes: whether they are free, and how many of the first node's last ranks.
+
+    Wholly free nodes are the last ones, since they are taken from the left; the short node of a machine comes after
+    them. The node before them may have its last ranks free, which belong to the run where the group fills no whole
+    nodes: that leaves one node less in pieces.
+    """
+    per_node = machine.ranks_per_node
+    whole, rest = degree // per_node, degree % per_node
+    first = wave.bucket[per_node]
+    if first < 0 or (rest and machine.placement == WHOLE_NODES):
+        return False, 0
+    stop, short = machine.num_ranks // per_node, machine.num_ranks % per_node
+    before = wave.free[first - 1] if first > 0 and rest else 0
+    if 0 < before < degree and first + (degree - before + per_node - 1) // per_node <= stop:
+        return True, before
+    if first + whole + (1 if rest else 0) <= stop:
+        return whole > 0, 0
+    return whole > 0 and first + whole == stop and rest <= short and wave.bucket[short] == stop, 0
+
+
+@kernel
+def _take_last_ranks(node: int, wave: Wave, machine: Machine) -> None:
+    """Give the group being made all free ranks of a node."""
+    free = wave.free[node]
+    if wave.bucket[free] == node:
+        wave.bucket[free] = wave.next_node[node]
+    else:
+        before = wave.bucket[free]
+        while wave.next_node[before] != node:
+            before = wave.next_node[before]
+        wave.next_node[before] = wave.next_node[node]
+    g = wave.groups[0]
+    for k in range(free):
+        wave.ranks[wave.first[g + 1] + k] = (node + 1) * machine.ranks_per_node - free + k
+    wave.first[g + 1] += free
+    wave.free[node] = 0
+    _list_by_free_ranks(node, wave)
+
+
+@kernel
 def _open_group(degree: int, inside: int, machine: Machine, wave: Wave) -> int:
     """Make a group of `degree` ranks, in a node with `inside` free ranks, or over nodes where `inside` is 0.
 
@@ -173,8 +216,14 @@ def _open_group(degree: int, inside: int, machine: Machine, wave: Wave) -> int:
     if inside:
         _take_from_node(inside, degree, wave, machine)
     missing = 0 if inside else degree
+    anywhere = machine.placement == ANY_RANKS
+    if missing and not anywhere:
+        _free, before = _free_run(degree, machine, wave)
+        if before:
+            _take_last_ranks(wave.bucket[machine.ranks_per_node] - 1, wave, machine)
+            missing -= before
     while missing:
-        free = _best_fit(missing, machine, wave) if missing < machine.ranks_per_node else 0
+        free = _best_fit(missing, machine, wave) if anywhere and missing < machine.ranks_per_node else 0
         if free == 0:
             free = machine.ranks_per_node
             while wave.bucket[free] < 0:
@@ -209,6 +258,8 @@ def _place_ring(i: int, target: float, left: int, sequences: Sequences, machine:
     highest = left if wave.groups[0] == 0 else min(left, 12 * lowest + 8)
     for degree in range(lowest, highest + 1):
         inside = _best_fit(degree, machine, wave)
+        if machine.placement != ANY_RANKS and not inside and not _free_run(degree, machine, wave)[0]:
+            continue
         if alone_seconds(attention, linear, tokens, degree, inside == 0, machine) <= target + _SLACK:
             _add(i, _open_group(degree, inside, machine, wave), sequences, machine, wave)
             return degree

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
+from fcp_cli.errors import UsageError
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.assemble import makespan_seconds
@@ -17,10 +18,11 @@ from fcp_cli.planning.batches import GlobalBatches, spread_steps
 from fcp_cli.planning.bounds import lower_bound_seconds, simple_bound_seconds
 from fcp_cli.planning.compiled import iteration, microbatch
 from fcp_cli.planning.compiled.compiling import is_kept
-from fcp_cli.planning.compiled.core import Machine, Sequences
+from fcp_cli.planning.compiled.core import ANY_RANKS, Machine, Sequences
 from fcp_cli.planning.compiled.one_degree import quickest
 from fcp_cli.planning.compiled.sand import CLOSED
 from fcp_cli.planning.fcp.catalogue import Trial, choose_groups
+from fcp_cli.planning.fcp.peer_limit import placement_for
 from fcp_cli.planning.interrupts import interrupts_deferred
 from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, machine_of
 from fcp_cli.planning.problem import Assignment, Batch, Problem
@@ -36,17 +38,22 @@ _PRICED_STEPS = 16  # planned with and without a limit
 _EXCHANGES = 300_000  # pairs of sequences compared in one round of balancing; more for more than 1,024 sequences
 
 
-def make_solver(batches: GlobalBatches, *, max_groups: int | None = None) -> FcpSolver:
+def make_solver(batches: GlobalBatches, *, max_groups: int | None = None, max_peers: int | None = None) -> FcpSolver:
     """Make the solver for these batches.
 
     Args:
         batches: what is planned.
         max_groups: most groups of degree > 1 over the whole plan; None: no limit.
+        max_peers: most ranks that a rank has beside it in rings, over the whole plan; None: no limit.
 
     Raises:
-        UsageError: max_groups < 1.
+        UsageError: max_groups < 1, max_peers is fewer than rings need, or both are given.
     """
     problem = batches.problem
+    if max_peers is not None:
+        if max_groups is not None:
+            raise UsageError("--max-groups and --max-peers both choose the ranks of rings; give one of them")
+        return _with_few_peers(problem, max_peers)
     if max_groups is None:
         return FcpSolver(problem=problem, machine=machine_of(problem), degrees=np.array(static_degrees(problem)))
     options = {"max_groups": max_groups}
@@ -63,6 +70,20 @@ def make_solver(batches: GlobalBatches, *, max_groups: int | None = None) -> Fcp
             ranks_per_node=problem.ranks_per_node,
             trial=lambda groups: _trial(limited_to(groups), sample),
         )
+    )
+
+
+def _with_few_peers(problem: Problem, max_peers: int) -> FcpSolver:
+    per_node = problem.ranks_per_node
+    placement = placement_for(max_peers, num_ranks=problem.num_ranks, ranks_per_node=per_node)
+    degrees = static_degrees(problem)
+    if placement != ANY_RANKS:  # rings of one degree lie side by side from rank 0 on
+        degrees = [degree for degree in degrees if per_node % degree == 0 or degree % per_node == 0]
+    return FcpSolver(
+        problem=problem,
+        machine=machine_of(problem, placement=placement),
+        degrees=np.array(degrees),
+        options={"max_peers": max_peers},
     )
 
 
@@ -88,8 +109,8 @@ def is_compiled(sync: Sync) -> bool:
     return is_kept(iteration.schedule if sync == "iteration" else microbatch.search)
 
 
-def group_limit_price(limited: FcpSolver, batches: GlobalBatches) -> float:
-    """Return what a limit on groups costs: predicted seconds with it / without it - 1, over steps spread over the plan.
+def limit_price(limited: FcpSolver, batches: GlobalBatches) -> float:
+    """Return what a limit costs: predicted seconds with it / without it - 1, over steps spread over the plan.
 
     Where the plan is long enough, other steps than those that the groups were chosen on.
     """

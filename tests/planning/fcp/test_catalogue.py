@@ -13,7 +13,7 @@ from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.fcp.catalogue import Trial, choose_groups, tree_groups
-from fcp_cli.planning.fcp.solver import group_limit_price, make_solver
+from fcp_cli.planning.fcp.solver import limit_price, make_solver
 from fcp_cli.planning.solvers import make_solver as make_named_solver
 from tests.planning.examples import example_problem
 
@@ -95,13 +95,13 @@ def test_chosen_sets_keep_to_nodes_and_to_the_limit_and_hold_all_ranks(
 
 def test_the_price_of_a_limit_grows_as_the_limit_falls() -> None:
     batches = some_batches("iteration")
-    prices = [group_limit_price(make_solver(batches, max_groups=limit), batches) for limit in (1, 15)]
+    prices = [limit_price(make_solver(batches, max_groups=limit), batches) for limit in (1, 15)]
     assert prices[0] > prices[1]
 
 
 def test_under_waves_sixteen_rank_sets_do_nearly_as_well_as_any() -> None:
     batches = some_batches("microbatch")
-    assert group_limit_price(make_solver(batches, max_groups=16), batches) < 0.02
+    assert limit_price(make_solver(batches, max_groups=16), batches) < 0.02
 
 
 def test_a_limit_of_no_groups_is_refused() -> None:

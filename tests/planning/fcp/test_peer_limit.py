@@ -1,0 +1,119 @@
+"""A limit on peers holds over a whole plan, on machines of any shape, and costs little."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from fcp_cli.errors import UsageError
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.check import check_plan
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.peers import count_peers, plan_peers
+from fcp_cli.plan.step import StepPlan
+from fcp_cli.planning.assemble import assemble
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.compiled.core import NEIGHBOURS, WHOLE_NODES
+from fcp_cli.planning.fcp.peer_limit import most_peers, placement_for
+from fcp_cli.planning.fcp.solver import limit_price, make_solver
+from fcp_cli.planning.run import make_plan
+from fcp_cli.planning.settings import PlanInputs
+from tests.messages import raises
+from tests.planning.examples import example_problem
+
+
+def some_batches(sync: Sync, *, num_ranks: int, ranks_per_node: int, seed: int = 5) -> GlobalBatches:
+    """Four steps of short sequences and a long tail, up to what all ranks hold together."""
+    drawn = 500 * (np.random.default_rng(seed).pareto(1.0, 400) + 1)
+    return GlobalBatches(
+        LengthTable(name="lengths", length_tokens=drawn.clip(64, 4096 * num_ranks).astype(np.int64)),
+        example_problem(sync, num_ranks=num_ranks, ranks_per_node=ranks_per_node, tokens_per_rank=4096),
+        BatchSettings(global_batch_size=100),
+    )
+
+
+def planned(batches: GlobalBatches, max_peers: int | None) -> list[StepPlan]:
+    """All steps; `assemble` proves the rules of a plan on each."""
+    solver = make_solver(batches, max_peers=max_peers)
+    assert solver.options == ({} if max_peers is None else {"max_peers": max_peers})
+    return [assemble(solver.assign(batch), batch, batches.problem) for batch in batches]
+
+
+@pytest.mark.boundscheck
+@pytest.mark.parametrize("sync", ["iteration", "microbatch"])
+@settings(max_examples=40)
+@given(
+    max_peers=st.integers(1, 12), num_ranks=st.integers(2, 40), ranks_per_node=st.integers(1, 9), seed=st.integers(0, 9)
+)
+def test_no_rank_has_more_peers_than_allowed(
+    sync: Sync, max_peers: int, num_ranks: int, ranks_per_node: int, seed: int
+) -> None:
+    batches = some_batches(sync, num_ranks=num_ranks, ranks_per_node=ranks_per_node, seed=seed)
+    try:
+        steps = planned(batches, max_peers)
+    except UsageError as error:
+        assert "--max-peers" in str(error)
+        assume(False)
+    assert count_peers(steps, num_ranks=num_ranks, ranks_per_node=ranks_per_node).most <= max_peers
+
+
+@settings(max_examples=40)
+@given(num_ranks=st.integers(2, 60), ranks_per_node=st.integers(1, 17))
+def test_eight_peers_are_enough_on_every_machine(num_ranks: int, ranks_per_node: int) -> None:
+    assert most_peers(NEIGHBOURS, num_ranks=num_ranks, ranks_per_node=ranks_per_node) <= 8
+    placement_for(8, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
+
+
+@pytest.mark.parametrize(("ranks_per_node", "least"), [(1, 4), (2, 3), (3, 5), (4, 5), (5, 4), (8, 4), (16, 4)])
+def test_rings_over_whole_nodes_alone_need_about_four(ranks_per_node: int, least: int) -> None:
+    machine = {"num_ranks": 12 * ranks_per_node, "ranks_per_node": ranks_per_node}
+    assert most_peers(WHOLE_NODES, **machine) == least
+    with pytest.raises(UsageError, match=f"give --max-peers {least} or more"):
+        placement_for(least - 1, **machine)
+
+
+def test_what_ten_nodes_need_is_what_more_need() -> None:
+    for placement in (NEIGHBOURS, WHOLE_NODES):
+        least = most_peers(placement, num_ranks=40, ranks_per_node=4)
+        assert least == most_peers(placement, num_ranks=10_000, ranks_per_node=4)
+
+
+def test_a_limit_that_no_plan_could_exceed_changes_nothing() -> None:
+    batches = some_batches("iteration", num_ranks=8, ranks_per_node=4)
+    for limited, free in zip(planned(batches, 7), planned(batches, None), strict=True):
+        assert limited.ranks.tolist() == free.ranks.tolist()
+        assert limited.makespan_seconds == free.makespan_seconds
+
+
+@pytest.mark.parametrize(("sync", "most"), [("iteration", 0.01), ("microbatch", 0.02)])
+def test_eight_peers_cost_little(sync: Sync, most: float) -> None:
+    batches = some_batches(sync, num_ranks=32, ranks_per_node=8)
+    assert limit_price(make_solver(batches, max_peers=8), batches) <= most
+
+
+def test_a_machine_whose_last_node_is_short_needs_more_peers() -> None:
+    with raises(
+        "UsageError: --max-peers is 6, but rings of all degrees on 30 ranks, 8 per node, need 8; give --max-peers 8 or more",
+    ):
+        placement_for(6, num_ranks=30, ranks_per_node=8)
+
+
+def test_two_limits_at_once_are_refused() -> None:
+    batches = some_batches("iteration", num_ranks=8, ranks_per_node=4)
+    with raises("UsageError: --max-groups and --max-peers both choose the ranks of rings; give one of them"):
+        make_solver(batches, max_groups=4, max_peers=8)
+
+
+def test_a_plan_states_its_limit_and_a_check_proves_it(tmp_path: Path) -> None:
+    batches = some_batches("microbatch", num_ranks=24, ranks_per_node=4)
+    inputs = PlanInputs(table=batches.table, problem=batches.problem, settings=batches.settings)
+    plan = tmp_path / "plan.parquet"
+    result = make_plan(plan, inputs, solver_name="fcp", max_peers=8)
+    assert result.metadata.solver_options == {"max_peers": 8}
+    assert result.summary.peers is not None
+    assert result.summary.peers.most == plan_peers(plan).most <= 8
+    assert list(check_plan(plan)) == []
