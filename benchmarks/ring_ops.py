@@ -11,7 +11,9 @@ indices that all layers share.
 - messages, sent: point-to-point batches and the bytes that a member sends.
 - moved: bytes that operations other than flash attention read and write.
 - merge: the share of that for merging partial results.
-- gathers: operations that read scattered rows, of the member's own tensors and of keys that arrived.
+- gathers, key_gathers: operations that read scattered rows of the member's own tensors, and of keys that arrived.
+
+Gradients travel in fp32 in the pass `backward`, and in the type of the keys in `bf16`, which is compared with it too.
 
 The column `before` is `benchmarks/ring_ops.json`, written by this program on the commit that the file names.
 """
@@ -35,12 +37,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fcp_cli.runtime import ring as ring_module
+from fcp_cli.runtime.kernels import fused
 from fcp_cli.runtime.kernels.cuda import CudaFlashKernel
 from fcp_cli.runtime.layout import shard_layout
-from fcp_cli.runtime.ring import Ring, ring_backward, ring_forward
+from fcp_cli.runtime.ring import GradRingDtype, Ring, ring_backward, ring_forward
 from fcp_cli.runtime.rows import merge
 from fcp_cli.runtime.transport import Handle, drive
 
+BACKWARDS: dict[str, GradRingDtype] = {"backward": "fp32", "bf16": "bf16"}
+PASSES = ("forward", *BACKWARDS)
 BEFORE = Path(__file__).with_suffix(".json")
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 RANK_TOKENS = 16_384
@@ -73,6 +78,7 @@ class Counts:
     moved_bytes: int = 0
     merge_bytes: int = 0
     gathers: int = 0
+    key_gathers: int = 0
 
 
 class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -87,7 +93,10 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         if _launches(func) and any(tensor.device.type == "meta" for tensor in _tensors((args, kwargs, out))):
             self.counts.operations += 1
-            self.counts.gathers += _name(func) in GATHERS
+            if _name(func) in GATHERS:
+                is_of_keys = args[0].dim() > 2 and args[0].shape[-2] == KV_HEADS
+                self.counts.key_gathers += is_of_keys
+                self.counts.gathers += not is_of_keys
             moved = _moved_bytes(func, args, kwargs or {}, out)
             self.counts.moved_bytes += moved
             self.counts.merge_bytes += moved * self.merges
@@ -171,7 +180,34 @@ def _rows_changed(args: tuple[Any, ...], out: Any) -> int:
     return _bytes(args[2]) + 3 * _bytes(args[3])
 
 
+def _rows_merged(args: tuple[Any, ...], out: Any) -> int:
+    """`fcp::merge_rows(source, into, also, lse, positions, part, part_lse)`."""
+    *targets, _, positions, part, part_lse = args
+    elements: int = sum(tensor.element_size() for tensor in (*targets, part) if tensor is not None)
+    numel: int = part.numel()
+    return numel * elements + 3 * _bytes(part_lse) + (0 if positions is None else _bytes(positions))
+
+
+def _rows_added(args: tuple[Any, ...], out: Any) -> int:
+    """`fcp::add_rows(source, into, also, positions, share)`."""
+    *targets, positions, share = args
+    elements: int = sum(tensor.element_size() for tensor in (*targets, share) if tensor is not None)
+    numel: int = share.numel()
+    return numel * elements + (0 if positions is None else _bytes(positions))
+
+
+def _pair_added(args: tuple[Any, ...], out: Any) -> int:
+    """`fcp::add_pair_rows(total, positions, first, second)`."""
+    total, positions, *shares = args
+    moved: int = sum(share.numel() * (share.element_size() + 2 * total.element_size()) for share in shares)
+    return moved + (0 if positions is None else _bytes(positions))
+
+
 ROW_WISE: dict[str, Callable[[tuple[Any, ...], Any], int]] = {
+    "merge_rows": _rows_merged,
+    "add_rows": _rows_added,
+    "add_pair_rows": _pair_added,
+    "take_rows": _rows_read,
     "index_select": _rows_read,
     "index_copy_": _rows_replaced,
     "index_add_": _rows_changed,
@@ -179,19 +215,22 @@ ROW_WISE: dict[str, Callable[[tuple[Any, ...], Any], int]] = {
 
 
 def count_pack(lengths: tuple[int, ...], degree: int) -> dict[str, Counts]:
-    """Return the counts of the forward and of the backward, each the most over the ring's members."""
+    """Return the counts of every pass, each the most over the ring's members."""
     with pretended_gpu():
         members = [_count_member(lengths, degree, index) for index in range(degree)]
     return {
         name: Counts(**{f.name: max(getattr(member[name], f.name) for member in members) for f in fields(Counts)})
-        for name in ("forward", "backward")
+        for name in PASSES
     }
 
 
 @contextmanager
 def pretended_gpu() -> Iterator[None]:
-    """Treat meta tensors as those of a GPU."""
-    with mock.patch.object(ring_module, "select_kernel", lambda device_type, dtype: CudaFlashKernel()):
+    """Treat meta tensors as those of a GPU with triton."""
+    with (
+        mock.patch.object(ring_module, "select_kernel", lambda device_type, dtype: CudaFlashKernel()),
+        mock.patch.object(fused, "fused_rows", lambda device_type: True),
+    ):
         yield
 
 
@@ -206,9 +245,12 @@ def _count_member(lengths: tuple[int, ...], degree: int, index: int) -> dict[str
     def layer() -> dict[str, Counts]:
         counter.counts = forward = Counts()
         out, lse = drive(ring_forward(ring, q, k, v, 1.0))
-        counter.counts = backward = Counts()
-        drive(ring_backward(ring, grad_out, q, k, v, out, lse, 1.0))
-        return {"forward": forward, "backward": backward}
+        counts = {"forward": forward}
+        for name, grad_dtype in BACKWARDS.items():
+            counter.counts = counts[name] = Counts()
+            ring.grad_dtype = grad_dtype
+            drive(ring_backward(ring, grad_out, q, k, v, out, lse, 1.0))
+        return counts
 
     def counted_merge(*args: Any) -> None:
         counter.merges = True
@@ -242,8 +284,9 @@ def main() -> None:
     print(f"before: {before['commit']}; per layer, bf16, the member with most of each; ratio = after / before")
     print(f"{'':<36} {'pass':<9}{'':<14} {'before':>9} {'after':>9} {'ratio':>6}  {'after, per hop':>14}")
     for name, (_, degree) in PACKS.items():
-        for pass_ in ("forward", "backward"):
-            print_pass(name, pass_, before["packs"][name][pass_], after["packs"][name][pass_], hops=degree - 1)
+        old, new = before["packs"][name], after["packs"][name]
+        for pass_ in PASSES:
+            print_pass(name, pass_, old.get(pass_, old["backward"]), new[pass_], hops=degree - 1)
 
 
 def print_pass(name: str, pass_: str, before: dict[str, int], after: dict[str, int], *, hops: int) -> None:

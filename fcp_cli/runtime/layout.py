@@ -91,7 +91,7 @@ class ShardLayout:
         degree: members of the ring, >= 1.
     """
 
-    __slots__ = ("_backs", "_fronts", "_hops", "_tokens", "degree", "lengths")
+    __slots__ = ("_backs", "_fronts", "_hops", "_q_rows", "_tokens", "degree", "lengths")
 
     def __init__(self, lengths: tuple[int, ...], degree: int) -> None:
         assert degree >= 1, degree
@@ -104,6 +104,7 @@ class ShardLayout:
         self._backs = sizes[:, : degree - 1 : -1].T
         self._tokens: list[int] = (self._fronts + self._backs).sum(axis=1).tolist()
         self._hops: dict[tuple[int, int, bool], tuple[Hop, ...]] = {}
+        self._q_rows: dict[Hashable, tuple[Rows, ...]] = {}
 
     def __repr__(self) -> str:
         return f"ShardLayout(lengths={self.lengths}, degree={self.degree})"
@@ -186,13 +187,17 @@ class ShardLayout:
         live = np.flatnonzero((q_sizes > 0) & (k_sizes > 0))
         # One call for all live sequences, or one for each; where none is live, both give no call.
         calls = [live] if packed and live.size else live[:, None]
+        # Hops of later members meet the same queries: as one object, which is gathered once for all of them.
+        key = (member, source > member, packed, live.tobytes())
+        if key not in self._q_rows:
+            self._q_rows[key] = tuple(_rows(q_starts[i], q_sizes[i]) for i in calls)
         return tuple(
             Hop(
-                q_rows=_rows(q_starts[i], q_sizes[i]),
+                q_rows=q_rows,
                 k_rows=_rows(k_starts[i], k_sizes[i]),
                 segments=Segments(tuple(q_sizes[i].tolist()), tuple(k_sizes[i].tolist()), source == member),
             )
-            for i in calls
+            for q_rows, i in zip(self._q_rows[key], calls, strict=True)
         )
 
 

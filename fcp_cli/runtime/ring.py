@@ -3,19 +3,23 @@
 Keys and values travel around the ring, one hop per member, while every member computes with those it holds; partial
 results are merged by their log-sum-exp (Liu et al., "Ring Attention with Blockwise Transformers"; zig-zag chunks as
 in Brandon et al., "Striped Attention", and the ring-flash-attention project). In backward, keys and values travel
-again and their gradients travel one hop behind, in fp32, until they are back at their owner.
+again, and their gradients in the same messages, one hop behind, until they are back at their owner, which adds its own
+share.
 
 Of d members, member i holds at hop h the keys and values of member (i - h) mod d:
 
-    hop              0           1           2         ...   d - 1
-    member i holds   own         of i-1      of i-2    ...   of i+1
-    it sends         own         i-1's       i-2's     ...   nothing (forward), dk and dv (backward)
+    hop                   0      1        2               3               ...   d - 1       (end)
+    member i holds        own    of i-1   of i-2          of i-3          ...   of i+1
+    it sends, forward     own    i-1's    i-2's           i-3's           ...
+              backward    own    i-1's    i-2's, d(i-1)   i-3's, d(i-2)   ...   d(i+2)      d(i+1)
+
+where d(j) are the gradients of member j's keys and values, summed over members j+1 to i.
 
 Shapes. T tokens of this member, H query heads, G key/value heads (H is a multiple of G), D head size, d degree:
 
     attention        q [1, H, T + padding, D]      k, v [1, G, T + padding, D]
     the two passes   q, out [T, H, D]              k, v [T, G, D]            lse [T, H]
-    on the way       [2, T of the source, G, D]: keys and values, or dk and dv, in one message
+    on the way       [2, T of the source, G, D]: keys and values; then dk and dv of another source, in one message
 
 No rank may wait for a message that another will only send after a message from it. Every member therefore issues, in
 the same order, one send to the next and one receive from the previous member as *one* batch, and computes while the
@@ -25,9 +29,9 @@ transport and, in one process, as all members in lock step.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,15 +39,20 @@ from torch.autograd.function import once_differentiable
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.kernels import AttentionKernel, lse_dtype, select_kernel
-from fcp_cli.runtime.layout import ShardLayout
+from fcp_cli.runtime.layout import Hop, Rows, ShardLayout
 from fcp_cli.runtime.recompute import attention_stage
 from fcp_cli.runtime.ring_member import RingMember
-from fcp_cli.runtime.rows import add, merge, take
+from fcp_cli.runtime.rows import add, add_pair, merge, take, take_pair, take_with_lse
 from fcp_cli.runtime.transport import Handle, Transport, Waits, drive
 
 if TYPE_CHECKING:
     from fcp_cli.runtime.loss import Labels
     from fcp_cli.runtime.visuals import VisualShard
+
+
+GradRingDtype: TypeAlias = Literal["fp32", "bf16"]
+"""How gradients of 16-bit keys and values travel: summed in fp32, or rounded to the type of the keys at every hop,
+which is half the bytes. Gradients of fp32 and fp64 keys travel in their own type either way."""
 
 
 class Ring(RingMember):
@@ -52,13 +61,22 @@ class Ring(RingMember):
     Attributes:
         transport: carries the hops; None is enough for degree 1.
         visuals: this member's part in the pack's images and videos; None where the pack has none.
+        grad_dtype: in which gradients of keys and values travel; see `GradRingDtype`.
         backward_calls: how often the backward of its attention calls ran.
         backward_forbidden: why its backward must not run now, since ranks would wait for each other; "" where it may.
         encoder_calls: how often a vision encoder ran for it.
         labels: of this member's tokens, for a model that computes its loss itself; None where there are none.
     """
 
-    __slots__ = ("backward_calls", "backward_forbidden", "encoder_calls", "labels", "transport", "visuals")
+    __slots__ = (
+        "backward_calls",
+        "backward_forbidden",
+        "encoder_calls",
+        "grad_dtype",
+        "labels",
+        "transport",
+        "visuals",
+    )
 
     def __init__(
         self,
@@ -67,11 +85,13 @@ class Ring(RingMember):
         ranks: tuple[int, ...] = (0,),
         transport: Transport | None = None,
         visuals: VisualShard | None = None,
+        grad_dtype: GradRingDtype = "fp32",
     ) -> None:
         super().__init__(layout, index, ranks)
         assert len(ranks) == 1 or transport is not None, "a ring of several members needs a transport"
         self.transport = transport
         self.visuals = visuals
+        self.grad_dtype = grad_dtype
         self.backward_calls = 0
         self.backward_forbidden = ""
         self.encoder_calls = 0
@@ -163,21 +183,21 @@ def ring_forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, scale: float) -> W
     if ring.degree == 1:
         return _forward_own(kernel, ring, q, k, v, scale)
 
-    blocks = _Blocks(ring, k, v, k.dtype)
+    messages = _Messages(ring, k, v)
     # The own keys leave first, so that they travel while this member computes with them.
-    arrival = blocks.pass_on("kv", 0)
+    arrival = messages.pass_on(0)
     out, lse = _forward_own(kernel, ring, q, k, v, scale)
-    out = out.to(lse.dtype)  # merging in bf16 would round once per hop
+    sums, queries = _Sums(ring, out, lse.dtype), _Gathered(q)
     for hop in range(1, ring.degree):
         yield from _settle(arrival)
         # Issued before the kernels of this hop: the next keys arrive in the other buffer while they run.
-        arrival = blocks.pass_on("kv", hop) if hop + 1 < ring.degree else None
-        keys, values = blocks.at(hop)
+        arrival = messages.pass_on(hop)
+        keys, places = messages.keys(hop), sums.places(hop)
         for work in ring.work(hop, packed=kernel.packed):
-            ks, vs = (take(tensor, work.k_rows) for tensor in (keys, values))
-            part, part_lse = kernel.forward(take(q, work.q_rows), ks, vs, work.segments, scale)
-            merge(out, lse, work.q_rows, part, part_lse)
-    return out.to(q.dtype), lse
+            (rows,) = queries.at(work.q_rows)
+            part, part_lse = kernel.forward(rows, *take_pair(keys, work.k_rows), work.segments, scale)
+            merge(*places, lse, work.q_rows, part, part_lse)
+    return out, lse
 
 
 def ring_backward(
@@ -205,68 +225,91 @@ def ring_backward(
     if ring.degree == 1:
         return share_of_own_keys()
 
-    blocks = _Blocks(ring, k, v, k.dtype)
-    arrival = blocks.pass_on("kv", 0)
+    messages = _Messages(ring, k, v, lse.dtype if ring.grad_dtype == "fp32" else k.dtype)
+    arrival = messages.pass_on(0)
     dq, dk, dv = share_of_own_keys()
-    dq = dq.to(lse.dtype)
-    # Gradients follow their keys one hop behind: a member adds its share to what the members before it have summed,
-    # and after d hops the sum is back at the keys' owner.
-    grads = _Blocks(ring, dk, dv, lse.dtype)
-    grad_arrival = grads.pass_on("dkv", 0)
+    sums, own_rows = _Sums(ring, dq, lse.dtype), _Gathered(grad_out, q, out, lse)
+    shares: list[tuple[Hop, Tensor, Tensor]] = []  # of the hop before
     for hop in range(1, ring.degree):
         yield from _settle(arrival)
-        arrival = blocks.pass_on("kv", hop) if hop + 1 < ring.degree else None
-        works, shares = ring.work(hop, packed=kernel.packed), []
-        keys, values = blocks.at(hop)
-        for work in works:
-            dos, qs, outs, lses = (take(tensor, work.q_rows) for tensor in (grad_out, q, out, lse))
-            ks, vs = (take(tensor, work.k_rows) for tensor in (keys, values))
-            shares.append(kernel.backward(dos, qs, ks, vs, outs, lses, work.segments, scale))
-        # Only now: the sums of the members before this one travelled while the kernels ran.
-        yield from _settle(grad_arrival)
-        dk, dv = grads.at(hop)
-        for work, (dq_share, dk_share, dv_share) in zip(works, shares, strict=True):
-            add(dq, work.q_rows, dq_share)
-            add(dk, work.k_rows, dk_share)
-            add(dv, work.k_rows, dv_share)
-        grad_arrival = grads.pass_on("dkv", hop)
-    yield from _settle(grad_arrival)
-    dk, dv = grads.at(ring.degree)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        messages.add(hop - 1, shares)
+        arrival = messages.pass_on(hop)
+        shares, keys, places = [], messages.keys(hop), sums.places(hop)
+        for work in ring.work(hop, packed=kernel.packed):
+            dos, qs, outs, lses = own_rows.at(work.q_rows)
+            ks, vs = take_pair(keys, work.k_rows)
+            dq_share, dk_share, dv_share = kernel.backward(dos, qs, ks, vs, outs, lses, work.segments, scale)
+            add(*places, work.q_rows, dq_share)
+            shares.append((work, dk_share, dv_share))
+    yield from _settle(arrival)
+    messages.add(ring.degree - 1, shares)
+    yield from _settle(messages.pass_on(ring.degree))
+    for own, arrived in zip((dk, dv), messages.gradients(ring.degree), strict=True):
+        own.add_(arrived)  # summed in the wider type, and rounded once
+    return dq, dk, dv
 
 
-class _Blocks:
-    """Two buffers for pairs [2, T of the source, G, D]: one is sent while the next pair arrives in the other.
+class _Messages:
+    """What travels around the ring, in two buffers: one is sent while the next message arrives in the other.
 
-    They start with this member's own pair, at hop 0. Two are enough: a member waits for hop h to settle before it
-    issues hop h + 1, which fills the buffer that hop h has sent.
+    Message h, which a member sends at hop h, is the keys and values that it holds at that hop and, behind them in the
+    same memory, the sums for the gradients of those of the hop before. Both belong to members that the next one meets
+    at its next hop and at that hop, so what has arrived is changed in place and sent on as it is. Keys are not sent
+    home, and sums begin at hop 1: their owner adds its own share in the end.
+
+    Two buffers are enough: a member waits for message h - 1 to settle before it issues message h, while the next one
+    arrives in the buffer that message h - 1 was sent from.
     """
 
-    __slots__ = ("_buffers", "_ring", "_shape")
+    __slots__ = ("_buffers", "_grad_dtype", "_ring", "_shape")
 
-    def __init__(self, ring: Ring, first: Tensor, second: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, ring: Ring, k: Tensor, v: Tensor, grad_dtype: torch.dtype | None = None) -> None:
+        """Start with the member's own pair; without `grad_dtype` gradients do not travel."""
         self._ring = ring
-        self._shape = first.shape[1:]
-        size = 2 * ring.layout.most_tokens * self._shape.numel()
-        self._buffers = (first.new_empty(size, dtype=dtype), first.new_empty(size, dtype=dtype))
-        own = self.at(0)
-        own[0].copy_(first)
-        own[1].copy_(second)
+        self._shape = k.shape[1:]
+        self._grad_dtype = grad_dtype
+        size = self._numel(ring.layout.most_tokens)
+        if grad_dtype is not None:
+            size += size * grad_dtype.itemsize // k.dtype.itemsize
+        # Elements of the keys' type, whatever they hold: gradients are read through a view.
+        self._buffers = (k.new_empty(size), k.new_empty(size))
+        own = self.keys(0)
+        own[0].copy_(k)
+        own[1].copy_(v)
 
-    def at(self, hop: int) -> Tensor:
-        """Return the pair that this member holds at `hop`; after the last hop, its own again."""
-        tokens = self._ring.layout.tokens(self._ring.source(hop))
-        return self._buffers[hop % 2][: 2 * tokens * self._shape.numel()].view(2, tokens, *self._shape)
+    def keys(self, hop: int) -> Tensor:
+        """Return [2, tokens, G, D] the keys and values that this member holds at `hop`."""
+        tokens = self._tokens(hop)
+        return self._buffers[hop % 2][: self._numel(tokens)].view(2, tokens, *self._shape)
 
-    def pass_on(self, kind: str, hop: int) -> Handle | None:
-        """Send the pair of `hop` to the next member and receive the pair of the hop after.
+    def gradients(self, hop: int) -> Tensor:
+        """Return [2, tokens, G, D] the sums for the pair of `hop`, which are in the message after."""
+        assert self._grad_dtype is not None
+        start, stop = self._span(hop + 1)[1:]
+        tokens = self._tokens(hop)
+        return self._buffers[(hop + 1) % 2][start:stop].view(self._grad_dtype).view(2, tokens, *self._shape)
 
-        An empty pair is not sent: both ends know from the layout, and some back ends cannot send nothing.
+    def add(self, hop: int, shares: Sequence[tuple[Hop, Tensor, Tensor]]) -> None:
+        """Add a member's own shares to the sums for the pair of `hop`; the first member begins them."""
+        if hop == 0:
+            return
+        sums = self.gradients(hop)
+        if hop == 1:
+            sums.zero_()
+        for work, dk, dv in shares:
+            add_pair(sums, work.k_rows, dk, dv)
+
+    def pass_on(self, hop: int) -> Handle | None:
+        """Send message `hop` to the next member and receive the next one; None where both are empty.
+
+        An empty message is not sent: both ends know from the layout, and some back ends cannot send nothing.
         """
-        send, receive = self.at(hop), self.at(hop + 1)
+        ring = self._ring
+        has_keys, has_gradients = hop + 1 < ring.degree, self._grad_dtype is not None and hop > 1
+        kind = "+".join(kind for kind, travels in (("kv", has_keys), ("dkv", has_gradients)) if travels)
+        send, receive = (self._part(hop + i, has_keys, has_gradients) for i in (0, 1))
         if not send.numel() and not receive.numel():
             return None
-        ring = self._ring
         assert ring.transport is not None
         return ring.transport.start(
             kind,
@@ -275,6 +318,74 @@ class _Blocks:
             receive if receive.numel() else None,
             ring.ranks[ring.index - 1],
         )
+
+    def _part(self, message: int, has_keys: bool, has_gradients: bool) -> Tensor:
+        """Return the part of a message that travels; it is flat, and in the type of the keys."""
+        start, middle, stop = self._span(message)
+        return self._buffers[message % 2][start if has_keys else middle : stop if has_gradients else middle]
+
+    def _span(self, message: int) -> tuple[int, int, int]:
+        """Return where the keys of a message start, where its gradients do, and where these stop, in elements."""
+        middle = self._numel(self._tokens(message))
+        if self._grad_dtype is None or not message:
+            return 0, middle, middle
+        size = self._numel(self._tokens(message - 1)) * self._grad_dtype.itemsize // self._buffers[0].dtype.itemsize
+        return 0, middle, middle + size
+
+    def _tokens(self, hop: int) -> int:
+        return self._ring.layout.tokens(self._ring.source(hop))
+
+    def _numel(self, tokens: int) -> int:
+        return 2 * tokens * self._shape.numel()
+
+
+class _Sums:
+    """Results of a member's own rows while shares of further hops are folded in; they are in `result` in the end.
+
+    Folding in bf16 would round once per hop, so 16-bit results are folded in the type of lse. The first fold reads
+    `result`, and the last one that a row takes part in writes it, so that nothing is converted on its own. Rows that
+    take part in a hop take part in all hops before it: those of earlier members come first, which meet all rows, then
+    those of later ones, which meet the backs.
+    """
+
+    __slots__ = ("_precise", "_result", "_ring")
+
+    def __init__(self, ring: Ring, result: Tensor, dtype: torch.dtype) -> None:
+        self._ring, self._result = ring, result
+        needs_precise = result.dtype != dtype and ring.degree > 2
+        self._precise = result.new_empty(result.shape, dtype=dtype) if needs_precise else result
+
+    def places(self, hop: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return what a fold of `hop` reads, what it writes, and what it writes beside that."""
+        source = self._result if hop == 1 else self._precise
+        if hop == self._ring.degree - 1:
+            return source, self._result, None
+        is_last_of_fronts = hop == self._ring.index and self._precise is not self._result
+        return source, self._precise, self._result if is_last_of_fronts else None
+
+
+class _Gathered:
+    """Rows of a member's own tensors. All hops of later members meet the same rows, which are gathered once."""
+
+    __slots__ = ("_rows", "_taken", "_tensors")
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._tensors = tensors
+        self._rows: Rows | None = None
+        self._taken: tuple[Tensor, ...] = ()
+
+    def at(self, rows: Rows) -> tuple[Tensor, ...]:
+        """Return the rows of every tensor."""
+        if rows.span is not None or rows is not self._rows:
+            self._taken = self._take(rows)
+            self._rows = rows
+        return self._taken
+
+    def _take(self, rows: Rows) -> tuple[Tensor, ...]:
+        if len(self._tensors) == 1:
+            return (take(self._tensors[0], rows),)
+        first, second, third, lse = self._tensors
+        return take_with_lse((first, second, third), lse, rows)
 
 
 def _settle(handle: Handle | None) -> Generator[Handle, None, None]:

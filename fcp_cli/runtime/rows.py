@@ -1,11 +1,15 @@
-"""Read and update some rows of a packed tensor: views where the rows are contiguous, cached indices elsewhere."""
+"""Read and update some rows of packed tensors: views where the rows are contiguous, cached indices elsewhere.
+
+On CUDA with triton one kernel does each of the updates (`kernels/fused.py`); what is here is the same in torch.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from fcp_cli.runtime.kernels.base import to_device
+from fcp_cli.runtime.kernels import fused
+from fcp_cli.runtime.kernels.base import lse_dtype, to_device
 from fcp_cli.runtime.layout import Rows
 
 
@@ -16,28 +20,123 @@ def take(tensor: Tensor, rows: Rows) -> Tensor:
     return tensor.index_select(0, _positions(rows, tensor.device))
 
 
-def add(total: Tensor, rows: Rows, share: Tensor) -> None:
-    """Add `share` to the rows of `total`, in place."""
+def take_pair(pair: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Return the rows of both halves of [2, T, ..], as `take` does."""
     if rows.span is not None:
-        total[rows.span[0] : rows.span[1]].add_(share)
+        start, stop = rows.span
+        first, second = pair.narrow(1, start, stop - start).unbind()
     else:
-        total.index_add_(0, _positions(rows, total.device), share.to(total.dtype))
+        first, second = pair.index_select(1, _positions(rows, pair.device)).unbind()
+    return first, second
 
 
-def merge(out: Tensor, lse: Tensor, rows: Rows, part: Tensor, part_lse: Tensor) -> None:
-    """Fold attention over further keys into `out` and `lse` at `rows`, in place.
+def take_with_lse(
+    tensors: tuple[Tensor, Tensor, Tensor], lse: Tensor, rows: Rows
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the rows of three tensors [T, H, D] and of `lse` [T, H], as `take` does."""
+    first, second, third = tensors
+    if rows.span is None and fused.fused_rows(lse.device.type):
+        return fused.take_rows(first, second, third, lse, _positions(rows, lse.device))
+    return take(first, rows), take(second, rows), take(third, rows), take(lse, rows)
 
-    The further keys weigh w = exp(part_lse - logaddexp(lse, part_lse)) = sigmoid(part_lse - lse), so
-    out := (1 - w) out + w part, and lse := logaddexp(lse, part_lse).
+
+def add(source: Tensor, into: Tensor, also: Tensor | None, rows: Rows, share: Tensor) -> None:
+    """Add `share` [n, H, D] to the rows of `source` and write them to `into`, which may be it, and to `also`.
+
+    All are [T, H, D], in any types; the sum is rounded once, to the type of what it is written to.
     """
-    merged_out, merged_lse = take(out, rows), take(lse, rows)
-    weight = torch.sigmoid(part_lse - merged_lse).unsqueeze(-1)
-    merged_out.lerp_(part.to(out.dtype), weight)
-    torch.logaddexp(merged_lse, part_lse, out=merged_lse)
-    if rows.span is None:  # what was gathered is a copy; views have changed `out` and `lse` already
-        positions = _positions(rows, out.device)
-        out.index_copy_(0, positions, merged_out)
-        lse.index_copy_(0, positions, merged_lse)
+    if _fuses(source):
+        view, positions = _placed(source, rows)
+        fused.add_rows(view, _placed(into, rows)[0], None if also is None else _placed(also, rows)[0], positions, share)
+    elif into is source and also is None and rows.span is not None:
+        take(source, rows).add_(share)
+    else:
+        precise = lse_dtype(source.dtype)
+        total = take(source, rows).to(precise) + share
+        _put(into, rows, total)
+        if also is not None:
+            _put(also, rows, total)
+
+
+def add_pair(total: Tensor, rows: Rows, first: Tensor, second: Tensor) -> None:
+    """Add `first` and `second` to the rows of the halves of `total` [2, T, ..], in place."""
+    if _fuses(total):
+        positions = None if rows.span is not None else _positions(rows, total.device)
+        halves = total if rows.span is None else total[:, rows.span[0] : rows.span[1]]
+        fused.add_pair_rows(halves, positions, first, second)
+        return
+    if rows.span is not None:
+        for half, share in zip(take_pair(total, rows), (first, second), strict=True):
+            half.add_(share)
+    else:
+        for half, share in zip(total, (first, second), strict=True):
+            half.index_add_(0, _positions(rows, total.device), share.to(total.dtype))
+
+
+def merge(
+    source: Tensor,
+    into: Tensor,
+    also: Tensor | None,
+    lse: Tensor,
+    rows: Rows,
+    part: Tensor,
+    part_lse: Tensor,
+) -> None:
+    """Merge attention over further keys with rows of `source`; write them to `into`, which may be it, and to `also`.
+
+    The further keys weigh w = exp(part_lse - logaddexp(lse, part_lse)) = sigmoid(part_lse - lse), so the merged rows
+    are (1 - w) source + w part, in the precision of `lse`, and lse := logaddexp(lse, part_lse).
+
+    Args:
+        source, into, also: [T, H, D] in any types.
+        lse: [T, H], changed in place.
+        rows: n of T.
+        part, part_lse: [n, H, D] and [n, H], of the further keys alone.
+    """
+    if _fuses(lse):
+        view, positions = _placed(source, rows)
+        fused.merge_rows(
+            view,
+            _placed(into, rows)[0],
+            None if also is None else _placed(also, rows)[0],
+            _placed(lse, rows)[0],
+            positions,
+            part,
+            part_lse,
+        )
+        return
+    old, old_lse = take(source, rows), take(lse, rows)
+    weight = torch.sigmoid(part_lse - old_lse).unsqueeze(-1)
+    torch.logaddexp(old_lse, part_lse, out=old_lse)
+    is_view = rows.span is not None
+    if not is_view:  # what was gathered is a copy; views have changed `lse` already
+        _put(lse, rows, old_lse)
+    in_place = into is source and old.dtype == lse.dtype
+    merged = (old.lerp_ if in_place else old.to(lse.dtype).lerp)(part.to(lse.dtype), weight)
+    if not (in_place and is_view):
+        _put(into, rows, merged)
+    if also is not None:
+        _put(also, rows, merged)
+
+
+def _put(target: Tensor, rows: Rows, values: Tensor) -> None:
+    """Write `values` to the rows of `target`."""
+    if rows.span is not None:
+        target[rows.span[0] : rows.span[1]].copy_(values)
+    else:
+        target.index_copy_(0, _positions(rows, target.device), values.to(target.dtype))
+
+
+def _fuses(total: Tensor) -> bool:
+    """Return whether the fused operators take a tensor; they sum in fp32."""
+    return total.dtype != torch.float64 and fused.fused_rows(total.device.type)
+
+
+def _placed(tensor: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
+    """Return a view that begins with the rows, or the whole and their positions."""
+    if rows.span is not None:
+        return tensor[rows.span[0] : rows.span[1]], None
+    return tensor, _positions(rows, tensor.device)
 
 
 def _positions(rows: Rows, device: torch.device) -> Tensor:

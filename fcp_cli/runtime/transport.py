@@ -50,7 +50,7 @@ class Transport(Protocol):
         """Start one hop.
 
         Args:
-            kind: what travels ("kv", "dkv", "rows" or "drows"); for records and messages, not for matching.
+            kind: what travels ("kv", "dkv", "kv+dkv", "rows" or "drows"); for records and messages, not for matching.
             send: contiguous tensor for global rank `to`, or None.
             receive: contiguous tensor to fill from global rank `source`, or None.
         """

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fcp_cli.runtime.layout import ShardLayout, shard_layout
-from fcp_cli.runtime.ring import Ring, ring_backward, ring_forward
+from fcp_cli.runtime.ring import GradRingDtype, Ring, ring_backward, ring_forward
 from fcp_cli.verification.emulation import LockstepTransport, Mailbox, run_lockstep
 from fcp_cli.verification.order import Operation
 from fcp_cli.verification.recording import RecordingTransport
@@ -20,12 +20,15 @@ def run_emulated(example: Example, degree: int, dtype: torch.dtype) -> tuple[Ten
 
 
 def run_recorded(
-    example: Example, ranks: tuple[int, ...], dtype: torch.dtype = torch.float64
+    example: Example,
+    ranks: tuple[int, ...],
+    dtype: torch.dtype = torch.float64,
+    grad_dtype: GradRingDtype = "fp32",
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], dict[int, list[Operation]]]:
     """As `run_emulated`, with what every rank sent and received."""
     layout, mailbox = shard_layout(example.lengths, len(ranks)), Mailbox()
     recorders = [RecordingTransport(LockstepTransport(mailbox, rank)) for rank in ranks]
-    rings = [Ring(layout, i, ranks, recorder) for i, recorder in enumerate(recorders)]
+    rings = [Ring(layout, i, ranks, recorder, grad_dtype=grad_dtype) for i, recorder in enumerate(recorders)]
     shards = [_shard(example, layout, i, dtype) for i in range(len(ranks))]
     forward = run_lockstep(
         [ring_forward(ring, q, k, v, example.scale) for ring, (q, k, v, _) in zip(rings, shards, strict=True)]

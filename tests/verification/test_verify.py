@@ -19,7 +19,6 @@ from fcp_cli.app import app
 from fcp_cli.errors import RunError
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime import gradients, loader, loss, rows
-from fcp_cli.runtime.layout import Rows
 from fcp_cli.verification import verify as verify_module
 from fcp_cli.verification.emulation import Meeting, ThreadWorld, run_ranks
 from fcp_cli.verification.verify import verify
@@ -100,10 +99,11 @@ def forgets_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def merges_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """A ring that gives the keys of other ranks too much weight, in the sixth digit."""
-    original = rows.merge
+    original: Callable[..., None] = rows.merge
 
-    def merge(out: torch.Tensor, lse: torch.Tensor, where: Rows, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-        original(out, lse, where, part * (1 + 1e-6), part_lse)
+    def merge(*arguments: Any) -> None:
+        *places, part, part_lse = arguments
+        original(*places, part * (1 + 1e-6), part_lse)
 
     monkeypatch.setattr("fcp_cli.runtime.ring.merge", merge)
 

@@ -1,0 +1,264 @@
+"""Triton kernels for rows of packed tensors: merge partial results, add gradients, gather. Imports triton.
+
+Every kernel reads and writes each byte once. A program handles one row, or a part of one; rows of scattered positions
+are found by the kernel, so nothing is gathered before it or scattered after it. No position comes twice, so no two
+programs meet, and results do not depend on their order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024  # elements of a row that a program adds or copies
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _merge_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
+    source: Any,
+    into: Any,
+    also: Any,
+    lse: Any,
+    part: Any,
+    part_lse: Any,
+    positions: Any,
+    lse_row: Any,
+    lse_head: Any,
+    part_lse_row: Any,
+    part_lse_head: Any,
+    heads: Any,
+    HEAD_DIM: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    HAS_ALSO: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    target = row
+    if HAS_POSITIONS:
+        target = tl.load(positions + row)
+    head = tl.arange(0, HEADS_BLOCK)
+    dim = tl.arange(0, DIM_BLOCK)
+    is_head = head < heads
+    is_element = is_head[:, None] & (dim < HEAD_DIM)[None, :]
+    element = head[:, None] * HEAD_DIM + dim[None, :]
+    at = target * heads * HEAD_DIM + element
+
+    old_lse = tl.load(lse + target * lse_row + head * lse_head, mask=is_head, other=0.0)
+    new_lse = tl.load(part_lse + row * part_lse_row + head * part_lse_head, mask=is_head, other=0.0)
+    old = tl.load(source + at, mask=is_element, other=0.0).to(tl.float32)
+    new = tl.load(part + row * heads * HEAD_DIM + element, mask=is_element, other=0.0).to(tl.float32)
+    largest = tl.maximum(old_lse, new_lse)
+    old_share, new_share = tl.exp(old_lse - largest), tl.exp(new_lse - largest)
+    total = old_share + new_share
+    merged = old + (new_share / total)[:, None] * (new - old)
+    merged_lse = largest + tl.log(total)
+    tl.store(into + at, merged.to(into.dtype.element_ty), mask=is_element)
+    if HAS_ALSO:
+        tl.store(also + at, merged.to(also.dtype.element_ty), mask=is_element)
+    tl.store(lse + target * lse_row + head * lse_head, merged_lse, mask=is_head)
+
+
+def merge_rows(
+    source: Tensor,
+    into: Tensor,
+    also: Tensor | None,
+    lse: Tensor,
+    positions: Tensor | None,
+    part: Tensor,
+    part_lse: Tensor,
+) -> None:
+    """See `fused.merge_rows`."""
+    rows, heads, head_dim = part.shape
+    _check_contiguous(source, into, also)
+    part = part.contiguous()
+    if not rows:
+        return
+    _merge_kernel[(rows,)](
+        source,
+        into,
+        into if also is None else also,
+        lse,
+        part,
+        part_lse,
+        lse if positions is None else positions,
+        *lse.stride(),
+        *part_lse.stride(),
+        heads,
+        HEAD_DIM=head_dim,
+        HEADS_BLOCK=triton.next_power_of_2(heads),
+        DIM_BLOCK=triton.next_power_of_2(head_dim),
+        HAS_ALSO=also is not None,
+        HAS_POSITIONS=positions is not None,
+        num_warps=8,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
+    source: Any,
+    into: Any,
+    also: Any,
+    share: Any,
+    positions: Any,
+    width: Any,
+    BLOCK: tl.constexpr,
+    HAS_ALSO: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    target = row
+    if HAS_POSITIONS:
+        target = tl.load(positions + row)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = column < width
+    at = target * width + column
+    added = tl.load(source + at, mask=is_column, other=0.0).to(tl.float32)
+    added += tl.load(share + row * width + column, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(into + at, added.to(into.dtype.element_ty), mask=is_column)
+    if HAS_ALSO:
+        tl.store(also + at, added.to(also.dtype.element_ty), mask=is_column)
+
+
+def add_rows(source: Tensor, into: Tensor, also: Tensor | None, positions: Tensor | None, share: Tensor) -> None:
+    """See `fused.add_rows`."""
+    rows, heads, head_dim = share.shape
+    _check_contiguous(source, into, also)
+    if not rows:
+        return
+    _add_kernel[(rows, triton.cdiv(heads * head_dim, _BLOCK))](
+        source,
+        into,
+        into if also is None else also,
+        share.contiguous(),
+        share if positions is None else positions,
+        heads * head_dim,
+        BLOCK=_BLOCK,
+        HAS_ALSO=also is not None,
+        HAS_POSITIONS=positions is not None,
+        num_warps=4,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_pair_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
+    total: Any,
+    first: Any,
+    second: Any,
+    positions: Any,
+    half_stride: Any,
+    width: Any,
+    BLOCK: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    target = row
+    if HAS_POSITIONS:
+        target = tl.load(positions + row)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = column < width
+    source = row * width + column
+    half = tl.program_id(2).to(tl.int64)
+    if half == 0:
+        share = tl.load(first + source, mask=is_column, other=0.0).to(tl.float32)
+    else:
+        share = tl.load(second + source, mask=is_column, other=0.0).to(tl.float32)
+    at = total + half * half_stride + target * width + column
+    added = tl.load(at, mask=is_column, other=0.0).to(tl.float32) + share
+    tl.store(at, added.to(total.dtype.element_ty), mask=is_column)
+
+
+def add_pair_rows(total: Tensor, positions: Tensor | None, first: Tensor, second: Tensor) -> None:
+    """See `fused.add_pair_rows`."""
+    rows, heads, head_dim = first.shape
+    _check_contiguous(total[0], total[1])
+    if not rows:
+        return
+    _add_pair_kernel[(rows, triton.cdiv(heads * head_dim, _BLOCK), 2)](
+        total,
+        first.contiguous(),
+        second.contiguous(),
+        first if positions is None else positions,
+        total.stride(0),
+        heads * head_dim,
+        BLOCK=_BLOCK,
+        HAS_POSITIONS=positions is not None,
+        num_warps=4,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _take_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
+    first: Any,
+    second: Any,
+    third: Any,
+    lse: Any,
+    first_taken: Any,
+    second_taken: Any,
+    third_taken: Any,
+    lse_taken: Any,
+    positions: Any,
+    first_row: Any,
+    first_head: Any,
+    second_row: Any,
+    second_head: Any,
+    third_row: Any,
+    third_head: Any,
+    lse_row: Any,
+    lse_head: Any,
+    rows: Any,
+    heads: Any,
+    HEAD_DIM: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    source = tl.load(positions + row)
+    head = tl.arange(0, HEADS_BLOCK)
+    dim = tl.arange(0, DIM_BLOCK)
+    is_head = head < heads
+    is_element = is_head[:, None] & (dim < HEAD_DIM)[None, :]
+    to = row * heads * HEAD_DIM + head[:, None] * HEAD_DIM + dim[None, :]
+    values = tl.load(first + source * first_row + head[:, None] * first_head + dim[None, :], mask=is_element)
+    tl.store(first_taken + to, values, mask=is_element)
+    values = tl.load(second + source * second_row + head[:, None] * second_head + dim[None, :], mask=is_element)
+    tl.store(second_taken + to, values, mask=is_element)
+    values = tl.load(third + source * third_row + head[:, None] * third_head + dim[None, :], mask=is_element)
+    tl.store(third_taken + to, values, mask=is_element)
+    sums = tl.load(lse + source * lse_row + head * lse_head, mask=is_head)
+    tl.store(lse_taken + head * rows + row, sums, mask=is_head)
+
+
+def take_rows(
+    first: Tensor, second: Tensor, third: Tensor, lse: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `fused.take_rows`."""
+    rows, (heads, head_dim) = positions.shape[0], first.shape[1:]
+    taken = [tensor.new_empty(rows, heads, head_dim) for tensor in (first, second, third)]
+    lse_taken = lse.new_empty(heads, rows)
+    assert all(tensor.stride(-1) == 1 for tensor in (first, second, third))
+    if rows:
+        _take_kernel[(rows,)](
+            first,
+            second,
+            third,
+            lse,
+            *taken,
+            lse_taken,
+            positions,
+            *(stride for tensor in (first, second, third, lse) for stride in tensor.stride()[:2]),
+            rows,
+            heads,
+            HEAD_DIM=head_dim,
+            HEADS_BLOCK=triton.next_power_of_2(heads),
+            DIM_BLOCK=triton.next_power_of_2(head_dim),
+            num_warps=8,
+        )
+    return taken[0], taken[1], taken[2], lse_taken.t()
+
+
+def _check_contiguous(*tensors: Tensor | None) -> None:
+    assert all(tensor is None or tensor.is_contiguous() for tensor in tensors), "rows must lie one after the other"
