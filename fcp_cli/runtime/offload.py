@@ -55,11 +55,10 @@ class ActivationOffload:
         microbatches: how many were offloaded so far.
     """
 
-    def __init__(self, device: torch.device, *, above_tokens: int = 0, least_bytes: int = LEAST_BYTES) -> None:
+    def __init__(self, device: torch.device, *, above_tokens: int = 0) -> None:
         self.above_tokens = above_tokens
         self.moved_bytes = 0
         self.microbatches = 0
-        self._least_bytes = least_bytes
         self._link: Link = HostLink() if device.type == "cpu" else StreamLink(device)
 
     @contextmanager
@@ -77,7 +76,7 @@ class ActivationOffload:
 
     def takes(self, tensor: Tensor) -> bool:
         """Return whether a tensor that a layer keeps is worth moving: not a weight, an index or a trifle."""
-        is_large = tensor.numel() * tensor.element_size() >= self._least_bytes
+        is_large = tensor.numel() * tensor.element_size() >= LEAST_BYTES
         return is_large and tensor.is_floating_point() and not isinstance(tensor, nn.Parameter)
 
 

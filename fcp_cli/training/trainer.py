@@ -35,6 +35,7 @@ from fcp_cli.training.data import open_data
 from fcp_cli.training.holding import Holding, Replica, ShardedModel
 from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.models import build_model, has_vision, model_config, model_vocab_size, shard_model
+from fcp_cli.training.offload import open_offload
 from fcp_cli.training.optimizer import clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
 from fcp_cli.training.progress import short_count
 from fcp_cli.training.report import Report, run_record
@@ -119,6 +120,7 @@ class Trainer:
         )
         self.model = built.model.double() if self.recipe.precision == "fp64" else built.model
         self.holding = self._hold()
+        self.offload = open_offload(self.recipe, settings.model, metadata, session.device)
         self.optimizer = make_optimizer(self.holding.trained, settings)
         self.first_step = self._resume() if settings.resume else 0
         self._report = self._open_report(built.parameters) if session.rank == 0 else None
@@ -184,7 +186,7 @@ class Trainer:
     def _loss(self, microbatch: LocalMicroBatch) -> Tensor:
         """Run the forward of a micro-batch; return this rank's share of the step's loss."""
         inputs = {"input_ids": microbatch.input_ids, "position_ids": microbatch.position_ids}
-        with self._precision():
+        with self._precision(), self._offloading(microbatch):
             if self.recipe.loss == "chunked":
                 return microbatch.normalised(self.model(**inputs, labels=microbatch.labels).loss)
             logits = self.model(**inputs).logits
@@ -204,6 +206,9 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.holding.publish()
         return learning_rate, norm
+
+    def _offloading(self, microbatch: LocalMicroBatch) -> AbstractContextManager[Any]:
+        return nullcontext() if self.offload is None else self.offload.of(microbatch)
 
     def _precision(self) -> AbstractContextManager[Any]:
         """Return what the forward runs in: autocast, or the types of the weights."""
@@ -288,6 +293,9 @@ class Trainer:
             f"{counted(metadata.num_ranks, 'rank')} ({self.session.device.type}), "
             f"steps {self.first_step + 1} to {self.last_step} of {metadata.end_step}"
         )
+        if self.offload is not None:
+            longer = f" of more than {self.offload.above_tokens} tokens a rank" if self.offload.above_tokens else ""
+            note(f"the inputs of layers wait in the host's memory, in micro-batches{longer}")
         if not all(parameter.requires_grad for parameter in self.model.parameters()):
             note(f"the vision encoder of {self.settings.model} is frozen")
 

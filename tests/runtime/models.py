@@ -79,7 +79,7 @@ def build(case: Case) -> tuple[nn.Module, Callable[[LocalMicroBatch], Tensor]]:
     wrapped = wrap(decoder, case.wrapping, list(decoder.get_submodule("model.layers").children()))
 
     # Micro-batches of more tokens alone, so that a rank offloads some and keeps others.
-    offload = ActivationOffload(torch.device("cpu"), above_tokens=8 if case.offloads else 1 << 40, least_bytes=1)
+    offload = ActivationOffload(torch.device("cpu"), above_tokens=8 if case.offloads else 1 << 40)
 
     def loss(mb: LocalMicroBatch) -> Tensor:
         inputs = {"input_ids": mb.input_ids, "position_ids": mb.position_ids}

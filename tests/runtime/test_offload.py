@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fcp_cli.runtime.offload import LEAST_BYTES, ActivationOffload, StreamLink
+from fcp_cli.runtime import offload as offload_module
+from fcp_cli.runtime.offload import ActivationOffload, StreamLink
 from fcp_cli.runtime.recompute import recomputed
 
 pytestmark = pytest.mark.torch
@@ -58,8 +59,13 @@ def offloading(offload: ActivationOffload, tokens: int = TOKENS) -> Callable[[Mo
     return run
 
 
-def host(**options: Any) -> ActivationOffload:
-    return ActivationOffload(torch.device("cpu"), **{"least_bytes": 1, **options})
+@pytest.fixture(autouse=True)
+def _small_tensors_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload_module, "LEAST_BYTES", INPUT_BYTES)
+
+
+def host(*, above_tokens: int = 0) -> ActivationOffload:
+    return ActivationOffload(torch.device("cpu"), above_tokens=above_tokens)
 
 
 def test_gradients_are_the_same_bit_for_bit() -> None:
@@ -110,7 +116,7 @@ def test_backward_may_run_twice() -> None:
 
 def test_weights_indices_and_trifles_stay() -> None:
     offload = ActivationOffload(torch.device("cpu"))
-    large = LEAST_BYTES // 4
+    large = INPUT_BYTES // 4
     assert offload.takes(torch.empty(large))
     assert not offload.takes(torch.empty(large - 1))
     assert not offload.takes(torch.empty(large, dtype=torch.int64))

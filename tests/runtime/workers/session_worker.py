@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fcp_cli.errors import FcpError
-from fcp_cli.runtime import chunked_loss
+from fcp_cli.runtime import chunked_loss, offload
 from fcp_cli.runtime.session import start
 from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, plain_attend, ring_attend
 from fcp_cli.verification.replay import Replayed, gradients_on_rank
@@ -120,6 +120,7 @@ def main(folder: Path) -> None:
     faulthandler.dump_traceback_later(PATIENCE_SECONDS, exit=True)
     torch.set_num_threads(1)
     chunked_loss.LOGITS_BYTES = 600  # several blocks of a small vocabulary
+    offload.LEAST_BYTES = 1
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
     rank = dist.get_rank()
 
