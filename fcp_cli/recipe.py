@@ -20,6 +20,7 @@ Loss: TypeAlias = Literal["chunked", "plain"]
 Offload: TypeAlias = Literal["none", "activations"]
 
 AUTO: Final = "auto"
+_OF_ACCELERATORS: Final = ("bf16", "amp")
 
 # The options, as `fcp profile`, `fcp plan` and `fcp launch` take them.
 ZeroOption: TypeAlias = Annotated[
@@ -146,6 +147,21 @@ def default_recipe(*, sync: str, device: str) -> Recipe:
         return Recipe(zero_stage=3, precision=precision)
     # On a CPU the ranks share one memory, whatever they shard.
     return Recipe(zero_stage=0 if device == "cpu" else 2, precision=precision)
+
+
+def recipe_to_follow(planned: Recipe | None, *, sync: str, device: str) -> Recipe:
+    """Return the recipe of a job under a plan, where nothing else is asked for.
+
+    A plan for accelerators that is tried on a CPU is one of a small model, which fits anyhow: it runs as CPUs do best.
+
+    Args:
+        planned: that the plan records.
+        sync: of the plan.
+        device: kind of device that the ranks run on.
+    """
+    if planned is None or (device == "cpu" and planned.precision in _OF_ACCELERATORS):
+        return default_recipe(sync=sync, device=device)
+    return planned
 
 
 def check_recipe(recipe: Recipe, *, sync: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -29,9 +29,11 @@ from fcp_cli.launching.trainer_settings import run_dir_of, trainer_settings
 from fcp_cli.machine.devices import Machine, find_machine_without_torch
 from fcp_cli.machine.network import free_ports, interface_towards
 from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.recipe import RecipeRequest
 from fcp_cli.runs.launch_record import followed_plan, latest_run_dir, read_launch
 
 DEFAULT_PLAN = Path("plan.parquet")
+_RECIPE_SETTINGS = frozenset(field.name for field in fields(RecipeRequest))
 # What a manifest is called by `fcp manifest build` and in the documentation.
 _USUAL_MANIFESTS = ("lengths.parquet", "dataset.parquet")
 
@@ -62,8 +64,6 @@ def resolve(request: LaunchRequest, find_machine: Callable[[], Machine], assumed
         *job_variables(job, os.environ, interface=interface),
     )
     job = replace(job, variables=variables, environment={**job.environment, **set_by_fcp(variables)})
-    if job.is_bundled and job.target == LOCAL and not request.dry_run:
-        preflight.check_memory(job)
     return job if job.target == LOCAL else for_cluster(request.cluster, job, assumed)
 
 
@@ -181,6 +181,9 @@ def _as_before(request: LaunchRequest, assumed: Origins) -> LaunchRequest:
         raise RunError(
             f"{run_dir} ran {' '.join(before.program)}, which resumes by its own means; launch it again after --"
         )
+    training = before.training
+    if request.plan is not None:  # another plan is of another recipe
+        training = {name: value for name, value in training.items() if name not in _RECIPE_SETTINGS}
     return replace(
         request,
         run_dir=run_dir,
@@ -188,7 +191,7 @@ def _as_before(request: LaunchRequest, assumed: Origins) -> LaunchRequest:
         model=request.model or before.model,
         manifest=request.manifest or (Path(before.manifest) if before.manifest else None),
         synthetic=request.synthetic or (request.manifest is None and before.manifest is None),
-        training={**before.training, **request.training},
+        training={**training, **request.training},
     )
 
 

@@ -11,6 +11,7 @@ from fcp_cli.console import Origins
 from fcp_cli.errors import RunError, UsageError
 from fcp_cli.launching.assumed_plan import is_assumed
 from fcp_cli.launching.checks import preflight
+from fcp_cli.launching.checks.memory import check_recipe_of_plan
 from fcp_cli.launching.job.job import Job
 from fcp_cli.launching.request import LOCAL, LaunchRequest
 from fcp_cli.plan.metadata import PlanMetadata
@@ -44,7 +45,9 @@ def trainer_settings(request: LaunchRequest, job: Job, assumed: Origins) -> Trai
         resume=request.resume,
         **request.training,
     )
-    _note_vision(metadata, settings, assumed)
+    check_recipe_of_plan(job, settings)
+    if metadata.recipe is None:
+        _note_vision(metadata, settings, assumed)
     if not is_assumed(metadata):
         preflight.check_steps(plan, metadata, settings.steps)
     if request.resume:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,8 @@ def _usable(kind: str, count: int) -> int:
 
 def _answer(*command: str) -> list[str]:
     """Return the lines that a program prints; none where it is missing or fails."""
+    if shutil.which(command[0]) is None:
+        return []
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -30,6 +30,7 @@ class Machine:
         num_devices: accelerators, or 0 on a CPU.
         num_cores: cores that this process may use.
         memory_bytes: of the host; 0 where it is not known.
+        device_memory_bytes: of the smallest accelerator; 0 on a CPU, or where it is not known.
         visible: the setting that hides other devices, like `CUDA_VISIBLE_DEVICES=0`; "" where there is none.
     """
 
@@ -37,6 +38,7 @@ class Machine:
     num_devices: int
     num_cores: int
     memory_bytes: int = 0
+    device_memory_bytes: int = 0
     visible: str = ""
 
     @property
@@ -82,6 +84,7 @@ def find_machine(device: str = "auto") -> Machine:
         num_devices=counts.get(found, 0),
         num_cores=usable_cores(),
         memory_bytes=host_memory_bytes(),
+        device_memory_bytes=_device_memory_bytes(found, counts.get(found, 0)),
         visible=f"{name}={os.environ[name]}" if name in os.environ else "",
     )
 
@@ -116,6 +119,14 @@ def _accelerators() -> dict[str, int]:
         for kind in ("cuda", "npu")
         if hasattr(torch, kind) and getattr(torch, kind).is_available()
     }
+
+
+def _device_memory_bytes(kind: str, count: int) -> int:
+    """Return the memory of the smallest device of a kind; 0 where there is none."""
+    module = getattr(load_torch(), kind, None) if count else None
+    if module is None:
+        return 0
+    return min(int(module.get_device_properties(index).total_memory) for index in range(count))
 
 
 def load_torch() -> Any:

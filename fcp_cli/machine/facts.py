@@ -166,9 +166,8 @@ def _devices(machine: Machine | None) -> dict[str, Any]:
     found: dict[str, Any] = {"cuda_version": torch.version.cuda}
     if machine.num_devices:
         module = getattr(torch, machine.device)
-        indices = range(machine.num_devices)
-        found["device_names"] = tuple(module.get_device_name(index) for index in indices)
-        found["device_memory_bytes"] = min(int(module.get_device_properties(index).total_memory) for index in indices)
+        found["device_names"] = tuple(module.get_device_name(index) for index in range(machine.num_devices))
+        found["device_memory_bytes"] = machine.device_memory_bytes
     return found
 
 

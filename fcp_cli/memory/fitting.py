@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -36,6 +37,7 @@ class Place:
         tensor_parallel, pipeline_parallel: devices of a rank.
         on_cpu: the ranks run on hosts.
         most_peers: ranks that one may meet in rings; None: as many as plans usually have.
+        measured_bytes_per_token: what a token takes, where that was measured; None: by the memory model.
     """
 
     ranks: int
@@ -45,6 +47,7 @@ class Place:
     pipeline_parallel: int = 1
     on_cpu: bool = False
     most_peers: int | None = None
+    measured_bytes_per_token: float | None = None
 
     def peers(self, sync: Sync) -> int:
         """Return how many ranks one is expected to meet, before there is a plan that says it."""
@@ -63,6 +66,15 @@ class Place:
             on_cpu=self.on_cpu,
             peers=self.peers(sync),
         )
+
+    def fit(self, spec: ModelSpec, recipe: Recipe, sync: Sync, *, wanted_tokens: int = LEAST_TOKENS) -> Fit:
+        """Return what a recipe leaves here."""
+        memory = self.memory(spec, recipe, sync)
+        tokens = memory.tokens(self.capacity_bytes)
+        if self.measured_bytes_per_token:
+            room = self.capacity_bytes - memory.binding(self.capacity_bytes).fixed_bytes
+            tokens = max(0, math.floor(room / self.measured_bytes_per_token))
+        return Fit(recipe=recipe, sync=sync, memory=memory, tokens=tokens, wanted_tokens=wanted_tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +97,11 @@ class Fit:
     @property
     def is_enough(self) -> bool:
         return self.tokens >= self.wanted_tokens
+
+    @property
+    def roominess(self) -> tuple[int, float]:
+        """Return what orders recipes by the room that they leave, also where none leaves any."""
+        return self.tokens, -self.memory.total_bytes(1)
 
     def flags(self) -> list[str]:
         """Return the words that ask `fcp plan` for it."""
@@ -120,17 +137,10 @@ def fitting_recipe(
         raise UsageError(f"--freeze-vision: {spec.name} has no vision encoder")
     best: Fit | None = None
     for recipe, its_sync in _candidates(request, place, sync):
-        memory = place.memory(spec, recipe, its_sync)
-        fit = Fit(
-            recipe=recipe,
-            sync=its_sync,
-            memory=memory,
-            tokens=memory.tokens(place.capacity_bytes),
-            wanted_tokens=wanted_tokens,
-        )
+        fit = place.fit(spec, recipe, its_sync, wanted_tokens=wanted_tokens)
         if fit.is_enough:
             return fit
-        if best is None or fit.tokens > best.tokens:
+        if best is None or fit.roominess > best.roominess:
             best = fit
     if best is None:
         raise _contradiction(request, sync)

@@ -7,7 +7,7 @@ on its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -55,7 +55,7 @@ class GlobalBatches:
     """The global batches of one plan; `batch(step)` makes any of them, iteration makes all in order.
 
     Attributes:
-        problem, settings: as given.
+        problem, settings: as given; `options_that_hold` names options of `fcp plan` that make room for such a length.
         table: the manifest, lengths already truncated under `overlong: truncate`.
         overlong: what was done about overlong sequences.
         rows: [n] manifest rows that take part.
@@ -68,10 +68,16 @@ class GlobalBatches:
 
     continues: Continuation | None = None
 
-    def __init__(self, table: LengthTable, problem: Problem, settings: BatchSettings) -> None:
+    def __init__(
+        self,
+        table: LengthTable,
+        problem: Problem,
+        settings: BatchSettings,
+        options_that_hold: Callable[[int], str] | None = None,
+    ) -> None:
         self.problem = problem
         self.settings = settings
-        self.table, self.rows, self.overlong = _apply_length_limit(table, problem, settings)
+        self.table, self.rows, self.overlong = _apply_length_limit(table, problem, settings, options_that_hold)
         self._epoch: tuple[int, IntArray] | None = None
         if not self.steps_per_epoch:
             raise ManifestError(_nothing_left(self))
@@ -125,13 +131,16 @@ def step_seed(seed: int, step: int) -> int:
 
 
 def _apply_length_limit(
-    table: LengthTable, problem: Problem, settings: BatchSettings
+    table: LengthTable,
+    problem: Problem,
+    settings: BatchSettings,
+    options_that_hold: Callable[[int], str] | None,
 ) -> tuple[LengthTable, IntArray, OverlongReport]:
     most = problem.num_ranks * problem.tokens_per_rank
     limit = min(settings.max_length or most, most)
     overlong = np.flatnonzero(table.length_tokens > limit)
     if len(overlong) and settings.overlong == "error":
-        raise OverlongError(_overlong_message(table, overlong, problem, limit))
+        raise OverlongError(_overlong_message(table, overlong, problem, limit, options_that_hold))
     report = OverlongReport(
         policy=settings.overlong,
         max_length=settings.max_length if settings.overlong == "error" else limit,
@@ -145,15 +154,30 @@ def _apply_length_limit(
     return table, rows, report
 
 
-def _overlong_message(table: LengthTable, overlong: IntArray, problem: Problem, limit: int) -> str:
-    named = ", ".join(f"row {row} ({table.length_tokens[row]} tokens)" for row in overlong[:_ROWS_NAMED].tolist())
+def _overlong_message(
+    table: LengthTable,
+    overlong: IntArray,
+    problem: Problem,
+    limit: int,
+    options_that_hold: Callable[[int], str] | None,
+) -> str:
+    lengths = table.length_tokens
+    named = ", ".join(f"row {row} ({lengths[row]} tokens)" for row in overlong[:_ROWS_NAMED].tolist())
     others = f" and {len(overlong) - _ROWS_NAMED} more" if len(overlong) > _ROWS_NAMED else ""
-    most = problem.num_ranks * problem.tokens_per_rank
+    most, longest = problem.num_ranks * problem.tokens_per_rank, int(lengths.max())
     fits = f"{problem.num_ranks} ranks of {problem.tokens_per_rank} tokens hold at most {most}"
-    limited = f" and --max-length allows {limit}" if limit < most else ""
+    hold = f"--max-length {longest} " if limit < most else ""
+    if limit < most:
+        fits += f" and --max-length allows {limit}"
+    if longest > most:
+        least_ranks = -(-longest // problem.tokens_per_rank)
+        hold += options_that_hold(longest) if options_that_hold else f"--ranks {least_ranks}"
+    shorter = lengths[lengths <= limit]
+    kept = f"the longest of the others has {shorter.max()}" if len(shorter) else "no other is left"
     return (
-        f"{table.name}: {named}{others} cannot be planned: {fits}{limited}; "
-        f"choose --overlong drop|truncate, optionally with --max-length N (at most {most})"
+        f"{table.name}: {len(overlong)} of {counted(len(table), 'sequence')} cannot be planned: {named}{others}; "
+        f"{fits}; {kept}; leave them out with 'fcp plan {table.name} --overlong drop' (truncate cuts them), or hold "
+        f"them with 'fcp plan {table.name} {hold.strip()}'"
     )
 
 

@@ -6,6 +6,7 @@ batches, same steps, same schedule. Only who computes what changes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -128,7 +129,11 @@ class RemainingBatches(GlobalBatches):
 
 
 def batches_to_plan(
-    table: LengthTable, problem: Problem, settings: BatchSettings, remaining: RemainingSteps | None
+    table: LengthTable,
+    problem: Problem,
+    settings: BatchSettings,
+    remaining: RemainingSteps | None,
+    options_that_hold: Callable[[int], str] | None = None,
 ) -> GlobalBatches:
     """Return all global batches of a manifest, or those that a trained run has left.
 
@@ -136,7 +141,7 @@ def batches_to_plan(
         OverlongError, ManifestError: some sequences cannot be planned, or none are left.
     """
     if remaining is None:
-        return GlobalBatches(table, problem, settings)
+        return GlobalBatches(table, problem, settings, options_that_hold)
     return RemainingBatches(table, problem, settings, remaining)
 
 

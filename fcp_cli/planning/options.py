@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from fcp_cli.options import Arg, Opt
+from fcp_cli.options import Arg, Group, Opt
+from fcp_cli.recipe import RecipeRequest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,17 +17,37 @@ class PlanRequest:
     manifest: Annotated[Path | None, Arg("Parquet with lengths; - reads JSON lines from stdin.")] = None
 
     profile: Annotated[
-        Path | None, Opt("Cost profile.", group="Cluster", unset="profile.yaml here, else a shipped one")
+        Path | None,
+        Opt("Cost profile.", group="Cluster", unset="profile.yaml here, else computed"),
     ] = None
-    ranks: Annotated[int | None, Opt("Model replicas.", min=1, unset="the profile's cluster")] = None
-    ranks_per_node: Annotated[int | None, Opt("Ranks that share a node.", min=1, unset="the profile's cluster")] = None
+    model: Annotated[
+        str | None,
+        Opt(
+            "Shipped model, or its YAML: what is planned for without a profile.",
+            metavar="NAME|FILE",
+            unset="qwen3-vl-8b",
+        ),
+    ] = None
+    cluster: Annotated[
+        str | None,
+        Opt(
+            "Shipped cluster, or its YAML, to plan for without a profile.",
+            metavar="NAME|FILE",
+            unset="the accelerators here, else example-8x8",
+        ),
+    ] = None
+    ranks: Annotated[int | None, Opt("Model replicas.", min=1, unset="the cluster's")] = None
+    ranks_per_node: Annotated[int | None, Opt("Ranks that share a node.", min=1, unset="the cluster's")] = None
     tokens_per_rank: Annotated[
-        int | None, Opt("Most tokens of a rank in a micro-batch.", min=1, unset="the profile's memory")
+        int | None, Opt("Most tokens of a rank in a micro-batch.", min=1, unset="what the recipe leaves room for")
     ] = None
     sync: Annotated[
         Literal["iteration", "microbatch"] | None,
-        Opt("Where ranks wait: at the end of a step (DDP, ZeRO-1/2), or after each wave (FSDP, pipelines)."),
-    ] = "iteration"
+        Opt(
+            "Where ranks wait: at the end of a step (DDP, ZeRO-1/2), or after each wave (FSDP, pipelines).",
+            unset="iteration where that fits",
+        ),
+    ] = None
     headroom: Annotated[float, Opt("Fraction of the token budget to leave free.", min=0, below=1)] = 0.0
     tensor_parallel: Annotated[
         int | None, Opt("Devices that share each layer.", metavar="T", min=1, unset="the profile's")
@@ -37,6 +58,9 @@ class PlanRequest:
     padded_rings: Annotated[
         bool, Opt("Count the padding of rings of equal chunks (Transformer Engine, MindSpeed).", negatable=True)
     ] = False
+    recipe: Annotated[RecipeRequest, Group("Recipe that memory and times are of")] = field(
+        default_factory=RecipeRequest
+    )
 
     global_batch_size: Annotated[
         int | None, Opt("Sequences per optimizer step.", min=1, group="Global batches", unset="512")

@@ -10,6 +10,7 @@ from fcp_cli.arrays import Int32Array, IntArray
 from fcp_cli.cost.model import Work
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.plan.metadata import PlanMetadata, Sync
+from fcp_cli.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +23,8 @@ class Problem:
     Where rings need equal chunks, `padding_multiple` says what sequences are padded to (`plan.padding`); the token
     budget is then a multiple of it (`whole_budget`), which loses nothing. A `Batch` holds the work and the tokens of
     sequences padded for one rank; what wider groups add is in `work`.
+
+    `recipe` is what the token budget and the profile's times are of; None where the profile knows none.
     """
 
     num_ranks: int
@@ -32,6 +35,7 @@ class Problem:
     padding_multiple: int | None = None
     sync: Sync
     profile: CostProfile
+    recipe: Recipe | None = None
 
     def __post_init__(self) -> None:
         if self.tokens_per_rank != whole_budget(self.tokens_per_rank, self.padding_multiple):
@@ -60,6 +64,7 @@ def problem_of(metadata: PlanMetadata, *, name: str) -> Problem:
         padding_multiple=metadata.padding_multiple,
         sync=metadata.sync,
         profile=parse_cost_profile(metadata.cost_profile, name=f"{name}: the plan's cost profile"),
+        recipe=metadata.recipe,
     )
 
 

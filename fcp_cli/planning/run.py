@@ -146,5 +146,6 @@ def plan_metadata(table: LengthTable, batches: GlobalBatches, solver: Solver) ->
         solver_options=solver.options,
         manifest=ManifestReference(name=table.name, rows=len(table), content_hash=table.content_hash()),
         cost_profile=problem.profile.text,
+        recipe=problem.recipe,
         continues=batches.continues,
     )

@@ -1,35 +1,38 @@
 """Completes a `PlanRequest` to a whole planning problem, and records what it assumed where an option was not given.
 
-Order: flags (and what stands for them: environment, fcp.yaml), then the folder (`profile.yaml`), then the shipped
-profile and the cluster that the profile names.
+Order: flags (and what stands for them: environment, fcp.yaml), then the folder (`profile.yaml`), then a profile that is
+computed for the model and the cluster that were named, or for the accelerators of this machine.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fcp_cli.console import Origins
-from fcp_cli.cost.profile import CostProfile, load_cost_profile, parse_cost_profile
-from fcp_cli.errors import ManifestError, ProfileError, UsageError
+from fcp_cli.cost.profile import CostProfile, dump_cost_profile, load_cost_profile, parse_cost_profile
+from fcp_cli.errors import ManifestError, UsageError
+from fcp_cli.machine.accelerators import find_accelerators
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.table import LengthTable
-from fcp_cli.models.cluster import ClusterSpec, load_cluster
-from fcp_cli.models.shipped import EXAMPLE_CLUSTER, shipped_profile
+from fcp_cli.models.cluster import EXAMPLE_CLUSTER, ClusterSpec, cluster_of, load_cluster
+from fcp_cli.models.memory import RESERVE_FRACTION
+from fcp_cli.models.model import load_model
+from fcp_cli.models.shipped import DEFAULT_MODEL
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.padding import padding_multiple
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.budget import Budget, computed_budget, options_that_hold, profiled_budget
 from fcp_cli.planning.continuation import RemainingSteps, batches_to_plan, remaining_steps, settings_of
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.problem import Problem, whole_budget
+from fcp_cli.planning.ranks import Ranks, devices_of_rank, ranks_on, ranks_under, unequal_pipelines
+from fcp_cli.profiling.analytic import analytic_profile
 from fcp_cli.words import counted
 
 _FOLDER_PROFILE = Path("profile.yaml")
-_EXAMPLE_MODEL = "qwen3-8b"
-ASSUMED_TOKENS_PER_RANK = 16_384
 ASSUMED_GLOBAL_BATCH_SIZE = 512
 
 
@@ -41,6 +44,7 @@ class PlanInputs:
     problem: Problem
     settings: BatchSettings
     remaining: RemainingSteps | None = None
+    budget: Budget | None = None
 
     def batches(self) -> GlobalBatches:
         """Return the global batches to plan.
@@ -48,7 +52,11 @@ class PlanInputs:
         Raises:
             OverlongError, ManifestError: some sequences cannot be planned, or none are left.
         """
-        return batches_to_plan(self.table, self.problem, self.settings, self.remaining)
+        return batches_to_plan(self.table, self.problem, self.settings, self.remaining, self._options_that_hold)
+
+    def _options_that_hold(self, longest_tokens: int) -> str:
+        budget = self.budget or Budget(tokens_per_rank=self.problem.tokens_per_rank, sync=self.problem.sync)
+        return options_that_hold(longest_tokens, budget, self.problem.num_ranks)
 
 
 def resolve_continuation(
@@ -123,29 +131,28 @@ def resolve(request: PlanRequest, origins: Origins) -> PlanInputs:
     if request.manifest is None:
         raise UsageError("name the MANIFEST to plan, like 'fcp plan dataset.parquet', or a run with --continue-from")
     table = read_manifest(request.manifest, length_column=request.length_column)
-    profile = _profile(request, origins)
-    tensor_parallel, pipeline_parallel = devices_of_rank(
-        profile, request.tensor_parallel, request.pipeline_parallel, origins
-    )
-    sync = request.sync or "microbatch"  # the only one that pipelines allow, too
-    if pipeline_parallel > 1 and sync != "microbatch":
-        raise UsageError(
-            f"pipeline parallel is {pipeline_parallel}, whose ranks must run equally many micro-batches; add "
-            "--sync microbatch"
-        )
-    ranks, ranks_per_node = _ranks(request, profile, tensor_parallel, pipeline_parallel, origins)
-    padding = padding_multiple(tensor_parallel) if request.padded_rings else None
+    if request.sync == "iteration" and (request.pipeline_parallel or 1) > 1:
+        raise unequal_pipelines(request.pipeline_parallel or 1)
+    profile = _profile_at_hand(request, origins)
+    if profile is None:
+        profile, ranks, budget = computed_basis(request, origins)
+    else:
+        ranks = ranks_under(profile, request, origins)
+        budget = profiled_budget(request, profile, ranks, origins)
+    padding = padding_multiple(ranks.tensor_parallel) if request.padded_rings else None
+    tokens = _with_headroom(budget.tokens_per_rank, request.headroom)
     return PlanInputs(
         table=table,
         problem=Problem(
-            num_ranks=ranks,
-            ranks_per_node=ranks_per_node,
-            tensor_parallel=tensor_parallel,
-            pipeline_parallel=pipeline_parallel,
-            tokens_per_rank=_whole_budget(_tokens_per_rank(request, profile, origins), padding, origins),
+            num_ranks=ranks.num_ranks,
+            ranks_per_node=ranks.ranks_per_node,
+            tensor_parallel=ranks.tensor_parallel,
+            pipeline_parallel=ranks.pipeline_parallel,
+            tokens_per_rank=_whole_budget(tokens, padding, origins),
             padding_multiple=padding,
-            sync=sync,
+            sync=budget.sync,
             profile=profile,
+            recipe=budget.recipe,
         ),
         settings=BatchSettings(
             global_batch_size=_global_batch_size(request, len(table), origins),
@@ -157,114 +164,79 @@ def resolve(request: PlanRequest, origins: Origins) -> PlanInputs:
             overlong=request.overlong,
             step_limit=request.steps,
         ),
+        budget=budget,
     )
 
 
-def _profile(request: PlanRequest, origins: Origins) -> CostProfile:
-    if request.profile is not None:
-        return load_cost_profile(request.profile)
-    if _FOLDER_PROFILE.is_file():
-        profile = load_cost_profile(_FOLDER_PROFILE)
-        origins.assume("--profile", _FOLDER_PROFILE, f"found here: {profile.model} on {profile.cluster}")
-        return profile
-    profile = shipped_profile(_EXAMPLE_MODEL)
-    reason = f"shipped, {profile.origin}; 'fcp profile' measures yours"
-    origins.assume("--profile", f"{profile.model} on {profile.cluster}", reason)
-    return profile
-
-
-def devices_of_rank(
-    profile: CostProfile, tensor_parallel: int | None, pipeline_parallel: int | None, origins: Origins
-) -> tuple[int, int]:
-    """Return the tensor- and pipeline-parallel devices of a rank: as given, else as the cost profile has them.
+def _profile_at_hand(request: PlanRequest, origins: Origins) -> CostProfile | None:
+    """Return the profile that was named, or lies here and is of the model and the cluster that were; None: neither.
 
     Raises:
-        UsageError: the profile is of ranks of other devices, whose times and memory would be planned with.
+        ProfileError: the file cannot be used, or there is no such model or cluster.
+        UsageError: the profile that was named is of another model or cluster than those that were.
     """
-    given = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
-    known = {name: value for name in given if isinstance(value := profile.measurement.get(name), int)}
-    wanted = {name: value or known.get(name, 1) for name, value in given.items()}
-    if any(known.get(name, value) != value for name, value in wanted.items()):
-        cut = " ".join(f"{_flag(name)} {value}" for name, value in wanted.items())
-        raise UsageError(
-            f"the plan is for {_cut_text(wanted)}, but the cost profile of {profile.model} on {profile.cluster} is for "
-            f"{_cut_text({**wanted, **known})}; make one with: fcp profile --analytic --model {profile.model} "
-            f"--cluster {profile.cluster} {cut} -o profile.yaml"
-        )
-    for name, value in wanted.items():
-        if given[name] is None and value > 1:
-            origins.assume(_flag(name), value, "the cost profile")
-    devices = math.prod(wanted.values())
-    if devices > 1 and not known:
-        origins.assume("devices of a rank", devices, "the cost profile does not say; its times must be of so many")
-    return wanted["tensor_parallel"], wanted["pipeline_parallel"]
+    path = request.profile
+    if path is None and not _FOLDER_PROFILE.is_file():
+        return None
+    profile = load_cost_profile(path or _FOLDER_PROFILE)
+    what = f"{profile.model} on {profile.cluster}"
+    is_meant = _is_meant(profile, request)
+    if path is not None and not is_meant:
+        raise UsageError(f"{path} is of {what}; leave --model and --cluster out, or --profile to have one computed")
+    if path is None:
+        origins.assume("--profile", _FOLDER_PROFILE if is_meant else f"not {_FOLDER_PROFILE}", f"found here: {what}")
+    return profile if is_meant else None
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def _is_meant(profile: CostProfile, request: PlanRequest) -> bool:
+    same_model = request.model is None or profile.model in (request.model, load_model(request.model).name)
+    same_cluster = request.cluster is None or profile.cluster in (request.cluster, load_cluster(request.cluster).name)
+    return same_model and same_cluster
 
 
-def _cut_text(cut: Mapping[str, int]) -> str:
-    return f"tensor parallel {cut['tensor_parallel']} and pipeline parallel {cut['pipeline_parallel']}"
-
-
-def _ranks(
-    request: PlanRequest, profile: CostProfile, tensor_parallel: int, pipeline_parallel: int, origins: Origins
-) -> tuple[int, int]:
-    """Return the ranks of the job, and of a node.
-
-    As Megatron orders its processes, those of a rank's tensor parallelism are neighbours, and a pipeline's stages lie
-    all ranks apart: the ring of a stage meets as many ranks on a node as there are tensor-parallel groups on it.
+def computed_basis(request: PlanRequest, origins: Origins) -> tuple[CostProfile, Ranks, Budget]:
+    """Compute a profile for a model and a cluster from their figures, for ranks there and the recipe that fits them.
 
     Raises:
-        UsageError: the cluster is too small for one rank, or unknown.
+        ProfileError: there is no such model or cluster.
+        UsageError: the model does not fit, or what was asked for contradicts itself.
     """
-    cluster = None
-    if request.ranks is None or request.ranks_per_node is None:
-        cluster = _cluster(profile, request)
-    ranks = request.ranks
-    if ranks is None:
-        assert cluster is not None
-        devices = tensor_parallel * pipeline_parallel
-        ranks = cluster.num_devices // devices
-        if not ranks:
-            raise UsageError(
-                f"a rank has {devices} devices, but the cluster {cluster.name} has {cluster.num_devices}; give --ranks"
-            )
-        each = "one device" if devices == 1 else f"{devices} devices"
-        origins.assume("--ranks", ranks, f"the cluster {cluster.name}, {each} per rank")
-    ranks_per_node = request.ranks_per_node
-    if ranks_per_node is None:
-        assert cluster is not None
-        ranks_per_node = max(1, min(cluster.devices_per_node // tensor_parallel, ranks))
-        origins.assume("--ranks-per-node", ranks_per_node, f"the cluster {cluster.name}")
-    return ranks, ranks_per_node
+    spec = load_model(request.model or DEFAULT_MODEL)
+    if request.model is None:
+        origins.assume("--model", spec.name, "and what 'fcp launch' trains under the plan; name yours")
+    cluster = _cluster_to_plan_for(request, origins)
+    tensor_parallel, pipeline_parallel = request.tensor_parallel or 1, request.pipeline_parallel or 1
+    ranks = ranks_on(request, cluster, tensor_parallel, pipeline_parallel, origins)
+    if cluster.is_host:  # whose cores share one memory, however many ranks run on them
+        cluster = replace(cluster, memory_bytes=cluster.memory_bytes * cluster.num_devices / ranks.num_ranks)
+    place = ranks.place(capacity_bytes=cluster.memory_bytes * (1 - RESERVE_FRACTION), on_cpu=cluster.is_host)
+    budget = computed_budget(spec, request, place, origins)
+    assert budget.recipe is not None, "a computed budget is that of a recipe"
+    profile = analytic_profile(
+        spec,
+        cluster,
+        recipe=budget.recipe,
+        sync=budget.sync,
+        ranks=ranks.num_ranks,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        peers=place.peers(budget.sync),
+    )
+    origins.assume("--profile", f"{spec.name} on {cluster.name}", "computed from their figures; 'fcp profile' measures")
+    return replace(profile, text=dump_cost_profile(profile)), ranks, budget
 
 
-def _cluster(profile: CostProfile, request: PlanRequest) -> ClusterSpec:
-    """Return the cluster that the profile names, or the example where its shape cannot be known."""
-    try:
-        return load_cluster(profile.cluster)
-    except ProfileError:
-        if request.ranks is None:
-            raise UsageError(f"the profile's cluster {profile.cluster!r} is not known here; give --ranks") from None
+def _cluster_to_plan_for(request: PlanRequest, origins: Origins) -> ClusterSpec:
+    """Return the cluster that was named, else the accelerators of this machine, else the example."""
+    if request.cluster is not None:
+        return load_cluster(request.cluster)
+    found = find_accelerators()
+    if found is None:
+        origins.assume("--cluster", EXAMPLE_CLUSTER, "no accelerator on this machine; name yours")
         return load_cluster(EXAMPLE_CLUSTER)
-
-
-def _tokens_per_rank(request: PlanRequest, profile: CostProfile, origins: Origins) -> int:
-    tokens, room = request.tokens_per_rank, profile.memory.tokens_per_rank()
-    if tokens is not None and room is not None and tokens > room:
-        origins.warn(f"--tokens-per-rank is {tokens:,}, but by the profile's memory a rank holds {max(room, 0):,}")
-    if tokens is None:
-        tokens = room
-        if tokens is not None and tokens < 1:
-            raise UsageError("the profile's memory leaves no room for tokens; give --tokens-per-rank")
-        if tokens is not None:
-            origins.assume("--tokens-per-rank", tokens, "the profile's memory")
-        else:
-            tokens = ASSUMED_TOKENS_PER_RANK
-            origins.assume("--tokens-per-rank", tokens, "the profile's memory figures are missing")
-    return _with_headroom(tokens, request.headroom)
+    cluster = cluster_of(found)
+    origins.assume("--cluster", found.describe(), f"found on this machine; rates of {cluster.name}")
+    return cluster
 
 
 def _with_headroom(tokens: int, headroom: float) -> int:

@@ -25,7 +25,7 @@ from fcp_cli.recipe import (
     ShardRanksOption,
     ZeroOption,
     check_recipe,
-    default_recipe,
+    recipe_to_follow,
 )
 
 Device: TypeAlias = Literal["auto", "cpu", "cuda", "npu"]
@@ -108,7 +108,7 @@ class TrainSettings:
         Raises:
             UsageError: the plan's sync rules it out.
         """
-        recipe = self.recipe_request.applied_to(planned or default_recipe(sync=sync, device=device))
+        recipe = self.recipe_request.applied_to(recipe_to_follow(planned, sync=sync, device=device))
         check_recipe(recipe, sync=sync)
         return recipe
 

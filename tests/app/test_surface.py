@@ -46,8 +46,9 @@ SURFACE = {
         FIRST SECOND --json
     """,
     "plan": """
-        MANIFEST --profile --ranks --ranks-per-node --tokens-per-rank --sync --headroom --tensor-parallel
-        --pipeline-parallel --padded-rings --no-padded-rings --global-batch-size --steps --epochs --seed --shuffle
+        MANIFEST --profile --model --cluster --ranks --ranks-per-node --tokens-per-rank --sync --headroom
+        --tensor-parallel --pipeline-parallel --padded-rings --no-padded-rings --zero --shard-ranks --reduce
+        --precision --recompute --loss --offload --freeze-vision --global-batch-size --steps --epochs --seed --shuffle
         --no-shuffle --max-length --overlong --last-batch --length-column --output -o --solver --resume
         --continue-from --max-groups --max-peers --workers --json
     """,
@@ -66,8 +67,9 @@ SURFACE = {
         PLAN --step --why --manifest --json
     """,
     "compare": """
-        MANIFEST --profile --ranks --ranks-per-node --tokens-per-rank --sync --headroom --tensor-parallel
-        --pipeline-parallel --padded-rings --no-padded-rings --global-batch-size --steps --epochs --seed --shuffle
+        MANIFEST --profile --model --cluster --ranks --ranks-per-node --tokens-per-rank --sync --headroom
+        --tensor-parallel --pipeline-parallel --padded-rings --no-padded-rings --zero --shard-ranks --reduce
+        --precision --recompute --loss --offload --freeze-vision --global-batch-size --steps --epochs --seed --shuffle
         --no-shuffle --max-length --overlong --last-batch --length-column --solvers --milp-seconds --json
     """,
     "verify": """

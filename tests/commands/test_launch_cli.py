@@ -209,7 +209,7 @@ def test_a_head_node_without_torch_still_prints_commands(fcp: Fcp, monkeypatch: 
             1,
             "--steps is 2, but plan8.parquet ends after 1; plan more with 'fcp plan --epochs', or leave --steps out",
         ),
-        (("--model", "qwen3-8b"), 1, "qwen3-8b needs 524 GB for weights, gradients and optimizer on 4 ranks, but this "
+        (("--model", "qwen3-8b"), 1, "qwen3-8b needs 534 GB for weights, gradients and optimizer on 4 ranks, but this "
          "machine has 17 GB; try --model qwen3-tiny, or launch on accelerators"),
         (("--plan", "plan8.parquet"), 2, "name the model to train with --model, for example --model qwen3-tiny, or "
          "give a script after --"),

@@ -13,6 +13,7 @@ from fcp_cli.launching.job.environment import job_variables, set_by_fcp
 from fcp_cli.launching.job.job import Job
 from fcp_cli.machine import network
 from fcp_cli.machine.facts import Facts
+from fcp_cli.recipe import Recipe
 from tests.launching.jobs import MACHINES, job, plan_metadata
 
 
@@ -227,7 +228,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
         {},
         snapshot(
             [
-                "warning: plan.parquet was made with the cost profile of qwen3-8b, not of qwen3-4b: its times and token budget are another model's; plan again with a profile from 'fcp profile --model qwen3-4b'"
+                "warning: plan.parquet was made with the cost profile of qwen3-8b, not of qwen3-4b: its times and token budget are another model's; plan again with 'fcp plan lengths.parquet --model qwen3-4b'"
             ]
         ),
     ),
@@ -238,6 +239,16 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
         snapshot(
             [
                 "error: plan.parquet lets a rank hold 16,384 tokens, 181.2 GB with the model, but a device here has 68.7 GB; plan with --tokens-per-rank 4507"
+            ]
+        ),
+    ),
+    (
+        "cuda",
+        {"program": ("train.py",), "metadata": plan_metadata(tokens_per_rank=100_000, recipe=Recipe(zero_stage=2))},
+        {},
+        snapshot(
+            [
+                "warning: plan.parquet lets a rank hold 100,000 tokens, for which qwen3-8b needs 843.9 GB under ZeRO-2, bf16, chunked loss, but a device has 68.7 GB; plan for it with: fcp plan lengths.parquet --ranks 16 --ranks-per-node 8 --model qwen3-8b --cluster example-8x8 --zero 3 --precision bf16 --recompute full --offload activations --shard-ranks 8 --sync microbatch -o plan.parquet"
             ]
         ),
     ),

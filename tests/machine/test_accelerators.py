@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,10 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     found: dict[str, str] = {}
 
     def run(command: tuple[str, ...], **_: Any) -> subprocess.CompletedProcess[str]:
-        if command[0] not in found:
-            raise FileNotFoundError(command[0])
         return subprocess.CompletedProcess(command, 0, stdout=found[command[0]])
 
     monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(shutil, "which", found.get)
     for name in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,9 +12,16 @@ import pytest
 from inline_snapshot import snapshot
 
 from fcp_cli.console import Origins
+from fcp_cli.cost.profile import CostProfile, dump_cost_profile, parse_cost_profile
 from fcp_cli.errors import UsageError
+from fcp_cli.machine.accelerators import Accelerators
+from fcp_cli.memory.fitting import LEAST_TOKENS, Place
+from fcp_cli.models.model import load_model
+from fcp_cli.models.shipped import DEFAULT_MODEL
+from fcp_cli.planning import settings
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.settings import resolve
+from fcp_cli.recipe import Recipe, RecipeRequest
 from tests.messages import raises
 from tests.planning.examples import PROFILE
 
@@ -20,6 +29,7 @@ from tests.planning.examples import PROFILE
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(settings, "find_accelerators", lambda: None)
     pq.write_table(pa.table({"length": [10, 20, 30]}), tmp_path / "dataset.parquet")
     return tmp_path
 
@@ -27,18 +37,137 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 DATASET = Path("dataset.parquet")
 
 
-def test_a_shipped_profile_and_its_cluster_stand_in() -> None:
+def test_without_a_profile_one_is_computed_for_the_example_cluster_where_there_is_no_accelerator() -> None:
     origins = Origins()
     inputs = resolve(PlanRequest(manifest=DATASET), origins)
-    assert (inputs.problem.num_ranks, inputs.problem.ranks_per_node) == (64, 8)
-    assert inputs.problem.profile.model == "qwen3-8b"
-    assert set(origins.assumed) == {
-        "--profile",
-        "--ranks",
-        "--ranks-per-node",
-        "--tokens-per-rank",
-        "--global-batch-size",
-    }
+    problem = inputs.problem
+    assert (problem.num_ranks, problem.ranks_per_node) == (64, 8)
+    assert (problem.profile.model, problem.profile.cluster) == (DEFAULT_MODEL, "example-8x8")
+    assert parse_cost_profile(problem.profile.text, name="it").recipe == problem.recipe is not None
+    assert problem.tokens_per_rank >= LEAST_TOKENS
+    assert {
+        name: text for name, text in origins.assumed.items() if name not in ("recipe", "--tokens-per-rank")
+    } == snapshot(
+        {
+            "--model": "qwen3-vl-8b (and what 'fcp launch' trains under the plan; name yours)",
+            "--cluster": "example-8x8 (no accelerator on this machine; name yours)",
+            "--ranks": "64 (the cluster example-8x8, one device per rank)",
+            "--ranks-per-node": "8 (the cluster example-8x8)",
+            "--sync": "microbatch (ZeRO-3 runs under it)",
+            "--profile": "qwen3-vl-8b on example-8x8 (computed from their figures; 'fcp profile' measures)",
+            "--global-batch-size": "3 (all sequences)",
+        }
+    )
+    assert origins.assumed["recipe"].endswith("(the cheapest that leaves 16,384 tokens a rank)")
+    assert re.fullmatch(
+        r"\d+ \(the model takes [\d.]+ of 58.9 GB on each of 64 ranks, and a token [\d.]+ MB\)",
+        origins.assumed["--tokens-per-rank"],
+    )
+
+
+def test_accelerators_of_this_machine_are_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Accelerators(kind="cuda", name="NVIDIA H100 80GB HBM3", count=8, memory_bytes=85 * 10**9)
+    monkeypatch.setattr(settings, "find_accelerators", lambda: found)
+    origins = Origins()
+    problem = resolve(PlanRequest(manifest=DATASET), origins).problem
+    assert (problem.num_ranks, problem.ranks_per_node, problem.profile.cluster) == (8, 8, "h100-8x8")
+    assert problem.profile.memory.capacity_bytes == pytest.approx(0.92 * 85e9)
+    assert problem.tokens_per_rank >= LEAST_TOKENS
+    assert origins.assumed["--cluster"] == snapshot(
+        "8 x NVIDIA H100 80GB HBM3, 85 GB each (found on this machine; rates of h100-8x8)"
+    )
+    assert origins.assumed["--ranks"] == snapshot("8 (the cluster h100-8x8, one device per rank)")
+
+
+@pytest.mark.parametrize("model", ["qwen3-8b", "qwen3vl-8b", "llama3-8b", "internvl3-8b"])
+@pytest.mark.parametrize("cluster", ["h100-8x8", "ascend910b-8x8"])
+def test_eight_devices_hold_16k_tokens_of_each_8b_model(model: str, cluster: str) -> None:
+    request = PlanRequest(manifest=DATASET, model=model, cluster=cluster, ranks=8)
+    assert resolve(request, Origins()).problem.tokens_per_rank >= LEAST_TOKENS
+
+
+def test_what_was_asked_for_of_the_recipe_is_kept() -> None:
+    asked = RecipeRequest(zero="3", recompute="full")
+    request = PlanRequest(manifest=DATASET, model="qwen3-8b", cluster="h200", recipe=asked, ranks=8)
+    problem = resolve(request, Origins()).problem
+    assert (problem.recipe, problem.sync) == (Recipe(zero_stage=3, recompute="full"), "microbatch")
+
+
+def test_a_model_without_room_is_refused_with_what_would_fit() -> None:
+    no_sharding = PlanRequest(
+        manifest=DATASET, model="qwen3-8b", cluster="h100", ranks=8, recipe=RecipeRequest(zero="0")
+    )
+    with pytest.raises(UsageError, match=r"under ZeRO-0, .*; --zero 3 .* leave room for [\d,]+ tokens$"):
+        resolve(no_sharding, Origins())
+    with pytest.raises(UsageError, match="plan for more --ranks, a smaller --model, or cut it with --tensor-parallel"):
+        resolve(PlanRequest(manifest=DATASET, model="qwen3-8b", cluster="h100", ranks=1), Origins())
+
+
+def profile_of(folder: Path, **changed: object) -> CostProfile:
+    """A computed profile of Qwen3-8B on 64 ranks, in this folder."""
+    request = PlanRequest(manifest=DATASET, model="qwen3-8b", cluster="h100", recipe=RecipeRequest(recompute="full"))
+    profile = replace(resolve(request, Origins()).problem.profile, **changed)  # type: ignore[arg-type]
+    (folder / "profile.yaml").write_text(dump_cost_profile(profile))
+    return profile
+
+
+def test_a_profile_of_64_ranks_is_budgeted_anew_for_8(folder: Path) -> None:
+    made_for_64 = profile_of(folder)
+    origins = Origins()
+    problem = resolve(PlanRequest(manifest=DATASET, ranks=8), origins).problem
+    assert problem.recipe is not None and problem.recipe.recompute == "full"
+    place = Place(ranks=8, ranks_per_node=8, capacity_bytes=made_for_64.memory.capacity_bytes)
+    fit = place.fit(load_model("qwen3-8b"), problem.recipe, problem.sync)
+    assert problem.tokens_per_rank == fit.tokens != made_for_64.memory.tokens_per_rank()
+    assert "on each of 8 ranks" in origins.assumed["--tokens-per-rank"]
+    assert "the cost profile's" in origins.assumed["recipe"]
+
+
+def test_bytes_of_a_token_that_were_measured_stay(folder: Path) -> None:
+    computed = profile_of(folder)
+    readings = [{"tokens": tokens, "peak_bytes": 1.0} for tokens in (1024, 2048)]
+    profile_of(
+        folder,
+        origin="measured",
+        memory=replace(computed.memory, bytes_per_token=1e6),
+        measurement={"memory_readings": readings},
+    )
+    origins = Origins()
+    problem = resolve(PlanRequest(manifest=DATASET), origins).problem
+    assert problem.recipe is not None
+    place = Place(ranks=64, ranks_per_node=8, capacity_bytes=computed.memory.capacity_bytes)
+    state = place.memory(load_model("qwen3-8b"), problem.recipe, problem.sync).binding(place.capacity_bytes).fixed_bytes
+    assert problem.tokens_per_rank == int((place.capacity_bytes - state) / 1e6)
+    assert origins.assumed["--tokens-per-rank"].endswith("and a token 1.00 MB, measured)")
+
+
+def test_times_of_another_recipe_are_refused(folder: Path) -> None:
+    profile_of(folder)
+    with raises(
+        snapshot(
+            "UsageError: the cost profile of qwen3-8b on h100-8x8 has times of ZeRO-2, bf16, full recomputation, chunked loss; make another with: fcp profile --analytic --cluster h100-8x8 --model qwen3-8b --recompute none -o profile.yaml"
+        )
+    ):
+        resolve(PlanRequest(manifest=DATASET, recipe=RecipeRequest(recompute="none")), Origins())
+
+
+def test_a_profile_that_knows_no_recipe_gives_plans_without_one(folder: Path) -> None:
+    (folder / "profile.yaml").write_text(PROFILE)
+    problem = resolve(PlanRequest(manifest=DATASET), Origins()).problem
+    assert (problem.recipe, problem.sync) == (None, "iteration")
+
+
+def test_another_model_than_the_profile_is_of_has_its_own_computed(folder: Path) -> None:
+    (folder / "profile.yaml").write_text(PROFILE)
+    origins = Origins()
+    assert resolve(PlanRequest(manifest=DATASET, model="llama3-8b"), origins).problem.profile.model == "llama3-8b"
+    assert resolve(PlanRequest(manifest=DATASET, model="qwen3-8b"), Origins()).problem.recipe is None
+    with raises(
+        snapshot(
+            "UsageError: profile.yaml is of qwen3-8b on example-8x8; leave --model and --cluster out, or --profile to have one computed"
+        )
+    ):
+        resolve(PlanRequest(manifest=DATASET, model="llama3-8b", profile=Path("profile.yaml")), Origins())
 
 
 def test_the_profile_of_the_folder_comes_before_the_shipped_one(folder: Path) -> None:
@@ -167,4 +296,6 @@ def test_a_profile_of_other_devices_is_refused_with_the_command_that_makes_the_r
 
 def test_a_pipeline_asks_for_waves(folder: Path) -> None:
     with pytest.raises(UsageError, match="equally many micro-batches; add --sync microbatch"):
-        resolve(PlanRequest(manifest=DATASET, profile=of_devices(folder, 1, 2)), Origins())
+        resolve(PlanRequest(manifest=DATASET, profile=of_devices(folder, 1, 2), sync="iteration"), Origins())
+    problem = resolve(PlanRequest(manifest=DATASET, profile=of_devices(folder, 1, 2)), Origins()).problem
+    assert problem.sync == "microbatch"

@@ -12,12 +12,13 @@ from fcp_cli.command_line import takes
 from fcp_cli.commands.launch.cluster import launch_on_cluster
 from fcp_cli.commands.launch.options import LaunchOptions
 from fcp_cli.commands.launch.running import run_here
-from fcp_cli.console import Origins, note, print_error, print_json
+from fcp_cli.console import Origins, human, note, print_error, print_json
 from fcp_cli.errors import FcpError, RunError, UsageError
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
     from fcp_cli.launching.checks import Finding
+    from fcp_cli.launching.checks.memory import JobMemory
     from fcp_cli.launching.job.job import Job
     from fcp_cli.machine.devices import Machine
 
@@ -89,18 +90,22 @@ def _run_preflight(options: LaunchOptions) -> None:
     from fcp_cli.launching.checks import Finding
     from fcp_cli.launching.checks.preflight import check_space
 
+    findings: list[Finding] = []
+    memory = None
     try:
         job = _resolve(options)
+        findings, memory = _findings(job)
         check_space(job)
-        findings = _findings(job)
     except UsageError:
         raise
-    except FcpError as error:  # nothing can be checked beyond it
-        findings = [Finding(severity="error", message=str(error))]
+    except FcpError as error:  # before there is a job, nothing can be checked beyond it
+        findings = [Finding(severity="error", message=str(error)), *findings]
     errors = sum(finding.severity == "error" for finding in findings)
     if options.json:
-        print_json({"findings": [{"severity": f.severity, "message": f.message} for f in findings]})
+        shown = [{"severity": finding.severity, "message": finding.message} for finding in findings]
+        print_json({"findings": shown, "memory": memory and memory.document()})
     else:
+        _show_memory(memory)
         _show_findings(findings)
         counts = f"errors: {errors}, warnings: {len(findings) - errors}"
         note(f"preflight: {counts if findings else 'all is well'}")
@@ -114,7 +119,9 @@ def _launch(options: LaunchOptions) -> None:
         raise UsageError("--force replaces files in the folder of -o; give that, too")
     if options.output is not None and job.cluster is None:
         raise UsageError("-o writes the files of a cluster job; name one with --target, or see --dry-run")
-    findings = _findings(job)
+    findings, memory = _findings(job)
+    if not options.dry_run and memory is not None and not memory.is_host:
+        _show_memory(memory)
     _show_findings(findings)
     if any(finding.severity == "error" for finding in findings) and not options.dry_run:
         raise typer.Exit(1)
@@ -151,12 +158,22 @@ def _find_machine(device: str, *, dry_run: bool) -> Machine:
         return UNKNOWN_MACHINE if device == "auto" else replace(UNKNOWN_MACHINE, device=device)
 
 
-def _findings(job: Job) -> list[Finding]:
-    """Return what would make the job fail or be slow, here and in its environment."""
+def _findings(job: Job) -> tuple[list[Finding], JobMemory | None]:
+    """Return what would make the job fail or be slow, here and in its environment, and what a rank holds."""
     from fcp_cli.launching.checks import check_launch
+    from fcp_cli.launching.checks.memory import job_memory
     from fcp_cli.launching.checks.reach import collect_job_facts
 
-    return check_launch(job, collect_job_facts(job))
+    facts = collect_job_facts(job)
+    return check_launch(job, facts), job_memory(job, facts)
+
+
+def _show_memory(memory: JobMemory | None) -> None:
+    from fcp_cli.launching.memory_table import memory_table
+
+    if memory is not None:
+        note(f"memory of {memory.title()}")
+        human().print(memory_table(memory))
 
 
 def _show_findings(findings: list[Finding]) -> None:

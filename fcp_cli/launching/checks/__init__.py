@@ -6,7 +6,7 @@ describe at all (no plan, an unknown model) raises earlier, in `preflight`.
 
 from __future__ import annotations
 
-from fcp_cli.launching.checks import nodes, plan, software, variables
+from fcp_cli.launching.checks import memory, nodes, plan, software, variables
 from fcp_cli.launching.checks.finding import Finding
 from fcp_cli.launching.job.job import Job
 from fcp_cli.machine.facts import Facts
@@ -22,6 +22,7 @@ CHECKS = (
     nodes.slurm_nodes,
     plan.node_size,
     plan.profile_model,
+    memory.rank_memory,
     plan.token_budget,
     plan.hccl_buffers,
     plan.open_files,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.errors import ProfileError
 from fcp_cli.launching.checks.finding import Finding, error, number, warning
+from fcp_cli.launching.checks.memory import job_memory
 from fcp_cli.launching.job.environment import COMMUNICATORS, HCCL_BUFFERS
 from fcp_cli.launching.job.job import Job
 from fcp_cli.machine.facts import Facts
@@ -42,20 +43,23 @@ def profile_model(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check that the plan's times and token budget are those of the model."""
     profile = job.profile
     if profile is not None and job.model is not None and not _is_same_model(profile.model, job.model):
+        again = f"a profile from 'fcp profile --model {job.model}'"
+        if profile.origin == "analytic":
+            again = f"'fcp plan {job.metadata.manifest.name} --model {job.model}'"
         yield warning(
             f"{job.plan} was made with the cost profile of {profile.model}, not of {job.model}: its times and token "
-            f"budget are another model's; plan again with a profile from 'fcp profile --model {job.model}'"
+            f"budget are another model's; plan again with {again}"
         )
 
 
 def token_budget(job: Job, facts: Facts) -> Iterator[Finding]:
-    """Check that a rank's tokens and its model fit the memory that is really there.
+    """Check that a rank's tokens and its model fit a device, by the memory block of a plan that records no recipe.
 
-    Only the user knows what a script trains, unless --model names it: on accelerators, the plan's model is a fair guess
-    and named as one; on the CPU, where small models are tried under any plan, there is no finding.
+    What a recipe needs is in `memory`. Only the user knows what a script trains, unless --model names it: the plan's
+    model is a fair guess and named as one.
     """
-    profile, capacity = job.profile, _memory_of_a_rank(job, facts)
-    if profile is None or not capacity or not _knows_memory(profile, job):
+    profile, capacity = job.profile, facts.device_memory_bytes
+    if profile is None or not capacity or not _knows_memory(profile, job) or job_memory(job, facts) is not None:
         return
     memory = profile.memory
     needed = memory.model_state_bytes + job.metadata.tokens_per_rank * memory.bytes_per_token
@@ -64,20 +68,11 @@ def token_budget(job: Job, facts: Facts) -> Iterator[Finding]:
     room = replace(memory, capacity_bytes=capacity * (1 - RESERVE_FRACTION)).tokens_per_rank() or 0
     remedy = f"plan with --tokens-per-rank {room}" if room > 0 else "the model alone is larger, so choose a smaller one"
     model = "the model" if job.model is not None else f"{profile.model}, the plan's model"
-    where = "a rank's share of this machine" if job.stack == "cpu" else "a device here"
-    # Computed figures are an estimate, and so is what a process of a host may take.
-    is_certain = profile.origin in ("measured", "fitted") and job.stack != "cpu" and job.model is not None
+    is_certain = profile.origin in ("measured", "fitted") and job.model is not None  # computed ones are an estimate
     yield (error if is_certain else warning)(
         f"{job.plan} lets a rank hold {job.metadata.tokens_per_rank:,} tokens, {needed / 1e9:.1f} GB with {model}, "
-        f"but {where} has {capacity / 1e9:.1f} GB; {remedy}"
+        f"but a device here has {capacity / 1e9:.1f} GB; {remedy}"
     )
-
-
-def _memory_of_a_rank(job: Job, facts: Facts) -> int:
-    """Return bytes; 0 where they are not known."""
-    if job.stack == "cpu" and facts.machine is not None:
-        return facts.machine.memory_bytes // job.processes_per_node
-    return facts.device_memory_bytes
 
 
 def hccl_buffers(job: Job, facts: Facts) -> Iterator[Finding]:
@@ -120,5 +115,5 @@ def _is_same_model(first: str, second: str) -> bool:
 
 def _knows_memory(profile: CostProfile, job: Job) -> bool:
     """Return whether the profile's memory figures are those of the model that runs, as far as that is known."""
-    is_this = job.stack != "cpu" if job.model is None else _is_same_model(profile.model, job.model)
-    return is_this and profile.memory.bytes_per_token > 0
+    is_this = job.model is None or _is_same_model(profile.model, job.model)
+    return job.stack != "cpu" and is_this and profile.memory.bytes_per_token > 0

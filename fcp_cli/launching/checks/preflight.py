@@ -16,10 +16,6 @@ from fcp_cli.runs.checkpoint_header import check_plan_of, checkpoints, read_head
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.launch_record import LaunchRecord
 
-# float32 weight, gradient and two AdamW moments
-_STATE_BYTES_PER_PARAMETER = 16
-# what a rank holds whole under ZeRO-2 while a step runs: float32 gathered weight and gradient
-_GATHERED_BYTES_PER_PARAMETER = 8
 # float32 weight and two AdamW moments
 _CHECKPOINT_BYTES_PER_PARAMETER = 12
 _LEAST_FREE_BYTES = 64 << 20
@@ -106,31 +102,6 @@ def check_beginning(plan: Path, metadata: PlanMetadata) -> None:
         raise RunError(
             f"{plan} continues from step {metadata.first_step} of a run under the plan "
             f"{metadata.continues.plan_hash[:12]}; resume that run: fcp launch --plan {plan} --run-dir RUN --resume"
-        )
-
-
-def check_memory(job: Job) -> None:
-    """Refuse a bundled trainer whose weights, gradients and optimizer exceed the host's memory on the CPU.
-
-    Raises:
-        RunError: they do.
-        UsageError: the plan's sync rules out the ZeRO stage.
-    """
-    if job.settings is None:
-        return
-    machine, ranks_here = job.machine, job.processes_per_node
-    metadata = job.metadata
-    stage = job.settings.recipe(metadata.recipe, sync=metadata.sync, device=machine.device).zero_stage
-    if machine.device != "cpu" or not machine.memory_bytes:
-        return
-    replica = _STATE_BYTES_PER_PARAMETER
-    whole = {0: replica, 1: replica, 2: _GATHERED_BYTES_PER_PARAMETER, 3: 0}[stage]
-    shared_out = _STATE_BYTES_PER_PARAMETER / metadata.num_ranks if stage > 1 else 0.0
-    needed = job.parameters * (whole + shared_out) * ranks_here
-    if needed > machine.memory_bytes:
-        raise RunError(
-            f"{job.model} needs {needed / 1e9:.0f} GB for weights, gradients and optimizer on {ranks_here} ranks, but "
-            f"this machine has {machine.memory_bytes / 1e9:.0f} GB; try --model qwen3-tiny, or launch on accelerators"
         )
 
 

@@ -1,0 +1,213 @@
+"""Checks that what a rank will hold fits the memory that is really there, and the table that shows it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fcp_cli.errors import ProfileError, UsageError
+from fcp_cli.launching.assumed_plan import is_assumed
+from fcp_cli.launching.checks.finding import Finding, error, warning
+from fcp_cli.launching.job.job import Job
+from fcp_cli.machine.facts import Facts
+from fcp_cli.memory.fitting import Place, fitting_recipe
+from fcp_cli.memory.table import RankMemory
+from fcp_cli.models.memory import RESERVE_FRACTION
+from fcp_cli.models.model import ModelSpec, load_model
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.peers import plan_peers
+from fcp_cli.recipe import Recipe, RecipeRequest, recipe_to_follow
+from fcp_cli.training.settings import TrainSettings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobMemory:
+    """What a rank of a job holds, of what it may.
+
+    Attributes:
+        spec, recipe: what runs.
+        rank: item by item.
+        tokens: the plan's token budget.
+        holders: ranks that share the capacity: on hosts all that run here, else one.
+        capacity_bytes: of a device, or of the host; 0 where it is not known.
+        is_host: the ranks run on a host.
+        place: gives what other recipes would need.
+    """
+
+    spec: ModelSpec
+    recipe: Recipe
+    rank: RankMemory
+    tokens: int
+    holders: int
+    capacity_bytes: float
+    is_host: bool
+    place: Place
+
+    @property
+    def items(self) -> dict[str, float]:
+        """Bytes of each item at the peak, of all ranks that share the capacity."""
+        return {name: size * self.holders for name, size in self.rank.items(self.tokens).items()}
+
+    @property
+    def total_bytes(self) -> float:
+        return self.rank.total_bytes(self.tokens) * self.holders
+
+    def title(self) -> str:
+        ranks = f"{self.holders} ranks on this host" if self.is_host else "a device"
+        return f"{ranks}: {self.spec.name}, {self.tokens:,} tokens a rank, {self.recipe.describe()}"
+
+    def document(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return {
+            "model": self.spec.name,
+            "recipe": self.recipe.describe(),
+            "tokens_per_rank": self.tokens,
+            "ranks": self.holders,
+            "items_bytes": self.items,
+            "total_bytes": self.total_bytes,
+            "capacity_bytes": self.capacity_bytes or None,
+        }
+
+
+def job_memory(job: Job, facts: Facts) -> JobMemory | None:
+    """Return what a rank of a job holds; None where the model or the recipe is not known.
+
+    Of a script they are those of the plan, unless --model names another model.
+    """
+    metadata, device = job.metadata, job.machine.device
+    recipe = metadata.recipe
+    if job.settings is not None:
+        recipe = job.settings.recipe(metadata.recipe, sync=metadata.sync, device=device)
+    name = job.model or (job.profile.model if job.profile is not None else None)
+    if recipe is None or name is None:
+        return None
+    try:
+        spec = load_model(name)
+    except ProfileError:
+        return None
+    is_host = device == "cpu"
+    holders = job.processes_per_node if is_host else 1
+    capacity = float(job.machine.memory_bytes) if is_host else _device_bytes(job, facts)
+    place = place_of(job, capacity_bytes=capacity * (1 - RESERVE_FRACTION) / holders)
+    return JobMemory(
+        spec=spec,
+        recipe=recipe,
+        rank=place.memory(spec, recipe, metadata.sync),
+        tokens=metadata.tokens_per_rank,
+        holders=holders,
+        capacity_bytes=capacity,
+        is_host=is_host,
+        place=place,
+    )
+
+
+def place_of(job: Job, *, capacity_bytes: float) -> Place:
+    """Return the ranks of a job, with the peers that its plan gives them."""
+    metadata, is_host = job.metadata, job.machine.device == "cpu"
+    counts_peers = not is_host and not is_assumed(metadata) and job.plan.is_file()
+    return Place(
+        ranks=metadata.num_ranks,
+        ranks_per_node=metadata.ranks_per_node,
+        capacity_bytes=capacity_bytes,
+        tensor_parallel=metadata.tensor_parallel,
+        pipeline_parallel=metadata.pipeline_parallel,
+        on_cpu=is_host,
+        most_peers=_most_peers(job.plan.absolute(), metadata.plan_hash) if counts_peers else None,
+    )
+
+
+@cache
+def _most_peers(plan: Path, plan_hash: str) -> int:
+    return plan_peers(plan).most
+
+
+def _device_bytes(job: Job, facts: Facts) -> float:
+    """Return the memory of a device of the job: as found, else as the plan's cost profile has it; 0: not known."""
+    found = job.machine.device_memory_bytes or facts.device_memory_bytes
+    if found or job.profile is None:
+        return float(found)
+    return job.profile.memory.capacity_bytes / (1 - RESERVE_FRACTION)
+
+
+def rank_memory(job: Job, facts: Facts) -> Iterator[Finding]:
+    """Check that what a rank holds fits.
+
+    On hosts, small models are tried under plans of large ones, so only the model itself counts there, not the plan's
+    token budget. A script may do otherwise than its plan was priced for: that is a warning.
+    """
+    need = job_memory(job, facts)
+    if need is None or not need.capacity_bytes:
+        return
+    if need.is_host:
+        least = need.rank.total_bytes(1) * need.holders
+        if job.settings is not None and least > need.capacity_bytes:
+            yield error(
+                f"{need.spec.name} needs {least / 1e9:.0f} GB for weights, gradients and optimizer on {need.holders} "
+                f"ranks, but this machine has {need.capacity_bytes / 1e9:.0f} GB; try --model qwen3-tiny, or launch on "
+                "accelerators"
+            )
+        return
+    if need.total_bytes <= need.capacity_bytes:
+        return
+    yield (error if job.settings is not None else warning)(
+        f"{job.plan} lets a rank hold {need.tokens:,} tokens, for which {need.spec.name} needs "
+        f"{need.total_bytes / 1e9:.1f} GB under {need.recipe.describe()}, but a device has "
+        f"{need.capacity_bytes / 1e9:.1f} GB; {_remedy(job, need)}"
+    )
+
+
+def _remedy(job: Job, need: JobMemory) -> str:
+    """Return the command that plans what fits."""
+    fit = fitting_recipe(
+        need.spec, RecipeRequest(freeze_vision=need.recipe.freeze_vision), need.place, wanted_tokens=need.tokens
+    )
+    if fit.tokens < 1:
+        return "no recipe fits: plan for more --ranks, or train a smaller --model"
+    budget = [] if fit.is_enough else ["--tokens-per-rank", str(fit.tokens)]
+    words = [*_model_words(job, need.spec), *fit.flags(), *budget]
+    return f"plan for it with: {plan_command(job.metadata, job.plan, words)}"
+
+
+def _model_words(job: Job, spec: ModelSpec) -> list[str]:
+    """Return what names the model, and the cluster where times can be computed for it."""
+    planned = job.profile
+    if planned is None or planned.origin == "analytic":
+        return ["--model", spec.name, *(["--cluster", planned.cluster] if planned is not None else [])]
+    return [] if planned.model == spec.name else ["--model", spec.name]
+
+
+def plan_command(metadata: PlanMetadata, plan: Path, words: list[str]) -> str:
+    """Return the command that makes a plan anew for the same ranks, with further words."""
+    ranks = ["--ranks", str(metadata.num_ranks), "--ranks-per-node", str(metadata.ranks_per_node)]
+    return shlex.join(["fcp", "plan", metadata.manifest.name, *ranks, *words, "-o", str(plan)])
+
+
+def check_recipe_of_plan(job: Job, settings: TrainSettings) -> None:
+    """Refuse settings under which the bundled trainer would not run what the plan was priced for.
+
+    Raises:
+        UsageError: with what differs, what it would need, and the command that plans for it.
+    """
+    job = replace(job, settings=settings, model=settings.model)
+    metadata, device = job.metadata, job.machine.device
+    planned = recipe_to_follow(metadata.recipe, sync=metadata.sync, device=device)
+    asked = settings.recipe(metadata.recipe, sync=metadata.sync, device=device)
+    if planned is not metadata.recipe or asked == planned:
+        return
+    flags = {f.name: f"--{f.name.removesuffix('_stage').replace('_', '-')}" for f in fields(Recipe)}
+    differing = [name for name in flags if getattr(asked, name) != getattr(planned, name)]
+    words = ", ".join(f"{flags[name]} {getattr(asked, name)}" for name in differing)
+    need = job_memory(job, Facts())
+    needs = ""
+    if need is not None:
+        of = f" of {need.capacity_bytes / 1e9:.1f} GB" if need.capacity_bytes else " GB"
+        needs = f", which needs {need.total_bytes / 1e9:.1f}{of} for {need.tokens:,} tokens a rank"
+    again = [*(_model_words(job, need.spec) if need is not None else []), *asked.flags(), "--sync", metadata.sync]
+    raise UsageError(
+        f"{job.plan} was priced for {planned.describe()}, not for {words}{needs}; "
+        f"leave them out, or plan for them with: {plan_command(metadata, job.plan, again)}"
+    )

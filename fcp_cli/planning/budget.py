@@ -1,0 +1,246 @@
+"""The token budget of a plan's ranks, and the recipe that it is of."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from fcp_cli.console import Origins
+from fcp_cli.cost.profile import CostProfile
+from fcp_cli.errors import ProfileError, UsageError
+from fcp_cli.memory.fitting import LEAST_TOKENS, Fit, Place, fitting_recipe
+from fcp_cli.models.cluster import THIS_MACHINE
+from fcp_cli.models.model import ModelSpec, load_model
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.planning.options import PlanRequest
+from fcp_cli.planning.ranks import Ranks
+from fcp_cli.recipe import Recipe, RecipeRequest, check_recipe
+
+ASSUMED_TOKENS_PER_RANK: Final = 16_384
+# Of a recipe, what the times of micro-batches depend on: a profile was measured or computed with it.
+_TIMED: Final = ("precision", "recompute", "loss", "offload", "freeze_vision")
+_FEWEST_READINGS: Final = 2  # of peaks, that show what a token takes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """The tokens that a rank may hold in a micro-batch.
+
+    Attributes:
+        tokens_per_rank: before head-room.
+        sync: of the plan.
+        recipe: that the tokens are of; None where the profile knows none.
+        room: gives what other recipes would leave; None where the model or its device are not known.
+    """
+
+    tokens_per_rank: int
+    sync: Sync
+    recipe: Recipe | None = None
+    room: Room | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """A model on its place, with what of its recipe may be another."""
+
+    spec: ModelSpec
+    place: Place
+    open_request: RecipeRequest
+
+
+def choose_fit(spec: ModelSpec, request: PlanRequest, place: Place, *, own: CostProfile | None = None) -> Fit:
+    """Return the recipe of a plan.
+
+    Args:
+        spec: the model.
+        request: what was asked for.
+        place: of the plan's ranks.
+        own: the profile whose recipe comes first, where it leaves room enough: its times are of that.
+
+    Raises:
+        UsageError: what was asked for contradicts itself or the profile.
+    """
+    wanted = request.tokens_per_rank or LEAST_TOKENS
+    asked = request.recipe
+    if own is not None and own.recipe is not None:
+        asked = with_timed_settings(asked, own)
+        recipe, sync = asked.applied_to(own.recipe), request.sync or own.sync or "iteration"
+        if _can_run(recipe, sync, place):
+            fit = place.fit(spec, recipe, sync, wanted_tokens=wanted)
+            if fit.is_enough:
+                return fit
+    return fitting_recipe(spec, asked, place, sync=request.sync, wanted_tokens=wanted)
+
+
+def with_timed_settings(asked: RecipeRequest, profile: CostProfile) -> RecipeRequest:
+    """Return what was asked for with the settings that the profile's times are of.
+
+    Raises:
+        UsageError: others were asked for.
+    """
+    assert profile.recipe is not None
+    given, timed = asked.given(), {name: getattr(profile.recipe, name) for name in _TIMED}
+    if any(given.get(name, timed[name]) != timed[name] for name in _TIMED):
+        wanted = " ".join(f"--{name.replace('_', '-')} {given[name]}" for name in _TIMED if name in given)
+        how = f"--analytic --cluster {profile.cluster} " if profile.origin == "analytic" else ""
+        raise UsageError(
+            f"the cost profile of {profile.model} on {profile.cluster} has times of {profile.recipe.describe()}; "
+            f"make another with: fcp profile {how}--model {profile.model} {wanted.replace(' True', '')} -o profile.yaml"
+        )
+    return replace(asked, **timed)
+
+
+def _can_run(recipe: Recipe, sync: Sync, place: Place) -> bool:
+    try:
+        check_recipe(recipe, sync=sync)
+    except UsageError:
+        return False
+    return (sync == "microbatch" or place.pipeline_parallel == 1) and not place.ranks % recipe.shards(place.ranks)
+
+
+def computed_budget(spec: ModelSpec, request: PlanRequest, place: Place, origins: Origins) -> Budget:
+    """Return the budget of a plan without a profile.
+
+    Raises:
+        UsageError: the model does not fit, or what was asked for contradicts itself.
+    """
+    fit = choose_fit(spec, request, place)
+    _require_room(spec, request, place, fit)
+    reason = f"the cheapest that leaves {fit.wanted_tokens:,} tokens a rank"
+    if not fit.is_enough:
+        reason = f"none leaves {fit.wanted_tokens:,} tokens a rank; this one leaves most"
+    budget = _said(request, place, fit, origins, reason)
+    return replace(budget, room=Room(spec=spec, place=place, open_request=_unfixed(request.recipe)))
+
+
+def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: Ranks, origins: Origins) -> Budget:
+    """Return the budget of a plan under a cost profile.
+
+    The memory of the plan's own ranks, sync and recipe is worked out again where the profile says of what recipe it is,
+    or one is asked for: a profile made for 64 ranks has another share of the model's state than 8 have.
+
+    Raises:
+        UsageError: nothing fits, or what was asked for contradicts itself or the profile.
+    """
+    sync: Sync = request.sync or ("iteration" if ranks.pipeline_parallel == 1 else "microbatch")
+    spec = _known_model(profile.model)
+    if profile.recipe is None and not request.recipe.given():
+        return Budget(tokens_per_rank=_tokens_of_block(request, profile, origins), sync=sync)
+    if spec is None or not profile.memory.capacity_bytes:
+        recipe = None if profile.recipe is None else request.recipe.applied_to(profile.recipe)
+        reason = "is not a shipped model" if spec is None else "has no capacity of a device in its profile"
+        origins.assume("memory", "as the cost profile has it", f"{profile.model} {reason}")
+        return Budget(tokens_per_rank=_tokens_of_block(request, profile, origins), sync=sync, recipe=recipe)
+    measured = profile.memory.bytes_per_token if _has_measured_tokens(profile) else None
+    place = ranks.place(
+        capacity_bytes=profile.memory.capacity_bytes,
+        on_cpu=profile.cluster == THIS_MACHINE,
+        measured_bytes_per_token=measured,
+    )
+    fit = choose_fit(spec, request, place, own=profile)
+    _require_room(spec, request, place, fit)
+    if profile.recipe is None:
+        reason = "the cost profile does not say of which its times are"
+    elif fit.recipe == profile.recipe:
+        reason = "the cost profile's"
+    else:
+        reason = f"the cost profile's, shared out for {place.ranks} ranks"
+    budget = _said(request, place, fit, origins, reason)
+    open_request = _unfixed(request.recipe)
+    if profile.recipe is not None:
+        open_request = with_timed_settings(open_request, profile)
+    return replace(budget, room=Room(spec=spec, place=place, open_request=open_request))
+
+
+def _unfixed(asked: RecipeRequest) -> RecipeRequest:
+    """Return a request that leaves open what another plan of the same model may choose."""
+    return RecipeRequest(precision=asked.precision, freeze_vision=asked.freeze_vision)
+
+
+def _known_model(name: str) -> ModelSpec | None:
+    try:
+        return load_model(name)
+    except ProfileError:
+        return None
+
+
+def _has_measured_tokens(profile: CostProfile) -> bool:
+    readings: Any = profile.measurement.get("memory_readings") or ()
+    is_measured = profile.origin in ("measured", "fitted") and len(readings) >= _FEWEST_READINGS
+    return is_measured and profile.memory.bytes_per_token > 0
+
+
+def _said(request: PlanRequest, place: Place, fit: Fit, origins: Origins, reason: str) -> Budget:
+    """Return the budget that a recipe leaves, and say what of it was assumed."""
+    chosen = {name for name, value in asdict(fit.recipe).items() if value != request.recipe.given().get(name)}
+    if chosen:
+        origins.assume("recipe", fit.recipe.describe(), reason)
+    if request.sync is None:
+        origins.assume("--sync", fit.sync, f"{fit.recipe.describe().partition(',')[0]} runs under it")
+    tokens = request.tokens_per_rank
+    if tokens is None:
+        origins.assume("--tokens-per-rank", tokens := fit.tokens, _room_text(place, fit))
+    elif tokens > fit.tokens:
+        origins.warn(f"--tokens-per-rank is {tokens:,}, but a rank holds {fit.tokens:,}: {_room_text(place, fit)}")
+    return Budget(tokens_per_rank=tokens, sync=fit.sync, recipe=fit.recipe)
+
+
+def _room_text(place: Place, fit: Fit) -> str:
+    moment = fit.memory.binding(place.capacity_bytes)
+    per_token = place.measured_bytes_per_token or moment.bytes_per_token
+    measured = ", measured" if place.measured_bytes_per_token else ""
+    return (
+        f"the model takes {moment.fixed_bytes / 1e9:.1f} of {place.capacity_bytes / 1e9:.1f} GB on each of "
+        f"{place.ranks} ranks, and a token {per_token / 1e6:.2f} MB{measured}"
+    )
+
+
+def _require_room(spec: ModelSpec, request: PlanRequest, place: Place, fit: Fit) -> None:
+    """Refuse a plan whose ranks could not hold one token.
+
+    Raises:
+        UsageError: with the recipe that fits, if one does.
+    """
+    if fit.tokens >= 1:
+        return
+    needed = fit.memory.total_bytes(1) / 1e9
+    open_ = fitting_recipe(spec, _unfixed(request.recipe), place)
+    remedy = "plan for more --ranks, a smaller --model, or cut it with --tensor-parallel"
+    if open_.tokens >= 1:
+        remedy = f"{' '.join(open_.flags())} leave room for {open_.tokens:,} tokens"
+    raise UsageError(
+        f"{spec.name} needs {needed:.1f} of the {place.capacity_bytes / 1e9:.1f} GB that each of {place.ranks} ranks "
+        f"may use, under {fit.recipe.describe()}, sync {fit.sync}; {remedy}"
+    )
+
+
+def _tokens_of_block(request: PlanRequest, profile: CostProfile, origins: Origins) -> int:
+    """Return the token budget by the memory block of a profile, which does not say what it is of."""
+    tokens, room = request.tokens_per_rank, profile.memory.tokens_per_rank()
+    if tokens is not None and room is not None and tokens > room:
+        origins.warn(f"--tokens-per-rank is {tokens:,}, but by the profile's memory a rank holds {max(room, 0):,}")
+    if tokens is not None:
+        return tokens
+    if room is None:
+        origins.assume("--tokens-per-rank", ASSUMED_TOKENS_PER_RANK, "the profile's memory figures are missing")
+        return ASSUMED_TOKENS_PER_RANK
+    if room < 1:
+        raise UsageError("the profile's memory leaves no room for tokens; give --tokens-per-rank")
+    origins.assume("--tokens-per-rank", room, "the profile's memory")
+    return room
+
+
+def options_that_hold(longest_tokens: int, budget: Budget, ranks: int) -> str:
+    """Return the options of `fcp plan` under which its ranks hold a sequence that is too long for them.
+
+    Args:
+        longest_tokens: of the sequence.
+        budget: of the plan; where it knows no model, only more ranks are sure to help.
+        ranks: of the plan.
+    """
+    if budget.room is not None:
+        room = budget.room
+        roomier = fitting_recipe(room.spec, room.open_request, room.place, wanted_tokens=-(-longest_tokens // ranks))
+        if roomier.is_enough:
+            return " ".join(roomier.flags())
+    return f"--ranks {-(-longest_tokens // budget.tokens_per_rank)}"

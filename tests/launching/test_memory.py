@@ -1,0 +1,163 @@
+"""What a job needs of the memory that is there: refused where it cannot fit, and where it is not what was planned."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from inline_snapshot import snapshot
+
+from fcp_cli.errors import UsageError
+from fcp_cli.launching.checks.memory import check_recipe_of_plan, job_memory, rank_memory
+from fcp_cli.launching.job.job import Job
+from fcp_cli.launching.memory_table import memory_table
+from fcp_cli.machine.devices import Machine
+from fcp_cli.machine.facts import Facts
+from fcp_cli.models.model import load_model
+from fcp_cli.recipe import Recipe
+from fcp_cli.training.settings import TrainSettings
+from tests.launching.jobs import GPUS, job, local_job, plan_metadata
+from tests.messages import raises
+
+H100S = replace(GPUS, device_memory_bytes=80 * 10**9)
+PLANNED = Recipe(zero_stage=3, recompute="selective")
+
+
+def settings_of(model: str, **given: Any) -> TrainSettings:
+    return TrainSettings(plan=Path("plan.parquet"), model=model, run_dir=Path("run"), **given)
+
+
+def on_gpus(model: str = "qwen3-8b", *, recipe: Recipe | None = PLANNED, **given: Any) -> Job:
+    """The bundled trainer on eight H100, under a plan of 16,384 tokens a rank."""
+    metadata = plan_metadata(
+        num_ranks=8, sync="microbatch", tokens_per_rank=given.pop("tokens_per_rank", 16_384), recipe=recipe
+    )
+    settings = settings_of(model, **given)
+    return job("cuda", machine=H100S, metadata=metadata, settings=settings, model=model, num_nodes=1)
+
+
+def on_cpu(model: str, host_bytes: int, **changed: Any) -> Job:
+    small = Machine(device="cpu", num_devices=0, num_cores=2, memory_bytes=host_bytes)
+    values = {"settings": settings_of(model), "metadata": plan_metadata(num_ranks=4), **changed}
+    return local_job(machine=small, model=model, **values)
+
+
+def findings(of: Job) -> list[str]:
+    return [f"{found.severity}: {without_sizes(found.message)}" for found in rank_memory(of, Facts())]
+
+
+def without_sizes(message: str) -> str:
+    """The figures themselves are the memory model's, which has tests of its own."""
+    return re.sub(r"needs [\d.]+", "needs X", message)
+
+
+def test_every_item_is_counted_and_shown_of_the_devices_memory() -> None:
+    need = job_memory(on_gpus(), Facts())
+    assert need is not None and findings(on_gpus()) == []
+    assert sum(need.items.values()) == pytest.approx(need.total_bytes)
+    assert {"gathered weights", "gradients", "optimizer", "communicators"} <= set(need.items)
+    table = memory_table(need)
+    names, sizes = ([str(cell) for cell in column.cells] for column in table.columns[:2])
+    assert names[-2:] == ["in all", "of a device"]
+    assert sizes[-2:] == [f"{need.total_bytes / 1e9:.2f}", "80.00"]
+    assert sum(map(float, sizes[:-2])) == pytest.approx(float(sizes[-2]), abs=0.05)
+    assert need.document()["total_bytes"] == need.total_bytes
+
+
+def test_what_cannot_fit_a_device_is_refused_with_the_command_that_fits() -> None:
+    (message,) = findings(on_gpus(tokens_per_rank=60_000))
+    assert message == snapshot(
+        "error: plan.parquet lets a rank hold 60,000 tokens, for which qwen3-8b needs X GB under ZeRO-3, bf16, selective recomputation, chunked loss, but a device has 80.0 GB; plan for it with: fcp plan lengths.parquet --ranks 8 --ranks-per-node 8 --model qwen3-8b --cluster example-8x8 --zero 3 --precision bf16 --recompute full --sync microbatch -o plan.parquet"
+    )
+    (message,) = findings(on_gpus(tokens_per_rank=5_000_000))
+    tokens = re.search(r"--tokens-per-rank (\d+)", message)
+    assert "--recompute full --offload activations" in message and tokens is not None
+    roomier = Recipe(zero_stage=3, recompute="full", offload="activations")
+    assert findings(on_gpus(recipe=roomier, tokens_per_rank=int(tokens[1]))) == []
+
+
+def test_of_a_script_it_is_only_likely() -> None:
+    script = replace(on_gpus(tokens_per_rank=60_000), settings=None, model=None, program=("train.py",))
+    (message,) = findings(script)
+    assert message.startswith("warning: plan.parquet lets a rank hold 60,000 tokens, for which qwen3-8b needs")
+    assert job_memory(replace(script, metadata=replace(script.metadata, recipe=None)), Facts()) is None
+
+
+def test_without_a_device_here_its_memory_is_that_of_the_cost_profile() -> None:
+    elsewhere = replace(on_gpus(), machine=replace(H100S, device_memory_bytes=0))
+    need = job_memory(elsewhere, Facts())
+    assert need is not None and need.capacity_bytes == pytest.approx(64e9)  # of the example cluster
+    found = job_memory(elsewhere, Facts(device_memory_bytes=48 * 10**9))
+    assert found is not None and found.capacity_bytes == 48e9
+
+
+def test_a_model_larger_than_the_hosts_memory_is_an_error() -> None:
+    host = 2 * 16 * load_model("qwen3-8b").parameters
+    each = on_cpu("qwen3-8b", host)
+    assert findings(each) == snapshot(
+        [
+            "error: qwen3-8b needs X GB for weights, gradients and optimizer on 4 ranks, but this machine has 262 GB; try --model qwen3-tiny, or launch on accelerators"
+        ]
+    )
+    in_waves = replace(each, metadata=plan_metadata(num_ranks=4, sync="microbatch"))
+    assert findings(in_waves) == []
+    assert findings(replace(each, settings=settings_of("qwen3-8b", zero="2"))) == snapshot(
+        [
+            "error: qwen3-8b needs X GB for weights, gradients and optimizer on 4 ranks, but this machine has 262 GB; try --model qwen3-tiny, or launch on accelerators"
+        ]
+    )
+    assert findings(on_cpu("qwen3-tiny", host)) == []
+
+
+@contextmanager
+def refused(message: str) -> Iterator[None]:
+    with pytest.raises(UsageError) as error:
+        yield
+    assert without_sizes(str(error.value)) == message
+
+
+def test_settings_that_the_plan_was_not_priced_for_are_refused() -> None:
+    with refused(
+        snapshot(
+            "plan.parquet was priced for ZeRO-3, bf16, selective recomputation, chunked loss, not for --recompute none, which needs X of 80.0 GB for 16,384 tokens a rank; leave them out, or plan for them with: fcp plan lengths.parquet --ranks 8 --ranks-per-node 8 --model qwen3-8b --cluster example-8x8 --zero 3 --precision bf16 --recompute none --sync microbatch -o plan.parquet"
+        )
+    ):
+        check_recipe_of_plan(on_gpus(), settings_of("qwen3-8b", recompute="none"))
+    with refused(
+        snapshot(
+            "plan.parquet was priced for ZeRO-3, bf16, selective recomputation, chunked loss, not for --zero 2, --precision amp, which needs X of 80.0 GB for 16,384 tokens a rank; leave them out, or plan for them with: fcp plan lengths.parquet --ranks 8 --ranks-per-node 8 --model qwen3-8b --cluster example-8x8 --zero 2 --precision amp --recompute selective --sync microbatch -o plan.parquet"
+        )
+    ):
+        check_recipe_of_plan(on_gpus(), settings_of("qwen3-8b", zero="2", precision="amp"))
+
+
+def test_settings_that_say_what_the_plan_says_are_not() -> None:
+    check_recipe_of_plan(on_gpus(), settings_of("qwen3-8b"))
+    check_recipe_of_plan(on_gpus(), settings_of("qwen3-8b", recompute="selective", zero="3"))
+    check_recipe_of_plan(on_gpus(recipe=None), settings_of("qwen3-8b", recompute="none"))
+
+
+def test_a_plan_for_accelerators_may_be_tried_on_a_cpu_under_any_settings() -> None:
+    tried = on_cpu("qwen3-tiny", 64 << 30, metadata=plan_metadata(sync="microbatch", num_ranks=4, recipe=PLANNED))
+    settings = settings_of("qwen3-tiny", recompute="full")
+    check_recipe_of_plan(tried, settings)
+    assert settings.recipe(PLANNED, sync="microbatch", device="cpu") == Recipe(
+        zero_stage=3, precision="fp32", recompute="full"
+    )
+    of_cpus = replace(tried, metadata=replace(tried.metadata, recipe=Recipe(zero_stage=3, precision="fp32")))
+    with pytest.raises(Exception, match="not for --recompute full"):
+        check_recipe_of_plan(of_cpus, settings)
+
+
+def test_weights_that_are_gathered_per_microbatch_need_a_plan_in_waves() -> None:
+    with raises(
+        snapshot(
+            "UsageError: --zero 3 gathers weights in every micro-batch, of which ranks run different numbers under sync iteration; give --zero 2, or plan with 'fcp plan --sync microbatch'"
+        )
+    ):
+        check_recipe_of_plan(local_job(), settings_of("qwen3-tiny", zero="3"))
