@@ -37,10 +37,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fcp_cli.runtime import ring as ring_module
+from fcp_cli.runtime.grad_ring import GradRingDtype
 from fcp_cli.runtime.kernels import fused
 from fcp_cli.runtime.kernels.cuda import CudaFlashKernel
 from fcp_cli.runtime.layout import shard_layout
-from fcp_cli.runtime.ring import GradRingDtype, Ring, ring_backward, ring_forward
+from fcp_cli.runtime.ring import Ring, ring_backward, ring_forward
 from fcp_cli.runtime.rows import merge
 from fcp_cli.runtime.transport import Handle, drive
 

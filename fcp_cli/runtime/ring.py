@@ -31,13 +31,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fcp_cli.errors import RunError
+from fcp_cli.runtime.grad_ring import GradRingDtype
 from fcp_cli.runtime.kernels import AttentionKernel, lse_dtype, select_kernel
 from fcp_cli.runtime.layout import Hop, Rows, ShardLayout
 from fcp_cli.runtime.recompute import attention_stage
@@ -48,11 +49,6 @@ from fcp_cli.runtime.transport import Handle, Transport, Waits, drive
 if TYPE_CHECKING:
     from fcp_cli.runtime.loss import Labels
     from fcp_cli.runtime.visuals import VisualShard
-
-
-GradRingDtype: TypeAlias = Literal["fp32", "bf16"]
-"""How gradients of 16-bit keys and values travel: summed in fp32, or rounded to the type of the keys at every hop,
-which is half the bytes. Gradients of fp32 and fp64 keys travel in their own type either way."""
 
 
 class Ring(RingMember):

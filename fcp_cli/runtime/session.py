@@ -27,6 +27,7 @@ from fcp_cli.recipe import Reduce
 from fcp_cli.runtime.agreement import agree_on_plan
 from fcp_cli.runtime.cursor import PlanCursor
 from fcp_cli.runtime.followed_step import FollowedStep, plan_path
+from fcp_cli.runtime.grad_ring import GradRingDtype, agreed_grad_dtype
 from fcp_cli.runtime.gradients import GradientSync, gradient_sync
 from fcp_cli.runtime.loader import Fetch, LoadedStep, Shard, fetches_labels, load_steps
 from fcp_cli.runtime.loss import Labels, head_loss_sum, token_loss_sum
@@ -48,13 +49,21 @@ _BACKWARD_TOO_EARLY = (
 )
 
 
-def start(plan: str | Path | None = None, fetch: Fetch | None = None, *, device: torch.device | None = None) -> Session:
+def start(
+    plan: str | Path | None = None,
+    fetch: Fetch | None = None,
+    *,
+    device: torch.device | None = None,
+    grad_ring_dtype: GradRingDtype | None = None,
+) -> Session:
     """Join the job and make sure that all ranks follow the same plan. Every rank calls it, once.
 
     Args:
         plan: plan file; by default what `fcp launch` put into FCP_PLAN.
         fetch: from a manifest row to its tokens, or to (tokens, labels); see `loader.Fetch`.
         device: where tensors go; by default the local rank's accelerator, else the CPU.
+        grad_ring_dtype: type in which gradients of keys and values travel; by default what FCP_GRAD_RING_DTYPE says,
+            else fp32. See `GradRingDtype`.
 
     Raises:
         PlanError: the plan is missing, damaged or was edited.
@@ -65,7 +74,7 @@ def start(plan: str | Path | None = None, fetch: Fetch | None = None, *, device:
     owns_process_group = join_process_group(device)
     world = ProcessWorld()
     metadata = agree_on_plan(world, path, device)
-    return Session(
+    session = Session(
         plan=path,
         metadata=metadata,
         fetch=fetch,
@@ -74,6 +83,8 @@ def start(plan: str | Path | None = None, fetch: Fetch | None = None, *, device:
         device=device,
         owns_process_group=owns_process_group,
     )
+    session.grad_ring_dtype = agreed_grad_dtype(world, device, grad_ring_dtype)
+    return session
 
 
 def steps(
@@ -90,6 +101,7 @@ class Session:
         plan, metadata: the plan file and its metadata.
         world: all ranks of the job.
         device: where micro-batches are put.
+        grad_ring_dtype: type in which gradients of keys and values travel.
     """
 
     def __init__(
@@ -110,6 +122,7 @@ class Session:
         self.device = device
         self.clock: Clock = clock_for(device)
         self.transport = transport
+        self.grad_ring_dtype: GradRingDtype = "fp32"
         self._fetch = fetch
         self._owns_process_group = owns_process_group
         self._steps_ahead = steps_ahead
@@ -304,6 +317,7 @@ class Step(FollowedStep):
             ranks=shard.row.ranks,
             transport=session.transport,
             visuals=None if shard.visuals is None else shard.visuals.map_pixels(session.to_device),
+            grad_dtype=session.grad_ring_dtype,
         )
         current_ring.set(ring)
         microbatch = LocalMicroBatch(

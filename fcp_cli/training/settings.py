@@ -27,6 +27,7 @@ from fcp_cli.recipe import (
     check_recipe,
     recipe_to_follow,
 )
+from fcp_cli.runtime.grad_ring import GradRingDtype
 
 Device: TypeAlias = Literal["auto", "cpu", "cuda", "npu"]
 
@@ -48,6 +49,7 @@ class TrainSettings:
         max_grad_norm: global gradient norm to clip to; 0 turns clipping off.
         zero, shard_ranks, reduce, precision, recompute, loss, offload, freeze_vision: of the recipe; `auto`, None and
             False leave them to the plan (`TrainSettings.recipe`).
+        grad_ring_dtype: type in which gradients of 16-bit keys and values travel around rings.
         checkpoint_every: steps between checkpoints; 0 saves only at the end and on Ctrl-C.
         keep_checkpoints: the newest so many stay.
         log_every: steps between two lines of progress where there is no terminal.
@@ -76,6 +78,9 @@ class TrainSettings:
     loss: LossOption = "auto"
     offload: OffloadOption = "auto"
     freeze_vision: Annotated[bool, Opt("Train the language model of a vision model only.")] = False
+    grad_ring_dtype: Annotated[
+        GradRingDtype, Opt("Type in which gradients of bf16 keys travel; bf16 is a third less to send in backward.")
+    ] = "fp32"
     seed: Annotated[int, Opt("Seed of the initial weights.", min=0)] = 0
     checkpoint_every: Annotated[int, Opt("Steps between checkpoints; 0: only at the end.", min=0)] = 100
     keep_checkpoints: Annotated[int, Opt("Newest checkpoints that stay.", min=1)] = 2

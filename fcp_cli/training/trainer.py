@@ -62,7 +62,8 @@ def train(settings: TrainSettings, stop: StopRequest) -> bool:
     fetch = _open_data(settings)
     if has_vision(model_config(settings.model)) and not isinstance(fetch, SyntheticVisuals):
         settings = replace(settings, freeze_vision=True)  # weight decay would shrink what no image trains
-    with start(settings.plan, fetch, device=_device(settings.device)) as session:
+    device = _device(settings.device)
+    with start(settings.plan, fetch, device=device, grad_ring_dtype=settings.grad_ring_dtype) as session:
         trainer = Trainer(settings, session)
         with closing(trainer):
             return trainer.run(stop)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fcp_cli.runtime.grad_ring import GradRingDtype
 from fcp_cli.runtime.layout import ShardLayout, shard_layout
-from fcp_cli.runtime.ring import GradRingDtype, Ring, ring_backward, ring_forward
+from fcp_cli.runtime.ring import Ring, ring_backward, ring_forward
 from fcp_cli.verification.emulation import LockstepTransport, Mailbox, run_lockstep
 from fcp_cli.verification.order import Operation
 from fcp_cli.verification.recording import RecordingTransport

@@ -19,6 +19,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.runtime.agreement import agree_on_plan
 from fcp_cli.runtime.cursor import PlanCursor
 from fcp_cli.runtime.followed_plans import note_follower
+from fcp_cli.runtime.grad_ring import agreed_grad_dtype
 from fcp_cli.runtime.integrations.megatron import checks
 from fcp_cli.runtime.integrations.megatron.batches import share, shares_data
 from fcp_cli.runtime.integrations.megatron.microbatch import PlannedMicroBatch, current_microbatch
@@ -83,6 +84,7 @@ class Follower:
         self._peers = dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
         self._rank = self._peers.index(dist.get_rank())
         self._transport = ProcessTransport.create(self._device)
+        self._grad_dtype = agreed_grad_dtype(ProcessWorld(), self._device)
         self._multiple = tensor_parallel if self._config.sequence_parallel else 1
         self._engine: Rings | None = None
         if not self.stack.even_chunks and wants_rings(model):  # a stack with a ring of its own keeps that
@@ -242,7 +244,13 @@ class Follower:
         return PlannedMicroBatch(
             row=row,
             batch=shard.batch,
-            ring=Ring(layout=layout, index=shard.member, ranks=ranks, transport=self._transport),
+            ring=Ring(
+                layout=layout,
+                index=shard.member,
+                ranks=ranks,
+                transport=self._transport,
+                grad_dtype=self._grad_dtype,
+            ),
             positions=shard.positions.to(self._device, non_blocking=True),
             is_planned=shard.is_planned.to(self._device, non_blocking=True),
             longest_tokens=max(layout.lengths, default=1),
