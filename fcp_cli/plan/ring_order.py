@@ -44,10 +44,16 @@ def ring_order(ranks: tuple[int, ...], ranks_per_node: int) -> tuple[int, ...]:
 
 def ring_pairs(ranks: tuple[int, ...], ranks_per_node: int) -> list[tuple[int, int]]:
     """Return the pairs of ranks (lower first) that exchange messages where this group runs a ring."""
+    hops = ring_hops(ranks, ranks_per_node)
+    return [(min(hop), max(hop)) for hop in (hops[:1] if len(ranks) == 2 else hops)]
+
+
+def ring_hops(ranks: tuple[int, ...], ranks_per_node: int) -> list[tuple[int, int]]:
+    """Return (from, to) of the messages of every hop of this group's ring."""
+    if len(ranks) == 1:
+        return []
     order = ring_order(ranks, ranks_per_node)
-    if len(order) < 3:
-        return [(order[0], order[1])] if len(order) == 2 else []
-    return [(min(pair), max(pair)) for pair in zip(order, (*order[1:], order[0]), strict=True)]
+    return list(zip(order, (*order[1:], order[0]), strict=True))
 
 
 def _folded(items: Sequence[int]) -> list[int]:

@@ -25,6 +25,7 @@ from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.recipe import Reduce
 from fcp_cli.runtime.agreement import agree_on_plan
+from fcp_cli.runtime.contacts import open_contacts, report_to_stderr
 from fcp_cli.runtime.cursor import PlanCursor
 from fcp_cli.runtime.followed_step import FollowedStep, plan_path
 from fcp_cli.runtime.grad_ring import GradRingDtype, agreed_grad_dtype
@@ -74,12 +75,14 @@ def start(
     owns_process_group = join_process_group(device)
     world = ProcessWorld()
     metadata = agree_on_plan(world, path, device)
+    transport = ProcessTransport.create(device)
+    open_contacts(path, transport, rank=world.rank, device=device, report=report_to_stderr(world.rank, device))
     session = Session(
         plan=path,
         metadata=metadata,
         fetch=fetch,
         world=world,
-        transport=ProcessTransport.create(device),
+        transport=transport,
         device=device,
         owns_process_group=owns_process_group,
     )

@@ -58,7 +58,7 @@ class Transport(Protocol):
 
 
 class ProcessTransport:
-    """Ranks as processes over torch.distributed: one process group of all ranks, warmed up once.
+    """Ranks as processes over torch.distributed: one process group of all ranks, on which all have met once.
 
     Nothing else runs on the group: a collective of the script between two hops would take part in their order. Make it
     with `ProcessTransport.create`, on every rank. CUDA tensors under gloo are staged through pinned host memory.
@@ -71,14 +71,14 @@ class ProcessTransport:
 
     @classmethod
     def create(cls, device: torch.device) -> ProcessTransport:
-        """Make the group and warm it up. Every rank of the default group calls it, once, before the first step.
-        The first point-to-point batch of a communicator must not involve only some of its ranks, so a reduction and a
-        ring over all ranks run here; afterwards any ranks may talk.
+        """Make the group and let all ranks meet. Every rank of the default group calls it, once, before the first step.
+        The first operation of a communicator must not involve only some of its ranks, so a reduction over all runs
+        here; afterwards any ranks may talk. Who will, is for `contacts.open_contacts`.
         """
         group = dist.new_group(list(range(dist.get_world_size())), group_desc="rings")
         assert group is not None
         transport = cls(group, device)
-        transport.warm_up(device)
+        transport.meet(device)
         return transport
 
     @property
@@ -91,10 +91,13 @@ class ProcessTransport:
             return _StagedHop(self._group, send, to, receive, source)
         return _Hop(_batch(self._group, send, to, receive, source))
 
+    def meet(self, device: torch.device) -> None:
+        """Run a reduction, for which the communicator is made. Collective over the group."""
+        dist.all_reduce(torch.zeros(1, device="cpu" if self._staged else device), group=self._group)
+
     def warm_up(self, device: torch.device) -> None:
-        """Run a reduction and one hop around the group. Collective over it."""
-        token = torch.zeros(1, device="cpu" if self._staged else device)
-        dist.all_reduce(token, group=self._group)
+        """Run a reduction and one hop around the group, where all of it is one ring. Collective over it."""
+        self.meet(device)
         ranks = dist.get_process_group_ranks(self._group)
         place = ranks.index(dist.get_rank())
         if len(ranks) > 1:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.agreement import agree_on_plan
+from fcp_cli.runtime.contacts import open_contacts, report_to_stderr
 from fcp_cli.runtime.cursor import PlanCursor
 from fcp_cli.runtime.followed_plans import note_follower
 from fcp_cli.runtime.grad_ring import agreed_grad_dtype
@@ -89,6 +90,10 @@ class Follower:
         self._engine: Rings | None = None
         if not self.stack.even_chunks and wants_rings(model):  # a stack with a ring of its own keeps that
             self._engine = make_rings(model, plan, self._peers, self._device)
+        else:
+            report = report_to_stderr(dist.get_rank(), self._device)
+            peers = tuple(self._peers)
+            open_contacts(plan, self._transport, rank=self._rank, device=self._device, peers=peers, report=report)
         self._even_chunks = self.stack.even_chunks or self._engine is not None
         self._load = partial(load_shard, rank=self._rank, multiple=self._multiple, even_chunks=self._even_chunks)
         self._layers = self.stack.hook(model, self._transport)

@@ -1,0 +1,138 @@
+"""Open the connections of all rings of a plan before the first step.
+
+NCCL and HCCL connect two ranks at their first message, with the host blocked for up to 0.7 s (NVIDIA/nccl#1487), and
+take device memory for it. Left to the rings, that would happen in the middle of steps, for as long as new pairs appear.
+
+Pairs are contacted in rounds, in each of which a rank meets one other rank at most. Every rank works out all rounds
+from the plan and goes through its own in order, waiting for each. This cannot deadlock: of the pairs that have not met,
+those of the earliest round wait for nobody but each other.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.ring_order import ring_hops
+from fcp_cli.runtime.transport import Transport
+from fcp_cli.words import counted, duration
+
+_REPORT_SECONDS = 10.0
+
+Hop = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contact:
+    """A rank's part in one round.
+
+    Attributes:
+        round: from 0.
+        peer: the rank that it meets.
+        sends, receives: which ways rings will use the connection.
+    """
+
+    round: int
+    peer: int
+    sends: bool
+    receives: bool
+
+
+def planned_hops(plan: Path) -> set[Hop]:
+    """Return (from, to) of every message that rings of a plan send; its whole rows are read.
+
+    Raises:
+        PlanError: the file is missing or damaged.
+    """
+    reader = PlanReader(plan)
+    groups = {group for step in reader.steps() for group in step.ring_groups()}
+    per_node = reader.metadata.ranks_per_node
+    ranks = (tuple(np.frombuffer(group, dtype=np.int32).tolist()) for group in groups)
+    return {hop for members in ranks for hop in ring_hops(members, per_node)}
+
+
+def rounds_of(hops: Iterable[Hop]) -> Mapping[Hop, int]:
+    """Return the round of each pair (lower rank first): the earliest in which neither of its ranks meets another.
+
+    With at most P peers per rank there are fewer than 2 P rounds.
+    """
+    busy: dict[int, set[int]] = {}
+    rounds: dict[Hop, int] = {}
+    for pair in sorted({(min(hop), max(hop)) for hop in hops}):
+        taken = busy.setdefault(pair[0], set()) | busy.setdefault(pair[1], set())
+        rounds[pair] = next(number for number in range(len(taken) + 1) if number not in taken)
+        for rank in pair:
+            busy[rank].add(rounds[pair])
+    return rounds
+
+
+def contacts_of(rank: int, hops: set[Hop]) -> list[Contact]:
+    """Return whom a rank meets, round by round."""
+    contacts = []
+    for pair, number in rounds_of(hops).items():
+        if rank in pair:
+            peer = pair[0] if rank == pair[1] else pair[1]
+            way_out, way_in = (rank, peer) in hops, (peer, rank) in hops
+            contacts.append(Contact(round=number, peer=peer, sends=way_out, receives=way_in))
+    return sorted(contacts, key=lambda contact: contact.round)
+
+
+def open_contacts(
+    plan: Path,
+    transport: Transport,
+    *,
+    rank: int,
+    device: torch.device,
+    peers: tuple[int, ...] | None = None,
+    report: Callable[[str], None] | None = None,
+) -> int:
+    """Send one number over each way that the rings of a plan will use. Every rank calls it, before the first step.
+
+    Args:
+        plan: plan file.
+        transport: carries the rings.
+        rank: of the plan.
+        device: where messages lie.
+        peers: the process of each rank of the plan that holds the same part of the model as this one; None: the same
+            number.
+        report: takes a line of progress every ten seconds, and one at the end; None: nobody wants to know.
+
+    Returns:
+        How many other ranks this one met.
+
+    Raises:
+        PlanError: the plan is missing or damaged.
+    """
+    hops = planned_hops(plan)
+    contacts = contacts_of(rank, hops)
+    rounds = 1 + max(rounds_of(hops).values(), default=-1)
+    started = reported = time.monotonic()
+    for done, contact in enumerate(contacts):
+        process = contact.peer if peers is None else peers[contact.peer]
+        sent = torch.zeros(1, device=device) if contact.sends else None
+        received = torch.empty(1, device=device) if contact.receives else None
+        transport.start("contact", sent, process, received, process).wait()
+        if report is not None and time.monotonic() - reported > _REPORT_SECONDS:
+            reported = time.monotonic()
+            report(f"connecting ranks: {done + 1} of {len(contacts)} peers of rank {rank}")
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+    if report is not None and hops:
+        pairs = counted(len({frozenset(hop) for hop in hops}), "pair")
+        taken = duration(time.monotonic() - started)
+        report(f"connected {pairs} of ranks in {counted(rounds, 'round')}, {taken} on rank {rank}")
+    return len(contacts)
+
+
+def report_to_stderr(rank: int, device: torch.device) -> Callable[[str], None] | None:
+    """Return what prints a line on rank 0 of a job on accelerators; between processes of a host it takes no time."""
+    if rank or device.type == "cpu":
+        return None
+    return lambda line: print(f"fcp: {line}", file=sys.stderr, flush=True)

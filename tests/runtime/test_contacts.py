@@ -1,0 +1,89 @@
+"""All ranks that a plan's rings join meet before the first step, in rounds that cannot deadlock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fcp_cli.plan.peers import plan_peers
+from fcp_cli.runtime.contacts import contacts_of, open_contacts, planned_hops, rounds_of
+from fcp_cli.runtime.cursor import PlanCursor
+from fcp_cli.verification.emulation import Meeting, ThreadTransport, run_ranks
+from fcp_cli.verification.order import Operation, check_order
+from fcp_cli.verification.processes import replay_processes
+from fcp_cli.verification.recording import RecordingTransport
+from tests.runtime.plans import Row, random_steps, write_plan
+
+pytestmark = pytest.mark.torch
+
+CPU = torch.device("cpu")
+
+
+@settings(max_examples=100)
+@given(st.sets(st.tuples(st.integers(0, 15), st.integers(0, 15)).filter(lambda hop: hop[0] != hop[1])))
+def test_in_a_round_every_rank_meets_one_other_at_most(hops: set[tuple[int, int]]) -> None:
+    rounds = rounds_of(hops)
+    assert set(rounds) == {(min(hop), max(hop)) for hop in hops}
+    places = [(number, rank) for pair, number in rounds.items() for rank in pair]
+    assert len(places) == len(set(places))
+    most = max((sum(rank in pair for pair in rounds) for rank in range(16)), default=0)
+    assert len(set(rounds.values())) <= max(2 * most - 1, 0)
+
+
+@settings(max_examples=15)
+@given(st.integers(2, 9), st.integers(0, 10**6))
+def test_ranks_meet_over_exactly_the_ways_that_rings_will_use(
+    tmp_path_factory: pytest.TempPathFactory, num_ranks: int, seed: int
+) -> None:
+    plan = tmp_path_factory.mktemp("plan") / "plan.parquet"
+    write_plan(plan, random_steps(num_ranks, 3, sync="iteration", seed=seed), num_ranks=num_ranks)
+    lines: list[str] = []
+
+    def run(meeting: Meeting, rank: int) -> tuple[Operation, ...]:
+        transport = RecordingTransport(ThreadTransport(meeting.mailbox, rank, timeout_seconds=20.0))
+        met = open_contacts(plan, transport, rank=rank, device=CPU, report=lines.append if rank == 0 else None)
+        assert met == len(contacts_of(rank, planned_hops(plan)))
+        return tuple(transport.operations)
+
+    operations = dict(enumerate(run_ranks(num_ranks, run)))
+    check_order(operations)
+    sent = {(rank, op.peer) for rank, issued in operations.items() for op in issued if op.verb == "send"}
+    used = set()
+    for rank in range(num_ranks):
+        for step in PlanCursor(plan, rank, ahead=0):
+            for row in step.rows:
+                at = row.ranks.index(rank)
+                used |= {(rank, row.ranks[(at + 1) % row.degree])} if row.degree > 1 else set()
+    assert sent == used
+    pairs = plan_peers(plan).pairs
+    assert {(min(way), max(way)) for way in sent} == set(pairs)
+    assert len(lines) == (1 if pairs else 0)
+
+
+def test_ranks_of_a_plan_may_be_processes_of_other_numbers(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path / "plan.parquet", [[Row([0, 1], [9]), Row([2], [3])]], num_ranks=3)
+
+    def run(meeting: Meeting, process: int) -> int:
+        transport = ThreadTransport(meeting.mailbox, process, timeout_seconds=20.0)
+        return open_contacts(plan, transport, rank=2 - process, device=CPU, peers=(2, 1, 0))
+
+    assert run_ranks(3, run) == [0, 1, 1]
+
+
+@pytest.mark.distributed
+def test_no_pair_of_processes_meets_for_the_first_time_in_a_step(tmp_path: Path) -> None:
+    steps = [[Row([0, 1, 2, 3], [40]), Row([0, 3], [9])], [Row([1, 2, 3], [9]), Row([0], [4])]]
+    plan = write_plan(tmp_path / "plan.parquet", steps, num_ranks=4)
+    met = set()
+    for rank, replayed in enumerate(replay_processes(plan)):
+        messages = [operation for operation in replayed.operations if not operation.is_collective]
+        first = next(place for place, message in enumerate(messages) if message.content == "kv")
+        parts = messages[:first], messages[first:]
+        before, after = ({(message.verb, message.peer) for message in part} for part in parts)
+        assert before == after
+        met |= {(min(rank, peer), max(rank, peer)) for _verb, peer in before}
+    assert sorted(met) == plan_peers(plan).pairs
