@@ -116,7 +116,7 @@ def measure(model: str, tokens: int) -> dict[str, float]:
     return {"resident": after - before, "allocated": state_bytes(optimizer) + allocated_peak(run)}
 
 
-def allocated_peak(run: Callable[[], None]) -> float:
+def allocated_peak(run: Callable[[], object]) -> float:
     """Most bytes that PyTorch's allocator held at once beyond what it held before `run`."""
     from torch.profiler import ProfilerActivity, profile
 
