@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.models.transformers_config import text_config
 from fcp_cli.profiling.points import Point
-from fcp_cli.recipe import PrecisionName, Recipe, Recompute
-from fcp_cli.runtime.integrations.transformers import prepare
+from fcp_cli.recipe import PrecisionName, Recipe
+from fcp_cli.runtime.integrations.transformers import prepare, recompute_layers
 from fcp_cli.runtime.layout import shard_layout
-from fcp_cli.runtime.loss import token_loss_sum
-from fcp_cli.runtime.recompute import keep_attention
+from fcp_cli.runtime.loss import Labels, token_loss_sum
+from fcp_cli.runtime.offload import ActivationOffload
 from fcp_cli.runtime.ring import Ring, current_ring
 from fcp_cli.runtime.transport import Handle, Transport
 
@@ -72,18 +72,19 @@ def _fill(receive: Tensor, send: Tensor) -> None:
     flat[common:].zero_()
 
 
-def recompute_layers(model: Any, how: Recompute) -> None:
-    """Make backward compute the activations of each layer again, as a job with this recipe does."""
-    if how == "none":
-        return
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False, **({"context_fn": keep_attention} if how == "selective" else {})})
+class Batch(NamedTuple):
+    """The tokens of one member of a ring, [1, tokens] each."""
+
+    input_ids: Tensor
+    position_ids: Tensor
+    labels: Tensor
 
 
 class GradientSums:
     """Adds up the gradients of bf16 weights in fp32, as ranks of a job keep them from one micro-batch to the next."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._sums: dict[nn.Parameter, Tensor] = {}
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]
@@ -101,10 +102,11 @@ class GradientSums:
     def holders(self) -> list[nn.Parameter]:
         """Return a parameter for each sum, which is its own gradient: what sums and updates them sees what it needs."""
         found = []
-        for total in self._sums.values():
-            holder = nn.Parameter(total)
-            holder.grad = total
-            found.append(holder)
+        for parameter in self._model.parameters():
+            if parameter in self._sums:
+                holder = nn.Parameter(self._sums[parameter])
+                holder.grad = self._sums[parameter]
+                found.append(holder)
         return found
 
 
@@ -124,6 +126,7 @@ class Workload:
         self._autocast = autocast_for(device, recipe.precision)
         self._recipe = recipe
         self._transport = transport
+        self._offload = ActivationOffload(device) if recipe.offload == "activations" else None
         self._sums = GradientSums(model) if recipe.precision == "bf16" else None
         self._vocabulary = int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
         self._batch = lru_cache(maxsize=64)(self._make_batch)
@@ -145,7 +148,7 @@ class Workload:
     def microbatch(self, lengths: tuple[int, ...], ranks: Sequence[int], index: int) -> Callable[[], None]:
         """Return a function that runs forward and backward of member `index`; gradients add up as in training."""
         degree = len(ranks)
-        input_ids, position_ids, labels = self._batch(lengths, degree, index)
+        batch = self._batch(lengths, degree, index)
         tokens = sum(lengths)
 
         def run() -> None:
@@ -153,21 +156,30 @@ class Workload:
                 layout=shard_layout(lengths, degree), index=index, ranks=tuple(ranks), transport=self._transport
             )
             current_ring.set(ring)
-            with self._autocast():
-                logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
-            loss: Any = token_loss_sum(logits, labels) / tokens
+            loss: Any = self._loss_sum(batch, ring) / tokens
             loss.backward()
             current_ring.set(None)
 
         return run
 
-    def _make_batch(self, lengths: tuple[int, ...], degree: int, index: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _loss_sum(self, batch: Batch, ring: Ring) -> Tensor:
+        """Run the forward, with the loss and the offloading of the recipe, as the bundled trainer does."""
+        inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False}
+        with self._autocast(), nullcontext() if self._offload is None else self._offload.of(batch):
+            if self._recipe.loss == "chunked":
+                ring.labels = Labels(values=batch.labels)
+                loss_sum: Tensor = self.model(**inputs, labels=batch.labels).loss
+                return loss_sum
+            logits = self.model(**inputs).logits
+        return token_loss_sum(logits, batch.labels)
+
+    def _make_batch(self, lengths: tuple[int, ...], degree: int, index: int) -> Batch:
         layout = shard_layout(lengths, degree)
         draw = torch.Generator().manual_seed(sum(lengths))
         tokens = torch.randint(self._vocabulary, (1, layout.tokens(index)), generator=draw)
         positions = torch.from_numpy(layout.position_ids(index))[None]
         labels = torch.roll(tokens, -1, dims=1)
-        return tokens.to(self.device), positions.to(self.device), labels.to(self.device)
+        return Batch(tokens.to(self.device), positions.to(self.device), labels.to(self.device))
 
 
 def groups_of(point: Point, *, world: int, ranks_per_node: int) -> list[tuple[int, ...]]:

@@ -34,18 +34,66 @@ def test_groups_fill_the_ranks_inside_or_across_two_nodes(
 
 
 def test_one_rank_runs_a_member_of_any_ring_with_finite_gradients() -> None:
+    gradients = _gradients(Recipe(precision="fp32"), degrees=(1, 2, 3))
+    assert all(torch.isfinite(gradient).all() for gradient in gradients)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(precision="fp32", recompute="full"),
+        Recipe(precision="fp32", recompute="selective"),
+        Recipe(precision="fp32", loss="plain"),
+        Recipe(precision="fp32", recompute="full", offload="activations"),
+        Recipe(precision="amp", recompute="selective"),
+        Recipe(precision="bf16"),
+    ],
+    ids=lambda recipe: recipe.describe(),
+)
+def test_packs_run_under_every_recipe_with_the_same_gradients(recipe: Recipe) -> None:
+    exact, found = _gradients(Recipe(precision="fp32")), _gradients(recipe)
+    bound = 1e-5 if recipe.precision == "fp32" else 5e-2
+    wanted, seen = (torch.cat([gradient.flatten() for gradient in gradients]) for gradients in (exact, found))
+    assert seen.dtype == torch.float32  # bf16's gradients are summed in fp32, as a job keeps them
+    assert (seen - wanted).norm() <= bound * wanted.norm()
+
+
+def _gradients(recipe: Recipe, degrees: tuple[int, ...] = (1,)) -> list[Any]:
+    """Gradients after each member of rings of these degrees ran, what it would receive being its own."""
     from fcp_cli.models.model import load_model
     from fcp_cli.profiling.workload import SilentTransport, Workload, build_model
 
     cpu = torch.device("cpu")
-    recipe = Recipe(precision="fp32")
+    torch.manual_seed(0)
+    drawn = build_model(load_model("qwen3-tiny"), 2, cpu, Recipe(precision="fp32")).state_dict()
     model = build_model(load_model("qwen3-tiny"), 2, cpu, recipe)
+    model.load_state_dict(drawn)
     workload = Workload(model, cpu, recipe, SilentTransport())
-    for degree in (1, 2, 3):
+    for degree in degrees:
         for index in range(degree):
             workload.microbatch((65, 31), range(degree), index)()
-    gradients = [parameter.grad for parameter in model.parameters()]
-    assert all(gradient is not None and torch.isfinite(gradient).all() for gradient in gradients)
+    found = [holder.grad for holder in workload.gradient_holders()]
+    assert len(found) == len(list(workload.model.parameters())) and all(one is not None for one in found)
+    return found
+
+
+def test_the_end_of_a_step_updates_a_share_and_leaves_the_weights() -> None:
+    from fcp_cli.models.model import load_model
+    from fcp_cli.profiling.update_step import UpdateStep, state_bytes
+    from fcp_cli.profiling.workload import SilentTransport, Workload, build_model
+    from fcp_cli.verification.emulation import Meeting, ThreadWorld
+
+    cpu, recipe = torch.device("cpu"), Recipe(precision="bf16")
+    workload = Workload(build_model(load_model("qwen3-tiny"), 1, cpu, recipe), cpu, recipe, SilentTransport())
+    before = [parameter.clone() for parameter in workload.model.parameters()]
+    workload.microbatch((64,), (0,), 0)()
+    sizes = []
+    for share in (1.0, 0.25):
+        step = UpdateStep(workload, ThreadWorld(Meeting(1), 0), share=share)
+        step.run()
+        sizes.append(state_bytes(step.optimizer))
+    assert 0.25 * sizes[0] <= sizes[1] < sizes[0]
+    assert all(map(torch.equal, before, workload.model.parameters()))
 
 
 def test_fewer_layers_leave_the_others_without_gradient() -> None:
