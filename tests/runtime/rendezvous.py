@@ -23,14 +23,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from fcp_cli.errors import RunError
 from fcp_cli.verification.order import SEND, Operation
 from fcp_cli.verification.recording import RecordedGroup, RecordedWork, Recorder
 
 BACKEND = "rendezvous"
-_POLL_SECONDS = 0.0005
+_POLL_SECONDS = (0.0002, 0.004)  # the first wait and the longest
 _MOST_QUEUES = 64
 
 Issued = tuple[Operation, Callable[[], dist.Work], RecordedWork]
@@ -42,10 +42,12 @@ class Rendezvous(Recorder):
     Args:
         queues: hardware queues; None gives every communicator one of its own.
         hang_seconds: how long an operation at the head of a queue waits before the job is taken to hang.
+        job: tells jobs apart that share a store.
     """
 
-    def __init__(self, *, queues: int | None = None, hang_seconds: float = 120.0) -> None:
+    def __init__(self, *, queues: int | None = None, hang_seconds: float = 120.0, job: str = "") -> None:
         super().__init__()
+        self.job = job
         self.hang_seconds = hang_seconds
         self.error: RunError | None = None
         self._num_queues = queues
@@ -157,16 +159,15 @@ class _Queue:
         self._number = number
         self._launches: queue.SimpleQueue[_Launch] = queue.SimpleQueue()
         # A connection of its own: a thread that waits for the store holds up all that share its connection.
-        self._store = TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False
-        )
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        self._store = PrefixStore(f"rendezvous {device.job}", store)
         threading.Thread(target=self._run, name=f"queue-{number}", daemon=True).start()
 
     def put(self, launch: _Launch) -> None:
         self._launches.put(launch)
 
+    @torch.no_grad()
     def _run(self) -> None:
-        torch.set_num_threads(1)
         while True:
             launch = self._launches.get()
             error: Exception | None = self._device.error  # a device that hung runs nothing more
@@ -191,7 +192,7 @@ class _Queue:
                 self._store.set(f"{launch.keys[i]}/{rank}", "begun")
                 if not operation.is_collective:
                     works[i] = start()  # posted; the sender sends when it has seen that
-        end = time.monotonic() + self._device.hang_seconds
+        end, pause = time.monotonic() + self._device.hang_seconds, _POLL_SECONDS[0]
         while len(works) < len(launch.issued):
             for i, (operation, start, _) in enumerate(launch.issued):
                 if i not in works and self._store.check([f"{launch.keys[i]}/{r}" for r in _others(launch, operation)]):
@@ -199,7 +200,8 @@ class _Queue:
             if time.monotonic() > end:
                 late = next(i for i in range(len(launch.issued)) if i not in works)
                 raise RunError(self._hang(rank, launch, late))
-            time.sleep(_POLL_SECONDS)
+            time.sleep(pause)
+            pause = min(1.5 * pause, _POLL_SECONDS[1])
         for i, work in works.items():
             self._finish(work, end, rank, launch, i)
         self._store.set(f"at/{rank}/{self._number}", "")
@@ -210,6 +212,8 @@ class _Queue:
         try:
             work.wait(left)
         except RuntimeError as error:
+            if "imed out" not in str(error):
+                raise
             raise RunError(self._hang(rank, launch, position)) from error
 
     def _hang(self, rank: int, launch: _Launch, position: int) -> str:
@@ -230,5 +234,5 @@ def _others(launch: _Launch, operation: Operation) -> tuple[int, ...]:
 
 
 def _value(operation: Operation, work: dist.Work) -> Any:
-    """Return what a collective's future gives: its tensors."""
-    return work.get_future().value() if operation.is_collective and operation.verb != "barrier" else None
+    """Return what the operation's future gives: DDP asks for that of its reductions; gloo has none of most others."""
+    return work.get_future().value() if operation.verb == "allreduce" else None

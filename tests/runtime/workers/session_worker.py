@@ -84,6 +84,11 @@ def gradients(plan: Path, case: Case) -> Replayed:
         return gradients_on_rank(session, *build(case), reduce=case.reduce)
 
 
+def gradient_case(folder: Path, name: str) -> Replayed:
+    plan, case = GRADIENT_CASES[name]
+    return gradients(folder / plan, case)
+
+
 def first_step(plan: Path, *, attend: Any = ring_attend, wrapping: Any = "none", stop_early: bool = False) -> None:
     """Run one step, and what follows it, as a wrong script would."""
     with start(plan, lambda row: torch.arange(400) % VOCAB_SIZE) as session:
@@ -127,8 +132,8 @@ def main(folder: Path) -> None:
     def leave(name: str, result: Any) -> None:
         (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(result))
 
-    for name, (plan, case) in GRADIENT_CASES.items():
-        leave(name, gradients(folder / plan, case))
+    for name in GRADIENT_CASES:
+        leave(name, gradient_case(folder, name))
     for name, run in error_cases(folder, rank).items():
         try:
             run()

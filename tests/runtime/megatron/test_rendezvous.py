@@ -1,0 +1,50 @@
+"""Megatron under NCCL's semantics with one hardware queue: overlapped reductions, gathers and replicas that end."""
+
+from __future__ import annotations
+
+import pickle
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from fcp_cli.verification.order import check_order
+from tests.runtime.launch import torchrun
+from tests.runtime.megatron.test_gradients import NUM_RANKS, PIPELINE, SWITCHING, TENSOR, worst_error
+from tests.runtime.plans import write_plan
+
+pytest.importorskip("megatron.core.package_info", reason="needs megatron-core: pip install megatron-core")
+pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where one job of four ranks left the gradients of all cases, and what it issued."""
+    folder = tmp_path_factory.mktemp("rendezvous")
+    write_plan(folder / "switching.parquet", SWITCHING, num_ranks=NUM_RANKS, rows=32)
+    write_plan(folder / "tensor.parquet", TENSOR, num_ranks=2, rows=12, tensor_parallel=2)
+    write_plan(folder / "pipeline.parquet", PIPELINE, num_ranks=2, rows=8, sync="microbatch", pipeline_parallel=2)
+    torchrun("-m", "tests.runtime.megatron.rendezvous_worker", str(folder), num_ranks=NUM_RANKS)
+    return folder
+
+
+@pytest.mark.parametrize("case", ["overlapped", "gathering", "sequence", "pipeline"])
+def test_megatron_ends_on_one_queue_with_the_gradients_of_one_process(folder: Path, case: str) -> None:
+    if (folder / f"{case}-alone.pickle").exists():
+        assert worst_error(folder, case) <= 1e-12
+    else:  # of a process's share
+        assert max(pickle.loads((folder / f"{case}-{rank}.pickle").read_bytes()) for rank in range(NUM_RANKS)) <= 1e-12
+    left = [pickle.loads((folder / f"{case}-{rank}.operations").read_bytes()) for rank in range(NUM_RANKS)]
+    groups = {name: ranks for _, of_rank in left for name, ranks in of_rank.items()}
+    check_order({rank: operations for rank, (operations, _) in enumerate(left)}, groups)
+
+
+def test_overlapped_buckets_are_reduced_after_the_last_hop_of_the_step(folder: Path) -> None:
+    """Between two reductions of buckets of a step there is no message."""
+    for rank in range(NUM_RANKS):
+        operations, _ = pickle.loads((folder / f"overlapped-{rank}.operations").read_bytes())
+        verbs = [operation.verb for operation in operations]
+        buckets = [i for i, verb in enumerate(verbs) if verb == "allreduce_coalesced"]
+        assert len(buckets) > 4  # of four steps, several each
+        apart = [verbs[a + 1 : b] for a, b in pairwise(buckets)]
+        assert sum("send" in between or "recv" in between for between in apart) <= 3
