@@ -67,7 +67,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             for block in _blocks(hidden, weight):
                 logits = _logits(hidden, weight, bias, block).to(precise)
                 column, inside = _place_of_labels(labels, block)
-                label_logits += logits.gather(1, column).squeeze(1) * inside
+                label_logits += torch.where(inside, logits.gather(1, column).squeeze(1), 0.0)
                 lse = torch.logaddexp(lse, _logsumexp_(logits))
                 del logits  # before the next block's
         ctx.save_for_backward(hidden, weight, bias, labels, lse)
@@ -120,7 +120,7 @@ def _logsumexp_(logits: Tensor) -> Tensor:
     """Return [n] the log-sum-exp of each row; overwrites the logits, where torch.logsumexp makes a second copy."""
     if not logits.numel():
         return logits.sum(1)
-    highest = logits.amax(1)
+    highest = logits.amax(1).clamp_(min=torch.finfo(logits.dtype).min)  # entries of -inf, as a bias may make, count 0
     return logits.sub_(highest.unsqueeze(1)).exp_().sum(1).log_().add_(highest)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fcp_cli.errors import RunError
@@ -62,6 +63,32 @@ def test_extreme_logits_neither_overflow_nor_vanish() -> None:
         head.weight.mul_(1e4)
     plain = token_loss_sum(head(hidden), labels(1.0).values)
     assert float(head_loss_sum(hidden, head, labels(1.0)).detach()) == pytest.approx(float(plain.detach()), rel=1e-6)
+
+
+def test_entries_that_a_bias_rules_out_count_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, head = example(bias=True)
+    known = labels(1.0)
+    with torch.no_grad():
+        head.bias.masked_fill_(torch.ones(VOCABULARY).index_fill(0, known.values[0], 0.0).bool(), -torch.inf)
+    monkeypatch.setattr(chunked_loss, "LOGITS_BYTES", 4 * TOKENS)  # in most blocks of one column nothing is left
+    plain, chunked = token_loss_sum(head(hidden), known.values), head_loss_sum(hidden, head, known)
+    assert float(chunked.detach()) == pytest.approx(float(plain.detach()), rel=1e-12)
+    for found, wanted in zip(
+        gradients(chunked, hidden, head.weight), gradients(plain, hidden, head.weight), strict=True
+    ):
+        assert float((found - wanted).abs().max()) <= 1e-12
+
+
+def test_the_host_never_waits_for_a_value() -> None:
+    """Of fake tensors there is none: asking for one would raise."""
+    with FakeTensorMode():
+        hidden = torch.empty(1, 4096, 64, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(151_936, 64, dtype=torch.bfloat16, requires_grad=True)
+        values = torch.empty(1, 4096, dtype=torch.int64)
+        rows = torch.empty(1000, dtype=torch.int64)
+        torch.autograd.backward(head_loss_sum(hidden, weight, Labels(values=values, rows=rows)))
+        assert hidden.grad is not None
+        assert weight.grad is not None
 
 
 @pytest.mark.parametrize("leaf", ["hidden", "head"])
