@@ -31,7 +31,9 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextvars import ContextVar
+from itertools import count
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -51,6 +53,10 @@ if TYPE_CHECKING:
     from fcp_cli.runtime.visuals import VisualShard
 
 
+_handles = count()
+_rings: WeakValueDictionary[int, Ring] = WeakValueDictionary()
+
+
 class Ring(RingMember):
     """The group of one micro-batch, as one of its members sees it.
 
@@ -62,13 +68,16 @@ class Ring(RingMember):
         backward_forbidden: why its backward must not run now, since ranks would wait for each other; "" where it may.
         encoder_calls: how often a vision encoder ran for it.
         labels: of this member's tokens, for a model that computes its loss itself; None where there are none.
+        handle: 0-d int64, stands for the ring in compiled graphs.
     """
 
     __slots__ = (
+        "__weakref__",
         "backward_calls",
         "backward_forbidden",
         "encoder_calls",
         "grad_dtype",
+        "handle",
         "labels",
         "transport",
         "visuals",
@@ -92,6 +101,9 @@ class Ring(RingMember):
         self.backward_forbidden = ""
         self.encoder_calls = 0
         self.labels: Labels | None = None
+        number = next(_handles)
+        _rings[number] = self
+        self.handle = torch.tensor(number, device="cpu")
 
 
 current_ring: ContextVar[Ring | None] = ContextVar("current_ring", default=None)
@@ -116,6 +128,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring | None = None, scal
     Raises:
         RunError: no ring, a shape that does not fit the ring, or a call inside backward without an explicit ring.
     """
+    if torch.compiler.is_compiling():
+        return _attend_compiled(q, k, v, ring, scale)
     stage = attention_stage.get()
     if stage is None:
         return _attend(q, k, v, ring, scale)
@@ -125,15 +139,20 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring | None = None, scal
 def _attend(q: Tensor, k: Tensor, v: Tensor, ring: Ring | None, scale: float | None) -> Tensor:
     if ring is None:
         ring = _implicit_ring()
+    q, k, v = _autocast(q, k, v)
+    _checked_ring(ring, q, k, v).attention_calls += 1
+    out: Tensor = RingAttention.apply(q, k, v, ring, q.shape[-1] ** -0.5 if scale is None else scale)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _checked_ring(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Ring:
+    """Return the ring, if it can run and the tensors fit it."""
     if ring.backward_forbidden:  # recomputed in a backward that would only then find out, with hops under way
         raise RunError(ring.backward_forbidden)
-    q, k, v = _autocast(q, k, v)
     if not q.dtype == k.dtype == v.dtype:
         raise RunError(f"q, k and v have different types: {q.dtype}, {k.dtype}, {v.dtype}")
     ring.check_shapes(q, k, v)
-    ring.attention_calls += 1
-    out: Tensor = RingAttention.apply(q, k, v, ring, q.shape[-1] ** -0.5 if scale is None else scale)  # type: ignore[no-untyped-call]
-    return out
+    return ring
 
 
 class RingAttention(torch.autograd.Function):
@@ -153,14 +172,97 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.ring.backward_forbidden:
-            raise RunError(ctx.ring.backward_forbidden)
-        ctx.ring.backward_calls += 1
         q, k, v, out, lse = ctx.saved_tensors
-        dout, own_q, own_k, own_v = (_pack(tensor, ctx.ring.tokens) for tensor in (grad_out, q, k, v))
-        grads = drive(ring_backward(ctx.ring, dout, own_q, own_k, own_v, out, lse, ctx.scale))
-        dq, dk, dv = (_unpack(grad, q.shape[2]) for grad in grads)
-        return dq, dk, dv, None, None
+        packed = [_pack(tensor, ctx.ring.tokens) for tensor in (grad_out, q, k, v)]
+        return *_backward(ctx.ring, [*packed, out], lse, ctx.scale, q.shape[2]), None, None
+
+
+def _backward(
+    ring: Ring, packed: list[Tensor], lse: Tensor, scale: float, padded: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the backward, given the packed gradient of out, q, k, v and out; return gradients [1, .., padded, D]."""
+    if ring.backward_forbidden:
+        raise RunError(ring.backward_forbidden)
+    ring.backward_calls += 1
+    grad_out, q, k, v, out = packed
+    dq, dk, dv = drive(ring_backward(ring, grad_out, q, k, v, out, lse, scale))
+    return _unpack(dq, padded), _unpack(dk, padded), _unpack(dv, padded)
+
+
+_CURRENT = torch.tensor(
+    -1, device="cpu"
+)  # the handle that stands for the ring which is current when a compiled graph runs
+
+
+def _attend_compiled(q: Tensor, k: Tensor, v: Tensor, ring: Ring | None, scale: float | None) -> Tensor:
+    """Do what `attention` does, for a trace by torch.compile, which must look neither into a ring nor into its hops.
+
+    The ring is given by its handle, a tensor, so that a graph serves all rings. A ring lives as long as its step.
+    """
+    q, k, v = _autocast(q, k, v)
+    handle = _CURRENT if ring is None else ring.handle
+    out: Tensor = _attention_operator(q, k, v, handle, q.shape[-1] ** -0.5 if scale is None else scale)[0]
+    return out
+
+
+@torch.library.custom_op("fcp::attention", mutates_args=())
+def _attention_operator(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output like q, lse [padded, H], and the handle of the ring that it ran on."""
+    number = int(handle)
+    ring = _checked_ring(_implicit_ring() if number < 0 else _ring_of(number), q, k, v)
+    ring.attention_calls += 1
+    tokens, padded = ring.tokens, q.shape[2]
+    out, lse = drive(ring_forward(ring, _pack(q, tokens), _pack(k, tokens), _pack(v, tokens), scale))
+    full_lse = lse.new_zeros(padded, q.shape[1])
+    full_lse[:tokens] = lse
+    return _unpack(out, padded), full_lse, ring.handle.clone()
+
+
+@torch.library.custom_op("fcp::attention_backward", mutates_args=())
+def _attention_backward_operator(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    ring = _ring_of(int(handle))
+    packed = [_pack(tensor, ring.tokens) for tensor in (grad_out, q, k, v, out)]
+    return _backward(ring, packed, lse[: ring.tokens], scale, q.shape[2])
+
+
+@_attention_operator.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    _, heads, padded, _ = q.shape
+    return _like_packed(q), q.new_empty(padded, heads, dtype=lse_dtype(q.dtype)), torch.empty_like(handle)
+
+
+@_attention_backward_operator.register_fake
+def _(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _like_packed(q), _like_packed(k), _like_packed(v)
+
+
+def _like_packed(batched: Tensor) -> Tensor:
+    """Return an empty [1, H, padded, D] that lies in memory as what `_unpack` returns."""
+    _, heads, padded, head_dim = batched.shape
+    return batched.new_empty(padded, heads, head_dim).transpose(0, 1).unsqueeze(0)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, _, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _differentiate(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, handle = ctx.saved_tensors
+    dq, dk, dv = _attention_backward_operator(grad_out, q, k, v, out, lse, handle, ctx.scale)
+    return dq, dk, dv, None, None
+
+
+_attention_operator.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _ring_of(number: int) -> Ring:
+    ring = _rings.get(number)
+    if ring is None:
+        raise RunError("backward of a compiled model ran after its step had ended, and its ring with it")
+    return ring
 
 
 def ring_forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Waits[tuple[Tensor, Tensor]]:
