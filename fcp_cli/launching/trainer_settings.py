@@ -15,6 +15,7 @@ from fcp_cli.launching.checks.memory import check_recipe_of_plan
 from fcp_cli.launching.job.job import Job
 from fcp_cli.launching.request import LOCAL, LaunchRequest
 from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.recipe import check_shard_ranks
 from fcp_cli.runs.folder import RunPaths, next_run_dir
 from fcp_cli.runs.launch_record import read_launch
 from fcp_cli.training.settings import TrainSettings
@@ -45,6 +46,8 @@ def trainer_settings(request: LaunchRequest, job: Job, assumed: Origins) -> Trai
         resume=request.resume,
         **request.training,
     )
+    recipe = settings.recipe(metadata.recipe, sync=metadata.sync, device=job.machine.device)
+    check_shard_ranks(recipe, metadata.num_ranks)
     check_recipe_of_plan(job, settings)
     if metadata.recipe is None:
         _note_vision(metadata, settings, assumed)

@@ -14,6 +14,10 @@ from fcp_cli.runtime.gradients import GradientSync
 from fcp_cli.runtime.world import World
 from fcp_cli.training.shares import Shares, rows_each
 
+# Of torch 2.13; the names that older ones have are deprecated.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 _BUCKET_NUMBERS = 8 << 20  # 32 MiB in fp32: large enough to fill a link, small enough for a copy beside the gradients
 
 
@@ -150,7 +154,7 @@ class Replica(GradientSync):
             own = flat
         else:
             own = flat.new_empty(len(flat) // self.shares.count)
-            dist.reduce_scatter_tensor(own, flat, group=self.shares.shard_group)
+            _reduce_scatter(own, flat, group=self.shares.shard_group)
         del flat
         if self.shares.copy_group is not None:
             dist.all_reduce(own, group=self.shares.copy_group)
@@ -192,7 +196,7 @@ class Replica(GradientSync):
         """Collect the rows that each rank updated into the weights that every rank computes with."""
         count, first = self.shares.count, bucket[0].parameter
         if len(bucket) == 1 and len(first) % count == 0:
-            dist.all_gather_into_tensor(first.data, bucket[0].updated.to(first.dtype), group=group)
+            _all_gather(first.data, bucket[0].updated.to(first.dtype), group=group)
             return
         own = first.new_zeros(sum(weight.share_numbers for weight in bucket))
         flat = first.new_empty(count, len(own))
@@ -200,7 +204,7 @@ class Replica(GradientSync):
         for weight in bucket:
             own[offset : offset + weight.updated.numel()].copy_(weight.updated.flatten())
             offset += weight.share_numbers
-        dist.all_gather_into_tensor(flat.view(-1), own, group=group)
+        _all_gather(flat.view(-1), own, group=group)
         offset = 0
         for weight in bucket:
             for block, part in _shares_of(weight.parameter.data, flat, offset, weight):

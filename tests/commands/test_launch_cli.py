@@ -230,6 +230,12 @@ def test_a_head_node_without_torch_still_prints_commands(fcp: Fcp, monkeypatch: 
         (("--", "nope.py"), 2, "there is no script nope.py"),
         (("--", "--x", "3"), 2, "after -- comes a script or '-m MODULE', not --x; the trainer's options go before --"),
         (("--steps", "2", "--", "x.py"), 2, "--steps is for the bundled trainer; give x.py its own arguments after it"),
+        (("--zero", "2", "--", "x.py"), 2, "--zero is for the bundled trainer; give x.py its own arguments after it"),
+        (("--zero", "3", "--dry-run"), 2, "--zero 3 gathers weights in every micro-batch, of which ranks run different "
+         "numbers under sync iteration; give --zero 2, or plan with 'fcp plan --sync microbatch'"),
+        (("--zero", "2", "--shard-ranks", "3"), 2, "--shard-ranks is 3, which does not divide the 4 ranks; give "
+         "--shard-ranks 2, or leave it out to share one copy over all ranks"),
+        (("--loss", "big"), 2, "--loss is 'big'; it must be one of auto, chunked, plain; see 'fcp launch --help'"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_one_line(fcp: Fcp, words: tuple[str, ...], status: int, message: str) -> None:
