@@ -13,27 +13,47 @@ from fcp_cli.memory.precision import Precision
 from fcp_cli.models.model import ModelSpec, VisionSpec
 from fcp_cli.recipe import Recipe
 
-LOSS_CHUNK_TOKENS = 1024  # of the chunked loss
+LOGITS_BYTES = 256 << 20
+"""Most bytes of a block of logits of the chunked loss, in fp32; `runtime.chunked_loss` cuts the vocabulary so."""
+
+_LABEL_BYTES = 32  # per token: label's column, whether it is in the block, log-sum-exp, share of the loss
+
+
+def input_bytes(spec: ModelSpec, precision: Precision) -> int:
+    """Count the bytes per token of a micro-batch itself: three int64 of ids, positions and labels, and the rotation."""
+    return 3 * 8 + 2 * precision.residual * spec.head_dim
 
 
 def layer_bytes(spec: ModelSpec, precision: Precision) -> int:
-    """Count the bytes per token that autograd keeps for one layer.
+    """Count the bytes per token that autograd keeps for one layer."""
+    return attention_side_bytes(spec, precision) + mlp_side_bytes(spec, precision)
 
-    A norm keeps its input in fp32, the normalised value, the scale and its output; attention keeps rotated queries and
-    keys, values, its output and the logarithm of the softmax sum; the MLP keeps four tensors of its width.
+
+def attention_side_bytes(spec: ModelSpec, precision: Precision) -> int:
+    """Count the bytes per token that autograd keeps for the first half of a layer: norm and attention.
+
+    A norm keeps its input in fp32, the normalised value, the scale and its output, under autocast once for each of the
+    matrices that read it; attention keeps rotated queries and keys, values, its output and its log-sum-exp.
     """
     t, r = precision.activation, precision.residual
     h, q, k = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    inputs = 2 if t == r else 5  # autocast casts a norm's output for each of the matrices that read it
-    norms = 2 * ((4 + r) * h + 4) + inputs * t * h
+    norm = (4 + r) * h + 4 + (1 if t == r else 3) * t * h
     head_norms = (4 + t) * (q + k) + 4 * (spec.num_heads + spec.num_kv_heads) if spec.qk_norm else 0
-    return norms + head_norms + attention_bytes(spec, precision) + 4 * t * spec.ffn_size
+    return norm + head_norms + attention_bytes(spec, precision)
 
 
 def attention_bytes(spec: ModelSpec, precision: Precision) -> int:
     """Count the bytes per token of what attention's backward needs: q, k, v, the output, and its log-sum-exp."""
     q, k = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     return precision.activation * (2 * q + 2 * k) + 4 * spec.num_heads
+
+
+def mlp_side_bytes(spec: ModelSpec, precision: Precision) -> int:
+    """Count the bytes per token that autograd keeps for the second half of a layer: norm and MLP, which keeps four
+    tensors of its width.
+    """
+    t, r, h = precision.activation, precision.residual, spec.hidden_size
+    return (4 + r) * h + 4 + (1 if t == r else 2) * t * h + 4 * t * spec.ffn_size
 
 
 def kept_bytes(spec: ModelSpec, recipe: Recipe, precision: Precision) -> int:
@@ -44,13 +64,37 @@ def kept_bytes(spec: ModelSpec, recipe: Recipe, precision: Precision) -> int:
     return inputs + (attention_bytes(spec, precision) if recipe.recompute == "selective" else 0)
 
 
-def layer_working_bytes(spec: ModelSpec, recipe: Recipe, precision: Precision) -> int:
-    """Count the bytes per token of one layer in its backward, beside what it kept: where that is the most.
+def recomputed_bytes(spec: ModelSpec, recipe: Recipe, precision: Precision) -> int:
+    """Count the bytes per token that the layer at work computes again before its backward."""
+    if recipe.recompute == "none":
+        return 0
+    kept = attention_bytes(spec, precision) if recipe.recompute == "selective" else 0
+    return layer_bytes(spec, precision) - kept
 
-    Recomputed activations, the gradient of the residual stream, and two gradients of the MLP's width.
+
+def residual_gradient_bytes(spec: ModelSpec, precision: Precision) -> int:
+    """Count the bytes per token of the residual stream's gradient; matrices get theirs in their own type."""
+    t, r = precision.activation, precision.residual
+    return (r if t == r else r + t) * spec.hidden_size
+
+
+def mlp_backward_bytes(spec: ModelSpec, precision: Precision) -> int:
+    """Count the bytes per token that a layer's backward takes beside its activations, where that is the most.
+
+    The gradient of the MLP's product has become those of its two factors, as wide each; the product itself is gone.
     """
-    again = layer_bytes(spec, precision) if recipe.recompute != "none" else 0
-    return again + precision.residual * spec.hidden_size + 2 * precision.activation * spec.ffn_size
+    return residual_gradient_bytes(spec, precision) + 2 * precision.activation * spec.ffn_size
+
+
+def attention_backward_bytes(spec: ModelSpec, precision: Precision, *, in_rings: bool) -> int:
+    """Count the bytes per token of attention's backward beside the activations of the layer's first half.
+
+    The gradients of the output, of q, k and v. In a ring, also the sum of dq in fp32, and what a hop gathers: its rows
+    of q, of the output and of the output's gradient.
+    """
+    t, q, k = precision.activation, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    alone = residual_gradient_bytes(spec, precision) + t * (2 * q + 2 * k)
+    return alone + (4 * q + 3 * t * q if in_rings else 0)
 
 
 def ring_bytes(spec: ModelSpec, precision: Precision) -> int:
@@ -58,15 +102,25 @@ def ring_bytes(spec: ModelSpec, precision: Precision) -> int:
     return 2 * 2 * spec.num_kv_heads * spec.head_dim * (precision.activation + 4)
 
 
-def loss_bytes(spec: ModelSpec, recipe: Recipe, precision: Precision) -> tuple[float, float]:
-    """Return (fixed bytes, bytes per token) at the top: final norm, logits, log-softmax and its gradients."""
-    t, r, h = precision.activation, precision.residual, spec.hidden_size
-    norm = (4 + r + t) * h + 4
-    logits = (t + 3 * precision.loss) * spec.vocab_size
-    if recipe.loss == "plain":
-        return 0.0, norm + logits
-    # The hidden states' gradient is made with the loss, chunk by chunk.
-    return LOSS_CHUNK_TOKENS * logits, norm + t * h
+def final_norm_bytes(spec: ModelSpec, precision: Precision) -> int:
+    """Count the bytes per token that autograd keeps of the last layer's output and its norm."""
+    return (4 + precision.residual + precision.activation) * spec.hidden_size + 4
+
+
+def plain_loss_bytes(spec: ModelSpec, precision: Precision) -> int:
+    """Count the bytes per token of a loss over whole logits: their log-softmax, and the gradients on both its sides."""
+    return 3 * precision.loss * spec.vocab_size
+
+
+def chunked_loss_bytes(spec: ModelSpec, precision: Precision) -> tuple[float, float, float]:
+    """Return the bytes per token of the chunked loss, those of its logits, and the most that its logits take.
+
+    The gradient of the hidden states is summed in fp32. A block of logits exists in fp32, and for a moment in the type
+    of the product beside it.
+    """
+    t, wide = precision.activation, precision.loss
+    both = wide + (t if t != wide else 0)
+    return wide * spec.hidden_size + _LABEL_BYTES, both * spec.vocab_size, LOGITS_BYTES * both / 4
 
 
 def patch_bytes(vision: VisionSpec, precision: Precision) -> int:
@@ -89,8 +143,15 @@ def vision_bytes(spec: ModelSpec, recipe: Recipe, precision: Precision) -> float
     vision = spec.vision
     if vision is None or recipe.freeze_vision:
         return 0.0
-    block = patch_bytes(vision, precision)
-    kept = vision.depth * block
-    if recipe.recompute != "none":
-        kept = vision.depth * precision.residual * vision.hidden_size
-    return float(vision.merge_size**2 * kept)
+    each = precision.residual * vision.hidden_size if recipe.recompute != "none" else patch_bytes(vision, precision)
+    return float(vision.merge_size**2 * vision.depth * each)
+
+
+def vision_block_bytes(spec: ModelSpec, recipe: Recipe, precision: Precision) -> float:
+    """Return the bytes per visual token of a block at work in the encoder, beside what it keeps."""
+    vision = spec.vision
+    if vision is None:
+        return 0.0
+    again = patch_bytes(vision, precision) if recipe.recompute != "none" or recipe.freeze_vision else 0
+    gradients = precision.residual * vision.hidden_size + precision.activation * vision.ffn_size
+    return float(vision.merge_size**2 * (again + gradients))

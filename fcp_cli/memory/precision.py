@@ -44,6 +44,4 @@ _PRECISIONS = {
 
 def precision_of(recipe: Recipe) -> Precision:
     """Return the bytes of the numbers that a recipe computes with."""
-    # FSDP2 casts by its own policy: fp32 shards, bf16 copies gathered of them, and no autocast.
-    is_cast = recipe.precision == "amp" and recipe.zero_stage > 1
-    return _PRECISIONS["bf16" if is_cast else recipe.precision]
+    return _PRECISIONS[recipe.precision]

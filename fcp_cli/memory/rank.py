@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
-from fcp_cli.memory.activations import (
-    kept_bytes,
-    layer_working_bytes,
-    loss_bytes,
-    ring_bytes,
-    vision_bytes,
-)
-from fcp_cli.memory.precision import Precision, precision_of
-from fcp_cli.memory.state import Cut, communicators, device_parameters, held_items, reduction_items, update_items
+from fcp_cli.memory import activations
+from fcp_cli.memory.precision import precision_of
+from fcp_cli.memory.state import State, communicators
 from fcp_cli.memory.table import Item, Moment, RankMemory
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.plan.metadata import Sync
@@ -41,61 +36,100 @@ def rank_memory(
         on_cpu: the job runs on hosts: no device communicators.
         peers: ranks that one meets in rings, whose channels take memory on accelerators.
     """
-    precision = precision_of(recipe)
-    cut = Cut(
+    state = State(
+        spec=spec,
+        recipe=replace(recipe, reduce="step") if sync == "iteration" else recipe,
+        precision=precision_of(recipe),
         shards=recipe.shards(ranks),
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
     )
-    if sync == "iteration":
-        recipe = replace(recipe, reduce="step")
-    held = (*held_items(spec, recipe, precision, cut), communicators(ranks, peers, on_cpu=on_cpu))
-    running = _Running(spec=spec, recipe=recipe, precision=precision, cut=cut)
+    links = communicators(ranks, peers, on_cpu=on_cpu)
+    running = _MicroBatch(state=state, in_rings=ranks > 1, held=(*state.held(), links))
     moments = [
-        Moment(name="backward of a layer", items=(*held, *running.kept(), *running.layer(ranks))),
-        Moment(name="gradient reduction", items=(*held, *reduction_items(spec, recipe, precision, cut))),
-        Moment(name="optimizer step", items=(*held, *update_items(spec, recipe, precision, cut))),
+        running.mlp_backward(),
+        running.attention_backward(),
+        Moment(name="gradient reduction", items=(*state.reduction(), links)),
     ]
     if pipeline_parallel == 1:
-        moments.append(Moment(name="loss head", items=(*held, *running.kept(), *running.loss())))
+        moments += running.losses()
+    if spec.vision is not None:
+        moments.append(running.encoder())
     return RankMemory(moments=tuple(moments))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Running:
-    """The items of a micro-batch that runs."""
+class _MicroBatch:
+    """The moments of a micro-batch that runs."""
 
-    spec: ModelSpec
-    recipe: Recipe
-    precision: Precision
-    cut: Cut
+    state: State
+    in_rings: bool
+    held: tuple[Item, ...]
 
-    def kept(self) -> tuple[Item, ...]:
-        """Return what autograd keeps of all layers.
+    def mlp_backward(self) -> Moment:
+        """Return where the backward of a layer takes the most: between the matrices of its MLP."""
+        spec, recipe, precision = self.state.spec, self.state.recipe, self.state.precision
+        layer = activations.recomputed_bytes(spec, recipe, precision) + activations.mlp_backward_bytes(spec, precision)
+        items = (self._item("one layer", layer), self.state.new_gradients(), self._copies_of_backward())
+        return Moment(name="backward of a layer", items=(*self.held, *self._kept(), *items))
+
+    def attention_backward(self) -> Moment:
+        """Return the backward of a layer's attention, when the MLP's activations are gone."""
+        spec, recipe, precision = self.state.spec, self.state.recipe, self.state.precision
+        gone = activations.mlp_side_bytes(spec, precision)
+        again = activations.recomputed_bytes(spec, recipe, precision)
+        working = activations.attention_backward_bytes(spec, precision, in_rings=self.in_rings)
+        if again:
+            working, gone = working + again - gone, 0
+        items = (
+            self._item("one layer", working),
+            self._item("ring buffers", activations.ring_bytes(spec, precision) if self.in_rings else 0),
+            self.state.new_gradients(),
+            self._copies_of_backward(),
+        )
+        return Moment(name="backward of attention", items=(*self.held, *self._kept(gone), *items))
+
+    def losses(self) -> list[Moment]:
+        """Return the moments of the loss."""
+        spec, precision = self.state.spec, self.state.precision
+        norm = activations.final_norm_bytes(spec, precision)
+        if self.state.recipe.loss == "plain":
+            head = self._item("loss head", norm + activations.plain_loss_bytes(spec, precision))
+            return [Moment(name="loss head", items=(*self.held, *self._kept(), head, self._copies_of_backward()))]
+        gradient, logits, most = activations.chunked_loss_bytes(spec, precision)
+        block = self._item("logits", logits, most_bytes=most)
+        kept = (*self.held, *self._kept(), self._item("loss head", norm))
+        forward = (block, self.state.copies(of_all=True))
+        backward = (block, self._item("loss head", gradient), self.state.head_gradient(), self._copies_of_backward())
+        return [
+            Moment(name="loss head, forward", items=(*kept, *forward)),
+            Moment(name="loss head", items=(*kept, *backward)),
+        ]
+
+    def encoder(self) -> Moment:
+        """Return the vision encoder at work, before the language model begins or after it is done."""
+        spec, recipe, precision = self.state.spec, self.state.recipe, self.state.precision
+        block = self._item("encoder block", activations.vision_block_bytes(spec, recipe, precision))
+        kept = self._item("visual tokens", activations.vision_bytes(spec, recipe, precision))
+        return Moment(name="vision encoder", items=(*self.held, kept, block, self.state.new_gradients()))
+
+    def _kept(self, gone: float = 0.0) -> tuple[Item, ...]:
+        """Return what autograd keeps of all layers, less what a backward has let go of.
 
         Pipeline parallelism does not lower it: the first stage has a share 1/P of the layers and P micro-batches in
         flight.
         """
-        spec, recipe, precision = self.spec, self.recipe, self.precision
-        layers = spec.num_layers * kept_bytes(spec, recipe, precision)
-        name = "activations" if recipe.recompute == "none" else "layer inputs"
-        copies = precision.copy * device_parameters(spec, self.cut)
+        spec, recipe, precision = self.state.spec, self.state.recipe, self.state.precision
+        layers = spec.num_layers * activations.kept_bytes(spec, recipe, precision) - gone
         return (
-            self._item(name, layers),
-            self._item("visual tokens", vision_bytes(spec, recipe, precision)),
-            Item(name="autocast copies", fixed_bytes=copies),
+            self._item("activations" if recipe.recompute == "none" else "layer inputs", layers),
+            self._item("visual tokens", activations.vision_bytes(spec, recipe, precision)),
+            self._item("micro-batch", activations.input_bytes(spec, precision)),
         )
 
-    def layer(self, ranks: int) -> tuple[Item, ...]:
-        """Return the layer at work in its backward, and the ring's buffers where there are rings."""
-        working = layer_working_bytes(self.spec, self.recipe, self.precision)
-        ring = ring_bytes(self.spec, self.precision) if ranks > 1 else 0
-        return self._item("one layer", working), self._item("ring buffers", ring)
+    def _copies_of_backward(self) -> Item:
+        return self.state.copies(of_all=self.state.recipe.recompute == "none")
 
-    def loss(self) -> tuple[Item, ...]:
-        fixed, per_token = loss_bytes(self.spec, self.recipe, self.precision)
-        tensor = self.cut.tensor_parallel
-        return (Item(name="loss head", fixed_bytes=fixed / tensor, bytes_per_token=per_token / tensor),)
-
-    def _item(self, name: str, bytes_per_token: float) -> Item:
-        return Item(name=name, bytes_per_token=bytes_per_token / self.cut.tensor_parallel)
+    def _item(self, name: str, bytes_per_token: float, *, most_bytes: float = math.inf) -> Item:
+        tensor = self.state.tensor_parallel
+        return Item(name=name, bytes_per_token=bytes_per_token / tensor, most_bytes=most_bytes / tensor)

@@ -1,6 +1,6 @@
-"""What a rank holds whatever its tokens are: weights, gradients, optimizer, and what reducing and updating take.
+"""What a rank holds whatever its tokens are: weights, gradients, optimizer, and what reducing them takes.
 
-Symbols: P = parameters of the fullest device, T = those of them that are trained.
+From stage 2 on, weights are sharded by FSDP2, whose units are the layers and, as its root, all that is no layer.
 """
 
 from __future__ import annotations
@@ -15,92 +15,150 @@ from fcp_cli.recipe import Recipe
 
 PEER_BYTES = 0.47e9  # NCCL's channels to one more rank: 1.06 -> 4.34 GB after 7 peers (NVIDIA/nccl issue 1685)
 COMMUNICATOR_BYTES = 0.5e9  # a communicator of all ranks before its first peer
+_COMMUNICATORS = 2  # of the collectives, and of the rings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cut:
-    """The share of a model that the fullest device of a rank has.
+class State:
+    """The share of a model's state that the fullest device of a rank has.
 
     Attributes:
         shards: ranks that share one copy of what is shared out.
         tensor_parallel, pipeline_parallel: devices of a rank.
     """
 
+    spec: ModelSpec
+    recipe: Recipe
+    precision: Precision
     shards: int
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
 
+    @property
+    def is_sharded(self) -> bool:
+        return self.recipe.zero_stage >= 2
 
-def device_parameters(spec: ModelSpec, cut: Cut) -> float:
-    """Count the parameters on the fullest device of a rank; the vision tower is on the first pipeline stage."""
-    stages = cut.pipeline_parallel
-    vision = spec.vision.parameters if spec.vision else 0
-    layers = math.ceil(spec.num_layers / stages) * spec.layer_parameters
-    return (layers + table_parameters(spec, cut) + spec.hidden_size + vision) / cut.tensor_parallel
+    @property
+    def keeps_whole_gradients(self) -> bool:
+        """Whether gradients are whole on every rank from one micro-batch to the next."""
+        return self.recipe.zero_stage < 3 or self.recipe.reduce == "step"
 
+    @property
+    def parameters(self) -> float:
+        return self._parameters(self.spec)
 
-def table_parameters(spec: ModelSpec, cut: Cut) -> int:
-    """Count the parameters of the embedding and output tables of one stage."""
-    tables = 1 if spec.tied_embeddings or cut.pipeline_parallel > 1 else 2
-    return tables * spec.embedding_parameters
+    @property
+    def trained(self) -> float:
+        return self._parameters(replace(self.spec, vision=None) if self.recipe.freeze_vision else self.spec)
 
+    def _parameters(self, spec: ModelSpec) -> float:
+        layers = math.ceil(spec.num_layers / self.pipeline_parallel) * spec.layer_parameters
+        vision = spec.vision.parameters if spec.vision else 0  # on the first pipeline stage
+        return (layers + spec.hidden_size + vision) / self.tensor_parallel + self.tables
 
-def trained_parameters(spec: ModelSpec, recipe: Recipe, cut: Cut) -> float:
-    """Count the parameters of a device that have gradients."""
-    return device_parameters(replace(spec, vision=None) if recipe.freeze_vision else spec, cut)
+    @property
+    def table(self) -> float:
+        """The parameters of an embedding or output table."""
+        return self.spec.embedding_parameters / self.tensor_parallel
 
+    @property
+    def tables(self) -> float:
+        """The parameters of a pipeline stage's embedding and output tables."""
+        return self.table * (1 if self.spec.tied_embeddings or self.pipeline_parallel > 1 else 2)
 
-def largest_layer(spec: ModelSpec, cut: Cut) -> float:
-    """Count the parameters of the largest layer that is gathered at once."""
-    return spec.layer_parameters / cut.tensor_parallel
+    @property
+    def layer(self) -> float:
+        return self.spec.layer_parameters / self.tensor_parallel
 
+    @property
+    def root(self) -> float:
+        """The parameters that belong to no layer: tables, and a vision model's patch embedding and projector."""
+        vision = self.spec.vision
+        rest = vision.parameters - vision.block_parameters if vision else 0
+        return self.tables + (self.spec.hidden_size + rest) / self.tensor_parallel
 
-def held_items(spec: ModelSpec, recipe: Recipe, precision: Precision, cut: Cut) -> tuple[Item, ...]:
-    """Return what a rank holds through all of a step's micro-batches, once it has run one of them."""
-    parameters, trained = device_parameters(spec, cut), trained_parameters(spec, recipe, cut)
-    shards, stage = cut.shards, recipe.zero_stage
-    if stage <= 1:
+    @property
+    def computed_weight(self) -> int:
+        """The bytes of a weight as the model computes with it."""
+        return self.precision.gathered if self.is_sharded else self.precision.weight
+
+    def held(self) -> tuple[Item, ...]:
+        """Return what a rank holds through all of a step's micro-batches, once it has run one of them."""
+        precision, stage = self.precision, self.recipe.zero_stage
+        if not self.is_sharded:
+            updated = (precision.master + precision.moments) * self.trained / (self.shards if stage == 1 else 1)
+            return (
+                Item(name="weights", fixed_bytes=precision.weight * self.parameters),
+                Item(name="gradients", fixed_bytes=precision.gradient * self.trained),
+                Item(name="optimizer", fixed_bytes=updated),
+            )
+        # The optimizer updates the shards, which are in its precision.
+        shard = max(precision.weight, precision.master)
+        gradients = self.trained if self.keeps_whole_gradients else self.trained / self.shards
         return (
-            Item(name="weights", fixed_bytes=precision.weight * parameters),
-            Item(name="gradients", fixed_bytes=precision.gradient * trained),
-            Item(
-                name="optimizer",
-                fixed_bytes=(precision.master + precision.moments) * trained / (shards if stage == 1 else 1),
-            ),
+            Item(name="weights", fixed_bytes=shard * self.parameters / self.shards),
+            Item(name="gathered weights", fixed_bytes=precision.gathered * self._gathered),
+            Item(name="gradients", fixed_bytes=precision.gradient * gradients),
+            Item(name="optimizer", fixed_bytes=precision.moments * self.trained / self.shards),
         )
-    # FSDP2 keeps fp32 shards, which the optimizer updates, and gathers copies to compute with.
-    shard = max(precision.weight, precision.master)
-    gathered, gradients = parameters, trained
-    if stage == 3:
-        # The root's tables stay from forward to backward; of the layers, one computes while the next one arrives.
-        tables = table_parameters(spec, cut) / cut.tensor_parallel
-        gathered = tables + 2 * largest_layer(spec, cut)
-        if recipe.reduce == "wave":
-            gradients = trained / shards
-    return (
-        Item(name="weights", fixed_bytes=shard * parameters / shards),
-        Item(name="gathered weights", fixed_bytes=precision.gathered * gathered),
-        Item(name="gradients", fixed_bytes=precision.gradient * gradients),
-        Item(name="optimizer", fixed_bytes=precision.moments * trained / shards),
-    )
+
+    @property
+    def _gathered(self) -> float:
+        # The root stays gathered from forward to backward; of the layers, one computes while the next one arrives.
+        return self.parameters if self.recipe.zero_stage == 2 else self.root + 2 * self.layer
+
+    def head_gradient(self) -> Item:
+        """Return the new gradient of the output table while the loss's backward makes it."""
+        return Item(name="new gradients", fixed_bytes=self.computed_weight * self.table)
+
+    def new_gradients(self) -> Item:
+        """Return the new gradients that wait during the backward of a layer.
+
+        A replica adds each to the kept ones at once, but a tied table's waits for the embedding's. FSDP2 adds them when
+        a layer's backward ends, the root's with the whole backward; where types are equal, autograd adds at once.
+        """
+        size = self.computed_weight
+        adds_at_once = not self.is_sharded or (self.keeps_whole_gradients and size == self.precision.gradient)
+        if adds_at_once:
+            return Item(name="new gradients", fixed_bytes=size * self.table if self.spec.tied_embeddings else 0.0)
+        matrix = self.spec.hidden_size * self.spec.ffn_size / self.tensor_parallel
+        # Reduced in fp32 at the end of each layer's backward: the last message stays until the next one begins.
+        message = 0.0 if self.keeps_whole_gradients else self.precision.gradient * self.layer
+        return Item(name="new gradients", fixed_bytes=size * (self.table + matrix) + message)
+
+    def reduction(self) -> tuple[Item, ...]:
+        """Return what a rank holds, and what more, when the largest of its gradients are summed over ranks."""
+        precision = self.precision
+        if not self.is_sharded:
+            # Large gradients are messages themselves; their share of the sum is new.
+            shares = self.shards if self.recipe.zero_stage == 1 else 1
+            share = self.table / shares if shares > 1 else 0.0
+            return (*self.held(), Item(name="gradient message", fixed_bytes=precision.gradient * share))
+        # The root's are the largest: copied to a message, when FSDP2 has let go of its weights.
+        message = precision.gradient * self.root
+        if self.recipe.zero_stage == 2:
+            return (*self.held(), Item(name="gradient message", fixed_bytes=message - precision.gathered * self.root))
+        if self.keeps_whole_gradients:
+            return self.held()  # each layer's message replaces its gradients, inside the last backward
+        held = tuple(item for item in self.held() if item.name != "gathered weights")
+        new = Item(name="new gradients", fixed_bytes=self.computed_weight * self.root)
+        return (*held, new, Item(name="gradient message", fixed_bytes=message))
+
+    def copies(self, *, of_all: bool) -> Item:
+        """Return autocast's copies of the weights of matrices, which it keeps until a forward ends, and autograd until
+        the backward that needs them: of all layers, or of one that is computed again.
+        """
+        spec = self.spec
+        layers = math.ceil(spec.num_layers / self.pipeline_parallel) if of_all else 1
+        matrices = layers * spec.layer_matrix_parameters / self.tensor_parallel
+        if of_all:
+            vision = spec.vision.block_parameters + spec.vision.projector_parameters if spec.vision else 0
+            matrices += self.table + vision / self.tensor_parallel
+        return Item(name="autocast copies", fixed_bytes=self.precision.copy * matrices)
 
 
 def communicators(ranks: int, peers: int, *, on_cpu: bool) -> Item:
     """Return what back ends hold for the ranks that this one talks to; gloo's sockets take next to nothing."""
     if on_cpu or ranks == 1:
         return Item(name="communicators")
-    return Item(name="communicators", fixed_bytes=2 * COMMUNICATOR_BYTES + peers * PEER_BYTES)
-
-
-def reduction_items(spec: ModelSpec, recipe: Recipe, precision: Precision, cut: Cut) -> tuple[Item, ...]:
-    """Return what reducing the gradients takes beside what is held: the flat message of a bucket or of a layer."""
-    if recipe.zero_stage <= 1:
-        message = max(spec.embedding_parameters, 8 << 20) / cut.tensor_parallel
-        return (Item(name="gradient message", fixed_bytes=precision.gradient * message),)
-    largest = max(spec.layer_parameters, table_parameters(spec, cut)) / cut.tensor_parallel
-    return (Item(name="gradient message", fixed_bytes=precision.gradient * largest * (1 + 1 / cut.shards)),)
-
-
-def update_items(spec: ModelSpec, recipe: Recipe, precision: Precision, cut: Cut) -> tuple[Item, ...]:
-    """Return what the optimizer step takes beside what is held."""
-    return ()
+    return Item(name="communicators", fixed_bytes=_COMMUNICATORS * COMMUNICATOR_BYTES + peers * PEER_BYTES)

@@ -7,17 +7,42 @@ from dataclasses import dataclass
 
 from fcp_cli.cost.profile import Memory
 
+RESERVE_FRACTION = 0.08
+"""The share of a device's memory that is left to allocator, back ends, and whatever no figure counts."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """One thing in memory: what it takes whatever the tokens are, and what it takes for each token of the rank."""
+    """One thing in memory.
+
+    Attributes:
+        fixed_bytes: that it takes whatever the tokens are.
+        bytes_per_token: of the rank.
+        most_bytes: that it takes for tokens, however many: what is computed in pieces of limited size.
+    """
 
     name: str
     fixed_bytes: float = 0.0
     bytes_per_token: float = 0.0
+    most_bytes: float = math.inf
 
     def bytes_at(self, tokens: float) -> float:
-        return self.fixed_bytes + self.bytes_per_token * tokens
+        return self.fixed_bytes + min(self.bytes_per_token * tokens, self.most_bytes)
+
+    @property
+    def is_limited(self) -> bool:
+        return bool(self.bytes_per_token) and self.most_bytes < math.inf
+
+    @property
+    def end_tokens(self) -> float:
+        """Return from how many tokens on it grows no more."""
+        return self.most_bytes / self.bytes_per_token if self.is_limited else math.inf
+
+    def line(self, tokens: float) -> tuple[float, float]:
+        """Return the (fixed bytes, bytes per token) that hold for so many tokens and more."""
+        if tokens < self.end_tokens:
+            return self.fixed_bytes, self.bytes_per_token
+        return self.fixed_bytes + self.most_bytes, 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,21 +54,34 @@ class Moment:
 
     @property
     def fixed_bytes(self) -> float:
-        return sum(item.fixed_bytes for item in self.items)
+        """Return what is in memory whatever the tokens are, with all that has reached its limit."""
+        return sum(item.fixed_bytes + (item.most_bytes if item.is_limited else 0.0) for item in self.items)
 
     @property
     def bytes_per_token(self) -> float:
-        return sum(item.bytes_per_token for item in self.items)
+        """Return what grows with every token, however many there are."""
+        return sum(item.bytes_per_token for item in self.items if not item.is_limited)
 
     def bytes_at(self, tokens: float) -> float:
-        return self.fixed_bytes + self.bytes_per_token * tokens
+        return sum(item.bytes_at(tokens) for item in self.items)
 
-    def tokens(self, capacity_bytes: float) -> int | None:
-        """Return the most tokens that leave it within the capacity, negative where nothing fits; None: any number."""
-        room = capacity_bytes - self.fixed_bytes
-        if not self.bytes_per_token:
-            return None if room >= 0 else -1
-        return math.floor(room / self.bytes_per_token)
+    def line(self, tokens: float) -> tuple[float, float]:
+        """Return the (fixed bytes, bytes per token) around so many tokens."""
+        lines = [item.line(tokens) for item in self.items]
+        return sum(fixed for fixed, _ in lines), sum(slope for _, slope in lines)
+
+    def limit(self, capacity_bytes: float) -> float:
+        """Return the most tokens that stay within the capacity: negative where nothing fits, infinite for any."""
+        # Items stop growing one after the other; the limit lies where the line of a stretch meets the capacity.
+        ends = sorted({item.end_tokens for item in self.items} - {math.inf})
+        found = math.inf
+        for start, end in zip((0.0, *ends), (*ends, math.inf), strict=True):
+            fixed, slope = self.line(start)
+            room = capacity_bytes - fixed
+            found = room / slope if slope else (math.inf if room >= 0 else -1.0)
+            if found < end:
+                return found
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,23 +100,23 @@ class RankMemory:
 
     def items(self, tokens: float) -> dict[str, float]:
         """Return the bytes of each item at the peak, largest first; they add up to `total_bytes`."""
-        found = {item.name: item.bytes_at(tokens) for item in self.peak(tokens).items}
+        found: dict[str, float] = {}
+        for item in self.peak(tokens).items:
+            found[item.name] = found.get(item.name, 0.0) + item.bytes_at(tokens)
         return {name: size for name, size in sorted(found.items(), key=lambda pair: -pair[1]) if size}
 
     def binding(self, capacity_bytes: float) -> Moment:
         """Return the moment that limits the tokens on a device with so many bytes for the job."""
-        limits = [(moment.tokens(capacity_bytes), moment) for moment in self.moments]
-        return min(limits, key=lambda limit: math.inf if limit[0] is None else limit[0])[1]
+        return min(self.moments, key=lambda moment: moment.limit(capacity_bytes))
 
     def tokens(self, capacity_bytes: float) -> int:
         """Return the most tokens that a micro-batch may give the rank; 0 where not even the model fits."""
-        return max(0, self.binding(capacity_bytes).tokens(capacity_bytes) or 0)
+        return max(0, math.floor(self.binding(capacity_bytes).limit(capacity_bytes)))
 
     def as_profile_memory(self, capacity_bytes: float) -> Memory:
-        """Return the memory block of a cost profile: the line of the moment that limits the tokens."""
+        """Return the memory block of a cost profile: the line of the moment that limits the tokens, where it does."""
         moment = self.binding(capacity_bytes)
-        return Memory(
-            bytes_per_token=moment.bytes_per_token or max(one.bytes_per_token for one in self.moments),
-            model_state_bytes=moment.fixed_bytes,
-            capacity_bytes=capacity_bytes,
-        )
+        fixed, slope = moment.line(self.tokens(capacity_bytes))
+        if not slope:  # a moment without tokens has no room: let tokens have none either
+            slope = max(one.line(0)[1] for one in self.moments)
+        return Memory(bytes_per_token=slope, model_state_bytes=fixed, capacity_bytes=capacity_bytes)

@@ -16,8 +16,8 @@ from fcp_cli.errors import ManifestError, UsageError
 from fcp_cli.machine.accelerators import find_accelerators
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.table import LengthTable
+from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.cluster import EXAMPLE_CLUSTER, ClusterSpec, cluster_of, load_cluster
-from fcp_cli.models.memory import RESERVE_FRACTION
 from fcp_cli.models.model import load_model
 from fcp_cli.models.shipped import DEFAULT_MODEL
 from fcp_cli.plan.metadata import PlanMetadata

@@ -16,8 +16,8 @@ from fcp_cli.errors import UsageError
 from fcp_cli.memory.activations import vision_bytes
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.rank import rank_memory
+from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.cluster import ClusterSpec
-from fcp_cli.models.memory import RESERVE_FRACTION
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.recipe import Recipe, check_recipe
 

@@ -12,8 +12,8 @@ from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.machine.devices import find_machine
 from fcp_cli.machine.host import host_memory_bytes
 from fcp_cli.memory.fitting import Fit, Place, fitting_recipe
+from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.cluster import EXAMPLE_CLUSTER, THIS_MACHINE, cluster_like, load_cluster
-from fcp_cli.models.memory import RESERVE_FRACTION
 from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.models.shipped import DEFAULT_MODEL
 from fcp_cli.profiling.analytic import analytic_profile

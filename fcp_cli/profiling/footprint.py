@@ -12,9 +12,7 @@ from dataclasses import dataclass, replace
 from fcp_cli.memory.activations import patch_bytes
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.rank import rank_memory
-from fcp_cli.memory.state import Cut, device_parameters
-from fcp_cli.memory.table import Item, RankMemory
-from fcp_cli.models.memory import RESERVE_FRACTION
+from fcp_cli.memory.table import RESERVE_FRACTION, Item, RankMemory
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.profiling.points import LEAST_LENGTH, Point, VisionPoint
 from fcp_cli.recipe import PrecisionName, Recipe
@@ -53,7 +51,7 @@ class Footprint:
     @property
     def parameters(self) -> float:
         """Parameters of the language model that is built."""
-        return device_parameters(self._built, Cut(shards=1))
+        return float(self._built.parameters)
 
     @property
     def _built(self) -> ModelSpec:

@@ -10,9 +10,8 @@ from fcp_cli.cost.profile import Memory, Sync
 from fcp_cli.memory.activations import ring_bytes, vision_bytes
 from fcp_cli.memory.fitting import Fit, Place, fitting_recipe
 from fcp_cli.memory.precision import precision_of
-from fcp_cli.memory.table import RankMemory
+from fcp_cli.memory.table import RESERVE_FRACTION, RankMemory
 from fcp_cli.models.cluster import load_cluster
-from fcp_cli.models.memory import RESERVE_FRACTION
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.profiling.measurement import timed_settings
 from fcp_cli.profiling.samples import SamplesFile

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from fcp_cli.memory.fitting import Place
-from fcp_cli.models.memory import RESERVE_FRACTION
+from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.recipe import Recipe

@@ -10,9 +10,9 @@ from inline_snapshot import snapshot
 
 from fcp_cli.memory.fitting import LEAST_TOKENS, Fit, Place, fitting_recipe
 from fcp_cli.memory.rank import rank_memory
+from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.descriptions import shipped_names
-from fcp_cli.models.memory import RESERVE_FRACTION
 from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.recipe import Recipe, RecipeRequest
 from tests.messages import raises

@@ -9,7 +9,7 @@ from typing import Any
 
 from fcp_cli.cost.fitting import Sample, predicted_seconds
 from fcp_cli.cost.profile import CostProfile, Sync
-from fcp_cli.memory.activations import kept_bytes, layer_working_bytes, loss_bytes
+from fcp_cli.memory.activations import kept_bytes, mlp_backward_bytes, recomputed_bytes
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
@@ -105,9 +105,8 @@ def _observations(measurement: Measurement, draw: random.Random) -> Iterator[dic
 
 def _memory(recipe: Recipe) -> Iterator[dict[str, Any]]:
     spec, precision = load_model(MODEL), precision_of(recipe)
-    once = layer_working_bytes(spec, recipe, precision)
-    _, head = loss_bytes(spec, recipe, precision)
+    once = recomputed_bytes(spec, recipe, precision) + mlp_backward_bytes(spec, precision)
     for layers in LAYERS:
         for tokens in (4096, 8192, 16_384):
-            per_token = layers * kept_bytes(spec, recipe, precision) + once + head
+            per_token = layers * kept_bytes(spec, recipe, precision) + once
             yield {"kind": "memory", "tokens": tokens, "layers": layers, "peak_bytes": 3e8 + per_token * tokens}

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from inline_snapshot import snapshot
@@ -14,17 +13,8 @@ from fcp_cli.memory.rank import rank_memory
 from fcp_cli.memory.state import COMMUNICATOR_BYTES
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.descriptions import shipped_names
-from fcp_cli.models.memory import (
-    PRECISIONS,
-    Parallelism,
-    choose_zero_stage,
-    layer_activation_bytes,
-    model_state,
-    patch_activation_bytes,
-)
-from fcp_cli.models.model import VisionSpec, load_model
+from fcp_cli.models.model import load_model
 from fcp_cli.models.shipped import shipped_profile
-from fcp_cli.models.transformers_config import text_config, whole_config
 from fcp_cli.profiling.analytic import analytic_profile, forward_operations, ring_bytes_per_token
 from fcp_cli.recipe import Recipe, Recompute
 from tests.messages import raises
@@ -108,24 +98,6 @@ def test_tensor_parallelism_divides_everything_of_a_rank() -> None:
     assert two.memory.model_state_bytes - 2 * COMMUNICATOR_BYTES == pytest.approx(shared_out / 2)
 
 
-def test_each_zero_stage_holds_less() -> None:
-    spec = load_model("qwen3-8b")
-    sizes = [
-        model_state(spec, PRECISIONS["bf16"], Parallelism(ranks=64, zero_stage=stage)).total_bytes for stage in range(4)
-    ]
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] == pytest.approx(18 * spec.parameters)
-    assert sizes[1] == pytest.approx((6 + 12 / 64) * spec.parameters)
-    assert sizes[2] == pytest.approx((2 + 16 / 64) * spec.parameters)
-
-
-def test_the_least_zero_stage_that_leaves_room_is_chosen() -> None:
-    small, large = load_model("qwen3-1.7b"), load_model("qwen3-8b")
-    assert choose_zero_stage(small, PRECISIONS["bf16"], ranks=64, device_bytes=64e9) == 1
-    assert choose_zero_stage(large, PRECISIONS["bf16"], ranks=64, device_bytes=64e9) == 2
-    assert choose_zero_stage(large, PRECISIONS["bf16"], ranks=64, device_bytes=16e9) == 3
-
-
 def test_a_cut_that_the_model_does_not_allow_is_rejected() -> None:
     with raises(snapshot("UsageError: --tensor-parallel 3 does not divide num_heads 32 of qwen3-8b")):
         _profile(tensor_parallel=3)
@@ -166,38 +138,6 @@ def test_a_model_without_an_encoder_cannot_freeze_it() -> None:
         _profile("qwen3-8b", recipe=replace(ZERO_2, freeze_vision=True))
 
 
-@pytest.mark.hf
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "amp"])
-@pytest.mark.parametrize("name", ["qwen3-vl-8b", "internvl3-8b"])
-def test_encoder_activations_are_those_that_autograd_keeps(name: str, precision: str) -> None:
-    vision = load_model(name).vision
-    assert vision is not None
-    small = replace(vision, hidden_size=64, ffn_size=96, num_heads=4, deepstack_layers=())
-    one, two = (_kept_bytes_per_patch(name, replace(small, depth=depth), precision) for depth in (1, 2))
-    # A class token among 1,024 patches, and autocast's copies of biases, do not grow with them.
-    assert two - one == pytest.approx(patch_activation_bytes(small, PRECISIONS[precision]), rel=2e-3)
-
-
-def _kept_bytes_per_patch(name: str, vision: VisionSpec, precision: str) -> float:
-    """Bytes of distinct storages that autograd saved in an encoder's forward, parameters left out."""
-    import torch
-    from transformers import AutoConfig, AutoModel
-
-    model_type, figures = whole_config(replace(load_model(name), vision=vision, num_layers=1))
-    config = AutoConfig.for_model(model_type, **figures).vision_config
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    encoder = AutoModel.from_config(config).to(dtype)  # type: ignore[no-untyped-call]
-    if vision.kind == "qwen3_vl":
-        pixels, arguments = torch.zeros(1024, 3 * 2 * 16 * 16), {"grid_thw": torch.tensor([[1, 32, 32]])}
-    else:
-        pixels, arguments = torch.zeros(1, 3, 448, 448), {}
-    autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "amp")
-    with _KeptStorages(encoder) as kept, autocast:
-        encoder(pixels.to(dtype), **arguments)
-    copies = 2 * vision.block_parameters if precision == "amp" else 0
-    return (kept.num_bytes - copies) / 1024
-
-
 def test_an_analytic_profile_is_a_cost_profile() -> None:
     profile = _profile("internvl3-8b")
     assert parse_cost_profile(dump_cost_profile(profile), name="x") == profile
@@ -209,78 +149,6 @@ def test_shipped_profiles_are_priced_as_the_formulas_do(model: str) -> None:
     found, shipped = _profile(model), shipped_profile(model)
     assert found.coefficients == shipped.coefficients
     assert found.bandwidth == shipped.bandwidth
-
-
-@pytest.mark.hf
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "amp"])
-@pytest.mark.parametrize("name", ["qwen3-tiny", "llama3.2-1b", "internvl3-2b"])
-def test_activation_bytes_are_those_that_autograd_keeps(name: str, precision: str) -> None:
-    kept = {layers: _kept_bytes_per_token(name, precision, layers) for layers in (1, 2)}
-    spec = replace(load_model(name), vision=None, **_SMALL)
-    assert kept[2] - kept[1] == layer_activation_bytes(spec, PRECISIONS[precision])
-
-
-_SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 16,
-    "ffn_size": 96,
-    "vocab_size": 64,
-}
-
-
-def _kept_bytes_per_token(name: str, precision: str, layers: int, tokens: int = 128) -> float:
-    """Bytes of distinct storages that autograd saved in a forward, parameters left out."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from fcp_cli.runtime.integrations.transformers import prepare
-    from fcp_cli.runtime.layout import shard_layout
-    from fcp_cli.runtime.ring import Ring, current_ring
-
-    spec = replace(load_model(name), num_layers=layers, **_SMALL)
-    model_type, figures = text_config(spec)
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    config = AutoConfig.for_model(model_type, **figures)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
-    prepare(model)
-    ids = torch.zeros(1, tokens, dtype=torch.int64)
-    autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "amp")
-    current_ring.set(Ring(layout=shard_layout((tokens,), 1)))
-    with _KeptStorages(model) as kept, autocast:
-        model.model(input_ids=ids, position_ids=torch.arange(tokens)[None])
-    current_ring.set(None)
-    # Autocast keeps bf16 copies of the matrices besides; they do not grow with the tokens.
-    copies = 2 * layers * spec.layer_matrix_parameters if precision == "amp" else 0
-    return (kept.num_bytes - copies) / tokens
-
-
-class _KeptStorages:
-    """Counts the distinct storages that autograd saves, those of the model's parameters left out."""
-
-    def __init__(self, model: Any) -> None:
-        import torch
-
-        self._own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        self._kept: dict[int, Any] = {}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
-
-    def _keep(self, tensor: Any) -> Any:
-        if tensor.untyped_storage().data_ptr() not in self._own:
-            self._kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor in self._kept.values())
-
-    def __enter__(self) -> _KeptStorages:
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._hooks.__exit__(*raised)
 
 
 def test_the_token_budget_falls_with_the_state_and_the_activations() -> None:

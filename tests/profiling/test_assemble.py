@@ -93,7 +93,7 @@ def test_rings_that_hide_make_a_profile_without_an_exposed_share() -> None:
     ring_buffers = 2 * 2 * spec.num_kv_heads * spec.head_dim * (4 + 4)
     assert profile.memory.bytes_per_token == pytest.approx(4e4 + ring_buffers)
     held = rank_memory(spec, Recipe(precision="fp32"), sync="iteration", ranks=4, on_cpu=True)
-    assert profile.memory.model_state_bytes == pytest.approx(held.binding(8e9 * 0.92).fixed_bytes)
+    assert profile.memory.model_state_bytes == pytest.approx(held.as_profile_memory(8e9 * 0.92).model_state_bytes)
     assert profile.measurement["step_seconds"] == 0.01
 
 

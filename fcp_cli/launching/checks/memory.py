@@ -15,8 +15,7 @@ from fcp_cli.launching.checks.finding import Finding, error, warning
 from fcp_cli.launching.job.job import Job
 from fcp_cli.machine.facts import Facts
 from fcp_cli.memory.fitting import Place, fitting_recipe
-from fcp_cli.memory.table import RankMemory
-from fcp_cli.models.memory import RESERVE_FRACTION
+from fcp_cli.memory.table import RESERVE_FRACTION, RankMemory
 from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.peers import plan_peers

@@ -12,7 +12,7 @@ from fcp_cli.launching.checks.memory import job_memory
 from fcp_cli.launching.job.environment import COMMUNICATORS, HCCL_BUFFERS
 from fcp_cli.launching.job.job import Job
 from fcp_cli.machine.facts import Facts
-from fcp_cli.models.memory import RESERVE_FRACTION
+from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.model import load_model
 
 _OPEN_FILES_PER_RANK = 4  # a rank's sockets to another: gloo pairs of two groups, the store

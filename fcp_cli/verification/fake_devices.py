@@ -1,0 +1,214 @@
+"""One rank of a job of any size, without its devices: the bundled trainer follows a plan on tensors without memory.
+
+The model, its sharding, the session's gradients, the loss and the optimizer are those of a real run; only their tensors
+are fake (shapes and types, no numbers), the process group answers at once, and numbers that the host reads are zero.
+`tracked_peaks` counts the bytes that would be alive.
+
+Fake tensors are on the CPU here, since those of a device need a PyTorch that was built for it. What a CPU computes
+otherwise is put right: attention runs the CUDA flash operators, whose shapes hold without a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed import device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fcp_cli import __version__
+from fcp_cli.models.model import load_model
+from fcp_cli.plan.metadata import ManifestReference, PlanMetadata, Sync
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.step import StepPlan, offsets_of
+from fcp_cli.plan.writer import plan_writer
+from fcp_cli.recipe import Recipe
+from fcp_cli.runtime.kernels.cuda import CudaFlashKernel
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.session import Session
+from fcp_cli.runtime.world import ProcessWorld
+from fcp_cli.training.interrupt import StopRequest
+from fcp_cli.training.settings import TrainSettings
+from fcp_cli.training.trainer import Trainer
+from fcp_cli.verification.live_memory import LiveMemory
+
+_SEQUENCES = 4  # of a pack
+_WARM_UP, _MEASURED = 1, 2  # micro-batches of the two steps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FakeJob:
+    """A job whose rank 0 is run.
+
+    Attributes:
+        model: a name that the trainer takes.
+        recipe: what the rank keeps and how it computes.
+        tokens: of the rank in each micro-batch.
+        ranks: of the job.
+        degree: members of the rings.
+        on_cpu: ranks run on hosts, whose attention has another kernel.
+    """
+
+    model: str
+    recipe: Recipe
+    sync: Sync
+    tokens: int
+    ranks: int = 8
+    degree: int = 2
+    on_cpu: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackedStep:
+    """Bytes of one step.
+
+    Attributes:
+        held_bytes: before the step.
+        peak_bytes: most that was alive in it.
+        makers: bytes at the peak by maker, where `maker` was given.
+    """
+
+    held_bytes: int
+    peak_bytes: int
+    makers: dict[str, int] = field(default_factory=dict)
+
+
+def tracked_step(job: FakeJob, *, maker: Callable[[str], str] | None = None) -> TrackedStep:
+    """Run two steps of one rank, the first of which makes the optimizer's state; return the bytes of the second."""
+    memory = LiveMemory(maker)
+    with TemporaryDirectory() as folder, _fake_ranks(job), memory.counting():
+        trainer = _trainer(job, Path(folder))
+        held = 0
+        for step, plan in trainer._steps():
+            held = memory.live_bytes
+            memory.reset_peak()
+            trainer._train_step(step, plan, 0.0, StopRequest())
+        trainer.close()
+        return TrackedStep(held_bytes=held, peak_bytes=memory.peak_bytes, makers=dict(memory.peak_makers.most_common()))
+
+
+def _trainer(job: FakeJob, folder: Path) -> Trainer:
+    path = folder / "plan.parquet"
+    metadata = _write_plan(path, job)
+    settings = TrainSettings(plan=path, model=job.model, run_dir=folder, device="cpu", quiet=True)
+    vocabulary = load_model(job.model).vocab_size
+    session = Session(
+        plan=path,
+        metadata=metadata,
+        fetch=lambda row: np.arange(metadata.tokens_per_rank * job.degree) % vocabulary,
+        world=ProcessWorld(),
+        transport=_SilentTransport(),
+        device=torch.device("cpu"),
+    )
+    return Trainer(settings, session)
+
+
+def _write_plan(path: Path, job: FakeJob) -> PlanMetadata:
+    """Write two steps in which every rank runs the same micro-batches, in rings of neighbours."""
+    metadata = PlanMetadata(
+        fcp_version=__version__,
+        num_ranks=job.ranks,
+        ranks_per_node=min(8, job.ranks),
+        sync=job.sync,
+        global_batch_size=_SEQUENCES,
+        tokens_per_rank=job.tokens,
+        seed=0,
+        shuffle=False,
+        solver="by hand",
+        manifest=ManifestReference(name="lengths.parquet", rows=1 << 20, content_hash="0" * 64),
+        cost_profile="",
+        recipe=job.recipe,
+    )
+    with plan_writer(path, metadata) as writer:
+        for number, microbatches in enumerate((_WARM_UP, _MEASURED)):
+            writer.append(_step(number, microbatches, job))
+    return PlanReader(path).metadata
+
+
+def _step(number: int, microbatches: int, job: FakeJob) -> StepPlan:
+    rings = job.ranks // job.degree
+    rows = microbatches * rings
+    lengths = np.full(rows * _SEQUENCES, job.tokens * job.degree // _SEQUENCES)
+    waves = np.repeat(np.arange(microbatches), rings) if job.sync == "microbatch" else np.full(rows, -1)
+    return StepPlan(
+        step=number,
+        wave=waves.astype(np.int32),
+        rank_offsets=offsets_of([job.degree] * rows),
+        ranks=np.tile(np.arange(job.ranks, dtype=np.int32), microbatches),
+        sequence_offsets=offsets_of([_SEQUENCES] * rows),
+        sequences=np.arange(len(lengths)),
+        lengths=lengths.astype(np.int32),
+        start_seconds=np.zeros(rows),
+        seconds=np.ones(rows),
+        makespan_seconds=float(microbatches),
+        bound_seconds=float(microbatches),
+    )
+
+
+class _SilentTransport:
+    """Takes every message and delivers nothing."""
+
+    def start(self, kind: str, send: Any, to: int, receive: Any, source: int) -> _SilentTransport:
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+class _ZeroNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives the host a zero for every number that a fake tensor does not know."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and getattr(args[0], "constant", None) is None:
+            return False if args[0].dtype == torch.bool else 0.0 if args[0].dtype.is_floating_point else 0
+        return func(*args, **kwargs or {})
+
+
+@contextmanager
+def _fake_ranks(job: FakeJob) -> Iterator[None]:
+    """Be rank 0 of a job of fake ranks, with tensors that have no memory."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    shard_layout.cache_clear()  # layouts keep tensors
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=job.ranks)
+    try:
+        with ExitStack() as stack:
+            for target, name, value in _replacements(job):
+                stack.enter_context(patch.object(target, name, value))
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(_ZeroNumbers())  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        dist.destroy_process_group()
+        shard_layout.cache_clear()
+
+
+def _replacements(job: FakeJob) -> list[tuple[Any, str, Any]]:
+    from fcp_cli.runtime import ring
+    from fcp_cli.training import shares, trainer
+
+    make_mesh = device_mesh.init_device_mesh
+
+    def mesh_of_numbers(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return make_mesh(*args, **kwargs)
+
+    found: list[tuple[Any, str, Any]] = [
+        (shares, "init_device_mesh", mesh_of_numbers),
+        # What ranks tell each other about times has shapes that depend on numbers.
+        (trainer, "gather_timings", lambda plan, timings, *, stop: (False, [])),
+        # Fake parameters cannot be swapped, and are where they should be.
+        (torch.nn.Module, "to", lambda module, *args, **kwargs: module),
+    ]
+    if not job.on_cpu:
+        found.append((ring, "select_kernel", lambda device, dtype: CudaFlashKernel()))
+    return found

@@ -1,0 +1,118 @@
+"""Activations by the formulas against what autograd really keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fcp_cli.memory.activations import layer_bytes, patch_bytes
+from fcp_cli.memory.precision import precision_of
+from fcp_cli.models.model import VisionSpec, load_model
+from fcp_cli.models.transformers_config import text_config, whole_config
+from fcp_cli.recipe import PrecisionName, Recipe
+
+pytestmark = pytest.mark.hf
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "amp"])
+@pytest.mark.parametrize("name", ["qwen3-tiny", "llama3.2-1b", "internvl3-2b"])
+def test_activation_bytes_are_those_that_autograd_keeps(name: str, precision: PrecisionName) -> None:
+    kept = {layers: _kept_bytes_per_token(name, precision, layers) for layers in (1, 2)}
+    spec = replace(load_model(name), vision=None, **_SMALL)
+    assert kept[2] - kept[1] == layer_bytes(spec, precision_of(Recipe(precision=precision)))
+
+
+_SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "ffn_size": 96,
+    "vocab_size": 64,
+}
+
+
+def _kept_bytes_per_token(name: str, precision: str, layers: int, tokens: int = 128) -> float:
+    """Bytes of distinct storages that autograd saved in a forward, parameters left out."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from fcp_cli.runtime.integrations.transformers import prepare
+    from fcp_cli.runtime.layout import shard_layout
+    from fcp_cli.runtime.ring import Ring, current_ring
+
+    spec = replace(load_model(name), num_layers=layers, **_SMALL)
+    model_type, figures = text_config(spec)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    config = AutoConfig.for_model(model_type, **figures)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    prepare(model)
+    ids = torch.zeros(1, tokens, dtype=torch.int64)
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "amp")
+    current_ring.set(Ring(layout=shard_layout((tokens,), 1)))
+    with _KeptStorages(model) as kept, autocast:
+        model.model(input_ids=ids, position_ids=torch.arange(tokens)[None])
+    current_ring.set(None)
+    # Autocast keeps bf16 copies of the matrices besides; they do not grow with the tokens.
+    copies = 2 * layers * spec.layer_matrix_parameters if precision == "amp" else 0
+    return (kept.num_bytes - copies) / tokens
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "amp"])
+@pytest.mark.parametrize("name", ["qwen3-vl-8b", "internvl3-8b"])
+def test_encoder_activations_are_those_that_autograd_keeps(name: str, precision: PrecisionName) -> None:
+    vision = load_model(name).vision
+    assert vision is not None
+    small = replace(vision, hidden_size=64, ffn_size=96, num_heads=4, deepstack_layers=())
+    one, two = (_kept_bytes_per_patch(name, replace(small, depth=depth), precision) for depth in (1, 2))
+    # A class token among 1,024 patches, and autocast's copies of biases, do not grow with them.
+    assert two - one == pytest.approx(patch_bytes(small, precision_of(Recipe(precision=precision))), rel=2e-3)
+
+
+def _kept_bytes_per_patch(name: str, vision: VisionSpec, precision: str) -> float:
+    """Bytes of distinct storages that autograd saved in an encoder's forward, parameters left out."""
+    import torch
+    from transformers import AutoConfig, AutoModel
+
+    model_type, figures = whole_config(replace(load_model(name), vision=vision, num_layers=1))
+    config = AutoConfig.for_model(model_type, **figures).vision_config
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    encoder = AutoModel.from_config(config).to(dtype)  # type: ignore[no-untyped-call]
+    if vision.kind == "qwen3_vl":
+        pixels, arguments = torch.zeros(1024, 3 * 2 * 16 * 16), {"grid_thw": torch.tensor([[1, 32, 32]])}
+    else:
+        pixels, arguments = torch.zeros(1, 3, 448, 448), {}
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "amp")
+    with _KeptStorages(encoder) as kept, autocast:
+        encoder(pixels.to(dtype), **arguments)
+    copies = 2 * vision.block_parameters if precision == "amp" else 0
+    return (kept.num_bytes - copies) / 1024
+
+
+class _KeptStorages:
+    """Counts the distinct storages that autograd saves, those of the model's parameters left out."""
+
+    def __init__(self, model: Any) -> None:
+        import torch
+
+        self._own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        self._kept: dict[int, Any] = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
+
+    def _keep(self, tensor: Any) -> Any:
+        if tensor.untyped_storage().data_ptr() not in self._own:
+            self._kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._kept.values())
+
+    def __enter__(self) -> _KeptStorages:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._hooks.__exit__(*raised)

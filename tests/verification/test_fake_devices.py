@@ -1,0 +1,40 @@
+"""The memory model against what the trainer allocates, on one rank of a job of fake devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fcp_cli.memory.rank import rank_memory
+from fcp_cli.models.model import load_model
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.recipe import Recipe
+from fcp_cli.verification.fake_devices import FakeJob, tracked_step
+
+pytestmark = [pytest.mark.torch, pytest.mark.hf]
+
+# (sync, tokens, ranks, recipe): every setting with each value, not every pair of them.
+CASES: list[tuple[Sync, int, int, dict[str, Any]]] = [
+    ("iteration", 4096, 64, {"zero_stage": 2, "loss": "plain"}),
+    ("iteration", 4096, 8, {"zero_stage": 2, "recompute": "full"}),
+    ("microbatch", 16_384, 8, {"zero_stage": 3, "recompute": "full", "loss": "plain"}),
+    ("microbatch", 4096, 64, {"zero_stage": 3, "recompute": "selective"}),
+    ("iteration", 4096, 8, {"zero_stage": 0, "precision": "fp32"}),
+]
+
+
+@pytest.mark.parametrize(("sync", "tokens", "ranks", "settings"), CASES)
+def test_the_estimate_is_the_tracked_peak(sync: Sync, tokens: int, ranks: int, settings: dict[str, Any]) -> None:
+    recipe = Recipe(**settings)
+    job = FakeJob(
+        model="qwen3-tiny",
+        recipe=recipe,
+        sync=sync,
+        tokens=tokens,
+        ranks=ranks,
+        on_cpu=recipe.precision == "fp32",
+    )
+    # The links between real devices are no tensors: nothing tracks them here.
+    memory = rank_memory(load_model(job.model), recipe, sync=sync, ranks=ranks, on_cpu=True)
+    assert memory.total_bytes(tokens) == pytest.approx(tracked_step(job).peak_bytes, rel=0.05)
