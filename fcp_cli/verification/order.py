@@ -11,7 +11,8 @@ Two models of what an operation that blocks holds up:
   hangs on every device.
 - *hardware queues*: a device has a bounded number of them (of CUDA 8, or what CUDA_DEVICE_MAX_CONNECTIONS says: 1 to
   32), its streams share them, and each starts kernels in the order of their launch.
-  The operation also holds up everything launched behind it in its queue, of other communicators and the computation.
+  The operation also holds up everything launched behind it in its queue, of other communicators and the computation,
+  until it ends. (A device lets go of its queue as it starts, and the next of its stream blocks it: this is stricter.)
 
 With a single queue a rank does one thing after the other, in the order of issue. Any other number leaves some of those
 waits out and adds none, so an order that ends with one queue ends on every device; `check_order` tries that first.
@@ -259,9 +260,11 @@ class _Run:
     """
 
     def __init__(self, batches: Mapping[int, list[Batch]], groups: Groups, queues: int | None) -> None:
-        self._groups = groups
+        names = {batch[0].group for issued in batches.values() for batch in issued}
+        self._sorted = {name: sorted(groups.get(name, batches)) for name in names}
         self._devices = {rank: _Device(issued, queues) for rank, issued in batches.items()}
         self._todo = deque(self._devices)
+        self._arrived: Counter[str] = Counter()  # of a group's ranks in order, how many have come to its collective
 
     def to_the_end(self) -> str | None:
         """Run all ranks as far as they get; return what one of them waits for, None where all reach their end."""
@@ -286,12 +289,17 @@ class _Run:
         return moved
 
     def _meet(self, collective: Operation) -> bool:
-        members = self._members(collective)
-        launches = [self._devices[rank].ready(collective.group) for rank in members if rank in self._devices]
-        waiting = [launch for launch in launches if launch is not None and _is_collective(launch)]
-        if len(waiting) < len(members):
-            return False
-        for rank, launch in zip(members, waiting, strict=True):
+        """Run a collective if all its ranks have come to it; who has come stays until then."""
+        group, members = collective.group, self._members(collective)
+        while self._arrived[group] < len(members):
+            device = self._devices.get(members[self._arrived[group]])
+            if device is None or not _is_collective(device.ready(group)):
+                return False
+            self._arrived[group] += 1
+        self._arrived[group] = 0
+        for rank in members:
+            launch = self._devices[rank].ready(group)
+            assert launch is not None
             self._devices[rank].finish(launch)
             self._todo.append(rank)
         return True
@@ -319,7 +327,7 @@ class _Run:
                 return
 
     def _members(self, collective: Operation) -> list[int]:
-        return sorted(self._groups.get(collective.group, self._devices))
+        return self._sorted[collective.group]
 
     def _reason(self, rank: int) -> str:
         number, operation = self._stuck(rank)
