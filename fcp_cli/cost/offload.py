@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from fcp_cli.cost.profile import CostProfile
+
 PCIE_BYTES_PER_SECOND: Final = 25e9
 """What one direction of a PCIe 4.0 x16 link carries of page-locked memory; 5.0 carries twice that."""
 
@@ -55,3 +57,33 @@ def offload_cost(
     waits = layers * max(copy - forward_seconds, 0.0) + returning * max(copy - backward_seconds, 0.0)
     copies = layers + returning
     return OffloadCost(moved_bytes=copies * input_bytes, copy_seconds=copies * copy, visible_seconds=waits)
+
+
+def profiled_offload_cost(
+    profile: CostProfile,
+    *,
+    tokens: int,
+    layers: int,
+    input_bytes_per_token: float,
+    bytes_per_second: float = PCIE_BYTES_PER_SECOND,
+) -> OffloadCost:
+    """Return what `offload_cost` says of a micro-batch, with the times of layers from a cost profile.
+
+    Of a recomputed layer's time a fourth is its forward, since backward runs it again and computes two products for
+    each of its own. Attention is left out: it only makes layers longer, and copies better hidden.
+
+    Args:
+        profile: whose `linear_seconds_per_token` is of all layers, forward and backward.
+        tokens: of the rank in the micro-batch.
+        layers: of the model.
+        input_bytes_per_token: of one token in a layer's input.
+        bytes_per_second: as in `offload_cost`.
+    """
+    layer_seconds = profile.coefficients.linear_seconds_per_token * tokens / layers
+    return offload_cost(
+        input_bytes=tokens * input_bytes_per_token,
+        layers=layers,
+        forward_seconds=layer_seconds / 4,
+        backward_seconds=layer_seconds * 3 / 4,
+        bytes_per_second=bytes_per_second,
+    )

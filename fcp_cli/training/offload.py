@@ -6,7 +6,10 @@ from dataclasses import replace
 
 import torch
 
+from fcp_cli.cost.offload import PCIE_BYTES_PER_SECOND, profiled_offload_cost
+from fcp_cli.cost.profile import parse_cost_profile
 from fcp_cli.memory.fitting import Place
+from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.metadata import PlanMetadata
@@ -35,6 +38,25 @@ def open_offload(recipe: Recipe, model: str, metadata: PlanMetadata, device: tor
         capacity_bytes=total_bytes * (1 - RESERVE_FRACTION),
     )
     return ActivationOffload(device, above_tokens=tokens_without_offload(recipe, model, metadata, place))
+
+
+def describe_offload(above_tokens: int, recipe: Recipe, model: str, metadata: PlanMetadata) -> str:
+    """Return which micro-batches are offloaded and, where the plan's cost profile tells, what the longest costs."""
+    longer = f" of more than {above_tokens} tokens a rank" if above_tokens else ""
+    words = f"the inputs of layers wait in the host's memory, in micro-batches{longer}"
+    if not metadata.cost_profile:
+        return words
+    spec, tokens = load_model(model), metadata.tokens_per_rank
+    cost = profiled_offload_cost(
+        parse_cost_profile(metadata.cost_profile, name="the plan's cost profile"),
+        tokens=tokens,
+        layers=spec.num_layers,
+        input_bytes_per_token=precision_of(recipe).residual * spec.hidden_size,
+    )
+    return (
+        f"{words}; with {tokens} tokens they are {cost.moved_bytes / 2e9:.1f} GB each way, and layers hide "
+        f"{cost.hidden_seconds:.2f} of {cost.copy_seconds:.2f} s (estimate, {PCIE_BYTES_PER_SECOND / 1e9:.0f} GB/s)"
+    )
 
 
 def tokens_without_offload(recipe: Recipe, model: str, metadata: PlanMetadata, place: Place) -> int:

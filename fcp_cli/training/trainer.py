@@ -35,7 +35,7 @@ from fcp_cli.training.data import open_data
 from fcp_cli.training.holding import Holding, Replica, ShardedModel
 from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.models import build_model, has_vision, model_config, model_vocab_size, shard_model
-from fcp_cli.training.offload import open_offload
+from fcp_cli.training.offload import describe_offload, open_offload
 from fcp_cli.training.optimizer import clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
 from fcp_cli.training.progress import short_count
 from fcp_cli.training.report import Report, run_record
@@ -295,8 +295,7 @@ class Trainer:
             f"steps {self.first_step + 1} to {self.last_step} of {metadata.end_step}"
         )
         if self.offload is not None:
-            longer = f" of more than {self.offload.above_tokens} tokens a rank" if self.offload.above_tokens else ""
-            note(f"the inputs of layers wait in the host's memory, in micro-batches{longer}")
+            note(describe_offload(self.offload.above_tokens, self.recipe, self.settings.model, metadata))
         if not all(parameter.requires_grad for parameter in self.model.parameters()):
             note(f"the vision encoder of {self.settings.model} is frozen")
 

@@ -7,13 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from inline_snapshot import snapshot
 
+from fcp_cli.files import shipped
 from fcp_cli.memory.fitting import Place
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.recipe import Recipe
 from fcp_cli.runtime import chunked_loss, offload
-from fcp_cli.training.offload import tokens_without_offload
+from fcp_cli.training.offload import describe_offload, tokens_without_offload
 from fcp_cli.training.train import main
 from tests.training.small_runs import write_manifest, write_small_plan
 
@@ -48,6 +50,16 @@ def test_recomputation_chunked_loss_and_offload_train_the_same(
         for one, other in zip(found, plain, strict=True):
             assert one == pytest.approx(other, rel=1e-12, abs=1e-12)
         assert "the inputs of layers wait in the host's memory, in micro-batches" in capsys.readouterr().err
+
+
+def test_the_run_says_what_offloading_costs(folder: Path) -> None:
+    metadata = PlanReader(folder / "plan.parquet").metadata
+    profile = (shipped("profiles") / "cost" / "qwen3-8b-example-8x8.yaml").read_text(encoding="utf-8")
+    recipe = Recipe(recompute="full", offload="activations")
+    planned = replace(metadata, cost_profile=profile, tokens_per_rank=16_384)
+    assert describe_offload(12_000, recipe, "qwen3-8b", planned) == snapshot(
+        "the inputs of layers wait in the host's memory, in micro-batches of more than 12000 tokens a rank; with 16384 tokens they are 4.8 GB each way, and layers hide 0.38 of 0.38 s (estimate, 25 GB/s)"
+    )
 
 
 def test_what_fits_without_is_not_offloaded(folder: Path) -> None:
