@@ -19,6 +19,7 @@ from typing import TextIO
 from fcp_cli.errors import FcpError, RunError
 from fcp_cli.files import write_text_atomically
 from fcp_cli.launching.job.commands import path_of_python
+from fcp_cli.launching.job.environment import interface_value
 from fcp_cli.launching.job.job import PLAN_VARIABLE, RUN_DIR_VARIABLE
 from fcp_cli.launching.supervision.run import JobOutcome, Screen, run_command
 from fcp_cli.machine.network import interface_towards, port_problem
@@ -93,7 +94,8 @@ def _write_record(paths: RunPaths, plan: Path, launch: Path | None) -> None:
 def _environment(options: argparse.Namespace) -> dict[str, str]:
     # Only the node itself knows its interface towards node 0, so the job's files cannot name it.
     interface = interface_towards(options.master_addr) if options.interface_for else None
-    found = {**(dict.fromkeys(options.interface_for, interface) if interface else {}), **os.environ}
+    own = {name: interface_value(name, interface) for name in options.interface_for} if interface else {}
+    found = {**own, **os.environ}
     # Whatever looks for `python` finds this one: msrun does.
     return {**found, "PATH": path_of_python(sys.executable, found.get("PATH", ""))}
 

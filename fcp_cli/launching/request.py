@@ -14,6 +14,8 @@ Launcher: TypeAlias = Literal["torchrun", "msrun"]
 """The program that starts the ranks of one node."""
 Inject: TypeAlias = Literal["entry", "env", "none"]
 """The way to make a program follow the plan: started by the runtime's entry, by its environment, or not at all."""
+NumaBinding: TypeAlias = Literal["node", "socket", "exclusive", "core-complex"]
+"""What torchrun binds a rank to: the cores of its device's NUMA node or socket, its own of them, or a shared cache."""
 Target: TypeAlias = Literal["local", "scripts", "slurm", "pytorchjob", "volcano"]
 LOCAL: Final = "local"
 """The target of a job that runs on this machine."""
@@ -35,10 +37,18 @@ class ClusterOptions:
     hostfile: Annotated[Path | None, Opt("Nodes, one a line, node 0 first.")] = None
     setup: Annotated[tuple[str, ...], Opt("Shell that a node runs first; may be repeated.", metavar="LINE")] = ()
     sbatch_option: Annotated[tuple[str, ...], Opt("As --partition=gpu; may be repeated.", metavar="OPTION")] = ()
+    srun_option: Annotated[tuple[str, ...], Opt("As --container-image=IMAGE; may be repeated.", metavar="OPTION")] = ()
     image: Annotated[str | None, Opt("Container image with fcp, torch and your code; Kubernetes needs one.")] = None
     mount: Annotated[
         tuple[str, ...], Opt("Volume of a container, as CLAIM:/path; may be repeated.", metavar="CLAIM:PATH")
     ] = ()
+    rdma_resource: Annotated[
+        str | None, Opt("RDMA devices of each node, as rdma/hca=1.", metavar="NAME=N", unset="none: TCP")
+    ] = None
+    host_network: Annotated[bool, Opt("Containers use the node's own network.")] = False
+    shm_size: Annotated[
+        str | None, Opt("Size of a container's /dev/shm, as 64Gi.", metavar="SIZE", unset="the node's memory")
+    ] = None
     python: Annotated[str | None, Opt("Interpreter on the nodes.", metavar="PATH", unset="this one")] = None
     job_name: Annotated[str | None, Opt("Name of the job.", unset="the run directory's")] = None
 
@@ -83,6 +93,11 @@ class LaunchRequest:
     ] = 45
     dry_run: Annotated[bool, Opt("Print the commands; start and write nothing.")] = False
     training: Annotated[Mapping[str, Any], Group("Bundled trainer", of=TrainSettings)] = field(default_factory=dict)
+    rank_timeout: Annotated[
+        int | None,
+        Opt("How long ranks wait for each other.", min=1, metavar="SECONDS", unset="torch's: 600, 1800 on CPUs"),
+    ] = None
+    numa_binding: Annotated[NumaBinding | None, Opt("Keep ranks on cores near their device.", unset="not bound")] = None
     nodes: Annotated[int | None, Opt("Machines to spread the ranks over.", min=1, group="Several nodes", unset="1")] = (
         None
     )

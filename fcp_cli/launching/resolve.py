@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from fcp_cli.console import Origins
-from fcp_cli.errors import PlanError, RunError
+from fcp_cli.errors import PlanError, RunError, UsageError
 from fcp_cli.launching.assumed_plan import assumed_plan
 from fcp_cli.launching.checks import preflight
 from fcp_cli.launching.job.environment import job_variables, set_by_fcp
@@ -17,7 +17,7 @@ from fcp_cli.launching.job.inject import OwnCommand, own_command, probe_variable
 from fcp_cli.launching.job.job import ADDRESS_TO_FILL_IN, MODEL_VARIABLE, Job, Variable
 from fcp_cli.launching.job.nodes import check_ranks, place, planned_nodes
 from fcp_cli.launching.program import for_mindspore, is_mindspore, program_name, started_program
-from fcp_cli.launching.request import LOCAL, LaunchRequest
+from fcp_cli.launching.request import LOCAL, LaunchRequest, NumaBinding
 from fcp_cli.launching.targets.options import (
     choose_target,
     cluster_machine,
@@ -105,10 +105,18 @@ def _placed(
         master_port=free_ports(request.master_port, count=2) if needs_ports else request.master_port,
         # Nodes of a cluster's job start when the cluster has them, so they keep the launcher's own patience.
         join_timeout_seconds=request.join_timeout if target == LOCAL else None,
+        rank_timeout_seconds=request.rank_timeout,
+        numa_binding=_numa_binding(request),
         grace_seconds=request.grace,
         launcher=request.launcher,
         target=target,
     )
+
+
+def _numa_binding(request: LaunchRequest) -> NumaBinding | None:
+    if request.numa_binding is not None and request.launcher != "torchrun":
+        raise UsageError("--numa-binding is torchrun's; leave it out with --launcher msrun")
+    return request.numa_binding
 
 
 def _with_program(request: LaunchRequest, job: Job, assumed: Origins) -> Job:

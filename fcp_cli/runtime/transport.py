@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fcp_cli.runtime.world import rank_timeout
+
 Result = TypeVar("Result")
 
 
@@ -75,7 +77,8 @@ class ProcessTransport:
         The first operation of a communicator must not involve only some of its ranks, so a reduction over all runs
         here; afterwards any ranks may talk. Who will, is for `contacts.open_contacts`.
         """
-        group = dist.new_group(list(range(dist.get_world_size())), group_desc="rings")
+        ranks = list(range(dist.get_world_size()))
+        group = dist.new_group(ranks, group_desc="rings", timeout=rank_timeout())
         assert group is not None
         transport = cls(group, device)
         transport.meet(device)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from fcp_cli.errors import RunError
 
+# Seconds that ranks wait for each other in an operation; `fcp launch --rank-timeout` sets it.
+_TIMEOUT_VARIABLE = "FCP_RANK_TIMEOUT"
 # How long the ranks of msrun wait for each other at the start; it sets this variable for them.
 _MSRUN_SECONDS = "MS_TOPO_TIMEOUT"
 
@@ -87,6 +89,20 @@ def local_device() -> torch.device:
     return torch.device("cpu")
 
 
+def rank_timeout() -> timedelta | None:
+    """Return how long ranks are to wait for each other; None: as long as torch does by itself.
+
+    Raises:
+        RunError: the variable is no number of seconds.
+    """
+    text = os.environ.get(_TIMEOUT_VARIABLE)
+    if not text:
+        return None
+    if not text.isdigit() or not int(text):
+        raise RunError(f"{_TIMEOUT_VARIABLE} is {text!r}; it must be a number of seconds, 1 or more")
+    return timedelta(seconds=int(text))
+
+
 def join_process_group(device: torch.device) -> bool:
     """Initialise torch.distributed unless the script has; return whether it was done here.
 
@@ -99,13 +115,14 @@ def join_process_group(device: torch.device) -> bool:
         torch.get_device_module(device).set_device(device)
     # gloo is there on every device, for what ranks tell each other from host memory.
     backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}[device.type]
+    # With its device, NCCL makes the communicator now instead of at the first operation, and barriers know theirs.
+    given: dict[str, Any] = {"timeout": rank_timeout(), "device_id": device if device.type == "cuda" else None}
     if "RANK" in os.environ and _MSRUN_SECONDS in os.environ:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group(
-            backend, store=_msrun_store(rank, size, int(os.environ[_MSRUN_SECONDS])), rank=rank, world_size=size
-        )
+        store = _msrun_store(rank, size, int(os.environ[_MSRUN_SECONDS]))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, **given)
     elif "RANK" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, **given)
     else:
         dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     atexit.register(leave_process_group)

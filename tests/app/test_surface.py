@@ -54,8 +54,9 @@ SURFACE = {
     """,
     "launch": """
         -- SCRIPT ARGS --model --plan --manifest --synthetic --ranks --device --run-dir --resume --inject --probe
-        --no-probe --dry-run --grace --explain --preflight --json --target --launcher --output -o --force --template
-        --hostfile --setup --sbatch-option --image --mount --python --job-name --nodes --node-rank --master-addr
+        --no-probe --dry-run --grace --rank-timeout --numa-binding --explain --preflight --json --target --launcher --output -o --force --template
+        --hostfile --setup --sbatch-option --srun-option --image --mount --rdma-resource --host-network --shm-size
+        --python --job-name --nodes --node-rank --master-addr
         --master-port --join-timeout --steps --learning-rate --warmup-steps --decay-steps --weight-decay --zero
         --shard-ranks --reduce --precision --recompute --loss --offload --max-grad-norm --freeze-vision
         --grad-ring-dtype --seed

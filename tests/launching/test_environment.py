@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +33,10 @@ def test_ranks_on_one_cpu_share_its_cores() -> None:
 def test_several_nodes_talk_over_the_interface_that_leads_to_node_0(stack: str, names: set[str]) -> None:
     found = variables(stack)
     assert {name for name in found if name.endswith("IFNAME")} == names
-    assert {found[name].value for name in names} == {"eth0"}
+    # To NCCL a bare name is the beginning of names: eth0 would also mean eth01.
+    assert {name: found[name].value for name in names} == {
+        name: "=eth0" if name == "NCCL_SOCKET_IFNAME" else "eth0" for name in names
+    }
     assert {found[name].source for name in names} == {"this machine's route to 10.0.0.1"}
     assert not {name for name in variables(stack, num_nodes=1) if name.endswith("IFNAME")}
 
@@ -103,3 +107,28 @@ def test_a_scripts_arguments_are_read_in_both_spellings() -> None:
     assert argument(words, "--seq-length") == "4096"
     assert argument(words, "--flag") == ""
     assert argument(words, "--none") is None
+
+
+def test_a_hang_leaves_its_traces_in_the_run_directory() -> None:
+    found = variables("cuda", run_dir=Path("/shared/runs/a"))
+    assert {name: found[name].value for name in found if "NCCL_DEBUG" in name or name.startswith("TORCH_NCCL")} == {
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/shared/runs/a/logs/flight-recorder-",
+        "NCCL_DEBUG": "WARN",
+        "NCCL_DEBUG_FILE": "/shared/runs/a/logs/nccl-%h-%p.log",
+    }
+    assert not {name for name in variables("npu") if "NCCL" in name}
+
+
+def test_whoever_asks_nccl_to_talk_sees_it_where_it_would_be_by_itself() -> None:
+    found = variables("cuda", {"NCCL_DEBUG": "INFO"}, run_dir=Path("/shared/runs/a"))
+    assert (found["NCCL_DEBUG"].value, "NCCL_DEBUG_FILE" in found) == ("INFO", False)
+    given = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": "/tmp/mine"}
+    assert variables("cuda", given, run_dir=Path("/shared/runs/a"))["NCCL_DEBUG_FILE"].value == "/tmp/mine"
+
+
+def test_a_rank_timeout_reaches_the_ranks_of_every_stack() -> None:
+    for stack in ("cpu", "cuda", "npu"):
+        assert variables(stack, rank_timeout_seconds=90)["FCP_RANK_TIMEOUT"].value == "90"
+        assert "FCP_RANK_TIMEOUT" not in variables(stack)

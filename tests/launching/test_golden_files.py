@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,21 @@ import pytest
 import yaml
 
 from fcp_cli.files import shipped
+from fcp_cli.launching.job.job import Job
 from fcp_cli.launching.targets.catalog import TARGETS, job_files
 from tests.launching.cluster_jobs import cluster_job
 from tests.launching.msrun_options import parser
 
 HERE = Path(__file__).parent
+
+
+def on_cluster(**changed: Any) -> Job:
+    """Return the job with other settings of its cluster."""
+    job = cluster_job()
+    assert job.cluster is not None
+    return replace(job, cluster=replace(job.cluster, **changed))
+
+
 CASES = {
     "scripts": ("scripts", cluster_job()),
     "scripts-npu": ("scripts", cluster_job(device="npu")),
@@ -36,6 +47,15 @@ CASES = {
     "pytorchjob-one-node": ("pytorchjob", cluster_job(num_nodes=1)),
     "volcano": ("volcano", cluster_job()),
     "volcano-npu": ("volcano", cluster_job(device="npu")),
+    "slurm-container": (
+        "slurm",
+        on_cluster(srun_options=("--container-image=/images/my fcp.sqsh", "--container-mounts=/shared:/shared")),
+    ),
+    "pytorchjob-rdma": (
+        "pytorchjob",
+        on_cluster(rdma_resource="rdma/hca_shared", rdma_count=8, host_network=True, shared_memory="64Gi"),
+    ),
+    "volcano-rdma": ("volcano", on_cluster(rdma_resource="nvidia.com/hostdev")),
 }
 
 

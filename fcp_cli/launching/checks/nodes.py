@@ -112,7 +112,7 @@ def interfaces(job: Job, facts: Facts) -> Iterator[Finding]:
     for name in names:
         if name not in chosen:
             yield warning(f"{name} is not set, and no route to {job.master_addr} shows it; export it on every node")
-    if len(set(chosen.values())) > 1:
+    if len({value.removeprefix("=") for value in chosen.values()}) > 1:
         both = ", ".join(f"{name}={value}" for name, value in chosen.items())
         yield warning(f"the nodes talk over different interfaces ({both}); export the same one in all of them")
 

@@ -38,6 +38,8 @@ def _torchrun_argv(job: Job, node_rank: int | str) -> list[str]:
         ]
         if job.join_timeout_seconds is not None:
             meeting += [f"--rdzv-conf=timeout={job.join_timeout_seconds}"]
+    if job.numa_binding is not None:
+        meeting += [f"--numa-binding={job.numa_binding}"]
     if job.log_dir is not None:
         meeting += [f"--log-dir={job.log_dir}", "--redirects=3"]
     launcher = torchrun_argv(job.processes_per_node, python=job.python, options=meeting)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from fcp_cli.launching.job.job import Job, Variable, argument
+from fcp_cli.launching.job.job import TIMEOUT_VARIABLE, Job, Variable, argument
 
 # Communicators of a job under a plan: torch.distributed's own, and the one that carries every ring.
 COMMUNICATORS = 2
@@ -22,6 +22,7 @@ _HCCL_MOST_MB = 400
 _HCCL_SHARE = 0.05  # of a device's memory, for all communicators
 _HCCL_BASE_PORT = 25_809
 _MEGABYTE = 1 << 20
+_FLIGHT_RECORDS = 2000  # a few steps of a ring's hops: about a kilobyte of host memory each
 _YOURS = "your environment"
 
 
@@ -35,7 +36,9 @@ def job_variables(job: Job, given: Mapping[str, str], *, interface: str | None =
     """
     of_stack = {"cuda": _cuda, "npu": _ascend}.get(job.stack)
     wanted = [*_common(job, interface), *(of_stack(job, interface) if of_stack else ())]
-    return tuple(_respecting(variable, given) for variable in wanted)
+    # Whoever asked NCCL to talk wants to see it where it would be by itself.
+    unwanted = {"NCCL_DEBUG_FILE"} if "NCCL_DEBUG" in given and "NCCL_DEBUG_FILE" not in given else set()
+    return tuple(_respecting(variable, given) for variable in wanted if variable.name not in unwanted)
 
 
 def set_by_fcp(variables: Sequence[Variable]) -> dict[str, str]:
@@ -52,6 +55,13 @@ def _respecting(variable: Variable, given: Mapping[str, str]) -> Variable:
 
 
 def _common(job: Job, interface: str | None) -> Iterator[Variable]:
+    if job.rank_timeout_seconds is not None:
+        yield Variable(
+            name=TIMEOUT_VARIABLE,
+            value=str(job.rank_timeout_seconds),
+            reason="seconds that ranks wait for each other before the job fails",
+            source="--rank-timeout",
+        )
     if job.stack == "cpu" and job.num_nodes == 1:
         yield Variable(
             name="OMP_NUM_THREADS",
@@ -63,11 +73,16 @@ def _common(job: Job, interface: str | None) -> Iterator[Variable]:
         yield _interface("GLOO_SOCKET_IFNAME", interface, job, "gloo")
 
 
+def interface_value(variable: str, interface: str) -> str:
+    """Return the value by which a variable means this interface alone: NCCL takes a bare name for a beginning."""
+    return f"={interface}" if variable == "NCCL_SOCKET_IFNAME" else interface
+
+
 def _interface(name: str, interface: str | None, job: Job, user: str) -> Variable:
     where = "this machine's" if interface else "each node's own"
     return Variable(
         name=name,
-        value=interface or "",
+        value=interface_value(name, interface) if interface else "",
         reason=f"the network between nodes, for {user}",
         source=f"{where} route to {job.master_addr}",
     )
@@ -100,8 +115,24 @@ def _cuda(job: Job, interface: str | None) -> Iterator[Variable]:
         reason="micro-batches of changing sizes would fragment device memory",
         source="fcp's default for CUDA",
     )
+    yield from _nccl_logs(job)
     if job.num_nodes > 1:
         yield _interface("NCCL_SOCKET_IFNAME", interface, job, "NCCL's bootstrap")
+
+
+def _nccl_logs(job: Job) -> Iterator[Variable]:
+    """Yield what makes a hang leave its traces in the run directory, not on a node's own disk."""
+    logs = job.paths.logs
+    reasons = {
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": ("1", "every rank writes its latest collectives where one timed out"),
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": (str(_FLIGHT_RECORDS), "how many of a rank's latest collectives are kept"),
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": (str(logs / "flight-recorder-"), "where they are written; the rank follows"),
+        "NCCL_DEBUG": ("WARN", "NCCL says why it fails"),
+        "NCCL_DEBUG_FILE": (str(logs / "nccl-%h-%p.log"), "where NCCL says so: host and process follow"),
+    }
+    for name, (value, reason) in reasons.items():
+        if job.run_dir.is_absolute() or not name.endswith("_FILE"):  # a job that is only measured has no run directory
+            yield Variable(name=name, value=value, reason=reason, source="fcp's default for CUDA")
 
 
 def _ascend(job: Job, interface: str | None) -> Iterator[Variable]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.errors import ProfileError
-from fcp_cli.launching.request import LOCAL, Launcher
+from fcp_cli.launching.request import LOCAL, Launcher, NumaBinding
 from fcp_cli.machine.devices import Machine
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.metadata import PlanMetadata
@@ -24,6 +24,7 @@ METRICS_VARIABLE = "FCP_METRICS"
 RUN_DIR_VARIABLE = "FCP_RUN_DIR"
 MODEL_VARIABLE = "FCP_MODEL"  # set for a script when --model was given
 PROBE_VARIABLE = "FCP_PROBE"  # for a script: 1 compares numbers before the first step, 0 does not
+TIMEOUT_VARIABLE = "FCP_RANK_TIMEOUT"  # seconds
 
 TRAINER = ("-m", "fcp_cli.training.train")
 ADDRESS_TO_FILL_IN = "NODE0_ADDRESS"
@@ -68,7 +69,11 @@ class Cluster:
         interface_variables: names of variables that hold each node's own network interface.
         setup: lines of shell that every node runs first.
         sbatch_options: further options for Slurm, as `--partition=gpu`.
+        srun_options: further options for srun, as `--container-image=...`.
         image, mounts: of the containers.
+        rdma_resource, rdma_count: name under which Kubernetes hands out RDMA devices, and how many a node gets.
+        host_network: whether containers use the node's own network.
+        shared_memory: size of a container's /dev/shm as Kubernetes writes it; "": as much as the node has.
         record: the launch record, which the first node puts into the run directory; None: it is there already.
     """
 
@@ -77,8 +82,13 @@ class Cluster:
     interface_variables: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
     sbatch_options: tuple[str, ...] = ()
+    srun_options: tuple[str, ...] = ()
     image: str = ""
     mounts: tuple[Mount, ...] = ()
+    rdma_resource: str = ""
+    rdma_count: int = 1
+    host_network: bool = False
+    shared_memory: str = ""
     record: Path | None = None
 
 
@@ -104,6 +114,8 @@ class Job:
         hosts: names of the nodes in order, where they were listed.
         master_addr, master_port: where the nodes meet; used only with several.
         join_timeout_seconds: how long the nodes wait for each other; None: as long as the launcher does by itself.
+        rank_timeout_seconds: how long ranks wait for each other; None: as long as torch does by itself.
+        numa_binding: how torchrun binds a rank to the cores near its device; None: not at all.
         grace_seconds: from SIGTERM or SIGHUP to the end of everything, whether the step has ended or not.
         log_dir: where each rank's output goes; None leaves it on the terminal.
         python: the interpreter that runs the launcher and the ranks.
@@ -130,6 +142,8 @@ class Job:
     master_addr: str = ""
     master_port: int = 29500
     join_timeout_seconds: int | None = None
+    rank_timeout_seconds: int | None = None
+    numa_binding: NumaBinding | None = None
     grace_seconds: int = 45
     log_dir: Path | None = None
     python: str = sys.executable

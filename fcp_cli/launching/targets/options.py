@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,15 +24,22 @@ _KUBERNETES = ("pytorchjob", "volcano")
 _OPTIONS_OF = {
     "hostfile": ("scripts",),
     "sbatch_option": ("slurm",),
+    "srun_option": ("slurm",),
     "image": _KUBERNETES,
     "mount": _KUBERNETES,
+    "rdma_resource": _KUBERNETES,
+    "host_network": _KUBERNETES,
+    "shm_size": _KUBERNETES,
     "setup": ("scripts", "slurm"),
     "job_name": ("slurm", *_KUBERNETES),
     "template": tuple(TARGETS),
     "python": tuple(TARGETS),
 }
 # Where no --target is named, these options imply it; the others fit several.
-_DECISIVE = ("hostfile", "sbatch_option", "image")
+_DECISIVE = ("hostfile", "sbatch_option", "srun_option", "image")
+
+_RESOURCE = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_MEMORY_SIZE = re.compile(r"[1-9][0-9]*([KMGT]i?)?")
 
 
 def choose_target(request: ClusterOptions) -> str:
@@ -118,6 +126,7 @@ def for_cluster(request: ClusterOptions, job: Job, assumed: Origins) -> Job:
     is_container = job.target in _KUBERNETES
     if is_container and request.image is None:
         raise UsageError("containers need --image: the name of one with fcp, torch and your code")
+    rdma_resource, rdma_count = _rdma(request.rdma_resource)
     hosts = job.hosts
     if job.target == "scripts" and not hosts:
         hosts = tuple(f"node{k}" for k in range(job.num_nodes))
@@ -133,9 +142,14 @@ def for_cluster(request: ClusterOptions, job: Job, assumed: Origins) -> Job:
             directory=Path.cwd(),
             interface_variables=tuple(v.name for v in job.variables if not v.value),
             setup=request.setup,
-            sbatch_options=tuple(map(_sbatch_option, request.sbatch_option)),
+            sbatch_options=tuple(_option_of("sbatch", text) for text in request.sbatch_option),
+            srun_options=tuple(_option_of("srun", text) for text in request.srun_option),
             image=request.image or "" if is_container else "",
             mounts=_mounts(request, job, assumed) if is_container else (),
+            rdma_resource=rdma_resource,
+            rdma_count=rdma_count,
+            host_network=request.host_network,
+            shared_memory=_memory_size(request.shm_size),
         ),
     )
 
@@ -147,13 +161,33 @@ def _python(request: ClusterOptions, *, is_container: bool, assumed: Origins) ->
     return sys.executable
 
 
-def _sbatch_option(text: str) -> str:
+def _option_of(program: str, text: str) -> str:
     option = text.removeprefix("#SBATCH").strip()
     if not option.startswith("-") or len(option.splitlines()) != 1:
+        example = {"sbatch": "--partition=gpu", "srun": "--container-image=/images/fcp.sqsh"}[program]
         raise UsageError(
-            f"--sbatch-option {text!r} is not one option of sbatch; give it as --sbatch-option=--partition=gpu"
+            f"--{program}-option {text!r} is not one option of {program}; give it as --{program}-option={example}"
         )
     return option
+
+
+def _rdma(text: str | None) -> tuple[str, int]:
+    """Return the name of a resource and how many of it a node gets."""
+    if text is None:
+        return "", 1
+    name, _, count = text.partition("=")
+    if not _RESOURCE.fullmatch(name) or not (count or "1").isdigit() or int(count or 1) < 1:
+        raise UsageError(
+            f"--rdma-resource is {text!r}; it must be a resource of the nodes and how many of it, as rdma/hca=1 or "
+            "nvidia.com/hostdev=8: kubectl describe node shows them"
+        )
+    return name, int(count or 1)
+
+
+def _memory_size(text: str | None) -> str:
+    if text is not None and not _MEMORY_SIZE.fullmatch(text):
+        raise UsageError(f"--shm-size is {text!r}; it must be a size as Kubernetes writes it, like 64Gi")
+    return text or ""
 
 
 def _mounts(request: ClusterOptions, job: Job, assumed: Origins) -> tuple[Mount, ...]:

@@ -65,8 +65,13 @@ def template_values(job: Job, node: NodeFacts, ready: Callable[[str], str]) -> d
         "hosts": list(job.hosts),
         "setup": list(cluster.setup),
         "sbatch_options": list(cluster.sbatch_options),
+        "srun_options": [ready(option) for option in cluster.srun_options],
         "image": cluster.image,
         "mounts": [{"claim": mount.claim, "path": mount.path} for mount in cluster.mounts],
+        "rdma_resource": cluster.rdma_resource,
+        "rdma_count": cluster.rdma_count,
+        "host_network": cluster.host_network,
+        "shared_memory": cluster.shared_memory,
     }
 
 
