@@ -168,8 +168,9 @@ def summary(outcomes: Sequence[Outcome]) -> Table:
 def compare_on_a_cluster() -> None:
     """Compare strategies where waiting costs something: on shared cores a rank that waits lends its core to others."""
     profile = str(FOLDER / "qwen3-8b.yaml")
-    # With recomputation a rank of this cluster holds 29,331 tokens, so 16,384 fit.
-    fcp("profile", "--analytic", "--model", "qwen3-8b", "--cluster", "h200-8x8", "--recompute", "-o", profile)
+    # With recomputation a rank of this cluster holds more than 16,384 tokens.
+    cluster = ["--model", "qwen3-8b", "--cluster", "h200-8x8", "--recompute", "full"]
+    fcp("profile", "--analytic", *cluster, "-o", profile)
     options = ["--profile", profile, "--tokens-per-rank", "16384", "--max-length", "131072", "--overlong", "drop"]
     options += ["--global-batch-size", "64", "--steps", "8", "--sync", "iteration"]
     fcp("compare", "demo/lengths.parquet", *options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -93,6 +93,7 @@ def _inspect_plan(file: PlanFile, manifest: Path | None, json: bool) -> None:
     if json:
         document: dict[str, Any] = {"plan": str(file.path), "plan_hash": metadata.plan_hash, **summary.to_json()}
         document |= {"solver": metadata.solver, "sync": metadata.sync, "num_ranks": metadata.num_ranks}
+        document |= {"recipe": metadata.recipe and asdict(metadata.recipe)}
         document |= {"distinct_groups": metadata.distinct_groups, "speedup_over_static": found and found[0]}
         document["warnings"] = file.problems
         print_json(document)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
@@ -13,7 +13,7 @@ from fcp_cli.command_line import takes
 from fcp_cli.console import Origins, human, note, print_json, progress
 from fcp_cli.errors import UsageError
 from fcp_cli.files import refuse_to_overwrite
-from fcp_cli.options import Opt, Typed
+from fcp_cli.options import Opt, Typed, options_of
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.words import duration
 
@@ -52,12 +52,12 @@ class PlanOptions(PlanRequest):
 @takes(
     PlanOptions,
     "fcp plan lengths.parquet --ranks 64 --ranks-per-node 8",
-    "fcp plan lengths.parquet --profile profile.yaml --sync microbatch -o plan.parquet",
+    "fcp plan lengths.parquet --model qwen3-8b --cluster h100-8x8 --recompute full",
 )
 def plan(options: PlanOptions) -> None:
     """Decide which ranks run which sequences together, for every global batch, and write it as a plan.
 
-    What no option gives comes from fcp.yaml, this folder or a shipped profile; the output names each source.
+    What no option gives comes from fcp.yaml, this folder or what is on this machine; the output names each source.
     """
     from fcp_cli.planning.settings import resolve
 
@@ -70,7 +70,9 @@ def plan(options: PlanOptions) -> None:
             raise UsageError("--json and -o - both want stdout; write the plan to a file")
         if options.resume:
             raise UsageError("--resume continues a file, which -o - is not; write the plan to a file")
-    inputs = resolve(options, origins)  # first: a plan that is given as the manifest is no source to be kept
+    inputs = resolve(
+        options, origins, most_peers=options.max_peers
+    )  # first: a plan that is given as the manifest is no source to be kept
     refuse_to_overwrite(output, options.manifest, options.profile)
     origins.report()
     if str(output) == "-":
@@ -80,7 +82,10 @@ def plan(options: PlanOptions) -> None:
 
 
 # A continued run keeps its batches and its way of training: of what a plan is for, only this may differ.
-_MAY_CHANGE: Final = {"manifest", "profile", "ranks", "ranks_per_node", "tokens_per_rank", "headroom"}
+_MAY_CHANGE: Final = {
+    *("manifest", "profile", "ranks", "ranks_per_node", "tokens_per_rank", "headroom"),
+    *("zero", "shard_ranks", "reduce", "recompute", "loss", "offload"),
+}
 
 
 def _continue(options: PlanOptions, run_dir: Path) -> None:
@@ -88,7 +93,7 @@ def _continue(options: PlanOptions, run_dir: Path) -> None:
     from fcp_cli.planning.settings import resolve_continuation
     from fcp_cli.runs.trained_run import read_trained_run
 
-    for name in (field.name for field in fields(PlanRequest)):
+    for name in (option.name for option in options_of(PlanRequest)):
         if name in options.typed and name not in _MAY_CHANGE:
             raise UsageError(f"--{name.replace('_', '-')} cannot change within a run; leave it out of --continue-from")
     if options.ranks is None:
@@ -237,6 +242,7 @@ def _document(result: PlanResult, output: Path, extra: dict[str, Any], origins: 
         "tokens_per_rank": metadata.tokens_per_rank,
         "padding_multiple": metadata.padding_multiple,
         "sync": metadata.sync,
+        "recipe": metadata.recipe and asdict(metadata.recipe),
         "global_batch_size": metadata.global_batch_size,
         "distinct_groups": metadata.distinct_groups,
         **cast(dict[str, Any], result.summary.to_json()),

@@ -11,7 +11,7 @@ from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.memory.fitting import LEAST_TOKENS, Fit, Place, fitting_recipe
 from fcp_cli.models.cluster import THIS_MACHINE
 from fcp_cli.models.model import ModelSpec, load_model
-from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.metadata import PlanMetadata, Sync
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.ranks import Ranks
 from fcp_cli.recipe import Recipe, RecipeRequest, check_recipe
@@ -228,6 +228,40 @@ def _tokens_of_block(request: PlanRequest, profile: CostProfile, origins: Origin
         raise UsageError("the profile's memory leaves no room for tokens; give --tokens-per-rank")
     origins.assume("--tokens-per-rank", room, "the profile's memory")
     return room
+
+
+def continued_recipe(
+    request: PlanRequest, metadata: PlanMetadata, profile: CostProfile, ranks: Ranks, origins: Origins
+) -> Recipe | None:
+    """Return the recipe in which other ranks continue a run: as it was, but for what was asked for.
+
+    Raises:
+        UsageError: the run's plan records no recipe to change, or the ranks cannot share a copy out so.
+    """
+    planned, asked = metadata.recipe, request.recipe
+    if planned is None:
+        if asked.given():
+            flag = f"--{next(iter(asked.given())).removesuffix('_stage').replace('_', '-')}"
+            raise UsageError(f"the run's plan records no recipe; give {flag} to 'fcp launch --resume' instead")
+        return None
+    recipe = asked.applied_to(planned)
+    if ranks.num_ranks % recipe.shards(ranks.num_ranks):
+        if asked.shard_ranks is not None:
+            raise UsageError(f"--shard-ranks is {asked.shard_ranks}; it must divide the {ranks.num_ranks} ranks")
+        recipe = replace(recipe, shard_ranks=None)
+        origins.assume("--shard-ranks", "all", f"{planned.shard_ranks} do not divide {ranks.num_ranks} ranks")
+    check_recipe(recipe, sync=metadata.sync)
+    spec = _known_model(profile.model)
+    if spec is not None and profile.memory.capacity_bytes:
+        place = ranks.place(
+            capacity_bytes=profile.memory.capacity_bytes,
+            on_cpu=profile.cluster == THIS_MACHINE,
+            measured_bytes_per_token=profile.memory.bytes_per_token if _has_measured_tokens(profile) else None,
+        )
+        fit, tokens = place.fit(spec, recipe, metadata.sync), request.tokens_per_rank or metadata.tokens_per_rank
+        if tokens > fit.tokens:
+            origins.warn(f"--tokens-per-rank is {tokens:,}, but a rank holds {fit.tokens:,}: {_room_text(place, fit)}")
+    return recipe
 
 
 def options_that_hold(longest_tokens: int, budget: Budget, ranks: int) -> str:

@@ -16,12 +16,13 @@ from fcp_cli.planning.options import PlanRequest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
-    """The ranks of a plan: how many, how many on a node, and how many devices each has."""
+    """The ranks of a plan: how many, how many on a node, how many devices each has, and how many others it may meet."""
 
     num_ranks: int
     ranks_per_node: int
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    most_peers: int | None = None
 
     def place(self, *, capacity_bytes: float, on_cpu: bool, measured_bytes_per_token: float | None = None) -> Place:
         return Place(
@@ -32,6 +33,7 @@ class Ranks:
             pipeline_parallel=self.pipeline_parallel,
             on_cpu=on_cpu,
             measured_bytes_per_token=measured_bytes_per_token,
+            most_peers=self.most_peers,
         )
 
 

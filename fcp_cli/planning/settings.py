@@ -24,7 +24,7 @@ from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.padding import padding_multiple
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.budget import Budget, computed_budget, options_that_hold, profiled_budget
+from fcp_cli.planning.budget import Budget, computed_budget, continued_recipe, options_that_hold, profiled_budget
 from fcp_cli.planning.continuation import RemainingSteps, batches_to_plan, remaining_steps, settings_of
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.problem import Problem, whole_budget
@@ -95,6 +95,12 @@ def resolve_continuation(
     tensor_parallel, pipeline_parallel = devices_of_rank(
         profile, metadata.tensor_parallel, metadata.pipeline_parallel, origins
     )
+    shape = Ranks(
+        num_ranks=ranks,
+        ranks_per_node=ranks_per_node,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+    )
     padding = metadata.padding_multiple
     return PlanInputs(
         table=table,
@@ -107,6 +113,7 @@ def resolve_continuation(
             padding_multiple=padding,
             sync=metadata.sync,
             profile=profile,
+            recipe=continued_recipe(request, metadata, profile, shape, origins),
         ),
         settings=settings_of(metadata),
         remaining=remaining_steps(reader, first_step),
@@ -121,8 +128,13 @@ def _profile_of_run(given: Path | None, plan: Path, metadata: PlanMetadata, orig
     return profile
 
 
-def resolve(request: PlanRequest, origins: Origins) -> PlanInputs:
+def resolve(request: PlanRequest, origins: Origins, *, most_peers: int | None = None) -> PlanInputs:
     """Fill in what was not given; every assumption goes to `origins`.
+
+    Args:
+        request: what was given.
+        origins: takes what was assumed.
+        most_peers: ranks that one may meet in rings, whose connections take memory; None: no limit.
 
     Raises:
         ManifestError, ProfileError: a file cannot be used.
@@ -135,9 +147,9 @@ def resolve(request: PlanRequest, origins: Origins) -> PlanInputs:
         raise unequal_pipelines(request.pipeline_parallel or 1)
     profile = _profile_at_hand(request, origins)
     if profile is None:
-        profile, ranks, budget = computed_basis(request, origins)
+        profile, ranks, budget = computed_basis(request, origins, most_peers=most_peers)
     else:
-        ranks = ranks_under(profile, request, origins)
+        ranks = replace(ranks_under(profile, request, origins), most_peers=most_peers)
         budget = profiled_budget(request, profile, ranks, origins)
     padding = padding_multiple(ranks.tensor_parallel) if request.padded_rings else None
     tokens = _with_headroom(budget.tokens_per_rank, request.headroom)
@@ -194,7 +206,9 @@ def _is_meant(profile: CostProfile, request: PlanRequest) -> bool:
     return same_model and same_cluster
 
 
-def computed_basis(request: PlanRequest, origins: Origins) -> tuple[CostProfile, Ranks, Budget]:
+def computed_basis(
+    request: PlanRequest, origins: Origins, *, most_peers: int | None = None
+) -> tuple[CostProfile, Ranks, Budget]:
     """Compute a profile for a model and a cluster from their figures, for ranks there and the recipe that fits them.
 
     Raises:
@@ -206,7 +220,7 @@ def computed_basis(request: PlanRequest, origins: Origins) -> tuple[CostProfile,
         origins.assume("--model", spec.name, "and what 'fcp launch' trains under the plan; name yours")
     cluster = _cluster_to_plan_for(request, origins)
     tensor_parallel, pipeline_parallel = request.tensor_parallel or 1, request.pipeline_parallel or 1
-    ranks = ranks_on(request, cluster, tensor_parallel, pipeline_parallel, origins)
+    ranks = replace(ranks_on(request, cluster, tensor_parallel, pipeline_parallel, origins), most_peers=most_peers)
     if cluster.is_host:  # whose cores share one memory, however many ranks run on them
         cluster = replace(cluster, memory_bytes=cluster.memory_bytes * cluster.num_devices / ranks.num_ranks)
     place = ranks.place(capacity_bytes=cluster.memory_bytes * (1 - RESERVE_FRACTION), on_cpu=cluster.is_host)

@@ -20,6 +20,7 @@ import numpy as np
 from fcp_cli.errors import FcpError
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.report import charts
+from fcp_cli.report.memory import memory_sentence
 from fcp_cli.report.page_data import Columns, PlanPicture, joined
 from fcp_cli.report.run_picture import RunPicture
 from fcp_cli.words import counted
@@ -195,6 +196,8 @@ class Report:
         yield _section("Lengths", caption, "chart-lengths")
         most = f"{self.metadata.tokens_per_rank:,}"
         caption = f"Most tokens that a rank holds in one micro-batch; the dashed line is the token budget, {most}."
+        peers = self.plan.summary.peers
+        caption += memory_sentence(self.metadata, peers.most if peers is not None else 0)
         yield _section("Memory", caption, "chart-memory")
         yield "</div>"
         yield _section("Degrees", "How the work divides over the degrees.", "chart-mix", self._degree_table())

@@ -51,6 +51,7 @@ def _headline(metadata: PlanMetadata, summary: PlanSummary) -> dict[str, str]:
         "plan": f"{counted(summary.steps, 'step')} by {metadata.solver}, sync {metadata.sync}, seed {metadata.seed}",
         "ranks": shape,
         **({"devices": devices_text(metadata)} if metadata.devices_per_rank > 1 else {}),
+        **({"recipe": metadata.recipe.describe()} if metadata.recipe is not None else {}),
         "sequences": f"{summary.sequences:,} with {counted(summary.tokens, 'token')}{left_out}",
         **({"padding": padding} if metadata.padding_multiple is not None else {}),
         "step time": f"{summary.mean_step_seconds:.4g} s mean, slowest {summary.slowest_step_seconds:.4g} s "

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from inline_snapshot import snapshot
 
+from fcp_cli.cost.profile import Memory, dump_cost_profile
 from fcp_cli.launching.checks import CHECKS, check_launch
 from fcp_cli.launching.job.environment import job_variables, set_by_fcp
 from fcp_cli.launching.job.job import Job
 from fcp_cli.machine import network
 from fcp_cli.machine.facts import Facts
+from fcp_cli.models.shipped import shipped_profile
 from fcp_cli.recipe import Recipe
 from tests.launching.jobs import MACHINES, job, plan_metadata
 
@@ -67,7 +70,11 @@ def test_each_check_finds_something_in_some_test_below() -> None:
     assert broken == {check.__name__ for check in CHECKS}
 
 
-MEASURED = plan_metadata().cost_profile.replace("origin: analytic", "origin: measured")
+# Profiles that say of no recipe what their memory is: a state of 18.4 GB, and 9.9 MB for each token.
+_MEMORY = Memory(bytes_per_token=9_936_548.0, model_state_bytes=18_429_154_560.0, capacity_bytes=58.88e9)
+_UNSAID = replace(shipped_profile("qwen3-8b"), memory=_MEMORY, recipe=None, sync=None)
+COMPUTED = dump_cost_profile(_UNSAID)
+MEASURED = dump_cost_profile(replace(_UNSAID, origin="measured"))
 CASES: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
     (
         "cuda",
@@ -264,7 +271,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
     ),
     (
         "cuda",
-        {"model": "qwen3-8b"},
+        {"metadata": plan_metadata(cost_profile=COMPUTED), "model": "qwen3-8b"},
         {"device_memory_bytes": 8_000_000_000},
         snapshot(
             [

@@ -205,8 +205,14 @@ def check_recipe_of_plan(job: Job, settings: TrainSettings) -> None:
     if need is not None:
         of = f" of {need.capacity_bytes / 1e9:.1f} GB" if need.capacity_bytes else " GB"
         needs = f", which needs {need.total_bytes / 1e9:.1f}{of} for {need.tokens:,} tokens a rank"
-    again = [*(_model_words(job, need.spec) if need is not None else []), *asked.flags(), "--sync", metadata.sync]
+    if settings.resume:
+        ranks = str(metadata.num_ranks)
+        changed = [word for name in differing for word in (flags[name], str(getattr(asked, name)))]
+        again = shlex.join(["fcp", "plan", "--continue-from", str(settings.run_dir), "--ranks", ranks, *changed])
+    else:
+        model = _model_words(job, need.spec) if need is not None else []
+        again = plan_command(metadata, job.plan, [*model, *asked.flags(), "--sync", metadata.sync])
     raise UsageError(
         f"{job.plan} was priced for {planned.describe()}, not for {words}{needs}; "
-        f"leave them out, or plan for them with: {plan_command(metadata, job.plan, again)}"
+        f"leave them out, or plan for them with: {again}"
     )

@@ -1,0 +1,43 @@
+"""What a rank of a plan holds, in a sentence."""
+
+from __future__ import annotations
+
+from fcp_cli.cost.profile import parse_cost_profile
+from fcp_cli.errors import ProfileError
+from fcp_cli.memory.rank import rank_memory
+from fcp_cli.models.cluster import THIS_MACHINE
+from fcp_cli.models.model import load_model
+from fcp_cli.plan.metadata import PlanMetadata
+
+_ITEMS_NAMED = 4
+
+
+def memory_sentence(metadata: PlanMetadata, peers: int) -> str:
+    """Return how many GB the token budget takes, and for what; "" where the plan does not say of which recipe it is.
+
+    Args:
+        metadata: of the plan.
+        peers: of the rank that has most.
+    """
+    if metadata.recipe is None:
+        return ""
+    try:
+        profile = parse_cost_profile(metadata.cost_profile, name="the plan's cost profile")
+        spec = load_model(profile.model)
+    except ProfileError:
+        return ""
+    memory = rank_memory(
+        spec,
+        metadata.recipe,
+        sync=metadata.sync,
+        ranks=metadata.num_ranks,
+        tensor_parallel=metadata.tensor_parallel,
+        pipeline_parallel=metadata.pipeline_parallel,
+        on_cpu=profile.cluster == THIS_MACHINE,
+        peers=peers,
+    )
+    tokens = metadata.tokens_per_rank
+    items = [f"{name} {size / 1e9:.1f}" for name, size in memory.items(tokens).items()]
+    named = ", ".join([*items[:_ITEMS_NAMED], *(["..."] if len(items) > _ITEMS_NAMED else [])])
+    takes = f"{memory.total_bytes(tokens) / 1e9:.1f} GB under {metadata.recipe.describe()}"
+    return f" By the memory model, a rank then takes {takes}: {named}."
