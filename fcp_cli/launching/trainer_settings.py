@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from fcp_cli.launching.checks import preflight
 from fcp_cli.launching.checks.memory import check_recipe_of_plan
 from fcp_cli.launching.job.job import Job
 from fcp_cli.launching.request import LOCAL, LaunchRequest
+from fcp_cli.models.weights import find_weights, has_weights
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.recipe import check_shard_ranks
 from fcp_cli.runs.folder import RunPaths, next_run_dir
@@ -41,10 +43,11 @@ def trainer_settings(request: LaunchRequest, job: Job, assumed: Origins) -> Trai
     settings = TrainSettings(
         plan=plan.absolute(),
         model=model,
+        weights=_weights(request, model, assumed),
         manifest=None if request.synthetic else _manifest(request, plan, metadata, assumed),
         run_dir=run_dir_of(request, Path(model).stem).absolute(),
         resume=request.resume,
-        **request.training,
+        **{name: value for name, value in request.training.items() if name != "weights"},
     )
     recipe = settings.recipe(metadata.recipe, sync=metadata.sync, device=job.machine.device)
     check_shard_ranks(recipe, metadata.num_ranks)
@@ -70,6 +73,30 @@ def _model(given: str | None, metadata: PlanMetadata, assumed: Origins) -> str:
     if given is None:
         assumed.assume("--model", planned, "the plan's cost profile")
     return given or str(planned)
+
+
+def _weights(request: LaunchRequest, model: str, assumed: Origins) -> Path | None:
+    """Return the checkpoint to start from: as given, else the folder that was named as the model; None: random weights.
+
+    Raises:
+        UsageError: both random weights and a checkpoint were asked for.
+        RunError: its files are missing, damaged, or pickles.
+    """
+    given, random = request.training.get("weights"), request.training.get("random_weights", False)
+    if given is not None and random:
+        raise UsageError(f"--random-weights and --weights {given} exclude each other")
+    folder = Path(model if given is None else given)
+    if random or (given is None and not has_weights(folder)):
+        if not random:
+            assumed.assume(
+                "--weights", "random", "--weights FOLDER, or a checkpoint's folder as --model, starts from one"
+            )
+        return None
+    if importlib.util.find_spec("safetensors") is not None:
+        find_weights(folder)
+    if given is None:
+        assumed.assume("--weights", folder, "the model is a checkpoint")
+    return folder.absolute()
 
 
 def _note_vision(metadata: PlanMetadata, settings: TrainSettings, assumed: Origins) -> None:

@@ -23,6 +23,11 @@ class RunPaths:
         return self.run_dir / "checkpoints"
 
     @property
+    def model(self) -> Path:
+        """The trained model in the form of a Hugging Face checkpoint."""
+        return self.run_dir / "model"
+
+    @property
     def tensorboard(self) -> Path:
         return self.run_dir / "tensorboard"
 

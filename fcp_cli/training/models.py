@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,13 @@ def model_vocab_size(name: str) -> int:
 
 
 def build_model(
-    name: str, *, seed: int, device: torch.device, recompute: Recompute = "none", freeze_vision: bool = False
+    name: str,
+    *,
+    seed: int,
+    device: torch.device,
+    recompute: Recompute = "none",
+    freeze_vision: bool = False,
+    is_filled: bool = True,
 ) -> BuiltModel:
     """Build a model with random weights from `seed`, equal on all ranks, in float32.
 
@@ -50,6 +58,8 @@ def build_model(
         device: where the model ends up.
         recompute: what of each layer's activations backward computes again.
         freeze_vision: do not train what is not language model; nothing to do for a model that has no more.
+        is_filled: False leaves the weights as they come, for a checkpoint to fill: on the host, memory that nothing
+            has written to takes no room, so that a model that is sharded next never does.
 
     Raises:
         ProfileError: there is no such model.
@@ -62,7 +72,9 @@ def build_model(
     config = model_config(name)
     torch.manual_seed(seed)
     family = AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
-    model: Any = family.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    with nullcontext() if is_filled else _no_init_weights():
+        model: Any = family.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    model.tie_weights()
     prepare(model)
     if freeze_vision and has_vision(config):
         model.base_model.requires_grad_(False)
@@ -70,6 +82,16 @@ def build_model(
     recompute_layers(model, recompute)
     model.to(device).train()
     return BuiltModel(model=model, parameters=sum(parameter.numel() for parameter in model.parameters()))
+
+
+def _no_init_weights() -> AbstractContextManager[None]:
+    """Return the context of transformers in which models are built without filling their weights."""
+    import transformers
+
+    major = int(transformers.__version__.partition(".")[0])
+    module: Any = import_module("transformers.initialization" if major > 4 else "transformers.modeling_utils")
+    context: AbstractContextManager[None] = module.no_init_weights()
+    return context
 
 
 def model_config(name: str) -> Any:

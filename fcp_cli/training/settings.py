@@ -38,10 +38,14 @@ class TrainSettings:
 
     Attributes:
         plan: plan file.
-        model: name of a shipped model, a model YAML, or a Hugging Face config.json.
+        model: name of a shipped model, a model YAML, a Hugging Face config.json, or the folder of a checkpoint.
+        weights: folder of the Hugging Face checkpoint to start from; None starts from random weights.
         run_dir: folder for metrics and checkpoints, shared by all nodes.
         manifest: the manifest of the plan, whose source holds the tokens; None trains on synthetic tokens.
         length_column: the manifest's column that was planned.
+        random_weights: `fcp launch` gives no `weights` then.
+        export_every: steps between exports of the model in Hugging Face form to the run directory's `model`; it is
+            exported at the end in any case.
         steps: stop after this many steps in all; None runs the whole plan.
         learning_rate: peak, reached after `warmup_steps`.
         decay_steps: steps over which the cosine falls to `min_learning_rate_ratio` of the peak; None means the plan's.
@@ -59,6 +63,12 @@ class TrainSettings:
     plan: Path
     model: str
     run_dir: Path
+    weights: Annotated[
+        Path | None,
+        Opt("Checkpoint folder to start from.", metavar="FOLDER", unset="the model's, if that is one, else random"),
+    ] = None
+    random_weights: Annotated[bool, Opt("Start from random weights, although the model is a checkpoint.")] = False
+    export_every: Annotated[int, Opt("Steps between exports of RUN/model; 0: only at the end.", min=0)] = 0
     manifest: Path | None = None
     device: Device = "auto"
     steps: Annotated[

@@ -23,6 +23,7 @@ from fcp_cli.console import note
 from fcp_cli.errors import RunError
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.tokens import open_media
+from fcp_cli.models.weights import WeightFiles, find_weights
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.recipe import check_shard_ranks
@@ -43,6 +44,7 @@ from fcp_cli.training.settings import TrainSettings
 from fcp_cli.training.shares import open_shares
 from fcp_cli.training.timings import gather_timings
 from fcp_cli.training.visuals import SyntheticVisuals
+from fcp_cli.training.weights import export_model, load_weights, match_weights
 from fcp_cli.words import counted
 
 # Of the weights that the model computes with, where it is another than that of the weights that are updated.
@@ -111,6 +113,7 @@ class Trainer:
         self.recipe = settings.recipe(metadata.recipe, sync=metadata.sync, device=session.device.type)
         check_shard_ranks(self.recipe, metadata.num_ranks)
         self.is_sharded = self.recipe.zero_stage > 1
+        weights = None if settings.weights is None else find_weights(settings.weights)
         built = build_model(
             settings.model,
             seed=settings.seed,
@@ -118,15 +121,26 @@ class Trainer:
             device=torch.device("cpu") if self.is_sharded else session.device,
             recompute=self.recipe.recompute,
             freeze_vision=self.recipe.freeze_vision,
+            is_filled=weights is None,
         )
         self.model = built.model.double() if self.recipe.precision == "fp64" else built.model
+        self.names = None if weights is None else match_weights(self.model, weights)
+        if not self.is_sharded:
+            self._load(weights)
         self.holding = self._hold()
+        if self.is_sharded:
+            self._load(weights)
         self.offload = open_offload(self.recipe, settings.model, metadata, session.device)
         self.optimizer = make_optimizer(self.holding.trained, settings)
         self.first_step = self._resume() if settings.resume else 0
         self._report = self._open_report(built.parameters) if session.rank == 0 else None
         _require_shared(self.paths, session)
         self._announce(built.parameters)
+
+    def _load(self, weights: WeightFiles | None) -> None:
+        """Fill the model with a checkpoint's weights, each rank what it holds."""
+        if weights is not None and self.names is not None:
+            load_weights(self.model, weights, self.names)
 
     def _hold(self) -> Holding:
         """Shard the model, or what updates it, as the recipe says. Every rank calls it."""
@@ -151,6 +165,9 @@ class Trainer:
             every = self.settings.checkpoint_every
             if stopping or finished == self.last_step or (every > 0 and finished % every == 0):
                 self._save(finished)
+            exports = self.settings.export_every
+            if finished == self.last_step or (exports > 0 and finished % exports == 0):
+                self._export()
             if stopping and finished < self.last_step:
                 return False
             begin = time.perf_counter()
@@ -229,6 +246,21 @@ class Trainer:
         if self.session.rank == 0 and finished < self.last_step and not self.settings.quiet:
             note(f"saved {path}")
 
+    def _export(self) -> None:
+        """Write the model as a Hugging Face checkpoint. Every rank calls it."""
+        export_model(
+            self.model,
+            self.paths.model,
+            rank=self.session.rank,
+            num_ranks=self.session.metadata.num_ranks,
+            barrier=dist.barrier,
+            dtype=_WEIGHT_DTYPES.get(self.recipe.precision, next(self.model.parameters()).dtype),
+            names=self.names,
+            source=self.settings.weights,
+        )
+        if self.session.rank == 0 and not self.settings.quiet:
+            note(f"exported {self.paths.model}")
+
     def _resume(self) -> int:
         """Load the newest checkpoint, if there is one; return the first step to run."""
         if self.session.rank == 0:
@@ -296,6 +328,8 @@ class Trainer:
         )
         if self.offload is not None:
             note(describe_offload(self.offload.above_tokens, self.recipe, self.settings.model, metadata))
+        if self.settings.weights is None and not self.first_step:
+            note(f"{self.settings.model} starts from random weights; --weights FOLDER starts from a checkpoint")
         if not all(parameter.requires_grad for parameter in self.model.parameters()):
             note(f"the vision encoder of {self.settings.model} is frozen")
 

@@ -57,7 +57,8 @@ SURFACE = {
         --no-probe --dry-run --grace --rank-timeout --numa-binding --explain --preflight --json --target --launcher --output -o --force --template
         --hostfile --setup --sbatch-option --srun-option --image --mount --rdma-resource --host-network --shm-size
         --python --job-name --nodes --node-rank --master-addr
-        --master-port --join-timeout --steps --learning-rate --warmup-steps --decay-steps --weight-decay --zero
+        --master-port --join-timeout --weights --random-weights --export-every
+        --steps --learning-rate --warmup-steps --decay-steps --weight-decay --zero
         --shard-ranks --reduce --precision --recompute --loss --offload --max-grad-norm --freeze-vision
         --grad-ring-dtype --seed
         --checkpoint-every --keep-checkpoints --length-column --log-every

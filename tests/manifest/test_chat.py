@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,12 @@ from fcp_cli.manifest.header import manifest_source
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.sources.detect import detect_kind
 from fcp_cli.manifest.tokens import open_tokens
+from tests.manifest.chat_checkpoint import CHATML, write_checkpoint
 from tests.manifest.datasets import build, write_arrow, write_jsonl, write_parquet
 from tests.messages import raises
 
 pytestmark = [pytest.mark.hf, pytest.mark.torch]
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 # Shows the thoughts of the last turn alone, as templates of thinking models do.
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -45,22 +41,6 @@ TURNS = [
     {"role": "user", "content": "and three?"},
     {"role": "assistant", "content": "seven "},
 ]
-
-
-def write_checkpoint(folder: Path, template: str = CHATML, *, merges: Sequence[tuple[str, str]] = ()) -> Path:
-    """A byte-level tokenizer whose pieces are the bytes and their merges, with ChatML's marks and a template."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges)]
-    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, list(merges)))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in ("<|im_start|>", "<|im_end|>")])
-    family: Any = PreTrainedTokenizerFast
-    fast = family(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=template)
-    fast.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

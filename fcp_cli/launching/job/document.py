@@ -30,7 +30,8 @@ def launch_record(job: Job, files: Mapping[str, str] = MappingProxyType({})) -> 
     training = None
     if settings is not None:  # what a resumed run takes over: all that is not at its default
         kept = [f for f in fields(settings) if f.name not in _NOT_REMEMBERED]
-        training = {f.name: getattr(settings, f.name) for f in kept if getattr(settings, f.name) != f.default}
+        values = {f.name: getattr(settings, f.name) for f in kept if getattr(settings, f.name) != f.default}
+        training = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
     return LaunchRecord(
         plan=str(job.plan.absolute()),
         plan_hash=job.metadata.plan_hash,

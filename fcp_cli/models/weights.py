@@ -1,0 +1,86 @@
+"""The weights of a Hugging Face checkpoint folder, found and checked without torch: safetensors alone.
+
+Nothing that such a file holds can run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from fcp_cli.errors import RunError
+from fcp_cli.files import read_json
+from fcp_cli.words import first_line
+
+INDEX: Final = "model.safetensors.index.json"
+SINGLE: Final = "model.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightFiles:
+    """The weights of a checkpoint folder.
+
+    Attributes:
+        folder: the checkpoint.
+        files: tensor's name in the checkpoint to the file that holds it.
+    """
+
+    folder: Path
+    files: Mapping[str, Path]
+
+
+def has_weights(folder: Path) -> bool:
+    """Return whether a folder holds safetensors of a checkpoint."""
+    return (folder / INDEX).is_file() or (folder / SINGLE).is_file()
+
+
+def find_weights(folder: Path) -> WeightFiles:
+    """Find the weights of a checkpoint folder, and check that its files are whole.
+
+    Raises:
+        RunError: there are none, a file is missing, truncated or damaged.
+    """
+    if (folder / INDEX).is_file():
+        document = read_json(folder / INDEX, error=RunError)
+        names = document.get("weight_map") if isinstance(document, dict) else None
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise RunError(f"{folder / INDEX} has no 'weight_map' from tensors to files; copy the checkpoint again")
+        files = {tensor: folder / Path(name).name for tensor, name in names.items()}
+    elif (folder / SINGLE).is_file():
+        files = dict.fromkeys(_tensors_of(folder / SINGLE), folder / SINGLE)
+    else:
+        pickled = next(iter(sorted(folder.glob("pytorch_model*.bin"))), None)
+        remedy = (
+            f"{pickled.name} is a pickle, which may run code: save it with save_pretrained as safetensors"
+            if pickled
+            else "give a checkpoint's folder with --weights, or --random-weights"
+        )
+        raise RunError(f"{folder} holds no {SINGLE}; {remedy}")
+    for file in sorted(set(files.values())):
+        missing = {tensor for tensor, place in files.items() if place == file} - set(_tensors_of(file))
+        if missing:
+            raise RunError(f"{file} has no tensor {min(missing)!r}, which {INDEX} looks for there; copy it again")
+    return WeightFiles(folder=folder, files=files)
+
+
+def _tensors_of(file: Path) -> list[str]:
+    with opened_file(file) as opened:
+        return list(opened.keys())
+
+
+def opened_file(file: Path, *, framework: str = "numpy") -> Any:
+    """Open a file of tensors; `framework` is `pt` for those of torch.
+
+    Raises:
+        RunError: it is missing, truncated or damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, framework=framework)
+    except FileNotFoundError as error:
+        raise RunError(f"{file} is missing; copy the checkpoint again") from error
+    except (SafetensorError, OSError) as error:
+        raise RunError(f"{file} is truncated or damaged ({first_line(error)}); copy it again") from error

@@ -1,0 +1,97 @@
+"""Fine-tuning: a checkpoint and conversations in, the losses of one unmodified model, a checkpoint out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from fcp_cli.manifest.tokens import open_tokens
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.runs.metrics_reader import read_metrics
+from fcp_cli.training.models import model_config
+from fcp_cli.training.optimizer import clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
+from fcp_cli.training.settings import TrainSettings
+from tests.manifest.chat_checkpoint import write_checkpoint
+from tests.manifest.datasets import build, write_jsonl
+from tests.training.small_runs import run_fcp, write_small_plan
+
+pytestmark = [pytest.mark.distributed, pytest.mark.hf, pytest.mark.processes, pytest.mark.torch]
+
+STEPS = 3
+LEARNING_RATE = 1e-3
+
+
+def write_data(folder: Path) -> None:
+    """A checkpoint of a tiny model with its tokenizer, conversations, their manifest and a plan."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    config = model_config("qwen3-tiny")
+    config.vocab_size = 320
+    family: Any = AutoModelForCausalLM
+    model = family.from_config(config)
+    model.save_pretrained(folder / "checkpoint", max_shard_size="300KB")
+    write_checkpoint(folder / "checkpoint")
+    records = [
+        {
+            "messages": [
+                {"role": "user", "content": "word " * (1 + number % 7)},
+                # Every fifth conversation has nothing to learn.
+                *([{"role": "assistant", "content": "other " * (number % 11)}] if number % 5 else []),
+            ]
+        }
+        for number in range(24)
+    ]
+    data = write_jsonl(folder / "chat.jsonl", records)
+    build(data, folder / "lengths.parquet", tokenizer=str(folder / "checkpoint"))
+    write_small_plan(folder / "plan.parquet", folder / "lengths.parquet", steps=STEPS)
+
+
+def losses_of_one_process(folder: Path) -> tuple[list[float], Any]:
+    """Train the checkpoint with transformers' own attention, one sequence after another; return losses and model."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "checkpoint", dtype=torch.float64)
+    settings = TrainSettings(
+        plan=folder / "plan.parquet", model="", run_dir=folder, learning_rate=LEARNING_RATE, warmup_steps=1
+    )
+    optimizer = make_optimizer(list(model.parameters()), settings)
+    rows, losses = open_tokens(folder / "lengths.parquet"), []
+    for number, step in enumerate(PlanReader(folder / "plan.parquet").steps()):
+        batch = [rows(int(row)) for row in step.sequences]
+        learned = sum(int((labels[1:] != -100).sum()) for _, labels in batch)
+        total = 0.0
+        for tokens, labels in batch:
+            logits = model(input_ids=torch.from_numpy(tokens)[None], use_cache=False).logits[0, :-1]
+            loss = functional.cross_entropy(logits, torch.from_numpy(labels)[1:], reduction="sum") / learned
+            torch.autograd.backward(loss)
+            total += float(loss.detach())
+        losses.append(total)
+        clip_gradients(list(model.parameters()), settings.max_grad_norm)
+        set_learning_rate(optimizer, learning_rate_at(number, settings=settings, plan_steps=STEPS))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, model
+
+
+@pytest.mark.parametrize("zero", ["0", "2"])
+def test_ranks_learn_what_one_process_learns_and_export_it(tmp_path_factory: pytest.TempPathFactory, zero: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("fine-tuning")
+    write_data(folder)
+    words = ("--learning-rate", str(LEARNING_RATE), "--warmup-steps", "1", "--precision", "fp64", "--zero", "2")
+    ended = run_fcp("launch", "--model", "checkpoint", *words, "--run-dir", "run", folder=folder)
+    assert ended.returncode == 0, ended.stderr
+    expected, alone = losses_of_one_process(folder)
+    found = [line["loss"] for line in read_metrics(folder / "run" / "metrics.jsonl") if line["kind"] == "step"]
+    assert found == pytest.approx(expected, rel=1e-12)
+    family: Any = AutoModelForCausalLM
+    exported = family.from_pretrained(folder / "run" / "model", dtype="auto")
+    assert exported.dtype == torch.float64
+    torch.testing.assert_close(dict(exported.state_dict()), dict(alone.state_dict()), rtol=0, atol=1e-12)
+    assert (folder / "run" / "model" / "tokenizer.json").is_file()
