@@ -30,6 +30,8 @@ from fcp_cli.verification.order import SEND, Operation
 from fcp_cli.verification.recording import RecordedGroup, RecordedWork, Recorder
 
 BACKEND = "rendezvous"
+HANG_SECONDS = 6.0
+"""How long an operation waits in a job that should hang; where none should, tests wait for longer."""
 _POLL_SECONDS = (0.0002, 0.004)  # the first wait and the longest
 _MOST_QUEUES = 64
 

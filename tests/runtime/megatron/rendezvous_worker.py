@@ -10,23 +10,30 @@ import faulthandler
 import pickle
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import tests.runtime.megatron.tiny  # noqa: F401  isort: skip  first: it lets megatron run on the CPU
 
 import torch
 import torch.distributed as dist
 
+from fcp_cli.errors import RunError
+from fcp_cli.runtime.integrations.megatron import follow
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.megatron import gradient_worker
 from tests.runtime.megatron.gradient_worker import CASES, PARALLEL_CASES
-from tests.runtime.rendezvous import BACKEND, Rendezvous
-from tests.runtime.workers.leave import leave_job
+from tests.runtime.rendezvous import BACKEND, HANG_SECONDS, Rendezvous
+from tests.runtime.workers.leave import leave_hanging, leave_job
 
 EQUAL = ("overlapped", "gathering")
 SHARES = ("sequence", "pipeline")
+
+
+OVERLAPPING = "reducing inside backward"
 
 
 def leave_share(folder: Path, name: str) -> None:
@@ -36,8 +43,9 @@ def leave_share(folder: Path, name: str) -> None:
 
 
 def leave_equal(folder: Path, name: str) -> None:
-    with gradient_worker.joined(CASES[name]):
-        gradient_worker.leave_gradients(folder, name, CASES[name])
+    case = CASES["overlapped" if name == OVERLAPPING else name]
+    with gradient_worker.joined(case):
+        gradient_worker.leave_gradients(folder, name, case)
 
 
 def main(folder: Path) -> None:
@@ -57,6 +65,13 @@ def main(folder: Path) -> None:
         run()
         left = (device.operations[before:], dict(device.groups))
         (folder / f"{name}-{dist.get_rank()}.operations").write_bytes(pickle.dumps(left))
+    device.hang_seconds = HANG_SECONDS
+    with mock.patch.object(follow, "reduced_after_backwards", lambda *_: nullcontext()):
+        try:
+            leave_equal(folder, OVERLAPPING)
+        except RunError as error:
+            (folder / f"{OVERLAPPING}-{dist.get_rank()}.hang").write_text(str(error))
+            leave_hanging(dist.distributed_c10d._get_default_store(), dist.get_world_size())
     leave_job()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -48,3 +49,10 @@ def test_overlapped_buckets_are_reduced_after_the_last_hop_of_the_step(folder: P
         assert len(buckets) > 4  # of four steps, several each
         apart = [verbs[a + 1 : b] for a, b in pairwise(buckets)]
         assert sum("send" in between or "recv" in between for between in apart) <= 3
+
+
+def test_overlapped_reductions_that_are_left_inside_the_backward_hang_and_are_named(folder: Path) -> None:
+    """Rank 2's only micro-batch is a ring with rank 0, which has another one left."""
+    said = [(folder / f"reducing inside backward-{rank}.hang").read_text() for rank in range(NUM_RANKS)]
+    assert re.match(r"rank 2 hangs in queue 0 in allreduce_coalesced on DATA_PARALLEL_GROUP", said[2])
+    assert re.match(r"rank 0 hangs in queue 0 in (send to|recv from) rank 2 on rings", said[0])

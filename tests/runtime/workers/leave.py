@@ -7,6 +7,9 @@ import sys
 from typing import NoReturn
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from tests.patience import wait_until
 
 
 def leave_job() -> NoReturn:
@@ -18,4 +21,11 @@ def leave_job() -> NoReturn:
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
+    os._exit(0)
+
+
+def leave_hanging(store: Store, size: int) -> NoReturn:
+    """End this rank, of whose operations some never end, when all ranks have said where they hang."""
+    store.add("hanging", 1)
+    wait_until(lambda: store.add("hanging", 0) == size)
     os._exit(0)

@@ -27,14 +27,13 @@ from fcp_cli.runtime.session import start
 from fcp_cli.runtime.world import World
 from fcp_cli.training.train import main as train
 from fcp_cli.verification.replay import gradients_on_rank
-from tests.patience import PATIENCE_SECONDS, wait_until
+from tests.patience import PATIENCE_SECONDS
 from tests.runtime.models import Case
-from tests.runtime.rendezvous import BACKEND, Rendezvous
+from tests.runtime.rendezvous import BACKEND, HANG_SECONDS, Rendezvous
 from tests.runtime.vision_models import build, fetch
 from tests.runtime.workers import session_worker, vision_worker
-from tests.runtime.workers.leave import leave_job
+from tests.runtime.workers.leave import leave_hanging, leave_job
 
-HANG_SECONDS = 6.0
 LATE, TRAINED, TRAINED_WAVES = "late.parquet", "trained.parquet", "trained-waves.parquet"
 WRAPPED = (
     "ddp", "ddp views", "ddp waves", "fsdp recomputed", "fsdp step", "fsdp kept", "hsdp", "hsdp kept",
@@ -132,13 +131,6 @@ def run_job(folder: Path, job: str, queues: int | None, cases: Mapping[str, Run]
         left = {"found": found, "operations": device.operations[before:], "groups": dict(device.groups)}
         (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(left))
     leave_job()
-
-
-def leave_hanging(store: PrefixStore, size: int) -> NoReturn:
-    """End this rank, of whose operations some never end, when all ranks have said where they hang."""
-    store.add("hanging", 1)
-    wait_until(lambda: store.add("hanging", 0) == size)
-    os._exit(0)
 
 
 def run_jobs(
