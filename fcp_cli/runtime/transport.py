@@ -12,6 +12,7 @@ order of a recorded run.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator
 from typing import Any, Protocol, TypeVar
 
@@ -78,7 +79,12 @@ class ProcessTransport:
         here; afterwards any ranks may talk. Who will, is for `contacts.open_contacts`.
         """
         ranks = list(range(dist.get_world_size()))
-        group = dist.new_group(ranks, group_desc="rings", timeout=rank_timeout())
+        with warnings.catch_warnings():
+            # Options have a time-out of their own, which the group's replaces.
+            warnings.filterwarnings("ignore", message=".*_timeout was specified")
+            group = dist.new_group(
+                ranks, group_desc="rings", timeout=rank_timeout(), pg_options=_priority_options(device)
+            )
         assert group is not None
         transport = cls(group, device)
         transport.meet(device)
@@ -106,6 +112,16 @@ class ProcessTransport:
         if len(ranks) > 1:
             sent, received = torch.zeros(1, device=device), torch.empty(1, device=device)
             self.start("warm-up", sent, ranks[(place + 1) % len(ranks)], received, ranks[place - 1]).wait()
+
+
+def _priority_options(device: torch.device) -> Any:
+    """Return options by which NCCL runs hops ahead of compute that was queued before them; None for other back ends.
+
+    A hop takes few of the multiprocessors; behind the blocks of a long kernel it would wait for them to finish.
+    """
+    if f"{device.type}:nccl" not in dist.get_backend_config():
+        return None
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
 
 
 def _batch(group: dist.ProcessGroup, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> list[Any]:

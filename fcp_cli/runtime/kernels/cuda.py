@@ -7,17 +7,27 @@ out and lse in backward, and are what `torch.nn.attention.activate_flash_attenti
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
 
 import torch
+import torch.nn.attention
 from torch import Tensor
 
+from fcp_cli.console import note
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.kernels.base import to_device
 from fcp_cli.runtime.layout import Segments
 
 _forward = torch.ops.aten._flash_attention_forward.default
 _backward = torch.ops.aten._flash_attention_backward.default
+
+
+_VARIABLE = "FCP_FLASH_ATTENTION"
+_FA3_MODULE = "flash_attn_interface"  # what the package flash-attn-3 is imported as
+_HOPPER = 9  # major compute capability
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +38,30 @@ class _Bounds:
     k: Tensor
     longest_q: int
     longest_k: int
+
+
+@lru_cache(maxsize=1)
+def activate_flash_attention_3() -> bool:
+    """Let the flash operators of this process run FlashAttention 3 where it is installed and the device is a Hopper.
+
+    It is what `torch.nn.attention` offers, and it holds for all flash attention of the process. FCP_FLASH_ATTENTION=FA2
+    forbids it; an implementation that the script has chosen stays.
+
+    Returns:
+        Whether it was activated here.
+    """
+    attention = torch.nn.attention
+    wanted = os.environ.get(_VARIABLE, "FA3") == "FA3"
+    if not wanted or not hasattr(attention, "activate_flash_attention_impl") or find_spec(_FA3_MODULE) is None:
+        return False
+    if attention.current_flash_attention_impl() is not None or torch.cuda.get_device_capability()[0] != _HOPPER:
+        return False
+    try:
+        attention.activate_flash_attention_impl("FA3")
+    except (ImportError, RuntimeError, ValueError) as error:
+        note(f"{_FA3_MODULE} is installed but cannot be used, attention stays with FlashAttention 2: {error}")
+        return False
+    return True
 
 
 class CudaFlashKernel:

@@ -9,7 +9,7 @@ import torch
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.kernels.base import AttentionKernel
 from fcp_cli.runtime.kernels.cpu import CpuKernel
-from fcp_cli.runtime.kernels.cuda import CudaFlashKernel
+from fcp_cli.runtime.kernels.cuda import CudaFlashKernel, activate_flash_attention_3
 from fcp_cli.runtime.kernels.dense import DenseKernel
 from fcp_cli.runtime.kernels.npu import NpuKernel
 
@@ -31,6 +31,8 @@ def select_kernel(device_type: str, dtype: torch.dtype) -> AttentionKernel:
     if device_type == "cpu":
         return CpuKernel()
     if device_type == "cuda":
+        if dtype in _HALF and torch.cuda.is_available():
+            activate_flash_attention_3()
         return CudaFlashKernel() if dtype in _HALF else DenseKernel()
     if device_type == "npu":
         return NpuKernel() if dtype in _HALF else DenseKernel()

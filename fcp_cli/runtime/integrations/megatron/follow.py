@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from fcp_cli.runtime.integrations.megatron.samples import (
     find_samples,
     load_shard,
     load_steps,
+    pinned,
 )
 from fcp_cli.runtime.integrations.megatron.stack import Stack
 from fcp_cli.runtime.integrations.megatron.transformer_engine import Rings, make_rings, wants_rings
@@ -145,7 +146,8 @@ class Follower:
         if not self._shares_data:
             return read()
         note_follower(self._plan)  # a process that is given the step reads nothing of the plan itself
-        return share(read, self._replica)
+        step = share(read, self._replica)
+        return pinned(step) if self._device.type == "cuda" else step
 
     def _read(self, data_iterator: Any) -> LoadedStep:
         if data_iterator is not self._iterator or self._steps is None:
@@ -172,7 +174,9 @@ class Follower:
             self._steps.close()
         # Read in the thread that loads. Transformer Engine's rings follow their process group, whose ranks ascend.
         cursor = PlanCursor(self._plan, self._rank, first_step=step, ahead=0, ascending=self._engine is not None)
-        loaded = load_steps(cursor, samples, self._load)
+        loaded: Iterable[LoadedStep] = load_steps(cursor, samples, self._load)
+        if self._device.type == "cuda":
+            loaded = (pinned(step) for step in loaded)
         self._steps = Prefetched(loaded, depth=_STEPS_AHEAD, name="fcp-loader")
         self._iterator, self._first_step, self._next_step = data_iterator, step, step
 

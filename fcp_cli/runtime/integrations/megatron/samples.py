@@ -9,7 +9,7 @@ that Megatron's own checkpoint does not have.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -124,6 +124,24 @@ def load_steps(
     """
     for step in steps:
         yield LoadedStep(plan=step, shards=tuple(load(row, samples) for row in step.rows))
+
+
+def pinned(step: LoadedStep) -> LoadedStep:
+    """Put a step's tensors into page-locked memory: only from there does a copy to a GPU not keep the host waiting."""
+
+    def pin(value: Any) -> Any:
+        return value.pin_memory() if isinstance(value, Tensor) else value
+
+    shards = (
+        replace(
+            shard,
+            batch={name: pin(value) for name, value in shard.batch.items()},
+            positions=pin(shard.positions),
+            is_planned=pin(shard.is_planned),
+        )
+        for shard in step.shards
+    )
+    return replace(step, shards=tuple(shards))
 
 
 def load_shard(
