@@ -36,6 +36,7 @@ from fcp_cli.runtime.prefetch import Prefetched
 from fcp_cli.runtime.ring import Ring, current_ring
 from fcp_cli.runtime.timing import Clock, MicroBatchTiming, clock_for
 from fcp_cli.runtime.transport import ProcessTransport, Transport
+from fcp_cli.runtime.waiting import Watch, watch_for
 from fcp_cli.runtime.world import ProcessWorld, World, join_process_group, local_device
 
 _STEPS_AHEAD = 2
@@ -86,6 +87,8 @@ def start(
         device=device,
         owns_process_group=owns_process_group,
     )
+    session.watch = watch_for(session.rank, session.clock, device)
+    session.watch.start()
     session.grad_ring_dtype = agreed_grad_dtype(world, device, grad_ring_dtype)
     return session
 
@@ -105,6 +108,7 @@ class Session:
         world: all ranks of the job.
         device: where micro-batches are put.
         grad_ring_dtype: type in which gradients of keys and values travel.
+        watch: says where this rank waits; None where nobody would read it.
     """
 
     def __init__(
@@ -126,6 +130,7 @@ class Session:
         self.clock: Clock = clock_for(device)
         self.transport = transport
         self.grad_ring_dtype: GradRingDtype = "fp32"
+        self.watch: Watch | None = None
         self._fetch = fetch
         self._owns_process_group = owns_process_group
         self._steps_ahead = steps_ahead
@@ -188,6 +193,8 @@ class Session:
 
     def close(self) -> None:
         """Leave the job, and destroy the process group if `start` made it."""
+        if self.watch is not None:
+            self.watch.stop()
         if self._owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -295,9 +302,11 @@ class Step(FollowedStep):
 
     def __iter__(self) -> Iterator[LocalMicroBatch]:
         self._begin()
+        watch = self._session.watch
         try:
             for position, shard in enumerate(self._shards):
                 is_last = position == len(self._shards) - 1
+                place = None if watch is None else watch.begin(self.index, shard.row)
                 begin = self._session.clock.mark()
                 self._sync.before_microbatch(is_last=is_last)
                 microbatch = self._enter(shard, is_last=is_last)
@@ -305,10 +314,17 @@ class Step(FollowedStep):
                 yield microbatch
                 self._marks.append((begin, self._session.clock.mark()))
                 self._num_run += 1
+                if place is not None:
+                    place.end = self._marks[-1][1]
             self._require_calls()
+            place = None if watch is None else watch.begin(self.index, None)
             self._sync.reduce()
+            if place is not None:
+                place.end = self._session.clock.mark()
             self._is_finished = True
         finally:
+            if watch is not None and not self._is_finished:
+                watch.forget()
             current_ring.set(None)  # not by a token: a loop that is left may be closed in another context
             self._sync.restore()
 

@@ -30,6 +30,10 @@ class Clock(Protocol):
         """Return the seconds between two marks; wait until the device has passed both."""
         ...
 
+    def has_passed(self, mark: Any) -> bool:
+        """Return whether the device has come to a mark; never wait. Any thread may ask."""
+        ...
+
 
 class HostClock:
     """A clock for the CPU, where work is done when the call returns."""
@@ -39,6 +43,9 @@ class HostClock:
 
     def seconds(self, earlier: float, later: float) -> float:
         return later - earlier
+
+    def has_passed(self, mark: float) -> bool:
+        return True
 
 
 class DeviceClock:
@@ -55,6 +62,9 @@ class DeviceClock:
     def seconds(self, earlier: Any, later: Any) -> float:
         later.synchronize()
         return float(earlier.elapsed_time(later)) / 1e3
+
+    def has_passed(self, mark: Any) -> bool:
+        return bool(mark.query())
 
 
 def clock_for(device: torch.device) -> Clock:

@@ -116,7 +116,8 @@ def join_process_group(device: torch.device) -> bool:
     # gloo is there on every device, for what ranks tell each other from host memory.
     backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}[device.type]
     # With its device, NCCL makes the communicator now instead of at the first operation, and barriers know theirs.
-    given: dict[str, Any] = {"timeout": rank_timeout(), "device_id": device if device.type == "cuda" else None}
+    bound = device if device.type == "cuda" and device.index is not None else None
+    given: dict[str, Any] = {"timeout": rank_timeout(), "device_id": bound}
     if "RANK" in os.environ and _MSRUN_SECONDS in os.environ:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = _msrun_store(rank, size, int(os.environ[_MSRUN_SECONDS]))

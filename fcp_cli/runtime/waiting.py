@@ -1,0 +1,120 @@
+"""Say where a rank is when it has waited too long: in which step, which ring, and for which ranks.
+
+Rings block without a word: a rank whose neighbour never comes ends, minutes later, with the name of a collective. A
+thread beside the training loop looks at what the device has finished, and before the time-out prints a line of its
+own. The ranks of a job that hangs each print theirs, and the one in the earliest micro-batch holds the others up.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fcp_cli.plan.step import MicroBatch
+from fcp_cli.runtime.timing import Clock
+from fcp_cli.runtime.world import rank_timeout
+
+_SHARE = 0.9  # of the time-out, after which the line is printed
+_TORCH_SECONDS = {"cpu": 1800.0}  # torch's own time-outs: of gloo, and of NCCL and HCCL
+_TORCH_DEVICE_SECONDS = 600.0
+_LOOKS = 20  # at the device, within the time
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """A part of a step that a rank has begun.
+
+    Attributes:
+        step: optimizer step.
+        row: micro-batch with its ranks in ring order; None: the reduction of gradients at the end of the step.
+        end: mark of the clock behind it; None while the host is in it.
+    """
+
+    step: int
+    row: MicroBatch | None
+    end: Any = None
+
+
+class Watch:
+    """Watches one rank. `begin` and `Place.end` are set by the training loop, all else is seen by a thread.
+
+    Args:
+        rank: of the plan.
+        clock: of the session.
+        seconds: how long a place may last without a word.
+        report: takes the line.
+    """
+
+    def __init__(self, rank: int, clock: Clock, seconds: float, report: Callable[[str], None]) -> None:
+        self._rank, self._clock, self._seconds, self._report = rank, clock, seconds, report
+        self._places: deque[Place] = deque()
+        self._seen: Place | None = None
+        self._since, self._is_told = 0.0, False
+        self._stop = threading.Event()
+
+    def start(self) -> None:
+        """Begin to watch, until `stop`."""
+        threading.Thread(target=self._run, name="fcp-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def begin(self, step: int, row: MicroBatch | None) -> Place:
+        """Note that a part of a step begins; give the place its end when the host has left it."""
+        place = Place(step, row)
+        self._places.append(place)
+        return place
+
+    def forget(self) -> None:
+        """Forget what was begun: the training loop was left."""
+        self._places.clear()
+
+    def look(self, now: float) -> None:
+        """Report where the device is, once, if it has been there too long at `now` (seconds of a monotonic clock)."""
+        places = self._places
+        while places and places[0].end is not None and self._clock.has_passed(places[0].end):
+            places.popleft()
+        place = places[0] if places else None
+        if place is not self._seen:
+            self._seen, self._since, self._is_told = place, now, False
+        elif place is not None and not self._is_told and now - self._since > self._seconds:
+            self._is_told = True
+            self._report(_line(self._rank, place, now - self._since))
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._seconds / _LOOKS):
+            self.look(time.monotonic())
+
+
+def _line(rank: int, place: Place, seconds: float) -> str:
+    begun = f"rank {rank} has been in step {place.step} for {seconds:.0f} s"
+    if place.row is None:
+        return f"{begun}, at the sum of gradients over all ranks: one that is not there yet holds the others up"
+    ranks = place.row.ranks
+    where = f"{begun}, in micro-batch {place.row.order}"
+    if len(ranks) == 1:
+        return f"{where}, which it runs alone: it computes for long, or waits for all ranks' weights or gradients"
+    at = ranks.index(rank)
+    before, after = ranks[at - 1], ranks[(at + 1) % len(ranks)]
+    others = f"rank {before}" if before == after else f"rank {before} and rank {after}"
+    ring = ", ".join(map(str, ranks))
+    return f"{where}, beside {others} in the ring of {ring}: the one in the earliest micro-batch holds the others up"
+
+
+def watch_for(rank: int, clock: Clock, device: torch.device) -> Watch:
+    """Return a watch that speaks before the job's time-out, on standard error.
+
+    Raises:
+        RunError: FCP_RANK_TIMEOUT is no number of seconds.
+    """
+    given = rank_timeout()
+    torch_seconds = _TORCH_SECONDS.get(device.type, _TORCH_DEVICE_SECONDS)
+    seconds = torch_seconds if given is None else given.total_seconds()
+    return Watch(rank, clock, _SHARE * seconds, lambda line: print(f"fcp: {line}", file=sys.stderr, flush=True))

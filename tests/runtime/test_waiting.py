@@ -1,0 +1,111 @@
+"""A rank that waits too long says where, once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from inline_snapshot import snapshot
+
+from fcp_cli.plan.step import MicroBatch
+from fcp_cli.runtime.timing import HostClock
+from fcp_cli.runtime.waiting import Watch, watch_for
+from fcp_cli.runtime.world import rank_timeout
+from tests.messages import raises
+
+pytestmark = pytest.mark.torch
+
+
+@dataclass
+class Device(HostClock):
+    """A device that has passed the marks it was told to; a mark is any number."""
+
+    passed: set[float] = field(default_factory=set)
+
+    def has_passed(self, mark: float) -> bool:
+        return mark in self.passed
+
+
+def row(order: int, *ranks: int) -> MicroBatch:
+    return MicroBatch(
+        step=7, order=order, wave=-1, ranks=ranks, sequences=(1,), lengths=(9,), start_seconds=0.0, seconds=1.0
+    )
+
+
+def test_a_rank_names_step_ring_and_neighbours_that_the_device_waits_for() -> None:
+    lines: list[str] = []
+    device = Device()
+    watch = Watch(3, device, 10.0, lines.append)
+    # The host has left both long ago; the device has done the first one.
+    for number, microbatch in enumerate((row(0, 3), row(4, 0, 2, 3, 1), row(5, 3))):
+        watch.begin(7, microbatch).end = float(number)
+    device.passed = {0.0}
+    for now in (0.0, 9.0, 11.0, 12.0, 30.0):
+        watch.look(now)
+    assert lines == snapshot(
+        [
+            "rank 3 has been in step 7 for 11 s, in micro-batch 4, beside rank 2 and rank 1 in the ring of 0, 2, 3, 1: the one in the earliest micro-batch holds the others up"
+        ]
+    )
+
+
+def test_every_place_has_its_own_time_and_its_own_words() -> None:
+    lines: list[str] = []
+    watch = Watch(1, HostClock(), 10.0, lines.append)
+    first = watch.begin(2, row(0, 0, 1))
+    watch.look(0.0)
+    first.end = 1.0
+    second = watch.begin(2, row(1, 1))
+    watch.look(8.0)
+    watch.look(16.0)
+    assert not lines
+    watch.look(19.0)
+    second.end = 2.0
+    third = watch.begin(2, None)
+    watch.look(20.0)
+    watch.look(31.0)
+    third.end = 3.0
+    watch.look(32.0)
+    watch.look(99.0)  # between steps nothing is waited for
+    assert lines == snapshot(
+        [
+            "rank 1 has been in step 2 for 11 s, in micro-batch 1, which it runs alone: it computes for long, or waits for all ranks' weights or gradients",
+            "rank 1 has been in step 2 for 11 s, at the sum of gradients over all ranks: one that is not there yet holds the others up",
+        ]
+    )
+
+
+def test_a_loop_that_was_left_is_not_waited_for() -> None:
+    lines: list[str] = []
+    watch = Watch(0, HostClock(), 1.0, lines.append)
+    watch.begin(0, row(0, 0, 1))
+    watch.look(0.0)
+    watch.forget()
+    watch.look(5.0)
+    watch.look(9.0)
+    assert not lines
+
+
+def test_the_thread_speaks_before_the_time_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FCP_RANK_TIMEOUT", "1")
+    watch = watch_for(0, HostClock(), torch.device("cpu"))
+    watch.begin(4, row(2, 0, 1))
+    watch.start()
+    said = ""
+    for _ in range(100):
+        watch._stop.wait(0.05)
+        if said := said + capsys.readouterr().err:
+            break
+    watch.stop()
+    assert said.startswith(
+        "fcp: rank 0 has been in step 4 for 1 s, in micro-batch 2, beside rank 1 in the ring of 0, 1"
+    )
+
+
+def test_a_time_out_that_is_no_number_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FCP_RANK_TIMEOUT", "soon")
+    with raises("RunError: FCP_RANK_TIMEOUT is 'soon'; it must be a number of seconds, 1 or more"):
+        rank_timeout()
