@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -99,7 +99,9 @@ def tracked_step(job: FakeJob, *, maker: Callable[[str], str] | None = None) -> 
 def _trainer(job: FakeJob, folder: Path) -> Trainer:
     path = folder / "plan.parquet"
     metadata = _write_plan(path, job)
-    settings = TrainSettings(plan=path, model=job.model, run_dir=folder, device="cpu", quiet=True)
+    recipe = {f.name: getattr(job.recipe, f.name) for f in fields(job.recipe) if f.name != "zero_stage"}
+    asked: dict[str, Any] = {**recipe, "zero": str(job.recipe.zero_stage)}
+    settings = TrainSettings(plan=path, model=job.model, run_dir=folder, device="cpu", quiet=True, **asked)
     vocabulary = load_model(job.model).vocab_size
     session = Session(
         plan=path,
@@ -109,7 +111,9 @@ def _trainer(job: FakeJob, folder: Path) -> Trainer:
         transport=_SilentTransport(),
         device=torch.device("cpu"),
     )
-    return Trainer(settings, session)
+    trainer = Trainer(settings, session)
+    assert trainer.recipe == job.recipe, trainer.recipe
+    return trainer
 
 
 def _write_plan(path: Path, job: FakeJob) -> PlanMetadata:
@@ -126,7 +130,6 @@ def _write_plan(path: Path, job: FakeJob) -> PlanMetadata:
         solver="by hand",
         manifest=ManifestReference(name="lengths.parquet", rows=1 << 20, content_hash="0" * 64),
         cost_profile="",
-        recipe=job.recipe,
     )
     with plan_writer(path, metadata) as writer:
         for number, microbatches in enumerate((_WARM_UP, _MEASURED)):
