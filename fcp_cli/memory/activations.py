@@ -69,21 +69,18 @@ def recomputed_bytes(spec: ModelSpec, recipe: Recipe, precision: Precision) -> i
     if recipe.recompute == "none":
         return 0
     kept = attention_bytes(spec, precision) if recipe.recompute == "selective" else 0
+    if precision.residual == 4 and recipe.offload == "none":
+        kept += 4 * spec.hidden_size  # the first norm works on the layer's input itself, which needs no cast
     return layer_bytes(spec, precision) - kept
-
-
-def residual_gradient_bytes(spec: ModelSpec, precision: Precision) -> int:
-    """Count the bytes per token of the residual stream's gradient; matrices get theirs in their own type."""
-    t, r = precision.activation, precision.residual
-    return (r if t == r else r + t) * spec.hidden_size
 
 
 def mlp_backward_bytes(spec: ModelSpec, precision: Precision) -> int:
     """Count the bytes per token that a layer's backward takes beside its activations, where that is the most.
 
-    The gradient of the MLP's product has become those of its two factors, as wide each; the product itself is gone.
+    The gradient of the residual stream waits; that of the MLP's product has become those of its two factors, as wide
+    each, and the product itself is gone.
     """
-    return residual_gradient_bytes(spec, precision) + 2 * precision.activation * spec.ffn_size
+    return precision.residual * spec.hidden_size + 2 * precision.activation * spec.ffn_size
 
 
 def attention_backward_bytes(spec: ModelSpec, precision: Precision, *, in_rings: bool) -> int:
@@ -93,7 +90,7 @@ def attention_backward_bytes(spec: ModelSpec, precision: Precision, *, in_rings:
     of q, of the output and of the output's gradient.
     """
     t, q, k = precision.activation, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    alone = residual_gradient_bytes(spec, precision) + t * (2 * q + 2 * k)
+    alone = precision.residual * spec.hidden_size + t * (2 * q + 2 * k)
     return alone + (4 * q + 3 * t * q if in_rings else 0)
 
 

@@ -107,7 +107,8 @@ class RankMemory:
 
     def binding(self, capacity_bytes: float) -> Moment:
         """Return the moment that limits the tokens on a device with so many bytes for the job."""
-        return min(self.moments, key=lambda moment: moment.limit(capacity_bytes))
+        # Where not even the model fits, it is the moment that needs the most without tokens.
+        return min(self.moments, key=lambda one: (max(0.0, one.limit(capacity_bytes)), -one.bytes_at(0)))
 
     def tokens(self, capacity_bytes: float) -> int:
         """Return the most tokens that a micro-batch may give the rank; 0 where not even the model fits."""

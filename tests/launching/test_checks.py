@@ -255,7 +255,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
         {},
         snapshot(
             [
-                "warning: plan.parquet lets a rank hold 100,000 tokens, for which qwen3-8b needs 843.9 GB under ZeRO-2, bf16, chunked loss, but a device has 68.7 GB; plan for it with: fcp plan lengths.parquet --ranks 16 --ranks-per-node 8 --model qwen3-8b --cluster example-8x8 --zero 3 --precision bf16 --recompute full --offload activations --shard-ranks 8 --sync microbatch -o plan.parquet"
+                "warning: plan.parquet lets a rank hold 100,000 tokens, for which qwen3-8b needs 842.9 GB under ZeRO-2, bf16, chunked loss, but a device has 68.7 GB; plan for it with: fcp plan lengths.parquet --ranks 16 --ranks-per-node 8 --model qwen3-8b --cluster example-8x8 --zero 3 --precision bf16 --recompute full --offload activations --shard-ranks 8 --sync microbatch -o plan.parquet"
             ]
         ),
     ),
