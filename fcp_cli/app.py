@@ -26,6 +26,7 @@ from fcp_cli.commands.manifest import manifest_app
 from fcp_cli.commands.plan import plan
 from fcp_cli.commands.profile import profile_app
 from fcp_cli.commands.report import report
+from fcp_cli.commands.selftest import selftest
 from fcp_cli.commands.trace import trace
 from fcp_cli.commands.verify import verify
 from fcp_cli.commands.watch import watch
@@ -49,7 +50,7 @@ app = App(
 # In the order in which a new user meets them; RootGroup puts the groups first.
 app.add_typer(manifest_app, name="manifest")
 app.add_typer(profile_app, name="profile")
-for _verb in (plan, launch, check, inspect, compare, verify, watch, report, trace, env):
+for _verb in (plan, launch, check, inspect, compare, verify, watch, report, trace, env, selftest):
     app.command()(_verb)
 
 

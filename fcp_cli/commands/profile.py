@@ -220,10 +220,10 @@ def _run_with_bar(measurement: Measurement) -> Outcome:
         def show_progress(elapsed: float, observations: int) -> None:
             bar.update(task, completed=min(int(elapsed), seconds), description=f"{observations} observations")
 
-        return run_measurement(measurement, environment=_job_environment(measurement), on_progress=show_progress)
+        return run_measurement(measurement, environment=job_environment(measurement), on_progress=show_progress)
 
 
-def _job_environment(measurement: Measurement) -> dict[str, str]:
+def job_environment(measurement: Measurement) -> dict[str, str]:
     """Return what a job with such ranks would be given: allocators, queues and back ends work as they will there."""
     from fcp_cli.launching.job.environment import set_by_fcp
     from fcp_cli.launching.job.likeness import variables_like_a_job
@@ -252,7 +252,7 @@ def _print_cluster_command(measurement: Measurement, output: Path, fresh: bool) 
     measurement.write(request)
     note(f"wrote {request} and {samples}; run this on each of {measurement.nodes} nodes, NODE_RANK 0 being")
     note(f"MASTER_ADDR, with this folder on shared storage; then: fcp profile --from-samples {samples}")
-    command = cluster_command(measurement, request, master="MASTER_ADDR", environment=_job_environment(measurement))
+    command = cluster_command(measurement, request, master="MASTER_ADDR", environment=job_environment(measurement))
     sys.stdout.write(command + "\n")
 
 

@@ -64,7 +64,7 @@ def run_measurement(
         return Outcome(
             samples=samples,
             failure=(
-                f"the measurement's worker ended early (status {status}): {_reason(log)}; {kept} observations "
+                f"the measurement's worker ended early (status {status}): {reason_in_log(log)}; {kept} observations "
                 f"are kept in {measurement.samples}: run the command again to continue"
             ),
         )
@@ -112,8 +112,12 @@ def _run(
             process.wait()
 
 
-def _reason(log: Path) -> str:
-    """Return the last line of the log that names an error, but not torchrun's own; else its last line."""
+def reason_in_log(log: Path) -> str:
+    """Return the last line of the log that names an error of a rank's own, else one that names any; else its last line.
+
+    A rank that dies makes its neighbours fail, too, and torchrun after them.
+    """
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line and "elastic" not in line]
-    return (errors or lines or ["it printed nothing"])[-1][:300]
+    own = [line for line in errors if "Connection closed by peer" not in line]
+    return (own or errors or lines or ["it printed nothing"])[-1][:300]

@@ -90,6 +90,9 @@ SURFACE = {
     "env": """
         --json
     """,
+    "selftest": """
+        --device --ranks --nodes --devices-per-node --quick --model --limit --output -o --json
+    """,
 }
 COMMANDS = {" ".join(command.words): command for command in command_entries()}
 

@@ -1,0 +1,48 @@
+"""What every check works with: this rank, its device, the others, and the sizes of this run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from fcp_cli.profiling.device import Stopwatch, ranks_on_this_host
+from fcp_cli.runtime.transport import ProcessTransport
+from fcp_cli.runtime.world import ProcessWorld
+from fcp_cli.selftest.settings import Settings
+
+
+class Bench:
+    """One rank's place at the test.
+
+    Attributes:
+        dtype: that the device computes attention in: bf16, on a CPU fp32.
+        degrees: of the rings to look at: all up to 8.
+    """
+
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        self.settings = settings
+        self.device = device
+        self.dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        self.world = ProcessWorld()
+        self.ranks_per_node = ranks_on_this_host()
+        self.transport = ProcessTransport.create(device)
+        self.stopwatch = Stopwatch(device)
+        self.degrees = range(2, min(8, self.world.size) + 1)
+
+    @property
+    def is_first(self) -> bool:
+        return self.world.rank == 0
+
+    def begin(self, what: str) -> None:
+        """Tell what comes next, so that a hang can be named."""
+        if self.is_first:
+            self.settings.diary.begin(what)
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """Return every rank's values, as many on each."""
+        mine = torch.tensor(values, dtype=torch.float64)
+        everyone = [torch.empty_like(mine) for _ in range(self.world.size)]
+        dist.all_gather(everyone, mine)
+        return [row.tolist() for row in everyone]

@@ -1,0 +1,55 @@
+"""The attention kernel of each device against the formula in fp64."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.ring import Ring, attention
+from fcp_cli.selftest.bench import Bench
+from fcp_cli.selftest.exact import BOUNDS, Attended, Case, Drawn, draw, exact, relative, squares
+from fcp_cli.selftest.findings import Finding
+
+
+def check(bench: Bench) -> Finding:
+    """Compare grouped heads, head sizes, length 1 and many segments; each device answers for itself."""
+    errors: dict[str, float] = {}
+    for case in cases(quick=bench.settings.quick):
+        bench.begin(f"kernel: {case.describe()}")
+        drawn = draw(case, bench.dtype, bench.device)
+        mine = relative([squares(attended(drawn, Ring(layout=shard_layout(case.lengths, 1))), exact(case, drawn))])
+        errors[case.describe()] = max(error for (error,) in bench.gather([mine]))
+    worst = max(errors, key=lambda name: errors[name])
+    bound = BOUNDS[bench.dtype]
+    return Finding(
+        name="kernel",
+        passed=all(error <= bound for error in errors.values()),
+        lines=(f"{len(errors)} cases against fp64, worst error {errors[worst]:.1e} of {bound:.0e} allowed: {worst}",),
+        figures={"bound": bound, "relative_error_by_case": errors},
+    )
+
+
+def cases(*, quick: bool) -> list[Case]:
+    """Return the calls to compare."""
+    segments = tuple(random.Random(0).randint(1, 6 if quick else 24) for _ in range(500))
+    long = 96 if quick else 1024
+    shapes = [(4, 4, 64), (4, 1, 128), (4, 2, 192), (2, 2, 256)] if quick else _SHAPES
+    return [
+        *(Case(heads=h, kv_heads=g, head_size=d, lengths=(long, 1, long // 3)) for h, g, d in shapes),
+        Case(heads=4, kv_heads=2, head_size=64, lengths=(1,)),
+        Case(heads=2, kv_heads=1, head_size=64, lengths=segments),
+    ]
+
+
+_SHAPES = [(32, 32, 64), (32, 8, 64), (16, 4, 96), (32, 8, 128), (16, 1, 128), (8, 4, 192), (8, 2, 256)]
+
+
+def attended(drawn: Drawn, ring: Ring) -> Attended:
+    """Run forward and backward of the runtime's attention on this member's rows."""
+    leaves = [tensor.detach().requires_grad_() for tensor in drawn[:3]]
+    out = attention(*leaves, ring=ring)
+    gradients: tuple[Tensor, ...] = torch.autograd.grad(out, leaves, drawn.dout)
+    return Attended(out.detach(), *gradients)

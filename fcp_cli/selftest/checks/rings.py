@@ -1,0 +1,66 @@
+"""Rings of every degree with mixed packs against one device."""
+
+from __future__ import annotations
+
+import torch
+
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.ring import Ring
+from fcp_cli.selftest.bench import Bench
+from fcp_cli.selftest.checks.kernel import attended
+from fcp_cli.selftest.exact import Attended, Case, Drawn, draw, exact, relative, squares
+from fcp_cli.selftest.findings import Finding
+
+MOST_MULTIPLE = 2.0
+"""Of one device's own error, that a ring may have."""
+_FLOOR = 2e-6  # an error below it is rounding of sums, whatever one device's own is
+
+
+def check(bench: Bench) -> Finding:
+    """Compare each degree up to 8, on the first ranks and on the last ones."""
+    multiples: dict[str, float] = {}
+    passed = True
+    for degree in bench.degrees:
+        first, last = tuple(range(degree)), tuple(range(bench.world.size - degree, bench.world.size))
+        for ranks in dict.fromkeys((first, last)):
+            name = f"degree {degree}, ranks {ranks[0]}-{ranks[-1]}"
+            bench.begin(f"rings: {name}")
+            ring_error, own_error = _errors(bench, ranks)
+            multiples[name] = ring_error / max(own_error, 1e-30)
+            passed = passed and ring_error <= max(MOST_MULTIPLE * own_error, _FLOOR)
+    if not multiples:
+        return Finding(name="rings", passed=None, lines=("one rank alone: there are no rings",))
+    worst = max(multiples, key=lambda name: multiples[name])
+    return Finding(
+        name="rings",
+        passed=passed,
+        lines=(f"degrees 2 to {bench.degrees[-1]}, worst {multiples[worst]:.2f} x one device's own error: {worst}",),
+        figures={"multiple_of_own_error": multiples, "most_multiple": MOST_MULTIPLE},
+    )
+
+
+def _errors(bench: Bench, ranks: tuple[int, ...]) -> tuple[float, float]:
+    """Return the relative errors of a ring of these ranks and of one device, for the same pack."""
+    case = _case(bench)
+    drawn = draw(case, bench.dtype, bench.device)
+    wanted = exact(case, drawn)
+    alone = squares(attended(drawn, Ring(layout=shard_layout(case.lengths, 1))), wanted)
+    mine = [0.0, 0.0]
+    if bench.world.rank in ranks:
+        index = ranks.index(bench.world.rank)
+        layout = shard_layout(case.lengths, len(ranks))
+        rows = torch.from_numpy(layout.index(index)).to(bench.device)
+        own = Drawn(*drawn).rows(rows)
+        found = attended(own, Ring(layout=layout, index=index, ranks=ranks, transport=bench.transport))
+        mine = squares(found, Attended(*(tensor.index_select(2, rows) for tensor in wanted)))
+    everyone = bench.gather([*mine, *alone])
+    return relative([row[:2] for row in everyone]), relative([everyone[0][2:]])
+
+
+def _case(bench: Bench) -> Case:
+    """Return a pack with sequences that are shorter than a ring has members, and one that is much longer."""
+    if bench.settings.quick:
+        return Case(heads=4, kv_heads=2, head_size=64, lengths=(97, 1, 5, 40))
+    if bench.device.type == "cpu":
+        return Case(heads=4, kv_heads=2, head_size=64, lengths=(517, 1, 7, 130, 64))
+    return Case(heads=8, kv_heads=2, head_size=128, lengths=(2049, 1, 7, 513, 64, 3))

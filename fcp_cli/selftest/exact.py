@@ -1,0 +1,90 @@
+"""Attention in fp64 as its formula says, and how far a kernel is from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BOUNDS = {torch.bfloat16: 1e-2, torch.float32: 2e-6}
+"""Largest relative L2 error of one device alone."""
+
+
+class Attended(NamedTuple):
+    """What one call of attention gives: its output, [1, H, T, D], and the gradients of its three inputs."""
+
+    out: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One call: heads and their size, and the sequences of its pack."""
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    lengths: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    def describe(self) -> str:
+        """Return the case in a few words."""
+        pack = f"{len(self.lengths)} sequences" if len(self.lengths) > 1 else f"length {self.tokens}"
+        return f"{self.heads}/{self.kv_heads} heads of {self.head_size}, {pack}"
+
+
+class Drawn(NamedTuple):
+    """Inputs and the gradient of the output, [1, heads, T, D]; the same on every rank."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+    def rows(self, index: Tensor) -> Drawn:
+        return Drawn(*(tensor.index_select(2, index) for tensor in self))
+
+
+def draw(case: Case, dtype: torch.dtype, device: torch.device) -> Drawn:
+    """Draw a case's inputs, rounded to the type."""
+    generator = torch.Generator().manual_seed(case.tokens)
+    sizes = (case.heads, case.kv_heads, case.kv_heads, case.heads)
+    shapes = [(1, heads, case.tokens, case.head_size) for heads in sizes]
+    return Drawn(*(torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes))
+
+
+def exact(case: Case, drawn: Drawn) -> Attended:
+    """Compute a case in fp64, one sequence after the other."""
+    q, k, v, dout = (tensor.to(torch.float64) for tensor in drawn)
+    sequences = zip(*(torch.split(tensor, list(case.lengths), dim=2) for tensor in (q, k, v, dout)), strict=True)
+    pieces = [_one_sequence(*parts) for parts in sequences]
+    return Attended(*(torch.cat(parts, dim=2) for parts in zip(*pieces, strict=True)))
+
+
+def _one_sequence(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Attended:
+    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    shared = q.shape[1] // k.shape[1]
+    keys, values = (tensor.repeat_interleave(shared, dim=1) for tensor in leaves[1:])
+    scores = leaves[0] @ keys.transpose(2, 3) * q.shape[3] ** -0.5
+    future = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(1)
+    out = torch.softmax(scores.masked_fill(future, float("-inf")), dim=3) @ values
+    return Attended(out.detach(), *torch.autograd.grad(out, leaves, dout))
+
+
+def squares(found: Attended, wanted: Attended) -> list[float]:
+    """Return the sums of squares of (found - wanted) and of wanted, over all four tensors: they add up over ranks."""
+    differences = sum(float((a.to(torch.float64) - b).square().sum()) for a, b in zip(found, wanted, strict=True))
+    return [differences, sum(float(tensor.square().sum()) for tensor in wanted)]
+
+
+def relative(sums: list[list[float]]) -> float:
+    """Return the relative L2 error of what several ranks have found together."""
+    differences, sizes = (sum(row[column] for row in sums) for column in (0, 1))
+    return float((differences / sizes) ** 0.5) if sizes else 0.0

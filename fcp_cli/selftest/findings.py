@@ -1,0 +1,121 @@
+"""What checks find, how it reads in an issue, and how the ranks hand it to whoever watches over them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from fcp_cli import __version__
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """The outcome of one check.
+
+    Attributes:
+        name: of the check.
+        passed: None where there is nothing to pass: figures of this machine.
+        lines: for the block, one sentence or figure each.
+        figures: for the JSON document.
+    """
+
+    name: str
+    passed: bool | None
+    lines: tuple[str, ...]
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """All findings of one run."""
+
+    date: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def failed(self) -> list[str]:
+        return [finding.name for finding in self.findings if finding.passed is False]
+
+    def document(self) -> dict[str, Any]:
+        """Return the report as JSON holds it."""
+        return {
+            "fcp": __version__,
+            "date": self.date,
+            "passed": not self.failed,
+            "checks": [asdict(finding) for finding in self.findings],
+        }
+
+    def block(self) -> str:
+        """Return the report as one block of text, to paste into an issue."""
+        verdict = f"FAILED: {', '.join(self.failed)}" if self.failed else "passed"
+        lines = [f"fcp selftest {__version__}, {self.date}: {verdict}"]
+        for finding in self.findings:
+            mark = {True: "ok", False: "FAILED", None: "-"}[finding.passed]
+            for number, line in enumerate(finding.lines or ("",)):
+                head = f"{finding.name:<9} {mark:<6}" if number == 0 else " " * 16
+                lines.append(f"{head} {line}".rstrip())
+        return "\n".join(lines)
+
+
+def now() -> str:
+    """Return the time of a report."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """What rank 0 has told so far.
+
+    Attributes:
+        findings: of the checks that have ended.
+        current: the check, or the case of it, that runs now; "" before the first and after the last.
+        finished: all checks have ended.
+    """
+
+    findings: tuple[Finding, ...]
+    current: str
+    finished: bool
+
+
+class Diary:
+    """The file in which rank 0 tells what it does, line by line, so that a hang leaves what came before it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def begin(self, what: str) -> None:
+        self._append({"begin": what})
+
+    def found(self, finding: Finding) -> None:
+        self._append({"found": asdict(finding)})
+
+    def finish(self) -> None:
+        self._append({"finished": True})
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def read(self) -> Progress:
+        """Read what is there; a last line that is being written is left out."""
+        text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]
+        return _progress([json.loads(line) for line in whole.splitlines()])
+
+
+def _progress(lines: Sequence[Mapping[str, Any]]) -> Progress:
+    findings, current, finished = [], "", False
+    for line in lines:
+        if "begin" in line:
+            current = line["begin"]
+        elif "found" in line:
+            found = line["found"]
+            findings.append(Finding(**{**found, "lines": tuple(found["lines"])}))
+            current = ""
+        else:
+            finished = True
+    return Progress(findings=tuple(findings), current=current, finished=finished)

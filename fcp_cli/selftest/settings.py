@@ -1,0 +1,59 @@
+"""What the ranks of a test are told, as a file. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fcp_cli.errors import RunError
+from fcp_cli.files import read_json
+from fcp_cli.selftest.findings import Diary
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What the ranks are told.
+
+    Attributes:
+        folder: for the diary, plans and samples; shared by all nodes.
+        device: kind of device.
+        quick: small sizes.
+        writes_report: rank 0 writes and prints the report itself: nobody watches.
+    """
+
+    folder: Path
+    device: str
+    quick: bool
+    writes_report: bool = False
+
+    @property
+    def diary(self) -> Diary:
+        return Diary(self.folder / "diary.jsonl")
+
+    @property
+    def report(self) -> Path:
+        """The report, where rank 0 writes it."""
+        return self.folder / "report.json"
+
+    @property
+    def measurement(self) -> Path:
+        """The request of the packs that are timed."""
+        return self.folder / "measurement.json"
+
+    def write(self) -> Path:
+        """Write what `read_settings` reads; return the file."""
+        path = self.folder / "settings.json"
+        path.write_text(json.dumps({**asdict(self), "folder": str(self.folder)}), encoding="utf-8")
+        return path
+
+
+def read_settings(path: Path) -> Settings:
+    """Read what `Settings.write` wrote.
+
+    Raises:
+        RunError: unreadable.
+    """
+    document: dict[str, Any] = read_json(path, error=RunError)
+    return Settings(**{**document, "folder": Path(document["folder"])})

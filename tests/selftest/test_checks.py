@@ -1,0 +1,80 @@
+"""Single checks of `fcp selftest`, without processes: what they compare, and that they can fail."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch: Any = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Any:
+    """One CPU rank alone."""
+
+    def gather(values: Sequence[float]) -> list[list[float]]:
+        return [list(values)]
+
+    return SimpleNamespace(
+        settings=SimpleNamespace(quick=True, folder=tmp_path),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        gather=gather,
+        begin=lambda what: None,
+    )
+
+
+def test_the_formula_in_fp64_is_what_pytorch_computes_sequence_by_sequence() -> None:
+    from fcp_cli.selftest.exact import Case, draw, exact
+
+    case = Case(heads=4, kv_heads=2, head_size=8, lengths=(5, 1, 9))
+    drawn = draw(case, torch.float64, torch.device("cpu"))
+    q, k, v = (tensor.requires_grad_() for tensor in drawn[:3])
+    pieces = [
+        torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+        for parts in zip(*(torch.split(tensor, list(case.lengths), dim=2) for tensor in (q, k, v)), strict=True)
+    ]
+    out = torch.cat(pieces, dim=2)
+    wanted = (out, *torch.autograd.grad(out, (q, k, v), drawn.dout))
+    for found, expected in zip(exact(case, drawn), wanted, strict=True):
+        torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-12)
+
+
+def test_the_kernel_of_this_machine_passes(bench: Any) -> None:
+    from fcp_cli.selftest.checks import kernel
+
+    finding = kernel.check(bench)
+    assert finding.passed
+    names = " ".join(finding.figures["relative_error_by_case"])
+    assert "length 1" in names and "500 sequences" in names and "heads of 256" in names
+
+
+def test_a_kernel_that_is_a_little_wrong_fails(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fcp_cli.runtime.ring import attention
+    from fcp_cli.selftest.checks import kernel
+
+    monkeypatch.setattr(kernel, "attention", lambda *tensors, ring: attention(*tensors, ring=ring) * (1 + 1e-4))
+    assert kernel.check(bench).passed is False
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_the_steps_that_could_hang_end_with_a_ring_for_some_of_its_members_only(ranks: int) -> None:
+    from fcp_cli.selftest.checks.order import rows_of_step
+
+    ends_apart = []
+    for number in range(2):
+        rows = rows_of_step(ranks, number, "iteration")
+        last = {rank: row for row in rows for rank in row.ranks}
+        rings = [row for row in rows if len(row.ranks) > 1]
+        ends_apart += [len({last[rank] is ring for rank in ring.ranks}) == 2 for ring in rings]
+        waves = rows_of_step(ranks, number, "microbatch")
+        for wave in {row.wave for row in waves}:
+            assert sorted(rank for row in waves if row.wave == wave for rank in row.ranks) == list(range(ranks))
+        packs = [{(row.sequences, row.lengths) for row in planned if row.lengths} for planned in (rows, waves)]
+        assert packs[0] == packs[1]
+    assert any(ends_apart)
