@@ -10,7 +10,7 @@ import torch.nn.attention
 from torch import Tensor
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.kernels import AttentionKernel, cpu, cuda, lse_dtype, select_kernel
+from fcp_cli.runtime.kernels import AttentionKernel, cpu, cuda, lse_dtype, npu, select_kernel
 from fcp_cli.runtime.kernels.cpu import CpuKernel
 from fcp_cli.runtime.kernels.cuda import CudaFlashKernel, tokens_first
 from fcp_cli.runtime.kernels.dense import DenseKernel
@@ -110,6 +110,25 @@ def test_the_npu_kernel_reads_and_writes_the_row_statistics_in_their_order(
     for found, wanted in zip(grads, expected, strict=True):
         assert found.shape == wanted.shape
         assert relative_error(found, wanted) <= 2e-6
+
+
+@pytest.mark.parametrize(
+    "lengths", [(7,), (5, 5, 5), (1, 4, 2), tuple(range(1, 70))], ids=["one", "equal", "few", "many"]
+)
+def test_statistics_of_segments_change_their_order_and_back(lengths: tuple[int, ...]) -> None:
+    heads = 3
+    stats = torch.arange(sum(lengths) * heads, dtype=torch.float32).view(-1, heads)
+    memory = torch.cat([part.t().reshape(-1) for part in torch.split_with_sizes(stats, lengths)]).view(stats.shape)
+    assert torch.equal(npu.tokens_first(memory, lengths), stats)
+    assert torch.equal(npu.heads_first(stats, lengths), memory)
+    columns = stats.t().contiguous().t()  # as a merge may leave it
+    assert torch.equal(npu.heads_first(columns, lengths), memory)
+
+
+def test_the_npu_kernel_keeps_no_index_with_a_layout() -> None:
+    q, segments = torch.randn(10, 2, 16), Segments((1, 4, 2, 3), (1, 4, 2, 3), causal=True)
+    NpuKernel(FakeNpu(head_major=True)).forward(q, q, q, segments, 1.0)
+    assert not [value for value in segments.memo.values() if isinstance(value, Tensor)]
 
 
 def test_the_npu_kernel_asks_for_the_order_of_the_statistics_once() -> None:

@@ -20,6 +20,7 @@ from fcp_cli.runtime.layout import Segments
 
 _STATS_LANES = 8  # the operator repeats each row's statistic 8 times
 _MASK_SIDE = 2048  # the compressed causal mask has this size, whatever the lengths are
+_MOST_BLOCKS = 64  # a view and a copy of each cost the host some microseconds
 _NO_MASK, _CAUSAL_BOTTOM_RIGHT = 0, 3  # sparse_mode
 
 
@@ -39,18 +40,12 @@ class NpuKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         out, largest, total = self._fusion_attention(q, k, v, segments, scale)
         lse = largest[..., 0] + total[..., 0].log()
-        if not self._stats_are_head_major(q):
-            return out, lse
-        order = _stats_order(segments, q)
-        return out, lse.reshape(-1).index_select(0, order).view(lse.shape)
+        return out, tokens_first(lse, segments.q_lengths) if self._stats_are_head_major(q) else lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        stats = lse
-        if self._stats_are_head_major(q):
-            stats = torch.empty_like(lse, memory_format=torch.contiguous_format)
-            stats.view(-1).index_copy_(0, _stats_order(segments, q), lse.reshape(-1))
+        stats = heads_first(lse, segments.q_lengths) if self._stats_are_head_major(q) else lse
         largest = stats.unsqueeze(-1).expand(*stats.shape, _STATS_LANES).contiguous()
         dq, dk, dv, *_ = self._operators.npu_fusion_attention_grad(
             q.contiguous(),
@@ -120,18 +115,41 @@ class NpuKernel:
         )
 
 
-def _stats_order(segments: Segments, q: Tensor) -> Tensor:
-    """Return [T * H] where the statistic of (token, head) lies in memory that is [H, rows] per segment."""
-    heads = q.shape[1]
-    return segments.derived(
-        ("stats_order", heads, q.device), lambda: to_device(_make_stats_order(segments, heads), q.device)
-    )
+def tokens_first(stats: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """Turn statistics [T, H] that lie as [H, rows] per segment into what their shape says.
+
+    Segments are copied as blocks, whose rows are contiguous; where there are too many for the host to name each, one
+    gather takes the elements.
+    """
+    heads = stats.shape[1]
+    if len(set(lengths)) <= 1:  # one copy of all
+        return stats.reshape(-1, heads, lengths[0]).transpose(1, 2).reshape(stats.shape)
+    if len(lengths) > _MOST_BLOCKS:
+        return stats.reshape(-1).index_select(0, _element_order(lengths, heads, stats.device)[0]).view(stats.shape)
+    return torch.cat([part.reshape(heads, -1).t() for part in torch.split_with_sizes(stats, lengths)])
 
 
-def _make_stats_order(segments: Segments, heads: int) -> Tensor:
-    sizes = [length * heads for length in segments.q_lengths]
+def heads_first(stats: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """Undo `tokens_first`."""
+    heads = stats.shape[1]
+    if len(set(lengths)) <= 1:
+        return stats.reshape(-1, lengths[0], heads).transpose(1, 2).reshape(stats.shape)
+    if len(lengths) > _MOST_BLOCKS:
+        return stats.reshape(-1).index_select(0, _element_order(lengths, heads, stats.device)[1]).view(stats.shape)
+    return torch.cat([part.t().reshape(-1) for part in torch.split_with_sizes(stats, lengths)]).view(stats.shape)
+
+
+@lru_cache(maxsize=4)
+def _element_order(lengths: tuple[int, ...], heads: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return [T * H] int32 where each element lies, and which element lies there.
+
+    Only the orders of a micro-batch or two are kept, of all of a member's rows and of its backs: at 16k tokens and 32
+    heads each takes 4 MB.
+    """
+    sizes = [length * heads for length in lengths]
     memory = torch.split_with_sizes(torch.arange(sum(sizes)), sizes)
-    return torch.cat([part.view(heads, -1).t().reshape(-1) for part in memory])
+    order = torch.cat([part.view(heads, -1).t().reshape(-1) for part in memory])
+    return to_device(order.int(), device), to_device(order.argsort().int(), device)
 
 
 def _mask_and_lengths(segments: Segments, device: torch.device) -> dict[str, Any]:
