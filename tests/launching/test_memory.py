@@ -9,16 +9,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from inline_snapshot import snapshot
 
+from fcp_cli.console import Origins
 from fcp_cli.errors import UsageError
 from fcp_cli.launching.checks.memory import check_recipe_of_plan, job_memory, rank_memory
+from fcp_cli.launching.checks.plan import profile_model
 from fcp_cli.launching.job.job import Job
 from fcp_cli.launching.memory_table import memory_table
+from fcp_cli.machine.accelerators import Accelerators
 from fcp_cli.machine.devices import Machine
 from fcp_cli.machine.facts import Facts
 from fcp_cli.models.model import load_model
+from fcp_cli.planning import settings as planning_settings
+from fcp_cli.planning.options import PlanRequest
 from fcp_cli.recipe import Recipe
 from fcp_cli.training.settings import TrainSettings
 from tests.launching.jobs import GPUS, job, local_job, plan_metadata
@@ -161,3 +168,28 @@ def test_weights_that_are_gathered_per_microbatch_need_a_plan_in_waves() -> None
         )
     ):
         check_recipe_of_plan(local_job(), settings_of("qwen3-tiny", zero="3"))
+
+
+def test_a_plan_without_any_option_and_the_launch_of_its_model_are_one_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Accelerators(kind="cuda", name="NVIDIA H100 80GB HBM3", count=8, memory_bytes=80 * 10**9)
+    monkeypatch.setattr(planning_settings, "find_accelerators", lambda: found)
+    monkeypatch.chdir(tmp_path)
+    pq.write_table(pa.table({"length": [10, 20, 30]}), "dataset.parquet")
+    problem = planning_settings.resolve(PlanRequest(manifest=Path("dataset.parquet")), Origins()).problem
+    metadata = plan_metadata(
+        num_ranks=problem.num_ranks,
+        sync=problem.sync,
+        tokens_per_rank=problem.tokens_per_rank,
+        recipe=problem.recipe,
+        cost_profile=problem.profile.text,
+    )
+    settings = settings_of("qwen3vl-8b")
+    launched = job("cuda", machine=H100S, metadata=metadata, settings=settings, model="qwen3vl-8b", num_nodes=1)
+    check_recipe_of_plan(launched, settings)
+    assert findings(launched) == []
+    assert list(profile_model(launched, Facts())) == []
+    need = job_memory(launched, Facts())
+    assert need is not None and 0.9 * 0.92 * 80e9 < need.total_bytes <= 0.92 * 80e9
+    assert settings.recipe(metadata.recipe, sync=metadata.sync, device="cuda") == problem.recipe
