@@ -212,7 +212,7 @@ def _prior(samples: SamplesFile, spec: ModelSpec, recipe: Recipe, sync: Sync) ->
     if intra is None:
         return prior
     latency, bandwidth = intra
-    # The rings of a plan are sorted: they leave a node from its last rank to another's first, across rails.
+    # A ring is as slow as its slowest hop, and rings over parts of nodes cross rails.
     across = [figures[1] for tier in _ACROSS_NODES if (figures := _transfer_figures(samples, tier)) is not None]
     inter = min(across, default=prior.bandwidth.inter_node)
     messages = messages_per_hop(spec, recompute=recipe.recompute == "full")

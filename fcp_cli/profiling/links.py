@@ -28,7 +28,7 @@ class Link:
 
     Attributes:
         tier: `intra_node`, `inter_node` (ranks of the same place in their nodes: one rail), or
-            `inter_node_cross_rail`, which a plan's sorted rings take from node to node.
+            `inter_node_cross_rail`, which rings over parts of nodes take.
         nodes, places: how many nodes and places further the neighbour is; both wrap around.
         ranks_per_node: of the job.
         world: ranks of the job.
