@@ -6,15 +6,18 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from fcp_cli.console import Origins
+from fcp_cli.cost.offload import profiled_offload_cost
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.memory.fitting import LEAST_TOKENS, Fit, Place, fitting_recipe
+from fcp_cli.memory.precision import precision_of
 from fcp_cli.models.cluster import THIS_MACHINE
 from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.plan.metadata import PlanMetadata, Sync
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.ranks import Ranks
 from fcp_cli.recipe import Recipe, RecipeRequest, check_recipe
+from fcp_cli.words import duration
 
 ASSUMED_TOKENS_PER_RANK: Final = 16_384
 # Of a recipe, what the times of micro-batches depend on: a profile was measured or computed with it.
@@ -262,6 +265,22 @@ def continued_recipe(
         if tokens > fit.tokens:
             origins.warn(f"--tokens-per-rank is {tokens:,}, but a rank holds {fit.tokens:,}: {_room_text(place, fit)}")
     return recipe
+
+
+def say_what_offloading_costs(budget: Budget, profile: CostProfile, origins: Origins) -> None:
+    """Say what a micro-batch at the whole token budget moves to the host and back, where the recipe offloads."""
+    recipe, room = budget.recipe, budget.room
+    if recipe is None or room is None or recipe.offload != "activations":
+        return
+    width = precision_of(recipe).residual * room.spec.hidden_size / room.place.tensor_parallel
+    cost = profiled_offload_cost(
+        profile, tokens=budget.tokens_per_rank, layers=room.spec.num_layers, input_bytes_per_token=width
+    )
+    origins.assume(
+        "offloading",
+        f"{cost.moved_bytes / 1e9:.1f} GB for a micro-batch of {budget.tokens_per_rank:,} tokens",
+        f"{duration(cost.visible_seconds)} longer at 25 GB/s each way; smaller ones that fit stay on the device",
+    )
 
 
 def options_that_hold(longest_tokens: int, budget: Budget, ranks: int) -> str:

@@ -24,7 +24,14 @@ from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.padding import padding_multiple
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.budget import Budget, computed_budget, continued_recipe, options_that_hold, profiled_budget
+from fcp_cli.planning.budget import (
+    Budget,
+    computed_budget,
+    continued_recipe,
+    options_that_hold,
+    profiled_budget,
+    say_what_offloading_costs,
+)
 from fcp_cli.planning.continuation import RemainingSteps, batches_to_plan, remaining_steps, settings_of
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.problem import Problem, whole_budget
@@ -151,6 +158,7 @@ def resolve(request: PlanRequest, origins: Origins, *, most_peers: int | None = 
     else:
         ranks = replace(ranks_under(profile, request, origins), most_peers=most_peers)
         budget = profiled_budget(request, profile, ranks, origins)
+    say_what_offloading_costs(budget, profile, origins)
     padding = padding_multiple(ranks.tensor_parallel) if request.padded_rings else None
     tokens = _with_headroom(budget.tokens_per_rank, request.headroom)
     return PlanInputs(

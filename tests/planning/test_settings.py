@@ -93,6 +93,20 @@ def test_what_was_asked_for_of_the_recipe_is_kept() -> None:
     assert (problem.recipe, problem.sync) == (Recipe(zero_stage=3, recompute="full"), "microbatch")
 
 
+def test_what_offloading_costs_is_said() -> None:
+    asked = RecipeRequest(offload="activations", recompute="full")
+    origins = Origins()
+    request = PlanRequest(
+        manifest=DATASET, model="qwen3-8b", cluster="h100", recipe=asked, ranks=8, tokens_per_rank=65_536
+    )
+    resolve(request, origins)
+    assert origins.assumed["offloading"] == snapshot(
+        "38.1 GB for a micro-batch of 65,536 tokens (0 ms longer at 25 GB/s each way; smaller ones that fit stay on the device)"
+    )
+    resolve(replace(request, recipe=RecipeRequest(recompute="full")), origins := Origins())
+    assert "offloading" not in origins.assumed
+
+
 def test_a_model_without_room_is_refused_with_what_would_fit() -> None:
     no_sharding = PlanRequest(
         manifest=DATASET, model="qwen3-8b", cluster="h100", ranks=8, recipe=RecipeRequest(zero="0")
