@@ -68,9 +68,9 @@ def ring_bytes_per_token(spec: ModelSpec, *, kv_bytes: int, gradient_bytes: int,
 def messages_per_hop(spec: ModelSpec, *, recompute: bool = False) -> int:
     """Return how many messages one micro-batch sends over one hop of its ring, all layers.
 
-    K/V travel forward and backward, dK/dV backward; recomputing runs the forward's ring once more.
+    One forward and one backward, where dK/dV ride with K/V; recomputing runs the forward's ring once more.
     """
-    return spec.num_layers * (4 if recompute else 3)
+    return spec.num_layers * (3 if recompute else 2)
 
 
 def analytic_profile(
