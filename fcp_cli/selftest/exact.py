@@ -61,11 +61,16 @@ def draw(case: Case, dtype: torch.dtype, device: torch.device) -> Drawn:
 
 
 def exact(case: Case, drawn: Drawn) -> Attended:
-    """Compute a case in fp64, one sequence after the other."""
-    q, k, v, dout = (tensor.to(torch.float64) for tensor in drawn)
+    """Compute a case in fp64, one sequence after the other; the result is in the host's memory."""
+    q, k, v, dout = (_in_fp64(tensor) for tensor in drawn)
     sequences = zip(*(torch.split(tensor, list(case.lengths), dim=2) for tensor in (q, k, v, dout)), strict=True)
     pieces = [_one_sequence(*parts) for parts in sequences]
-    return Attended(*(torch.cat(parts, dim=2) for parts in zip(*pieces, strict=True)))
+    return Attended(*(torch.cat(parts, dim=2).cpu() for parts in zip(*pieces, strict=True)))
+
+
+def _in_fp64(tensor: Tensor) -> Tensor:
+    # Ascend devices have no fp64.
+    return (tensor.cpu() if tensor.device.type == "npu" else tensor).to(torch.float64)
 
 
 def _one_sequence(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Attended:
@@ -80,7 +85,8 @@ def _one_sequence(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Attended:
 
 def squares(found: Attended, wanted: Attended) -> list[float]:
     """Return the sums of squares of (found - wanted) and of wanted, over all four tensors: they add up over ranks."""
-    differences = sum(float((a.to(torch.float64) - b).square().sum()) for a, b in zip(found, wanted, strict=True))
+    pairs = [(a.cpu().to(torch.float64), b) for a, b in zip(found, wanted, strict=True)]
+    differences = sum(float((a - b).square().sum()) for a, b in pairs)
     return [differences, sum(float(tensor.square().sum()) for tensor in wanted)]
 
 

@@ -49,8 +49,8 @@ def _errors(bench: Bench, ranks: tuple[int, ...]) -> tuple[float, float]:
     if bench.world.rank in ranks:
         index = ranks.index(bench.world.rank)
         layout = shard_layout(case.lengths, len(ranks))
-        rows = torch.from_numpy(layout.index(index)).to(bench.device)
-        own = Drawn(*drawn).rows(rows)
+        rows = torch.from_numpy(layout.index(index))
+        own = Drawn(*drawn).rows(rows.to(bench.device))
         found = attended(own, Ring(layout=layout, index=index, ranks=ranks, transport=bench.transport))
         mine = squares(found, Attended(*(tensor.index_select(2, rows) for tensor in wanted)))
     everyone = bench.gather([*mine, *alone])
