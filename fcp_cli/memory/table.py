@@ -90,6 +90,14 @@ class RankMemory:
 
     moments: tuple[Moment, ...]
 
+    def without(self, *names: str) -> RankMemory:
+        """Return it without items of these names."""
+        moments = (
+            Moment(name=one.name, items=tuple(item for item in one.items if item.name not in names))
+            for one in self.moments
+        )
+        return RankMemory(moments=tuple(moments))
+
     def peak(self, tokens: float) -> Moment:
         """Return the moment that needs the most with so many tokens in the largest micro-batch of the rank."""
         return max(self.moments, key=lambda moment: moment.bytes_at(tokens))

@@ -21,7 +21,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -167,13 +167,30 @@ class _SilentTransport:
         pass
 
 
-class _ZeroNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives the host a zero for every number that a fake tensor does not know."""
+class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers where the host reads what a fake tensor does not know: zero, yes, and that a mask chooses nothing.
+
+    Masks choose visual tokens, of which these sequences have none.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and getattr(args[0], "constant", None) is None:
-            return False if args[0].dtype == torch.bool else 0.0 if args[0].dtype.is_floating_point else 0
+        if not args or not isinstance(args[0], FakeTensor):
+            return func(*args, **kwargs or {})
+        tensor = args[0]
+        if func is torch.ops.aten._local_scalar_dense.default and tensor.constant is None:
+            return True if tensor.dtype == torch.bool else 0.0 if tensor.dtype.is_floating_point else 0
+        if func in _INDEXING:
+            args = (tensor, [part for index in args[1] for part in self._chosen(index)], *args[2:])
         return func(*args, **kwargs or {})
+
+    def _chosen(self, index: Any) -> list[Any]:
+        """Return an index as it is, a mask as one empty list of places for each of its dimensions."""
+        if index is None or index.dtype != torch.bool:
+            return [index]
+        return [index.new_empty(0, dtype=torch.int64)] * index.dim()
+
+
+_INDEXING = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
 
 
 @contextmanager
@@ -188,7 +205,7 @@ def _fake_ranks(job: FakeJob) -> Iterator[None]:
             for target, name, value in _replacements(job):
                 stack.enter_context(patch.object(target, name, value))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            stack.enter_context(_ZeroNumbers())  # type: ignore[no-untyped-call]
+            stack.enter_context(_Numbers())  # type: ignore[no-untyped-call]
             yield
     finally:
         dist.destroy_process_group()
@@ -214,4 +231,38 @@ def _replacements(job: FakeJob) -> list[tuple[Any, str, Any]]:
     ]
     if not job.on_cpu:
         found.append((ring, "select_kernel", lambda device, dtype: CudaFlashKernel()))
+    if load_model(job.model).architecture == "qwen3_vl":
+        found += _replacements_of_qwen3_vl()
     return found
+
+
+def _replacements_of_qwen3_vl() -> list[tuple[Any, str, Any]]:
+    """Return what lets its encoder run: it reads the sizes of pictures from a tensor, which has no numbers here."""
+    from transformers.models.qwen3_vl import modeling_qwen3_vl as modeling
+
+    from fcp_cli.vision import qwen3_vl
+
+    encode, grids = qwen3_vl.encode, list[tuple[int, int, int]]()
+
+    def remember(model: Any, parts: Any, pixels: Any) -> Any:
+        merge = model.visual.spatial_merge_size
+        grids[:] = [(1, *part.grid) for part in parts] or [(1, merge, merge)]
+        return encode(model, parts, pixels)
+
+    def of_numbers(function: Any) -> Any:
+        def called(grid_thw: Any, *args: Any, **kwargs: Any) -> Any:
+            with unset_fake_temporarily():
+                return function(torch.tensor(grids), *args, **kwargs)
+
+        return called
+
+    def attention_lengths(grid_thw: Any, *args: Any, **kwargs: Any) -> Any:
+        lengths = [frames * height * width for frames, height, width in grids]
+        return offsets_of(lengths), max(lengths)  # of numpy, whose differences are numbers here, too
+
+    sizes = ("get_vision_interpolation_indices_and_weights", "get_vision_position_ids")
+    return [
+        (qwen3_vl, "encode", remember),
+        *((modeling, name, of_numbers(getattr(modeling, name))) for name in sizes),
+        (modeling, "get_vision_attention_seqlens", attention_lengths),
+    ]

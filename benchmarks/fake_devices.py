@@ -1,0 +1,123 @@
+"""The memory model against the memory that the bundled trainer takes, on one rank of a job of fake devices.
+
+    python -m benchmarks.fake_devices                        # the whole table: an hour on one core
+    python -m benchmarks.fake_devices --models qwen3-tiny    # seconds a row
+    python -m benchmarks.fake_devices --models qwen3-8b --zero 2 --tokens 16384
+    python -m benchmarks.fake_devices --defaults             # the default plan of every model on every large cluster
+
+Each row builds the whole model as the trainer does, shards it, and runs the second of two steps, of two micro-batches
+in rings of two ranks, on tensors that have shapes but no memory. `tracked` is the most that was alive at once,
+`estimate` what `rank_memory` says without the links between devices, which are no tensors, and without visual tokens,
+since the sequences are text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fcp_cli.memory.fitting import LEAST_TOKENS, Place, fitting_recipe
+from fcp_cli.memory.rank import rank_memory
+from fcp_cli.memory.table import RESERVE_FRACTION
+from fcp_cli.models.cluster import load_cluster
+from fcp_cli.models.descriptions import shipped_names
+from fcp_cli.models.model import load_model
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.recipe import Recipe, RecipeRequest
+from fcp_cli.verification.fake_devices import FakeJob, tracked_step
+
+MODELS = ("qwen3-8b", "qwen3-vl-8b", "llama3-8b", "internvl3-8b", "qwen3-tiny", "qwen3-vl-tiny")
+CLUSTERS = ("h100-8x8", "a100-8x8", "ascend910b-8x8", "h200-8x8")
+UNTRACKED = ("communicators", "visual tokens", "encoder block")
+STAGES: tuple[tuple[int, Sync, str], ...] = (
+    (0, "iteration", "wave"),
+    (1, "iteration", "wave"),
+    (2, "iteration", "wave"),
+    (2, "microbatch", "wave"),
+    (3, "microbatch", "wave"),
+    (3, "microbatch", "step"),
+)
+
+
+def main() -> None:
+    """Print the table as Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS), help="names, with commas between them")
+    parser.add_argument("--zero", default="0,1,2,3", help="ZeRO stages")
+    parser.add_argument("--recompute", default="none,selective,full")
+    parser.add_argument("--loss", default="plain,chunked")
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--tokens", default="4096,16384", help="of a rank in each micro-batch")
+    parser.add_argument("--ranks", default="8,64")
+    parser.add_argument("--defaults", action="store_true", help="the default recipes of all models instead")
+    parser.add_argument("--track", default="", help="with --defaults: models whose memory is tracked, too")
+    options = parser.parse_args()
+    if options.defaults:
+        print_defaults(options.track.split(","))
+    else:
+        print_table(jobs(options))
+
+
+def jobs(options: Any) -> Iterator[FakeJob]:
+    """Yield every combination that was asked for, stage 3 both with gradients summed in waves and once a step."""
+    values = [getattr(options, name).split(",") for name in ("models", "ranks", "tokens", "recompute", "loss")]
+    stages = [stage for stage in STAGES if str(stage[0]) in options.zero.split(",")]
+    for (model, ranks, tokens, recompute, loss), (stage, sync, reduce), precision in itertools.product(
+        itertools.product(*values), stages, options.precision.split(",")
+    ):
+        settings: dict[str, Any] = {"recompute": recompute, "loss": loss, "reduce": reduce, "precision": precision}
+        recipe = Recipe(zero_stage=stage, **settings)
+        on_cpu = precision in ("fp32", "fp64")  # of which an accelerator has no fused attention
+        yield FakeJob(model=model, recipe=recipe, sync=sync, tokens=int(tokens), ranks=int(ranks), on_cpu=on_cpu)
+
+
+def print_table(rows: Iterator[FakeJob]) -> None:
+    """Track and estimate job by job."""
+    print("| model | ranks | tokens | recipe | sync | tracked | estimate | error | peak |")
+    print("|---|---:|---:|---|---|---:|---:|---:|---|")
+    errors = []
+    for job in rows:
+        tracked = tracked_step(job).peak_bytes
+        memory = rank_memory(load_model(job.model), job.recipe, sync=job.sync, ranks=job.ranks).without(*UNTRACKED)
+        estimate = memory.total_bytes(job.tokens)
+        errors.append(abs(estimate / tracked - 1))
+        once = ", gradients summed once a step" if job.recipe.zero_stage == 3 and job.recipe.reduce == "step" else ""
+        cells = [job.model, str(job.ranks), f"{job.tokens:,}", job.recipe.describe() + once, job.sync]
+        cells += [f"{tracked / 1e9:.3f} GB", f"{estimate / 1e9:.3f} GB", f"{estimate / tracked - 1:+.1%}"]
+        print(f"| {' | '.join((*cells, memory.peak(job.tokens).name))} |", flush=True)
+    print(f"\n{len(errors)} rows, largest error {max(errors):.1%}, mean {sum(errors) / len(errors):.1%}")
+
+
+def print_defaults(tracked: Sequence[str]) -> None:
+    """Print the default recipe of each model on each cluster, what it leaves, and whether its peak fits."""
+    print("| model | cluster | recipe | sync | tokens | estimate | tracked | may use |")
+    print("|---|---|---|---|---:|---:|---:|---:|")
+    names = [name for name in shipped_names("model") if not name.endswith("-tiny")]
+    for name, where in itertools.product(names, CLUSTERS):
+        cluster = load_cluster(where)
+        place = Place(
+            ranks=cluster.num_devices,
+            ranks_per_node=cluster.devices_per_node,
+            capacity_bytes=cluster.memory_bytes * (1 - RESERVE_FRACTION),
+        )
+        fit = fitting_recipe(load_model(name), RecipeRequest(), place)
+        peak = _tracked(name, fit.recipe, fit.sync, fit.tokens, place) if name in tracked and fit.tokens else "-"
+        tokens = f"{fit.tokens:,}" if fit.is_enough else f"{fit.tokens:,} of {LEAST_TOKENS:,}"
+        estimate = f"{fit.memory.total_bytes(fit.tokens) / 1e9:.1f} GB"
+        room = f"{place.capacity_bytes / 1e9:.1f} GB"
+        print(f"| {name} | {where} | {fit.recipe.describe()} | {fit.sync} | {tokens} | {estimate} | {peak} | {room} |")
+
+
+def _tracked(name: str, recipe: Recipe, sync: Sync, tokens: int, place: Place) -> str:
+    """Return the tracked peak, with what cannot be tracked as it is estimated."""
+    tokens -= tokens % 8
+    job = FakeJob(model=name, recipe=recipe, sync=sync, tokens=tokens, ranks=place.ranks)
+    found = place.memory(load_model(name), recipe, sync)
+    untracked = found.total_bytes(tokens) - found.without(*UNTRACKED).total_bytes(tokens)
+    return f"{(tracked_step(job).peak_bytes + untracked) / 1e9:.1f} GB"
+
+
+if __name__ == "__main__":
+    main()
