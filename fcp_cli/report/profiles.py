@@ -50,6 +50,10 @@ def reading(profile: CostProfile, degrees: Sequence[int]) -> list[str]:
     tokens_per_rank = profile.memory.tokens_per_rank()
     if tokens_per_rank is None:
         lines.append("Token budget: not known, the memory block is empty; fcp plan needs --tokens-per-rank.")
+    elif tokens_per_rank < 1:
+        memory = profile.memory
+        state, room = memory.model_state_bytes / 1e9, memory.capacity_bytes / 1e9
+        lines.append(f"Token budget: none, since {state:.1f} of {room:.1f} GB are taken before the first token.")
     else:
         lines.append(f"Token budget: {tokens_per_rank:,} tokens per rank and micro-batch.")
     lines += _formats(profile)

@@ -33,6 +33,7 @@ def test_what_8_h100_recorded_becomes_a_profile_even_of_a_recipe_that_does_not_f
     (warning,) = (line for line in done.err.splitlines() if line.startswith("warning: "))
     assert "qwen3-8b does not fit under ZeRO-0, bf16, selective recomputation, chunked loss: it takes " in warning
     assert load_cost_profile(tmp_path / "h100.yaml").recipe == Recipe(zero_stage=0, recompute="selective")
+    assert "Token budget: none, since " in done.err
 
     command = warning[warning.index("fcp profile") :]
     assert command.startswith("fcp profile --from-samples h100.samples.jsonl --zero ")
