@@ -1,0 +1,28 @@
+"""What a ring issues stays as little as it is, counted on meta tensors."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks.ring_ops import BEFORE, PACKS, count_pack
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.mark.parametrize("name", ["degree 2, 32 sequences", "degree 4, 500 sequences", "degree 8, one sequence"])
+def test_a_ring_issues_less_than_it_did_at_first(name: str) -> None:
+    lengths, degree = PACKS[name]
+    before: dict[str, dict[str, Any]] = json.loads(BEFORE.read_text())["packs"][name]
+    after = count_pack(lengths, degree)
+    forward, backward, bf16 = (after[pass_] for pass_ in ("forward", "backward", "bf16"))
+    assert forward.merge_bytes <= 0.6 * before["forward"]["merge_bytes"]
+    assert forward.gathers + backward.gathers <= 2, "own rows are gathered once per pass, not per hop"
+    assert forward.messages == degree - 1
+    assert backward.messages == (degree + 1 if degree > 2 else 2), "one a hop, and the last one home"
+    assert backward.sent_bytes < before["backward"]["sent_bytes"]
+    assert bf16.sent_bytes <= 0.65 * before["backward"]["sent_bytes"]
+    assert forward.operations < before["forward"]["operations"]
+    assert backward.operations <= before["backward"]["operations"]
