@@ -101,7 +101,7 @@ class Fit:
     @property
     def roominess(self) -> tuple[int, float]:
         """Return what orders recipes by the room that they leave, also where none leaves any."""
-        return self.tokens, -self.memory.total_bytes(1)
+        return self.tokens, -self.memory.total_bytes(self.wanted_tokens)
 
     def flags(self) -> list[str]:
         """Return the words that ask `fcp plan` for it."""

@@ -189,22 +189,22 @@ def _said(request: PlanRequest, place: Place, fit: Fit, origins: Origins, reason
 
 
 def _room_text(place: Place, fit: Fit) -> str:
-    moment = fit.memory.binding(place.capacity_bytes)
-    per_token = place.measured_bytes_per_token or moment.bytes_per_token
+    memory = fit.memory.as_profile_memory(place.capacity_bytes)
+    per_token = place.measured_bytes_per_token or memory.bytes_per_token
     measured = ", measured" if place.measured_bytes_per_token else ""
     return (
-        f"the model takes {moment.fixed_bytes / 1e9:.1f} of {place.capacity_bytes / 1e9:.1f} GB on each of "
+        f"the model takes {memory.model_state_bytes / 1e9:.1f} of {place.capacity_bytes / 1e9:.1f} GB on each of "
         f"{place.ranks} ranks, and a token {per_token / 1e6:.2f} MB{measured}"
     )
 
 
 def _require_room(spec: ModelSpec, request: PlanRequest, place: Place, fit: Fit) -> None:
-    """Refuse a plan whose ranks could not hold one token.
+    """Refuse to assume a token budget for ranks that could not hold one token.
 
     Raises:
         UsageError: with the recipe that fits, if one does.
     """
-    if fit.tokens >= 1:
+    if fit.tokens >= 1 or request.tokens_per_rank is not None:  # one that was given is only warned of
         return
     needed = fit.memory.total_bytes(1) / 1e9
     open_ = fitting_recipe(spec, _unfixed(request.recipe), place)

@@ -115,6 +115,10 @@ def test_a_model_without_room_is_refused_with_what_would_fit() -> None:
         resolve(no_sharding, Origins())
     with pytest.raises(UsageError, match="plan for more --ranks, a smaller --model, or cut it with --tensor-parallel"):
         resolve(PlanRequest(manifest=DATASET, model="qwen3-8b", cluster="h100", ranks=1), Origins())
+    origins = Origins()  # but a budget that was given is planned with
+    request = PlanRequest(manifest=DATASET, model="qwen3-8b", cluster="h100", ranks=1, tokens_per_rank=2048)
+    assert resolve(request, origins).problem.tokens_per_rank == 2048
+    assert origins.warnings[0].startswith("--tokens-per-rank is 2,048, but a rank holds 0: the model takes ")
 
 
 def profile_of(folder: Path, **changed: object) -> CostProfile:
