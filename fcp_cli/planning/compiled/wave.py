@@ -15,6 +15,7 @@ from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.planning.compiled.compiling import inlined, kernel
 from fcp_cli.planning.compiled.core import (
     ANY_RANKS,
+    NEIGHBOURS,
     NONE,
     WHOLE_NODES,
     Machine,
@@ -43,7 +44,7 @@ class Wave(NamedTuple):
         first: [num_ranks + 1] where the ranks of each group begin in `ranks`.
         ranks: [num_ranks] of the groups, back to back.
         group_of: [sequences] group of each sequence that the wave took.
-        free: [nodes] ranks of a node that have no group yet; they are its last ones.
+        free, start: [nodes] ranks of a node that have no group yet, and where in the node they begin, side by side.
         bucket, next_node: [ranks_per_node + 1] and [nodes] nodes by free ranks, as linked lists that end with -1.
         used: [num_ranks] 1 for a rank that has a group; kept only where rings come from a catalogue.
         used_before: [num_ranks + 1] how many of the ranks before each are used.
@@ -59,6 +60,7 @@ class Wave(NamedTuple):
     ranks: IntArray
     group_of: IntArray
     free: IntArray
+    start: IntArray
     bucket: IntArray
     next_node: IntArray
     used: IntArray
@@ -111,6 +113,7 @@ def make_wave(sequences: int, machine: Machine) -> Any:
         np.zeros(num_ranks, dtype=np.int64),
         np.zeros(sequences, dtype=np.int64),
         np.zeros(nodes, dtype=np.int64),
+        np.zeros(nodes, dtype=np.int64),
         np.zeros(machine.ranks_per_node + 1, dtype=np.int64),
         np.zeros(nodes, dtype=np.int64),
         np.zeros(num_ranks, dtype=np.int64),
@@ -127,6 +130,7 @@ def _reset(machine: Machine, wave: Wave) -> None:
     wave.used[:] = 0
     wave.used_before[:] = 0
     wave.bucket[:] = -1
+    wave.start[:] = 0
     for node in range(len(wave.free) - 1, -1, -1):
         wave.free[node] = min(machine.ranks_per_node, machine.num_ranks - node * machine.ranks_per_node)
         _list_by_free_ranks(node, wave)
@@ -140,19 +144,29 @@ def _list_by_free_ranks(node: int, wave: Wave) -> None:
 
 
 @kernel
-def _take_from_node(free: int, degree: int, wave: Wave, machine: Machine) -> int:
+def _take_from_node(free: int, degree: int, from_right: bool, wave: Wave, machine: Machine) -> int:
     """Give the group being made up to `degree` ranks of the first node with `free` free ones; return how many."""
     node = wave.bucket[free]
     wave.bucket[free] = wave.next_node[node]
     taken = min(free, degree)
-    size = min(machine.ranks_per_node, machine.num_ranks - node * machine.ranks_per_node)
-    g = wave.groups[0]
-    for k in range(taken):
-        wave.ranks[wave.first[g + 1] + k] = node * machine.ranks_per_node + size - free + k
-    wave.first[g + 1] += taken
-    wave.free[node] = free - taken
-    _list_by_free_ranks(node, wave)
+    _take_ranks(node, taken, from_right, wave, machine)
     return int(taken)
+
+
+@kernel
+def _take_ranks(node: int, taken: int, from_right: bool, wave: Wave, machine: Machine) -> None:
+    """Give the group being made free ranks of a node, which is in no list, from either end of them."""
+    g = wave.groups[0]
+    first = node * machine.ranks_per_node + wave.start[node]
+    if from_right:
+        first += wave.free[node] - taken
+    else:
+        wave.start[node] += taken
+    for k in range(taken):
+        wave.ranks[wave.first[g + 1] + k] = first + k
+    wave.first[g + 1] += taken
+    wave.free[node] -= taken
+    _list_by_free_ranks(node, wave)
 
 
 @kernel
@@ -166,43 +180,69 @@ def _best_fit(degree: int, machine: Machine, wave: Wave) -> int:
 
 @kernel
 def _free_run(degree: int, machine: Machine, wave: Wave) -> Any:
-    """Find neighbours for a group across nodes: whether they are free, and how many of the first node's last ranks.
+    """Find neighbours for a group across nodes: whether some are free, the first node, and how many of its ranks.
 
     Wholly free nodes are the last ones, since they are taken from the left; the short node of a machine comes after
     them. The node before them may have its last ranks free, which belong to the run where the group fills no whole
-    nodes: that leaves one node less in pieces.
+    nodes: that leaves one node less in pieces. Where no node is wholly free, what two neighbours have left may lie
+    side by side: groups inside nodes are taken from the left of even and from the right of odd ones.
     """
     per_node = machine.ranks_per_node
     whole, rest = degree // per_node, degree % per_node
-    first = wave.bucket[per_node]
-    if first < 0 or (rest and machine.placement == WHOLE_NODES):
-        return False, 0
     stop, short = machine.num_ranks // per_node, machine.num_ranks % per_node
-    before = wave.free[first - 1] if first > 0 and rest else 0
+    first = wave.bucket[per_node]
+    if rest and machine.placement == WHOLE_NODES:
+        return False, 0, 0
+    if first < 0:
+        return _free_pair(degree, machine, wave)
+    before = (
+        wave.free[first - 1] if first > 0 and rest and wave.start[first - 1] + wave.free[first - 1] == per_node else 0
+    )
     if 0 < before < degree and first + (degree - before + per_node - 1) // per_node <= stop:
-        return True, before
-    if first + whole + (1 if rest else 0) <= stop:
-        return whole > 0, 0
-    return whole > 0 and first + whole == stop and rest <= short and wave.bucket[short] == stop, 0
+        return True, first - 1, before
+    if whole > 0 and first + whole + (1 if rest else 0) <= stop:
+        return True, first, per_node
+    reaches = whole > 0 and first + whole == stop and rest <= short and wave.bucket[short] == stop
+    return reaches, first, per_node
 
 
 @kernel
-def _take_last_ranks(node: int, wave: Wave, machine: Machine) -> None:
-    """Give the group being made all free ranks of a node."""
+def _free_pair(degree: int, machine: Machine, wave: Wave) -> Any:
+    """Find two neighbouring nodes whose free ranks lie side by side and suffice, with the fewest to spare."""
+    per_node = machine.ranks_per_node
+    chosen, spare = -1, per_node * 2
+    if machine.placement == NEIGHBOURS and degree < 2 * per_node:
+        for node in range(len(wave.free) - 1):
+            left, right = wave.free[node], wave.free[node + 1]
+            reach = left > 0 and right > 0 and wave.start[node] + left == per_node and wave.start[node + 1] == 0
+            if reach and 0 <= left + right - degree < spare:
+                chosen, spare = node, left + right - degree
+    return chosen >= 0, chosen, wave.free[chosen] if chosen >= 0 else 0
+
+
+@kernel
+def _take_run(node: int, taken: int, degree: int, wave: Wave, machine: Machine) -> None:
+    """Give the group being made the last `taken` free ranks of a node, and those of the nodes behind it."""
+    missing = degree
+    while missing:
+        _unlist(node, wave)
+        _take_ranks(node, taken, taken < wave.free[node] and missing == degree, wave, machine)
+        missing -= taken
+        node += 1
+        taken = min(missing, machine.ranks_per_node)
+
+
+@kernel
+def _unlist(node: int, wave: Wave) -> None:
+    """Take a node out of the list that it is in."""
     free = wave.free[node]
     if wave.bucket[free] == node:
         wave.bucket[free] = wave.next_node[node]
-    else:
-        before = wave.bucket[free]
-        while wave.next_node[before] != node:
-            before = wave.next_node[before]
-        wave.next_node[before] = wave.next_node[node]
-    g = wave.groups[0]
-    for k in range(free):
-        wave.ranks[wave.first[g + 1] + k] = (node + 1) * machine.ranks_per_node - free + k
-    wave.first[g + 1] += free
-    wave.free[node] = 0
-    _list_by_free_ranks(node, wave)
+        return
+    before = wave.bucket[free]
+    while wave.next_node[before] != node:
+        before = wave.next_node[before]
+    wave.next_node[before] = wave.next_node[node]
 
 
 @kernel
@@ -214,21 +254,19 @@ def _open_group(degree: int, inside: int, machine: Machine, wave: Wave) -> int:
     g = wave.groups[0]
     wave.first[g + 1] = wave.first[g]
     if inside:
-        _take_from_node(inside, degree, wave, machine)
-    missing = 0 if inside else degree
-    anywhere = machine.placement == ANY_RANKS
-    if missing and not anywhere:
-        _free, before = _free_run(degree, machine, wave)
-        if before:
-            _take_last_ranks(wave.bucket[machine.ranks_per_node] - 1, wave, machine)
-            missing -= before
+        from_right = machine.placement == NEIGHBOURS and wave.bucket[inside] % 2 == 1
+        _take_from_node(inside, degree, from_right, wave, machine)
+    elif machine.placement != ANY_RANKS:
+        _found, node, taken = _free_run(degree, machine, wave)
+        _take_run(node, min(taken, degree), degree, wave, machine)
+    missing = 0 if inside or machine.placement != ANY_RANKS else degree
     while missing:
-        free = _best_fit(missing, machine, wave) if anywhere and missing < machine.ranks_per_node else 0
+        free = _best_fit(missing, machine, wave) if missing < machine.ranks_per_node else 0
         if free == 0:
             free = machine.ranks_per_node
             while wave.bucket[free] < 0:
                 free -= 1
-        missing -= _take_from_node(free, missing, wave, machine)
+        missing -= _take_from_node(free, missing, False, wave, machine)
     wave.degree[g] = degree
     wave.crosses[g] = 0 if inside else 1
     wave.attention[g], wave.linear[g], wave.tokens[g] = 0.0, 0.0, 0
