@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from fcp_cli.models.model import load_model
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.recipe import Recipe
 from fcp_cli.verification.fake_devices import FakeJob, tracked_step
+from tests.runtime.launch import torchrun
+from tests.verification import real_cases
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
 
@@ -36,3 +40,16 @@ def test_the_estimate_is_the_tracked_peak(
     memory = rank_memory(load_model(model), recipe, sync=sync, ranks=ranks)
     memory = memory.without("communicators", "visual tokens", "encoder block")
     assert memory.total_bytes(tokens) == pytest.approx(tracked_step(job).peak_bytes, rel=0.05)
+
+
+@pytest.mark.processes
+@pytest.mark.distributed
+def test_the_estimate_is_what_real_ranks_allocate(tmp_path: Path) -> None:
+    """On two gloo ranks, tensors and all; the CPU's kernels answer as those of a device do."""
+    torchrun("-m", "tests.verification.workers.memory_worker", str(tmp_path), num_ranks=2)
+    spec = load_model("qwen3-tiny")
+    for name, (sync, recipe) in real_cases.CASES.items():
+        estimate = rank_memory(spec, recipe, sync=sync, ranks=2, on_cpu=True).total_bytes(real_cases.TOKENS)
+        for rank in range(2):
+            measured = json.loads((tmp_path / f"{name}-{rank}.json").read_text())
+            assert estimate == pytest.approx(measured, rel=0.1), name
