@@ -39,12 +39,13 @@ def fcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def test_an_empty_folder_shows_the_whole_cluster_command_and_what_was_assumed(fcp: Fcp, tmp_path: Path) -> None:
     status, out, err = fcp("--model", "qwen3vl-8b", "--dry-run")
     assert status == 0
-    assert [line for line in err[:6] if not line.startswith("assumed recipe = ")] == snapshot(
+    assert [line for line in err[:7] if not line.startswith("assumed recipe = ")] == snapshot(
         [
             "assumed --plan = plan.parquet (not there yet; make it with: fcp plan lengths.parquet --model qwen3-vl-8b -o plan.parquet)",
             "assumed --cluster = example-8x8 (no accelerator on this machine; name yours)",
             "assumed --ranks = 64 (the cluster example-8x8, one device per rank)",
             "assumed --device = cuda (the plan's cost profile is of example-8x8)",
+            "assumed --weights = random (--weights FOLDER, or a checkpoint's folder as --model, starts from one)",
             "assumed --manifest = lengths.parquet (not there yet: 'fcp manifest build' makes it)",
         ]
     )

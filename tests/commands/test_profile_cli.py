@@ -60,7 +60,8 @@ def fcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def test_analytic_writes_a_profile_and_says_what_it_assumed(tmp_path: Path, fcp: Fcp) -> None:
     done = fcp("profile", "--analytic", "--model", "qwen3vl-8b")
     assert "assumed --cluster = example-8x8" in done.err
-    assert "assumed recipe = ZeRO-3, bf16, selective recomputation, chunked loss, sharded over 8 ranks" in done.err
+    assert "assumed recipe = ZeRO-3, bf16, " in done.err  # what is computed again follows from the memory model
+    assert "recomputation, chunked loss, sharded over 8 ranks" in done.err
     assert "assumed --sync = microbatch" in done.err
     assert "assumed efficiency = 50% of 320 TFLOP/s" in done.err
     assert "Token budget: " in done.err
