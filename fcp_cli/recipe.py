@@ -124,7 +124,7 @@ class RecipeRequest:
 
     def given(self) -> dict[str, Any]:
         """Return what was asked for, by the names of `Recipe`."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {f.name: getattr(self, f.name) for f in fields(RecipeRequest)}
         found = {name: value for name, value in values.items() if value not in (AUTO, None, False)}
         if "zero" in found:
             found["zero_stage"] = int(found.pop("zero"))

@@ -15,15 +15,8 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get
 from fcp_cli.errors import UsageError
 from fcp_cli.options import Opt, check_limits
 from fcp_cli.recipe import (
-    LossOption,
-    OffloadOption,
-    PrecisionOption,
     Recipe,
     RecipeRequest,
-    RecomputeOption,
-    ReduceOption,
-    ShardRanksOption,
-    ZeroOption,
     check_recipe,
     recipe_to_follow,
 )
@@ -33,7 +26,7 @@ Device: TypeAlias = Literal["auto", "cpu", "cuda", "npu"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainSettings:
+class TrainSettings(RecipeRequest):
     """Settings of one run. The plan decides data order, batch sizes and ranks; nothing here repeats it.
 
     Attributes:
@@ -80,14 +73,6 @@ class TrainSettings:
     min_learning_rate_ratio: float = 0.1
     weight_decay: Annotated[float, Opt("Weight decay of matrices.", min=0)] = 0.1
     max_grad_norm: Annotated[float, Opt("Clip gradients to this norm; 0: never.", min=0)] = 1.0
-    zero: ZeroOption = "auto"
-    shard_ranks: ShardRanksOption = None
-    reduce: ReduceOption = "auto"
-    precision: PrecisionOption = "auto"
-    recompute: RecomputeOption = "auto"
-    loss: LossOption = "auto"
-    offload: OffloadOption = "auto"
-    freeze_vision: Annotated[bool, Opt("Train the language model of a vision model only.")] = False
     grad_ring_dtype: Annotated[
         GradRingDtype, Opt("Type in which gradients of bf16 keys travel; bf16 is a third less to send in backward.")
     ] = "fp32"
@@ -107,11 +92,6 @@ class TrainSettings:
         if not self.min_learning_rate_ratio >= 0:
             raise UsageError(f"--min-learning-rate-ratio is {self.min_learning_rate_ratio}; it must be at least 0")
 
-    @property
-    def recipe_request(self) -> RecipeRequest:
-        """Return the part of the settings that asks for a recipe."""
-        return RecipeRequest(**{f.name: getattr(self, f.name) for f in fields(RecipeRequest)})
-
     def recipe(self, planned: Recipe | None, *, sync: str, device: str) -> Recipe:
         """Return the recipe of the run: what was asked for, else the plan's, else what suits sync and device.
 
@@ -123,7 +103,7 @@ class TrainSettings:
         Raises:
             UsageError: the plan's sync rules it out.
         """
-        recipe = self.recipe_request.applied_to(recipe_to_follow(planned, sync=sync, device=device))
+        recipe = self.applied_to(recipe_to_follow(planned, sync=sync, device=device))
         check_recipe(recipe, sync=sync)
         return recipe
 
