@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # A file's tests share what its fixtures made, and so go to one worker.
 WORKERS := -n 2 --dist loadfile
 
-.PHONY: demo fast test test-msrun lint types unit docs browser pictures study clean
+.PHONY: demo fast test test-bounds test-msrun lint types unit docs browser pictures study clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -65,6 +65,11 @@ $(MSRUN_STAMP): pyproject.toml constraints.txt
 
 test-msrun: $(MSRUN_STAMP)
 	$(MSRUN_VENV)/bin/python -m pytest -m mindspore
+
+# Tests of the compiled planner with every array index checked; in a cache of its own, since numba's index of what it compiled
+# does not tell kernels with checks from others.
+test-bounds: $(STAMP)
+	NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$(CURDIR)/.pytest_cache/kernels-with-checks $(BIN)/python -m pytest -m boundscheck tests/planning
 
 clean:
 	rm -rf $(VENV) $(MSRUN_VENV) demo site

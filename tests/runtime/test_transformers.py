@@ -143,7 +143,6 @@ def test_a_vision_language_model_that_fcp_cannot_take_apart_is_refused_by_name()
         prepare(decoder)
 
 
-@pytest.mark.parametrize("argument", ["softcap", "s_aux", "dropout", "sliding_window"])
 def labelled(ring: Ring) -> torch.Tensor:
     """The labels of the ring's micro-batch, of which the second token has none."""
     values = torch.tensor([[1, -100, 1, 5]])
@@ -194,6 +193,7 @@ def test_a_model_that_changes_its_logits_is_not_given_a_wrong_loss(microbatch: R
         model(input_ids=IDS, position_ids=POSITIONS, labels=labelled(microbatch))
 
 
+@pytest.mark.parametrize("argument", ["softcap", "s_aux", "dropout", "sliding_window"])
 def test_what_a_layer_asks_of_attention_is_not_left_out_in_silence(microbatch: Ring, argument: str) -> None:
     from fcp_cli.runtime.integrations.transformers import _attention_forward
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +16,6 @@ from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.compiled.core import make_tree, set_room
 from fcp_cli.planning.fcp.solver import make_solver
-from tests.patience import PATIENCE_SECONDS
 from tests.planning.examples import example_problem, table_of
 
 SYNCS = pytest.mark.parametrize("sync", ["iteration", "microbatch"])
@@ -95,23 +91,3 @@ def test_an_index_beyond_an_array_is_an_error_where_bounds_are_checked() -> None
         pytest.skip("only under NUMBA_BOUNDSCHECK=1")
     with pytest.raises(IndexError):
         set_room(make_tree(4), 99, 1.0, 1)
-
-
-@pytest.mark.processes
-def test_no_kernel_reads_or_writes_beyond_an_array(pytestconfig: pytest.Config) -> None:
-    # A folder of their own: numba's index of what it compiled does not tell kernels with checks from others.
-    cache = pytestconfig.rootpath / ".pytest_cache" / "kernels-with-checks"
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-m", "boundscheck", "-p", "no:xdist", "-p", "no:cacheprovider",
-         "tests/planning"],
-        timeout=PATIENCE_SECONDS,
-        text=True,
-        capture_output=True,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(Path.cwd()),
-            "NUMBA_BOUNDSCHECK": "1",
-            "NUMBA_CACHE_DIR": str(cache),
-        },
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout[-5000:]
