@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+# First: the tests of gradients, whose plans these follow, leave off where it is missing.
+pytest.importorskip("megatron.core.package_info", reason="needs megatron-core: pip install megatron-core")
+
 from fcp_cli.verification.order import check_order
 from tests.runtime.launch import torchrun
 from tests.runtime.megatron.test_gradients import NUM_RANKS, PIPELINE, SWITCHING, TENSOR, worst_error
 from tests.runtime.plans import write_plan
 
-pytest.importorskip("megatron.core.package_info", reason="needs megatron-core: pip install megatron-core")
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 
 
