@@ -11,7 +11,7 @@ WORKERS := -n 2 --dist loadfile
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[torch,hf,report,megatron,video]" --group dev --group docs
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[torch,hf,finetune,report,megatron,video]" --group dev --group docs
 	touch $(STAMP)
 
 demo: $(STAMP)
