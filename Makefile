@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # A file's tests share what its fixtures made, and so go to one worker.
 WORKERS := -n 2 --dist loadfile
 
-.PHONY: demo fast test test-bounds test-msrun lint types unit docs browser pictures study clean
+.PHONY: demo fast test test-bounds test-full test-msrun lint types unit docs browser pictures study clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -70,6 +70,10 @@ test-msrun: $(MSRUN_STAMP)
 # does not tell kernels with checks from others.
 test-bounds: $(STAMP)
 	NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$(CURDIR)/.pytest_cache/kernels-with-checks $(BIN)/python -m pytest -m boundscheck tests/planning
+
+# Every combination of what `make test` covers by examples, among them some sixty families of models.
+test-full: $(STAMP)
+	$(BIN)/python -m pytest $(WORKERS) -m full --durations=20
 
 clean:
 	rm -rf $(VENV) $(MSRUN_VENV) demo site

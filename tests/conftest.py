@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,6 +36,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 _LOOK_UPS = ("platform", "ctypes.util")
 _IMPLY_PROCESSES = ("distributed", "browser", "mindspore")
 _IMPLY_TORCH = ("torch", "hf", "megatron")
+# Markers of tests that only run where `-m` names them: each has a target of its own in the Makefile.
+_OPT_IN = ("full",)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -50,8 +53,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Complete the markers: what starts a job starts processes, and what needs transformers needs PyTorch.
 
-    Workers of pytest-xdist begin with the modules that start processes: those take longest.
+    Tests that nobody asked for by their marker are left out. Workers of pytest-xdist begin with the modules that start
+    processes: those take longest.
     """
+    _leave_out_unasked(config, items)
     for item in items:
         for implied, names in (("processes", _IMPLY_PROCESSES), ("torch", _IMPLY_TORCH)):
             if any(item.get_closest_marker(name) for name in names):
@@ -59,6 +64,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         long = {item.path for item in items if item.get_closest_marker("processes")}
         items.sort(key=lambda item: item.path not in long)
+
+
+def _leave_out_unasked(config: pytest.Config, items: list[pytest.Item]) -> None:
+    asked = re.findall(r"\w+", config.option.markexpr)
+    unasked = [name for name in _OPT_IN if name not in asked]
+    left_out = [item for item in items if any(item.get_closest_marker(name) for name in unasked)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
