@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # A file's tests share what its fixtures made, and so go to one worker.
 WORKERS := -n 2 --dist loadfile
 
-.PHONY: demo fast test test-bounds test-full test-msrun lint types unit docs browser pictures study clean
+.PHONY: demo fast test test-bounds test-full test-loops test-msrun lint types unit docs browser pictures study clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -66,6 +66,21 @@ $(MSRUN_STAMP): pyproject.toml constraints.txt
 test-msrun: $(MSRUN_STAMP)
 	$(MSRUN_VENV)/bin/python -m pytest -m mindspore
 
+# Training loops of other projects under a plan. DeepSpeed builds no kernels: CPU ranks need none.
+LOOPS_VENV  ?= .venv-loops
+LOOPS_STAMP := $(LOOPS_VENV)/.installed
+
+$(LOOPS_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(LOOPS_VENV)
+	$(LOOPS_VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(LOOPS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch setuptools wheel
+	DS_BUILD_OPS=0 $(LOOPS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt \
+		--editable ".[torch,hf,finetune]" --group dev --group loops
+	touch $(LOOPS_STAMP)
+
+test-loops: $(LOOPS_STAMP)
+	$(LOOPS_VENV)/bin/python -m pytest $(WORKERS) -m loops --durations=20
+
 # Tests of the compiled planner with every array index checked; in a cache of its own, since numba's index of what it compiled
 # does not tell kernels with checks from others.
 test-bounds: $(STAMP)
@@ -76,4 +91,4 @@ test-full: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS) -m full --durations=20
 
 clean:
-	rm -rf $(VENV) $(MSRUN_VENV) demo site
+	rm -rf $(VENV) $(LOOPS_VENV) $(MSRUN_VENV) demo site

@@ -34,10 +34,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Modules of the standard library that ask a small program (`uname`, `ldconfig`) and wait for its answer.
 _LOOK_UPS = ("platform", "ctypes.util")
-_IMPLY_PROCESSES = ("distributed", "browser", "mindspore")
-_IMPLY_TORCH = ("torch", "hf", "megatron")
+_IMPLY_PROCESSES = ("distributed", "browser", "mindspore", "loops")
+_IMPLY_TORCH = ("torch", "hf", "megatron", "loops")
 # Markers of tests that only run where `-m` names them: each has a target of its own in the Makefile.
-_OPT_IN = ("full",)
+_OPT_IN = ("full", "loops")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
