@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,21 +35,42 @@ def make_optimizer(trained: Sequence[nn.Parameter], settings: TrainSettings) -> 
 
 
 def learning_rate_at(step: int, *, settings: TrainSettings, plan_steps: int) -> float:
-    """Return the learning rate of a step: linear warm-up to the peak, then a cosine down to the floor.
+    """Return the learning rate of a step under the schedule of that name in transformers.
 
-    It is a function of the step alone, so that resuming is exact.
+    It is a function of the step alone, so that resuming is exact. As in transformers, warm-up begins at 0.
 
     Args:
         step: optimizer step, from 0; step `warmup_steps` is the first at the peak.
-        settings: peak, warm-up, decay and floor.
-        plan_steps: where the cosine ends unless the settings name another step.
+        settings: schedule, peak, warm-up, decay and floor.
+        plan_steps: where the schedule ends unless the settings name another step; the rate stays as it is there.
     """
-    if step < settings.warmup_steps:
-        return settings.learning_rate * (step + 1) / (settings.warmup_steps + 1)
     end = settings.decay_steps or plan_steps
-    progress = min(1.0, (step - settings.warmup_steps) / max(1, end - settings.warmup_steps))
+    return settings.learning_rate * _schedule(settings, end)(min(step, end))
+
+
+@cache
+def _schedule(settings: TrainSettings, end: int) -> Callable[[int], float]:
+    """Return the share of the peak at each step up to `end`."""
+    from transformers import get_scheduler
+
+    warmup = settings.warmup_steps if settings.warmup_ratio is None else math.ceil(settings.warmup_ratio * end)
     floor = settings.min_learning_rate_ratio
-    return settings.learning_rate * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress)))
+    name: str = settings.lr_schedule
+    arguments: dict[str, Any] = {}
+    if name == "constant" or floor == 1 or warmup >= end:
+        name = "constant_with_warmup"
+    elif name == "cosine":
+        name, arguments = "cosine_with_min_lr", {"min_lr_rate": floor}
+    elif name == "wsd":
+        decay = min(math.ceil(settings.wsd_decay_ratio * end), end - warmup)
+        name, arguments = "warmup_stable_decay", {"min_lr_ratio": floor, "num_decay_steps": decay}
+    elif floor:  # `linear` ends at 0
+        name, arguments = "polynomial", {"lr_end": floor, "power": 1.0}
+    # They are functions of the step, which transformers hands out around an optimizer only.
+    unused = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    scheduler = get_scheduler(name, unused, warmup, end, scheduler_specific_kwargs=arguments)
+    share: Callable[[int], float] = scheduler.lr_lambdas[0]
+    return share
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

@@ -23,6 +23,7 @@ from fcp_cli.recipe import (
 from fcp_cli.runtime.grad_ring import GradRingDtype
 
 Device: TypeAlias = Literal["auto", "cpu", "cuda", "npu"]
+LrSchedule: TypeAlias = Literal["constant", "linear", "cosine", "wsd"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,9 +41,11 @@ class TrainSettings(RecipeRequest):
         export_every: steps between exports of the model in Hugging Face form to the run directory's `model`; it is
             exported at the end in any case.
         steps: stop after this many steps in all; None runs the whole plan.
-        learning_rate: peak, reached after `warmup_steps`.
-        decay_steps: steps over which the cosine falls to `min_learning_rate_ratio` of the peak; None means the plan's.
-            It does not depend on `steps`, so that a run stopped early and resumed follows the same schedule.
+        learning_rate: peak, reached after `warmup_steps`, or after `warmup_ratio` of the schedule's steps.
+        lr_schedule: how the rate goes on from there to `min_learning_rate_ratio` of the peak; `wsd` stays at the peak
+            until it falls over the last `wsd_decay_ratio` of the steps.
+        decay_steps: the steps of the schedule; None means the plan's. It does not depend on `steps`, so that a run
+            stopped early and resumed follows the same schedule.
         max_grad_norm: global gradient norm to clip to; 0 turns clipping off.
         zero, shard_ranks, reduce, precision, recompute, loss, offload, freeze_vision: of the recipe; `auto`, None and
             False leave them to the plan (`TrainSettings.recipe`).
@@ -68,9 +71,16 @@ class TrainSettings(RecipeRequest):
         int | None, Opt("Stop after step N, counted from the start of the run.", min=1, unset="the plan's")
     ] = None
     learning_rate: Annotated[float, Opt("Peak of the schedule.", min=0)] = 3e-4
+    lr_schedule: Annotated[
+        LrSchedule, Opt("How the learning rate goes on after its warm-up, as transformers has it.")
+    ] = "cosine"
     warmup_steps: Annotated[int, Opt("Steps of linear warm-up.", min=0)] = 10
-    decay_steps: Annotated[int | None, Opt("Where the cosine ends.", min=1, unset="the plan's steps")] = None
-    min_learning_rate_ratio: float = 0.1
+    warmup_ratio: Annotated[
+        float | None, Opt("Share of the schedule that is warm-up.", min=0, max=1, unset="--warmup-steps")
+    ] = None
+    decay_steps: Annotated[int | None, Opt("Where the schedule ends.", min=1, unset="the plan's steps")] = None
+    wsd_decay_ratio: Annotated[float, Opt("Share of the steps over which wsd falls at the end.", min=0, max=1)] = 0.1
+    min_learning_rate_ratio: Annotated[float, Opt("Share of the peak that is left at the end.", min=0, max=1)] = 0.1
     weight_decay: Annotated[float, Opt("Weight decay of matrices.", min=0)] = 0.1
     max_grad_norm: Annotated[float, Opt("Clip gradients to this norm; 0: never.", min=0)] = 1.0
     grad_ring_dtype: Annotated[
@@ -86,11 +96,9 @@ class TrainSettings(RecipeRequest):
 
     def __post_init__(self) -> None:
         check_limits(self)
-        # No options of `fcp launch`, or not of the trainer alone: only the trainer's own command line sets these here.
+        # No option of the trainer alone: only the trainer's own command line sets it here.
         if self.device not in get_args(Device):
             raise UsageError(f"--device is {self.device!r}; it must be one of {', '.join(get_args(Device))}")
-        if not self.min_learning_rate_ratio >= 0:
-            raise UsageError(f"--min-learning-rate-ratio is {self.min_learning_rate_ratio}; it must be at least 0")
 
     def recipe(self, planned: Recipe | None, *, sync: str, device: str) -> Recipe:
         """Return the recipe of the run: what was asked for, else the plan's, else what suits sync and device.

