@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fcp_cli.cost.profile import Memory, Sync
-from fcp_cli.memory.activations import ring_bytes, vision_bytes
+from fcp_cli.memory.activations import vision_bytes
 from fcp_cli.memory.fitting import Fit, Place, fitting_recipe
 from fcp_cli.memory.precision import precision_of
+from fcp_cli.memory.rank import rank_memory
 from fcp_cli.memory.table import RESERVE_FRACTION, RankMemory
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import ModelSpec
@@ -62,8 +63,17 @@ class MemoryFigures:
         if measured is None:
             return memory
         if self.place.ranks > 1:  # the packs ran alone
-            measured += ring_bytes(self.spec, precision_of(self.recipe))
+            measured += self._more_in_rings()
         return replace(memory, bytes_per_token=measured + self._visual_token_bytes())
+
+    def _more_in_rings(self) -> float:
+        """Return by how many bytes per token a member of a ring exceeds a rank on its own, by the estimate.
+
+        Rings take their buffers in attention's backward; a rank mostly holds more at another moment.
+        """
+        whole = replace(self.recipe, zero_stage=0, shard_ranks=None)  # what is shared out is not a matter of tokens
+        alone, member = (rank_memory(self.spec, whole, sync="iteration", ranks=ranks) for ranks in (1, 2))
+        return max(one.bytes_per_token for one in member.moments) - max(one.bytes_per_token for one in alone.moments)
 
     def _visual_token_bytes(self) -> float:
         vision = self.spec.vision
