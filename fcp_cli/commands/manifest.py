@@ -65,7 +65,7 @@ class BuildOptions:
     processor: Annotated[
         str | None,
         Opt(
-            "For media (sizes of images and videos): qwen3-vl, internvl or the folder of a checkpoint.",
+            "For media (sizes of images and videos): qwen3-vl, qwen2.5-vl, internvl or the folder of a checkpoint.",
             metavar="NAME|FOLDER",
         ),
     ] = None

@@ -125,9 +125,13 @@ def patch_bytes(vision: VisionSpec, precision: Precision) -> int:
 
     Two layer norms keep their inputs, outputs and two statistics; attention keeps queries, keys, values, its output and
     the logarithm of the softmax sum; the MLP keeps two tensors of its width. Qwen3-VL rotates queries and keys in fp32
-    and keeps no more for it; InternViT scales both residual branches.
+    and keeps no more for it; InternViT scales both residual branches. Qwen2.5-VL's norms and gated MLP are those of a
+    language model, but its residual stream is of the activations' type; windows keep what whole attention keeps.
     """
     t, r = precision.activation, precision.residual
+    if vision.kind == "qwen2_5_vl":
+        of_width = (11 if t == r else 12) * t + 8
+        return of_width * vision.hidden_size + 4 * t * vision.ffn_size + 4 * vision.num_heads + 8
     widths, extra = (11, 0) if vision.kind == "qwen3_vl" else (10, 4 * (r - t))
     return (widths * t + extra) * vision.hidden_size + 2 * t * vision.ffn_size + 4 * vision.num_heads + 4 * r
 
@@ -150,5 +154,6 @@ def vision_block_bytes(spec: ModelSpec, recipe: Recipe, precision: Precision) ->
     if vision is None:
         return 0.0
     again = patch_bytes(vision, precision) if recipe.recompute != "none" or recipe.freeze_vision else 0
-    gradients = precision.residual * vision.hidden_size + precision.activation * vision.ffn_size
+    factors = 2 if vision.kind == "qwen2_5_vl" else 1  # of the product that a gated MLP makes
+    gradients = precision.residual * vision.hidden_size + factors * precision.activation * vision.ffn_size
     return float(vision.merge_size**2 * (again + gradients))

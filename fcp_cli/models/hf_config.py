@@ -14,6 +14,8 @@ _ARCHITECTURES: Final[Mapping[str, Literal["qwen3", "qwen2", "llama"]]] = {
     "qwen3": "qwen3",
     "qwen3_vl_text": "qwen3",
     "qwen2": "qwen2",
+    "qwen2_5_vl": "qwen2",  # whose published files hold the language model's figures beside the tower's block
+    "qwen2_5_vl_text": "qwen2",
     "llama": "llama",
     "mistral": "llama",
 }
@@ -78,6 +80,7 @@ def _text_figures(document: Mapping[str, Any], text: Mapping[str, Any], *, where
         head_dim = hidden // heads
     rope = text.get("rope_parameters") or {}
     model_type = str(text.get("model_type", document.get("model_type")))
+    is_qwen2_5 = model_type in {"qwen2_5_vl", "qwen2_5_vl_text"}  # untied where it does not say
     return {
         "num_layers": text.get("num_hidden_layers"),
         "hidden_size": hidden,
@@ -86,8 +89,8 @@ def _text_figures(document: Mapping[str, Any], text: Mapping[str, Any], *, where
         "head_dim": head_dim,
         "ffn_size": text.get("intermediate_size"),
         "vocab_size": text.get("vocab_size"),
-        "tied_embeddings": text.get("tie_word_embeddings", document.get("tie_word_embeddings", True)),
-        "qkv_bias": bool(text.get("attention_bias", False)) or model_type == "qwen2",
+        "tied_embeddings": text.get("tie_word_embeddings", document.get("tie_word_embeddings", not is_qwen2_5)),
+        "qkv_bias": bool(text.get("attention_bias", False)) or model_type == "qwen2" or is_qwen2_5,
         "qk_norm": model_type in {"qwen3", "qwen3_vl_text"},
         "rope_theta": text.get("rope_theta") or rope.get("rope_theta") or 10_000.0,
         "norm_eps": text.get("rms_norm_eps") or 1e-6,

@@ -15,7 +15,7 @@ from fcp_cli.models.descriptions import find_shipped, read_description
 from fcp_cli.models.hf_config import read_hf_config
 from fcp_cli.validation import Count, NonEmptyText, NonNegativeCount, Positive, validated
 
-Architecture: TypeAlias = Literal["qwen3", "qwen2", "llama", "qwen3_vl", "internvl"]
+Architecture: TypeAlias = Literal["qwen3", "qwen2", "llama", "qwen3_vl", "qwen2_5_vl", "internvl"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,15 +23,19 @@ class VisionSpec:
     """A vision tower with the projector into the language model.
 
     Attributes:
-        kind: `qwen3_vl` (merger and deepstack mergers) or `internvit` (class token, pixel shuffle, MLP projector).
-        image_size: side in pixels of the square that the position table covers.
+        kind: `qwen3_vl` (merger and deepstack mergers), `qwen2_5_vl` (gated MLPs, attention in windows, merger) or
+            `internvit` (class token, pixel shuffle, MLP projector).
+        image_size: side in pixels of the square that the position table covers; None where there is no table.
         merge_size: side of the square of patches that becomes one token.
         out_hidden_size: hidden size of the language model that it feeds.
         deepstack_layers: blocks of the tower whose output, through a merger each, feeds early layers of the language
             model; empty where there are none.
+        window_size: side in pixels of the square within which most blocks attend; None where all attend to the whole
+            image or frame.
+        full_attention_layers: blocks that attend to the whole image or frame though others have windows.
     """
 
-    kind: Literal["qwen3_vl", "internvit"]
+    kind: Literal["qwen3_vl", "qwen2_5_vl", "internvit"]
     depth: Count
     hidden_size: Count
     num_heads: Count
@@ -39,24 +43,56 @@ class VisionSpec:
     patch_size: Count
     temporal_patch_size: Count
     merge_size: Count
-    image_size: Count
     out_hidden_size: Count
+    image_size: Count | None = None
     deepstack_layers: tuple[NonNegativeCount, ...] = ()
+    window_size: Count | None = None
+    full_attention_layers: tuple[NonNegativeCount, ...] = ()
 
     @property
     def block_parameters(self) -> int:
         """Parameters of the matrices that a patch is multiplied with in the blocks, without biases and norms."""
-        return self.depth * (4 * self.hidden_size**2 + 2 * self.hidden_size * self.ffn_size)
+        mlp_matrices = 3 if self.kind == "qwen2_5_vl" else 2
+        return self.depth * (4 * self.hidden_size**2 + mlp_matrices * self.hidden_size * self.ffn_size)
+
+    @property
+    def table_patches(self) -> int:
+        """Entries of the position table; 0 where positions are rotary alone."""
+        return 0 if self.image_size is None else (self.image_size // self.patch_size) ** 2
+
+    @property
+    def full_attention_blocks(self) -> int:
+        """Blocks in which every patch attends to all patches of its image or frame."""
+        return self.depth if self.window_size is None else len(self.full_attention_layers)
+
+    @property
+    def block_period(self) -> int:
+        """Blocks after which their kinds repeat: 1 where all are alike, `depth` where there is no such number."""
+        if self.window_size is None:
+            return 1
+        period = self.full_attention_layers[0] + 1 if self.full_attention_layers else 1
+        regular = tuple(range(period - 1, self.depth, period)) if self.full_attention_layers else ()
+        return period if regular == self.full_attention_layers and self.depth % period == 0 else self.depth
+
+    @property
+    def window_patches(self) -> int:
+        """Patches of a whole window, whose sides are multiples of merged patches; 0 where there are none."""
+        if self.window_size is None:
+            return 0
+        return (self.window_size // self.merge_size // self.patch_size * self.merge_size) ** 2
 
     @property
     def encoder_parameters(self) -> int:
         """Parameters of embedding, positions and blocks, without the projector."""
-        h, patches = self.hidden_size, (self.image_size // self.patch_size) ** 2
+        h, is_qwen2_5 = self.hidden_size, self.kind == "qwen2_5_vl"
         # The first matrix takes the three colours of a patch, of as many frames as are merged in time.
-        embedding = 3 * self.temporal_patch_size * self.patch_size**2 * h + h + patches * h
+        embedding = 3 * self.temporal_patch_size * self.patch_size**2 * h + self.table_patches * h
+        embedding += 0 if is_qwen2_5 else h
         class_token = 2 * h if self.kind == "internvit" else 0  # the token and its position
         layer_scales = 2 * h if self.kind == "internvit" else 0
-        vectors = 4 * h + 4 * h + h + self.ffn_size + layer_scales  # two norms, qkv and out biases, two MLP biases
+        # Two norms, which have no bias in Qwen2.5-VL; biases of qkv and out, and of the MLP's matrices.
+        norms, mlp = (2 * h, 2 * self.ffn_size + h) if is_qwen2_5 else (4 * h, self.ffn_size + h)
+        vectors = norms + 4 * h + mlp + layer_scales
         return embedding + class_token + self.block_parameters + self.depth * vectors
 
     @property
@@ -66,7 +102,8 @@ class VisionSpec:
         if self.kind == "internvit":
             return 2 * merged + (merged + 1) * out + (out + 1) * out
         mlp = (merged + 1) * merged + (merged + 1) * out
-        return 2 * self.hidden_size + mlp + len(self.deepstack_layers) * (2 * merged + mlp)
+        norm = self.hidden_size if self.kind == "qwen2_5_vl" else 2 * self.hidden_size
+        return norm + mlp + len(self.deepstack_layers) * (2 * merged + mlp)
 
     @property
     def parameters(self) -> int:
@@ -226,11 +263,24 @@ def _vision_complaints(spec: ModelSpec, vision: VisionSpec) -> list[tuple[bool, 
             f"vision.out_hidden_size {vision.out_hidden_size} differs from text.hidden_size {spec.hidden_size}",
         ),
         (
-            vision.image_size % vision.patch_size != 0,
+            (vision.image_size or 0) % vision.patch_size != 0,
             f"vision.image_size {vision.image_size} is not a multiple of vision.patch_size {vision.patch_size}",
         ),
         (
             any(layer >= vision.depth for layer in vision.deepstack_layers),
             f"vision.deepstack_layers {list(vision.deepstack_layers)} has blocks beyond vision.depth {vision.depth}",
+        ),
+        (
+            any(layer >= vision.depth for layer in vision.full_attention_layers),
+            f"vision.full_attention_layers {list(vision.full_attention_layers)} has blocks beyond vision.depth "
+            f"{vision.depth}",
+        ),
+        (
+            vision.window_size is not None and vision.window_patches == 0,
+            f"vision.window_size {vision.window_size} is smaller than merge_size x patch_size",
+        ),
+        (
+            (vision.image_size is None) != (vision.kind == "qwen2_5_vl"),
+            f"vision.image_size is {vision.image_size}; every kind but qwen2_5_vl has a position table, and needs it",
         ),
     ]

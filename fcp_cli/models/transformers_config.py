@@ -10,9 +10,11 @@ from fcp_cli.models.model import ModelSpec, VisionSpec
 def text_config(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
     """Return the language model as transformers knows it: (model type, configuration arguments).
 
-    Models with a vision tower give their language backbone: Qwen3 for Qwen3-VL, Qwen2 for InternVL.
+    Models with a vision tower give their language backbone: Qwen3 for Qwen3-VL, Qwen2 for Qwen2.5-VL and InternVL.
     """
-    model_type = {"qwen3_vl": "qwen3", "internvl": "qwen2"}.get(spec.architecture, spec.architecture)
+    model_type = {"qwen3_vl": "qwen3", "qwen2_5_vl": "qwen2", "internvl": "qwen2"}.get(
+        spec.architecture, spec.architecture
+    )
     arguments: dict[str, Any] = {
         "num_hidden_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
@@ -33,42 +35,62 @@ def whole_config(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
     model_type, text = text_config(spec)
     if spec.vision is None:
         return model_type, text
-    # Qwen3-VL's own placeholders where the vocabulary reaches so far, else the last two tokens.
+    # Qwen's own placeholders where the vocabulary reaches so far, else the last two tokens.
     image_token = min(151_655, spec.vocab_size - 2)
     whole: dict[str, Any] = {"tie_word_embeddings": spec.tied_embeddings, "image_token_id": image_token}
     if spec.architecture == "internvl":
         whole |= {"text_config": {"model_type": model_type, **text}, **_internvl_config(spec.vision)}
         return "internvl", whole
-    # Rotary frequencies of time, height and width in Qwen3-VL's shares: 24, 20 and 20 of 64.
+    # Rotary frequencies of time, height and width: 24, 20 and 20 of 64 in Qwen3-VL, 16, 24 and 24 in Qwen2.5-VL.
     half = spec.head_dim // 2
-    side = half * 20 // 64
+    side = half * (24 if spec.architecture == "qwen2_5_vl" else 20) // 64
     text["rope_parameters"] = {
         "rope_type": "default",
         "rope_theta": text.pop("rope_theta"),
         "mrope_section": [half - 2 * side, side, side],
     }
-    whole |= {"video_token_id": image_token + 1, "text_config": text, "vision_config": _qwen3_vl_tower(spec.vision)}
-    return "qwen3_vl", whole
+    tower = _qwen2_5_vl_tower if spec.architecture == "qwen2_5_vl" else _qwen3_vl_tower
+    whole |= {"video_token_id": image_token + 1, "text_config": text, "vision_config": tower(spec.vision)}
+    return spec.architecture, whole
 
 
 def _internvl_config(vision: VisionSpec) -> dict[str, Any]:
+    image_size = vision.image_size
+    assert image_size is not None  # the description was checked
     tower = {
         "hidden_size": vision.hidden_size,
         "intermediate_size": vision.ffn_size,
         "num_hidden_layers": vision.depth,
         "num_attention_heads": vision.num_heads,
-        "image_size": [vision.image_size] * 2,
+        "image_size": [image_size] * 2,
         "patch_size": [vision.patch_size] * 2,
         "attention_bias": True,
     }
     return {
         "vision_config": tower,
         "downsample_ratio": 1 / vision.merge_size,
-        "image_seq_length": (vision.image_size // vision.patch_size // vision.merge_size) ** 2,
+        "image_seq_length": (image_size // vision.patch_size // vision.merge_size) ** 2,
     }
 
 
 def _qwen3_vl_tower(vision: VisionSpec) -> dict[str, Any]:
+    return {
+        **_qwen_tower(vision),
+        "num_position_embeddings": vision.table_patches,
+        "deepstack_visual_indexes": list(vision.deepstack_layers),
+    }
+
+
+def _qwen2_5_vl_tower(vision: VisionSpec) -> dict[str, Any]:
+    return {
+        **_qwen_tower(vision),
+        "window_size": vision.window_size,
+        "fullatt_block_indexes": list(vision.full_attention_layers),
+        "tokens_per_second": 2,  # as the published checkpoints of all sizes have it
+    }
+
+
+def _qwen_tower(vision: VisionSpec) -> dict[str, Any]:
     return {
         "hidden_size": vision.hidden_size,
         "intermediate_size": vision.ffn_size,
@@ -78,6 +100,4 @@ def _qwen3_vl_tower(vision: VisionSpec) -> dict[str, Any]:
         "temporal_patch_size": vision.temporal_patch_size,
         "spatial_merge_size": vision.merge_size,
         "out_hidden_size": vision.out_hidden_size,
-        "num_position_embeddings": (vision.image_size // vision.patch_size) ** 2,
-        "deepstack_visual_indexes": list(vision.deepstack_layers),
     }

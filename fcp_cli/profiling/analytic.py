@@ -3,7 +3,8 @@
 Operations of a forward pass: 2 per matrix entry and token; causal attention 2 H D per layer and pair of tokens (half of
 the 4 H D of a full mask). A backward pass costs twice the matrices and, since it computes the scores again, 2.5 times
 the attention. Recomputing activations adds one more forward: of the matrices alone where attention's are kept.
-A vision encoder attends without a mask, 4 h per block and pair of patches; frozen, it runs its forward alone.
+A vision encoder attends without a mask, 4 h per block and pair of patches of an image or frame, or of a window, whose
+pairs grow with the patches alone; frozen, it runs its forward alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.cluster import ClusterSpec
-from fcp_cli.models.model import ModelSpec
+from fcp_cli.models.model import ModelSpec, VisionSpec
 from fcp_cli.recipe import Recipe, check_recipe
 
 MATRIX_PASSES = 3.0  # forward 1, backward 2
@@ -46,11 +47,16 @@ def forward_operations(spec: ModelSpec) -> Operations:
     return Operations(
         linear_per_token=2.0 * (spec.num_layers * spec.layer_matrix_parameters + spec.embedding_parameters),
         attention_per_token2=2.0 * spec.num_layers * spec.num_heads * spec.head_dim,
-        vision_per_patch=2.0 * (vision.block_parameters + vision.projector_parameters / vision.merge_size**2)
-        if vision
-        else 0.0,
-        vision_per_patch2=4.0 * vision.depth * vision.hidden_size if vision else 0.0,
+        vision_per_patch=_operations_per_patch(vision) if vision else 0.0,
+        vision_per_patch2=4.0 * vision.full_attention_blocks * vision.hidden_size if vision else 0.0,
     )
+
+
+def _operations_per_patch(vision: VisionSpec) -> float:
+    """Count the matrices, and attention within windows: whole ones, which overrates those at the edges of a picture."""
+    matrices = 2.0 * (vision.block_parameters + vision.projector_parameters / vision.merge_size**2)
+    windowed_blocks = vision.depth - vision.full_attention_blocks
+    return matrices + 4.0 * windowed_blocks * vision.hidden_size * vision.window_patches
 
 
 def ring_bytes_per_token(spec: ModelSpec, *, kv_bytes: int, gradient_bytes: int, recompute: bool = False) -> float:

@@ -73,7 +73,7 @@ class Subject:
         if vision is None or not self.vision_layers:
             return []
         # A call runs as many patches as a pack has tokens at most; InternVL's tiles all have one size.
-        return vision_points(self.max_length, mixed=vision.kind == "qwen3_vl")
+        return vision_points(self.max_length, mixed=vision.kind != "internvit")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,10 +135,13 @@ def default_degrees(ranks: int, most: int = 8) -> tuple[int, ...]:
 def default_vision_layers(spec: ModelSpec, layers: Sequence[int], *, device: str) -> tuple[int, ...]:
     """Return all blocks of the encoder where the whole language model is measured, else two counts; none without one.
 
-    The deepstack mergers lie behind the first blocks, so that both counts have all of them.
+    The deepstack mergers lie behind the first blocks, so that both counts have all of them; both have whole periods of
+    blocks with and without windows.
     """
     if spec.vision is None:
         return ()
-    least = max(1, len(spec.vision.deepstack_layers))
-    most = min(least + (1 if device == "cpu" else 4), spec.vision.depth)
+    period = spec.vision.block_period
+    least = min(-(-max(1, len(spec.vision.deepstack_layers)) // period) * period, spec.vision.depth)
+    more = -(-(1 if device == "cpu" else 4) // period) * period
+    most = min(least + more, spec.vision.depth)
     return (spec.vision.depth,) if len(layers) == 1 or least == most else (least, most)

@@ -29,7 +29,12 @@ def build_encoder(spec: ModelSpec, blocks: int, device: torch.device, recipe: Re
     from transformers import AutoConfig, AutoModel
 
     assert spec.vision is not None
-    vision = replace(spec.vision, depth=blocks, deepstack_layers=tuple(range(len(spec.vision.deepstack_layers))))
+    vision = replace(
+        spec.vision,
+        depth=blocks,
+        deepstack_layers=tuple(range(len(spec.vision.deepstack_layers))),
+        full_attention_layers=tuple(layer for layer in spec.vision.full_attention_layers if layer < blocks),
+    )
     # No layer of the language model and a vocabulary of two placeholders and as many words: they are never run.
     model_type, figures = whole_config(replace(spec, vision=vision, num_layers=1, vocab_size=4, ffn_size=8))
     figures["text_config"]["num_hidden_layers"] = 0

@@ -109,10 +109,10 @@ def model_config(name: str) -> Any:
     path = path / "config.json" if path.is_dir() else path
     if path.suffix == ".json":
         document = json.loads(path.read_text(encoding="utf-8"))
-        if document.get("model_type") not in ("qwen3_vl", "internvl"):
+        if document.get("model_type") not in ("qwen3_vl", "qwen2_5_vl", "internvl"):
             document = document.get("text_config") or document.get("llm_config") or document
         model_type, arguments = document.pop("model_type"), document
-        model_type = {"qwen3_vl_text": "qwen3"}.get(model_type, model_type)
+        model_type = {"qwen3_vl_text": "qwen3", "qwen2_5_vl_text": "qwen2"}.get(model_type, model_type)
     else:
         model_type, arguments = whole_config(spec)
     config = AutoConfig.for_model(model_type, **arguments)

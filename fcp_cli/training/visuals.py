@@ -16,9 +16,9 @@ from fcp_cli.arrays import IntArray
 from fcp_cli.errors import RunError
 from fcp_cli.manifest.sources.media import MediaRecords
 from fcp_cli.runtime.followed_step import IGNORED
-from fcp_cli.vision import internvl, qwen3_vl
+from fcp_cli.vision import internvl, qwen2_5_vl, qwen3_vl
 from fcp_cli.vision.parts import VisualSequence
-from fcp_cli.vision.processors import InternVision, QwenVision, Visual
+from fcp_cli.vision.processors import InternVision, Qwen25Vision, QwenVision, Visual
 
 
 class SyntheticVisuals:
@@ -53,15 +53,16 @@ class SyntheticVisuals:
                 labels=labels,
                 pixel_values=lambda start, stop: self._noise((row, start), (stop - start, *tile)),
             )
-        return qwen3_vl.visual_sequence(
-            self._config,
-            ids,
-            labels=labels,
-            image_grid_thw=_grids(images),
-            video_grid_thw=_grids(videos),
-            pixel_values=lambda start, stop: self._patches(row, 0, start, stop),
-            pixel_values_videos=lambda start, stop: self._patches(row, 1, start, stop),
-        )
+        pictures: dict[str, Any] = {
+            "image_grid_thw": _grids(images),
+            "video_grid_thw": _grids(videos),
+            "pixel_values": lambda start, stop: self._patches(row, 0, start, stop),
+            "pixel_values_videos": lambda start, stop: self._patches(row, 1, start, stop),
+        }
+        if self._config.model_type == "qwen2_5_vl":
+            seconds = [visual.part_seconds for visual in videos]
+            return qwen2_5_vl.visual_sequence(self._config, ids, labels=labels, second_per_grid_ts=seconds, **pictures)
+        return qwen3_vl.visual_sequence(self._config, ids, labels=labels, **pictures)
 
     @property
     def _placeholders(self) -> list[int]:
@@ -71,7 +72,10 @@ class SyntheticVisuals:
         """Return [length] random text, the placeholders of one part after each piece of it, and the rest at the end."""
         image, video = self._placeholders
         parts = [(image, self._part_tokens(visual)) for visual in images for _ in range(visual.grid[0])]
-        parts += [(video, self._part_tokens(visual)) for visual in videos for _ in range(visual.grid[0])]
+        if self._config.model_type == "qwen2_5_vl":  # has nothing between the frames of a video
+            parts += [(video, visual.grid[0] * self._part_tokens(visual)) for visual in videos]
+        else:
+            parts += [(video, self._part_tokens(visual)) for visual in videos for _ in range(visual.grid[0])]
         text_tokens = int(self._lengths[row]) - sum(count for _, count in parts)
         generator = np.random.default_rng([self._seed, row])
         text = generator.integers(0, min(image, video), text_tokens, np.int64)
@@ -105,14 +109,16 @@ def _grids(visuals: tuple[Visual, ...]) -> IntArray:
 def _require_same_patches(records: MediaRecords, config: Any) -> None:
     """Check that the model cuts pictures as the manifest did, whose tokens hold for one way only."""
     processor, vision = records.processor, config.vision_config
-    if config.model_type == "qwen3_vl" and isinstance(processor, QwenVision):
+    qwen_families: dict[str, type[Any]] = {"qwen3_vl": QwenVision, "qwen2_5_vl": Qwen25Vision}
+    counted: tuple[Any, ...]
+    if isinstance(processor, QwenVision | Qwen25Vision) and type(processor) is qwen_families.get(config.model_type):
         counted = (processor.patch_size, processor.merge_size, processor.temporal_patch_size)
         wanted = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
     elif config.model_type == "internvl" and isinstance(processor, InternVision):
         counted = (processor.tile_pixels, processor.patch_size, processor.tokens_per_tile)
         wanted = (vision.image_size[0], vision.patch_size[0], config.image_seq_length)
     else:
-        family = "qwen3-vl" if config.model_type == "qwen3_vl" else "internvl"
+        family = {"qwen3_vl": "qwen3-vl", "qwen2_5_vl": "qwen2.5-vl"}.get(config.model_type, "internvl")
         raise RunError(
             f"{records.path} was counted with the processor {records.processor.describe()['name']}, but the model is "
             f"of the family {family}; build the manifest again with --processor {family}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -40,6 +41,8 @@ from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.settings import TrainSettings
 from fcp_cli.training.trainer import Trainer
 from fcp_cli.verification.live_memory import LiveMemory
+from fcp_cli.vision import grids as tower
+from fcp_cli.vision.families import FAMILIES
 
 _SEQUENCES = 4  # of a pack
 _WARM_UP, _MEASURED = 1, 2  # micro-batches of the two steps
@@ -231,23 +234,22 @@ def _replacements(job: FakeJob) -> list[tuple[Any, str, Any]]:
     ]
     if not job.on_cpu:
         found.append((ring, "select_kernel", lambda device, dtype: CudaFlashKernel()))
-    if load_model(job.model).architecture == "qwen3_vl":
-        found += _replacements_of_qwen3_vl()
+    architecture = load_model(job.model).architecture
+    if architecture in ("qwen3_vl", "qwen2_5_vl"):
+        found += _replacements_of_qwen(architecture)
     return found
 
 
-def _replacements_of_qwen3_vl() -> list[tuple[Any, str, Any]]:
+def _replacements_of_qwen(architecture: str) -> list[tuple[Any, str, Any]]:
     """Return what lets its encoder run: it reads the sizes of pictures from a tensor, which has no numbers here."""
-    from transformers.models.qwen3_vl import modeling_qwen3_vl as modeling
-
-    from fcp_cli.vision import qwen3_vl
-
-    encode, grids = qwen3_vl.encode, list[tuple[int, int, int]]()
+    modeling: Any = import_module(f"transformers.models.{architecture}.modeling_{architecture}")
+    family: Any = FAMILIES[architecture]
+    run_tower, grids = tower.run_tower, list[tuple[int, int, int]]()
 
     def remember(model: Any, parts: Any, pixels: Any) -> Any:
         merge = model.visual.spatial_merge_size
         grids[:] = [(1, *part.grid) for part in parts] or [(1, merge, merge)]
-        return encode(model, parts, pixels)
+        return run_tower(model, parts, pixels)
 
     def of_numbers(function: Any) -> Any:
         def called(grid_thw: Any, *args: Any, **kwargs: Any) -> Any:
@@ -260,9 +262,20 @@ def _replacements_of_qwen3_vl() -> list[tuple[Any, str, Any]]:
         lengths = [frames * height * width for frames, height, width in grids]
         return offsets_of(lengths), max(lengths)  # of numpy, whose differences are numbers here, too
 
+    found = [(family, "run_tower", remember), (modeling, "get_vision_attention_seqlens", attention_lengths)]
     sizes = ("get_vision_interpolation_indices_and_weights", "get_vision_position_ids")
-    return [
-        (qwen3_vl, "encode", remember),
-        *((modeling, name, of_numbers(getattr(modeling, name))) for name in sizes),
-        (modeling, "get_vision_attention_seqlens", attention_lengths),
-    ]
+    found += [(modeling, name, of_numbers(getattr(modeling, name))) for name in sizes if hasattr(modeling, name)]
+    if architecture == "qwen2_5_vl":
+        found.append((modeling, "get_vision_window_index", _windows(modeling.get_vision_window_index, grids)))
+    return found
+
+
+def _windows(function: Any, grids: list[tuple[int, int, int]]) -> Any:
+    """Return a function that gives the windows of remembered sizes: the order of patches, and ends as numbers."""
+
+    def called(grid_thw: Any, *args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            order, ends = function(torch.tensor(grids), *args, **kwargs)
+            return order, np.array(ends.tolist())
+
+    return called

@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 
 from torch import Tensor
 
-from fcp_cli.vision import internvl, qwen3_vl
+from fcp_cli.vision import internvl, qwen2_5_vl, qwen3_vl
 from fcp_cli.vision.parts import Kind, VisualPart
 
 
@@ -21,4 +21,8 @@ class VisionFamily(Protocol):
         """Return embeddings [tokens, levels, hidden] as the model's forward takes them in place of pixels."""
 
 
-FAMILIES: Final[Mapping[str, VisionFamily]] = {"qwen3_vl": qwen3_vl, "internvl": internvl}
+FAMILIES: Final[Mapping[str, VisionFamily]] = {
+    "qwen3_vl": qwen3_vl,
+    "qwen2_5_vl": qwen2_5_vl,
+    "internvl": internvl,
+}

@@ -1,4 +1,4 @@
-"""Visual tokens and encoder work of images and videos, in closed form, for the Qwen3-VL and InternVL processors.
+"""Visual tokens and encoder work of images and videos, in closed form, for Qwen-VL's and InternVL's processors.
 
 The formulas are those of transformers 5.23 (`qwen2_vl`, `qwen3_vl`, `got_ocr2` and `internvl` processors); the tests
 compare them with the library's own functions. The sizes are those of published checkpoints; `open_processor` reads
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -34,11 +34,13 @@ class Visual:
         tokens: that the placeholder in the text is replaced by, but for `texts`; with the marks around them.
         grid: parts within which the encoder attends (frame pairs, tiles), and height and width of each in patches.
         texts: pieces of text put between the visual tokens, as time stamps.
+        part_seconds: from one part of a video to the next, where the model's positions tell the time by it.
     """
 
     tokens: int
     grid: tuple[int, int, int]
     texts: tuple[str, ...] = ()
+    part_seconds: float | None = None
 
     @property
     def patches(self) -> int:
@@ -110,7 +112,8 @@ class QwenVision:
 
     def image(self, height: int, width: int) -> Visual:
         _check_aspect(height, width)
-        return self._visual(1, *self._fit(1, 1, height, width, self.image_min_pixels, self.image_max_pixels))
+        limits = self.image_min_pixels, self.image_max_pixels
+        return self._visual(1, *_fitted(self.factor, (1, 1), (height, width), limits))
 
     def video(self, frames: int, height: int, width: int, fps: float | None) -> Visual:
         rate = fps or _DEFAULT_FPS
@@ -123,24 +126,10 @@ class QwenVision:
         _check_aspect(height, width)
         # The library takes all sampled frames to scale down, but their rounded number to decide whether to.
         rounded = round(sampled / self.temporal_patch_size) * self.temporal_patch_size
-        fitted = self._fit(sampled, rounded, height, width, self.video_min_pixels, self.video_max_pixels)
+        limits = self.video_min_pixels, self.video_max_pixels
+        fitted = _fitted(self.factor, (sampled, rounded), (height, width), limits)
         stamps = self._time_stamps(frames, sampled, rate)
         return self._visual(len(stamps), *fitted, texts=tuple(f"<{seconds:.1f} seconds>" for seconds in stamps))
-
-    def _fit(
-        self, frames: int, rounded_frames: int, height: int, width: int, min_pixels: int, max_pixels: int
-    ) -> tuple[int, int]:
-        """Return H, W: multiples of f that keep the aspect ratio and all frames together within the pixel limits."""
-        f = self.factor
-        fitted = round(height / f) * f, round(width / f) * f
-        pixels = rounded_frames * fitted[0] * fitted[1]
-        if pixels > max_pixels:
-            shrink = math.sqrt(frames * height * width / max_pixels)
-            return max(f, math.floor(height / shrink / f) * f), max(f, math.floor(width / shrink / f) * f)
-        if pixels < min_pixels:
-            grow = math.sqrt(min_pixels / (frames * height * width))
-            return math.ceil(height * grow / f) * f, math.ceil(width * grow / f) * f
-        return fitted
 
     def _visual(self, parts: int, height: int, width: int, *, texts: tuple[str, ...] = ()) -> Visual:
         grid = parts, height // self.patch_size, width // self.patch_size
@@ -153,6 +142,62 @@ class QwenVision:
         size = self.temporal_patch_size
         seconds = np.pad(indices, (0, -sampled % size), mode="edge") / rate
         return [float(stamp) for stamp in (seconds[::size] + seconds[size - 1 :: size]) / 2]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Qwen25Vision:
+    """Qwen2.5-VL and Qwen2-VL: as Qwen3-VL, but each frame has its limits, and no time stamps stand between frames.
+
+    Attributes:
+        frames_per_second: that a video is sampled at; None takes all frames, as the published files have it.
+    """
+
+    name: str = "qwen2.5-vl"
+    patch_size: int = 14
+    merge_size: int = 2
+    temporal_patch_size: int = 2
+    image_min_pixels: int = 3_136
+    image_max_pixels: int = 12_845_056
+    frame_min_pixels: int = 100_352
+    frame_max_pixels: int = 602_112
+    frames_per_second: float | None = 2.0
+    min_frames: int = 4
+    max_frames: int = 768
+
+    @property
+    def template_marks(self) -> int:
+        return 2  # <|vision_start|> and <|vision_end|>
+
+    def describe(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def image(self, height: int, width: int) -> Visual:
+        return self._visual(1, height, width, (self.image_min_pixels, self.image_max_pixels))
+
+    def video(self, frames: int, height: int, width: int, fps: float | None) -> Visual:
+        rate, sampled = fps or _DEFAULT_FPS, frames
+        if self.frames_per_second is not None:
+            sampled = self._sampled(frames, rate)
+        # The last frame fills up the last group.
+        visual = self._visual(
+            -(-sampled // self.temporal_patch_size), height, width, (self.frame_min_pixels, self.frame_max_pixels)
+        )
+        return replace(visual, part_seconds=self.temporal_patch_size / (sampled / frames * rate))
+
+    def _sampled(self, frames: int, rate: float) -> int:
+        size = self.temporal_patch_size
+        if frames < size:
+            raise ValueError(f"a video needs at least {size} frames")
+        most = min(self.max_frames, frames) // size * size
+        wanted = frames / rate * (self.frames_per_second or rate)
+        wanted = math.floor(min(max(wanted, self.min_frames), most, frames) / size) * size
+        return math.ceil(frames / (frames / wanted))  # a range of floats, which may have one more by rounding
+
+    def _visual(self, parts: int, height: int, width: int, limits: tuple[int, int]) -> Visual:
+        _check_aspect(height, width)
+        fitted = _fitted(self.patch_size * self.merge_size, (1, 1), (height, width), limits)
+        grid = parts, fitted[0] // self.patch_size, fitted[1] // self.patch_size
+        return Visual(tokens=math.prod(grid) // self.merge_size**2, grid=grid)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,9 +249,30 @@ def _best_grid(height: int, width: int, tile: int, min_tiles: int, max_tiles: in
     return best
 
 
+def _fitted(f: int, frames: tuple[int, int], size: tuple[int, int], limits: tuple[int, int]) -> tuple[int, int]:
+    """Return H, W: multiples of f that keep the aspect ratio and all frames together within the limits.
+
+    Args:
+        f: pixels along a token's side.
+        frames: that are fitted, and their number as rounded for the decision whether to.
+        size: height and width in pixels.
+        limits: least and most pixels.
+    """
+    (number, rounded_number), (height, width), (min_pixels, max_pixels) = frames, size, limits
+    fitted = round(height / f) * f, round(width / f) * f
+    pixels = rounded_number * fitted[0] * fitted[1]
+    if pixels > max_pixels:
+        shrink = math.sqrt(number * height * width / max_pixels)
+        return max(f, math.floor(height / shrink / f) * f), max(f, math.floor(width / shrink / f) * f)
+    if pixels < min_pixels:
+        grow = math.sqrt(min_pixels / (number * height * width))
+        return math.ceil(height * grow / f) * f, math.ceil(width * grow / f) * f
+    return fitted
+
+
 def _check_aspect(height: int, width: int) -> None:
     if max(height, width) / min(height, width) > _MAX_ASPECT:
-        raise ValueError(f"{height} x {width} pixels are beyond the aspect ratio of {_MAX_ASPECT} that Qwen3-VL takes")
+        raise ValueError(f"{height} x {width} pixels are beyond the aspect ratio of {_MAX_ASPECT} that Qwen-VL takes")
 
 
 def words_of(text: str) -> int:
@@ -220,40 +286,60 @@ def words_of(text: str) -> int:
 
 def recorded_processor(settings: Mapping[str, Any]) -> VisionProcessor:
     """Return the processor whose `describe` gave these settings, as a manifest records them."""
-    family: type[QwenVision] | type[InternVision] = QwenVision if "merge_size" in settings else InternVision
+    family: type[QwenVision] | type[Qwen25Vision] | type[InternVision] = InternVision
+    if "merge_size" in settings:
+        family = Qwen25Vision if "frame_min_pixels" in settings else QwenVision
     return family(**settings)
 
 
+_PUBLISHED: Final[Mapping[str, VisionProcessor]] = {
+    processor.name: processor for processor in (QwenVision(), Qwen25Vision(), InternVision())
+}
+
+
 def open_processor(name: str) -> VisionProcessor:
-    """Return `qwen3-vl` or `internvl` with the sizes of published checkpoints, or a checkpoint folder's with its own.
+    """Return one of the published checkpoints' sizes by its name, or a checkpoint folder's with its own.
 
     Raises:
         ManifestError: neither, or a folder whose processor is of another family.
     """
-    if name in ("qwen3-vl", "internvl"):
-        return QwenVision() if name == "qwen3-vl" else InternVision()
+    if name in _PUBLISHED:
+        return _PUBLISHED[name]
     folder = Path(name)
     if not folder.is_dir():
-        raise ManifestError(f"--processor {name} is neither qwen3-vl nor internvl nor the folder of a checkpoint")
+        raise ManifestError(f"--processor {name} is none of {', '.join(_PUBLISHED)}, nor the folder of a checkpoint")
     images = _config(folder, "preprocessor_config.json", "image_processor")
     kind = str(images.get("image_processor_type", ""))
     if kind.startswith("Qwen2VLImageProcessor"):
-        return _qwen(folder, images, _config(folder, "video_preprocessor_config.json", "video_processor"))
+        return _qwen(folder, images)
     if kind.startswith("GotOcr2ImageProcessor"):
         return _intern(folder, images)
     raise ManifestError(
-        f"{folder} has the image processor {kind or 'of no name'!r}; fcp knows Qwen3-VL's and InternVL's"
+        f"{folder} has the image processor {kind or 'of no name'!r}; fcp knows Qwen-VL's and InternVL's"
     )
 
 
-def _qwen(folder: Path, images: dict[str, Any], videos: dict[str, Any]) -> QwenVision:
+def _qwen(folder: Path, images: dict[str, Any]) -> VisionProcessor:
+    # Qwen2.5-VL's published folders have one file, which its video processor reads as well.
+    is_shared = str(images.get("processor_class", "")).startswith("Qwen2")
+    is_shared &= not any(
+        (folder / name).exists() for name in ("video_preprocessor_config.json", "processor_config.json")
+    )
+    videos = images if is_shared else _config(folder, "video_preprocessor_config.json", "video_processor")
     if videos.get("cap_pixels_per_frame"):
         raise ManifestError(f"{folder} caps the pixels of each video frame, which fcp does not model yet")
-    kind = str(videos.get("video_processor_type", ""))
-    if not kind.startswith("Qwen3VL"):
-        raise ManifestError(
-            f"{folder} has the video processor {kind or 'of no name'!r}; fcp knows Qwen3VLVideoProcessor"
-        )
+    kind = "Qwen2VLVideoProcessor" if is_shared else str(videos.get("video_processor_type", ""))
+    if kind.startswith("Qwen3VL"):
+        return _qwen3(folder, images, videos)
+    if kind.startswith("Qwen2VLVideoProcessor"):
+        return _qwen2_5(folder, images, videos)
+    raise ManifestError(
+        f"{folder} has the video processor {kind or 'of no name'!r}; fcp knows Qwen3VLVideoProcessor and "
+        "Qwen2VLVideoProcessor"
+    )
+
+
+def _qwen3(folder: Path, images: dict[str, Any], videos: dict[str, Any]) -> QwenVision:
     return QwenVision(
         name=str(folder.resolve()),
         patch_size=images["patch_size"],
@@ -267,6 +353,33 @@ def _qwen(folder: Path, images: dict[str, Any], videos: dict[str, Any]) -> QwenV
         min_frames=videos.get("min_frames", 4),
         max_frames=videos.get("max_frames", 768),
     )
+
+
+def _qwen2_5(folder: Path, images: dict[str, Any], videos: dict[str, Any]) -> Qwen25Vision:
+    is_sampled = bool(videos.get("do_sample_frames", False))
+    if is_sampled and videos.get("num_frames") is not None:
+        raise ManifestError(f"{folder} takes num_frames of each video, which fcp does not model; set fps in its place")
+    (image_min, image_max), (frame_min, frame_max) = _pixel_limits(images), _pixel_limits(videos)
+    return Qwen25Vision(
+        name=str(folder.resolve()),
+        patch_size=images["patch_size"],
+        merge_size=images["merge_size"],
+        temporal_patch_size=videos["temporal_patch_size"],
+        image_min_pixels=image_min,
+        image_max_pixels=image_max,
+        frame_min_pixels=frame_min,
+        frame_max_pixels=frame_max,
+        frames_per_second=videos.get("fps") if is_sampled else None,
+        min_frames=videos.get("min_frames", 4),
+        max_frames=videos.get("max_frames", 768),
+    )
+
+
+def _pixel_limits(settings: dict[str, Any]) -> tuple[int, int]:
+    """Return least and most pixels: older files name them, newer ones have them in `size`; names come first."""
+    pair = (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
+    least, most = (settings["size"][new] if settings.get(old) is None else settings[old] for old, new in pair)
+    return least, most
 
 
 def _intern(folder: Path, images: dict[str, Any]) -> InternVision:

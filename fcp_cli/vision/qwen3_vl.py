@@ -10,8 +10,9 @@ neither its positions nor its patches know of time. That is what lets a video be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,8 @@ import torch
 from torch import Tensor
 
 from fcp_cli.arrays import IntArray
-from fcp_cli.errors import RunError
-from fcp_cli.vision.parts import Kind, Pixels, VisualPart, VisualSequence, pixel_rows
+from fcp_cli.vision.grids import by_kind, grid_parts, run_tower
+from fcp_cli.vision.parts import Kind, Pixels, VisualPart, VisualSequence
 
 
 def visual_sequence(
@@ -47,13 +48,12 @@ def visual_sequence(
         RunError: placeholders that do not fit the grids.
     """
     ids = np.asarray(input_ids, dtype=np.int64)
-    images = _parts(config, ids, "image", image_grid_thw, pixel_values)
-    videos = _parts(config, ids, "video", video_grid_thw, pixel_values_videos)
-    parts = tuple(sorted((*images, *videos), key=lambda part: part.start_token))
-    merge = config.vision_config.spatial_merge_size
-    return VisualSequence(
-        tokens=ids, labels=labels, parts=parts, position_ids=_position_ids(len(ids), parts, merge) if parts else None
-    )
+    vision = config.vision_config
+    images = grid_parts(config, ids, "image", image_grid_thw, pixel_values, work=partial(_work, vision))
+    videos = grid_parts(config, ids, "video", video_grid_thw, pixel_values_videos, work=partial(_work, vision))
+    parts = tuple(sorted(chain(*images, *videos), key=lambda part: part.start_token))
+    positions = _position_ids(len(ids), parts, vision.spatial_merge_size) if parts else None
+    return VisualSequence(tokens=ids, labels=labels, parts=parts, position_ids=positions)
 
 
 def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Tensor:
@@ -66,16 +66,7 @@ def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Te
         parts: what to encode.
         pixels: [patches, values] of all of them; None where there are none.
     """
-    visual = model.visual
-    grids = [(1, *part.grid) for part in parts]
-    if pixels is None:
-        merge, vision = visual.spatial_merge_size, model.config.vision_config
-        values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        pixels = torch.zeros(merge * merge, values, device=visual.device)
-        grids = [(1, merge, merge)]
-    found = visual(
-        pixels.to(visual.device, visual.dtype), grid_thw=torch.tensor(grids, device=visual.device), return_dict=True
-    )
+    found = run_tower(model, parts, pixels)
     return torch.stack((found.pooler_output, *found.deepstack_features), dim=1)
 
 
@@ -91,8 +82,7 @@ def encoder_outputs(embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]
     from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 
     outputs: dict[str, Any] = {}
-    for kind in ("image", "video"):
-        chosen = embeddings[[index for index, found in enumerate(kinds) if found == kind]]
+    for kind, chosen in by_kind(embeddings, kinds).items():
         first, *deepstack = chosen.unbind(1)
         per_image: Any = (first,), [(level,) for level in deepstack]  # tuples of one tensor for each image
         outputs[kind] = BaseModelOutputWithDeepstackFeatures(
@@ -101,42 +91,9 @@ def encoder_outputs(embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]
     return outputs
 
 
-def _parts(config: Any, ids: IntArray, kind: Kind, grid_thw: Any, pixels: Pixels | None) -> Iterator[VisualPart]:
-    """Yield the parts of all images or of all videos of a sequence, in the order of their placeholders."""
-    vision = config.vision_config
-    places = np.flatnonzero(ids == (config.image_token_id if kind == "image" else config.video_token_id))
-    grids = np.zeros((0, 3), dtype=np.int64) if grid_thw is None else np.asarray(grid_thw, dtype=np.int64)
-    area = vision.spatial_merge_size**2
-    wanted = int(grids.prod(axis=1).sum()) // area
-    if wanted != len(places):
-        raise RunError(
-            f"a sequence has {len(places)} {kind} placeholders (token {ids[places[0]] if len(places) else 'none'}), "
-            f"but its grids make {wanted} tokens; give the processor's {kind}_grid_thw of this very sequence"
-        )
-    if pixels is None:
-        if not wanted:
-            return
-        raise RunError(f"a sequence has {kind}s but no {'pixel_values' if kind == 'image' else 'pixel_values_videos'}")
-    token = patch = 0
-    for frames, height, width in grids.tolist():
-        patches, tokens = height * width, height * width // area
-        for _ in range(frames):
-            start = int(places[token])
-            if places[token + tokens - 1] - start != tokens - 1:
-                raise RunError(f"the {tokens} {kind} placeholders from token {start} on are not all together")
-            yield VisualPart(
-                kind=kind,
-                start_token=start,
-                num_tokens=tokens,
-                work=_work(vision, patches),
-                grid=(height, width),
-                pixels=partial(pixel_rows, pixels, patch, patch + patches),
-            )
-            token, patch = token + tokens, patch + patches
-
-
-def _work(vision: Any, patches: int) -> float:
+def _work(vision: Any, height: int, width: int) -> float:
     """Count multiplications of one encoder layer: six matrix products per patch, two of attention per pair."""
+    patches = height * width
     hidden: int = vision.hidden_size
     per_patch: int = hidden * (4 * hidden + 2 * vision.intermediate_size + 2 * patches)
     return float(patches * per_patch)

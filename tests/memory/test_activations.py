@@ -61,7 +61,7 @@ def _kept_bytes_per_token(name: str, precision: str, layers: int, tokens: int = 
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "amp"])
-@pytest.mark.parametrize("name", ["qwen3-vl-8b", "internvl3-8b"])
+@pytest.mark.parametrize("name", ["qwen3-vl-8b", "qwen2.5-vl-7b", "internvl3-8b"])
 def test_encoder_activations_are_those_that_autograd_keeps(name: str, precision: PrecisionName) -> None:
     vision = load_model(name).vision
     assert vision is not None
@@ -80,8 +80,9 @@ def _kept_bytes_per_patch(name: str, vision: VisionSpec, precision: str) -> floa
     config = AutoConfig.for_model(model_type, **figures).vision_config
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     encoder = AutoModel.from_config(config).to(dtype)  # type: ignore[no-untyped-call]
-    if vision.kind == "qwen3_vl":
-        pixels, arguments = torch.zeros(1024, 3 * 2 * 16 * 16), {"grid_thw": torch.tensor([[1, 32, 32]])}
+    if vision.kind != "internvit":
+        pixels = torch.zeros(1024, 3 * 2 * vision.patch_size**2)
+        arguments = {"grid_thw": torch.tensor([[1, 32, 32]])}
     else:
         pixels, arguments = torch.zeros(1, 3, 448, 448), {}
     autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "amp")

@@ -27,6 +27,7 @@ SIZES = {
     "internvl3-2b": (1.776, 0.313),
     "internvl3-8b": (7.613, 0.332),
     "internvl2.5-4b": (3.396, 0.317),
+    "qwen2.5-vl-7b": (7.616, 0.677),
     "qwen3-vl-2b": (1.721, 0.407),
     "qwen3-vl-4b": (4.022, 0.415),
     "qwen3-vl-8b": (8.191, 0.576),
@@ -47,7 +48,7 @@ def test_the_intern_vision_encoder_has_its_published_size() -> None:
     assert vision.encoder_parameters / 1e9 == pytest.approx(0.304, abs=5e-4)
 
 
-def test_the_twelve_models_and_the_tiny_ones_are_shipped() -> None:
+def test_the_thirteen_models_and_the_tiny_ones_are_shipped() -> None:
     assert set(shipped_names("model")) == {*SIZES, "qwen3-tiny", "qwen3-vl-tiny"}
 
 
@@ -65,6 +66,13 @@ def test_every_figure_has_a_source(name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen3vl-8b", "Qwen3-VL-8B", "Qwen/Qwen3-VL-8B-Instruct", "QWEN3_VL_8B"])
 def test_a_model_is_found_by_alias_and_spelling(name: str) -> None:
     assert load_model(name).name == "qwen3-vl-8b"
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen2.5-vl-7b", "qwen2_5-vl-7b", "qwen25vl-7b", "qwen25-vl-7b", "Qwen/Qwen2.5-VL-7B-Instruct"]
+)
+def test_qwen2_5_vl_is_found_with_and_without_its_dot(name: str) -> None:
+    assert load_model(name).name == "qwen2.5-vl-7b"
 
 
 def test_an_unknown_model_lists_the_nearest() -> None:
@@ -108,7 +116,7 @@ def test_an_architecture_of_no_family_is_rejected(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump({**_document(), "architecture": "mamba"}))
     with raises(
         snapshot(
-            "ProfileError: FOLDER/model.yaml: architecture is 'mamba'; it must be one of internvl, llama, qwen2, qwen3, qwen3_vl"
+            "ProfileError: FOLDER/model.yaml: architecture is 'mamba'; it must be one of internvl, llama, qwen2, qwen2_5_vl, qwen3, qwen3_vl"
         )
     ):
         load_model(path)
@@ -159,13 +167,37 @@ def test_the_language_model_of_a_vision_configuration_is_read(tmp_path: Path) ->
     assert load_model(path).text_parameters == load_model("qwen3-8b").text_parameters
 
 
+_QWEN2_5_VL = {
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+    "rope_theta": 1000000.0,
+}
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"model_type": "qwen2_5_vl", **_QWEN2_5_VL, "vision_config": {"depth": 32}},
+        {"model_type": "qwen2_5_vl", "text_config": {"model_type": "qwen2_5_vl_text", **_QWEN2_5_VL}},
+    ],
+    ids=["published", "saved by transformers 5"],
+)
+def test_both_forms_of_a_qwen2_5_vl_configuration_are_read(document: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    assert load_model(tmp_path).text_parameters == load_model("qwen2.5-vl-7b").text_parameters
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (
             {"model_type": "mamba"},
             snapshot(
-                "ProfileError: FOLDER/config.json: model_type is 'mamba'; known: llama, mistral, qwen2, qwen3, qwen3_vl_text"
+                "ProfileError: FOLDER/config.json: model_type is 'mamba'; known: llama, mistral, qwen2, qwen2_5_vl, qwen2_5_vl_text, qwen3, qwen3_vl_text"
             ),
         ),
         (
@@ -226,6 +258,35 @@ def test_the_whole_vision_model_has_as_many_parameters(name: str) -> None:
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(model_type, **figures))  # type: ignore[no-untyped-call]
     assert sum(parameter.numel() for parameter in model.parameters()) == spec.parameters
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"full_attention_layers": [7, 32]},
+            snapshot(
+                "ProfileError: FOLDER/model.yaml: vision.full_attention_layers [7, 32] has blocks beyond vision.depth 32"
+            ),
+        ),
+        (
+            {"window_size": 27},
+            snapshot("ProfileError: FOLDER/model.yaml: vision.window_size 27 is smaller than merge_size x patch_size"),
+        ),
+        (
+            {"image_size": 448},
+            snapshot(
+                "ProfileError: FOLDER/model.yaml: vision.image_size is 448; every kind but qwen2_5_vl has a position table, and needs it"
+            ),
+        ),
+    ],
+)
+def test_a_tower_with_windows_that_cannot_be_is_rejected(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    document = yaml.safe_load((shipped("profiles") / "models" / "qwen2.5-vl-7b.yaml").read_text())
+    document["vision"] |= changes
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump(document))
+    with raises(message):
+        load_model(tmp_path / "model.yaml")
 
 
 def test_deepstack_beyond_the_tower_is_rejected(tmp_path: Path) -> None:

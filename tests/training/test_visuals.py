@@ -44,7 +44,10 @@ def visuals(manifest: Path, model: str = "qwen3-vl-tiny") -> SyntheticVisuals:
     return SyntheticVisuals(records, read_manifest(manifest).length_tokens, model_config(model), seed=0)
 
 
-@pytest.mark.parametrize(("processor", "model"), [("qwen3-vl", "qwen3-vl-tiny"), ("internvl", "internvl3-2b")])
+@pytest.mark.parametrize(
+    ("processor", "model"),
+    [("qwen3-vl", "qwen3-vl-tiny"), ("qwen2.5-vl", "qwen2.5-vl-7b"), ("internvl", "internvl3-2b")],
+)
 def test_made_up_sequences_have_the_tokens_and_patches_of_the_manifest(
     processor: str, model: str, tmp_path: Path
 ) -> None:
@@ -76,6 +79,13 @@ def test_a_row_is_the_same_on_every_rank_and_its_pixels_are_those_of_its_part(tm
             "qwen3-vl-tiny",
             snapshot(
                 "RunError: FOLDER/sizes.jsonl was counted with the processor internvl, but the model is of the family qwen3-vl; build the manifest again with --processor qwen3-vl"
+            ),
+        ),
+        (
+            "qwen3-vl",
+            "qwen2.5-vl-7b",
+            snapshot(
+                "RunError: FOLDER/sizes.jsonl was counted with the processor qwen3-vl, but the model is of the family qwen2.5-vl; build the manifest again with --processor qwen2.5-vl"
             ),
         ),
         (

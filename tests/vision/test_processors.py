@@ -15,10 +15,17 @@ import numpy as np
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli.vision.processors import InternVision, QwenVision, open_processor, words_of
+from fcp_cli.vision.processors import (
+    InternVision,
+    Qwen25Vision,
+    QwenVision,
+    open_processor,
+    recorded_processor,
+    words_of,
+)
 from tests.messages import raises
 
-QWEN, INTERN = QwenVision(), InternVision()
+QWEN, QWEN25, INTERN = QwenVision(), Qwen25Vision(), InternVision()
 
 
 @lru_cache
@@ -82,7 +89,7 @@ class Metadata:
 class Sampler:
     """The settings that transformers' sampling reads from its processor."""
 
-    fps, min_frames, max_frames = 2, 4, 768
+    fps, min_frames, max_frames, num_frames, temporal_patch_size = 2, 4, 768, None, 2
 
 
 @pytest.mark.hf
@@ -102,6 +109,26 @@ def test_10_000_qwen_videos_are_sampled_resized_and_stamped_as_by_transformers()
         assert visual.patches == part * len(stamps), (frames, height, width, fps)
         assert visual.patch_pairs == part**2 * len(stamps)
         assert visual.tokens == (part // 4 + 2) * len(stamps)
+
+
+@pytest.mark.hf
+def test_10_000_qwen2_5_images_and_videos_are_resized_and_sampled_as_by_transformers() -> None:
+    images = library_functions("qwen2_vl/image_processing_qwen2_vl")["smart_resize"]
+    videos = library_functions("qwen2_vl/video_processing_qwen2_vl")
+    videos["torch"] = pytest.importorskip("torch")
+    draw = np.random.default_rng(3)
+    for height, width in sizes(10_000):
+        resized = images(height, width, 28, 3136, 12_845_056)
+        assert QWEN25.image(height, width).patches == resized[0] // 14 * (resized[1] // 14), (height, width)
+        frames = int(np.exp(draw.uniform(np.log(2), np.log(60_000))))
+        fps = float(draw.choice([1.0, 7.5, 23.976, 24.0, 25.0, 30.0, 60.0]))
+        sampled = len(videos["sample_frames"](Sampler(), Metadata(frames, fps)))
+        resized = videos["smart_resize"](height, width, 28, 128 * 28 * 28, 768 * 28 * 28)
+        visual = QWEN25.video(frames, height, width, fps)
+        pairs = (sampled + 1) // 2
+        assert visual.grid == (pairs, resized[0] // 14, resized[1] // 14), (frames, height, width, fps)
+        assert (visual.tokens, visual.texts) == (visual.patches // 4, ())
+        assert visual.part_seconds == 2 / (sampled / frames * fps)
 
 
 @pytest.mark.hf
@@ -165,7 +192,7 @@ def test_short_texts_are_split_into_words_digits_marks_and_spaces(text: str, tok
 
 
 def test_pictures_that_qwen_refuses_are_refused() -> None:
-    with raises(snapshot("ValueError: 10 x 4000 pixels are beyond the aspect ratio of 200 that Qwen3-VL takes")):
+    with raises(snapshot("ValueError: 10 x 4000 pixels are beyond the aspect ratio of 200 that Qwen-VL takes")):
         QWEN.image(10, 4000)
     with pytest.raises(ValueError, match="a video needs at least 2 frames"):
         QWEN.video(1, 100, 100, 30)
@@ -206,6 +233,35 @@ def test_a_checkpoint_says_its_own_sizes(tmp_path: Path) -> None:
     assert processor.describe()["name"] == folder
 
 
+QWEN25_IMAGES = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "processor_class": "Qwen2_5_VLProcessor",
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "min_pixels": 3136,
+    "max_pixels": 12_845_056,
+}
+
+
+def test_a_published_qwen2_5_folder_has_one_file_for_images_and_videos_and_takes_every_frame(tmp_path: Path) -> None:
+    processor = open_processor(checkpoint(tmp_path, preprocessor_config=QWEN25_IMAGES))
+    assert processor.image(1000, 1500) == QWEN25.image(1000, 1500)
+    video = processor.video(31, 720, 1280, 25.0)  # the last frame fills up the last pair
+    assert (video.grid, video.part_seconds) == ((16, 52, 92), 2 / 25)
+    assert recorded_processor(processor.describe()) == processor
+
+
+def test_a_newer_qwen2_5_folder_samples_videos_as_its_file_says(tmp_path: Path) -> None:
+    videos = {**QWEN_VIDEOS, "video_processor_type": "Qwen2VLVideoProcessor", "do_sample_frames": True}
+    images = {**QWEN25_IMAGES, "size": {"shortest_edge": 1, "longest_edge": 2}}  # which the older names overrule
+    folder = checkpoint(tmp_path, processor_config={"image_processor": images, "video_processor": videos})
+    processor = open_processor(folder)
+    assert processor.image(1000, 1500) == QWEN25.image(1000, 1500)
+    assert processor.video(250, 280, 280, 25.0).grid == (5, 20, 20)
+    assert processor.video(250, 1280, 1280, 25.0).patches <= 5 * 786_432 / 14**2
+
+
 def test_a_newer_checkpoint_says_them_in_one_file(tmp_path: Path) -> None:
     settings_of = {"image_processor": INTERN_IMAGES, "image_seq_length": 256}
     processor = open_processor(checkpoint(tmp_path, processor_config=settings_of))
@@ -224,11 +280,13 @@ def test_a_newer_checkpoint_says_them_in_one_file(tmp_path: Path) -> None:
         ),
         (
             {"preprocessor_config": {"image_processor_type": "CLIP"}},
-            snapshot("ManifestError: FOLDER has the image processor 'CLIP'; fcp knows Qwen3-VL's and InternVL's"),
+            snapshot("ManifestError: FOLDER has the image processor 'CLIP'; fcp knows Qwen-VL's and InternVL's"),
         ),
         (
             {"preprocessor_config": QWEN_IMAGES, "video_preprocessor_config": {"video_processor_type": "Qwen2VLVideo"}},
-            snapshot("ManifestError: FOLDER has the video processor 'Qwen2VLVideo'; fcp knows Qwen3VLVideoProcessor"),
+            snapshot(
+                "ManifestError: FOLDER has the video processor 'Qwen2VLVideo'; fcp knows Qwen3VLVideoProcessor and Qwen2VLVideoProcessor"
+            ),
         ),
         (
             {
@@ -236,6 +294,19 @@ def test_a_newer_checkpoint_says_them_in_one_file(tmp_path: Path) -> None:
                 "video_preprocessor_config": {**QWEN_VIDEOS, "cap_pixels_per_frame": True},
             },
             snapshot("ManifestError: FOLDER caps the pixels of each video frame, which fcp does not model yet"),
+        ),
+        (
+            {
+                "preprocessor_config": QWEN25_IMAGES,
+                "video_preprocessor_config": {
+                    "video_processor_type": "Qwen2VLVideoProcessor",
+                    "do_sample_frames": True,
+                    "num_frames": 8,
+                },
+            },
+            snapshot(
+                "ManifestError: FOLDER takes num_frames of each video, which fcp does not model; set fps in its place"
+            ),
         ),
         (
             {
@@ -255,6 +326,8 @@ def test_a_checkpoint_of_another_family_is_refused(tmp_path: Path, files: dict[s
 
 def test_an_unknown_processor_is_named() -> None:
     with raises(
-        snapshot("ManifestError: --processor llava is neither qwen3-vl nor internvl nor the folder of a checkpoint")
+        snapshot(
+            "ManifestError: --processor llava is none of qwen3-vl, qwen2.5-vl, internvl, nor the folder of a checkpoint"
+        )
     ):
         open_processor("llava")

@@ -46,7 +46,7 @@ class SourceOptions:
         column: field or column with the tokens, texts or lengths; None takes what is usual.
         include: globs of the files of a text tree.
         exclude: globs of files and folders of a text tree to leave out.
-        processor: of media, `qwen3-vl`, `internvl` or the folder of a checkpoint.
+        processor: of media, `qwen3-vl`, `qwen2.5-vl`, `internvl` or the folder of a checkpoint.
         vocab_size: of Megatron data, where known; saves reading its `.bin` for the largest token.
         train_on: of chat data, what is learned.
     """
@@ -151,7 +151,7 @@ def _chat(path: Path, options: SourceOptions) -> ChatData:
 
 def _media(path: Path, options: SourceOptions) -> MediaSizes:
     if options.processor is None:
-        raise UsageError("--kind media needs --processor: qwen3-vl, internvl or the folder of a checkpoint")
+        raise UsageError("--kind media needs --processor: qwen3-vl, qwen2.5-vl, internvl or the folder of a checkpoint")
     processor = open_processor(options.processor)
     if options.tokenizer == "bytes":
         return MediaSizes(path=path, processor=processor, count_text=words_of, counted_by="rule")

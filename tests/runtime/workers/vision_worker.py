@@ -35,6 +35,8 @@ CASES: Mapping[str, tuple[str, VisionCase]] = {
     "fsdp": (WAVES, VisionCase(wrapping="fsdp")),
     "fsdp recomputed": (WAVES, VisionCase(wrapping="fsdp", recompute="non-reentrant")),
     "fsdp frozen": (WAVES, VisionCase(wrapping="fsdp", frozen=True)),
+    "qwen2_5_vl": (ITERATION, VisionCase(family="qwen2_5_vl", labelled=True)),
+    "qwen2_5_vl fsdp recomputed": (WAVES, VisionCase(family="qwen2_5_vl", wrapping="fsdp", recompute="non-reentrant")),
     "internvl": (ITERATION, VisionCase(family="internvl")),
     "internvl ddp frozen": (ITERATION, VisionCase(family="internvl", wrapping="ddp", frozen=True)),
     "internvl fsdp recomputed": (WAVES, VisionCase(family="internvl", wrapping="fsdp", recompute="non-reentrant")),

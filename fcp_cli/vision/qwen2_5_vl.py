@@ -1,0 +1,145 @@
+"""Qwen2.5-VL: its sequences as a plan runs them, and the calls of its encoder.
+
+    def fetch(row):
+        inputs = processor(...)  # or what of it was kept
+        return visual_sequence(model.config, inputs.input_ids[0], video_grid_thw=inputs.video_grid_thw, ...)
+
+A frame pair of a video is encoded like an image of its size: windows lie within one frame pair, and so does the
+attention of the blocks without windows. Time is in the language model's positions alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fcp_cli.arrays import IntArray
+from fcp_cli.errors import RunError
+from fcp_cli.vision.grids import by_kind, grid_parts, run_tower
+from fcp_cli.vision.parts import Kind, Pixels, VisualPart, VisualSequence
+
+
+def visual_sequence(
+    config: Any,
+    input_ids: Any,
+    *,
+    labels: Any = None,
+    image_grid_thw: Any = None,
+    video_grid_thw: Any = None,
+    second_per_grid_ts: Any = None,
+    pixel_values: Pixels | None = None,
+    pixel_values_videos: Pixels | None = None,
+) -> VisualSequence:
+    """Make one sequence of what the model's processor returns for it.
+
+    Args:
+        config: of the whole model (`Qwen2_5_VLConfig`).
+        input_ids: [tokens] with placeholders; those of a video are all together.
+        labels: [tokens], -100 where a token is not to be learned; None learns every token.
+        image_grid_thw, video_grid_thw: [images or videos, 3] patches in time, height and width.
+        second_per_grid_ts: [videos] seconds from one pair of frames to the next; None for 1, as transformers takes it.
+        pixel_values, pixel_values_videos: their pixels [patches, values]; a function is called only on the
+            rank that encodes them.
+
+    Raises:
+        RunError: placeholders that do not fit the grids, or not as many seconds as videos.
+    """
+    ids, vision = np.asarray(input_ids, dtype=np.int64), config.vision_config
+    work = partial(_work, vision)
+    images = list(grid_parts(config, ids, "image", image_grid_thw, pixel_values, work=work))
+    videos = list(grid_parts(config, ids, "video", video_grid_thw, pixel_values_videos, work=work))
+    seconds = [1.0] * len(videos) if second_per_grid_ts is None else list(second_per_grid_ts)
+    if len(seconds) != len(videos):
+        raise RunError(f"a sequence has {len(videos)} videos but {len(seconds)} second_per_grid_ts; give one for each")
+    # An image stands still in time, whatever the interval.
+    intervals = [1.0] * len(images) + [vision.tokens_per_second * one for one in seconds]
+    pictures = sorted(zip((*images, *videos), intervals, strict=True), key=lambda picture: picture[0][0].start_token)
+    parts = tuple(chain.from_iterable(own for own, _ in pictures))
+    positions = _position_ids(len(ids), pictures, vision.spatial_merge_size) if parts else None
+    return VisualSequence(tokens=ids, labels=labels, parts=parts, position_ids=positions)
+
+
+def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Tensor:
+    """Return [embeddings, 1, hidden] of this member's parts; of a blank patch where it has none.
+
+    Args:
+        model: the `Qwen2_5_VLModel`.
+        parts: what to encode.
+        pixels: [patches, values] of all of them; None where there are none.
+    """
+    found: Tensor = run_tower(model, parts, pixels).pooler_output
+    return found.unsqueeze(1)
+
+
+def encoder_outputs(embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]:
+    """Return what the model's forward takes in place of pixels.
+
+    Args:
+        embeddings: [visual tokens of this rank, 1, hidden].
+        kinds: of each.
+    """
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    per_image: dict[str, Any] = {kind: (chosen[:, 0],) for kind, chosen in by_kind(embeddings, kinds).items()}
+    return {kind: BaseModelOutputWithPooling(pooler_output=chosen) for kind, chosen in per_image.items()}
+
+
+def _work(vision: Any, height: int, width: int) -> float:
+    """Count multiplications of all blocks: seven matrix products per patch, and two of attention per pair.
+
+    Pairs are of a whole part in the blocks without windows, and of a window in the others; windows at the right and
+    at the bottom are cut off.
+    """
+    hidden, patches = vision.hidden_size, height * width
+    side = vision.window_size // vision.spatial_merge_size // vision.patch_size * vision.spatial_merge_size
+    full = len(vision.fullatt_block_indexes)
+    pairs = full * patches**2 + (vision.depth - full) * _squares(height, side) * _squares(width, side)
+    return float(vision.depth * patches * hidden * (4 * hidden + 3 * vision.intermediate_size) + 2 * hidden * pairs)
+
+
+def _squares(length: int, side: int) -> int:
+    """Return the sum of squares of the pieces of a length that is cut at every multiple of a side."""
+    return int(length // side * side**2 + (length % side) ** 2)
+
+
+def _position_ids(length: int, pictures: Sequence[tuple[tuple[VisualPart, ...], float]], merge: int) -> IntArray:
+    """Return [3, length] time, height and width of each token, as `Qwen2_5_VLModel.get_rope_index` counts them.
+
+    Text counts on all three alike. The pairs of frames of a video share heights and widths, and are an interval apart
+    in time; the text after a picture continues behind its longer side, however long it is in time.
+
+    Args:
+        length: tokens of the sequence.
+        pictures: the parts of each image and video, and its interval in time, in the order of their tokens.
+        merge: patches along a token's side.
+    """
+    positions = np.empty((3, length), dtype=np.int64)
+    at = position = 0
+    for parts, interval in pictures:
+        start, frame_tokens = parts[0].start_token, parts[0].num_tokens
+        stop = parts[-1].start_token + frame_tokens
+        if stop - start != len(parts) * frame_tokens:
+            raise RunError(
+                f"the {len(parts) * frame_tokens} video placeholders from token {start} on are not all together"
+            )
+        positions[:, at:start] = position + np.arange(start - at)
+        position += start - at
+        height, width = parts[0].grid[0] // merge, parts[0].grid[1] // merge
+        positions[0, start:stop] = position + np.repeat(_times(len(parts), interval), frame_tokens)
+        positions[1, start:stop] = position + np.tile(np.repeat(np.arange(height), width), len(parts))
+        positions[2, start:stop] = position + np.tile(np.tile(np.arange(width), height), len(parts))
+        at, position = stop, position + max(height, width)
+    positions[:, at:] = position + np.arange(length - at)
+    return positions
+
+
+def _times(frames: int, interval: Any) -> list[int]:
+    # Computed by torch as transformers does, which rounds the product to float32 before it is cut to a whole number.
+    times: list[int] = (torch.arange(frames) * interval).long().tolist()
+    return times
