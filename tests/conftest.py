@@ -32,6 +32,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Ranks of jobs are forked by torchrun.
+_FORKED_RANKS = str(Path(__file__).parent / "forked_ranks")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_FORKED_RANKS, os.environ.get("PYTHONPATH")]))
+
 # Modules of the standard library that ask a small program (`uname`, `ldconfig`) and wait for its answer.
 _LOOK_UPS = ("platform", "ctypes.util")
 _IMPLY_PROCESSES = ("distributed", "browser", "mindspore", "loops")

@@ -15,12 +15,13 @@ from inline_snapshot import snapshot
 from fcp_cli import app
 from fcp_cli.console import verbosity
 from fcp_cli.cost.profile import load_cost_profile
-from fcp_cli.machine.processes import descendants, environment_of, send
+from fcp_cli.machine.processes import descendants, send
 from fcp_cli.profiling.measurement import default_degrees, read_measurement
 from fcp_cli.profiling.points import measurement_points
 from fcp_cli.profiling.refit import HOLD_OUT_EVERY
 from fcp_cli.profiling.samples import read_samples
 from fcp_cli.recipe import Recipe
+from tests.forked_ranks import is_rank
 from tests.patience import PATIENCE_SECONDS, wait_until
 from tests.profiling.test_refit import PLANNED, write_run
 
@@ -245,7 +246,7 @@ def _kill_a_rank_after(observations: int, words: list[str], folder: Path) -> Non
         return samples.exists() and samples.read_text().count('"observation"') >= observations
 
     wait_until(has_observed)
-    rank_0 = next(pid for pid in descendants(process.pid) if environment_of(pid).get("RANK") == "0")
+    rank_0 = next(pid for pid in descendants(process.pid) if is_rank(pid, 0))
     send([rank_0], signal.SIGKILL)
     _, stderr = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 1, stderr

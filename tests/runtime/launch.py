@@ -14,10 +14,11 @@ ROOT = Path(__file__).parents[2]
 
 def torchrun(*program: str, num_ranks: int, **environment: str) -> None:
     """Run `program` (as after `torchrun`) on gloo ranks; a failing rank fails the test with what it said."""
+    path = os.pathsep.join([environment.pop("PYTHONPATH", str(ROOT)), os.environ["PYTHONPATH"]])
     done = subprocess.run(
         [*torchrun_argv(num_ranks), *program],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=PATIENCE_SECONDS,

@@ -1,0 +1,20 @@
+"""Ranks of tests' jobs that torchrun forks, where it would start an interpreter for each.
+
+A rank of the bundled trainer imports PyTorch and transformers for four to five seconds of processor time, and then trains
+a tiny model for less than one. With this folder on PYTHONPATH torchrun imports them once and forks: same agent, same
+process group, same signals, same logs, and a process with a session of its own for each rank. Scripts, whose start fcp
+changes, and the commands of pages start as users start them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fcp_cli.machine.processes import environment_of
+
+
+def is_rank(pid: int, rank: int) -> bool:
+    """Whether a process is this rank of its job; a forked one has its agent's environment in /proc, and says so by name."""
+    return (Path("/proc") / str(pid) / "comm").read_text() == f"rank {rank}\n" or environment_of(pid).get(
+        "RANK"
+    ) == f"{rank}"
