@@ -107,6 +107,7 @@ class Session:
         plan, metadata: the plan file and its metadata.
         world: all ranks of the job.
         device: where micro-batches are put.
+        fetch: from a manifest row to its tokens; may be set until `steps` is called.
         grad_ring_dtype: type in which gradients of keys and values travel.
         watch: says where this rank waits; None where nobody would read it.
     """
@@ -131,7 +132,7 @@ class Session:
         self.transport = transport
         self.grad_ring_dtype: GradRingDtype = "fp32"
         self.watch: Watch | None = None
-        self._fetch = fetch
+        self.fetch = fetch
         self._owns_process_group = owns_process_group
         self._steps_ahead = steps_ahead
 
@@ -161,15 +162,15 @@ class Session:
             RunError: no `fetch`, a model that cannot follow the plan, a step beyond it; while iterating, a loop that
                 leaves out micro-batches or does not run `attention`, data that does not match the plan.
         """
-        if self._fetch is None:
+        if self.fetch is None:
             raise RunError("no data: pass fetch=..., a function from manifest row to tokens")
         planned = self.metadata.recipe
         reduce = reduce or (planned.reduce if planned is not None else "wave")
         sync = gradient_sync(model, self.world, self.metadata.sync, reduce)
         cursor = PlanCursor(self.plan, self.rank, first_step=first_step, ahead=self._steps_ahead)
-        labelled = fetches_labels(self.plan, first_step, self._fetch)
+        labelled = fetches_labels(self.plan, first_step, self.fetch)
         loaded = Prefetched(
-            load_steps(cursor, self._fetch, rank=self.rank, labelled=labelled, device=self.device),
+            load_steps(cursor, self.fetch, rank=self.rank, labelled=labelled, device=self.device),
             depth=self._steps_ahead,
             name="fcp-loader",
         )
@@ -368,6 +369,19 @@ class Step(FollowedStep):
                     "it; train a vision-language model that fcp_cli.runtime.integrations.transformers.prepare accepts"
                 )
 
+    @property
+    def local_tokens(self) -> int:
+        """Return the tokens of the step that this rank holds."""
+        return sum(shard.layout.tokens(shard.member) for shard in self._shards)
+
+    def local_loss(self) -> Tensor:
+        """Return this rank's share (0-d) of `reduced_loss`, without waiting for the device.
+
+        Raises:
+            RunError: the loop did not use `LocalMicroBatch.loss` or `.normalised`.
+        """
+        return self._loss_sum() / self._divisor
+
     def reduced_loss(self) -> float:
         """Return the step's loss as one process would report it: token losses of all ranks / tokens of the batch.
         Every rank calls it, after the last micro-batch.
@@ -375,9 +389,12 @@ class Step(FollowedStep):
         Raises:
             RunError: the loop did not use `LocalMicroBatch.loss` or `.normalised`.
         """
+        total = self._loss_sum()
+        self._session.world.all_reduce_sum(total)
+        return float(total) / int(self._divisor)
+
+    def _loss_sum(self) -> Tensor:
         sums = [microbatch.loss_sum for microbatch in self._microbatches if microbatch.loss_sum is not None]
         if not sums:
             raise RunError(f"step {self.index} has no loss; compute it with microbatch.loss(logits)")
-        total = torch.stack(sums).sum()
-        self._session.world.all_reduce_sum(total)
-        return float(total) / int(self._divisor)
+        return torch.stack(sums).sum()

@@ -41,6 +41,7 @@ def install(environment: MutableMapping[str, str]) -> None:
             # Of the modules that an integration changes: each imports its integration when it is called.
             "megatron.core.pipeline_parallel.schedules": _hook_megatron,
             "megatron.training.utils": _hook_megatron_training,
+            "transformers.trainer": _hook_trainer,
         }
     )
 
@@ -65,6 +66,12 @@ def _hook_megatron_training(utils: ModuleType) -> None:
     from fcp_cli.runtime.integrations.megatron.batches import hook_batches
 
     hook_batches(utils)
+
+
+def _hook_trainer(trainer: ModuleType) -> None:
+    from fcp_cli.runtime.integrations.trainer_hooks import hook_trainer
+
+    hook_trainer(trainer)
 
 
 def _watch_optimizers(optimizer: ModuleType) -> None:

@@ -22,6 +22,8 @@ for the device in every forward.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -53,17 +55,49 @@ def prepare(model: transformers.PreTrainedModel) -> None:
     Raises:
         RunError: the model attends in a way that a ring of shards cannot follow.
     """
+    text = _run_on_rings(model)
+    text.use_cache = False
+    prepare_loss(model)
+    if text is not model.config:
+        _encoder_owner(model).register_forward_pre_hook(_bring_embeddings, with_kwargs=True)
+
+
+class SwitchedAttention:
+    """A decoder whose attention runs on rings within `on_rings` alone, and elsewhere as the script chose.
+
+    Its loss and its head are left as they are. Make it before DDP or `fully_shard`.
+
+    Raises:
+        RunError: the model attends in a way that a ring of shards cannot follow, or lets nobody replace its attention.
+    """
+
+    def __init__(self, model: transformers.PreTrainedModel) -> None:
+        own = model.config.get_text_config()._attn_implementation
+        self._config = _run_on_rings(model)
+        if self._config._attn_implementation != NAME:
+            raise RunError(f"{type(model).__name__} does not let its attention be replaced; a plan cannot drive it")
+        self._config._attn_implementation = self._own = own
+
+    @contextmanager
+    def on_rings(self) -> Iterator[None]:
+        """Run the model's attention on the ring of the current micro-batch."""
+        self._config._attn_implementation = NAME
+        try:
+            yield
+        finally:
+            self._config._attn_implementation = self._own
+
+
+def _run_on_rings(model: transformers.PreTrainedModel) -> Any:
+    """Put the ring's attention in place of the decoder's, bound to each call; return the decoder's configuration."""
     text = _text_config(model.config)
     _check_config(text)
     transformers.AttentionInterface.register(NAME, _attention_forward)
     model.set_attn_implementation(NAME if text is model.config else {"text_config": NAME})
-    text.use_cache = False
     for module in model.modules():
         if isinstance(module, transformers.PreTrainedModel):
             module.register_forward_pre_hook(_bind_ring, with_kwargs=True)
-    prepare_loss(model)
-    if text is not model.config:
-        _encoder_owner(model).register_forward_pre_hook(_bring_embeddings, with_kwargs=True)
+    return text
 
 
 def recompute_layers(model: transformers.PreTrainedModel, how: Recompute) -> None:

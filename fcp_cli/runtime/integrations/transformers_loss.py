@@ -39,12 +39,22 @@ class LossHead(nn.Linear):
         return self.loss_sum
 
 
-def prepare_loss(model: PreTrainedModel) -> None:
-    """Put a `LossHead` in place of a model's linear head; nothing to do for a model with none or another."""
+def put_loss_head(model: PreTrainedModel) -> LossHead | None:
+    """Put a `LossHead` in place of a model's linear head and return it; None for a model with none or another."""
     head = _head(model)
+    if isinstance(head, LossHead):
+        return head
     if type(head) is not nn.Linear:
+        return None
+    model.set_output_embeddings(found := LossHead(head))  # type: ignore[no-untyped-call]
+    return found
+
+
+def prepare_loss(model: PreTrainedModel) -> None:
+    """Let a model of a linear head answer to the micro-batch's labels with the sum of their losses."""
+    if type(_head(model)) is not nn.Linear:
         return
-    model.set_output_embeddings(LossHead(head))  # type: ignore[no-untyped-call]
+    put_loss_head(model)
     model.register_forward_pre_hook(_tell_head, with_kwargs=True)
     model.register_forward_hook(_take_loss)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
 from fcp_cli.errors import RunError
+from fcp_cli.runtime.integrations import requirements
 
 KNOWN_TO_WORK = ("0.16.1",)
 _OLDEST = (0, 16, 1)
@@ -60,16 +60,8 @@ def require(
         found: what the module belongs to, with its version; megatron-core by default.
         advice: versions known to work.
     """
-    found, advice = found or f"megatron-core {megatron_version()}", advice or _advice()
-    target: Any = module
-    for name in path.split("."):
-        target = getattr(target, name, None)
-    if target is None:
-        raise RunError(f"{found} has no {module.__name__}.{path}; {advice}")
-    taken = inspect.signature(target).parameters
-    for name in parameters:
-        if name not in taken:
-            raise RunError(f"{found}: {module.__name__}.{path} takes no {name}; {advice}")
+    known = found or f"megatron-core {megatron_version()}"
+    requirements.require(module, path, parameters, found=known, advice=advice or _advice())
 
 
 def megatron_version() -> str:

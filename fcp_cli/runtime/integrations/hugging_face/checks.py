@@ -1,0 +1,185 @@
+"""Refuse, in one line and before the first step, what a trainer is asked for that following a plan would leave out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+from fcp_cli.errors import RunError
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.runtime.integrations.requirements import require
+
+KNOWN_TO_WORK = ("5.23.0",)
+LOSSES = {
+    "transformers.trainer": "Trainer",
+    "trl.trainer.sft_trainer": "SFTTrainer",
+}
+"""Module -> class of trainers whose `compute_loss` there is a planned form of."""
+_ORDER = ("get_train_dataloader", "_get_train_sampler", "_get_dataloader", "get_batch_samples")
+
+
+def check_trainer_module(trainer: ModuleType) -> None:
+    """Check the methods of `transformers.trainer.Trainer` that are replaced or relied on.
+
+    Raises:
+        RunError: one is missing, or takes other arguments.
+    """
+    import transformers
+
+    found = f"transformers {transformers.__version__}"
+    advice = f"versions known to work: {', '.join(KNOWN_TO_WORK)}; pip install transformers=={KNOWN_TO_WORK[-1]}"
+    for path, parameters in (
+        ("Trainer._inner_training_loop", ("args",)),
+        ("Trainer.get_train_dataloader", ()),
+        ("Trainer.training_step", ("model", "inputs", "num_items_in_batch")),
+        ("Trainer.compute_loss", ("model", "inputs", "num_items_in_batch")),
+        ("Trainer.compute_loss_context_manager", ()),
+        ("Trainer.get_total_train_batch_size", ("args",)),
+        ("Trainer.create_accelerator_and_postprocess", ()),
+    ):
+        require(trainer, path, parameters, found=found, advice=advice)
+
+
+def check_trainer(trainer: Any) -> None:
+    """Check what the script asks of a trainer.
+
+    Raises:
+        RunError: it asks for something that a plan cannot follow.
+    """
+    for refusals in (_refused_overrides, _refused_settings, _refused_models, _refused_of_trl):
+        for is_refused, reason in refusals(trainer):
+            if is_refused:
+                raise RunError(reason)
+
+
+def check_schedule(trainer: Any, metadata: PlanMetadata, plan: Any) -> None:
+    """Check that the trainer's global batches and steps are the plan's, which its schedules and logs count.
+
+    Raises:
+        RunError: they are not.
+    """
+    args = trainer.args
+    batch, size = trainer.get_total_train_batch_size(args), metadata.global_batch_size
+    if batch != size:
+        raise RunError(
+            f"the script trains on {batch} sequences a step (per_device_train_batch_size "
+            f"{args.per_device_train_batch_size} x gradient_accumulation_steps {args.gradient_accumulation_steps} x "
+            f"{args.world_size} ranks), but the plan on {size}; plan with 'fcp plan --global-batch-size {batch}', or "
+            "give the script the plan's"
+        )
+    wanted = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * metadata.steps_per_epoch)
+    if wanted > metadata.end_step:
+        asked = f"max_steps {args.max_steps}" if args.max_steps > 0 else f"num_train_epochs {args.num_train_epochs}"
+        epochs = math.ceil(wanted / max(metadata.steps_per_epoch, 1))
+        raise RunError(
+            f"the script trains {wanted} steps ({asked}), but the plan {plan} ends after {metadata.end_step}; plan "
+            f"more with 'fcp plan --epochs {epochs}', or set max_steps={metadata.end_step}"
+        )
+    if args.dataloader_drop_last and metadata.last_batch == "keep" and metadata.planned_rows % size:
+        raise RunError(
+            "the script drops an epoch's last, partial batch (dataloader_drop_last), but the plan keeps it; plan with "
+            "'fcp plan --last-batch drop'"
+        )
+    if getattr(args, "train_sampling_strategy", "") == "sequential" and metadata.shuffle:
+        raise RunError(
+            "the script trains the rows in order (train_sampling_strategy='sequential'), but the plan shuffles them; "
+            "plan with 'fcp plan --no-shuffle'"
+        )
+
+
+def _refused_overrides(trainer: Any) -> Iterable[tuple[bool, str]]:
+    """Yield the methods of the script's own class that would not be called any more."""
+    owner = _owner(trainer, "compute_loss")
+    yield (
+        (owner.__module__, owner.__name__) not in LOSSES.items(),
+        f"{owner.__name__} computes its own loss (compute_loss), which a plan would leave out: a rank has a part of "
+        "each sequence only; leave it out, or follow the plan in a loop of your own (docs/how-to/training-loop.md)",
+    )
+    for name in (*_ORDER, "training_step"):
+        owner = _owner(trainer, name)
+        is_known = owner.__module__.split(".")[0] in ("transformers", "trl", "fcp_cli")
+        what = "how a step runs" if name == "training_step" else "which rows a step has"
+        yield (
+            not is_known,
+            f"{owner.__name__} has its own {name}, but under a plan {what} comes from the plan; leave it out",
+        )
+
+
+def _owner(trainer: Any, method: str) -> type:
+    return next(kind for kind in type(trainer).__mro__ if method in vars(kind))
+
+
+def _refused_settings(trainer: Any) -> Iterable[tuple[bool, str]]:
+    args, accelerator = trainer.args, trainer.accelerator
+    yield (
+        trainer.compute_loss_func is not None,
+        "the trainer has a compute_loss_func, which a plan would leave out: a rank has a part of each sequence only; "
+        "leave it out, or follow the plan in a loop of your own (docs/how-to/training-loop.md)",
+    )
+    yield (
+        not args.average_tokens_across_devices,
+        "average_tokens_across_devices=False weighs tokens by the rank that they are on, which the plan chooses; leave "
+        "it out",
+    )
+    strategy = getattr(args, "train_sampling_strategy", "group_by_length" if _old_grouping(args) else "random")
+    yield (
+        strategy not in ("random", "sequential"),
+        f"the script groups rows by {strategy}, but a plan balances the steps itself; leave it out",
+    )
+    yield (
+        bool(args.auto_find_batch_size),
+        "auto_find_batch_size changes the batch, which the plan fixes; leave it out",
+    )
+    yield (
+        trainer.neftune_noise_alpha is not None,
+        "neftune_noise_alpha scales noise by a sequence's length, of which a rank has a part; leave it out",
+    )
+    yield (
+        trainer.is_deepspeed_enabled,
+        "deepspeed= cannot follow a plan through the Trainer; leave it out (DDP), or use fsdp=, or a loop of your own "
+        "around the engine",
+    )
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    yield "lomo" in optimizer, f"the optimizer {optimizer} steps inside each backward; a plan's step has several"
+    parallel = getattr(accelerator, "parallelism_config", None)
+    others = [name for name in ("tp", "cp", "sp") if (getattr(parallel, f"{name}_size", None) or 1) > 1]
+    yield (
+        bool(others),
+        f"the script sets {', '.join(f'{name}_size' for name in others)}; a plan makes the groups itself: leave it out",
+    )
+
+
+def _refused_models(trainer: Any) -> Iterable[tuple[bool, str]]:
+    yield (
+        not trainer.model_accepts_loss_kwargs,
+        f"{type(trainer.model).__name__} averages its loss per micro-batch (it takes no num_items_in_batch), which "
+        "weighs tokens by how the plan packs them; use a model class whose forward takes **kwargs",
+    )
+    config = getattr(trainer.model, "config", None)
+    text = getattr(config, "get_text_config", lambda: config)()
+    yield (
+        bool(getattr(text, "output_router_logits", False)),
+        "the model adds an auxiliary loss of its experts (output_router_logits), which is made of one rank's tokens of "
+        "a micro-batch, which the plan chooses; set it to False (TRL: router_aux_loss_coef=0.0)",
+    )
+    yield (
+        hasattr(config, "vision_config"),
+        f"a {getattr(config, 'model_type', '')} model's images do not reach it through the Trainer under a plan; see "
+        "docs/how-to/images-and-videos.md",
+    )
+
+
+def _old_grouping(args: Any) -> bool:
+    return bool(getattr(args, "group_by_length", False))
+
+
+def _refused_of_trl(trainer: Any) -> Iterable[tuple[bool, str]]:
+    args = trainer.args
+    yield bool(getattr(args, "packing", False)), "packing=True; leave it off: the plan packs"
+    yield (
+        bool(getattr(args, "activation_offloading", False)),
+        "activation_offloading=True counts on one forward and backward a step; leave it out (gradient_checkpointing "
+        "keeps memory low, too)",
+    )

@@ -1,0 +1,132 @@
+"""Fetch the manifest's rows from a script's own data set, one by one through its own collator, and compare lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fcp_cli.arrays import IntArray
+from fcp_cli.errors import RunError
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.reader import PlanReader
+
+Collate = Callable[[list[Any]], Any]
+
+# What collators add that says again what the tokens and the plan say.
+_REDUNDANT = frozenset({"attention_mask", "position_ids", "token_type_ids", "completion_mask", "seq_idx", "length"})
+_REDUNDANT_PREFIXES = ("cu_seq_lens", "max_length", "num_items")
+
+
+class CollatedRows:
+    """The rows of a data set as the plan's `fetch`: row number -> (tokens, labels), as the collator makes them.
+
+    Args:
+        dataset: with a length and items by number; row n of it is row n of the manifest.
+        collate: the script's collator, called with one item at a time; padding is taken off again.
+        plan, metadata: what the rows must match.
+
+    Raises:
+        RunError: the data set has no length, or another than the manifest.
+    """
+
+    def __init__(self, dataset: Any, collate: Collate, plan: Path, metadata: PlanMetadata) -> None:
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise RunError(
+                f"the training data is a {type(dataset).__name__}, which is read in one go; a plan needs its rows by "
+                "number: use a data set with random access (datasets.Dataset, not streaming)"
+            )
+        rows, name = metadata.manifest.rows, metadata.manifest.name
+        if len(dataset) != rows:
+            raise RunError(
+                f"the training data has {len(dataset)} rows, but the plan's manifest {name} has {rows}; {REBUILD}"
+            )
+        self._dataset, self._collate, self._name = dataset, collate, name
+        self._planned = planned_lengths(plan, metadata)
+        cut = metadata.overlong
+        self._cut_tokens = cut.max_length if cut.policy == "truncate" else None
+
+    def __call__(self, row: int) -> tuple[Tensor, Tensor]:
+        tokens, labels = one_sequence(self._collate([self._dataset[row]]), row)
+        found, planned = len(tokens), int(self._planned[row])
+        if found != planned and not (found > planned == self._cut_tokens):
+            raise RunError(
+                f"row {row} of the training data has {found} tokens but {planned} in the plan's manifest {self._name}; "
+                f"{REBUILD}"
+            )
+        return tokens, labels
+
+
+REBUILD = (
+    "build the manifest from the data that the trainer trains on: trainer.train_dataset.save_to_disk('prepared'), then "
+    "'fcp manifest build prepared --column input_ids' and 'fcp plan'"
+)
+
+
+def planned_lengths(plan: Path, metadata: PlanMetadata) -> IntArray:
+    """Return [manifest rows] the planned tokens of each row; 0 of one that the plan leaves out."""
+    lengths = np.zeros(metadata.manifest.rows, dtype=np.int64)
+    for step in PlanReader(plan).steps():
+        lengths[step.sequences] = step.lengths
+    return lengths
+
+
+def one_sequence(batch: Any, row: int) -> tuple[Tensor, Tensor]:
+    """Return the tokens [n] and labels [n] of the one sequence in a batch of one item, without its padding.
+
+    Raises:
+        RunError: it holds none, several, or more than tokens and labels.
+    """
+    if not isinstance(batch, Mapping) or "input_ids" not in batch:
+        raise RunError(f"the data collator makes of row {row} no dictionary with input_ids, which a plan follows")
+    foreign = [name for name in batch if name not in ("input_ids", "labels") and not _is_redundant(name, batch[name])]
+    if foreign:
+        raise RunError(
+            f"the data collator gives {', '.join(sorted(map(str, foreign)))} beside the tokens of row {row}, which "
+            "would be lost under a plan; leave it out, or write the loop as in docs/how-to/training-loop.md"
+        )
+    if batch.get("labels") is None:
+        raise RunError(
+            f"the data collator gives no labels for row {row}; for language models, use "
+            "DataCollatorForLanguageModeling(tokenizer, mlm=False)"
+        )
+    tokens, labels = (torch.as_tensor(batch[name]) for name in ("input_ids", "labels"))
+    if tokens.dim() != 2 or len(tokens) != 1 or labels.shape != tokens.shape:
+        raise RunError(
+            f"the data collator makes of row {row} input_ids of shape {tuple(tokens.shape)} and labels of "
+            f"{tuple(labels.shape)}; a row must be one sequence, [1, tokens] each"
+        )
+    kept = _unpadded(batch, tokens, row)
+    return tokens[0][kept], labels[0][kept]
+
+
+def _is_redundant(name: Any, value: Any) -> bool:
+    if name == "token_type_ids":
+        return not torch.as_tensor(value).any()
+    return name in _REDUNDANT or str(name).startswith(_REDUNDANT_PREFIXES) or value is None
+
+
+def _unpadded(batch: Mapping[Any, Any], tokens: Tensor, row: int) -> slice:
+    """Return where the sequence lies between its padding."""
+    mask = batch.get("attention_mask")
+    start, stop = 0, tokens.shape[1]
+    if mask is not None:
+        kept = torch.as_tensor(mask)[0].nonzero().flatten()
+        if not len(kept) or int(kept[-1] - kept[0]) + 1 != len(kept):
+            raise RunError(
+                f"the attention mask of row {row} leaves out tokens inside of it, which a plan cannot follow"
+            )
+        start, stop = int(kept[0]), int(kept[-1]) + 1
+    positions = batch.get("position_ids")
+    if positions is not None:
+        own = torch.as_tensor(positions)[..., start:stop].flatten()
+        if not torch.equal(own, torch.arange(stop - start, dtype=own.dtype)):
+            raise RunError(
+                f"row {row} of the training data holds several sequences (its position_ids start again); leave packing "
+                "off: the plan packs"
+            )
+    return slice(start, stop)

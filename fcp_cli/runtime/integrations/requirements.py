@@ -1,0 +1,28 @@
+"""Check that what an integration hooks exists and takes the arguments that are relied on, before it is hooked."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from fcp_cli.errors import RunError
+
+
+def require(module: ModuleType, path: str, parameters: Sequence[str], *, found: str, advice: str) -> None:
+    """Raise RunError unless `path` (a name, or Class.method) is in the module and takes these parameters.
+
+    Args:
+        found: what the module belongs to, with its version.
+        advice: versions known to work.
+    """
+    target: Any = module
+    for name in path.split("."):
+        target = getattr(target, name, None)
+    if target is None:
+        raise RunError(f"{found} has no {module.__name__}.{path}; {advice}")
+    taken = inspect.signature(target).parameters
+    for name in parameters:
+        if name not in taken:
+            raise RunError(f"{found}: {module.__name__}.{path} takes no {name}; {advice}")

@@ -1,0 +1,44 @@
+"""Plans of two ranks for the tests of trainers: rings, packs, idle ranks, and different numbers of micro-batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fcp_cli.plan.metadata import Sync
+from tests.runtime.plans import Row, write_plan
+
+GLOBAL_BATCH = 8
+_ITERATION = (
+    (
+        Row((0, 1), (41, 3)),
+        Row((0,), (7, 9)),
+        Row((0,), (5,)),
+        Row((0,), (2, 1)),
+        Row((1,), (12,)),
+    ),
+    (
+        Row((1,), (6, 14)),
+        Row((0, 1), (23,)),
+        Row((1,), (4,)),
+        Row((1,), (11, 8, 3)),
+        Row((0, 1), (1,)),
+    ),
+    (Row((0,), (9, 9, 9)), Row((0,), (30,)), Row((0,), (2, 17, 5, 6)), Row((1,))),
+)
+_WAVES = (
+    (Row((0,), (41, 3), 0), Row((1,), (7,), 0), Row((0, 1), (9, 5, 2), 1), Row((0,), (1,), 2), Row((1,), (12,), 2)),
+    (Row((0, 1), (6, 14, 23), 0), Row((0,), (4, 11), 1), Row((1,), (8, 3, 1), 1)),
+    (Row((0,), (9, 9, 9), 0), Row((1,), (30,), 0), Row((0,), (2, 17, 5, 6), 1), Row((1,), (), 1)),
+)
+LENGTHS = tuple(length for step in _ITERATION for row in step for length in row.lengths)
+
+
+def write_plans(folder: Path) -> None:
+    """Write both plans; they have the same sequences in every step."""
+    plans: tuple[tuple[str, Sync, tuple[tuple[Row, ...], ...]], ...] = (
+        ("iteration.parquet", "iteration", _ITERATION),
+        ("waves.parquet", "microbatch", _WAVES),
+    )
+    for name, sync, steps in plans:
+        assert tuple(length for step in steps for row in step for length in row.lengths) == LENGTHS
+        write_plan(folder / name, steps, num_ranks=2, sync=sync, rows=len(LENGTHS))
