@@ -10,7 +10,7 @@ from typing import Literal
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import PlanMetadata
 
-FORMAT = "fcp-checkpoint/1"
+FORMAT = "fcp-checkpoint/2"
 PREFIX = "step-"
 
 Sharding = Literal["replicated", "sharded"]

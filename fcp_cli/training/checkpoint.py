@@ -1,30 +1,32 @@
-"""Save and load checkpoints: a folder per saved step that exists whole or not at all, from which a run resumes exactly.
+"""What a checkpoint holds, and how a run resumes from it exactly.
 
     checkpoints/step-00000500/
-        checkpoint.json      format, step, plan hash, ranks, sharding
-        state.pt             weights and optimizer (replicated: written by rank 0)
-        state-00003.pt       a share of both (sharded: written by the ranks of the first copy)
-        rng-00003.pt         this rank's random generators
+        checkpoint.json            format, step, plan hash, ranks, sharding
+        state.safetensors          weights and optimizer (replicated: written by rank 0)
+        state-00003.safetensors    a share of both (sharded: written by the ranks of the first copy)
+        rng-00003.safetensors      this rank's random generators
 
 `step` counts finished steps. The learning rate is a function of the step and the data order is the plan, so neither is
 saved. Weights are those that the optimizer updates. A share is the same rows of each tensor in every sharding, so that
-a run may resume under another one: a rank cuts what it keeps out of the mapped files. Everything is read with
-`weights_only`: a checkpoint can hold tensors and numbers, never code.
+a run may resume under another one: a rank cuts what it keeps out of the mapped files. Tensors are named `model/NAME`
+and `optimizer/PARAMETER/ENTRY`; what an optimizer holds in numbers stands in the file's header, as JSON. No file is a
+pickle: nothing that a checkpoint holds can run.
 
-Not torch.distributed.checkpoint: its reader opens the metadata of a checkpoint with a plain `pickle.load`, which runs
-whatever code the file holds. Its storage without pickle (safetensors) is not public in the oldest torch that fcp
-supports, takes tensors only, where an optimizer's parameter groups hold numbers, and doubles a rank's shard in host
-memory while it writes.
+Not torch.distributed.checkpoint. Its reader opens a checkpoint's metadata with a plain `pickle.load`, which runs
+whatever code the file holds. Its storage in safetensors (`HuggingFaceStorageWriter`, as of torch 2.13) has no such
+file, but nothing either that tells a whole checkpoint from one whose writing was cut off; it takes tensors only, where
+an optimizer's parameter groups hold numbers; it serialises a rank's file in memory beside the copy that it writes from;
+its asynchronous form runs collectives in a thread, for which every job needs a second process group; and it is not
+public in the oldest torch that fcp supports. What it would give, other cuts of the tensors, is `_own_rows` here.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +35,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fcp_cli.errors import RunError
-from fcp_cli.runs.checkpoint_header import FORMAT, PREFIX, CheckpointHeader, checkpoints
+from fcp_cli.runs.checkpoint_header import CheckpointHeader
 from fcp_cli.training.shares import Shares
 from fcp_cli.words import first_line
+
+_STATE_KEY = "optimizer"  # in the header of a file of state
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,54 +61,71 @@ class TrainState:
     shares: Shares
 
 
-def save_checkpoint(
-    folder: Path,
-    header: CheckpointHeader,
-    state: TrainState,
-    *,
-    rank: int,
-    barrier: Callable[[], None],
-    keep: int,
-) -> Path:
-    """Write a checkpoint; called by all ranks, who share `folder`. The oldest beyond `keep` are removed afterwards.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Captured:
+    """What one rank writes of a checkpoint.
 
-    Killed at any moment, it leaves the checkpoints before it as they were.
+    Attributes:
+        tensors: file name -> name -> tensor: live, or a copy of it.
+        headers: file name -> what stands in its header beside the tensors.
+    """
+
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    headers: Mapping[str, Mapping[str, str]]
+
+
+def capture(state: TrainState, header: CheckpointHeader, *, rank: int) -> Captured:
+    """Return what this rank writes; the tensors are live, only the random generators are copies."""
+    random = f"rng-{rank:05d}.safetensors"
+    tensors: dict[str, Mapping[str, Tensor]] = {random: _random_states(state.device)}
+    headers: dict[str, Mapping[str, str]] = {random: {}}
+    if state.shares.copy == 0:
+        name = _state_files(header)[state.shares.index]
+        optimizer, numbers = _optimizer_parts(state.optimizer)
+        live = {**state.weights, **state.buffers}
+        tensors[name] = {
+            **{f"model/{key}": _local(tensor).detach() for key, tensor in live.items()},
+            **{f"optimizer/{key}": _local(tensor) for key, tensor in optimizer.items()},
+        }
+        headers[name] = {_STATE_KEY: json.dumps(numbers)}
+    return Captured(tensors=tensors, headers=headers)
+
+
+def _optimizer_parts(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of an optimizer, as PARAMETER/ENTRY, and its numbers: parameter groups and other entries."""
+    saved = optimizer.state_dict()
+    tensors: dict[str, Tensor] = {}
+    others: dict[str, dict[str, Any]] = {}
+    for parameter, entries in saved["state"].items():
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"{parameter}/{key}"] = value
+            else:
+                others.setdefault(str(parameter), {})[key] = value
+    return tensors, {"param_groups": saved["param_groups"], "entries": others}
+
+
+def write_files(folder: Path, captured: Captured) -> None:
+    """Write a rank's files, whose tensors are on the host, and see that the disk has them.
 
     Raises:
-        RunError: this rank cannot write (disk full, no permission).
+        RunError: names the file that cannot be written.
     """
-    final = folder / f"{PREFIX}{header.step:08d}"
-    partial = folder / f".{final.name}.partial"
+    for name, tensors in captured.tensors.items():
+        _write_file(folder / name, tensors, captured.headers[name])
+
+
+def _write_file(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
     try:
-        if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        barrier()  # no rank writes into a folder that rank 0 has yet to empty
-        _write_tensors(partial / f"rng-{rank:05d}.pt", _random_states(state.device))
-        if state.shares.copy == 0:
-            _write_tensors(partial / _state_files(header)[state.shares.index], _captured(state))
-        barrier()  # every file is whole before the folder gets its name
-        if rank == 0:
-            _publish(partial, final, header)
-            for old in checkpoints(folder)[:-keep]:
-                shutil.rmtree(old, ignore_errors=True)
-        barrier()
-    except OSError as error:
-        raise RunError(
-            f"cannot write the checkpoint {final}: {error.strerror or error}; older ones are kept"
-        ) from error
-    return final
-
-
-def _publish(partial: Path, final: Path, header: CheckpointHeader) -> None:
-    text = json.dumps({"format": FORMAT, **asdict(header)}, indent=2)
-    with (partial / "checkpoint.json").open("w", encoding="utf-8") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    # What the folder holds is on disk by now: the rename is what makes it a checkpoint.
-    shutil.rmtree(final, ignore_errors=True)  # the same step, saved by the run that this one was resumed from
-    partial.rename(final)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=dict(header))
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+        raise RunError(f"cannot write {path}: {reason}; checkpoints before it are kept") from error
 
 
 def load_checkpoint(checkpoint: Path, state: TrainState, *, header: CheckpointHeader, rank: int) -> None:
@@ -119,37 +140,35 @@ def load_checkpoint(checkpoint: Path, state: TrainState, *, header: CheckpointHe
     shares = state.shares
     if len(files) == shares.count:  # cut as this run's: the rank's own file is what it keeps
         files, shares = [files[shares.index]], Shares()
-    # Mapped, so that a rank that needs a part of every file does not hold them all.
-    saved = [_read_tensors(file, mapped=True) for file in files]
-    try:
-        _restore_tensors(state, saved, shares)
-        _restore_optimizer(state.optimizer, saved, shares)
-    except (KeyError, ValueError, RuntimeError) as error:
-        raise RunError(f"{checkpoint} does not fit this model: {first_line(error)}") from error
+    with ExitStack() as stack:
+        # Mapped, so that a rank that needs a part of every file does not hold them all.
+        saved = [stack.enter_context(_opened(file)) for file in files]
+        try:
+            _restore_tensors(state, saved, shares)
+            _restore_optimizer(state.optimizer, saved, shares)
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise RunError(f"{checkpoint} does not fit this model: {first_line(error)}") from error
     if rank < header.num_ranks:
-        _restore_random_states(_read_tensors(checkpoint / f"rng-{rank:05d}.pt"), state.device)
+        with _opened(checkpoint / f"rng-{rank:05d}.safetensors") as file:
+            _restore_random_states({name: file.get_tensor(name) for name in file.keys()}, state.device)  # noqa: SIM118
 
 
 def _state_files(header: CheckpointHeader) -> list[str]:
     """Return the files of the shares, in order."""
     if header.sharding == "replicated":
-        return ["state.pt"]
-    return [f"state-{index:05d}.pt" for index in range(header.shards or header.num_ranks)]
+        return ["state.safetensors"]
+    return [f"state-{index:05d}.safetensors" for index in range(header.shards or header.num_ranks)]
 
 
-def _captured(state: TrainState) -> dict[str, Any]:
-    tensors = {**state.weights, **state.buffers}
-    return {
-        # A row-range view would be saved with the whole tensor that it is a part of.
-        "model": {name: _own_memory(_local(tensor).detach()) for name, tensor in tensors.items()},
-        "optimizer": _map_tensors(state.optimizer.state_dict(), _local),
-    }
+def _opened(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
 
-
-def _own_memory(tensor: Tensor) -> Tensor:
-    """Return a tensor that is not a part of larger memory."""
-    is_part = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
-    return tensor.to("cpu", copy=True) if is_part else tensor
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise RunError(
+            f"{path} cannot be read ({first_line(error)}); remove {path.parent} to resume from the one before"
+        ) from error
 
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -164,67 +183,71 @@ def _local(tensor: Tensor) -> Tensor:
     return local
 
 
-def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {key: _map_tensors(item, function) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_map_tensors(item, function) for item in value]
-    return value
-
-
-def _own_rows(parts: Sequence[Tensor], shares: Shares) -> Tensor:
-    """Return the rows that this rank keeps of a tensor that lies in parts, without a copy where one part has them."""
-    own = shares.rows(sum(len(part) for part in parts))
-    found, start = [], 0
-    for part in parts:
-        first, last = max(own.start - start, 0), min(own.stop - start, len(part))
+def _own_rows(parts: Sequence[Any], shares: Shares) -> Tensor:
+    """Return the rows that this rank keeps of a tensor that lies in parts of files; no others are read."""
+    counts = [part.get_shape()[0] for part in parts]
+    own = shares.rows(sum(counts))
+    found: list[Tensor] = []
+    start = 0
+    for part, count in zip(parts, counts, strict=True):
+        first, last = max(own.start - start, 0), min(own.stop - start, count)
         if first < last:
             found.append(part[first:last])
-        start += len(part)
+        start += count
     if not found:
-        return parts[0][:0]
+        return parts[0][:0]  # type: ignore[no-any-return]
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def _restore_tensors(state: TrainState, saved: Sequence[dict[str, Any]], shares: Shares) -> None:
+def _restored(saved: Sequence[Any], name: str, shares: Shares) -> Tensor:
+    """Return what this rank keeps of a saved tensor; every rank keeps a scalar, as Adam's count of steps."""
+    parts = [file.get_slice(name) for file in saved]
+    return _own_rows(parts, shares) if parts[0].get_shape() else saved[0].get_tensor(name)
+
+
+def _restore_tensors(state: TrainState, saved: Sequence[Any], shares: Shares) -> None:
     live = {**state.weights, **state.buffers}
-    names = saved[0]["model"].keys()
+    names = {name.removeprefix("model/") for name in saved[0].keys() if name.startswith("model/")}  # noqa: SIM118
     if live.keys() != names:
         raise ValueError(f"the names {sorted(live.keys() ^ names)[:3]} are in one of them only")
     with torch.no_grad():
         for name, tensor in live.items():
-            parts = [file["model"][name] for file in saved]
-            own, kept = _own_rows(parts, shares) if name in state.weights else parts[0], _local(tensor)
+            key, kept = f"model/{name}", _local(tensor)
+            own = _restored(saved, key, shares) if name in state.weights else saved[0].get_tensor(key)
             if kept.shape != own.shape:
                 raise ValueError(f"{name} is {tuple(own.shape)}, not {tuple(kept.shape)}")
             kept.copy_(own)
 
 
-def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: Sequence[dict[str, Any]], shares: Shares) -> None:
+def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: Sequence[Any], shares: Shares) -> None:
     """Load what this rank's optimizer keeps; moments of FSDP2's parameters become shards again."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    states = [file["optimizer"]["state"] for file in saved]
-    groups = [dict(group) for group in saved[0]["optimizer"]["param_groups"]]
+    numbers = json.loads(saved[0].metadata()[_STATE_KEY])
+    groups = numbers["param_groups"]
     for group, live in zip(groups, optimizer.param_groups, strict=True):
         group.update(fused=live["fused"], foreach=live["foreach"])  # of the devices, not of the run
-    moments = {
-        index: {key: _restored([state[index][key] for state in states], parameters[index], shares) for key in entries}
-        for index, entries in states[0].items()
-    }
-    optimizer.load_state_dict({"state": moments, "param_groups": groups})
+    state: dict[int, dict[str, Any]] = {int(index): dict(entries) for index, entries in numbers["entries"].items()}
+    for name in saved[0].keys():  # noqa: SIM118
+        kind, _, place = name.partition("/")
+        if kind == "optimizer":
+            index, _, key = place.partition("/")
+            own = _restored(saved, name, shares)
+            state.setdefault(int(index), {})[key] = _like(own, parameters[int(index)]) if own.dim() else own
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _restored(parts: Sequence[Any], like: Tensor, shares: Shares) -> Any:
-    """Return one entry of an optimizer's state for a parameter; every rank keeps a scalar, as Adam's count of steps."""
-    if not isinstance(parts[0], Tensor) or not parts[0].dim():
-        return parts[0]
-    own = _own_rows(parts, shares).to(_local(like).device, copy=True)  # not the mapped file, which will be removed
-    if not isinstance(like, DTensor):
+def _like(own: Tensor, parameter: Tensor) -> Tensor:
+    """Return a moment where its parameter is, as FSDP2's shard if that is one."""
+    own = own.to(_local(parameter).device)
+    if not isinstance(parameter, DTensor):
         return own
     return DTensor.from_local(
-        own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        own,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
     )
 
 
@@ -239,27 +262,3 @@ def _restore_random_states(states: Mapping[str, Tensor], device: torch.device) -
     torch.set_rng_state(states["cpu"])
     if device.type in states and device.type != "cpu":
         getattr(torch, device.type).set_rng_state(states[device.type], device)
-
-
-def _write_tensors(path: Path, value: Any) -> None:
-    with path.open("wb") as file:
-        torch.save(value, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _read_tensors(path: Path, *, mapped: bool = False) -> dict[str, Any]:
-    try:
-        saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-        return saved
-    except Exception as error:  # torch raises many kinds for a damaged file; all mean the same here
-        raise RunError(
-            f"{path} cannot be read ({first_line(error)}); remove {path.parent} to resume from the one before"
-        ) from error
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove what a kill during a save left behind. One rank calls it, at the start of a run."""
-    for leftover in folder.glob(f".{PREFIX}*.partial"):
-        with suppress(OSError):
-            shutil.rmtree(leftover)

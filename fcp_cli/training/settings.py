@@ -51,7 +51,8 @@ class TrainSettings(RecipeRequest):
             False leave them to the plan (`TrainSettings.recipe`).
         grad_ring_dtype: type in which gradients of 16-bit keys and values travel around rings.
         checkpoint_every: steps between checkpoints; 0 saves only at the end and on Ctrl-C.
-        keep_checkpoints: the newest so many stay.
+        keep: the newest so many checkpoints stay.
+        async_save: copy what a checkpoint holds, and write it while training goes on.
         log_every: steps between two lines of progress where there is no terminal.
         quiet: no progress; whoever started the run shows it from the metrics.
     """
@@ -88,7 +89,8 @@ class TrainSettings(RecipeRequest):
     ] = "fp32"
     seed: Annotated[int, Opt("Seed of the initial weights.", min=0)] = 0
     checkpoint_every: Annotated[int, Opt("Steps between checkpoints; 0: only at the end.", min=0)] = 100
-    keep_checkpoints: Annotated[int, Opt("Newest checkpoints that stay.", min=1)] = 2
+    keep: Annotated[int, Opt("Newest checkpoints that stay.", min=1)] = 2
+    async_save: Annotated[bool, Opt("Write checkpoints while training goes on.", negatable=True)] = True
     length_column: Annotated[str, Opt("Column of the manifest with lengths.")] = "length"
     log_every: Annotated[int, Opt("Steps per line without a terminal.", min=1)] = 10
     resume: bool = False
@@ -122,8 +124,9 @@ class TrainSettings(RecipeRequest):
             value = getattr(self, f.name)
             if value == f.default:
                 continue
-            words.append(f"--{f.name.replace('_', '-')}")
-            if value is not True:
+            flag = f.name.replace("_", "-")
+            words.append(f"--no-{flag}" if value is False else f"--{flag}")
+            if not isinstance(value, bool):
                 words.append(str(value))
         return words
 
@@ -146,7 +149,9 @@ def parse_settings(argv: Sequence[str]) -> TrainSettings:
 def _argument(name: str, hint: Any, default: Any) -> dict[str, Any]:
     """Return how argparse reads one field."""
     if hint is bool:
-        return {"action": "store_true"}
+        from argparse import BooleanOptionalAction
+
+        return {"action": BooleanOptionalAction, "default": default}
     kind = str if get_origin(hint) is Literal else next((part for part in get_args(hint) if part is not NoneType), hint)
     if default is not MISSING:
         return {"type": kind, "default": default, "help": "default: %(default)s"}

@@ -1,4 +1,4 @@
-"""Exchange between the ranks, at the end of a step, their timings and whether one was asked to stop.
+"""Exchange between the ranks, at the end of a step, their timings and whether one was asked to stop, or still saves.
 
 One all-gather of a small float64 vector per step, on the CPU, so that no accelerator waits for it.
 The vector's size follows from the plan; a float64 holds an order number exactly.
@@ -7,6 +7,7 @@ The vector's size follows from the plan; a float64 holds an order number exactly
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,25 +17,47 @@ from fcp_cli.runs.metrics import MicroBatchTiming
 
 # order, start seconds and seconds of one micro-batch
 _FIELDS = 3
+_FLAGS = 2
 
 
-def encode(timings: Sequence[tuple[int, float, float]], *, stop: bool, most: int) -> torch.Tensor:
-    """Encode as [2 + 3 * most] float64: stop flag, number of timings, then (order, start, seconds) each."""
-    vector = torch.zeros(2 + _FIELDS * most, dtype=torch.float64)
-    vector[0], vector[1] = float(stop), float(len(timings))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchanged:
+    """What all ranks know at the end of a step, the same on each.
+
+    Attributes:
+        stop: one was asked to stop.
+        writing: one has files of a checkpoint that are not on disk yet.
+        ranks: the timings of every rank.
+    """
+
+    stop: bool
+    writing: bool
+    ranks: list[list[MicroBatchTiming]]
+
+
+def encode(
+    timings: Sequence[tuple[int, float, float]], *, most: int, stop: bool = False, writing: bool = False
+) -> torch.Tensor:
+    """Encode as [3 + 3 * most] float64: two flags, number of timings, then (order, start, seconds) each."""
+    vector = torch.zeros(_FLAGS + 1 + _FIELDS * most, dtype=torch.float64)
+    vector[0], vector[1], vector[_FLAGS] = float(stop), float(writing), float(len(timings))
     if timings:
-        vector[2 : 2 + _FIELDS * len(timings)] = torch.tensor(timings, dtype=torch.float64).flatten()
+        first = _FLAGS + 1
+        vector[first : first + _FIELDS * len(timings)] = torch.tensor(timings, dtype=torch.float64).flatten()
     return vector
 
 
-def decode(vectors: Sequence[torch.Tensor], plan: StepPlan) -> tuple[bool, list[list[MicroBatchTiming]]]:
-    """Return whether any rank was asked to stop, and the timings of every rank."""
-    return any(bool(vector[0]) for vector in vectors), [_timings_of(vector, plan) for vector in vectors]
+def decode(vectors: Sequence[torch.Tensor], plan: StepPlan) -> Exchanged:
+    return Exchanged(
+        stop=any(bool(vector[0]) for vector in vectors),
+        writing=any(bool(vector[1]) for vector in vectors),
+        ranks=[_timings_of(vector, plan) for vector in vectors],
+    )
 
 
 def _timings_of(vector: torch.Tensor, plan: StepPlan) -> list[MicroBatchTiming]:
-    count = int(vector[1])
-    rows = vector[2 : 2 + _FIELDS * count].view(count, _FIELDS).tolist()
+    count = int(vector[_FLAGS])
+    rows = vector[_FLAGS + 1 : _FLAGS + 1 + _FIELDS * count].view(count, _FIELDS).tolist()
     return [
         MicroBatchTiming(
             order=int(order),
@@ -54,10 +77,10 @@ def most_microbatches(plan: StepPlan) -> int:
 
 
 def gather_timings(
-    plan: StepPlan, timings: Sequence[tuple[int, float, float]], *, stop: bool
-) -> tuple[bool, list[list[MicroBatchTiming]]]:
-    """Send this rank's timings and stop request to all; return those of all ranks, the same on every rank."""
-    mine = encode(timings, stop=stop, most=most_microbatches(plan))
+    plan: StepPlan, timings: Sequence[tuple[int, float, float]], *, stop: bool, writing: bool
+) -> Exchanged:
+    """Send this rank's timings and flags to all; return those of all ranks."""
+    mine = encode(timings, stop=stop, writing=writing, most=most_microbatches(plan))
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, mine)
     return decode(gathered, plan)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from fcp_cli.runs.checkpoint_header import CheckpointHeader, check_header, check
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.metrics import StepMeasurement
 from fcp_cli.runtime import Fetch, LocalMicroBatch, Session, Step, start
-from fcp_cli.training.checkpoint import TrainState, load_checkpoint, remove_leftovers, save_checkpoint, saved_buffers
+from fcp_cli.training.checkpoint import TrainState, load_checkpoint, saved_buffers
 from fcp_cli.training.data import open_data
 from fcp_cli.training.holding import Holding, Replica, ShardedModel
 from fcp_cli.training.interrupt import StopRequest
@@ -40,6 +41,7 @@ from fcp_cli.training.offload import describe_offload, open_offload
 from fcp_cli.training.optimizer import clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
 from fcp_cli.training.progress import short_count
 from fcp_cli.training.report import Report, run_record
+from fcp_cli.training.saving import CheckpointSaver, remove_leftovers
 from fcp_cli.training.settings import TrainSettings
 from fcp_cli.training.shares import open_shares
 from fcp_cli.training.timings import gather_timings
@@ -138,6 +140,14 @@ class Trainer:
             self._load(weights)
         self.offload = open_offload(self.recipe, settings.model, metadata, session.device)
         self.optimizer = make_optimizer(self.holding.trained, settings)
+        self.saver = CheckpointSaver(
+            self.paths.checkpoints,
+            rank=session.rank,
+            barrier=dist.barrier,
+            keep=settings.keep,
+            in_background=settings.async_save,
+            saved=self._note_saved,
+        )
         self.first_step = self._resume() if settings.resume else 0
         self._report = self._open_report(built.parameters) if session.rank == 0 else None
         _require_shared(self.paths, session)
@@ -175,8 +185,10 @@ class Trainer:
             if finished == self.last_step or (exports > 0 and finished % exports == 0):
                 self._export()
             if stopping and finished < self.last_step:
+                self.saver.finish()
                 return False
             begin = time.perf_counter()
+        self.saver.finish()
         return True
 
     def _steps(self) -> Iterator[tuple[Step, StepPlan]]:
@@ -193,7 +205,9 @@ class Trainer:
         learning_rate, grad_norm = self._update(step.index)
         loss = step.reduced_loss()
         timings = [(timing.order, timing.start_seconds, timing.seconds) for timing in step.timings]
-        stopping, ranks = gather_timings(plan, timings, stop=bool(stop))
+        everyone = gather_timings(plan, timings, stop=bool(stop), writing=self.saver.is_writing)
+        if not everyone.writing:
+            self.saver.publish()
         measured = StepMeasurement(
             step=step.index,
             loss=loss,
@@ -202,10 +216,10 @@ class Trainer:
             learning_rate=learning_rate,
             seconds=time.perf_counter() - begin,
             predicted_seconds=step.predicted_seconds,
-            ranks=ranks,
+            ranks=everyone.ranks,
             warm_up=step.index == self.first_step,
         )
-        return measured, stopping
+        return measured, everyone.stop
 
     def _loss(self, microbatch: LocalMicroBatch) -> Tensor:
         """Run the forward of a micro-batch; return this rank's share of the step's loss."""
@@ -241,15 +255,10 @@ class Trainer:
         return torch.autocast(self.session.device.type, dtype=torch.bfloat16)
 
     def _save(self, finished: int) -> None:
-        path = save_checkpoint(
-            self.paths.checkpoints,
-            self._header(finished),
-            self._state,
-            rank=self.session.rank,
-            barrier=dist.barrier,
-            keep=self.settings.keep_checkpoints,
-        )
-        if self.session.rank == 0 and finished < self.last_step and not self.settings.quiet:
+        self.saver.save(self._header(finished), self._state)
+
+    def _note_saved(self, path: Path, step: int) -> None:
+        if step < self.last_step and not self.settings.quiet:
             note(f"saved {path}")
 
     def _export(self) -> None:

@@ -62,7 +62,7 @@ SURFACE = {
         --min-learning-rate-ratio --weight-decay --zero
         --shard-ranks --reduce --precision --recompute --loss --offload --max-grad-norm --freeze-vision
         --grad-ring-dtype --seed
-        --checkpoint-every --keep-checkpoints --length-column --log-every
+        --checkpoint-every --keep --async-save --no-async-save --length-column --log-every
     """,
     "check": """
         PLAN --manifest --length-column --json

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import resource
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,7 +15,8 @@ from inline_snapshot import snapshot
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import Continuation
 from fcp_cli.runs.checkpoint_header import CheckpointHeader, check_header, checkpoints, read_header
-from fcp_cli.training.checkpoint import TrainState, load_checkpoint, remove_leftovers, save_checkpoint, saved_buffers
+from fcp_cli.training.checkpoint import TrainState, load_checkpoint, saved_buffers, write_files
+from fcp_cli.training.saving import CheckpointSaver, remove_leftovers
 from fcp_cli.training.shares import Shares
 from tests.launching.jobs import plan_metadata
 from tests.messages import raises
@@ -51,7 +55,13 @@ def make(seed: int, width: int = 3) -> Made:
 
 
 def save(folder: Path, state: TrainState, *, step: int = 5, keep: int = 2) -> Path:
-    return save_checkpoint(folder, replace(HEADER, step=step), state, rank=0, barrier=lambda: None, keep=keep)
+    saver(folder, keep=keep).save(replace(HEADER, step=step), state)
+    return folder / f"step-{step:08d}"
+
+
+def saver(folder: Path, **changes: Any) -> CheckpointSaver:
+    options: dict[str, Any] = {"rank": 0, "barrier": lambda: None, "keep": 2, "in_background": False, **changes}
+    return CheckpointSaver(folder, **options)
 
 
 def next_loss(made: Made) -> float:
@@ -79,18 +89,27 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert read_header(checkpoints(tmp_path)[-1]).step == 10
 
 
-def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def small_disk(most_bytes: int = 1000) -> Iterator[None]:
+    """No file may become larger."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
     state = make(0).state
     before = save(tmp_path, state, step=1)
-
-    def no_space(*ignored: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", no_space)
-    with raises(
-        snapshot(
-            "RunError: cannot write the checkpoint FOLDER/step-00000002: No space left on device; older ones are kept"
-        )
+    with (
+        small_disk(),
+        raises(
+            snapshot(
+                "RunError: cannot write FOLDER/.step-00000002.partial/rng-00000.safetensors: Error while serializing: I/O error: File too large (os error 27); checkpoints before it are kept"
+            )
+        ),
     ):
         save(tmp_path, state, step=2)
     assert checkpoints(tmp_path) == [before]
@@ -100,14 +119,17 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, monkeypatch: py
 
 def test_a_damaged_checkpoint_says_how_to_go_on(tmp_path: Path) -> None:
     path = save(tmp_path, make(0).state)
-    (path / "state.pt").write_bytes((path / "state.pt").read_bytes()[:500])
-    with pytest.raises(RunError, match=r"state\.pt cannot be read .*; remove .*step-00000005 to resume from the one"):
+    file = path / "state.safetensors"
+    file.write_bytes(file.read_bytes()[:500])
+    with pytest.raises(
+        RunError, match=r"state\.safetensors cannot be read .*; remove .*step-00000005 to resume from the one"
+    ):
         load_checkpoint(path, make(1).state, header=HEADER, rank=0)
 
 
 def test_code_in_a_checkpoint_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, make(0).state)
-    torch.save({"model": {}, "optimizer": Path.cwd}, path / "state.pt")
+    torch.save({"model": {}, "optimizer": Path.cwd}, path / "state.safetensors")
     with pytest.raises(RunError, match="cannot be read"):
         load_checkpoint(path, make(1).state, header=HEADER, rank=0)
 
@@ -116,6 +138,72 @@ def test_a_checkpoint_of_another_model_does_not_fit(tmp_path: Path) -> None:
     path = save(tmp_path, make(0, width=4).state)
     with raises(snapshot("RunError: FOLDER/step-00000005 does not fit this model: 0.weight is (4, 4), not (3, 3)")):
         load_checkpoint(path, make(1).state, header=HEADER, rank=0)
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A disk that takes nothing until the event is set."""
+    ready = threading.Event()
+
+    def write_later(*arguments: Any) -> None:
+        assert ready.wait(60)
+        write_files(*arguments)
+
+    monkeypatch.setattr("fcp_cli.training.saving.write_files", write_later)
+    yield ready
+    ready.set()
+
+
+def test_a_save_in_the_background_holds_what_was_there_when_it_began(
+    tmp_path: Path, slow_disk: threading.Event
+) -> None:
+    made, saving = make(0), saver(tmp_path, in_background=True)
+    saving.save(HEADER, made.state)
+    wanted = next_loss(made)  # changes weights and moments in place
+    assert saving.is_writing
+    assert checkpoints(tmp_path) == []
+    slow_disk.set()
+    saving.finish()
+    (path,) = checkpoints(tmp_path)
+    other = make(1)
+    load_checkpoint(path, other.state, header=HEADER, rank=0)
+    assert next_loss(other) == wanted
+
+
+def test_a_kill_during_a_save_in_the_background_leaves_the_one_before(
+    tmp_path: Path, slow_disk: threading.Event
+) -> None:
+    slow_disk.set()
+    before = save(tmp_path, make(0).state, step=1)
+    slow_disk.clear()
+    saver(tmp_path, in_background=True).save(HEADER, make(0).state)
+    assert checkpoints(tmp_path) == [before]  # all that a process would find that starts now
+    remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [before.name]
+
+
+def test_the_next_save_waits_for_the_last(tmp_path: Path, slow_disk: threading.Event) -> None:
+    state, saving = make(0).state, saver(tmp_path, in_background=True)
+    saving.save(replace(HEADER, step=1), state)
+    threading.Timer(0.1, slow_disk.set).start()
+    saving.save(replace(HEADER, step=2), state)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000001"]
+    saving.finish()
+    assert len(checkpoints(tmp_path)) == 2
+
+
+def test_an_error_in_the_background_is_raised_at_the_next_step_and_names_the_file(tmp_path: Path) -> None:
+    saving = saver(tmp_path, in_background=True)
+    with small_disk():
+        saving.save(HEADER, make(0).state)
+        with raises(
+            snapshot(
+                "RunError: cannot write FOLDER/.step-00000005.partial/rng-00000.safetensors: Error while serializing: I/O error: File too large (os error 27); checkpoints before it are kept"
+            )
+        ):
+            while saving.is_writing:
+                pass
+    assert checkpoints(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -184,10 +272,11 @@ def test_what_any_ranks_saved_any_others_cut_to_what_they_keep(tmp_path: Path, t
 
     def write_others() -> None:
         for rank, state in enumerate(partial[1:], start=1):
-            save_checkpoint(tmp_path, header, state, rank=rank, barrier=lambda: None, keep=1)
+            saver(tmp_path, rank=rank).save(header, state)
 
     barriers: Iterator[Callable[[], None]] = iter([write_others, lambda: None, lambda: None])
-    path = save_checkpoint(tmp_path, header, partial[0], rank=0, barrier=lambda: next(barriers)(), keep=1)
+    saver(tmp_path, barrier=lambda: next(barriers)()).save(header, partial[0])
+    path = tmp_path / "step-00000005"
     for index in range(now):
         shares = Shares(index=index, count=now)
         loaded = shared({name: torch.zeros_like(tensor) for name, tensor in whole.items()}, shares)
@@ -216,5 +305,5 @@ def test_a_plan_that_goes_on_from_the_checkpoint_may_have_other_ranks_but_no_oth
 
 def test_a_foreign_header_is_refused(tmp_path: Path) -> None:
     (tmp_path / "checkpoint.json").write_text('{"format": "other/1"}')
-    with raises(snapshot("RunError: FOLDER/checkpoint.json has format 'other/1'; this fcp reads 'fcp-checkpoint/1'")):
+    with raises(snapshot("RunError: FOLDER/checkpoint.json has format 'other/1'; this fcp reads 'fcp-checkpoint/2'")):
         read_header(tmp_path)

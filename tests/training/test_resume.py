@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def straight(folder: Path) -> Path:
     """The first steps, with a checkpoint of each to compare with."""
-    every = ("--steps", str(STEPS), "--checkpoint-every", "1", "--keep-checkpoints", str(STEPS))
+    every = ("--steps", str(STEPS), "--checkpoint-every", "1", "--keep", str(STEPS))
     ended = run_fcp("launch", *SETTINGS, *every, folder=folder)
     assert ended.returncode == 0, ended.stderr
     return folder / "runs" / "qwen3-tiny-001"
@@ -71,7 +71,7 @@ def broken(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def killed(folder: Path, broken: Path) -> Ended:
     """One rank is killed outright, two steps after the checkpoint of step 5, or a little later."""
-    every = ("--checkpoint-every", "5", "--keep-checkpoints", str(PLANNED_STEPS))
+    every = ("--checkpoint-every", "5", "--keep", str(PLANNED_STEPS))
     words = (*SETTINGS, *every, "--run-dir", str(broken))
     with launched(*words, folder=folder) as (_, read_to):
         read_to("step 7/")
@@ -123,21 +123,23 @@ def steps_of(run_dir: Path) -> list[tuple[Any, ...]]:
     ]
 
 
-def tensors_of(checkpoint: Path, name: str = "state.pt") -> list[torch.Tensor]:
+def tensors_of(checkpoint: Path, name: str = "state.safetensors") -> dict[str, torch.Tensor]:
     """Weights and optimizer states."""
-    state = torch.load(checkpoint / name, weights_only=True)
-    moments = [value for entry in state["optimizer"]["state"].values() for value in entry.values()]
-    return [*state["model"].values(), *moments]
+    from safetensors.torch import load_file
+
+    return load_file(checkpoint / name)
 
 
-def same_bits(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    return all(torch.equal(ours, theirs) for ours, theirs in zip(first, second, strict=True))
+def same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def assert_same_shards(ours: Path, theirs: Path, *, ranks: int) -> None:
     """Every rank's part of the checkpoint of step 4 is the same in two runs, bit for bit."""
     for rank in range(ranks):
-        shards = (tensors_of(run / "checkpoints" / "step-00000004", f"state-{rank:05d}.pt") for run in (ours, theirs))
+        shards = (
+            tensors_of(run / "checkpoints" / "step-00000004", f"state-{rank:05d}.safetensors") for run in (ours, theirs)
+        )
         assert same_bits(*shards)
 
 

@@ -54,7 +54,7 @@ def test_plan_and_run_dir_come_from_the_environment_of_the_job(monkeypatch: pyte
     [
         ("steps", 0, snapshot("--steps is 0; it must be at least 1")),
         ("learning_rate", float("nan"), snapshot("--learning-rate is nan; it must be at least 0")),
-        ("keep_checkpoints", 0, snapshot("--keep-checkpoints is 0; it must be at least 1")),
+        ("keep", 0, snapshot("--keep is 0; it must be at least 1")),
         ("precision", "fp8", snapshot("--precision is 'fp8'; it must be one of auto, bf16, amp, fp32, fp64")),
         ("device", "tpu", snapshot("--device is 'tpu'; it must be one of auto, cpu, cuda, npu")),
     ],

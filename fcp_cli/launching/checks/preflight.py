@@ -146,7 +146,7 @@ def _check_folder(folder: Path, job: Job) -> None:
     if free < needed:
         raise FcpError(
             f"{folder} has {free / 1e9:.1f} GB free, but {count} checkpoints need {needed / 1e9:.1f} GB; choose "
-            "another --run-dir or a smaller --keep-checkpoints"
+            "another --run-dir or a smaller --keep"
         )
 
 

@@ -173,7 +173,7 @@ class Job:
     @property
     def kept_checkpoints(self) -> int:
         """Checkpoints that the run directory needs space for; 0 for a script, which keeps its own."""
-        return 0 if self.settings is None else self.settings.keep_checkpoints
+        return 0 if self.settings is None else self.settings.keep
 
     @property
     def profile(self) -> CostProfile | None:

@@ -1,0 +1,215 @@
+"""Save checkpoints while training goes on: state is copied to the host, and a thread writes the copy.
+
+A checkpoint is a folder that exists whole or not at all. Ranks write into a hidden one; it gets its name from rank 0
+once every rank has said that its files are on disk, which they say in the exchange at the end of each step
+(`timings.gather_timings`), so that no thread ever takes part in a collective. Killed at any moment, a run keeps the
+checkpoints before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fcp_cli.errors import RunError
+from fcp_cli.runs.checkpoint_header import FORMAT, PREFIX, CheckpointHeader, checkpoints
+from fcp_cli.training.checkpoint import Captured, TrainState, capture, write_files
+
+
+class CheckpointSaver:
+    """Saves the checkpoints of a run; every rank has one, and all call the same methods in the same order.
+
+    Args:
+        folder: of the checkpoints; all ranks share it.
+        rank: of this process.
+        barrier: waits for all ranks.
+        keep: the newest so many stay.
+        in_background: return from `save` once the state is copied.
+        saved: called on rank 0 with folder and step of each checkpoint, once it is whole.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        rank: int,
+        barrier: Callable[[], None],
+        keep: int,
+        in_background: bool,
+        saved: Callable[[Path, int], None] = lambda path, step: None,
+    ) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._barrier = barrier
+        self._keep = keep
+        self._in_background = in_background
+        self._saved = saved
+        self._copies = _HostCopies()
+        self._pending: _Writing | None = None
+
+    def save(self, header: CheckpointHeader, state: TrainState) -> None:
+        """Save the state of a finished step, once the checkpoint before is whole.
+
+        Raises:
+            RunError: this rank cannot write (disk full, no permission), now or the checkpoint before.
+        """
+        self.finish()
+        final = self._folder / f"{PREFIX}{header.step:08d}"
+        partial = self._folder / f".{final.name}.partial"
+        try:
+            if self._rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+        except OSError as error:
+            raise _cannot_write(final, error) from error
+        self._barrier()  # no rank writes into a folder that rank 0 has yet to empty
+        captured = capture(state, header, rank=self._rank)
+        # A copy, if the next step may change what is being written, or if it lies on a device.
+        if self._in_background or state.device.type != "cpu":
+            captured = self._copies.of(captured)
+        self._pending = _Writing(final=final, partial=partial, header=header, copied=self._copies.event())
+        self._pending.start(captured)
+        if not self._in_background:
+            self.finish()
+
+    @property
+    def is_writing(self) -> bool:
+        """Return whether files of this rank are not on disk yet.
+
+        Raises:
+            RunError: they cannot be written.
+        """
+        return self._pending is not None and not self._pending.is_done()
+
+    def publish(self) -> None:
+        """Name what all ranks have written, if there is anything. No rank may be writing still."""
+        pending, self._pending = self._pending, None
+        if pending is None or self._rank != 0:
+            return
+        try:
+            _name_checkpoint(pending)
+        except OSError as error:
+            raise _cannot_write(pending.final, error) from error
+        for old in checkpoints(self._folder)[: -self._keep]:
+            shutil.rmtree(old, ignore_errors=True)
+        self._saved(pending.final, pending.header.step)
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is whole.
+
+        Raises:
+            RunError: this rank could not write its files.
+        """
+        if self._pending is None:
+            return
+        self._pending.wait()
+        self._barrier()  # every file is whole before the folder gets its name
+        self.publish()
+        self._barrier()
+
+
+class _Writing:
+    """A checkpoint whose files this rank is writing."""
+
+    def __init__(self, *, final: Path, partial: Path, header: CheckpointHeader, copied: Any) -> None:
+        self.final = final
+        self.partial = partial
+        self.header = header
+        self._copied = copied
+        self._thread: Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, captured: Captured) -> None:
+        # A daemon: a run that fails does not wait for a checkpoint that nobody would name any more.
+        self._thread = Thread(target=self._write, args=(captured,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _write(self, captured: Captured) -> None:
+        try:
+            if self._copied is not None:
+                self._copied.synchronize()
+            write_files(self.partial, captured)
+        except BaseException as error:
+            self._error = error
+
+    def is_done(self) -> bool:
+        if self._thread is not None and self._thread.is_alive():
+            return False
+        self.wait()
+        return True
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+class _HostCopies:
+    """Memory of the host that the states of all checkpoints are copied to, pinned where they come from a device.
+
+    It is kept from one checkpoint to the next: pinning is slow, and a run that has saved once can save again.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, str], Tensor] = {}
+        self._device: torch.device | None = None
+
+    def of(self, captured: Captured) -> Captured:
+        """Return copies; those of a device are there when its stream has come so far (`event`)."""
+        tensors = {
+            file: {name: self._copy((file, name), tensor) for name, tensor in held.items()}
+            for file, held in captured.tensors.items()
+        }
+        return Captured(tensors=tensors, headers=captured.headers)
+
+    def _copy(self, place: tuple[str, str], tensor: Tensor) -> Tensor:
+        on_device = tensor.device.type != "cpu"
+        kept = self._kept.get(place)
+        if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
+            kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_device)
+            self._kept[place] = kept
+        if on_device:
+            self._device = tensor.device
+        return kept.copy_(tensor, non_blocking=on_device)
+
+    def event(self) -> Any:
+        """Return what says that the copies are there; None: they are. The next step's update waits in the stream."""
+        if self._device is None:
+            return None
+        device = torch.get_device_module(self._device)
+        event = device.Event()
+        event.record(device.current_stream(self._device))
+        return event
+
+
+def _name_checkpoint(written: _Writing) -> None:
+    text = json.dumps({"format": FORMAT, **asdict(written.header)}, indent=2)
+    with (written.partial / "checkpoint.json").open("w", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    # What the folder holds is on disk by now: the rename is what makes it a checkpoint.
+    shutil.rmtree(written.final, ignore_errors=True)  # the same step, saved by the run that this one was resumed from
+    written.partial.rename(written.final)
+
+
+def _cannot_write(path: Path, error: OSError) -> RunError:
+    return RunError(f"cannot write the checkpoint {path}: {error.strerror or error}; older ones are kept")
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a kill during a save left behind. One rank calls it, at the start of a run."""
+    for leftover in folder.glob(f".{PREFIX}*.partial"):
+        with suppress(OSError):
+            shutil.rmtree(leftover)
