@@ -4,4 +4,4 @@ import sys
 from importlib import import_module
 
 if "torch.distributed.run" in sys.orig_argv:
-    import_module("fork").fork_ranks()  # this folder is on the path, and need not be a package there
+    import_module("rank_forking").fork_ranks()  # this folder is on the path, and need not be a package there

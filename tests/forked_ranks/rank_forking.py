@@ -1,17 +1,21 @@
-"""How torchrun's agent forks a rank whose program is a module that is known here."""
+"""How torchrun's agent forks a rank whose program is a module of ours.
+
+The agent has threads, and a fork may copy a lock that one of them holds; so a process without threads forks, that of
+`multiprocessing`'s forkserver.
+"""
 
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import runpy
 import signal
 import subprocess
 import sys
 import threading
-from importlib import import_module
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 # What a program imports only when it runs.
 _LATER = {"fcp_cli.training.train": ("fcp_cli.training.trainer", "transformers.models.qwen3.modeling_qwen3")}
@@ -27,9 +31,8 @@ def fork_ranks() -> None:
         _, _, dash_m, *program = args  # python -u -m MODULE ARGS
         if dash_m != "-m" or not _is_forked(program[0]):
             return start(handler, args, env)
-        for name in (program[0], *_LATER.get(program[0], ())):
-            import_module(name)
-        return ForkedRank(program, env, handler._stdout, handler._stderr)
+        logs = [log.name if log else None for log in (handler._stdout, handler._stderr)]
+        return ForkedRank(program, env, logs)
 
     SubprocessHandler._popen = fork_or_start  # type: ignore[assignment,method-assign]
 
@@ -38,22 +41,28 @@ def _is_forked(module: str) -> bool:
     return module.startswith(("fcp_cli.", "tests.")) and not module.startswith("fcp_cli.runtime")
 
 
-class ForkedRank(subprocess.Popen[bytes]):
-    """A `Popen` that forks, and has the child run a module in place of another interpreter."""
+class ForkedRank:
+    """A forked rank, with what torchrun asks of a `Popen`."""
 
-    def __init__(self, program: list[str], env: dict[str, str], stdout: IO[str] | None, stderr: IO[str] | None) -> None:
-        self.outputs = (stdout or sys.stdout, stderr or sys.stderr)
-        self.variables = env
-        super().__init__(program)
+    def __init__(self, program: list[str], variables: dict[str, str], logs: list[str | None]) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([program[0], *_LATER.get(program[0], ())])
+        self.args = program
+        self._process = context.Process(target=_become_rank, args=(program, variables, logs))
+        self._process.start()
+        self.pid = self._process.pid
 
-    def _execute_child(self, args: list[str], *_: Any) -> None:  # the part of Popen that makes the process
-        self.pid = os.fork()
-        if self.pid == 0:
-            _become_rank(args, self.variables, *(output.fileno() for output in self.outputs))
-        self._child_created = True
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return self._process.exitcode
 
 
-def _become_rank(program: list[str], variables: dict[str, str], stdout: int, stderr: int) -> NoReturn:
+def _become_rank(program: list[str], variables: dict[str, str], logs: list[str | None]) -> NoReturn:
     """Run a module as `python -u -m` does in a session of its own, and end as an interpreter ends."""
     status = 1
     try:
@@ -62,9 +71,9 @@ def _become_rank(program: list[str], variables: dict[str, str], stdout: int, std
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.dup2(stdout, 1)
-        os.dup2(stderr, 2)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the agent's store, and the logs of other ranks
+        for stream, log in enumerate(logs, start=1):
+            if log is not None:
+                os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), stream)
         os.environ.clear()
         os.environ.update(variables)
         Path("/proc/self/comm").write_text(f"rank {variables['RANK']}")  # for `is_rank`
@@ -80,7 +89,7 @@ def _become_rank(program: list[str], variables: dict[str, str], stdout: int, std
 
 
 def _limit_threads() -> None:
-    """Use the threads that OMP_NUM_THREADS names, which libgomp read when the agent started."""
+    """Use the threads that OMP_NUM_THREADS names, which libgomp read when PyTorch was imported."""
     import torch
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
