@@ -9,8 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fcp_cli.runtime.gradients import GradientSync
     from fcp_cli.runtime.loader import Fetch
     from fcp_cli.runtime.offload import ActivationOffload
+    from fcp_cli.runtime.outside import outside
     from fcp_cli.runtime.recompute import keep_attention, recomputed
     from fcp_cli.runtime.ring import Ring, attention, current_ring
     from fcp_cli.runtime.session import LocalMicroBatch, Session, Step, start, steps
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ActivationOffload",
     "Fetch",
+    "GradientSync",
     "LocalMicroBatch",
     "MicroBatchTiming",
     "Ring",
@@ -27,6 +30,7 @@ __all__ = [
     "attention",
     "current_ring",
     "keep_attention",
+    "outside",
     "recomputed",
     "start",
     "steps",
@@ -35,6 +39,7 @@ __all__ = [
 _MODULES = {
     "ActivationOffload": "offload",
     "Fetch": "loader",
+    "GradientSync": "gradients",
     "LocalMicroBatch": "session",
     "MicroBatchTiming": "timing",
     "Ring": "ring",
@@ -43,6 +48,7 @@ _MODULES = {
     "attention": "ring",
     "current_ring": "ring",
     "keep_attention": "recompute",
+    "outside": "outside",
     "recomputed": "recompute",
     "start": "session",
     "steps": "session",

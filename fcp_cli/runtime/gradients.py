@@ -25,10 +25,23 @@ _BUCKET_BYTES = 32 << 20  # large enough to fill a link, small enough for a flat
 
 
 class GradientSync:
-    """A way to sum the gradients of one kind of model over all ranks. This one leaves the sum to the script."""
+    """A way to sum the gradients of one kind of model over all ranks. This one leaves the sum to the script.
+
+    `Session.steps(GradientSync())` says so: without it, and without a model, a job of several ranks is stopped.
+    """
 
     loss_factor = 1.0
     """Factor on the loss that makes reduced gradients sums over ranks."""
+
+    def summed(self) -> Iterator[nn.Parameter] | None:
+        """Return the parameters whose gradients are summed, sharded and whole; None: whichever the script sums."""
+        return None
+
+    def begin(self) -> None:
+        """Prepare for a step; called before the first micro-batch, when gradients of steps before may be there."""
+
+    def drop(self) -> None:
+        """Let go of all gradients, so that an optimizer changes nothing; called after `reduce`."""
 
     def before_microbatch(self, *, is_last: bool) -> None:
         """Prepare the model for one micro-batch; called before the forward of each."""
@@ -95,6 +108,12 @@ class FsdpWaveSync(GradientSync):
         self._model: Any = model
         self._reduces_waves = reduce == "wave"
 
+    def summed(self) -> Iterator[nn.Parameter]:
+        return _sharded_and_whole(self._model)
+
+    def drop(self) -> None:
+        _drop_gradients(self._model)
+
     def before_microbatch(self, *, is_last: bool) -> None:
         self._model.set_requires_gradient_sync(is_last or self._reduces_waves)
         self._model.set_requires_all_reduce(is_last)
@@ -118,6 +137,12 @@ class FsdpStepSync(GradientSync):
         self._model: Any = model
         self._layers: list[Any] = [module for module in model.modules() if _is_fsdp(module)]
         self._is_gathered = False
+
+    def summed(self) -> Iterator[nn.Parameter]:
+        return _sharded_and_whole(self._model)
+
+    def drop(self) -> None:
+        _drop_gradients(self._model)
 
     def before_microbatch(self, *, is_last: bool) -> None:
         if self._is_gathered:
@@ -161,6 +186,22 @@ class PlainSync(GradientSync):
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 world.broadcast(tensor.data)
+
+    def summed(self) -> Iterator[nn.Parameter]:
+        return self._model.parameters()
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Make gradients that were summed over ranks already, and are accumulated on, survive another sum.
+
+        All ranks have the same of them, so each keeps its share; those that were set to zero stay that.
+        """
+        kept = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+        if kept:
+            torch._foreach_div_(kept, float(self._world.size))
+
+    def drop(self) -> None:
+        _drop_gradients(self._model)
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -245,6 +286,27 @@ def _check_reduces_plainly(model: DistributedDataParallel) -> None:
                 f"the model's DistributedDataParallel has {what}; under a plan gradients are summed once a step, after "
                 "all backwards: leave it out, or give steps() the model without DistributedDataParallel"
             )
+
+
+def _drop_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def _sharded_and_whole(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield FSDP2's parameters: shards, and what a forward has in their place, which autograd knows."""
+    yield from model.parameters()
+    for module in model.modules():
+        if not _is_fsdp(module):
+            continue
+        fsdp: Any = module
+        state: Any = fsdp._get_fsdp_state()
+        # Of torch 2.13, where a layer may have several; one before.
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for group in groups:
+            for held in group.fsdp_params if group is not None else ():
+                if hasattr(held, "_unsharded_param"):  # made when it is first gathered
+                    yield held._unsharded_param
 
 
 def _is_fsdp(module: nn.Module) -> bool:

@@ -18,6 +18,7 @@ from fcp_cli.runtime.cursor import RankStep
 from fcp_cli.runtime.followed_step import IGNORED, require_length
 from fcp_cli.runtime.layout import ShardLayout, shard_layout
 from fcp_cli.runtime.loss import labelled_rows, next_token_labels
+from fcp_cli.runtime.step_agreement import PackDigest, digest
 from fcp_cli.runtime.visuals import VisualShard, visual_shard
 from fcp_cli.vision.parts import VisualPart, VisualSequence
 
@@ -46,6 +47,7 @@ class Shard:
         labels: the token after each, -100 at the end of a sequence.
         labelled: [labelled] int64 the tokens with labels, for a loss that leaves out the others; None: nearly all have.
         visuals: this rank's part in the pack's images and videos; None where it has none.
+        digest: of what `fetch` gave for the whole pack; None where no other rank trains on it.
     """
 
     row: MicroBatch
@@ -56,6 +58,7 @@ class Shard:
     labels: Tensor
     labelled: Tensor | None = None
     visuals: VisualShard | None = None
+    digest: PackDigest | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,8 +119,8 @@ def load_shard(row: MicroBatch, fetch: Fetch, *, rank: int, labelled: bool = Fal
     """Load this rank's part of one micro-batch."""
     member = row.ranks.index(rank)
     layout = shard_layout(row.lengths, row.degree)
-    place = partial(Shard, row=row, member=member, layout=layout)
     sequences = [_sequence(fetch, at, length, labelled) for at, length in zip(row.sequences, row.lengths, strict=True)]
+    place = partial(Shard, row=row, member=member, layout=layout, digest=_digest(row, member, sequences))
     visuals = visual_shard([sequence.parts for sequence in sequences], layout, ranks=row.ranks, member=member)
     if not layout.tokens(member):
         pad = torch.zeros((1, 1), dtype=torch.int64)
@@ -134,6 +137,25 @@ def load_shard(row: MicroBatch, fetch: Fetch, *, rank: int, labelled: bool = Fal
         # Found here, in the loader's thread: on the device, how many there are would be waited for.
         labelled=labelled_rows(labels),
         visuals=visuals,
+    )
+
+
+def _digest(row: MicroBatch, member: int, sequences: list[_Sequence]) -> PackDigest | None:
+    if row.degree == 1:
+        return None
+    return PackDigest(
+        order=row.order,
+        member=member,
+        degree=row.degree,
+        rows=row.sequences,
+        digests=[
+            digest(
+                (found.tokens, found.labels)
+                if found.position_ids is None
+                else (found.tokens, found.labels, found.position_ids)
+            )
+            for found in sequences
+        ],
     )
 
 

@@ -38,6 +38,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.grad_ring import GradRingDtype
@@ -66,7 +67,10 @@ class Ring(RingMember):
         grad_dtype: in which gradients of keys and values travel; see `GradRingDtype`.
         backward_calls: how often the backward of its attention calls ran.
         backward_forbidden: why its backward must not run now, since ranks would wait for each other; "" where it may.
+        loss_missing: why its backward must not run before that of a loss which the micro-batch made; "" where it may.
         encoder_calls: how often a vision encoder ran for it.
+        model_tokens: that the model is called with, padding included; None where any number of at least `tokens` is.
+        place: step, micro-batch and rank, for messages; "" where there is no step.
         labels: of this member's tokens, for a model that computes its loss itself; None where there are none.
         handle: 0-d int64, stands for the ring in compiled graphs.
     """
@@ -79,6 +83,9 @@ class Ring(RingMember):
         "grad_dtype",
         "handle",
         "labels",
+        "loss_missing",
+        "model_tokens",
+        "place",
         "transport",
         "visuals",
     )
@@ -99,6 +106,9 @@ class Ring(RingMember):
         self.grad_dtype = grad_dtype
         self.backward_calls = 0
         self.backward_forbidden = ""
+        self.loss_missing = ""
+        self.model_tokens: int | None = None
+        self.place = ""
         self.encoder_calls = 0
         self.labels: Labels | None = None
         number = next(_handles)
@@ -108,6 +118,9 @@ class Ring(RingMember):
 
 current_ring: ContextVar[Ring | None] = ContextVar("current_ring", default=None)
 """The ring of the micro-batch whose forward is running; set by the session around it."""
+
+runs_outside: ContextVar[bool] = ContextVar("runs_outside", default=False)
+"""Whether attention without a ring attends over the whole batch that it is given; set by `outside.outside`."""
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring | None = None, scale: float | None = None) -> Tensor:
@@ -138,6 +151,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring | None = None, scal
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, ring: Ring | None, scale: float | None) -> Tensor:
     if ring is None:
+        if runs_outside.get():
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         ring = _implicit_ring()
     q, k, v = _autocast(q, k, v)
     _checked_ring(ring, q, k, v).attention_calls += 1
@@ -152,6 +167,11 @@ def _checked_ring(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Ring:
     if not q.dtype == k.dtype == v.dtype:
         raise RunError(f"q, k and v have different types: {q.dtype}, {k.dtype}, {v.dtype}")
     ring.check_shapes(q, k, v)
+    if ring.model_tokens not in (None, q.shape[2]):
+        raise RunError(
+            f"{ring.place}: the model was called with {q.shape[2]} tokens, but its shard of the micro-batch has "
+            f"{ring.model_tokens}: give it the micro-batch's own, and evaluate or generate in 'with fcp.outside():'"
+        )
     return ring
 
 
@@ -181,8 +201,8 @@ def _backward(
     ring: Ring, packed: list[Tensor], lse: Tensor, scale: float, padded: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward, given the packed gradient of out, q, k, v and out; return gradients [1, .., padded, D]."""
-    if ring.backward_forbidden:
-        raise RunError(ring.backward_forbidden)
+    if ring.backward_forbidden or ring.loss_missing:
+        raise RunError(ring.backward_forbidden or ring.loss_missing)
     ring.backward_calls += 1
     grad_out, q, k, v, out = packed
     dq, dk, dv = drive(ring_backward(ring, grad_out, q, k, v, out, lse, scale))
@@ -528,8 +548,8 @@ def _implicit_ring() -> Ring:
     ring = current_ring.get()
     if ring is None:
         raise RunError(
-            "attention was called outside a micro-batch: pass ring=microbatch.ring, or call the model inside the "
-            "micro-batch's context"
+            "attention was called outside a micro-batch: pass ring=microbatch.ring, call the model in the loop over a "
+            "step, or, to evaluate or generate, in 'with fcp.outside():'"
         )
     return ring
 

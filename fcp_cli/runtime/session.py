@@ -12,6 +12,7 @@ for step in session.steps(model):
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,13 +28,17 @@ from fcp_cli.recipe import Reduce
 from fcp_cli.runtime.agreement import agree_on_plan
 from fcp_cli.runtime.contacts import open_contacts, report_to_stderr
 from fcp_cli.runtime.cursor import PlanCursor
+from fcp_cli.runtime.finite import LossWatch, OnNan
 from fcp_cli.runtime.followed_step import FollowedStep, plan_path
 from fcp_cli.runtime.grad_ring import GradRingDtype, agreed_grad_dtype
 from fcp_cli.runtime.gradients import GradientSync, gradient_sync
+from fcp_cli.runtime.guards import NO_BACKWARD, OTHER_LOSS, Guards
 from fcp_cli.runtime.loader import Fetch, LoadedStep, Shard, fetches_labels, load_steps
 from fcp_cli.runtime.loss import Labels, head_loss_sum, token_loss_sum
+from fcp_cli.runtime.outside import outside
 from fcp_cli.runtime.prefetch import Prefetched
 from fcp_cli.runtime.ring import Ring, current_ring
+from fcp_cli.runtime.step_agreement import agree_on_first_step
 from fcp_cli.runtime.timing import Clock, MicroBatchTiming, clock_for
 from fcp_cli.runtime.transport import ProcessTransport, Transport
 from fcp_cli.runtime.waiting import Watch, watch_for
@@ -145,7 +150,12 @@ class Session:
         return tensor.to(self.device, non_blocking=True)
 
     def steps(
-        self, model: nn.Module | GradientSync | None = None, *, first_step: int = 0, reduce: Reduce | None = None
+        self,
+        model: nn.Module | GradientSync | None = None,
+        *,
+        first_step: int = 0,
+        reduce: Reduce | None = None,
+        on_nan: OnNan = "stop",
     ) -> Generator[Step, None, None]:
         """Yield the plan's steps from `first_step` on, each to be iterated to its end before the next.
 
@@ -153,20 +163,26 @@ class Session:
 
         Args:
             model: whose gradients are summed over ranks: as it is (it starts from rank 0's weights), in
-                DistributedDataParallel, or sharded with `fully_shard`. Without one, the script sums them itself.
+                DistributedDataParallel, or sharded with `fully_shard`. With `GradientSync()`, the script sums them
+                itself; without either, nothing may be trained.
             first_step: optimizer step to begin with, for a resumed run.
             reduce: of FSDP2 that gathers weights again: reduce gradients in every `wave`, so that a rank holds only its
                 share of them, or once a `step`, which sends less; None: as the plan's recipe says, else `wave`.
+            on_nan: of a step in which a rank's loss is NaN or infinite: `stop` the job; `skip-step`: leave all ranks
+                without gradients, so that their optimizers change nothing (the host then waits for the device once a
+                step); or `go-on`.
 
         Raises:
-            RunError: no `fetch`, a model that cannot follow the plan, a step beyond it; while iterating, a loop that
-                leaves out micro-batches or does not run `attention`, data that does not match the plan.
+            RunError: no `fetch`, a model that cannot follow the plan, a step beyond it, ranks that begin with different
+                ones; while iterating, a loop that goes wrong, data that does not match the plan or differs over ranks.
         """
         if self.fetch is None:
             raise RunError("no data: pass fetch=..., a function from manifest row to tokens")
+        agree_on_first_step(self.world, first_step)
         planned = self.metadata.recipe
         reduce = reduce or (planned.reduce if planned is not None else "wave")
         sync = gradient_sync(model, self.world, self.metadata.sync, reduce)
+        guards = Guards(self.world, sync, model=model, on_nan=on_nan, watch=LossWatch(self.clock))
         cursor = PlanCursor(self.plan, self.rank, first_step=first_step, ahead=self._steps_ahead)
         labelled = fetches_labels(self.plan, first_step, self.fetch)
         loaded = Prefetched(
@@ -174,10 +190,10 @@ class Session:
             depth=self._steps_ahead,
             name="fcp-loader",
         )
-        return self._follow(cursor, loaded, sync, labelled)
+        return self._follow(cursor, loaded, guards, labelled)
 
     def _follow(
-        self, cursor: PlanCursor, loaded: Prefetched[LoadedStep], sync: GradientSync, labelled: bool
+        self, cursor: PlanCursor, loaded: Prefetched[LoadedStep], guards: Guards, labelled: bool
     ) -> Generator[Step, None, None]:
         try:
             for item in loaded:
@@ -185,12 +201,16 @@ class Session:
                 if labelled:
                     tokens = torch.tensor(item.labelled_tokens, device=self.device)
                     self.world.all_reduce_sum(tokens)  # the sum stays on the device: the host does not wait for it
-                step = Step(self, sync, item, tokens)
+                step = Step(self, guards, item, tokens)
                 yield step
                 step.require_finished()
         finally:
             cursor.close()
             loaded.close()
+
+    def outside(self) -> AbstractContextManager[None]:
+        """Return `outside()`: a context in which models run beside the plan, as for evaluation and generation."""
+        return outside()
 
     def close(self) -> None:
         """Leave the job, and destroy the process group if `start` made it."""
@@ -219,10 +239,13 @@ class LocalMicroBatch:
         is_last: whether it is this rank's last of the step.
     """
 
-    __slots__ = ("_divisor", "_factor", "input_ids", "is_last", "labels", "loss_sum", "position_ids", "ring", "row")
+    __slots__ = (
+        "_backwards", "_divisor", "_guards", "_losses",
+        "input_ids", "is_last", "labels", "loss_sum", "position_ids", "ring", "row",
+    )  # fmt: skip
 
     def __init__(
-        self, shard: Shard, ring: Ring, device: torch.device, *, is_last: bool, factor: float, divisor: int | Tensor
+        self, shard: Shard, ring: Ring, device: torch.device, *, is_last: bool, guards: Guards, divisor: int | Tensor
     ) -> None:
         self.row: MicroBatch = shard.row
         self.ring = ring
@@ -232,9 +255,12 @@ class LocalMicroBatch:
         self.labels = shard.labels.to(device, non_blocking=True)
         rows = None if shard.labelled is None else shard.labelled.to(device, non_blocking=True)
         ring.labels = Labels(values=self.labels, rows=rows)
+        ring.model_tokens = shard.input_ids.shape[1]
+        ring.loss_missing = f"{ring.place}: {OTHER_LOSS}"
         self.loss_sum: Tensor | None = None
-        self._factor = factor
+        self._guards = guards
         self._divisor = divisor
+        self._losses = self._backwards = 0
 
     def loss(self, logits: Tensor) -> Tensor:
         """Return this rank's share of the step's loss, to call backward on.
@@ -263,7 +289,22 @@ class LocalMicroBatch:
     def normalised(self, loss_sum: Tensor) -> Tensor:
         """Return this rank's share of the loss from a sum of token losses (0-d) that the script computed itself."""
         self.loss_sum = loss_sum.detach()
-        return loss_sum * self._factor / self._divisor
+        loss = loss_sum * self._guards.sync.loss_factor / self._divisor
+        if not torch.compiler.is_compiling():
+            self._guards.see_loss(self.ring.place, self.row, self.loss_sum, loss)
+        if loss.requires_grad:
+            self._losses += 1
+            loss.register_hook(self._note_backward)  # type: ignore[no-untyped-call]
+        return loss
+
+    def _note_backward(self, _: Tensor) -> None:
+        self._backwards += 1
+        self.ring.loss_missing = ""
+
+    def require_backward(self) -> None:
+        """Raise RunError if a loss was made to be trained on, and no backward was run."""
+        if self._losses and not self._backwards:
+            raise RunError(f"{self.ring.place}: {NO_BACKWARD}")
 
 
 class Step(FollowedStep):
@@ -271,12 +312,17 @@ class Step(FollowedStep):
 
     While a micro-batch is out, its ring is current for `attention`, and no gradient is reduced.
     After the last, gradients are sums over all ranks and the optimizer may step.
+
+    Attributes:
+        is_skipped: whether the step, now over, left no gradients, since a rank's loss was not finite (`on_nan`).
     """
 
-    def __init__(self, session: Session, sync: GradientSync, loaded: LoadedStep, tokens: int | Tensor) -> None:
+    def __init__(self, session: Session, guards: Guards, loaded: LoadedStep, tokens: int | Tensor) -> None:
         super().__init__(loaded.plan)
+        self.is_skipped = False
         self._session = session
-        self._sync = sync
+        self._guards = guards
+        self._sync = guards.sync
         self._shards = loaded.shards
         self._tokens = tokens
         self._divisor = tokens.clamp(min=1) if isinstance(tokens, Tensor) else max(tokens, 1)
@@ -304,7 +350,9 @@ class Step(FollowedStep):
     def __iter__(self) -> Iterator[LocalMicroBatch]:
         self._begin()
         watch = self._session.watch
+        same_data = self._guards.same_data(self.index, self._shards)
         try:
+            self._sync.begin()
             for position, shard in enumerate(self._shards):
                 is_last = position == len(self._shards) - 1
                 place = None if watch is None else watch.begin(self.index, shard.row)
@@ -312,6 +360,7 @@ class Step(FollowedStep):
                 self._sync.before_microbatch(is_last=is_last)
                 microbatch = self._enter(shard, is_last=is_last)
                 self._order_backwards(is_last=is_last)
+                self._guards.look()
                 yield microbatch
                 self._marks.append((begin, self._session.clock.mark()))
                 self._num_run += 1
@@ -319,7 +368,10 @@ class Step(FollowedStep):
                     place.end = self._marks[-1][1]
             self._require_calls()
             place = None if watch is None else watch.begin(self.index, None)
+            if same_data is not None:
+                same_data.require()
             self._sync.reduce()
+            self._skip_if_bad()
             if place is not None:
                 place.end = self._session.clock.mark()
             self._is_finished = True
@@ -328,6 +380,12 @@ class Step(FollowedStep):
                 watch.forget()
             current_ring.set(None)  # not by a token: a loop that is left may be closed in another context
             self._sync.restore()
+
+    def _skip_if_bad(self) -> None:
+        losses = [microbatch.loss_sum for microbatch in self._microbatches if microbatch.loss_sum is not None]
+        self.is_skipped = self._guards.is_skipped(losses, self._session.device)
+        if self.is_skipped:
+            self._sync.drop()
 
     def _enter(self, shard: Shard, *, is_last: bool) -> LocalMicroBatch:
         session = self._session
@@ -339,9 +397,10 @@ class Step(FollowedStep):
             visuals=None if shard.visuals is None else shard.visuals.map_pixels(session.to_device),
             grad_dtype=session.grad_ring_dtype,
         )
+        ring.place = self._guards.place(self.index, shard.row)
         current_ring.set(ring)
         microbatch = LocalMicroBatch(
-            shard, ring, session.device, is_last=is_last, factor=self._sync.loss_factor, divisor=self._divisor
+            shard, ring, session.device, is_last=is_last, guards=self._guards, divisor=self._divisor
         )
         self._microbatches.append(microbatch)
         return microbatch
@@ -368,6 +427,7 @@ class Step(FollowedStep):
                     f"step {self.index}, micro-batch {row.order} has images or videos, but no vision encoder ran for "
                     "it; train a vision-language model that fcp_cli.runtime.integrations.transformers.prepare accepts"
                 )
+            microbatch.require_backward()
 
     @property
     def local_tokens(self) -> int:
@@ -391,7 +451,9 @@ class Step(FollowedStep):
         """
         total = self._loss_sum()
         self._session.world.all_reduce_sum(total)
-        return float(total) / int(self._divisor)
+        loss = float(total) / int(self._divisor)
+        self._guards.look()  # the host has waited for the device: all losses of this rank are there
+        return loss
 
     def _loss_sum(self) -> Tensor:
         sums = [microbatch.loss_sum for microbatch in self._microbatches if microbatch.loss_sum is not None]

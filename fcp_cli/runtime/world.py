@@ -20,6 +20,10 @@ _TIMEOUT_VARIABLE = "FCP_RANK_TIMEOUT"
 _MSRUN_SECONDS = "MS_TOPO_TIMEOUT"
 
 
+class Waitable(Protocol):
+    def wait(self) -> object: ...
+
+
 class World(Protocol):
     """All ranks of a job. Every rank calls the same methods in the same order. Tensors are changed in place."""
 
@@ -35,9 +39,16 @@ class World(Protocol):
         """Copy rank 0's tensor to all."""
         ...
 
+    def start_sum(self, tensor: Tensor) -> Waitable:
+        """Begin to sum a tensor in host memory, for what ranks tell each other beside the devices' work."""
+        ...
+
 
 class ProcessWorld:
     """The default process group of torch.distributed."""
+
+    def __init__(self) -> None:
+        self._host_group: dist.ProcessGroup | None = None  # None: the default one
 
     @property
     def rank(self) -> int:
@@ -52,6 +63,13 @@ class ProcessWorld:
 
     def broadcast(self, tensor: Tensor) -> None:
         dist.broadcast(tensor, src=0)
+
+    def start_sum(self, tensor: Tensor) -> Waitable:
+        backends = dist.get_backend_config()
+        if self._host_group is None and "cpu:" not in backends and any(kind in backends for kind in ("nccl", "hccl")):
+            self._host_group = dist.new_group(backend="gloo")  # the script's own group carries nothing of the host's
+        work: Waitable = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._host_group, async_op=True)
+        return work
 
 
 def _msrun_store(rank: int, size: int, seconds: int) -> Any:

@@ -140,6 +140,10 @@ class Replica(GradientSync):
             if not has_gradient:
                 weight.updated.grad = None  # as in one process, so that the optimizer skips it
 
+    def drop(self) -> None:
+        for weight in self._trained:
+            weight.updated.grad = None
+
     def _present_anywhere(self) -> list[bool]:
         """Return for each weight whether a rank has a gradient of it."""
         present = [_gradient(weight) is not None for weight in self._trained]

@@ -142,6 +142,13 @@ class Meeting:
         self.mailbox.abort()
 
 
+class Done:
+    """The handle of what is done when the call returns."""
+
+    def wait(self) -> None:
+        pass
+
+
 class ThreadWorld:
     """One rank's view of a `Meeting`; a `runtime.world.World`."""
 
@@ -162,6 +169,10 @@ class ThreadWorld:
 
     def broadcast(self, tensor: Tensor) -> None:
         self._exchange(tensor, lambda tensors: tensors[0])
+
+    def start_sum(self, tensor: Tensor) -> Done:
+        self.all_reduce_sum(tensor)
+        return Done()
 
     def _exchange(self, tensor: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> None:
         meeting = self._meeting

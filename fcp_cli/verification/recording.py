@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcp_cli.runtime.transport import Handle, Transport
-from fcp_cli.runtime.world import World
+from fcp_cli.runtime.world import Waitable, World
 from fcp_cli.verification.order import NEVER, RECEIVE, SEND, Operation
 
 BACKEND = "fcp-recorded"
@@ -321,3 +321,6 @@ class RecordingWorld:
     def broadcast(self, tensor: Tensor) -> None:
         self._record.record_collective("broadcast", tensor)
         self._inner.broadcast(tensor)
+
+    def start_sum(self, tensor: Tensor) -> Waitable:
+        return self._inner.start_sum(tensor)  # of the hosts, beside what the devices' queues hold

@@ -15,6 +15,7 @@ def test_the_public_names_of_the_runtime_are_these() -> None:
     assert runtime.__all__ == [
         "ActivationOffload",
         "Fetch",
+        "GradientSync",
         "LocalMicroBatch",
         "MicroBatchTiming",
         "Ring",
@@ -23,6 +24,7 @@ def test_the_public_names_of_the_runtime_are_these() -> None:
         "attention",
         "current_ring",
         "keep_attention",
+        "outside",
         "recomputed",
         "start",
         "steps",

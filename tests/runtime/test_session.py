@@ -351,6 +351,12 @@ ERRORS = {
         r"^the model's DistributedDataParallel has parameters that it ignores, which would"
     ]
     * 4,
+    "other data": [
+        r"^step 0, micro-batch 1: fetch gave rank 3 other tokens or labels for row 1 of the data than rank 2, "
+    ]
+    * 4,
+    "another first step": [r"^rank 2 begins with step 1, rank 0 with step 0: they were resumed from different"] * 4,
+    "a loss that is no number": [rf"^step 0, micro-batch {rank}, rank {rank}: the loss is nan" for rank in range(4)],
     "fsdp over half": [r"the parameter .* is sharded by FSDP2 over 2 of 4 ranks; give fully_shard a mesh of all ranks"]
     * 4,
     "fsdp of a part": [r"only parts of the model are sharded with FSDP2; call fully_shard on the whole model too"] * 4,

@@ -89,15 +89,24 @@ def gradient_case(folder: Path, name: str) -> Replayed:
     return gradients(folder / plan, case)
 
 
-def first_step(plan: Path, *, attend: Any = ring_attend, wrapping: Any = "none", stop_early: bool = False) -> None:
+def first_step(
+    plan: Path,
+    *,
+    attend: Any = ring_attend,
+    wrapping: Any = "none",
+    stop_early: bool = False,
+    shift: int = 0,
+    resume_at: int = 0,
+    bad_loss: bool = False,
+) -> None:
     """Run one step, and what follows it, as a wrong script would."""
-    with start(plan, lambda row: torch.arange(400) % VOCAB_SIZE) as session:
+    with start(plan, lambda row: (torch.arange(400) + shift) % VOCAB_SIZE) as session:
         model = TinyLanguageModel(TinyConfig(), attend)
         wrapped = wrap(model, wrapping, list(model.blocks.children()))
-        for step in session.steps(wrapped):
+        for step in session.steps(wrapped, first_step=resume_at):
             for microbatch in step:
                 logits = wrapped(microbatch.input_ids, microbatch.position_ids, microbatch.ring)
-                torch.autograd.backward(microbatch.loss(logits))
+                torch.autograd.backward(microbatch.loss(logits * float("nan") if bad_loss else logits))
                 if stop_early:
                     break
 
@@ -118,6 +127,9 @@ def error_cases(folder: Path, rank: int) -> Mapping[str, Callable[[], Any]]:
         "fsdp under iteration": lambda: first_step(iteration, wrapping="fsdp"),
         "fsdp over half": lambda: first_step(folder / WAVES, wrapping="fsdp over half"),
         "fsdp of a part": lambda: first_step(folder / WAVES, wrapping="fsdp of a part"),
+        "other data": lambda: first_step(folder / "degree-2.parquet", wrapping="ddp", shift=int(rank == 3)),
+        "another first step": lambda: first_step(folder / "two-each.parquet", resume_at=int(rank == 2)),
+        "a loss that is no number": lambda: first_step(folder / "two-each.parquet", bad_loss=True),
     }
 
 
