@@ -19,6 +19,7 @@ class Bench:
     Attributes:
         dtype: that the device computes attention in: bf16, on a CPU fp32.
         degrees: of the rings to look at: all up to 8.
+        sharers: ranks whose device is the same, the cores of a host; 1 where each has its own.
     """
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
@@ -27,6 +28,7 @@ class Bench:
         self.dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         self.world = ProcessWorld()
         self.ranks_per_node = ranks_on_this_host()
+        self.sharers = self.ranks_per_node if device.type == "cpu" else 1
         self.transport = ProcessTransport.create(device)
         self.stopwatch = Stopwatch(device)
         self.degrees = range(2, min(8, self.world.size) + 1)

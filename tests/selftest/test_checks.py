@@ -24,6 +24,8 @@ def bench(tmp_path: Path) -> Any:
         settings=SimpleNamespace(quick=True, folder=tmp_path),
         device=torch.device("cpu"),
         dtype=torch.float32,
+        sharers=1,
+        world=SimpleNamespace(rank=0, size=1),
         gather=gather,
         begin=lambda what: None,
     )
@@ -52,6 +54,27 @@ def test_the_kernel_of_this_machine_passes(bench: Any) -> None:
     assert finding.passed
     names = " ".join(finding.figures["relative_error_by_case"])
     assert "length 1" in names and "500 sequences" in names and "heads of 256" in names
+
+
+def test_ranks_on_the_same_cores_take_a_case_each(bench: Any) -> None:
+    from fcp_cli.selftest.checks import kernel
+
+    bench.sharers = 3
+    others = [0.25, 0.5]  # what ranks 1 and 2 find, whatever the case
+
+    def gather(values: Sequence[float]) -> list[list[float]]:
+        assert not any(values[1:]), "this rank computes the first case of each round only"
+        return [
+            list(values),
+            *([0.0] * i + [other] + [0.0] * (len(values) - i - 1) for i, other in enumerate(others, 1)),
+        ]
+
+    bench.gather = gather
+    finding = kernel.check(bench)
+    first, second, third, *_ = finding.figures["relative_error_by_case"].values()
+    assert 0.0 < first < 1e-5
+    assert [second, third] == others
+    assert finding.passed is False, "what another rank found counts"
 
 
 def test_a_kernel_that_is_a_little_wrong_fails(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
