@@ -13,9 +13,10 @@ from torch import nn
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.models.transformers_config import whole_config
 from fcp_cli.profiling.points import VisionPoint
-from fcp_cli.profiling.workload import WEIGHT_DTYPES, autocast_for
+from fcp_cli.profiling.workload import autocast_for
 from fcp_cli.recipe import Recipe
 from fcp_cli.runtime.integrations.transformers import recompute_layers
+from fcp_cli.runtime.weight_types import WEIGHT_DTYPES
 from fcp_cli.vision.families import FAMILIES
 from fcp_cli.vision.parts import VisualPart
 

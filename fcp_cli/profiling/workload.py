@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -20,13 +20,7 @@ from fcp_cli.runtime.loss import Labels, token_loss_sum
 from fcp_cli.runtime.offload import ActivationOffload
 from fcp_cli.runtime.ring import Ring, current_ring
 from fcp_cli.runtime.transport import Handle, Transport
-
-WEIGHT_DTYPES: Mapping[PrecisionName, torch.dtype] = {
-    "bf16": torch.bfloat16,
-    "amp": torch.float32,
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-}
+from fcp_cli.runtime.weight_types import WEIGHT_DTYPES
 
 
 def build_model(spec: ModelSpec, layers: int, device: torch.device, recipe: Recipe) -> nn.Module:

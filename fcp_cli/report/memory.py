@@ -12,6 +12,14 @@ from fcp_cli.plan.metadata import PlanMetadata
 _ITEMS_NAMED = 4
 
 
+def ranks_are_hosts(metadata: PlanMetadata) -> bool:
+    """Return whether a plan's ranks are cores of one machine, whose back end keeps no connections on devices."""
+    try:
+        return parse_cost_profile(metadata.cost_profile, name="the plan's cost profile").cluster == THIS_MACHINE
+    except ProfileError:
+        return False
+
+
 def memory_sentence(metadata: PlanMetadata, peers: int) -> str:
     """Return how many GB the token budget takes, and for what; "" where the plan does not say of which recipe it is.
 
@@ -33,7 +41,7 @@ def memory_sentence(metadata: PlanMetadata, peers: int) -> str:
         ranks=metadata.num_ranks,
         tensor_parallel=metadata.tensor_parallel,
         pipeline_parallel=metadata.pipeline_parallel,
-        on_cpu=profile.cluster == THIS_MACHINE,
+        on_cpu=ranks_are_hosts(metadata),
         peers=peers,
     )
     tokens = metadata.tokens_per_rank

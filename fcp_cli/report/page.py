@@ -20,7 +20,7 @@ import numpy as np
 from fcp_cli.errors import FcpError
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.report import charts
-from fcp_cli.report.memory import memory_sentence
+from fcp_cli.report.memory import memory_sentence, ranks_are_hosts
 from fcp_cli.report.page_data import Columns, PlanPicture, joined
 from fcp_cli.report.run_picture import RunPicture
 from fcp_cli.words import counted
@@ -113,8 +113,8 @@ class Report:
         yield "speed-up", "not known" if speedup.factor is None else f"{speedup.factor:.2f}x", speedup.remark
         yield "distinct groups", f"{self.metadata.distinct_groups:,}", "of degree over 1"
         if summary.peers is not None:
-            remark = f"of a rank; mean {summary.peers.mean:.1f}; about {summary.peers.most_bytes / 1e9:.1f} GB"
-            yield "most peers", f"{summary.peers.most}", remark
+            takes = "" if ranks_are_hosts(self.metadata) else f"; about {summary.peers.most_bytes / 1e9:.1f} GB"
+            yield "most peers", f"{summary.peers.most}", f"of a rank; mean {summary.peers.mean:.1f}{takes}"
         if self.run is not None and not self.run.is_empty:
             totals = self.run.totals()
             yield "measured step time", f"{totals['step_seconds']:.4g} s", "median, without warm-up"

@@ -10,6 +10,7 @@ from fcp_cli.plan.peers import PeerCount
 from fcp_cli.plan.step import MicroBatch, StepPlan
 from fcp_cli.plan.summary import PlanSummary
 from fcp_cli.report.bars import bar
+from fcp_cli.report.memory import ranks_are_hosts
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def _headline(metadata: PlanMetadata, summary: PlanSummary) -> dict[str, str]:
         "groups": f"{counted(metadata.distinct_groups, 'distinct group')} of degree > 1",
     }
     if summary.peers is not None:
-        lines["peers"] = peers_text(summary.peers)
+        lines["peers"] = peers_text(summary.peers, on_hosts=ranks_are_hosts(metadata))
     if metadata.continues is not None:
         before = metadata.continues
         lines["continues"] = f"{before.num_ranks} ranks under {before.plan_hash[:16]}, from step {before.first_step} on"
@@ -71,13 +72,12 @@ def _headline(metadata: PlanMetadata, summary: PlanSummary) -> dict[str, str]:
     return lines
 
 
-def peers_text(peers: PeerCount) -> str:
+def peers_text(peers: PeerCount, *, on_hosts: bool) -> str:
     """Describe how many other ranks a rank exchanges messages with, what that takes, and whether it still grows."""
     first = peers.means()[0] if peers.new_pairs else 0.0
     grown = f" ({first:.1f} after one step)" if len(peers.new_pairs) > 1 else ""
-    return (
-        f"{peers.mean:.1f} per rank{grown}, at most {peers.most}, about {peers.most_bytes / 1e9:.1f} GB of its device"
-    )
+    takes = "" if on_hosts else f", about {peers.most_bytes / 1e9:.1f} GB of its device"
+    return f"{peers.mean:.1f} per rank{grown}, at most {peers.most}{takes}"
 
 
 def devices_text(metadata: PlanMetadata) -> str:

@@ -32,6 +32,7 @@ from fcp_cli.runs.checkpoint_header import CheckpointHeader, check_header, check
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.metrics import StepMeasurement
 from fcp_cli.runtime import Fetch, LocalMicroBatch, Session, Step, start
+from fcp_cli.runtime.weight_types import WEIGHT_DTYPES
 from fcp_cli.training.checkpoint import TrainState, load_checkpoint, saved_buffers
 from fcp_cli.training.data import open_data
 from fcp_cli.training.holding import Holding, Replica, ShardedModel
@@ -54,9 +55,6 @@ from fcp_cli.training.weights import (
     unexpected_weights,
 )
 from fcp_cli.words import counted
-
-# Of the weights that the model computes with, where it is another than that of the weights that are updated.
-_WEIGHT_DTYPES = {"bf16": torch.bfloat16}
 
 
 def train(settings: TrainSettings, stop: StopRequest) -> bool:
@@ -164,7 +162,7 @@ class Trainer:
         shares = open_shares(
             recipe, rank=session.rank, ranks=session.metadata.num_ranks, device_type=session.device.type
         )
-        dtype = _WEIGHT_DTYPES.get(recipe.precision)
+        dtype = WEIGHT_DTYPES[recipe.precision] if recipe.precision == "bf16" else None
         if not self.is_sharded or shares.mesh is None:
             return Replica(self.model, session.world, shares, dtype)
         shard_model(self.model, shares.mesh, dtype=dtype, keeps_weights=recipe.zero_stage == 2)
@@ -269,7 +267,7 @@ class Trainer:
             rank=self.session.rank,
             num_ranks=self.session.metadata.num_ranks,
             barrier=dist.barrier,
-            dtype=_WEIGHT_DTYPES.get(self.recipe.precision, next(self.model.parameters()).dtype),
+            dtype=WEIGHT_DTYPES[self.recipe.precision],
             names=self.names,
             source=self.settings.weights,
         )
