@@ -60,15 +60,18 @@ class BuildOptions:
     exclude: Annotated[tuple[str, ...], Opt("Files and folders to leave out; may be repeated.", metavar="GLOB")] = ()
     train_on: Annotated[
         Literal["all", "assistant", "completion"],
-        Opt("Of chat data, learn all tokens, every turn of the assistant, or its last one."),
+        Opt("Of conversations, learn all tokens, every turn of the assistant, or its last one."),
     ] = "assistant"
     processor: Annotated[
         str | None,
         Opt(
-            "For media (sizes of images and videos): qwen3-vl, qwen2.5-vl, internvl or the folder of a checkpoint.",
+            "For media (images and videos, or their sizes): qwen3-vl, qwen2.5-vl, internvl or a checkpoint's folder.",
             metavar="NAME|FOLDER",
         ),
     ] = None
+    bad_rows: Annotated[
+        Literal["error", "skip"], Opt("End at a record whose picture cannot be read, or leave it out and count it.")
+    ] = "error"
     vocab_size: Annotated[
         int | None,
         Opt(
@@ -107,6 +110,7 @@ def build(options: BuildOptions) -> None:
         exclude=options.exclude,
         processor=options.processor,
         train_on=options.train_on,
+        skips_bad=options.bad_rows == "skip",
         vocab_size=options.vocab_size,
     )
     opened = open_source(source, kind, reading, output=output.absolute())
@@ -185,6 +189,11 @@ def synth(options: SynthOptions) -> None:
 def _note_unused(description: dict[str, Any], options: SourceOptions) -> None:
     """Name each option that does not apply: none is dropped in silence."""
     kind = description["kind"]
+    has_pixels = description.get("content") == "pixels"
+    if options.skips_bad and not has_pixels:
+        note(f"--bad-rows is not used for {kind} without pictures")
+    if has_pixels and options.tokenizer not in ("bytes", description["tokenizer"]) and options.processor is not None:
+        note(f"--tokenizer is not used: {description['tokenizer']} has its own")
     if kind == "media" and description["tokenizer"] is None:
         note("assumed tokens of time stamps by Qwen's pre-tokenizer rule; --tokenizer FILE counts them exactly")
     if options.processor is not None and kind != "media":
@@ -195,7 +204,7 @@ def _note_unused(description: dict[str, Any], options: SourceOptions) -> None:
         note(f"--column is not used for {kind}")
     if (options.include != ("*",) or options.exclude) and kind != "text":
         note(f"--include and --exclude are not used for {kind}; they choose files of a folder of text")
-    if options.train_on != "assistant" and kind != "chat":
+    if options.train_on != "assistant" and kind != "chat" and not has_pixels:
         note(f"--train-on is not used for {kind}: every token is learned")
     if options.vocab_size is not None and kind != "megatron":
         note(f"--vocab-size is not used for {kind}; it follows from the tokens")

@@ -9,12 +9,17 @@ A record is one of these; the first that fits is taken:
 
 Turns are rendered by the chat template of the tokenizer, as `apply_chat_template` of transformers does. What the
 assistant said reaches from the template's generation prompt to the mark that ends its turn, which is learned with it.
+
+Turns about pictures have contents in parts, `{"type": "image"}` where one stands. What the template writes there is
+replaced as the checkpoint's processor replaces it; visual tokens are never learned.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -22,10 +27,14 @@ import numpy as np
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
+from fcp_cli.files import read_json
+from fcp_cli.vision.processors import Marks, VisionProcessor, Visual
 from fcp_cli.words import first_line
 
 TrainOn = Literal["all", "assistant", "completion"]
 NOT_LEARNED: Final = -100
+PICTURE_FIELDS: Final = ("image", "images", "video", "videos")
+"""Fields of a record that name what it is about."""
 
 _ROLES: Final = {
     "human": "user",
@@ -56,11 +65,20 @@ class Encoded:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Pictured:
+    """A picture of a conversation; they come in the order in which its turns name them."""
+
+    visual: Visual
+    is_video: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Rendered:
-    """A text with the spans [start, end) of characters that are learned."""
+    """A text with the spans [start, end) of characters that are learned, and visual tokens of each placeholder."""
 
     text: str
     spans: Sequence[tuple[int, int]]
+    runs: Sequence[int] = ()
 
 
 def is_chat(record: Mapping[str, Any]) -> bool:
@@ -85,12 +103,13 @@ class ChatEncoder:
     Args:
         folder: with tokenizer.json, tokenizer_config.json and the chat template, as `save_pretrained` writes them.
         train_on: learn `all` tokens, those of every `assistant` turn, or those of the last turn (`completion`).
+        processor: what the checkpoint makes of pictures; None takes text alone.
 
     Raises:
-        ManifestError: transformers is missing, or the folder holds no tokenizer.
+        ManifestError: transformers is missing, or the folder holds no tokenizer, or one without marks for pictures.
     """
 
-    def __init__(self, folder: Path, train_on: TrainOn) -> None:
+    def __init__(self, folder: Path, train_on: TrainOn, processor: VisionProcessor | None = None) -> None:
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
@@ -105,6 +124,9 @@ class ChatEncoder:
             ) from error
         self.folder = folder
         self.train_on = train_on
+        self.processor = processor
+        self._own_template = None if processor is None else _processor_template(folder)
+        self._marks: Marks | None = None if processor is None else _marks_of(processor, self._tokenizer, folder)
 
     def __call__(self, record: Mapping[str, Any], place: str) -> Encoded:
         """Encode one record.
@@ -114,28 +136,90 @@ class ChatEncoder:
         """
         return self.many([record], [place])[0]
 
-    def many(self, records: Sequence[Mapping[str, Any]], places: Sequence[str]) -> list[Encoded]:
-        """Encode records, their texts in one batch; raises as a call does."""
+    def many(
+        self,
+        records: Sequence[Mapping[str, Any]],
+        places: Sequence[str],
+        pictures: Sequence[Sequence[Pictured]] | None = None,
+    ) -> list[Encoded]:
+        """Encode records, their texts in one batch; raises as a call does.
+
+        Args:
+            records: as above.
+            places: of each, for messages.
+            pictures: of each.
+        """
         rendered = [
             _given_tokens(record, place) if _form(record) == "tokens" else self._render(record, place)
             for record, place in zip(records, places, strict=True)
         ]
+        if pictures is not None:
+            rendered = [
+                self._with_pictures(item, own, place) if isinstance(item, _Rendered) else item
+                for item, own, place in zip(rendered, pictures, places, strict=True)
+            ]
         texts = [item.text for item in rendered if isinstance(item, _Rendered)]
         encodings = iter(self._encode(texts) if texts else ())
-        return [self._marked(item, *next(encodings)) if isinstance(item, _Rendered) else item for item in rendered]
+        return [
+            self._marked(item, *next(encodings), place) if isinstance(item, _Rendered) else item
+            for item, place in zip(rendered, places, strict=True)
+        ]
+
+    def _with_pictures(self, rendered: _Rendered, pictures: Sequence[Pictured], place: str) -> _Rendered:
+        """Write each picture as the processor does, where the template wrote its mark."""
+        assert self.processor is not None and self._marks is not None
+        marks = self._marks
+        pattern = "|".join(map(re.escape, sorted({marks.image, marks.video})))
+        found = list(re.finditer(pattern, rendered.text))
+        wanted = [marks.video if picture.is_video else marks.image for picture in pictures]
+        if [match.group() for match in found] != wanted:
+            raise ManifestError(
+                f"{place} has {len(pictures)} pictures, but the text that {self.folder}'s chat template makes of it "
+                f"has {len(found)} marks for them ({marks.image}, {marks.video}); they must be as many, of the same "
+                "kinds in the same order"
+            )
+        pieces, runs, at = list[str](), list[int](), 0
+        ends, shifts = [0], [0]
+        for match, picture in zip(found, pictures, strict=True):
+            written = self.processor.written(picture.visual, marks, is_video=picture.is_video)
+            pieces += [rendered.text[at : match.start()], written.text]
+            runs += written.runs
+            at = match.end()
+            ends.append(at)
+            shifts.append(shifts[-1] + len(written.text) - len(match.group()))
+        moved = np.asarray(rendered.spans, np.int64).reshape(-1, 2)
+        moved = moved + np.asarray(shifts)[np.searchsorted(ends, moved, side="right") - 1]
+        spans = [(int(start), int(end)) for start, end in moved]
+        return _Rendered(text="".join((*pieces, rendered.text[at:])), spans=spans, runs=runs)
 
     def _encode(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         # The template writes special tokens itself.
         found = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
         return list(zip(found["input_ids"], found["offset_mapping"], strict=True))
 
-    def _marked(self, rendered: _Rendered, ids: list[int], offsets: list[tuple[int, int]]) -> Encoded:
+    def _marked(self, rendered: _Rendered, ids: list[int], offsets: list[tuple[int, int]], place: str) -> Encoded:
         tokens = np.asarray(ids, np.int64)
         starts = np.asarray([start for start, _ in offsets], np.int64)
         learned = np.zeros(len(tokens), np.bool_)
         for start, end in rendered.spans:
             learned |= (starts >= start) & (starts < end)
+        if rendered.runs:
+            visual = np.isin(tokens, self._pads)
+            if int(visual.sum()) != len(rendered.runs):
+                raise ManifestError(
+                    f"{place}: the tokenizer of {self.folder} makes {int(visual.sum())} tokens of "
+                    f"{len(rendered.runs)} marks for visual tokens; give a checkpoint whose tokenizer has them"
+                )
+            repeats = np.ones(len(tokens), np.int64)
+            repeats[visual] = rendered.runs
+            tokens, learned = np.repeat(tokens, repeats), np.repeat(learned & ~visual, repeats)
         return Encoded(tokens=tokens, labels=np.where(learned, tokens, NOT_LEARNED))
+
+    @cached_property
+    def _pads(self) -> list[int]:
+        """Ids of visual tokens."""
+        assert self._marks is not None
+        return [self._tokenizer.convert_tokens_to_ids(pad) for pad in (self._marks.image_pad, self._marks.video_pad)]
 
     def _render(self, record: Mapping[str, Any], place: str) -> _Rendered:
         form = _form(record)
@@ -149,7 +233,9 @@ class ChatEncoder:
             completion += self._tokenizer.eos_token or ""
             start = 0 if self.train_on == "all" else len(prompt)
             return _Rendered(text=prompt + completion, spans=((start, len(prompt) + len(completion)),))
-        turns = _turns(record, form, place)
+        if self.processor is None and any(record.get(name) for name in PICTURE_FIELDS):
+            raise ManifestError(f"{place} has pictures; --kind media with --processor FOLDER reads them with the text")
+        turns = _turns(record, form, place, with_pictures=self.processor is not None)
         tools = record.get("tools") or None
         text = self._template(turns, tools, place)
         if self.train_on == "all":
@@ -180,7 +266,11 @@ class ChatEncoder:
     def _template(self, turns: list[dict[str, Any]], tools: Any, place: str, *, prompts: bool = False) -> str:
         try:
             rendered: str = self._tokenizer.apply_chat_template(
-                turns, tools=tools, tokenize=False, add_generation_prompt=prompts
+                turns,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=prompts,
+                chat_template=self._own_template,
             )
         except Exception as error:  # a template raises what it likes
             raise ManifestError(f"{place}: the chat template of {self.folder} fails: {first_line(error)}") from error
@@ -199,37 +289,63 @@ def _given_tokens(record: Mapping[str, Any], place: str) -> Encoded:
     return Encoded(tokens=tokens, labels=labels)
 
 
-def _turns(record: Mapping[str, Any], form: str, place: str) -> list[dict[str, Any]]:
+def _processor_template(folder: Path) -> str | None:
+    """Return the template of an older checkpoint's processor, which has a file of its own; the tokenizer has others."""
+    file = folder / "chat_template.json"
+    if not file.is_file() or (folder / "chat_template.jinja").is_file():
+        return None
+    document = read_json(file, error=ManifestError)
+    return document.get("chat_template") if isinstance(document, dict) else None
+
+
+def _marks_of(processor: VisionProcessor, tokenizer: Any, folder: Path) -> Marks:
+    try:
+        return processor.marks(tokenizer)
+    except AttributeError as error:
+        raise ManifestError(
+            f"the tokenizer of {folder} does not name its marks for pictures: {first_line(error)}"
+        ) from error
+
+
+def _turns(record: Mapping[str, Any], form: str, place: str, *, with_pictures: bool) -> list[dict[str, Any]]:
     """Return the turns of a record as a chat template takes them."""
     if form == "alpaca":
         asked = [_text(record[name], name, place) for name in ("instruction", "input") if record.get(name)]
         turns = [{"role": "user", "content": "\n\n".join(asked)}]
         turns += [{"role": "assistant", "content": _text(record["output"], "output", place)}]
     elif form == "completion":
-        turns = [*_listed(record, "prompt", place), *_listed(record, "completion", place)]
+        turns = [*_listed(record, "prompt", place, with_pictures), *_listed(record, "completion", place, with_pictures)]
     else:
-        turns = _listed(record, form, place)
+        turns = _listed(record, form, place, with_pictures)
     if record.get("system") and turns and turns[0]["role"] != "system":
         turns.insert(0, {"role": "system", "content": _text(record["system"], "system", place)})
     return turns
 
 
-def _listed(record: Mapping[str, Any], name: str, place: str) -> list[dict[str, Any]]:
+def _listed(record: Mapping[str, Any], name: str, place: str, with_pictures: bool) -> list[dict[str, Any]]:
     turns = record[name]
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns) or not turns:
         raise ManifestError(f"{place}: {name!r} must be a list of turns with 'role' and 'content'")
-    return [_turn(turn, name, place) for turn in turns]
+    return [_turn(turn, name, place, with_pictures) for turn in turns]
 
 
-def _turn(turn: Mapping[str, Any], name: str, place: str) -> dict[str, Any]:
+def _turn(turn: Mapping[str, Any], name: str, place: str, with_pictures: bool) -> dict[str, Any]:
     role = turn.get("role", turn.get("from"))
     if role not in _ROLES:
         raise ManifestError(f"{place}: a turn of {name!r} is of {role!r}; roles are {', '.join(sorted(_ROLES))}")
     found = {key: value for key, value in turn.items() if key not in ("from", "value") and value is not None}
     content = turn.get("content", turn.get("value"))
+    if with_pictures and has_pictures(content):
+        return {**found, "role": _ROLES[role], "content": content}
     if isinstance(content, list):
         content = _joined(content, name, place)
     return {**found, "role": _ROLES[role], "content": "" if content is None else _text(content, name, place)}
+
+
+def has_pictures(content: Any) -> bool:
+    """Return whether the content of a turn is in parts, with pictures among them."""
+    kinds = ("image", "video", "image_url", "video_url")
+    return isinstance(content, list) and any(isinstance(part, dict) and part.get("type") in kinds for part in content)
 
 
 def _joined(parts: list[Any], name: str, place: str) -> str:

@@ -103,7 +103,7 @@ def build_command(source: Mapping[str, Any], manifest: Path) -> str:
         words += ["--column", str(source["column"])]
     if source.get("processor"):
         words += ["--processor", str(source["processor"]["name"])]
-    if source.get("tokenizer") not in (None, "bytes"):
+    if source.get("tokenizer") not in (None, "bytes") and source.get("content") != "pixels":
         words += ["--tokenizer", str(source["tokenizer"])]
     if source.get("train_on"):
         words += ["--train-on", str(source["train_on"])]

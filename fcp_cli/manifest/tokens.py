@@ -19,10 +19,11 @@ from fcp_cli.manifest.sources.columnar import ColumnarTokens, columnar
 from fcp_cli.manifest.sources.jsonl import JsonLines, JsonLinesTokens
 from fcp_cli.manifest.sources.media import MediaRecords
 from fcp_cli.manifest.sources.megatron import MegatronIndex, MegatronTokens
+from fcp_cli.manifest.sources.pictures import PICTURES_COLUMN, PictureData, PictureRecords
 from fcp_cli.manifest.sources.shards import open_shard
 from fcp_cli.manifest.sources.text import TextTokens
 from fcp_cli.manifest.tokenizer import open_tokenizer
-from fcp_cli.vision.processors import recorded_processor
+from fcp_cli.vision.processors import open_processor, recorded_processor
 
 
 class TokenReader(Protocol):
@@ -108,7 +109,7 @@ def open_media(manifest_path: str | Path) -> MediaRecords | None:
     """
     path = Path(manifest_path)
     source = manifest_source(path)
-    if source is None or source["kind"] != "media" or not source["path"].endswith(".jsonl"):
+    if source is None or source["kind"] != "media" or not source["path"].endswith(".jsonl") or _has_pixels(source):
         return None
     root, remedy = Path(source["path"]), f"build and plan again: {build_command(source, path)}"
     if not root.exists():
@@ -116,6 +117,44 @@ def open_media(manifest_path: str | Path) -> MediaRecords | None:
     if "byte_offset" not in pq.read_schema(path).names:
         raise ManifestError(f"{path} does not record where its records are in {root}; {remedy}")
     return MediaRecords(root, recorded_processor(source["processor"]), _column(path, "byte_offset").to_numpy())
+
+
+def open_pictures(manifest_path: str | Path) -> PictureRecords | None:
+    """Open the conversations about pictures that a manifest was built from; None where it was built from others.
+
+    Raises:
+        ManifestError: the manifest is missing or damaged, or what it was built from is gone, or the checkpoint's
+            processor is gone or changed.
+    """
+    path = Path(manifest_path)
+    source = manifest_source(path)
+    if source is None or not _has_pixels(source):
+        return None
+    root, remedy = Path(source["path"]), f"build and plan again: {build_command(source, path)}"
+    if not root.exists():
+        raise ManifestError(f"{path} was built from {root}, which is gone; {remedy}")
+    return _picture_records(path, root, source, remedy)
+
+
+def _has_pixels(source: dict[str, Any]) -> bool:
+    return source["kind"] == "media" and source.get("content") == "pixels"
+
+
+def _picture_records(path: Path, root: Path, source: dict[str, Any], remedy: str) -> PictureRecords:
+    missing = {"shard", "record", PICTURES_COLUMN} - set(pq.read_schema(path).names)
+    if missing:
+        raise ManifestError(f"{path} has no column {min(missing)!r}, which says where pictures are; {remedy}")
+    processor, folder = recorded_processor(source["processor"]), Path(source["tokenizer"])
+    now = open_processor(str(folder))
+    if now.describe() != processor.describe():
+        raise ManifestError(
+            f"the processor of {folder} is not the one that {path} was counted with: its settings changed; {remedy}"
+        )
+    data = PictureData(
+        path=root, files=_files(root, source), encoder=ChatEncoder(folder, source["train_on"], processor)
+    )
+    shards, records = _column(path, "shard").to_numpy(), _column(path, "record").to_numpy()
+    return PictureRecords(data, shards, records, _column(path, PICTURES_COLUMN), source.get("vocab_size", 0))
 
 
 def _own_tokens(path: Path, length_column: str) -> SourceTokens:
@@ -143,6 +182,8 @@ def _source_tokens(path: Path, source: dict[str, Any], remedy: str) -> SourceTok
         encoder = ChatEncoder(Path(source["tokenizer"]), source["train_on"])
         chat = ChatData(path=root, files=_files(root, source), encoder=encoder)
         return ChatTokens(chat, _column(path, "shard").to_numpy(), _column(path, "record").to_numpy(), vocab_size)
+    if _has_pixels(source):
+        return _picture_records(path, root, source, remedy)
     if source["kind"] == "megatron":
         return MegatronTokens(
             MegatronIndex.open(root, vocab_size=source.get("vocab_size")), _column(path, "id").to_numpy()

@@ -41,6 +41,7 @@ class StepMeasurement:
         predicted_seconds: the plan's makespan.
         ranks: [num_ranks] the micro-batches that each rank ran, in order.
         warm_up: the first step after a start: it also pays for compilation, caches and connections.
+        bad_rows: manifest rows of which nothing was learned, since a picture of theirs could not be read.
     """
 
     step: int
@@ -52,6 +53,7 @@ class StepMeasurement:
     predicted_seconds: float
     ranks: Sequence[Sequence[MicroBatchTiming]]
     warm_up: bool = False
+    bad_rows: Sequence[int] = ()
 
     def busy_seconds(self) -> list[float]:
         """[num_ranks] seconds in which each rank ran micro-batches."""
@@ -85,6 +87,7 @@ class StepMeasurement:
             "idle_fraction": self.idle_fraction,
             "warm_up": self.warm_up,
             "ranks": ranks,
+            **({"bad_rows": list(self.bad_rows)} if self.bad_rows else {}),
         }
 
 

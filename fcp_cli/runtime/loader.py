@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ from fcp_cli.runtime.followed_step import IGNORED, require_length
 from fcp_cli.runtime.layout import ShardLayout, shard_layout
 from fcp_cli.runtime.loss import labelled_rows, next_token_labels
 from fcp_cli.runtime.step_agreement import PackDigest, digest
-from fcp_cli.runtime.visuals import VisualShard, visual_shard
+from fcp_cli.runtime.visuals import VisualShard, begin_visual_shard
 from fcp_cli.vision.parts import VisualPart, VisualSequence
 
 Fetch: TypeAlias = Callable[[int], Any]
@@ -73,11 +75,22 @@ class _Sequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedStep:
-    """One step's shards of one rank; `labelled_tokens` counts the labels among them that are not ignored."""
+    """One step's shards of one rank.
+
+    Attributes:
+        labelled_tokens: labels among them that are not ignored.
+        problems: why pictures could not be read that this rank encodes, by manifest row; they are blank.
+    """
 
     plan: RankStep
     shards: tuple[Shard, ...]
     labelled_tokens: int
+    problems: Mapping[int, str] = field(default_factory=dict)
+
+    def without(self, rows: Collection[int]) -> LoadedStep:
+        """Return the same with nothing to learn in these rows of the manifest."""
+        shards = tuple(_unlearned(shard, rows) for shard in self.shards)
+        return replace(self, shards=shards, labelled_tokens=_labelled_tokens(shards))
 
 
 def load_steps(
@@ -96,16 +109,60 @@ def load_steps(
         RunError: a sequence is shorter than in the plan; its labels are not as long as its tokens, or come against
             `labelled`.
     """
+    # What a rank encodes is read by others meanwhile: a step ahead is asked for before one is waited for.
+    begun: deque[Callable[[], LoadedStep]] = deque()
     for step in steps:
-        shards = tuple(load_shard(row, fetch, rank=rank, labelled=labelled) for row in step.rows)
-        count = sum(int((shard.labels != IGNORED).sum()) for shard in shards)
-        for shard in shards:
-            # Worked out here, in the loader's thread: the first layer's attention would wait for them.
-            for source in range(shard.layout.degree):
-                shard.layout.hops(shard.member, source, packed=device.type != "cpu")
-        if device.type == "cuda":  # only from page-locked memory does a copy run beside the host
-            shards = tuple(map(_pinned, shards))
-        yield LoadedStep(plan=step, shards=shards, labelled_tokens=count)
+        begun.append(_begin_step(step, fetch, rank=rank, labelled=labelled, device=device))
+        if len(begun) > 1:
+            yield begun.popleft()()
+    yield from (finish() for finish in begun)
+
+
+def _begin_step(
+    step: RankStep, fetch: Fetch, *, rank: int, labelled: bool, device: torch.device
+) -> Callable[[], LoadedStep]:
+    """Load a step but for its pixels, which others may read; return what waits for them."""
+    try:
+        begun = [begin_shard(row, fetch, rank=rank, labelled=labelled) for row in step.rows]
+    except Exception as error:
+        return partial(_raise, error)  # at its place: after the steps before it
+    return partial(_finish_step, step, begun, device)
+
+
+def _raise(error: Exception) -> LoadedStep:
+    raise error
+
+
+def _finish_step(step: RankStep, begun: Sequence[Callable[[], Shard]], device: torch.device) -> LoadedStep:
+    shards = tuple(finish() for finish in begun)
+    for shard in shards:
+        # Worked out here, in the loader's thread: the first layer's attention would wait for them.
+        for source in range(shard.layout.degree):
+            shard.layout.hops(shard.member, source, packed=device.type != "cpu")
+    if device.type == "cuda":  # only from page-locked memory does a copy run beside the host
+        shards = tuple(map(_pinned, shards))
+    problems = {
+        shard.row.sequences[place]: problem
+        for shard in shards
+        if shard.visuals is not None
+        for place, problem in shard.visuals.problems.items()
+    }
+    return LoadedStep(plan=step, shards=shards, labelled_tokens=_labelled_tokens(shards), problems=problems)
+
+
+def _labelled_tokens(shards: Sequence[Shard]) -> int:
+    return sum(int((shard.labels != IGNORED).sum()) for shard in shards)
+
+
+def _unlearned(shard: Shard, rows: Collection[int]) -> Shard:
+    """Return a shard without the labels of some rows of the manifest."""
+    bad = np.isin(shard.row.sequences, list(rows))
+    if not bad.any() or not shard.layout.tokens(shard.member):
+        return shard
+    sequence_of = np.repeat(np.arange(len(bad)), shard.layout.lengths)
+    dropped = torch.from_numpy(bad[sequence_of[shard.layout.index(shard.member)]])
+    labels = shard.labels.masked_fill(dropped.unsqueeze(0), IGNORED)
+    return replace(shard, labels=labels, labelled=labelled_rows(labels))
 
 
 def fetches_labels(path: Path, first_step: int, fetch: Fetch) -> bool:
@@ -117,17 +174,27 @@ def fetches_labels(path: Path, first_step: int, fetch: Fetch) -> bool:
 
 def load_shard(row: MicroBatch, fetch: Fetch, *, rank: int, labelled: bool = False) -> Shard:
     """Load this rank's part of one micro-batch."""
+    return begin_shard(row, fetch, rank=rank, labelled=labelled)()
+
+
+def begin_shard(row: MicroBatch, fetch: Fetch, *, rank: int, labelled: bool = False) -> Callable[[], Shard]:
+    """Load this rank's part of one micro-batch but for its pixels; return what waits for them."""
     member = row.ranks.index(rank)
     layout = shard_layout(row.lengths, row.degree)
     sequences = [_sequence(fetch, at, length, labelled) for at, length in zip(row.sequences, row.lengths, strict=True)]
     place = partial(Shard, row=row, member=member, layout=layout, digest=_digest(row, member, sequences))
-    visuals = visual_shard([sequence.parts for sequence in sequences], layout, ranks=row.ranks, member=member)
+    visuals = begin_visual_shard([sequence.parts for sequence in sequences], layout, ranks=row.ranks, member=member)
+    shard = _tokens_of_shard(place, sequences, layout, member)
+    return lambda: shard if visuals is None else replace(shard, visuals=visuals())
+
+
+def _tokens_of_shard(
+    place: Callable[..., Shard], sequences: list[_Sequence], layout: ShardLayout, member: int
+) -> Shard:
     if not layout.tokens(member):
         pad = torch.zeros((1, 1), dtype=torch.int64)
         none = torch.full_like(pad, IGNORED)
-        return place(
-            input_ids=pad, position_ids=pad.clone(), labels=none, labelled=labelled_rows(none), visuals=visuals
-        )
+        return place(input_ids=pad, position_ids=pad.clone(), labels=none, labelled=labelled_rows(none))
     index = torch.from_numpy(layout.index(member))
     labels = torch.cat([sequence.labels for sequence in sequences])[index].unsqueeze(0)
     return place(
@@ -136,7 +203,6 @@ def load_shard(row: MicroBatch, fetch: Fetch, *, rank: int, labelled: bool = Fal
         labels=labels,
         # Found here, in the loader's thread: on the device, how many there are would be waited for.
         labelled=labelled_rows(labels),
-        visuals=visuals,
     )
 
 

@@ -62,6 +62,7 @@ def start(
     *,
     device: torch.device | None = None,
     grad_ring_dtype: GradRingDtype | None = None,
+    skip_bad_rows: bool = False,
 ) -> Session:
     """Join the job and make sure that all ranks follow the same plan. Every rank calls it, once.
 
@@ -71,6 +72,7 @@ def start(
         device: where tensors go; by default the local rank's accelerator, else the CPU.
         grad_ring_dtype: type in which gradients of keys and values travel; by default what FCP_GRAD_RING_DTYPE says,
             else fp32. See `GradRingDtype`.
+        skip_bad_rows: learn nothing of a row whose pictures cannot be read, in place of ending; equal on all ranks.
 
     Raises:
         PlanError: the plan is missing, damaged or was edited.
@@ -95,6 +97,7 @@ def start(
     session.watch = watch_for(session.rank, session.clock, device)
     session.watch.start()
     session.grad_ring_dtype = agreed_grad_dtype(world, device, grad_ring_dtype)
+    session.skip_bad_rows = skip_bad_rows
     return session
 
 
@@ -114,6 +117,7 @@ class Session:
         device: where micro-batches are put.
         fetch: from a manifest row to its tokens; may be set until `steps` is called.
         grad_ring_dtype: type in which gradients of keys and values travel.
+        skip_bad_rows: learn nothing of a row whose pictures cannot be read, in place of ending.
         watch: says where this rank waits; None where nobody would read it.
     """
 
@@ -136,6 +140,7 @@ class Session:
         self.clock: Clock = clock_for(device)
         self.transport = transport
         self.grad_ring_dtype: GradRingDtype = "fp32"
+        self.skip_bad_rows = False
         self.watch: Watch | None = None
         self.fetch = fetch
         self._owns_process_group = owns_process_group
@@ -196,12 +201,15 @@ class Session:
         self, cursor: PlanCursor, loaded: Prefetched[LoadedStep], guards: Guards, labelled: bool
     ) -> Generator[Step, None, None]:
         try:
-            for item in loaded:
+            for found in loaded:
+                bad = self._bad_rows(found)
+                item = found.without(bad) if bad else found
                 tokens: int | Tensor = item.plan.loss_tokens
-                if labelled:
+                if labelled or bad:
                     tokens = torch.tensor(item.labelled_tokens, device=self.device)
                     self.world.all_reduce_sum(tokens)  # the sum stays on the device: the host does not wait for it
                 step = Step(self, guards, item, tokens)
+                step.bad_rows = bad
                 yield step
                 step.require_finished()
         finally:
@@ -211,6 +219,29 @@ class Session:
     def outside(self) -> AbstractContextManager[None]:
         """Return `outside()`: a context in which models run beside the plan, as for evaluation and generation."""
         return outside()
+
+    def _bad_rows(self, item: LoadedStep) -> tuple[int, ...]:
+        """Return the manifest rows of the step whose pictures some rank could not read; the same on all ranks.
+
+        Raises:
+            RunError: there is one that this rank could not read, and such rows are not to be skipped.
+        """
+        if not self.skip_bad_rows:
+            for problem in item.problems.values():
+                raise RunError(problem)
+            return ()
+        counts = torch.zeros(self.world.size, dtype=torch.int64, device=self.device)
+        counts[self.rank] = len(item.problems)
+        self.world.all_reduce_sum(counts)
+        ends = counts.cumsum(0).tolist()
+        if not ends[-1]:
+            return ()
+        rows = torch.zeros(ends[-1], dtype=torch.int64, device=self.device)
+        rows[ends[self.rank] - len(item.problems) : ends[self.rank]] = torch.tensor(
+            list(item.problems), device=self.device
+        )
+        self.world.all_reduce_sum(rows)
+        return tuple(sorted(set(rows.tolist())))
 
     def close(self) -> None:
         """Leave the job, and destroy the process group if `start` made it."""
@@ -315,6 +346,8 @@ class Step(FollowedStep):
 
     Attributes:
         is_skipped: whether the step, now over, left no gradients, since a rank's loss was not finite (`on_nan`).
+        bad_rows: manifest rows of the step of which nothing is learned, since their pictures could not be read.
+        problems: why, for those that this rank met.
     """
 
     def __init__(self, session: Session, guards: Guards, loaded: LoadedStep, tokens: int | Tensor) -> None:
@@ -328,6 +361,8 @@ class Step(FollowedStep):
         self._divisor = tokens.clamp(min=1) if isinstance(tokens, Tensor) else max(tokens, 1)
         self._microbatches: list[LocalMicroBatch] = []
         self._marks: list[tuple[Any, Any]] = []
+        self.bad_rows: tuple[int, ...] = ()
+        self.problems = loaded.problems
 
     @property
     def tokens(self) -> int:

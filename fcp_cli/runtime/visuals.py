@@ -8,8 +8,9 @@ member that encodes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.exchange import Route, route
 from fcp_cli.runtime.layout import ShardLayout
-from fcp_cli.vision.parts import Kind, VisualPart, share_out
+from fcp_cli.vision.parts import Kind, PixelsRead, VisualPart, begin_reading, share_out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -30,12 +31,14 @@ class VisualShard:
         pixels: their input, [patches, ...]; None where it encodes nothing.
         kinds: kind of each of the visual tokens that it holds, in the order of its tokens.
         route: takes the embeddings of its parts [their tokens, ...] to those of its tokens [len(kinds), ...].
+        problems: why the pictures of a sequence of the pack could not be read, by its place; they are blank then.
     """
 
     parts: tuple[VisualPart, ...]
     pixels: Tensor | None
     kinds: tuple[Kind, ...]
     route: Route
+    problems: Mapping[int, str] = field(default_factory=dict)
 
     def map_pixels(self, change: Callable[[Tensor], Tensor]) -> VisualShard:
         """Return the same with changed pixels: on another device, in page-locked memory."""
@@ -45,7 +48,15 @@ class VisualShard:
 def visual_shard(
     parts: Sequence[Sequence[VisualPart]], layout: ShardLayout, *, ranks: tuple[int, ...], member: int
 ) -> VisualShard | None:
-    """Return one member's share of a pack, with the pixels of what it encodes. None where the pack has no part.
+    """Return what `begin_visual_shard` begins, with its pixels."""
+    begun = begin_visual_shard(parts, layout, ranks=ranks, member=member)
+    return None if begun is None else begun()
+
+
+def begin_visual_shard(
+    parts: Sequence[Sequence[VisualPart]], layout: ShardLayout, *, ranks: tuple[int, ...], member: int
+) -> Callable[[], VisualShard] | None:
+    """Begin to read the pixels that one member encodes of a pack; None where the pack has no part.
 
     Args:
         parts: of each sequence of the pack. Of a part that the planned length cuts, the tokens left are filled; one
@@ -53,6 +64,9 @@ def visual_shard(
         layout: who holds which tokens.
         ranks: global ranks of the members.
         member: this rank's place among them.
+
+    Returns:
+        What waits for the pixels and returns the member's share.
 
     Raises:
         RunError: parts that lie beyond their sequence's start or overlap.
@@ -83,13 +97,27 @@ def visual_shard(
     # A part that the planned length cuts is encoded whole, but no rank needs its embeddings beyond the end.
     consumers = np.where(tokens < ends, holders[np.minimum(tokens, layout.total_tokens - 1)], -1)
     kinds = np.repeat(np.array([part.kind == "video" for part, _, _ in kept]), sizes)[consumers == member]
-    own = tuple(part for (part, _, _), place in zip(kept, encoders.tolist(), strict=True) if place == member)
-    return VisualShard(
-        parts=own,
-        pixels=torch.cat([part.pixels() for part in own]) if own else None,
+    own = tuple((part, base) for (part, base, _), place in zip(kept, encoders.tolist(), strict=True) if place == member)
+    shard = VisualShard(
+        parts=tuple(part for part, _ in own),
+        pixels=None,
         kinds=tuple("video" if is_video else "image" for is_video in kinds.tolist()),
         route=route(np.repeat(encoders, sizes), consumers, ranks=ranks, index=member),
     )
+    begun = [
+        (place, begin_reading([part for part, at in own if at == base]))
+        for place, base in enumerate(bases.tolist())
+        if any(at == base for _, at in own)
+    ]
+    return partial(_with_pixels, shard, begun)
+
+
+def _with_pixels(shard: VisualShard, begun: Sequence[tuple[int, Callable[[], PixelsRead]]]) -> VisualShard:
+    """Wait for the pixels of each sequence; parts stand in the order of their sequences."""
+    read = [(place, wait()) for place, wait in begun]
+    rows = [tensor for _, found in read for tensor in found.rows]
+    problems = {place: found.problem for place, found in read if found.problem is not None}
+    return replace(shard, pixels=torch.cat(rows) if rows else None, problems=problems)
 
 
 def _in_order(parts: Sequence[VisualPart]) -> Sequence[VisualPart]:

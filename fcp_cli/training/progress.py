@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from fcp_cli.words import counted
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live
@@ -28,6 +30,8 @@ def progress_line(record: Mapping[str, Any], *, steps: int, seconds_left: float 
         f"{short_seconds(seconds)}s (plan {short_seconds(record['predicted_seconds'])})",
         f"idle {record['idle_fraction']:.0%}",
     ]
+    if record.get("bad_rows"):
+        parts.append(counted(len(record["bad_rows"]), "bad row"))
     if seconds_left is not None:
         parts.append(f"{clock(seconds_left)} left")
     return "  ".join(parts)

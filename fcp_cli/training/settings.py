@@ -22,6 +22,7 @@ from fcp_cli.recipe import (
 )
 from fcp_cli.runtime.grad_ring import GradRingDtype
 
+BadRows: TypeAlias = Literal["error", "skip"]
 Device: TypeAlias = Literal["auto", "cpu", "cuda", "npu"]
 LrSchedule: TypeAlias = Literal["constant", "linear", "cosine", "wsd"]
 
@@ -37,6 +38,8 @@ class TrainSettings(RecipeRequest):
         run_dir: folder for metrics and checkpoints, shared by all nodes.
         manifest: the manifest of the plan, whose source holds the tokens; None trains on synthetic tokens.
         length_column: the manifest's column that was planned.
+        bad_rows: what to do about a row whose picture cannot be read: end, or learn nothing of it and count it.
+        decode_workers: processes of each rank that decode pictures; 0 decodes in the trainer's own.
         random_weights: `fcp launch` gives no `weights` then.
         export_every: steps between exports of the model in Hugging Face form to the run directory's `model`; it is
             exported at the end in any case.
@@ -92,6 +95,12 @@ class TrainSettings(RecipeRequest):
     keep: Annotated[int, Opt("Newest checkpoints that stay.", min=1)] = 2
     async_save: Annotated[bool, Opt("Write checkpoints while training goes on.", negatable=True)] = True
     length_column: Annotated[str, Opt("Column of the manifest with lengths.")] = "length"
+    bad_rows: Annotated[
+        BadRows, Opt("End at a row whose picture cannot be read, or learn nothing of it and count it.")
+    ] = "error"
+    decode_workers: Annotated[
+        int | None, Opt("Processes per rank that decode pictures; 0: none.", min=0, unset="the rank's share of cores")
+    ] = None
     log_every: Annotated[int, Opt("Steps per line without a terminal.", min=1)] = 10
     resume: bool = False
     quiet: bool = False

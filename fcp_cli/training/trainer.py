@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -22,8 +22,6 @@ from torch import Tensor
 
 from fcp_cli.console import note
 from fcp_cli.errors import RunError
-from fcp_cli.manifest.read import read_manifest
-from fcp_cli.manifest.tokens import open_media
 from fcp_cli.models.weights import WeightFiles, find_weights
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
@@ -46,7 +44,7 @@ from fcp_cli.training.saving import CheckpointSaver, remove_leftovers
 from fcp_cli.training.settings import TrainSettings
 from fcp_cli.training.shares import open_shares
 from fcp_cli.training.timings import gather_timings
-from fcp_cli.training.visuals import SyntheticVisuals
+from fcp_cli.training.visuals import open_visuals
 from fcp_cli.training.weights import (
     describe_unexpected,
     export_model,
@@ -67,22 +65,29 @@ def train(settings: TrainSettings, stop: StopRequest) -> bool:
         FcpError: the plan, the data, the model, the run directory or a checkpoint is at fault.
     """
     _require_free(settings)
-    fetch = _open_data(settings)
-    if has_vision(model_config(settings.model)) and not isinstance(fetch, SyntheticVisuals):
+    config = model_config(settings.model)
+    visuals = open_visuals(settings, config)
+    fetch = visuals or _open_data(settings)
+    if has_vision(config) and visuals is None:
         settings = replace(settings, freeze_vision=True)  # weight decay would shrink what no image trains
     device = _device(settings.device)
-    with start(settings.plan, fetch, device=device, grad_ring_dtype=settings.grad_ring_dtype) as session:
-        trainer = Trainer(settings, session)
-        with closing(trainer):
-            return trainer.run(stop)
+    with ExitStack() as stack:
+        if visuals is not None:
+            stack.callback(visuals.close)
+        session = stack.enter_context(
+            start(
+                settings.plan,
+                fetch,
+                device=device,
+                grad_ring_dtype=settings.grad_ring_dtype,
+                skip_bad_rows=settings.bad_rows == "skip",
+            )
+        )
+        trainer = stack.enter_context(closing(Trainer(settings, session)))
+        return trainer.run(stop)
 
 
 def _open_data(settings: TrainSettings) -> Fetch:
-    config = model_config(settings.model)
-    media = None if settings.manifest is None else open_media(settings.manifest)
-    if settings.manifest is not None and media is not None and has_vision(config):
-        lengths = read_manifest(settings.manifest, length_column=settings.length_column).length_tokens
-        return SyntheticVisuals(media, lengths, config, seed=settings.seed)
     return open_data(
         settings.plan,
         settings.manifest,
@@ -200,6 +205,8 @@ class Trainer:
         """Run forward, backward and update; return what all ranks measured, and whether one was asked to stop."""
         for microbatch in step:
             self._loss(microbatch).backward()  # type: ignore[no-untyped-call]
+        for problem in step.problems.values():
+            note(f"step {step.index}: skipped {problem}")
         learning_rate, grad_norm = self._update(step.index)
         loss = step.reduced_loss()
         timings = [(timing.order, timing.start_seconds, timing.seconds) for timing in step.timings]
@@ -216,6 +223,7 @@ class Trainer:
             predicted_seconds=step.predicted_seconds,
             ranks=everyone.ranks,
             warm_up=step.index == self.first_step,
+            bad_rows=step.bad_rows,
         )
         return measured, everyone.stop
 

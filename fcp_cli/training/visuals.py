@@ -1,11 +1,13 @@
-"""Made-up images and videos of the sizes that a manifest records, with made-up text around them.
+"""The images and videos of a run: real ones, or made-up ones of recorded sizes with made-up text around them.
 
-Everything about a sequence but its content is real: how many tokens it has, which of them are visual, and the patches
-that the encoder runs. A row is the same on every rank and in every run; pixels are drawn only where they are encoded.
+Everything about a made-up sequence but its content is real: how many tokens it has, which of them are visual, and the
+patches that the encoder runs. A row is the same on every rank and in every run; pixels are drawn only where they are
+encoded.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -14,8 +16,15 @@ from torch import Tensor
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import RunError
+from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.sources.media import MediaRecords
+from fcp_cli.manifest.sources.pictures import PictureRecords
+from fcp_cli.manifest.tokens import open_media, open_pictures
 from fcp_cli.runtime.followed_step import IGNORED
+from fcp_cli.training.models import has_vision
+from fcp_cli.training.pictures import PictureVisuals
+from fcp_cli.training.pixel_pool import PixelPool, usual_workers
+from fcp_cli.training.settings import TrainSettings
 from fcp_cli.vision import internvl, qwen2_5_vl, qwen3_vl
 from fcp_cli.vision.parts import VisualSequence
 from fcp_cli.vision.processors import InternVision, Qwen25Vision, QwenVision, Visual
@@ -64,6 +73,9 @@ class SyntheticVisuals:
             return qwen2_5_vl.visual_sequence(self._config, ids, labels=labels, second_per_grid_ts=seconds, **pictures)
         return qwen3_vl.visual_sequence(self._config, ids, labels=labels, **pictures)
 
+    def close(self) -> None:
+        """Hold nothing open."""
+
     @property
     def _placeholders(self) -> list[int]:
         return [self._config.image_token_id, getattr(self._config, "video_token_id", self._config.image_token_id)]
@@ -106,7 +118,58 @@ def _grids(visuals: tuple[Visual, ...]) -> IntArray:
     return np.array([visual.grid for visual in visuals], dtype=np.int64).reshape(-1, 3)
 
 
-def _require_same_patches(records: MediaRecords, config: Any) -> None:
+def open_visuals(settings: TrainSettings, config: Any) -> SyntheticVisuals | PictureVisuals | None:
+    """Open the images and videos of a run's manifest; None where it has none.
+
+    Args:
+        settings: of the run.
+        config: of the whole model.
+
+    Raises:
+        ManifestError: the data or the checkpoint's processor is gone or changed.
+        RunError: the model takes other pictures, or none, or would train its weights on made-up ones.
+    """
+    if settings.manifest is None:
+        return None
+    pictures = open_pictures(settings.manifest)
+    sizes = open_media(settings.manifest) if pictures is None and has_vision(config) else None
+    records = pictures or sizes
+    if records is None:
+        return None
+    if not has_vision(config):
+        raise RunError(
+            f"{settings.manifest} holds pictures, but the model {settings.model} has no vision encoder; train a "
+            "vision-language model, or build a manifest of texts alone"
+        )
+    _require_same_patches(records, config)
+    lengths = read_manifest(settings.manifest, length_column=settings.length_column).length_tokens
+    if pictures is not None:
+        _require_vocabulary(pictures, config)
+        workers = settings.decode_workers
+        if workers is None:
+            workers = usual_workers(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        pool = PixelPool(pictures.folder, pictures.processor, workers=workers)
+        return PictureVisuals(pictures, lengths, config, pool)
+    if settings.weights is not None:
+        raise RunError(
+            f"{settings.manifest} was built from sizes alone, so the weights of {settings.weights} would be trained on "
+            "made-up pixels; build it from the pictures with 'fcp manifest build DATA --kind media --processor "
+            f"{settings.weights}', or rehearse with --random-weights"
+        )
+    assert sizes is not None
+    return SyntheticVisuals(sizes, lengths, config, seed=settings.seed)
+
+
+def _require_vocabulary(pictures: PictureRecords, config: Any) -> None:
+    entries = config.get_text_config().vocab_size
+    if pictures.vocab_size > entries:
+        raise RunError(
+            f"the tokens of {pictures.path} go up to {pictures.vocab_size - 1}, but the model's vocabulary has "
+            f"{entries} entries; build the manifest again with --processor and the folder of the model's checkpoint"
+        )
+
+
+def _require_same_patches(records: MediaRecords | PictureRecords, config: Any) -> None:
     """Check that the model cuts pictures as the manifest did, whose tokens hold for one way only."""
     processor, vision = records.processor, config.vision_config
     qwen_families: dict[str, type[Any]] = {"qwen3_vl": QwenVision, "qwen2_5_vl": Qwen25Vision}

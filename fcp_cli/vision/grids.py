@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import RunError
-from fcp_cli.vision.parts import Kind, Pixels, VisualPart, pixel_rows
+from fcp_cli.vision.parts import Kind, PixelRows, Pixels, VisualPart
 
 
 def grid_parts(
@@ -65,7 +64,7 @@ def grid_parts(
                     num_tokens=tokens,
                     work=work(height, width),
                     grid=(height, width),
-                    pixels=partial(pixel_rows, pixels, patch, patch + patches),
+                    pixels=PixelRows(pixels, patch, patch + patches),
                 )
             )
             token, patch = token + tokens, patch + patches

@@ -6,7 +6,6 @@ Images and frames are square tiles of one size, which the encoder sees one by on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fcp_cli.errors import RunError
-from fcp_cli.vision.parts import Kind, Pixels, VisualPart, VisualSequence, pixel_rows
+from fcp_cli.vision.parts import Kind, PixelReader, PixelRows, Pixels, VisualPart, VisualSequence
 
 
 def visual_sequence(
@@ -36,7 +35,8 @@ def visual_sequence(
     places = np.flatnonzero(ids == config.image_token_id)
     size = config.image_seq_length
     tiles, rest = divmod(len(places), size)
-    given = tiles if pixel_values is None or callable(pixel_values) else len(pixel_values)
+    is_asked = pixel_values is None or callable(pixel_values) or isinstance(pixel_values, PixelReader)
+    given = tiles if is_asked else len(pixel_values)  # type: ignore[arg-type]
     if rest or given != tiles or (tiles and pixel_values is None):
         raise RunError(
             f"a sequence has {len(places)} placeholders (token {config.image_token_id}), {size} for each tile, but "
@@ -57,7 +57,7 @@ def visual_sequence(
                 num_tokens=size,
                 work=1.0,
                 grid=(side, side),
-                pixels=partial(pixel_rows, pixel_values, number, number + 1),
+                pixels=PixelRows(pixel_values, number, number + 1),
             )
             for number, start in enumerate(starts.tolist())
             if pixel_values is not None

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
+from fcp_cli.errors import RunError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,8 +18,52 @@ if TYPE_CHECKING:
 
 Kind = Literal["image", "video"]
 
-Pixels: TypeAlias = "Tensor | Callable[[int, int], Tensor]"
-"""What a processor made of pictures, [rows, ...], or a function that gives rows start to stop of it when asked."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PixelsRead:
+    """Rows that were asked for together.
+
+    Attributes:
+        rows: [rows, ...] each.
+        problem: why a picture could not be read, whose rows are blank then; None where all could.
+    """
+
+    rows: Sequence[Tensor]
+    problem: str | None = None
+
+
+@runtime_checkable
+class PixelReader(Protocol):
+    """Pictures of one kind of a sequence that are read ahead of time, elsewhere."""
+
+    def begin(self, ranges: Sequence[tuple[int, int]]) -> Callable[[], PixelsRead]:
+        """Begin to read rows from start to stop, several such at once; return what waits for them."""
+
+
+Pixels: TypeAlias = "Tensor | Callable[[int, int], Tensor] | PixelReader"
+"""What a processor made of pictures, [rows, ...], or what gives rows start to stop of it when asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class PixelRows:
+    """Rows `start` to `stop` of some pixels; call it for them."""
+
+    pixels: Pixels
+    start: int
+    stop: int
+
+    def __call__(self) -> Tensor:
+        """Return the rows.
+
+        Raises:
+            RunError: their picture cannot be read.
+        """
+        if isinstance(self.pixels, PixelReader):
+            read = self.pixels.begin([(self.start, self.stop)])()
+            if read.problem is not None:
+                raise RunError(read.problem)
+            return read.rows[0]
+        return self.pixels(self.start, self.stop) if callable(self.pixels) else self.pixels[self.start : self.stop]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,9 +105,30 @@ class VisualSequence:
     position_ids: IntArray | None = None
 
 
-def pixel_rows(pixels: Pixels, start: int, stop: int) -> Tensor:
-    """Return the rows of one part."""
-    return pixels(start, stop) if callable(pixels) else pixels[start:stop]
+def begin_reading(parts: Sequence[VisualPart]) -> Callable[[], PixelsRead]:
+    """Begin to read the pixels of parts of one sequence; return what waits for those of each, in order."""
+    together: dict[int, list[int]] = {}
+    for number, part in enumerate(parts):
+        if isinstance(part.pixels, PixelRows) and isinstance(part.pixels.pixels, PixelReader):
+            together.setdefault(id(part.pixels.pixels), []).append(number)
+    begun = []
+    for numbers in together.values():
+        wanted = [part.pixels for part in (parts[number] for number in numbers) if isinstance(part.pixels, PixelRows)]
+        reader = wanted[0].pixels
+        assert isinstance(reader, PixelReader)
+        begun.append((numbers, reader.begin([(rows.start, rows.stop) for rows in wanted])))
+
+    def wait() -> PixelsRead:
+        found: dict[int, Tensor] = {}
+        problem = None
+        for numbers, finish in begun:
+            read = finish()
+            found.update(zip(numbers, read.rows, strict=True))
+            problem = problem or read.problem
+        rows = [found[number] if number in found else part.pixels() for number, part in enumerate(parts)]
+        return PixelsRead(rows=rows, problem=problem)
+
+    return wait
 
 
 def share_out(work: Sequence[float], members: int) -> IntArray:

@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
+from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.files import read_json
 
@@ -54,15 +55,60 @@ class Visual:
         return parts * (height * width) ** 2
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Marks:
+    """The pieces of text that stand for pictures in a checkpoint's own vocabulary.
+
+    Attributes:
+        image, video: what the chat template writes for a picture.
+        image_pad, video_pad: what each of their visual tokens is written as.
+        start, end: what stands around the visual tokens of a part.
+    """
+
+    image: str
+    video: str
+    image_pad: str
+    video_pad: str
+    start: str
+    end: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """A picture as it is written in a conversation, with one placeholder where a run of visual tokens stands.
+
+    Attributes:
+        text: in place of what the chat template wrote.
+        runs: visual tokens of each placeholder in it, in order.
+    """
+
+    text: str
+    runs: tuple[int, ...]
+
+
 class VisionProcessor(Protocol):
     """A model family's way to turn pixels into tokens.
 
     Attributes:
         template_marks: tokens that the chat template puts around a picture and `Visual.tokens` does not count.
+        row_shape: shape of one row of the pixels that the encoder takes: of a patch, or of a tile.
+        frames_per_part: frames of a video that are encoded together.
     """
 
     @property
     def template_marks(self) -> int: ...
+
+    @property
+    def row_shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def frames_per_part(self) -> int: ...
+
+    def rows_per_part(self, visual: Visual) -> int:
+        """Return the rows of pixels that each part of a picture becomes."""
+
+    def frame_size(self, visual: Visual) -> tuple[int, int]:
+        """Return height and width to which frames of a video are resized."""
 
     def describe(self) -> dict[str, Any]:
         """Return every setting, for the manifest."""
@@ -81,9 +127,67 @@ class VisionProcessor(Protocol):
             ValueError: the processor would refuse it.
         """
 
+    def frame_indices(self, frames: int, fps: float | None) -> IntArray:
+        """Return [sampled] which frames of a video the model sees."""
+
+    def marks(self, tokenizer: Any) -> Marks:
+        """Return what pictures are written as, by the names that a tokenizer of transformers has for them."""
+
+    def written(self, visual: Visual, marks: Marks, *, is_video: bool) -> Written:
+        """Return how the processor writes a picture."""
+
+
+class _QwenPixels:
+    """What the processors of Qwen-VL share: patches, several frames deep, and the marks of their vocabulary."""
+
+    __slots__ = ()
+    patch_size: int
+    merge_size: int
+    temporal_patch_size: int
+
+    @property
+    def template_marks(self) -> int:
+        return 2  # <|vision_start|> and <|vision_end|>; those between the frames of a video are counted with them
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return (3 * self.temporal_patch_size * self.patch_size**2,)
+
+    @property
+    def frames_per_part(self) -> int:
+        return self.temporal_patch_size
+
+    def rows_per_part(self, visual: Visual) -> int:
+        return visual.grid[1] * visual.grid[2]
+
+    def frame_size(self, visual: Visual) -> tuple[int, int]:
+        return visual.grid[1] * self.patch_size, visual.grid[2] * self.patch_size
+
+    def marks(self, tokenizer: Any) -> Marks:
+        image, video, start, end = (
+            getattr(tokenizer, f"{name}_token", usual)
+            for name, usual in (
+                ("image", "<|image_pad|>"),
+                ("video", "<|video_pad|>"),
+                ("vision_start", "<|vision_start|>"),
+                ("vision_end", "<|vision_end|>"),
+            )
+        )
+        return Marks(image=image, video=video, image_pad=image, video_pad=video, start=start, end=end)
+
+    def written(self, visual: Visual, marks: Marks, *, is_video: bool) -> Written:
+        parts, height, width = visual.grid
+        tokens = height * width // self.merge_size**2
+        if not is_video:
+            return Written(text=marks.image_pad, runs=(tokens,))
+        if not visual.texts:
+            return Written(text=marks.video_pad, runs=(parts * tokens,))
+        text = "".join(f"{stamp}{marks.start}{marks.video_pad}{marks.end}" for stamp in visual.texts)
+        return Written(text=text, runs=(tokens,) * parts)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QwenVision:
+class QwenVision(_QwenPixels):
     """Qwen3-VL: the whole picture at its own aspect ratio; a video as pairs of frames with time stamps."""
 
     name: str = "qwen3-vl"
@@ -99,10 +203,6 @@ class QwenVision:
     max_frames: int = 768
 
     @property
-    def template_marks(self) -> int:
-        return 2  # <|vision_start|> and <|vision_end|>; those between the frames of a video are counted with them
-
-    @property
     def factor(self) -> int:
         """Pixels along a token's side."""
         return self.patch_size * self.merge_size
@@ -116,8 +216,8 @@ class QwenVision:
         return self._visual(1, *_fitted(self.factor, (1, 1), (height, width), limits))
 
     def video(self, frames: int, height: int, width: int, fps: float | None) -> Visual:
-        rate = fps or _DEFAULT_FPS
-        sampled = min(max(int(frames / rate * self.frames_per_second), self.min_frames), self.max_frames, frames)
+        indices = self.frame_indices(frames, fps)
+        sampled = len(indices)
         if sampled < self.temporal_patch_size:
             raise ValueError(f"a video needs at least {self.temporal_patch_size} frames")
         if height < self.factor or width < self.factor:
@@ -128,24 +228,29 @@ class QwenVision:
         rounded = round(sampled / self.temporal_patch_size) * self.temporal_patch_size
         limits = self.video_min_pixels, self.video_max_pixels
         fitted = _fitted(self.factor, (sampled, rounded), (height, width), limits)
-        stamps = self._time_stamps(frames, sampled, rate)
+        stamps = self._time_stamps(indices, fps or _DEFAULT_FPS)
         return self._visual(len(stamps), *fitted, texts=tuple(f"<{seconds:.1f} seconds>" for seconds in stamps))
+
+    def frame_indices(self, frames: int, fps: float | None) -> IntArray:
+        wanted = int(frames / (fps or _DEFAULT_FPS) * self.frames_per_second)
+        sampled = min(max(wanted, self.min_frames), self.max_frames, frames)
+        indices: IntArray = np.linspace(0, frames - 1, sampled).round().astype(np.int64)
+        return indices
 
     def _visual(self, parts: int, height: int, width: int, *, texts: tuple[str, ...] = ()) -> Visual:
         grid = parts, height // self.patch_size, width // self.patch_size
         marks = 2 * len(texts)  # a start and an end mark around each part of a video
         return Visual(tokens=math.prod(grid) // self.merge_size**2 + marks, grid=grid, texts=texts)
 
-    def _time_stamps(self, frames: int, sampled: int, rate: float) -> list[float]:
+    def _time_stamps(self, indices: IntArray, rate: float) -> list[float]:
         """Return the seconds at the middle of each group of frames; the last frame fills up the last group."""
-        indices = np.linspace(0, frames - 1, sampled).round().astype(int)
         size = self.temporal_patch_size
-        seconds = np.pad(indices, (0, -sampled % size), mode="edge") / rate
+        seconds = np.pad(indices, (0, -len(indices) % size), mode="edge") / rate
         return [float(stamp) for stamp in (seconds[::size] + seconds[size - 1 :: size]) / 2]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Qwen25Vision:
+class Qwen25Vision(_QwenPixels):
     """Qwen2.5-VL and Qwen2-VL: as Qwen3-VL, but each frame has its limits, and no time stamps stand between frames.
 
     Attributes:
@@ -164,10 +269,6 @@ class Qwen25Vision:
     min_frames: int = 4
     max_frames: int = 768
 
-    @property
-    def template_marks(self) -> int:
-        return 2  # <|vision_start|> and <|vision_end|>
-
     def describe(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -175,23 +276,25 @@ class Qwen25Vision:
         return self._visual(1, height, width, (self.image_min_pixels, self.image_max_pixels))
 
     def video(self, frames: int, height: int, width: int, fps: float | None) -> Visual:
-        rate, sampled = fps or _DEFAULT_FPS, frames
-        if self.frames_per_second is not None:
-            sampled = self._sampled(frames, rate)
+        rate, sampled = fps or _DEFAULT_FPS, len(self.frame_indices(frames, fps))
         # The last frame fills up the last group.
         visual = self._visual(
             -(-sampled // self.temporal_patch_size), height, width, (self.frame_min_pixels, self.frame_max_pixels)
         )
         return replace(visual, part_seconds=self.temporal_patch_size / (sampled / frames * rate))
 
-    def _sampled(self, frames: int, rate: float) -> int:
+    def frame_indices(self, frames: int, fps: float | None) -> IntArray:
+        if self.frames_per_second is None:
+            return np.arange(frames)
         size = self.temporal_patch_size
         if frames < size:
             raise ValueError(f"a video needs at least {size} frames")
         most = min(self.max_frames, frames) // size * size
-        wanted = frames / rate * (self.frames_per_second or rate)
+        wanted = frames / (fps or _DEFAULT_FPS) * self.frames_per_second
         wanted = math.floor(min(max(wanted, self.min_frames), most, frames) / size) * size
-        return math.ceil(frames / (frames / wanted))  # a range of floats, which may have one more by rounding
+        step = frames / wanted
+        # A range of floats in single precision, which may have one more by rounding.
+        return (np.arange(math.ceil(frames / step)) * step).astype(np.float32).astype(np.int64)
 
     def _visual(self, parts: int, height: int, width: int, limits: tuple[int, int]) -> Visual:
         _check_aspect(height, width)
@@ -215,6 +318,20 @@ class InternVision:
     def template_marks(self) -> int:
         return 1  # a line break; <img> and </img> are counted with the picture
 
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return 3, self.tile_pixels, self.tile_pixels
+
+    @property
+    def frames_per_part(self) -> int:
+        return 1
+
+    def rows_per_part(self, visual: Visual) -> int:
+        return 1
+
+    def frame_size(self, visual: Visual) -> tuple[int, int]:
+        return self.tile_pixels, self.tile_pixels
+
     def describe(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -227,6 +344,27 @@ class InternVision:
     def video(self, frames: int, height: int, width: int, fps: float | None) -> Visual:
         texts = tuple(("" if i == 0 else "\n") + f"Frame{i + 1}: " for i in range(frames))
         return self._visual(frames, marks=2 * frames, texts=texts)
+
+    def frame_indices(self, frames: int, fps: float | None) -> IntArray:
+        return np.arange(frames)
+
+    def marks(self, tokenizer: Any) -> Marks:
+        pad: str = tokenizer.context_image_token
+        return Marks(
+            image=pad,
+            video=tokenizer.video_token,
+            image_pad=pad,
+            video_pad=pad,
+            start=tokenizer.start_image_token,
+            end=tokenizer.end_image_token,
+        )
+
+    def written(self, visual: Visual, marks: Marks, *, is_video: bool) -> Written:
+        tiles = visual.grid[0]
+        if not is_video:
+            return Written(text=f"{marks.start}{marks.image_pad}{marks.end}", runs=(tiles * self.tokens_per_tile,))
+        text = "".join(f"{title}{marks.start}{marks.video_pad}{marks.end}" for title in visual.texts)
+        return Written(text=text, runs=(self.tokens_per_tile,) * tiles)
 
     def _visual(self, tiles: int, *, marks: int, texts: tuple[str, ...] = ()) -> Visual:
         side = self.tile_pixels // self.patch_size
@@ -389,7 +527,7 @@ def _intern(folder: Path, images: dict[str, Any]) -> InternVision:
         tile_pixels=images["size"]["height"],
         tokens_per_tile=model["image_seq_length"],
         min_tiles=images["min_patches"],
-        max_tiles=images["max_patches"] if images["crop_to_patches"] else 1,
+        max_tiles=images["max_patches"],  # the processor sets crop_to_patches, whatever the file says
     )
 
 

@@ -22,7 +22,7 @@ SURFACE = {
     """,
     "manifest build": """
         SOURCE --output -o --tokenizer --kind --column --text-field --include --exclude --train-on
-        --processor --vocab-size --json
+        --processor --bad-rows --vocab-size --json
     """,
     "manifest show": """
         MANIFEST --length-column --json
@@ -62,7 +62,7 @@ SURFACE = {
         --min-learning-rate-ratio --weight-decay --zero
         --shard-ranks --reduce --precision --recompute --loss --offload --max-grad-norm --freeze-vision
         --grad-ring-dtype --seed
-        --checkpoint-every --keep --async-save --no-async-save --length-column --log-every
+        --checkpoint-every --keep --async-save --no-async-save --length-column --log-every --bad-rows --decode-workers
     """,
     "check": """
         PLAN --manifest --length-column --json

@@ -207,11 +207,11 @@ def test_a_manifest_of_chat_gives_tokens_and_labels(tmp_path: Path, checkpoint: 
     assert (source["kind"], source["train_on"], source["vocab_size"]) == ("chat", "assistant", 258)
 
 
-def test_records_with_a_text_or_a_picture_are_no_chat(tmp_path: Path) -> None:
+def test_records_with_a_text_are_no_chat_and_those_with_a_picture_are_media(tmp_path: Path) -> None:
     conversation = [{"from": "human", "value": "hi"}]
     both = write_jsonl(tmp_path / "a.jsonl", [{"text": "hi", "messages": [{"role": "user", "content": "hi"}]}])
     seen = write_jsonl(tmp_path / "b.jsonl", [{"conversations": conversation, "image": "a.jpg"}])
-    assert (detect_kind(both), detect_kind(seen)) == ("jsonl", "jsonl")
+    assert (detect_kind(both), detect_kind(seen)) == ("jsonl", "media")
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,9 @@ def test_a_bad_record_is_named_with_its_line(tmp_path: Path, record: dict[str, A
 def test_media_without_a_processor_is_wrong_usage(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "media.jsonl", RECORDS)
     with raises(
-        snapshot("UsageError: --kind media needs --processor: qwen3-vl, internvl or the folder of a checkpoint")
+        snapshot(
+            "UsageError: --kind media needs --processor: qwen3-vl, qwen2.5-vl, internvl or the folder of a checkpoint"
+        )
     ):
         build(source, tmp_path / "m.parquet", kind="media")
 

@@ -106,7 +106,7 @@ class ChatTokens:
     def __call__(self, row: int) -> tuple[IntArray, IntArray]:
         file, at = self._source.files[self._shards[row]], int(self._records[row])
         with self._lock:  # the tokenizer is none of several threads
-            encoded = self._source.encoder(_record_at(file, at, self.place(row)), self.place(row))
+            encoded = self._source.encoder(record_at(file, at, self.place(row)), self.place(row))
         return encoded.tokens, encoded.labels
 
     def place(self, row: int) -> str:
@@ -149,7 +149,12 @@ def _units(file: Path) -> int:
     return size_of(file)
 
 
-def _record_at(file: Path, at: int, place: str) -> dict[str, Any]:
+def record_at(file: Path, at: int, place: str) -> dict[str, Any]:
+    """Read one record again, from where `ChatRecord.at` says.
+
+    Raises:
+        ManifestError: it is gone; the message begins with `place`.
+    """
     if _is_lines(file):
         return json_record(line_at(file, at), place)
     if file.suffix == ".json":

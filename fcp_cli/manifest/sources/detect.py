@@ -5,19 +5,21 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pyarrow.parquet as pq
 
 from fcp_cli.errors import ManifestError, UsageError
-from fcp_cli.manifest.chat import ChatEncoder, TrainOn, is_chat
+from fcp_cli.manifest.chat import PICTURE_FIELDS, ChatEncoder, TrainOn, has_pictures, is_chat
 from fcp_cli.manifest.header import read_header, readable
 from fcp_cli.manifest.sources.base import Source
 from fcp_cli.manifest.sources.chat import ChatData, chat_records
 from fcp_cli.manifest.sources.columnar import columnar
 from fcp_cli.manifest.sources.jsonl import JsonLines
 from fcp_cli.manifest.sources.media import MediaSizes
+from fcp_cli.manifest.sources.media_readers import media_files
 from fcp_cli.manifest.sources.megatron import MegatronIndex
+from fcp_cli.manifest.sources.pictures import PictureData
 from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, PARQUET_SUFFIXES, open_shard
 from fcp_cli.manifest.sources.text import TextTree
 from fcp_cli.manifest.tokenizer import FileTokenizer, open_tokenizer
@@ -31,8 +33,7 @@ _SUFFIXES: Final = {
     "media": (".tar",),
 }
 KINDS: Final = ("text", "chat", *_SUFFIXES)
-# Fields of records that are read as text, tokens or media although they look like chat.
-_NOT_CHAT: Final = ("text", "image", "images", "video", "videos")
+_TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json")
 _SPLITS: Final = "dataset_dict.json"  # what `DatasetDict.save_to_disk` writes beside the folders of its splits
 _SHARDED: Final = ("parquet", "arrow", "jsonl", "media")
 
@@ -49,6 +50,7 @@ class SourceOptions:
         processor: of media, `qwen3-vl`, `qwen2.5-vl`, `internvl` or the folder of a checkpoint.
         vocab_size: of Megatron data, where known; saves reading its `.bin` for the largest token.
         train_on: of chat data, what is learned.
+        skips_bad: leave out records whose pictures cannot be read.
     """
 
     tokenizer: str = "bytes"
@@ -58,6 +60,7 @@ class SourceOptions:
     exclude: tuple[str, ...] = ()
     processor: str | None = None
     vocab_size: int | None = None
+    skips_bad: bool = False
 
 
 def detect_kind(path: Path) -> str:
@@ -73,9 +76,17 @@ def detect_kind(path: Path) -> str:
         files = _shard_paths(path, kind) if path.is_dir() else [path]
         with suppress(ManifestError, StopIteration):  # what cannot be read is reported when it is opened
             record = next(chat_records(files[0])).record
-            if is_chat(record) and not any(record.get(name) for name in _NOT_CHAT):
+            if is_chat(record) and _is_about_pictures(record):
+                return "media"
+            if is_chat(record) and not record.get("text"):
                 return "chat"
     return kind
+
+
+def _is_about_pictures(record: dict[str, Any]) -> bool:
+    turns = record.get("messages") or record.get("conversations") or []
+    contents = [turn.get("content") for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
+    return any(record.get(name) for name in PICTURE_FIELDS) or any(map(has_pictures, contents))
 
 
 def _kind_by_name(path: Path) -> str:
@@ -149,14 +160,34 @@ def _chat(path: Path, options: SourceOptions) -> ChatData:
     return ChatData(path=path, files=tuple(files), encoder=ChatEncoder(folder, options.train_on))
 
 
-def _media(path: Path, options: SourceOptions) -> MediaSizes:
-    if options.processor is None:
+def _media(path: Path, options: SourceOptions) -> MediaSizes | PictureData:
+    named = options.processor or (options.tokenizer if Path(options.tokenizer).is_dir() else None)
+    if named is None:
         raise UsageError("--kind media needs --processor: qwen3-vl, qwen2.5-vl, internvl or the folder of a checkpoint")
-    processor = open_processor(options.processor)
+    processor = open_processor(named)
+    files = _picture_files(path) if any((Path(named) / name).is_file() for name in _TOKENIZER_FILES) else []
+    if files:
+        folder = Path(named).absolute()
+        encoder = ChatEncoder(folder, options.train_on, processor)
+        return PictureData(path=path, files=tuple(files), encoder=encoder, skips_bad=options.skips_bad)
     if options.tokenizer == "bytes":
         return MediaSizes(path=path, processor=processor, count_text=words_of, counted_by="rule")
     tokenizer = FileTokenizer(Path(options.tokenizer))
     return MediaSizes(path=path, processor=processor, count_text=tokenizer.count_inside, counted_by=tokenizer.name)
+
+
+def _picture_files(path: Path) -> list[Path]:
+    """Return the files of a source that holds pictures or their names; none where it holds sizes alone."""
+    if path.suffix == ".tar" or (path.is_dir() and _shard_paths(path, "media")):
+        return media_files(path)
+    kind = next((kind for kind in ("parquet", "arrow", "jsonl") if path.is_dir() and _shard_paths(path, kind)), None)
+    files = [path] if kind is None else _shard_paths(path, kind)
+    if files[0].is_dir() or files[0].suffix in (".csv", ".tsv"):
+        return []
+    record = next((found.record for found in chat_records(files[0])), {})
+    images = record.get("images")
+    has_sizes = isinstance(images, list) and any(isinstance(image, dict) and "height" in image for image in images)
+    return [] if has_sizes or any(name in record for name in ("text_tokens", "width")) else files
 
 
 def _shard_paths(folder: Path, kind: str) -> list[Path]:

@@ -25,9 +25,9 @@ from fcp_cli.manifest.sources.shards import open_shard
 TABLE_SUFFIXES: Final = (".csv", ".tsv", ".parquet", ".pq", ".arrow", ".feather")
 TEXT_COLUMNS: Final = ("text_tokens", "conversations", "caption", "text")
 _FRAME_COLUMNS: Final = ("frames", "num_frames")
-_IMAGE_SUFFIXES: Final = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-_VIDEO_SUFFIXES: Final = (".mp4", ".webm", ".mkv", ".avi", ".mov")
-_HEADER_BYTES: Final = 1 << 18  # more than any camera puts before a JPEG's size
+IMAGE_SUFFIXES: Final = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+VIDEO_SUFFIXES: Final = (".mp4", ".webm", ".mkv", ".avi", ".mov")
+HEADER_BYTES: Final = 1 << 18  # more than any camera puts before a JPEG's size
 _TABLE_ROWS: Final = 16_384
 
 
@@ -165,11 +165,11 @@ def _names(record: dict[str, Any], kind: str) -> list[str]:
 def _tar(path: Path) -> Iterator[Found]:
     """Read a tar of WebDataset: a sample is the files that share a name up to the first dot; they follow each other."""
     key, sample, begun = "", dict[str, Any](), 0
-    with _opened_tar(path) as archive:
+    with opened_tar(path) as archive:
         for member in archive:
             if not member.isfile():
                 continue
-            name, suffix = _split(member.name)
+            name, suffix = split_member(member.name)
             if name != key and sample:
                 yield _sample(archive, path, key, sample, member.offset - begun)
                 sample, begun = {}, member.offset
@@ -179,14 +179,19 @@ def _tar(path: Path) -> Iterator[Found]:
             yield _sample(archive, path, key, sample, size_of(path) - begun)
 
 
-def _opened_tar(path: Path) -> tarfile.TarFile:
+def opened_tar(path: Path, stream: IO[bytes] | None = None) -> tarfile.TarFile:
+    """Open a tar, from where `stream` stands in it.
+
+    Raises:
+        ManifestError: it is no uncompressed tar.
+    """
     try:
-        return tarfile.open(path, "r:")  # without compression, so that a seek passes over the pixels
+        return tarfile.open(path, "r:", fileobj=stream)  # without compression, so that a seek passes over the pixels
     except (OSError, tarfile.TarError) as error:
         raise ManifestError(f"{path} cannot be read as an uncompressed tar: {error}") from error
 
 
-def _split(name: str) -> tuple[str, str]:
+def split_member(name: str) -> tuple[str, str]:
     """Split a member's name into WebDataset's (key, suffix): the suffix begins at the first dot of the file's name."""
     path = PurePosixPath(name)
     stem, dot, suffix = path.name.partition(".")
@@ -196,13 +201,13 @@ def _split(name: str) -> tuple[str, str]:
 def _member(archive: tarfile.TarFile, member: tarfile.TarInfo, suffix: str, place: str) -> dict[str, Any]:
     """Return the fields that one file adds to its sample: the size of a picture, a caption, or metadata."""
     last = "." + suffix.rpartition(".")[2]
-    if last in _IMAGE_SUFFIXES:
-        return {f"size {suffix}": image_size(io.BytesIO(_content(archive, member, _HEADER_BYTES)), place)}
+    if last in IMAGE_SUFFIXES:
+        return {f"size {suffix}": image_size(io.BytesIO(_content(archive, member, HEADER_BYTES)), place)}
     if last == ".txt":
         return {"caption": _content(archive, member).decode("utf-8", "replace")}
     if last == ".json":
         return {"metadata": json_record(_content(archive, member), place)}
-    return {f"video {suffix}": member} if last in _VIDEO_SUFFIXES else {"other": True}
+    return {f"video {suffix}": member} if last in VIDEO_SUFFIXES else {"other": True}
 
 
 def _opened(archive: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:

@@ -1,0 +1,134 @@
+"""Conversations with the pixels of their pictures: each is decoded only by the rank that encodes it, ahead of time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fcp_cli.arrays import IntArray
+from fcp_cli.manifest.sources.pictures import PictureRecords, PictureRow
+from fcp_cli.runtime.followed_step import require_length
+from fcp_cli.training.decoding import BadPictureError, Values, Wanted
+from fcp_cli.training.pixel_pool import PixelPool
+from fcp_cli.vision import internvl, qwen2_5_vl, qwen3_vl
+from fcp_cli.vision.parts import PixelsRead, VisualSequence
+from fcp_cli.vision.processors import InternVision, Qwen25Vision, VisionProcessor
+
+
+class PictureVisuals:
+    """A `Fetch` over the rows of a manifest of conversations about pictures.
+
+    Args:
+        records: the conversations.
+        lengths: [rows] tokens of each sequence, as the manifest has them.
+        config: of the whole model.
+        pool: decodes.
+    """
+
+    def __init__(self, records: PictureRecords, lengths: Any, config: Any, pool: PixelPool) -> None:
+        self._records = records
+        self._lengths = lengths
+        self._config = config
+        self._pool = pool
+
+    def __call__(self, row: int) -> VisualSequence:
+        found = self._records.read(row)
+        require_length(len(found.encoded.tokens), int(self._lengths[row]), row=row)
+        encoded = found.encoded
+        if isinstance(self._records.processor, InternVision):
+            return internvl.visual_sequence(
+                self._config, encoded.tokens, labels=encoded.labels, pixel_values=self._pixels(row, found, None)
+            )
+        pictures: dict[str, Any] = {
+            "image_grid_thw": _grids(found, is_video=False),
+            "video_grid_thw": _grids(found, is_video=True),
+            "pixel_values": self._pixels(row, found, False),
+            "pixel_values_videos": self._pixels(row, found, True),
+        }
+        if isinstance(self._records.processor, Qwen25Vision):
+            sizes = zip(found.sizes, found.visuals, strict=True)
+            pictures["second_per_grid_ts"] = [visual.part_seconds for size, visual in sizes if size.frames is not None]
+            return qwen2_5_vl.visual_sequence(self._config, encoded.tokens, labels=encoded.labels, **pictures)
+        return qwen3_vl.visual_sequence(self._config, encoded.tokens, labels=encoded.labels, **pictures)
+
+    def _pixels(self, row: int, found: PictureRow, is_video: bool | None) -> RowPixels:
+        """Return the pixels of a row's images, of its videos, or of all."""
+        chosen = [
+            index for index, size in enumerate(found.sizes) if is_video is None or (size.frames is not None) == is_video
+        ]
+        return RowPixels(row, found, chosen, self._records.processor, self._pool)
+
+    def close(self) -> None:
+        """End the processes that decode."""
+        self._pool.close()
+
+
+def _grids(found: PictureRow, *, is_video: bool) -> IntArray:
+    pairs = zip(found.sizes, found.visuals, strict=True)
+    grids = [visual.grid for size, visual in pairs if (size.frames is not None) == is_video]
+    return np.array(grids, np.int64).reshape(-1, 3)
+
+
+class RowPixels:
+    """Pixels of some pictures of one row, one after the other: a `PixelReader`."""
+
+    def __init__(
+        self, row: int, found: PictureRow, chosen: Sequence[int], processor: VisionProcessor, pool: PixelPool
+    ) -> None:
+        self._row = row
+        self._found = found
+        self._pool = pool
+        self._shape = processor.row_shape
+        self._starts: list[tuple[int, int, int]] = []  # first row, end, picture
+        at = 0
+        for index in chosen:
+            visual = found.visuals[index]
+            rows = visual.grid[0] * processor.rows_per_part(visual)
+            self._starts.append((at, at + rows, index))
+            at += rows
+
+    def begin(self, ranges: Sequence[tuple[int, int]]) -> Callable[[], PixelsRead]:
+        """Begin to decode the pictures that these rows are of, each once; a range lies within one picture."""
+        begun = []
+        for first, end, index in self._starts:
+            own = [number for number, (start, _) in enumerate(ranges) if first <= start < end]
+            if own:
+                wanted = Wanted(
+                    picture=self._found.pictures[index],
+                    size=self._found.sizes[index],
+                    visual=self._found.visuals[index],
+                    ranges=tuple((ranges[number][0] - first, ranges[number][1] - first) for number in own),
+                )
+                begun.append((own, index, self._pool.begin(wanted)))
+        return partial(self._finish, ranges, begun)
+
+    def _finish(
+        self, ranges: Sequence[tuple[int, int]], begun: Sequence[tuple[list[int], int, Callable[[], list[Values]]]]
+    ) -> PixelsRead:
+        rows: dict[int, Tensor] = {}
+        problem = None
+        for own, index, wait in begun:
+            found = _found(wait)
+            if isinstance(found, str):
+                name = self._found.pictures[index].name
+                problem = problem or f"row {self._row} of the manifest ({self._found.place}): {name} {found}"
+            else:
+                rows.update(zip(own, map(torch.from_numpy, found), strict=True))
+        blank = [
+            rows[number] if number in rows else torch.zeros(stop - start, *self._shape)
+            for number, (start, stop) in enumerate(ranges)
+        ]
+        return PixelsRead(rows=blank, problem=problem)
+
+
+def _found(wait: Callable[[], list[Values]]) -> list[Values] | str:
+    """Return what was decoded, or why it could not be."""
+    try:
+        return wait()
+    except BadPictureError as error:
+        return str(error)
