@@ -407,6 +407,7 @@ class Step(FollowedStep):
                 same_data.require()
             self._sync.reduce()
             self._skip_if_bad()
+            self._sync.finish()
             if place is not None:
                 place.end = self._session.clock.mark()
             self._is_finished = True

@@ -1,0 +1,44 @@
+"""Find the way to sum the gradients of a model."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.recipe import Reduce
+from fcp_cli.runtime.gradients.base import GradientSync
+from fcp_cli.runtime.gradients.engine import engine_sync
+from fcp_cli.runtime.gradients.fsdp import fsdp_sync
+from fcp_cli.runtime.gradients.replicas import DdpSync, PlainSync
+from fcp_cli.runtime.gradients.wrapping import is_deepspeed_engine, reducing_module
+from fcp_cli.runtime.world import World
+
+
+def gradient_sync(
+    model: nn.Module | GradientSync | None, world: World, sync: Sync, reduce: Reduce = "wave"
+) -> GradientSync:
+    """Return the way to sum a model's gradients; a model may bring its own.
+
+    Args:
+        model: that is trained.
+        world: all ranks.
+        sync: of the plan.
+        reduce: when what shares gradients out over ranks reduces them; see `fsdp.FsdpWaveSync`.
+
+    Raises:
+        RunError: the model is wrapped by something that cannot follow this plan.
+    """
+    if model is None:
+        return GradientSync()
+    if isinstance(model, GradientSync):
+        return model
+    part = reducing_module(model)
+    if isinstance(part, DistributedDataParallel):
+        return DdpSync(part, world)
+    if isinstance(part, FSDPModule):
+        return fsdp_sync(part, world, sync, reduce)
+    if is_deepspeed_engine(part):
+        return engine_sync(part, world, sync, reduce)
+    return PlainSync(part, world)
