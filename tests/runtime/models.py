@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 Family = Literal["tiny", "qwen3", "llama"]
 Wrapping = Literal[
     "none", "ddp", "ddp views", "ddp hook", "ddp static", "ddp ignoring",
+    "ddp in a shell", "ddp beside a parameter", "composable ddp", "data parallel", "tensor parallel",
     "fsdp", "fsdp kept", "hsdp", "hsdp kept", "fsdp over half", "fsdp of a part",
+    "fsdp undivided", "fsdp kept undivided", "fsdp divided twice", "fsdp1 of a part", "replicate",
 ]  # fmt: skip
 Recomputation = Literal["off", "selective", "non-reentrant", "reentrant"]
 VOCAB_SIZE = TinyConfig().vocab_size
@@ -136,13 +138,31 @@ def hugging_face(family: Family, dtype: torch.dtype, *, tied: bool = False) -> t
 def wrap(model: nn.Module, wrapping: Wrapping, layers: list[nn.Module]) -> nn.Module:
     if wrapping.startswith("ddp"):
         return replicate(model, wrapping)
+    if wrapping in OTHERS_WRAPPINGS:
+        return OTHERS_WRAPPINGS[wrapping](model)
     if wrapping != "none":
         shard(model, wrapping, layers)
     return model
 
 
+class Shell(nn.Module):
+    """What frameworks put around a wrapped model."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
 def replicate(model: nn.Module, wrapping: Wrapping) -> nn.Module:
     """In DDP with small buckets, so that it has several."""
+    if wrapping in ("ddp in a shell", "ddp beside a parameter"):
+        shell = Shell(replicate(model, "ddp"))
+        if wrapping == "ddp beside a parameter":
+            shell.head = nn.Linear(2, 2)
+        return shell
     if wrapping == "ddp ignoring":
         set_ignored: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
         set_ignored(model, ["norm.weight"])
@@ -156,6 +176,7 @@ def replicate(model: nn.Module, wrapping: Wrapping) -> nn.Module:
 
 
 def shard(model: nn.Module, wrapping: Wrapping, layers: list[nn.Module]) -> None:
+    from torch.distributed._composable.replicate_with_fsdp import replicate as copies
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -166,10 +187,48 @@ def shard(model: nn.Module, wrapping: Wrapping, layers: list[nn.Module]) -> None
         mesh = init_device_mesh("cpu", (size,))
     if wrapping == "fsdp over half":
         mesh = mesh["shard"]
+    share: Any = copies if wrapping == "replicate" else fully_shard
+    kept: dict[str, Any] = {"reshard_after_forward": False} if "kept" in wrapping else {}
     for layer in layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward="kept" not in wrapping)
+        share(layer, mesh=mesh, **kept)
     if wrapping != "fsdp of a part":
-        fully_shard(model, mesh=mesh)
+        share(model, mesh=mesh)
+    divided: list[Any] = (
+        [model] if wrapping == "fsdp divided twice" else [model, *layers] if "undivided" in wrapping else []
+    )
+    for module in divided:
+        module.set_gradient_divide_factor(1.0)
+
+
+def _composable(model: nn.Module) -> nn.Module:
+    from torch.distributed._composable.replicate import replicate as replicate_inside
+
+    replica: nn.Module = replicate_inside(model)
+    return replica
+
+
+def _tensor_parallel(model: nn.Module) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    return parallelize_module(model, mesh, {"output": ColwiseParallel()})
+
+
+def _fsdp1_of_a_part(model: nn.Module) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    wrapped = FullyShardedDataParallel(model.get_submodule("output"), device_id=torch.device("cpu"))
+    model.register_module("output", wrapped)
+    return model
+
+
+OTHERS_WRAPPINGS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "composable ddp": _composable,
+    "data parallel": nn.DataParallel,
+    "tensor parallel": _tensor_parallel,
+    "fsdp1 of a part": _fsdp1_of_a_part,
+}
 
 
 def expected(case: Case, plan: Path) -> Replayed:

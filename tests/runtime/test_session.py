@@ -360,6 +360,34 @@ ERRORS = {
     "fsdp over half": [r"the parameter .* is sharded by FSDP2 over 2 of 4 ranks; give fully_shard a mesh of all ranks"]
     * 4,
     "fsdp of a part": [r"only parts of the model are sharded with FSDP2; call fully_shard on the whole model too"] * 4,
+    "ddp beside a parameter": [
+        r"^the model's part inner is a DistributedDataParallel, which does not hold the parameter head.weight and 1 more; "
+        r"wrap the whole model, or freeze them$"
+    ]
+    * 4,
+    "composable ddp": [
+        r"^the model is a DDPTinyLanguageModel of torch, which reduces gradients by itself, and fcp does not know when; "
+        r"give steps\(\) the model that it wraps, or wrap it in DistributedDataParallel or with fully_shard$"
+    ]
+    * 4,
+    "data parallel": [
+        r"^the model is a DataParallel of torch, which reduces gradients by itself, and fcp does not know"
+    ]
+    * 4,
+    "tensor parallel": [
+        r"^the parameter output.weight is a DTensor over 4 ranks that fully_shard did not make; a plan's loop has no "
+        r"tensor parallelism: shard the model with fully_shard alone$"
+    ]
+    * 4,
+    "fsdp divided twice": [
+        r"^FSDP2 divides the gradients of the model by 1 and those of blocks.0 by 4; call set_gradient_divide_factor with "
+        r"one factor for all layers, or for none$"
+    ]
+    * 4,
+    "fsdp1 of a part": [
+        r"^the model's part output is a FullyShardedDataParallel \(FSDP1\), which cannot follow a plan; shard the model"
+    ]
+    * 4,
     "fsdp under iteration": [
         r"^blocks.0 is sharded with FSDP2 and gathers its weights again for every micro-batch, .* "
         r"fully_shard\(..., reshard_after_forward=False\), or plan with 'fcp plan --sync microbatch'$"

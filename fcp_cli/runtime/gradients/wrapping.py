@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from torch.distributed._composable_state import _get_module_state
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -26,7 +25,7 @@ def reducing_module(model: nn.Module) -> nn.Module:
     Raises:
         RunError: a part that fcp does not drive, or one that leaves other trained parameters alone.
     """
-    found = list(_outermost(model))
+    found = [(name, part) for name, part in _outermost(model) if any(p.requires_grad for p in part.parameters())]
     if not found:
         _check_is_whole(model)
         return model
@@ -52,10 +51,10 @@ def is_deepspeed_engine(module: nn.Module) -> bool:
     return _has_base(module, "deepspeed", "DeepSpeedEngine")
 
 
-def _outermost(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _outermost(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that reduce gradients, without those inside of others; one module is yielded once."""
     seen: set[nn.Module] = set()
-    waiting = [(name, model)]
+    waiting = [("", model)]
     while waiting:
         name, module = waiting.pop(0)
         if module in seen:
@@ -69,13 +68,9 @@ def _outermost(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Modul
 
 
 def _reduces(module: nn.Module) -> bool:
-    """Return whether a module sums gradients in its own backward, as what has `no_sync` does, whoever wrote it."""
-    return (
-        isinstance(module, (FSDPModule, DataParallel))
-        or type(module).__name__ == _FSDP1
-        or callable(getattr(type(module), "no_sync", None))
-        or hasattr(_get_module_state(module), "_ddp")  # torch's composable `replicate`
-    )
+    """Return whether a module sums gradients in its own backward; whoever wrote it, it can be kept from that."""
+    switches = (getattr(type(module), name, None) for name in ("no_sync", "set_requires_gradient_sync"))
+    return isinstance(module, DataParallel) or type(module).__name__ == _FSDP1 or any(map(callable, switches))
 
 
 def _why_not(part: nn.Module) -> str:
@@ -83,8 +78,6 @@ def _why_not(part: nn.Module) -> str:
     own = f"is a {type(part).__name__} of {type(part).__module__.partition('.')[0]}"
     if type(part).__name__ == _FSDP1:
         return f"is a {_FSDP1} (FSDP1), which cannot follow a plan; shard the model with fully_shard (FSDP2)"
-    if hasattr(_get_module_state(part), "_ddp"):
-        return f"is replicated by torch's composable replicate, which reduces inside backward; {_WITHOUT_IT}"
     if _has_base(part, "deepspeed", "PipelineEngine"):
         return f"{own}, which runs micro-batches of its own; plans with pipeline parallelism are for Megatron"
     if isinstance(part, (FSDPModule, DistributedDataParallel)) or is_deepspeed_engine(part):

@@ -10,6 +10,7 @@ import pickle
 import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,14 @@ from tests.patience import PATIENCE_SECONDS
 from tests.runtime.models import VOCAB_SIZE, Case, build, wrap
 from tests.runtime.workers.leave import leave_job
 
+REFUSED_WRAPPINGS = (
+    "ddp beside a parameter",
+    "composable ddp",
+    "data parallel",
+    "tensor parallel",
+    "fsdp divided twice",
+    "fsdp1 of a part",
+)
 WAVES, ITERATION = "waves.parquet", "iteration.parquet"
 
 GRADIENT_CASES: Mapping[str, tuple[str, Case]] = {
@@ -35,6 +44,10 @@ GRADIENT_CASES: Mapping[str, tuple[str, Case]] = {
     "ddp fp32": (ITERATION, Case(wrapping="ddp", dtype=torch.float32)),
     "ddp labels": (ITERATION, Case(wrapping="ddp", labelled=True)),
     "ddp views": (ITERATION, Case(wrapping="ddp views")),
+    "ddp in a shell": (ITERATION, Case(wrapping="ddp in a shell")),
+    "fsdp undivided": (WAVES, Case(wrapping="fsdp undivided")),
+    "fsdp kept undivided": (ITERATION, Case(wrapping="fsdp kept undivided")),
+    "replicate": (ITERATION, Case(wrapping="replicate")),
     "ddp waves": (WAVES, Case(wrapping="ddp", recompute="non-reentrant")),
     "fsdp": (WAVES, Case(wrapping="fsdp")),
     "fsdp kept": (ITERATION, Case(wrapping="fsdp kept")),
@@ -124,6 +137,7 @@ def error_cases(folder: Path, rank: int) -> Mapping[str, Callable[[], Any]]:
         "ddp with a hook": lambda: first_step(iteration, wrapping="ddp hook"),
         "ddp with a static graph": lambda: first_step(iteration, wrapping="ddp static"),
         "ddp that ignores a parameter": lambda: first_step(iteration, wrapping="ddp ignoring"),
+        **{name: partial(first_step, folder / WAVES, wrapping=name) for name in REFUSED_WRAPPINGS},
         "fsdp under iteration": lambda: first_step(iteration, wrapping="fsdp"),
         "fsdp over half": lambda: first_step(folder / WAVES, wrapping="fsdp over half"),
         "fsdp of a part": lambda: first_step(folder / WAVES, wrapping="fsdp of a part"),
