@@ -56,11 +56,19 @@ class EngineSync(GradientSync):
         self._reduces_waves = reduces_waves
         self._held_back = ExitStack()
         self._has_begun = False
+        self._reduced_at = -1  # the engine's own count of steps
         self._asked_step: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.loss_factor = _divisor(engine)
 
     def summed(self) -> Iterator[nn.Parameter]:
         return self._engine.module.parameters()  # type: ignore[no-any-return]
+
+    def begin(self) -> None:
+        if self._engine.global_steps == self._reduced_at:
+            raise RunError(
+                "the DeepSpeed engine took no step with the gradients of the plan's step before, and cannot add to "
+                "them; call engine.step() after every step of the plan"
+            )
 
     def before_microbatch(self, *, is_last: bool) -> None:
         engine = self._engine
@@ -84,14 +92,15 @@ class EngineSync(GradientSync):
     def reduce(self) -> None:
         """Reduce what was held back."""
         self._leave_engine()
+        self._reduced_at = self._engine.global_steps
         self._held_back.close()
         # The boundary stays: `engine.step()` asks for it, here or in the script.
         self._engine.set_gradient_accumulation_boundary(True)
 
     def drop(self) -> None:
         raise RunError(
-            "a DeepSpeed engine cannot skip a step whose loss is not finite; stop there (on_nan='stop'), or train in fp16, "
-            "where the engine skips it by itself"
+            "a DeepSpeed engine cannot skip a step whose loss is not finite; stop there (on_nan='stop'), or train in "
+            "fp16, where the engine skips it by itself"
         )
 
     def finish(self) -> None:

@@ -30,6 +30,7 @@ CASES = [
     "zero 2 offload",
 ]
 ERRORS = {
+    "no engine.step()": r"^the DeepSpeed engine took no step with the gradients of the plan's step before, .*; call engine",
     "zero 3 iteration": r"^the DeepSpeed engine has ZeRO stage 3 and gathers its weights again .*; set stage 2, or plan",
     "the module of an engine": r"^the parameter embedding.weight belongs to a DeepSpeed engine; give steps\(\) the engine$",
     "the module of zero 3": r"^the parameter embedding.weight belongs to a DeepSpeed engine; give steps\(\) the engine$",

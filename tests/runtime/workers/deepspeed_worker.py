@@ -139,7 +139,16 @@ def refused(folder: Path) -> Mapping[str, Any]:
             engine = engine_of(Case(stage=stage, sync=sync), model_under_a_plan())
             session.steps(engine.get_submodule(part) if part else engine)
 
+    def no_engine_step() -> None:
+        plan = folder / "iteration.parquet"
+        with start(plan, tokens_of(plan)) as session:
+            engine = engine_of(Case(stage=2, sync="iteration"), model_under_a_plan())
+            for step in session.steps(engine):
+                for batch in step:
+                    engine.backward(batch.loss(engine(batch.input_ids, batch.position_ids, batch.ring)))
+
     return {
+        "no engine.step()": no_engine_step,
         "zero 3 iteration": lambda: first_step("iteration", 3),
         "the module of an engine": lambda: first_step("iteration", 1, "module"),
         "the module of zero 3": lambda: first_step("microbatch", 3, "module"),
