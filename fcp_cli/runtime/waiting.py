@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,22 +56,35 @@ class Watch:
     def __init__(self, rank: int, clock: Clock, seconds: float, report: Callable[[str], None]) -> None:
         self._rank, self._clock, self._seconds, self._report = rank, clock, seconds, report
         self._places: deque[Place] = deque()
+        self._latest: Place | None = None
         self._seen: Place | None = None
         self._since, self._is_told = 0.0, False
         self._stop = threading.Event()
 
     def start(self) -> None:
-        """Begin to watch, until `stop`."""
-        threading.Thread(target=self._run, name="fcp-watch", daemon=True).start()
+        """Begin to watch, until `stop`, or until nobody holds the watch any more."""
+        weakref.finalize(self, self._stop.set)
+        given = (weakref.ref(self), self._stop, self._seconds / _LOOKS)
+        threading.Thread(target=_watch, args=given, name="fcp-watch", daemon=True).start()
 
     def stop(self) -> None:
         self._stop.set()
 
     def begin(self, step: int, row: MicroBatch | None) -> Place:
         """Note that a part of a step begins; give the place its end when the host has left it."""
-        place = Place(step, row)
+        self._latest = place = Place(step, row)
         self._places.append(place)
         return place
+
+    def go_on(self, step: int, row: MicroBatch) -> None:
+        """Note that a micro-batch begins where the one before ends, in a loop that says no more than that."""
+        self.leave()
+        self.begin(step, row)
+
+    def leave(self) -> None:
+        """Note that the host has left what was begun last, if anything."""
+        if self._latest is not None and self._latest.end is None:
+            self._latest.end = self._clock.mark()
 
     def forget(self) -> None:
         """Forget what was begun: the training loop was left."""
@@ -88,9 +102,13 @@ class Watch:
             self._is_told = True
             self._report(_line(self._rank, place, now - self._since))
 
-    def _run(self) -> None:
-        while not self._stop.wait(self._seconds / _LOOKS):
-            self.look(time.monotonic())
+
+def _watch(watched: weakref.ref[Watch], stop: threading.Event, every_seconds: float) -> None:
+    while not stop.wait(every_seconds):
+        if (watch := watched()) is None:
+            return
+        watch.look(time.monotonic())
+        del watch  # or the thread itself would keep it
 
 
 def _line(rank: int, place: Place, seconds: float) -> str:

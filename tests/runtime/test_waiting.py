@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 
 import pytest
@@ -76,6 +77,21 @@ def test_every_place_has_its_own_time_and_its_own_words() -> None:
     )
 
 
+def test_a_loop_that_only_says_what_begins_is_waited_for_in_what_began_last() -> None:
+    lines: list[str] = []
+    watch = Watch(0, HostClock(), 10.0, lines.append)
+    watch.leave()  # nothing has begun
+    for order in (0, 1):
+        watch.go_on(3, row(order, 0, 1))
+    watch.look(0.0)
+    watch.look(11.0)
+    watch.leave()
+    watch.look(12.0)
+    watch.look(99.0)
+    (line,) = lines
+    assert "step 3 for 11 s, in micro-batch 1, beside rank 1" in line
+
+
 def test_a_loop_that_was_left_is_not_waited_for() -> None:
     lines: list[str] = []
     watch = Watch(0, HostClock(), 1.0, lines.append)
@@ -103,6 +119,16 @@ def test_the_thread_speaks_before_the_time_out(
     assert said.startswith(
         "fcp: rank 0 has been in step 4 for 1 s, in micro-batch 2, beside rank 1 in the ring of 0, 1"
     )
+
+
+def test_the_thread_ends_with_what_it_watches_for() -> None:
+    watch = Watch(0, HostClock(), 1000.0, print)
+    before = set(threading.enumerate())
+    watch.start()
+    (thread,) = set(threading.enumerate()) - before
+    del watch
+    thread.join(10.0)
+    assert not thread.is_alive()
 
 
 def test_a_time_out_that_is_no_number_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

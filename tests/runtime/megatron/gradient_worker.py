@@ -341,7 +341,9 @@ def steps_planned(
     found = []
     for step in range(len(batches)):
         model.zero_grad_buffer()
-        follower.run(run, arguments)
+        with mock.patch.object(follower.watch, "go_on", wraps=follower.watch.go_on) as begun:
+            follower.run(run, arguments)
+        assert {call.args[0] for call in begun.call_args_list} == {step}, "each micro-batch is watched"
         found.append(take())
         if gathers and not step:
             model.enable_forward_pre_hook()

@@ -42,7 +42,9 @@ from fcp_cli.runtime.integrations.megatron.stack import Stack
 from fcp_cli.runtime.integrations.megatron.transformer_engine import Rings, make_rings, wants_rings
 from fcp_cli.runtime.prefetch import Prefetched
 from fcp_cli.runtime.ring import Ring
+from fcp_cli.runtime.timing import clock_for
 from fcp_cli.runtime.transport import ProcessTransport
+from fcp_cli.runtime.waiting import watch_for
 from fcp_cli.runtime.world import ProcessWorld
 
 _STEPS_AHEAD = 2
@@ -98,6 +100,8 @@ class Follower:
         self._even_chunks = self.stack.even_chunks or self._engine is not None
         self._load = partial(load_shard, rank=self._rank, multiple=self._multiple, even_chunks=self._even_chunks)
         self._layers = self.stack.hook(model, self._transport)
+        self.watch = watch_for(self._rank, clock_for(self._device), self._device)
+        self.watch.start()
         self._model = model
         self._is_announced = False
         self._iterator: Any = None
@@ -113,6 +117,7 @@ class Follower:
         planned = self.planned(arguments)
         with self.stack.around_step(), reduced_after_backwards(self._chunk, self._config):
             reports = schedule(**planned)
+        self.watch.leave()
         return self.stack.totals(reports)
 
     def planned(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -313,6 +318,8 @@ class _Batches:
 
         def planned_forward_step(data_iterator: Any, model: Any, *rest: Any) -> tuple[Any, Any]:
             microbatch = self._follower.enter(next(self._shards))
+            # Its backward runs before the next forward, but for the stages of a pipeline, which have several under way.
+            self._follower.watch.go_on(microbatch.row.step, microbatch.row)
             self._microbatch, self._read = microbatch, 0
             token = current_microbatch.set(microbatch)
             try:
