@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.manifest.chat_checkpoint import write_checkpoint
 
-Family = Literal["qwen3_vl", "internvl"]
+Family = Literal["qwen3_vl", "qwen2_5_vl", "internvl"]
 
 QWEN_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -25,13 +25,15 @@ QWEN_TEMPLATE = (
 INTERN_TEMPLATE = (QWEN_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>\n")).replace(
     "<|vision_start|><|video_pad|><|vision_end|>", "<video>\n"
 )
+_QWEN_MARKS = {
+    "vision_start_token": "<|vision_start|>",
+    "vision_end_token": "<|vision_end|>",
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+}
 MARKS: dict[Family, dict[str, str]] = {
-    "qwen3_vl": {
-        "vision_start_token": "<|vision_start|>",
-        "vision_end_token": "<|vision_end|>",
-        "image_token": "<|image_pad|>",
-        "video_token": "<|video_pad|>",
-    },
+    "qwen3_vl": _QWEN_MARKS,
+    "qwen2_5_vl": _QWEN_MARKS,
     "internvl": {
         "start_image_token": "<img>",
         "end_image_token": "</img>",
@@ -42,7 +44,18 @@ MARKS: dict[Family, dict[str, str]] = {
 PATCH = 8  # pixels; a token of Qwen3-VL is 2 x 2 patches
 TILE, TILE_TOKENS = 16, 4
 _QWEN_IMAGES = {"shortest_edge": 16 * 16 * 4, "longest_edge": 16 * 16 * 36}
-_QWEN_VIDEOS = {"shortest_edge": 16 * 16 * 4, "longest_edge": 16 * 16 * 64}
+_QWEN_VIDEOS: dict[Family, dict[str, Any]] = {
+    "qwen3_vl": {
+        "video_processor_type": "Qwen3VLVideoProcessor",
+        "size": {"shortest_edge": 16 * 16 * 4, "longest_edge": 16 * 16 * 64},
+    },
+    "qwen2_5_vl": {
+        "video_processor_type": "Qwen2VLVideoProcessor",
+        "size": {"shortest_edge": 16 * 16 * 4, "longest_edge": 16 * 16 * 16},
+        "do_sample_frames": True,
+    },
+}
+_MEAN = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.4, 0.5]}
 
 
 def write_processor(folder: Path, family: Family) -> Path:
@@ -50,66 +63,59 @@ def write_processor(folder: Path, family: Family) -> Path:
     from transformers import AutoTokenizer
 
     folder.mkdir(exist_ok=True)
-    write_checkpoint(folder, QWEN_TEMPLATE if family == "qwen3_vl" else INTERN_TEMPLATE)
+    write_checkpoint(folder, INTERN_TEMPLATE if family == "internvl" else QWEN_TEMPLATE)
     loader: Any = AutoTokenizer
     tokenizer = loader.from_pretrained(folder, extra_special_tokens=MARKS[family])
     tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS[family].values())})
     tokenizer.save_pretrained(folder)
     image_processor(family).save_pretrained(folder)
-    if family == "qwen3_vl":
-        videos = {
-            "video_processor_type": "Qwen3VLVideoProcessor",
-            "patch_size": PATCH,
-            "merge_size": 2,
-            "temporal_patch_size": 2,
-            "size": _QWEN_VIDEOS,
-            "fps": 2,
-            "min_frames": 4,
-            "max_frames": 8,
-            "image_mean": [0.5, 0.5, 0.5],
-            "image_std": [0.5, 0.5, 0.5],
-        }
-        (folder / "video_preprocessor_config.json").write_text(json.dumps(videos))
-    else:
+    if family == "internvl":
+        videos = {"video_processor_type": "InternVLVideoProcessor", "size": {"height": TILE, "width": TILE}}
         (folder / "processor_config.json").write_text(json.dumps({"image_seq_length": TILE_TOKENS}))
+    else:
+        videos = {"patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2, "fps": 2, "min_frames": 4}
+        videos |= {"max_frames": 8, **_MEAN, **_QWEN_VIDEOS[family]}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(videos))
     return folder
 
 
 def image_processor(family: Family) -> Any:
     """The library's own, with small sizes."""
-    if family == "qwen3_vl":
+    if family != "internvl":
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
         qwen: Any = Qwen2VLImageProcessorPil
-        return qwen(
-            patch_size=PATCH, merge_size=2, size=_QWEN_IMAGES, image_mean=[0.5, 0.5, 0.5], image_std=[0.5, 0.5, 0.5]
-        )
+        return qwen(patch_size=PATCH, merge_size=2, size=_QWEN_IMAGES, **_MEAN)
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
     intern: Any = GotOcr2ImageProcessorPil
     return intern(size={"height": TILE, "width": TILE}, min_patches=1, max_patches=6)
 
 
-def processor(folder: Path, family: Family) -> Any:
+def processor(folder: Path, family: Family, *, videos: bool = False) -> Any:
     """transformers' own processor over a folder.
 
     Its video processor needs torchvision, which does not load everywhere; images do without.
     """
     import transformers
 
-    base: Any = transformers.Qwen3VLProcessor if family == "qwen3_vl" else transformers.InternVLProcessor
-
+    loader: Any = transformers
+    base: Any = {
+        "qwen3_vl": loader.Qwen3VLProcessor,
+        "qwen2_5_vl": loader.Qwen2_5_VLProcessor,
+        "internvl": loader.InternVLProcessor,
+    }[family]
     checks = base.check_argument_for_proper_class
-    without = type(
-        "WithoutVideos",
+    family_class = type(
+        "SmallProcessor",
         (base,),
         {"check_argument_for_proper_class": lambda self, name, value: value is None or checks(self, name, value)},
     )
-    loader: Any = transformers
     tokenizer = loader.AutoTokenizer.from_pretrained(folder)
     images = loader.AutoImageProcessor.from_pretrained(folder)
-    more = {} if family == "qwen3_vl" else {"image_seq_length": TILE_TOKENS}
-    return without(images, tokenizer, None, chat_template=tokenizer.chat_template, **more)
+    own_videos = loader.AutoVideoProcessor.from_pretrained(folder) if videos else None
+    more = {"image_seq_length": TILE_TOKENS} if family == "internvl" else {}
+    return family_class(images, tokenizer, own_videos, chat_template=tokenizer.chat_template, **more)
 
 
 def picture(height: int, width: int, seed: int) -> Any:
