@@ -20,7 +20,7 @@ from fcp_cli.files import read_json
 from fcp_cli.manifest.sources.picture_refs import Picture
 from fcp_cli.manifest.sources.pictures import PictureSize
 from fcp_cli.vision.processors import InternVision, VisionProcessor, Visual
-from fcp_cli.words import first_line
+from fcp_cli.words import counted, first_line
 
 Values: TypeAlias = npt.NDArray[np.float32]
 _VIDEO_SETTINGS = ("image_mean", "image_std", "resample", "rescale_factor", "do_rescale", "do_normalize")
@@ -83,10 +83,10 @@ class Decoder:
 
     def _image(self, wanted: Wanted) -> Values:
         rows = self._processed([_opened(wanted.picture, wanted.size)], **self._cut)
-        counted = wanted.visual.grid[0] * self._processor.rows_per_part(wanted.visual)
-        if len(rows) != counted:
+        expected = wanted.visual.grid[0] * self._processor.rows_per_part(wanted.visual)
+        if len(rows) != expected:
             raise BadPictureError(
-                f"becomes {len(rows)} rows of pixels, but the manifest counted {counted}: the processor has changed"
+                f"becomes {len(rows)} rows of pixels, but the manifest counted {expected}: the processor has changed"
             )
         return rows
 
@@ -156,9 +156,10 @@ def _opened(picture: Picture, size: PictureSize) -> Any:
     import PIL.ImageOps
 
     try:
-        image = PIL.ImageOps.exif_transpose(PIL.Image.open(picture.content())).convert("RGB")
+        with PIL.Image.open(picture.content()) as stored:
+            image = PIL.ImageOps.exif_transpose(stored).convert("RGB")
     except Exception as error:  # decoders raise what they like
-        raise BadPictureError(f"cannot be decoded: {first_line(error)}") from error
+        raise BadPictureError(_undecodable(error)) from error
     _require_size(image.height, image.width, size)
     return image
 
@@ -169,23 +170,27 @@ def _frames(picture: Picture, size: PictureSize, wanted: set[int]) -> dict[int, 
         import av
     except ImportError as error:
         raise RunError("videos are decoded by PyAV: pip install 'fcp-cli[video]'") from error
-    content, found = picture.content(), dict[int, Any]()
+    content, found, count = picture.content(), dict[int, Any](), 0
     try:
         with av.open(str(content) if isinstance(content, Path) else content) as container:
             for number, frame in enumerate(container.decode(video=0)):
+                count = number + 1
                 if number in wanted:
                     found[number] = frame.to_ndarray(format="rgb24")
                 if number >= max(wanted):
                     break
     except Exception as error:
-        raise BadPictureError(f"cannot be decoded: {first_line(error)}") from error
-    missing = wanted - set(found)
-    if missing:
-        counted = "no frame" if not found else f"no frame {min(missing)}"
-        raise BadPictureError(f"has {counted}, but its header promises {size.frames}")
+        raise BadPictureError(_undecodable(error)) from error
+    if wanted - set(found):
+        raise BadPictureError(f"has {counted(count, 'frame')}, but the manifest counted {size.frames}")
     for values in found.values():
         _require_size(values.shape[0], values.shape[1], size)
     return found
+
+
+def _undecodable(error: Exception) -> str:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+    return f"cannot be decoded: {reason}"
 
 
 def _require_size(height: int, width: int, size: PictureSize) -> None:

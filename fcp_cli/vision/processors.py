@@ -525,10 +525,19 @@ def _intern(folder: Path, images: dict[str, Any]) -> InternVision:
     return InternVision(
         name=str(folder.resolve()),
         tile_pixels=images["size"]["height"],
+        patch_size=_intern_patch(folder),
         tokens_per_tile=model["image_seq_length"],
         min_tiles=images["min_patches"],
         max_tiles=images["max_patches"],  # the processor sets crop_to_patches, whatever the file says
     )
+
+
+def _intern_patch(folder: Path) -> int:
+    """Return the encoder's patch size, which only the model's own file has; where there is none, the published one."""
+    if not (folder / "config.json").is_file():
+        return InternVision().patch_size
+    size = _config(folder, "config.json").get("vision_config", {}).get("patch_size", InternVision().patch_size)
+    return int(size[0] if isinstance(size, list) else size)
 
 
 class _Settings(dict[str, Any]):

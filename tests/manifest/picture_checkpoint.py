@@ -70,7 +70,10 @@ def write_processor(folder: Path, family: Family) -> Path:
     tokenizer.save_pretrained(folder)
     image_processor(family).save_pretrained(folder)
     if family == "internvl":
-        videos = {"video_processor_type": "InternVLVideoProcessor", "size": {"height": TILE, "width": TILE}}
+        videos: dict[str, Any] = {
+            "video_processor_type": "InternVLVideoProcessor",
+            "size": {"height": TILE, "width": TILE},
+        }
         (folder / "processor_config.json").write_text(json.dumps({"image_seq_length": TILE_TOKENS}))
     else:
         videos = {"patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2, "fps": 2, "min_frames": 4}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from tests.manifest.picture_checkpoint import (
     processor,
     write_processor,
 )
-from tests.training.small_runs import write_small_plan
+from tests.training.small_runs import NUM_RANKS, write_small_plan
 
 ROWS = 24
 LEARNING_RATE = 1e-3
@@ -117,12 +117,12 @@ def write_conversations(folder: Path) -> list[dict[str, Any]]:
     return records
 
 
-def write_run(folder: Path, family: Family, *, steps: int) -> list[dict[str, Any]]:
+def write_run(folder: Path, family: Family, *, steps: int, num_ranks: int = NUM_RANKS) -> list[dict[str, Any]]:
     """Checkpoint, conversations, manifest and plan."""
     write_vision_checkpoint(folder / "checkpoint", family)
     records = write_conversations(folder)
     build(folder / "data.jsonl", folder / "lengths.parquet", kind="media", processor=str(folder / "checkpoint"))
-    write_small_plan(folder / "plan.parquet", folder / "lengths.parquet", steps=steps)
+    write_small_plan(folder / "plan.parquet", folder / "lengths.parquet", steps=steps, num_ranks=num_ranks)
     return records
 
 
@@ -145,8 +145,18 @@ def processed(folder: Path, family: Family, record: Mapping[str, Any], own: Any)
     return {name: value for name, value in found.items() if name != "attention_mask"}
 
 
-def losses_of_one_process(folder: Path, family: Family, records: list[dict[str, Any]], *, frozen: bool) -> list[float]:
-    """Train with transformers alone: its processor, its attention, one conversation after another."""
+def losses_of_one_process(
+    folder: Path,
+    family: Family,
+    records: list[dict[str, Any]],
+    *,
+    frozen: bool = False,
+    unlearned: Collection[int] = (),
+) -> list[float]:
+    """Train with transformers alone: its processor, its attention, one conversation after another.
+
+    Of the rows in `unlearned` nothing is learned.
+    """
     from transformers import AutoModelForImageTextToText
 
     loader: Any = AutoModelForImageTextToText
@@ -164,6 +174,9 @@ def losses_of_one_process(folder: Path, family: Family, records: list[dict[str, 
     steps = list(PlanReader(folder / "plan.parquet").steps())
     for number, step in enumerate(steps):
         batch = [(processed(folder, family, records[row], own), rows(row)) for row in step.sequences.tolist()]
+        for (_, (_, labels)), row in zip(batch, step.sequences.tolist(), strict=True):
+            if row in unlearned:
+                labels[:] = -100
         learned = sum(int((labels[1:] != -100).sum()) for _, (_, labels) in batch)
         total = 0.0
         for inputs, (tokens, labels) in batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.training.small_runs import run_fcp
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 
+from fcp_cli.training.train import main
 from tests.training.picture_runs import LEARNING_RATE, losses_of_one_process, write_run
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
@@ -39,7 +41,7 @@ def train(folder: Path, *words: str) -> list[dict[str, Any]]:
         pytest.param("internvl", ("--decode-workers", "1"), marks=pytest.mark.full),
         pytest.param("internvl", ("--freeze-vision", "--decode-workers", "0"), marks=pytest.mark.full),
     ],
-    ids=["Qwen3-VL", "Qwen3-VL frozen, two processes", "InternVL, two processes", "InternVL frozen"],
+    ids=["Qwen3-VL", "Qwen3-VL frozen, in a process", "InternVL, in a process", "InternVL frozen"],
 )
 def test_ranks_learn_of_pictures_what_one_process_learns(
     family: Family, words: tuple[str, ...], tmp_path: Path
@@ -48,3 +50,53 @@ def test_ranks_learn_of_pictures_what_one_process_learns(
     expected = losses_of_one_process(tmp_path, family, records, frozen="--freeze-vision" in words)
     found = [step["loss"] for step in train(tmp_path, *words)]
     assert found == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+@pytest.mark.processes
+def test_ranks_skip_bad_rows_together(tmp_path: Path) -> None:
+    records = write_run(tmp_path, "qwen3_vl", steps=STEPS)
+    rows = [5, 14]
+    expected = losses_of_one_process(tmp_path, "qwen3_vl", records, unlearned=rows)
+    for row in rows:
+        damage(tmp_path, records[row])
+    found = train(tmp_path, "--bad-rows", "skip", "--decode-workers", "0")
+    assert [step["loss"] for step in found] == pytest.approx(expected, rel=1e-12)
+    assert sorted(row for step in found for row in step.get("bad_rows", [])) == rows
+
+
+def damage(folder: Path, record: Mapping[str, Any]) -> None:
+    """Cut a record's last picture off after its header."""
+    file = folder / (record.get("image") or record["images"])[-1]
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def test_a_bad_row_is_skipped_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = write_run(tmp_path, "internvl", steps=2, num_ranks=1)
+    expected = losses_of_one_process(tmp_path, "internvl", records, unlearned=[7])
+    damage(tmp_path, records[7])
+    plan = ["--plan", str(tmp_path / "plan.parquet"), "--manifest", str(tmp_path / "lengths.parquet")]
+    model = ["--model", str(tmp_path / "checkpoint"), "--weights", str(tmp_path / "checkpoint"), "--device", "cpu"]
+    words = [
+        "--learning-rate",
+        str(LEARNING_RATE),
+        "--warmup-steps",
+        "1",
+        "--precision",
+        "fp64",
+        "--decode-workers",
+        "0",
+    ]
+    arguments = [*plan, *model, *words, "--run-dir"]
+    assert main([*arguments, str(tmp_path / "ends")]) == 1
+    assert main([*arguments, str(tmp_path / "run"), "--bad-rows", "skip"]) == 0
+    steps = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "step"]
+    assert [step["loss"] for step in steps] == pytest.approx(expected, rel=1e-12)
+    assert [step.get("bad_rows") for step in steps] == [None, [7]]
+    shown = capsys.readouterr().err
+    assert "1 bad row" in shown
+    lines = [line for line in shown.splitlines() if "row 7" in line]
+    name = f"row 7 of the manifest ({tmp_path}/data.jsonl at byte"
+    assert len(lines) == 2 and lines[0].startswith(f"error: {name}") and lines[1].startswith(f"step 1: skipped {name}")
+    assert "cannot be decoded" in lines[0] and str(tmp_path / records[7]["image"][-1]) in lines[0]

@@ -26,6 +26,7 @@ from fcp_cli.manifest.sources.jsonl import json_record, size_of
 from fcp_cli.manifest.sources.media_readers import IMAGE_SUFFIXES, VIDEO_SUFFIXES, opened_tar, split_member
 from fcp_cli.manifest.sources.picture_refs import CellPicture, Picture, TarPicture, refer
 from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, PARQUET_SUFFIXES, open_shard
+from fcp_cli.words import counted
 
 _TABLES: Final = (*PARQUET_SUFFIXES, *ARROW_SUFFIXES)
 _BATCH_ROWS: Final = 64  # rows of a table hold whole pictures
@@ -217,9 +218,8 @@ class _Seen:
         """Take the next picture of a kind, or the one that a part names itself; return the part for its place."""
         if own is None:
             if not self.left(kind):
-                raise ManifestError(
-                    f"{self._place} has more places for {kind}s than the {len(self._named[kind])} {kind}s it names"
-                )
+                named = counted(len(self._named[kind]), kind)
+                raise ManifestError(f"{self._place} has more places for {kind}s than the {named} it names")
             own = self._named[kind][self._used[kind]]
             self._used[kind] += 1
         self.taken.append((refer(own, self._folder, self._place), kind == "video"))
@@ -232,8 +232,8 @@ class _Seen:
         for kind, named in self._named.items():
             if self.left(kind):
                 raise ManifestError(
-                    f"{self._place} names {len(named)} {kind}s but has places for {self._used[kind]}; put <{kind}> "
-                    "into its texts for each"
+                    f"{self._place} names {counted(len(named), kind)} but has places for {self._used[kind]}; put "
+                    f"<{kind}> into its texts for each"
                 )
 
 
