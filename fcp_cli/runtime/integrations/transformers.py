@@ -35,6 +35,8 @@ from fcp_cli.errors import RunError
 from fcp_cli.recipe import Recompute
 from fcp_cli.runtime.exchange import exchange
 from fcp_cli.runtime.integrations.transformers_loss import prepare_loss, takes_labels
+from fcp_cli.runtime.integrations.transformers_probe import probe
+from fcp_cli.runtime.outside import switch_outside
 from fcp_cli.runtime.recompute import recomputed
 from fcp_cli.runtime.ring import Ring, attention, current_ring
 from fcp_cli.vision.families import FAMILIES
@@ -50,12 +52,14 @@ def prepare(model: transformers.PreTrainedModel) -> None:
 
     Of a vision-language model, freeze the encoder before or after; it then runs without a graph.
 
-    To evaluate or generate outside a plan, go back with ``model.set_attn_implementation("sdpa")``.
+    Inside `fcp_cli.runtime.outside()`, to evaluate or generate, it runs with the attention that it had before.
 
     Raises:
-        RunError: the model attends in a way that a ring of shards cannot follow.
+        RunError: the model attends in a way that a ring of shards cannot follow, or mixes tokens elsewhere, too.
     """
+    own = model.config.get_text_config()._attn_implementation
     text = _run_on_rings(model)
+    switch_outside(model, partial(_own_attention, text, own if own != NAME else "sdpa", text.use_cache))
     text.use_cache = False
     prepare_loss(model)
     if text is not model.config:
@@ -88,10 +92,21 @@ class SwitchedAttention:
             self._config._attn_implementation = self._own
 
 
+@contextmanager
+def _own_attention(config: Any, implementation: str, use_cache: bool, _: nn.Module) -> Iterator[None]:
+    """Give a model back what it was before `prepare`."""
+    config._attn_implementation, config.use_cache = implementation, use_cache
+    try:
+        yield
+    finally:
+        config._attn_implementation, config.use_cache = NAME, False
+
+
 def _run_on_rings(model: transformers.PreTrainedModel) -> Any:
     """Put the ring's attention in place of the decoder's, bound to each call; return the decoder's configuration."""
     text = _text_config(model.config)
     _check_config(text)
+    probe(model, text, _check_call)
     transformers.AttentionInterface.register(NAME, _attention_forward)
     model.set_attn_implementation(NAME if text is model.config else {"text_config": NAME})
     for module in model.modules():
@@ -145,13 +160,15 @@ def _check_config(config: Any) -> None:
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise RunError(f"a {name} model is not a plain decoder; prepare its decoder")
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    layers = getattr(config, "layer_types", None)
+    kinds = set(layers or ()) - {"full_attention"}
     if kinds:
         raise RunError(f"the {name} model has layers of {', '.join(sorted(kinds))}; a plan is for full attention only")
     if getattr(config, "attention_dropout", 0.0):
         raise RunError(f"the {name} model has attention_dropout {config.attention_dropout}; set it to 0 in its config")
-    if getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None) is not None:
-        raise RunError(f"the {name} model has sliding_window {config.sliding_window}; set it to None in its config")
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if window is not None and not layers:  # where layers say what they are, none slides
+        raise RunError(f"the {name} model has sliding_window {window}; set it to None in its config")
 
 
 def _bind_ring(
@@ -163,8 +180,8 @@ def _bind_ring(
     ring = kwargs.get("ring") or current_ring.get()
     if ring is None:
         raise RunError(
-            "the model was called outside a micro-batch; call it in the loop over a step, or go back with "
-            "model.set_attn_implementation('sdpa')"
+            "the model was called outside a micro-batch; call it in the loop over a step, or, to evaluate or generate, "
+            "in 'with fcp_cli.runtime.outside():'"
         )
     given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
     for name, remedy in _REFUSED_ARGUMENTS.items():

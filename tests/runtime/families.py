@@ -1,0 +1,226 @@
+"""Tiny decoders of Hugging Face's families, made by hand, and what becomes of each under a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+
+_SIZES: Mapping[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attention_dropout": 0.0,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "shared_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_FULL = {"layer_types": ["full_attention"] * 2}
+_NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
+_LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "head_dim": 8}
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_STATES = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8}
+_LLAMA4 = {**_FULL, "intermediate_size_mlp": 48, "no_rope_layers": [1, 0]}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """A family, or a variant of one.
+
+    Attributes:
+        kind: its `model_type`.
+        settings: of its config, on top of tiny sizes.
+        without: tiny sizes that its config does not take.
+        refused: part of what is said of it; None: it is trained as one process trains it.
+        tolerance: on gradients of about 0.1, where its code computes some of it in fp32.
+    """
+
+    kind: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
+    refused: str | None = None
+    tolerance: float = 1e-12
+
+    def build(self) -> Any:
+        """Make the model in fp64; equal weights at every call."""
+        sizes = {name: value for name, value in _SIZES.items() if name not in self.without}
+        config = transformers.AutoConfig.for_model(self.kind, **{**sizes, **self.settings})
+        torch.manual_seed(0)
+        # Experts as a loop over them: the grouped products of CPUs know no fp64.
+        kind: Any = transformers.AutoModelForCausalLM
+        made = kind.from_config(config, experts_implementation="eager")
+        return made.double().eval()
+
+
+_TRAINED = [
+    "apertus",
+    "arcee",
+    "biogpt",
+    "bitnet",
+    "ernie4_5",
+    "flex_olmo",
+    "glm",
+    "glm4",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neox",
+    "granite",
+    "granitemoe",
+    "granitemoeshared",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "internlm3",
+    "jetmoe",
+    "lfm2",
+    "llama",
+    "ministral3",
+    "nanochat",
+    "olmo",
+    "olmo2",
+    "olmoe",
+    "persimmon",
+    "phi",
+    "qwen3_moe",
+    "opt",
+    "seed_oss",
+]
+_TRAINED_WITHOUT_WINDOW = [
+    "mistral",
+    "mixtral",
+    "phi3",
+    "phimoe",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "smollm3",
+    "starcoder2",
+]
+_TRAINED_FULL = ["cohere2", "exaone4", "olmo3"]
+_IN_FP32 = ["cohere", "ernie4_5_moe", "gemma", "glm4_moe", "helium", "minimax_m2"]  # rotations, norms or routers
+
+FAMILIES: Mapping[str, Family] = {
+    **{kind: Family(kind=kind) for kind in _TRAINED},
+    **{kind: Family(kind=kind, settings=_NO_WINDOW) for kind in _TRAINED_WITHOUT_WINDOW},
+    **{kind: Family(kind=kind, settings=_FULL) for kind in _TRAINED_FULL},
+    **{kind: Family(kind=kind, tolerance=1e-8) for kind in _IN_FP32},
+    "codegen": Family(kind="codegen", settings={"rotary_dim": 8}, refused="interface"),
+    "gptj": Family(kind="gptj", settings={"rotary_dim": 8}, refused="interface"),
+    "falcon": Family(kind="falcon", without=("head_dim",), refused="interface"),
+    "deepseek_v2": Family(
+        kind="deepseek_v2",
+        settings={**_LATENT, "q_lora_rank": 16, "num_key_value_heads": 4},
+        refused="keys and values of different sizes",
+    ),
+    "deepseek_v3": Family(
+        kind="deepseek_v3",
+        settings={**_LATENT, "q_lora_rank": 16, "num_key_value_heads": 4},
+        refused="keys and values of different sizes",
+    ),
+    "cohere2": Family(kind="cohere2", settings=_FULL, tolerance=1e-8),
+    "gemma3_text": Family(kind="gemma3_text", settings=_FULL, tolerance=1e-8),
+    "gemma2": Family(kind="gemma2", settings=_FULL, refused="a soft cap on scores"),
+    "gpt_oss": Family(kind="gpt_oss", settings=_FULL, refused="attention sinks"),
+    "doge": Family(kind="doge", refused="an attention mask"),
+    "vaultgemma": Family(kind="vaultgemma", settings=_FULL, refused="a soft cap on scores"),
+    # Positions
+    "llama4_text": Family(kind="llama4_text", settings={**_LLAMA4, "attn_temperature_tuning": False}),
+    "llama4_text, tuned": Family(
+        kind="llama4_text",
+        settings={**_LLAMA4, "attn_temperature_tuning": True},
+        refused="scales its queries by positions that it counts itself, .*; set attn_temperature_tuning to False",
+    ),
+    "llama, yarn": Family(
+        kind="llama",
+        settings={"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 128}},
+    ),
+    "llama, dynamic": Family(
+        kind="llama",
+        settings={"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}},
+        refused="its config asks for rope_type dynamic",
+    ),
+    "phi3, longrope": Family(
+        kind="phi3",
+        settings={
+            **_NO_WINDOW,
+            "original_max_position_embeddings": 128,
+            "rope_parameters": {
+                "rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 128,
+                "long_factor": [1.0, 2.0, 3.0, 4.0], "short_factor": [1.0] * 4,
+            },
+        },
+        refused="its config asks for rope_type longrope",
+    ),
+    "bloom": Family(kind="bloom", refused="takes no position_ids"),
+    "mpt": Family(kind="mpt", refused="takes no position_ids"),
+    "rwkv": Family(kind="rwkv", refused="takes no position_ids"),
+    "xlstm": Family(kind="xlstm", refused="takes no position_ids"),
+    # Attention that no ring can take the place of
+    "gpt_neo": Family(
+        kind="gpt_neo", settings={"num_layers": 2, "attention_types": [[["global", "local"], 1]]}, refused="interface"
+    ),
+    "openai-gpt": Family(kind="openai-gpt", refused="interface"),
+    "ctrl": Family(kind="ctrl"),
+    "nemotron": Family(kind="nemotron", refused="does not hand keyword arguments down"),
+    "stablelm": Family(kind="stablelm", refused="does not hand keyword arguments down"),
+    # Windows
+    "cwm": Family(kind="cwm", refused="sliding_attention"),
+    "ministral": Family(kind="ministral", refused="sliding_attention"),
+    "afmoe": Family(kind="afmoe", refused="sliding_attention"),
+}  # fmt: skip
+
+HYBRIDS: Mapping[str, Family] = {
+    "bamba": Family(kind="bamba", settings={**_STATES, "attn_layer_indices": [1]}),
+    "falcon_h1": Family(kind="falcon_h1", settings={**_STATES, "mamba_d_ssm": 32, "mamba_d_head": 8}),
+    "granitemoehybrid": Family(kind="granitemoehybrid", settings={**_STATES, "layer_types": ["mamba", "attention"]}),
+    "jamba": Family(kind="jamba", settings={"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4}),
+    "lfm2": Family(kind="lfm2", settings={"layer_types": ["conv", "full_attention"]}),
+    "minimax": Family(kind="minimax"),
+    "nemotron_h": Family(
+        kind="nemotron_h",
+        settings={
+            "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1,
+            "ssm_state_size": 8,
+        },
+    ),
+    "olmo_hybrid": Family(kind="olmo_hybrid"),
+    "qwen3_next": Family(kind="qwen3_next", settings=_DELTA),
+    "qwen3_5_text": Family(kind="qwen3_5_text", settings=_DELTA),
+    "recurrent_gemma": Family(kind="recurrent_gemma", settings={"block_types": ["recurrent", "attention"]}),
+    "zamba2": Family(
+        kind="zamba2",
+        settings={
+            "num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"], "mamba_headdim": 16,
+            "n_mamba_heads": 4, "mamba_ngroups": 1,
+        },
+    ),
+}  # fmt: skip
+STATE_SPACES: Mapping[str, Family] = {
+    "mamba": Family(kind="mamba"),
+    "mamba2": Family(kind="mamba2", settings={"num_heads": 4, "head_dim": 16, "n_groups": 1}),
+    "falcon_mamba": Family(kind="falcon_mamba"),
+}

@@ -1,0 +1,163 @@
+"""Families of Hugging Face decoders: trained as one process trains them, or refused in one line before a step."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from fcp_cli.errors import RunError
+from fcp_cli.runtime.integrations.transformers import _check_call, prepare
+from fcp_cli.runtime.integrations.transformers_probe import probe
+from fcp_cli.verification.emulation import Meeting, run_ranks
+from fcp_cli.verification.replay import (
+    Replayed,
+    gradients_alone,
+    gradients_on_rank,
+    synthetic_tokens,
+    thread_session,
+)
+from tests.runtime.families import FAMILIES, HYBRIDS, STATE_SPACES, Family
+from tests.runtime.plans import Row, write_plan
+
+pytestmark = pytest.mark.hf
+
+ROWS = (Row([0, 1], [20, 5]), Row([0], [9]), Row([1], [6]))
+_building = threading.Lock()  # weights are drawn from one random state
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(logging.ERROR)
+    yield
+    transformers.logging.set_verbosity(before)
+
+
+def trained(family: Family, folder: Path) -> tuple[list[Replayed], Replayed]:
+    """What two ranks compute, which are threads, and what one process does."""
+    plan = write_plan(folder / "plan.parquet", [ROWS], num_ranks=2)
+    fetch = synthetic_tokens(plan, 61)
+    alone = family.build()
+
+    def on_rank(meeting: Meeting, rank: int) -> Replayed:
+        with _building:
+            model = family.build()
+            prepare(model)
+        session = thread_session(plan, fetch, meeting, rank)
+        return gradients_on_rank(
+            session, model, lambda mb: mb.loss(model(input_ids=mb.input_ids, position_ids=mb.position_ids).logits)
+        )
+
+    ranks = run_ranks(2, on_rank)
+    return ranks, gradients_alone(
+        plan,
+        fetch,
+        alone,
+        lambda ids, _: alone(input_ids=ids, use_cache=False).logits,
+    )
+
+
+def check(family: Family, folder: Path) -> None:
+    if family.refused is not None:
+        with pytest.raises(RunError, match=family.refused) as refused:
+            prepare(family.build())
+        assert "\n" not in str(refused.value)
+        return
+    ranks, alone = trained(family, folder)
+    assert np.abs(alone.gradients).max() > 1e-3
+    for rank in ranks:
+        np.testing.assert_allclose(rank.gradients, alone.gradients, rtol=0, atol=family.tolerance)
+        np.testing.assert_allclose(rank.losses, alone.losses, rtol=0, atol=family.tolerance)
+
+
+@pytest.mark.full
+@pytest.mark.processes  # one looks for a compiler
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_trained_as_in_one_process_or_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    check(FAMILIES[name], tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_hybrid_is_refused_for_what_it_computes(name: str) -> None:
+    model = HYBRIDS[name].build()
+    with pytest.raises(RunError, match="mixes tokens outside its attention"):
+        probe(model, model.config, lambda *_: None)
+    with pytest.raises(RunError):
+        prepare(model)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", STATE_SPACES)
+def test_a_model_without_attention_is_refused(name: str) -> None:
+    with pytest.raises(RunError):
+        prepare(STATE_SPACES[name].build())
+
+
+@pytest.mark.parametrize("name", ["llama4_text, tuned", "llama, dynamic"])
+def test_a_model_that_counts_positions_itself_is_refused(name: str, tmp_path: Path) -> None:
+    check(FAMILIES[name], tmp_path)
+
+
+class TokenShift(nn.Module):
+    """A norm that lets a little of the token before through, as no config says."""
+
+    def __init__(self, inner: nn.Module, share: float) -> None:
+        super().__init__()
+        self.inner, self.share = inner, share
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        shifted: Tensor = self.inner(hidden + self.share * hidden.roll(1, dims=1))
+        return shifted
+
+
+@pytest.mark.parametrize(("dtype", "share"), [(torch.float64, 1e-4), (torch.float32, 0.01), (torch.bfloat16, 0.3)])
+def test_layers_that_mix_tokens_are_found_by_running_them(dtype: torch.dtype, share: float) -> None:
+    model: Any = FAMILIES["llama"].build().to(dtype).train()
+    before = model.config._attn_implementation
+    probe(model, model.config, _check_call)
+    assert model.training
+    assert model.config._attn_implementation == before
+    model.model.layers[1].input_layernorm = TokenShift(model.model.layers[1].input_layernorm, share)
+    with pytest.raises(RunError, match=r"^the llama model mixes tokens outside its attention"):
+        probe(model, model.config, _check_call)
+
+
+def test_a_model_without_weights_yet_is_judged_by_its_modules() -> None:
+    with torch.device("meta"):
+        model: Any = FAMILIES["llama"].build()
+    probe(model, model.config, _check_call)
+    model.model.layers[1].mlp = nn.Sequential(nn.Conv1d(32, 32, 4))
+    with pytest.raises(RunError, match=r"mixes tokens .*; its model.layers.1.mlp.0 is one$"):
+        probe(model, model.config, _check_call)
+
+
+def test_a_prepared_model_evaluates_and_generates_outside_the_plan(tmp_path: Path) -> None:
+    from fcp_cli.runtime.outside import outside
+
+    own, model = FAMILIES["llama"].build(), FAMILIES["llama"].build()
+    prepare(model)
+    ids = torch.arange(12).reshape(2, 6) + 3
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+    with torch.no_grad():
+        expected = own(input_ids=ids, attention_mask=mask, labels=ids)
+        written = own.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
+        with outside():
+            found = model(input_ids=ids, attention_mask=mask, labels=ids)
+            assert model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False).equal(written)
+    torch.testing.assert_close(found.loss, expected.loss)
+    torch.testing.assert_close(found.logits[mask.bool()], expected.logits[mask.bool()])
+    with pytest.raises(RunError, match=r"in 'with fcp_cli\.runtime\.outside\(\):'"):
+        model(input_ids=ids, position_ids=ids)
