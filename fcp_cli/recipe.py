@@ -70,6 +70,8 @@ class Recipe:
         loss: `chunked` cross entropy never holds all logits at once, `plain` does.
         offload: whether what recomputed layers keep waits in the host's memory.
         freeze_vision: a vision encoder runs without being trained.
+        lora: the low-rank adapters that are trained beside frozen weights, as `tuning.parse_lora` reads them.
+        freeze: patterns of the names of weights that are not trained, with commas.
     """
 
     zero_stage: ZeroStage = 0
@@ -80,6 +82,8 @@ class Recipe:
     loss: Loss = "chunked"
     offload: Offload = "none"
     freeze_vision: bool = False
+    lora: str | None = None
+    freeze: str | None = None
 
     def shards(self, ranks: int) -> int:
         """Return over how many ranks of `ranks` a copy is spread."""
@@ -103,6 +107,8 @@ class Recipe:
         words += ["offloaded activations"] if self.offload == "activations" else []
         words += [f"sharded over {self.shard_ranks} ranks"] if self.shard_ranks else []
         words += ["frozen vision encoder"] if self.freeze_vision else []
+        words += [f"LoRA {self.lora}"] if self.lora else []
+        words += [f"frozen {self.freeze}"] if self.freeze else []
         return ", ".join(words)
 
 

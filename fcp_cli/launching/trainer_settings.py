@@ -20,6 +20,7 @@ from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.recipe import check_shard_ranks
 from fcp_cli.runs.folder import RunPaths, next_run_dir
 from fcp_cli.runs.launch_record import read_launch
+from fcp_cli.training.optional import require_libraries
 from fcp_cli.training.settings import TrainSettings
 
 
@@ -50,6 +51,8 @@ def trainer_settings(request: LaunchRequest, job: Job, assumed: Origins) -> Trai
         **{name: value for name, value in request.training.items() if name != "weights"},
     )
     recipe = settings.recipe(metadata.recipe, sync=metadata.sync, device=job.machine.device)
+    if runs_here:
+        require_libraries(recipe)
     check_shard_ranks(recipe, metadata.num_ranks)
     check_recipe_of_plan(job, settings)
     if metadata.recipe is None:

@@ -22,6 +22,7 @@ METADATA_KEY: Final = b"fcp"
 # A reader must know these or refuse the plan, since steps, times and budgets mean something else with them. They are
 # left out where None, so that plans without them have the hash that they had before the keys existed.
 _OPTIONAL_KEYS: Final = ("continues", "padding_multiple", "recipe")
+_OPTIONAL_RECIPE_KEYS: Final = ("lora", "freeze")
 
 Sync = Literal["iteration", "microbatch"]
 LastBatch = Literal["keep", "drop"]
@@ -168,6 +169,9 @@ class PlanMetadata:
 
     def _document(self) -> dict[str, Any]:
         document = {"format": FORMAT, **asdict(self)}
+        for key in _OPTIONAL_RECIPE_KEYS if self.recipe is not None else ():
+            if document["recipe"][key] is None:
+                del document["recipe"][key]
         return {key: value for key, value in document.items() if key not in _OPTIONAL_KEYS or value is not None}
 
     def with_totals(self, *, steps: int, distinct_groups: int) -> PlanMetadata:

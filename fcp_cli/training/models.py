@@ -140,6 +140,9 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype | None
 
     # Summed in fp32: over many ranks bf16 would round small gradients away.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
+    if dtype is not None:
+        for frozen in (parameter for parameter in model.parameters() if not parameter.requires_grad):
+            frozen.data = frozen.data.to(dtype)  # nothing updates it, so that nothing needs it more precise
     # Layers first: what is left of the parameters is the root's.
     for layer in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not keeps_weights)

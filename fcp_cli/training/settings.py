@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
@@ -21,6 +21,7 @@ from fcp_cli.recipe import (
     recipe_to_follow,
 )
 from fcp_cli.runtime.grad_ring import GradRingDtype
+from fcp_cli.tuning import check_tuning
 
 BadRows: TypeAlias = Literal["error", "skip"]
 Device: TypeAlias = Literal["auto", "cpu", "cuda", "npu"]
@@ -52,6 +53,7 @@ class TrainSettings(RecipeRequest):
         max_grad_norm: global gradient norm to clip to; 0 turns clipping off.
         zero, shard_ranks, reduce, precision, recompute, loss, offload, freeze_vision: of the recipe; `auto`, None and
             False leave them to the plan (`TrainSettings.recipe`).
+        lora, freeze: of the recipe, too; None leaves them to the plan.
         grad_ring_dtype: type in which gradients of 16-bit keys and values travel around rings.
         checkpoint_every: steps between checkpoints; 0 saves only at the end and on Ctrl-C.
         keep: the newest so many checkpoints stay.
@@ -70,6 +72,14 @@ class TrainSettings(RecipeRequest):
     random_weights: Annotated[bool, Opt("Start from random weights, although the model is a checkpoint.")] = False
     export_every: Annotated[int, Opt("Steps between exports of RUN/model; 0: only at the end.", min=0)] = 0
     manifest: Path | None = None
+    lora: Annotated[
+        str | None,
+        Opt("Train low-rank adapters alone, by peft.", metavar="r=16,alpha=32,target=q_proj+v_proj", unset="none"),
+    ] = None
+    freeze: Annotated[
+        str | None,
+        Opt("Do not train weights of these names, as 'visual.*'.", metavar="PATTERN,...", unset="all are trained"),
+    ] = None
     device: Device = "auto"
     steps: Annotated[
         int | None, Opt("Stop after step N, counted from the start of the run.", min=1, unset="the plan's")
@@ -107,6 +117,7 @@ class TrainSettings(RecipeRequest):
 
     def __post_init__(self) -> None:
         check_limits(self)
+        check_tuning(self.lora, self.freeze)
         # No option of the trainer alone: only the trainer's own command line sets it here.
         if self.device not in get_args(Device):
             raise UsageError(f"--device is {self.device!r}; it must be one of {', '.join(get_args(Device))}")
@@ -123,6 +134,8 @@ class TrainSettings(RecipeRequest):
             UsageError: the plan's sync rules it out.
         """
         recipe = self.applied_to(recipe_to_follow(planned, sync=sync, device=device))
+        if self.lora or self.freeze:
+            recipe = replace(recipe, lora=self.lora, freeze=self.freeze)
         check_recipe(recipe, sync=sync)
         return recipe
 

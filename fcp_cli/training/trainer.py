@@ -31,6 +31,7 @@ from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.metrics import StepMeasurement
 from fcp_cli.runtime import Fetch, LocalMicroBatch, Session, Step, start
 from fcp_cli.runtime.weight_types import WEIGHT_DTYPES
+from fcp_cli.training.adapters import adapted_names, choose_trained, describe_frozen, export_adapters
 from fcp_cli.training.checkpoint import TrainState, load_checkpoint, saved_buffers
 from fcp_cli.training.data import open_data
 from fcp_cli.training.holding import Holding, Replica, ShardedModel
@@ -38,6 +39,7 @@ from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.models import build_model, has_vision, model_config, model_vocab_size, shard_model
 from fcp_cli.training.offload import describe_offload, open_offload
 from fcp_cli.training.optimizer import clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
+from fcp_cli.training.optional import require_libraries
 from fcp_cli.training.progress import short_count
 from fcp_cli.training.report import Report, run_record
 from fcp_cli.training.saving import CheckpointSaver, remove_leftovers
@@ -123,6 +125,7 @@ class Trainer:
         metadata = session.metadata
         self.recipe = settings.recipe(metadata.recipe, sync=metadata.sync, device=session.device.type)
         check_shard_ranks(self.recipe, metadata.num_ranks)
+        require_libraries(self.recipe)
         self.is_sharded = self.recipe.zero_stage > 1
         weights = None if settings.weights is None else find_weights(settings.weights)
         built = build_model(
@@ -136,6 +139,9 @@ class Trainer:
         )
         self.model = built.model.double() if self.recipe.precision == "fp64" else built.model
         self.names = None if weights is None else match_weights(self.model, weights)
+        choose_trained(self.model, self.recipe, seed=settings.seed)
+        if self.names is not None:
+            self.names = adapted_names(self.names, self.model)
         if not self.is_sharded:
             self._load(weights)
         self.holding = self._hold()
@@ -268,17 +274,18 @@ class Trainer:
             note(f"saved {path}")
 
     def _export(self) -> None:
-        """Write the model as a Hugging Face checkpoint. Every rank calls it."""
-        export_model(
-            self.model,
-            self.paths.model,
-            rank=self.session.rank,
-            num_ranks=self.session.metadata.num_ranks,
-            barrier=dist.barrier,
-            dtype=WEIGHT_DTYPES[self.recipe.precision],
-            names=self.names,
-            source=self.settings.weights,
-        )
+        """Write the model as a Hugging Face checkpoint, or its adapters as peft does. Every rank calls it."""
+        where: dict[str, Any] = {
+            "rank": self.session.rank,
+            "barrier": dist.barrier,
+            "dtype": WEIGHT_DTYPES[self.recipe.precision],
+            "source": self.settings.weights,
+        }
+        if self.recipe.lora is not None:
+            export_adapters(self.model, self.paths.model, **where)
+        else:
+            num_ranks = self.session.metadata.num_ranks
+            export_model(self.model, self.paths.model, num_ranks=num_ranks, names=self.names, **where)
         if self.session.rank == 0 and not self.settings.quiet:
             note(f"exported {self.paths.model}")
 
@@ -307,8 +314,13 @@ class Trainer:
 
     @property
     def _state(self) -> TrainState:
+        # What a checkpoint of the run's own gives anew on resuming need not be saved: adapters are far smaller.
+        from_elsewhere = self.settings.weights is not None
+        kept = {
+            name: weight for name, weight in self.holding.weights.items() if weight.requires_grad or not from_elsewhere
+        }
         return TrainState(
-            weights=self.holding.weights,
+            weights=kept,
             buffers=saved_buffers(self.model),
             optimizer=self.optimizer,
             device=self.session.device,
@@ -355,8 +367,9 @@ class Trainer:
             left_out = describe_unexpected(unexpected_weights(self.names, weights, self.model), weights)
             if left_out:
                 note(f"{self.settings.model} {left_out}")
-        if not all(parameter.requires_grad for parameter in self.model.parameters()):
-            note(f"the vision encoder of {self.settings.model} is frozen")
+        frozen = describe_frozen(self.model, self.recipe, self.settings.model)
+        if frozen is not None:
+            note(frozen)
 
     def close(self) -> None:
         if self._report is not None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -74,7 +74,8 @@ def load_weights(model: nn.Module, weights: WeightFiles, names: Mapping[str, str
             file: stack.enter_context(opened_file(file, framework="pt")) for file in sorted(set(weights.files.values()))
         }
         for name, tensor in _live_tensors(model).items():
-            _copy_rows(opened[weights.files[names[name]]].get_slice(names[name]), tensor, names[name], weights)
+            if name in names:  # adapters are of the run, not of the checkpoint
+                _copy_rows(opened[weights.files[names[name]]].get_slice(names[name]), tensor, names[name], weights)
 
 
 def unexpected_weights(names: Mapping[str, str], weights: WeightFiles, model: nn.Module) -> list[str]:
@@ -197,17 +198,29 @@ def export_model(
     live = _live_tensors(model)
     names = names or {name: name for name in live}
     shares = _shares({name: tensor.numel() * dtype.itemsize for name, tensor in live.items()}, num_ranks)
+    with published_folder(folder, rank=rank, barrier=barrier) as partial:
+        _write_share(partial / _file_name(rank, len(shares)), live, names, shares, rank, dtype)
+        if rank == 0:
+            _write_config(partial, model, dtype)
+            copy_companions(source, partial)
+            if len(shares) > 1:
+                _write_index(partial / INDEX, live, names, shares, dtype)
+
+
+@contextmanager
+def published_folder(folder: Path, *, rank: int, barrier: Callable[[], None]) -> Iterator[Path]:
+    """Yield a folder that all ranks write into, and that takes another's place when the block ends on every rank.
+
+    Raises:
+        RunError: this rank cannot write.
+    """
     partial = folder.with_name(f".{folder.name}.partial")
     try:
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         barrier()  # no rank writes into a folder that rank 0 has yet to empty
-        _write_share(partial / _file_name(rank, len(shares)), live, names, shares, rank, dtype)
-        if rank == 0:
-            _write_companions(partial, model, source, dtype)
-            if len(shares) > 1:
-                _write_index(partial / INDEX, live, names, shares, dtype)
+        yield partial
         barrier()  # every file is whole before the folder gets its name
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -245,14 +258,15 @@ def _write_share(
     kept: dict[str, Tensor] = {}
     for writer, share in enumerate(shares):
         for name in share:
-            whole = _whole(live[name])  # together: every rank has rows of it
+            whole = whole_tensor(live[name])  # together: every rank has rows of it
             if writer == rank:
                 kept[names[name]] = whole.detach().to("cpu", dtype if whole.is_floating_point() else None, copy=True)
     if kept:
         save_file({name: tensor.contiguous() for name, tensor in kept.items()}, file, metadata={"format": "pt"})
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Return a tensor with the rows of all ranks; together, where they hold rows of it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -270,8 +284,7 @@ def _write_index(
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def _write_companions(folder: Path, model: Any, source: Path | None, dtype: torch.dtype) -> None:
-    """Write configuration, tokenizer and processor."""
+def _write_config(folder: Path, model: Any, dtype: torch.dtype) -> None:
     config = model.config
     before = config.dtype
     config.dtype, config.architectures = dtype, [_family_name(model)]
@@ -279,6 +292,10 @@ def _write_companions(folder: Path, model: Any, source: Path | None, dtype: torc
         config.save_pretrained(folder)
     finally:
         config.dtype = before
+
+
+def copy_companions(source: Path | None, folder: Path) -> None:
+    """Copy tokenizer and processor of a checkpoint, where it has them."""
     for name in _COMPANIONS:
         if source is not None and (source / name).is_file():
             shutil.copyfile(source / name, folder / name)

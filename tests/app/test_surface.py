@@ -57,7 +57,7 @@ SURFACE = {
         --no-probe --dry-run --grace --rank-timeout --numa-binding --explain --preflight --json --target --launcher --output -o --force --template
         --hostfile --setup --sbatch-option --srun-option --image --mount --rdma-resource --host-network --shm-size
         --python --job-name --nodes --node-rank --master-addr
-        --master-port --join-timeout --weights --random-weights --export-every
+        --master-port --join-timeout --weights --random-weights --export-every --lora --freeze
         --steps --learning-rate --lr-schedule --warmup-steps --warmup-ratio --decay-steps --wsd-decay-ratio
         --min-learning-rate-ratio --weight-decay --zero
         --shard-ranks --reduce --precision --recompute --loss --offload --max-grad-norm --freeze-vision

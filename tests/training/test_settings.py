@@ -12,6 +12,7 @@ from inline_snapshot import snapshot
 
 from fcp_cli.errors import UsageError
 from fcp_cli.training.settings import TrainSettings, parse_settings
+from fcp_cli.tuning import Lora, parse_lora
 
 REQUIRED: dict[str, Any] = {"plan": Path("plan.parquet"), "model": "qwen3-tiny", "run_dir": Path("run dir")}
 
@@ -56,6 +57,21 @@ def test_plan_and_run_dir_come_from_the_environment_of_the_job(monkeypatch: pyte
         ("learning_rate", float("nan"), snapshot("--learning-rate is nan; it must be at least 0")),
         ("keep", 0, snapshot("--keep is 0; it must be at least 1")),
         ("precision", "fp8", snapshot("--precision is 'fp8'; it must be one of auto, bf16, amp, fp32, fp64")),
+        (
+            "lora",
+            "r=8,rank=4",
+            snapshot("--lora is 'r=8,rank=4', where 'rank=4' is unknown; write r=16,alpha=32,target=q_proj+v_proj"),
+        ),
+        ("lora", "r=1.5", snapshot("--lora is 'r=1.5'; r must be a whole number")),
+        ("lora", "alpha=-1", snapshot("--lora is 'alpha=-1'; alpha must be a number above 0")),
+        (
+            "lora",
+            "target=q_proj+lm_head",
+            snapshot(
+                "--lora is 'target=q_proj+lm_head', where 'lm_head' cannot have an adapter; name linear layers, as q_proj+v_proj, or all-linear"
+            ),
+        ),
+        ("freeze", " ,", snapshot("--freeze is empty; give patterns of names, as 'visual.*'")),
         ("device", "tpu", snapshot("--device is 'tpu'; it must be one of auto, cpu, cuda, npu")),
     ],
 )
@@ -63,6 +79,19 @@ def test_impossible_settings_are_one_line(name: str, value: object, message: str
     with pytest.raises(UsageError) as error:
         TrainSettings(**{**REQUIRED, name: value})
     assert str(error.value) == message
+
+
+def test_adapters_and_frozen_patterns_exclude_each_other() -> None:
+    with pytest.raises(UsageError) as error:
+        TrainSettings(**REQUIRED, lora="r=8", freeze="visual.*")
+    assert str(error.value) == snapshot(
+        "--freeze and --lora exclude each other: beside adapters every weight is frozen; say with target= where adapters go"
+    )
+
+
+def test_what_is_left_out_of_adapters_is_usual() -> None:
+    assert str(parse_lora("r=8")) == "r=8,alpha=16,target=q_proj+k_proj+v_proj+o_proj+gate_proj+up_proj+down_proj"
+    assert parse_lora(str(parse_lora("alpha=4, target=all-linear"))) == Lora(alpha=4, targets=("all-linear",))
 
 
 def test_every_setting_is_documented() -> None:

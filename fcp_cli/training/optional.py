@@ -1,0 +1,23 @@
+"""Libraries that only some settings need. None is imported here: `fcp launch` looks before it starts anything."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from fcp_cli.errors import UsageError
+from fcp_cli.recipe import Recipe
+
+
+def require_libraries(recipe: Recipe) -> None:
+    """Check that what a run was asked for can be imported.
+
+    Raises:
+        UsageError: a library is missing; the message says how to install it.
+    """
+    if recipe.lora is not None:
+        _require("peft", flag="--lora", install="'fcp-cli[finetune]'")
+
+
+def _require(package: str, *, flag: str, install: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise UsageError(f"{flag} needs {package}, which is not installed; run: pip install {install}")

@@ -1,0 +1,128 @@
+"""What of a model a job trains: all of it, low-rank adapters beside it, or what patterns of names leave.
+
+Imports nothing heavy: the options of `fcp launch` are checked by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Final
+
+from fcp_cli.errors import UsageError
+from fcp_cli.words import nearest_words
+
+ALL_LINEAR: Final = "all-linear"
+_DEFAULT_TARGETS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_TABLES: Final = ("lm_head", "embed_tokens")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lora:
+    """Low-rank adapters (Hu et al., "LoRA"): beside a frozen W [out, in] trains B A, scaled by alpha / rank.
+
+    Attributes:
+        rank: rows of A [rank, in] and columns of B [out, rank].
+        alpha: as in peft.
+        targets: last parts of the names of the linear layers that get one; or `ALL_LINEAR` alone, all but the head.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] = _DEFAULT_TARGETS
+
+    def __str__(self) -> str:
+        return f"r={self.rank},alpha={self.alpha:g},target={'+'.join(self.targets)}"
+
+
+def parse_lora(text: str) -> Lora:
+    """Read "r=16,alpha=32,target=q_proj+v_proj"; what is left out is as `Lora` has it, alpha twice the rank.
+
+    Raises:
+        UsageError: an unknown key, or a value that it cannot have.
+    """
+    found: dict[str, str] = {}
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        key, _, value = word.partition("=")
+        if key not in ("r", "alpha", "target") or not value:
+            raise UsageError(f"--lora is {text!r}, where {word!r} is unknown; write r=16,alpha=32,target=q_proj+v_proj")
+        found[key] = value
+    rank = _positive(found.get("r", "16"), "r", text)
+    if rank != int(rank):
+        raise UsageError(f"--lora is {text!r}; r must be a whole number")
+    targets = tuple(found["target"].split("+")) if "target" in found else _DEFAULT_TARGETS
+    for target in targets:
+        if not target or target in _TABLES:
+            raise UsageError(
+                f"--lora is {text!r}, where {target!r} cannot have an adapter; name linear layers, as q_proj+v_proj, "
+                f"or {ALL_LINEAR}"
+            )
+    alpha = _positive(found["alpha"], "alpha", text) if "alpha" in found else 2 * rank
+    return Lora(rank=int(rank), alpha=alpha, targets=targets)
+
+
+def _positive(value: str, key: str, text: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise UsageError(f"--lora is {text!r}; {key} must be a number above 0")
+    return number
+
+
+def patterns_of(freeze: str) -> tuple[str, ...]:
+    """Return the patterns of --freeze, which stand with commas between them."""
+    return tuple(filter(None, (part.strip() for part in freeze.split(","))))
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Return whether a pattern is of a parameter: of its whole name, or of what follows one of its dots."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def frozen_names(names: Iterable[str], freeze: str) -> set[str]:
+    """Return the names of parameters that --freeze takes from training.
+
+    Raises:
+        UsageError: a pattern is of none of them, or nothing is left to train.
+    """
+    names = list(names)
+    frozen: set[str] = set()
+    for pattern in patterns_of(freeze):
+        found = {name for name in names if matches(name, pattern)}
+        if not found:
+            similar = ", ".join(_similar(pattern, names))
+            raise UsageError(
+                f"--freeze: {pattern!r} is the name of no weight{f'; similar are {similar}' * bool(similar)}"
+            )
+        frozen |= found
+    if len(frozen) == len(names):
+        raise UsageError(f"--freeze {freeze} leaves nothing to train; leave out some of its patterns")
+    return frozen
+
+
+def _similar(pattern: str, names: list[str]) -> list[str]:
+    """Return patterns of what the names consist of, nearest first."""
+    parts = {part: None for name in names for part in name.split(".")[:-1] if not part.isdigit()}
+    wanted = next((part for part in pattern.split(".") if part.strip("*")), pattern)
+    near = nearest_words(wanted.strip("*"), parts, most=3, cutoff=0.4)
+    return [f"'{part}.*'" for part in near or list(parts)[:3]]
+
+
+def check_tuning(lora: str | None, freeze: str | None) -> None:
+    """Refuse adapters and patterns that contradict themselves or each other.
+
+    Raises:
+        UsageError: says which.
+    """
+    if lora is not None:
+        parse_lora(lora)
+    if freeze is not None and not patterns_of(freeze):
+        raise UsageError("--freeze is empty; give patterns of names, as 'visual.*'")
+    if lora is not None and freeze is not None:
+        raise UsageError(
+            "--freeze and --lora exclude each other: beside adapters every weight is frozen; say with target= where "
+            "adapters go"
+        )

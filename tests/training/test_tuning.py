@@ -1,0 +1,123 @@
+"""Adapters and frozen weights: four gloo ranks learn what one process of transformers and peft learns."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from inline_snapshot import snapshot
+from safetensors.torch import load_file
+
+from fcp_cli.runs.metrics_reader import read_metrics
+from tests.runtime.launch import torchrun
+from tests.training.tuning_cases import CASES, FULL, NUM_RANKS, SAVED_STEPS, STEPS, Case, train_alone, write_inputs
+
+pytestmark = [
+    pytest.mark.hf,
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),  # peft asks for it
+]
+
+_folders: list[Path] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_leftovers() -> Iterator[None]:
+    yield
+    while _folders:
+        shutil.rmtree(_folders.pop())
+    job.cache_clear()
+
+
+@cache
+def job(*names: str) -> Path:
+    """The folder of a job that trained cases of these names."""
+    folder = Path(tempfile.mkdtemp())
+    _folders.append(folder)
+    write_inputs(folder)
+    torchrun("-m", "tests.training.workers.tuning_worker", str(folder), *names, num_ranks=NUM_RANKS)
+    return folder
+
+
+def losses_of(run_dir: Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(run_dir / "metrics.jsonl") if line["kind"] == "step"]
+
+
+def check(folder: Path, name: str, case: Case) -> None:
+    """Losses of ten steps, and the export, which libraries load bit for bit."""
+    losses, weights = train_alone(folder, case)
+    assert len(losses) == STEPS
+    assert losses_of(folder / "runs" / name) == pytest.approx(losses, rel=1e-12)
+    exported = reloaded(folder, name, case)
+    assert weights.keys() <= exported.keys()
+    for tensor_name, tensor in weights.items():
+        torch.testing.assert_close(exported[tensor_name], tensor, rtol=0, atol=1e-11, msg=tensor_name)
+
+
+def reloaded(folder: Path, name: str, case: Case) -> dict[str, torch.Tensor]:
+    """The parameters of an export as libraries load it; adapters are compared with what the file holds."""
+    import peft
+    import transformers
+
+    kind = "AutoModelForImageTextToText" if case.family == "qwen3_vl" else "AutoModelForCausalLM"
+    family: Any = getattr(transformers, kind)
+    export = folder / "runs" / name / "model"
+    if not case.lora:
+        return dict(family.from_pretrained(export, dtype="auto").named_parameters())
+    base = family.from_pretrained(folder / case.family, dtype=torch.float64)
+    model = peft.PeftModel.from_pretrained(base, export)
+    stored, found = load_file(export / "adapter_model.safetensors"), peft.get_peft_model_state_dict(model)
+    assert stored.keys() == found.keys()
+    assert all(torch.equal(stored[name], found[name]) for name in stored)
+    assert not (export / "config.json").exists()
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_train_a_part_as_one_process_does_and_export_it(name: str) -> None:
+    check(job(*CASES), name, CASES[name])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FULL)
+def test_every_model_trains_every_part_under_every_stage(name: str) -> None:
+    check(job(*FULL), name, FULL[name])
+
+
+def test_adapters_resume_bit_for_bit_from_checkpoints_without_frozen_weights() -> None:
+    runs = job(*CASES) / "runs"
+    whole, resumed = (losses_of(runs / name) for name in ("adapters, 2", "adapters, 2, resumed"))
+    assert resumed == whole
+    exported = [
+        load_file(runs / name / "model" / "adapter_model.safetensors")
+        for name in ("adapters, 2", "adapters, 2, resumed")
+    ]
+    assert all(torch.equal(exported[0][name], exported[1][name]) for name in exported[0])
+    saved = runs / "adapters, 2" / "checkpoints" / f"step-{SAVED_STEPS:08d}"
+    names = {name for path in saved.glob("state-*") for name in load_file(path) if name.startswith("model/")}
+    assert names
+    assert all(".lora_" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "no such weight",
+            snapshot(
+                "--freeze: 'visul.*' is the name of no weight; similar are 'model.*', 'embed_tokens.*', 'layers.*'"
+            ),
+        ),
+        ("misspelt weight", snapshot("--freeze: 'visul.*' is the name of no weight; similar are 'visual.*'")),
+        ("nothing left", snapshot("--freeze * leaves nothing to train; leave out some of its patterns")),
+        ("no such layer", snapshot("--lora: 'query' is no linear layer of the model; it has q_proj, up_proj")),
+    ],
+)
+def test_names_that_are_nowhere_in_the_model_are_one_line(name: str, message: str) -> None:
+    assert (job(*CASES) / f"{name}.txt").read_text() == message
