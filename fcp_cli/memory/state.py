@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from fcp_cli.memory.precision import Precision
 from fcp_cli.memory.table import Item
+from fcp_cli.memory.trained import Trained, trained_parameters
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.recipe import Recipe
 
@@ -45,11 +46,32 @@ class State:
 
     @property
     def parameters(self) -> float:
-        return self._parameters(self.spec)
+        return self._parameters(self.spec) + (self._share(tuned.adapters) if (tuned := self._tuned) else 0.0)
 
     @property
     def trained(self) -> float:
+        if tuned := self._tuned:
+            return self._share(tuned.total)
         return self._parameters(replace(self.spec, vision=None) if self.recipe.freeze_vision else self.spec)
+
+    @property
+    def _tuned(self) -> Trained | None:
+        return trained_parameters(self.spec, self.recipe)
+
+    def _share(self, parameters: float) -> float:
+        return parameters / (self.tensor_parallel * self.pipeline_parallel)
+
+    @property
+    def trained_table(self) -> float:
+        return min(self.table, tuned.table) if (tuned := self._tuned) else self.table
+
+    @property
+    def trained_layer(self) -> float:
+        return min(self.layer, tuned.layer) if (tuned := self._tuned) else self.layer
+
+    @property
+    def trained_root(self) -> float:
+        return min(self.root, tuned.root) if (tuned := self._tuned) else self.root
 
     def _parameters(self, spec: ModelSpec) -> float:
         layers = math.ceil(spec.num_layers / self.pipeline_parallel) * spec.layer_parameters
@@ -92,11 +114,12 @@ class State:
                 Item(name="gradients", fixed_bytes=precision.gradient * self.trained),
                 Item(name="optimizer", fixed_bytes=updated),
             )
-        # The optimizer updates the shards, which are in its precision.
-        shard = max(precision.weight, precision.master)
+        # The optimizer updates the shards, which are in its precision; what is frozen is in that of the products.
+        shards = max(precision.weight, precision.master) * self.trained
+        shards += precision.gathered * (self.parameters - self.trained)
         gradients = self.trained if self.keeps_whole_gradients else self.trained / self.shards
         return (
-            Item(name="weights", fixed_bytes=shard * self.parameters / self.shards),
+            Item(name="weights", fixed_bytes=shards / self.shards),
             Item(name="gathered weights", fixed_bytes=precision.gathered * self._gathered),
             Item(name="gradients", fixed_bytes=precision.gradient * gradients),
             Item(name="optimizer", fixed_bytes=precision.moments * self.trained / self.shards),
@@ -109,7 +132,7 @@ class State:
 
     def head_gradient(self) -> Item:
         """Return the new gradient of the output table while the loss's backward makes it."""
-        return Item(name="new gradients", fixed_bytes=self.computed_weight * self.table)
+        return Item(name="new gradients", fixed_bytes=self.computed_weight * self.trained_table)
 
     def new_gradients(self) -> Item:
         """Return the new gradients that wait during the backward of a layer.
@@ -120,11 +143,13 @@ class State:
         size = self.computed_weight
         adds_at_once = not self.is_sharded or (self.keeps_whole_gradients and size == self.precision.gradient)
         if adds_at_once:
-            return Item(name="new gradients", fixed_bytes=size * self.table if self.spec.tied_embeddings else 0.0)
-        matrix = self.spec.hidden_size * self.spec.ffn_size / self.tensor_parallel
+            return Item(
+                name="new gradients", fixed_bytes=size * self.trained_table if self.spec.tied_embeddings else 0.0
+            )
+        matrix = min(self.spec.hidden_size * self.spec.ffn_size / self.tensor_parallel, self.trained_layer)
         # Reduced in fp32 at the end of each layer's backward: the last message stays until the next one begins.
-        message = 0.0 if self.keeps_whole_gradients else self.precision.gradient * self.layer
-        return Item(name="new gradients", fixed_bytes=size * (self.table + matrix) + message)
+        message = 0.0 if self.keeps_whole_gradients else self.precision.gradient * self.trained_layer
+        return Item(name="new gradients", fixed_bytes=size * (self.trained_table + matrix) + message)
 
     def reduction(self) -> tuple[Item, ...]:
         """Return what a rank holds, and what more, when the largest of its gradients are summed over ranks."""
@@ -132,16 +157,18 @@ class State:
         if not self.is_sharded:
             # Large gradients are messages themselves; their share of the sum is new.
             shares = self.shards if self.recipe.zero_stage == 1 else 1
-            share = self.table / shares if shares > 1 else 0.0
+            share = self.trained_table / shares if shares > 1 else 0.0
             return (*self.held(), Item(name="gradient message", fixed_bytes=precision.gradient * share))
         # The root's are the largest: copied to a message, when FSDP2 has let go of its weights.
-        message = precision.gradient * self.root
+        message = precision.gradient * self.trained_root
         if self.recipe.zero_stage == 2:
-            return (*self.held(), Item(name="gradient message", fixed_bytes=message - precision.gathered * self.root))
+            more = message - precision.gathered * self.root
+            more = more if self._tuned is None else max(more, 0.0)
+            return (*self.held(), Item(name="gradient message", fixed_bytes=more))
         if self.keeps_whole_gradients:
             return self.held()  # each layer's message replaces its gradients, inside the last backward
         held = tuple(item for item in self.held() if item.name != "gathered weights")
-        new = Item(name="new gradients", fixed_bytes=self.computed_weight * self.root)
+        new = Item(name="new gradients", fixed_bytes=self.computed_weight * self.trained_root)
         return (*held, new, Item(name="gradient message", fixed_bytes=message))
 
     def copies(self, *, of_all: bool) -> Item:

@@ -205,7 +205,7 @@ def test_quantised_weights_are_refused(tmp_path: Path) -> None:
 def test_a_kill_while_writing_leaves_the_export_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = built("qwen3-tiny", seed=1), built("qwen3-tiny", seed=2)
     export(first, tmp_path / "model")
-    monkeypatch.setattr("fcp_cli.training.weights._write_companions", lambda *_: sys.exit(9))
+    monkeypatch.setattr("fcp_cli.training.weights.copy_companions", lambda *_: sys.exit(9))
     with pytest.raises(SystemExit):
         export(second, tmp_path / "model")
     monkeypatch.undo()

@@ -42,6 +42,14 @@ def test_the_estimate_is_the_tracked_peak(
     assert memory.total_bytes(tokens) == pytest.approx(tracked_step(job).peak_bytes, rel=0.05)
 
 
+def test_the_estimate_of_adapters_is_a_bound() -> None:
+    """What frozen matrices would keep for their own gradients counts, although autograd keeps less of it."""
+    recipe = Recipe(zero_stage=2, lora="r=16")
+    job = FakeJob(model="qwen3-tiny", recipe=recipe, sync="iteration", tokens=4096, ranks=8, on_cpu=False)
+    memory = rank_memory(load_model("qwen3-tiny"), recipe, sync="iteration", ranks=8).without("communicators")
+    assert 1.0 <= memory.total_bytes(4096) / tracked_step(job).peak_bytes <= 1.2
+
+
 @pytest.mark.processes
 @pytest.mark.distributed
 def test_the_estimate_is_what_real_ranks_allocate(tmp_path: Path) -> None:

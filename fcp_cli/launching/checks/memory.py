@@ -195,7 +195,8 @@ def check_recipe_of_plan(job: Job, settings: TrainSettings) -> None:
     metadata, device = job.metadata, job.machine.device
     planned = recipe_to_follow(metadata.recipe, sync=metadata.sync, device=device)
     asked = settings.recipe(metadata.recipe, sync=metadata.sync, device=device)
-    if planned is not metadata.recipe or asked == planned:
+    # Adapters and frozen weights need no more than what was priced, and memory is checked for what runs.
+    if planned is not metadata.recipe or replace(asked, lora=planned.lora, freeze=planned.freeze) == planned:
         return
     flags = {f.name: f"--{f.name.removesuffix('_stage').replace('_', '-')}" for f in fields(Recipe)}
     differing = [name for name in flags if getattr(asked, name) != getattr(planned, name)]
