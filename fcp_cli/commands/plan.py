@@ -38,6 +38,7 @@ class PlanOptions(PlanRequest):
     continue_from: Annotated[
         Path | None, Opt("Plan what a stopped run has left, in the same batches, for other --ranks.", metavar="RUN_DIR")
     ] = None
+    max_degree: Annotated[int | None, Opt("1: no rings, each sequence on one rank.", min=1, unset="no limit")] = None
     max_groups: Annotated[
         int | None, Opt("Most distinct groups of degree > 1 in the whole plan.", min=1, unset="no limit")
     ] = None
@@ -175,6 +176,7 @@ def _make_with_progress(inputs: PlanInputs, options: PlanOptions, output: Path) 
             output,
             inputs,
             solver_name=options.solver,
+            max_degree=options.max_degree,
             max_groups=options.max_groups,
             max_peers=options.max_peers,
             workers=options.workers,
@@ -185,8 +187,8 @@ def _make_with_progress(inputs: PlanInputs, options: PlanOptions, output: Path) 
 
 
 def _price_of_limit(result: PlanResult, inputs: PlanInputs) -> dict[str, Any]:
-    """Return what a limit on groups or peers costs, where there is one."""
-    name = next((name for name in ("max_groups", "max_peers") if name in result.solver.options), None)
+    """Return what a limit on rings costs, where there is one."""
+    name = next((name for name in ("max_degree", "max_groups", "max_peers") if name in result.solver.options), None)
     if name is None:
         return {}
     from fcp_cli.planning.fcp.solver import FcpSolver, limit_price
@@ -221,6 +223,8 @@ def _show(result: PlanResult, extra: dict[str, Any]) -> None:
     per_step = duration(extra["planning_milliseconds_per_step"] / 1e3)
     planning = f"{per_step} per step, {duration(extra['planning_seconds'])} in all"
     lines = {"speed-up": static, "planning": planning}
+    if "max_degree" in extra:
+        lines["degree limit"] = f"no rings, which costs {extra['max_degree_price']:.2%} of the step time"
     if "max_groups" in extra:
         lines["group limit"] = f"{extra['max_groups']} groups cost {extra['max_groups_price']:.2%} of the step time"
     if "max_peers" in extra:

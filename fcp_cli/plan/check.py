@@ -81,6 +81,8 @@ def check_plan(path: Path, *, manifest: LengthTable | None = None) -> Iterator[F
     if len(groups) != metadata.distinct_groups:
         stated = metadata.distinct_groups
         yield Finding(message=f"it has {len(groups)} distinct groups of degree > 1, its metadata states {stated}")
+    if groups and metadata.solver_options.get("max_degree") == 1:
+        yield Finding(message=f"it has {counted(len(groups), 'ring')}, its metadata states that it has none")
     yield from _check_peers(groups, metadata)
     yield from coverage.finish()
 

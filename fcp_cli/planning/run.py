@@ -50,11 +50,10 @@ def make_plan(
     inputs: PlanInputs,
     *,
     solver_name: str,
-    max_groups: int | None = None,
-    max_peers: int | None = None,
     on_step: OnStep | None = None,
     workers: int | None = None,
     resume: bool = False,
+    **limits: int | None,
 ) -> PlanResult:
     """Plan every step and write the plan; a plan that stood at `path` is replaced only when the new one is whole.
 
@@ -64,10 +63,10 @@ def make_plan(
         path: the plan file.
         inputs: the manifest, what to plan for, and the global batches.
         solver_name: one of `solvers.solver_names()`.
-        max_groups, max_peers: limits over the whole plan; see `solvers.make_solver`.
         on_step: called after each planned step, for progress.
         workers: processes that plan; None: as many as pay. The plan does not depend on it.
         resume: continue from the journal of an interrupted run with the same inputs; the plan is the same.
+        limits: over the whole plan: max_degree, max_groups or max_peers; see `solvers.make_solver`.
 
     Raises:
         OverlongError, ManifestError, UsageError: the input is at fault; nothing was written.
@@ -76,7 +75,7 @@ def make_plan(
     """
     started = time.perf_counter()
     batches = inputs.batches()
-    solver = make_solver(solver_name, batches, max_groups=max_groups, max_peers=max_peers)
+    solver = make_solver(solver_name, batches, **limits)
     metadata = plan_metadata(inputs.table, batches, solver)
     journal = Journal(path, metadata) if resume or len(batches) >= _JOURNAL_FROM_STEPS else None
     summary = PlanSummary.of(metadata)

@@ -32,13 +32,19 @@ def solver_names() -> list[str]:
 
 
 def make_solver(
-    name: str, batches: GlobalBatches, *, max_groups: int | None = None, max_peers: int | None = None
+    name: str,
+    batches: GlobalBatches,
+    *,
+    max_degree: int | None = None,
+    max_groups: int | None = None,
+    max_peers: int | None = None,
 ) -> Solver:
     """Make the named solver for these batches.
 
     Args:
         name: one of `solver_names()`.
         batches: what is planned.
+        max_degree: 1 forbids rings; None: no limit.
         max_groups: most groups of degree > 1 over the whole plan; None: no limit.
         max_peers: most ranks that a rank has beside it in rings over the whole plan; None: no limit.
 
@@ -49,9 +55,10 @@ def make_solver(
         raise UsageError(f"--solver is {name!r}; it must be one of {', '.join(solver_names())}")
     module, factory = _FACTORIES[name].split(":")
     make = getattr(import_module(module), factory)
-    if max_groups is None and max_peers is None:
+    limits = {"max_degree": max_degree, "max_groups": max_groups, "max_peers": max_peers}
+    given = [limit for limit, value in limits.items() if value is not None]
+    if not given:
         return cast(SolverFactory, make)(batches)
     if name != "fcp":
-        flag = "--max-groups" if max_groups is not None else "--max-peers"
-        raise UsageError(f"{flag} works with --solver fcp only, not with {name}")
-    return cast(Solver, make(batches, max_groups=max_groups, max_peers=max_peers))
+        raise UsageError(f"--{given[0].replace('_', '-')} works with --solver fcp only, not with {name}")
+    return cast(Solver, make(batches, **limits))

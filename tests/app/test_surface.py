@@ -50,7 +50,7 @@ SURFACE = {
         --tensor-parallel --pipeline-parallel --padded-rings --no-padded-rings --zero --shard-ranks --reduce
         --precision --recompute --loss --offload --freeze-vision --global-batch-size --steps --epochs --seed --shuffle
         --no-shuffle --max-length --overlong --last-batch --length-column --output -o --solver --resume
-        --continue-from --max-groups --max-peers --workers --json
+        --continue-from --max-degree --max-groups --max-peers --workers --json
     """,
     "launch": """
         -- SCRIPT ARGS --model --plan --manifest --synthetic --ranks --device --run-dir --resume --inject --probe

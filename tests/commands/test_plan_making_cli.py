@@ -47,6 +47,13 @@ def test_a_limit_on_peers_holds_and_its_price_is_shown(folder: Path) -> None:
     ("arguments", "status", "message"),
     [
         (("--max-peers", "4", "--solver", "static"), 2, "--max-peers works with --solver fcp only"),
+        (("--max-degree", "1", "--solver", "static"), 2, "--max-degree works with --solver fcp only"),
+        (("--max-degree", "2"), 2, "--max-degree is 2; 1, which forbids rings, is the only limit"),
+        (
+            ("--max-degree", "1", "--max-peers", "4"),
+            2,
+            "--max-degree forbids rings, which --max-groups and --max-peers",
+        ),
         (("--max-peers", "1"), 2, "--max-peers is 1, but rings of all degrees on 8 ranks"),
         (("--max-groups", "4", "--solver", "static"), 2, "--max-groups works with --solver fcp only"),
         (("--resume", "-o", "-"), 2, "--resume continues a file"),

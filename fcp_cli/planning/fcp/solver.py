@@ -35,21 +35,34 @@ _PORTFOLIO_RANKS = 128  # up to so many ranks plainer schedules are tried too,
 _CLOSE_ENOUGH = 0.01, 0.03  # where the gap to the proven bound is larger than this: up to 32 ranks, and above
 _CHOOSING_STEPS = 16  # planned again and again to choose groups under a limit
 _PRICED_STEPS = 16  # planned with and without a limit
+_NEVER_PAYS_SECONDS = 1e9  # of a hop: far above any step, and far below what rounds seconds away
 _EXCHANGES = 300_000  # pairs of sequences compared in one round of balancing; more for more than 1,024 sequences
 
 
-def make_solver(batches: GlobalBatches, *, max_groups: int | None = None, max_peers: int | None = None) -> FcpSolver:
+def make_solver(
+    batches: GlobalBatches,
+    *,
+    max_degree: int | None = None,
+    max_groups: int | None = None,
+    max_peers: int | None = None,
+) -> FcpSolver:
     """Make the solver for these batches.
 
     Args:
         batches: what is planned.
+        max_degree: 1 forbids rings; None: no limit.
         max_groups: most groups of degree > 1 over the whole plan; None: no limit.
         max_peers: most ranks that a rank has beside it in rings, over the whole plan; None: no limit.
 
     Raises:
-        UsageError: max_groups < 1, max_peers is fewer than rings need, or both are given.
+        UsageError: max_degree is not 1 or a sequence needs a ring, max_groups < 1, max_peers is fewer than rings need,
+            or several limits are given.
     """
     problem = batches.problem
+    if max_degree is not None:
+        if max_groups is not None or max_peers is not None:
+            raise UsageError("--max-degree forbids rings, which --max-groups and --max-peers limit; give one of them")
+        return _without_rings(batches, max_degree)
     if max_peers is not None:
         if max_groups is not None:
             raise UsageError("--max-groups and --max-peers both choose the ranks of rings; give one of them")
@@ -71,6 +84,23 @@ def make_solver(batches: GlobalBatches, *, max_groups: int | None = None, max_pe
             trial=lambda groups: _trial(limited_to(groups), sample),
         )
     )
+
+
+def _without_rings(batches: GlobalBatches, max_degree: int) -> FcpSolver:
+    problem = batches.problem
+    if max_degree != 1:
+        raise UsageError(f"--max-degree is {max_degree}; 1, which forbids rings, is the only limit")
+    longest, held = int(batches.table.length_tokens[batches.rows].max()), problem.tokens_per_rank
+    if longest > held:
+        raise UsageError(
+            f"--max-degree 1 forbids rings, but a sequence has {longest} tokens and a rank holds {held}; "
+            f"leave longer ones out with --max-length {held} --overlong drop (truncate cuts them), hold them with "
+            f"--tokens-per-rank {longest}, or leave --max-degree out"
+        )
+    machine = machine_of(problem)
+    if problem.num_ranks > 1:  # the search knows rings of a catalogue, here of one ring that never pays
+        machine = machine_of(problem, [range(problem.num_ranks)])._replace(hop=_NEVER_PAYS_SECONDS)
+    return FcpSolver(problem=problem, machine=machine, degrees=np.array([1]), options={"max_degree": 1})
 
 
 def _with_few_peers(problem: Problem, max_peers: int) -> FcpSolver:

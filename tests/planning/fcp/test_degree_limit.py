@@ -1,0 +1,78 @@
+"""A plan without rings keeps every sequence on one rank, and takes hardly longer than the best that this allows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.check import check_plan
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.writer import plan_writer
+from fcp_cli.planning.assemble import assemble
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.bounds import lower_bound_seconds
+from fcp_cli.planning.fcp.solver import limit_price, make_solver
+from fcp_cli.planning.problem import Solver
+from fcp_cli.planning.run import plan_metadata
+from tests.messages import raises
+from tests.planning.examples import example_problem
+
+BUDGET_TOKENS = 4096
+
+
+def some_batches(sync: Sync, *, num_ranks: int, seed: int, most_tokens: int = BUDGET_TOKENS) -> GlobalBatches:
+    drawn = 300 * (np.random.default_rng(seed).pareto(1.0, 400) + 1)
+    return GlobalBatches(
+        LengthTable(name="lengths", length_tokens=drawn.clip(1, most_tokens).astype(np.int64)),
+        example_problem(sync, num_ranks=num_ranks, ranks_per_node=4, tokens_per_rank=BUDGET_TOKENS),
+        BatchSettings(global_batch_size=100),
+    )
+
+
+@pytest.mark.boundscheck
+@pytest.mark.parametrize("sync", ["iteration", "microbatch"])
+@settings(max_examples=8)
+@given(num_ranks=st.integers(1, 40), seed=st.integers(0, 99))
+def test_no_group_has_two_ranks_and_ranks_are_balanced(sync: Sync, num_ranks: int, seed: int) -> None:
+    batches = some_batches(sync, num_ranks=num_ranks, seed=seed)
+    solver = make_solver(batches, max_degree=1)
+    assert solver.options == {"max_degree": 1}
+    for batch in batches:
+        step = assemble(solver.assign(batch), batch, batches.problem)  # proves the rules of a plan
+        assert (np.diff(step.rank_offsets) == 1).all()
+        if sync == "iteration":  # no rank can end before the longest sequence, nor all before their mean
+            c = batches.problem.profile.coefficients
+            longest = float(batch.work.total_seconds.max()) + c.microbatch_seconds
+            best = max(longest, lower_bound_seconds(batch.work, batches.problem))
+            assert step.makespan_seconds <= 1.15 * best
+
+
+def test_what_rings_would_save_is_the_limits_price() -> None:
+    batches = some_batches("iteration", num_ranks=8, seed=5)
+    assert -0.02 < limit_price(make_solver(batches, max_degree=1), batches) < 0.3
+
+
+def test_a_sequence_that_needs_a_ring_is_refused_with_what_helps() -> None:
+    batches = some_batches("iteration", num_ranks=8, seed=5, most_tokens=9000)
+    with raises(
+        "UsageError: --max-degree 1 forbids rings, but a sequence has 9000 tokens and a rank holds 4096; leave longer ones out with --max-length 4096 --overlong drop (truncate cuts them), hold them with --tokens-per-rank 9000, or leave --max-degree out",
+    ):
+        make_solver(batches, max_degree=1)
+
+
+def test_a_ring_in_a_plan_that_states_none_is_found(tmp_path: Path) -> None:
+    batches = some_batches("iteration", num_ranks=8, seed=5, most_tokens=9000)
+    solver = make_solver(batches)
+    metadata = replace(plan_metadata(batches.table, batches, cast("Solver", solver)), solver_options={"max_degree": 1})
+    with plan_writer(tmp_path / "plan.parquet", metadata) as writer:
+        for batch in batches:
+            writer.append(assemble(solver.assign(batch), batch, batches.problem))
+    messages = [finding.message for finding in check_plan(tmp_path / "plan.parquet")]
+    assert [message for message in messages if "its metadata states that it has none" in message]
