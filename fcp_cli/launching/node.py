@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +30,10 @@ from fcp_cli.runs.heartbeat import beating
 from fcp_cli.runs.record import write_record
 
 _GRACE_SECONDS = 280  # Slurm is asked to send SIGTERM 300 seconds before it ends the job
+_STOP_FILE_VARIABLE = "FCP_STOP_FILE"  # set by Slurm's script, which makes the file when it receives that signal
+_RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"  # set by Slurm from the second start of a job on
+_TRAINER = "fcp_cli.training.train"
+_LOOK_UP_SECONDS = 5.0  # a resolver under the load of a whole job's start may fail for a moment
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not command:
         parser.error("the command to run comes after --")
     try:
-        return _run(command, options, _environment(options))
+        _require_address(options.master_addr)
+        return _run(_resumed(command), options, _environment(options))
     except (FcpError, OSError) as error:
         _print(f"error: node {options.node_rank}: {error}")
         return 1
@@ -75,9 +81,43 @@ def _run(command: Sequence[str], options: argparse.Namespace, environment: Mappi
             log_dir=options.log_dir,
             screen=Screen(shows=is_first, watch=pulse.beat, announce=_print),
             grace_seconds=_GRACE_SECONDS,
+            stop_file=Path(environment[_STOP_FILE_VARIABLE]) if _STOP_FILE_VARIABLE in environment else None,
         )
         pulse.ended = "finished" if not outcome.status else "interrupted" if _was_stopped(outcome) else "failed"
     return _report(outcome, shows=is_first)
+
+
+def _resumed(command: Sequence[str]) -> Sequence[str]:
+    """Return the bundled trainer's command with --resume where Slurm has started this job before.
+
+    The trainer then continues from the newest checkpoint, or begins again where there is none.
+    """
+    restarts = os.environ.get(_RESTARTS_VARIABLE, "")
+    is_restart = restarts.isdigit() and int(restarts) > 0
+    if not is_restart or _TRAINER not in command or "--resume" in command:
+        return command
+    return [*command, "--resume"]
+
+
+def _require_address(name: str) -> None:
+    """Say so if this node cannot find node 0 by its name: torchrun would after minutes, and in its own log.
+
+    Raises:
+        RunError: under Slurm, whose nodes are all there. Containers get their names when they start: they are waited for.
+    """
+    end = time.monotonic() + _LOOK_UP_SECONDS
+    while name:
+        try:
+            socket.getaddrinfo(name, None)
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                problem = f"{socket.gethostname()} cannot find node 0 by the name {name} ({error.strerror or error})"
+                if "SLURM_JOB_ID" not in os.environ:
+                    return _print(f"warning: {problem}; waiting for it")
+                remedy = "let the nodes' resolver know it, or set MASTER_ADDR in the script to an address"
+                raise RunError(f"{problem}; {remedy}") from error
+        time.sleep(0.5)
 
 
 def _write_record(paths: RunPaths, plan: Path, launch: Path | None) -> None:

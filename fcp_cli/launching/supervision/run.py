@@ -116,6 +116,7 @@ def run_command(
     log_dir: Path,
     screen: Screen,
     grace_seconds: float,
+    stop_file: Path | None = None,
     runner: Runner | None = None,
 ) -> JobOutcome:
     """Run one node's command to its end.
@@ -126,6 +127,7 @@ def run_command(
         log_dir: made if it is not there.
         screen: what is shown meanwhile.
         grace_seconds: from SIGTERM or SIGHUP to the end of everything.
+        stop_file: once it is there, the job is stopped as by SIGTERM.
         runner: starts the process.
 
     Raises:
@@ -140,6 +142,8 @@ def run_command(
         for output in outputs:
             output.copy_new()
         screen.watch()
+        if stop_file is not None and not received and stop_file.exists():
+            received.append(signal.SIGTERM)
 
     # A process of the caller's own runner is left to the caller.
     unguarded: AbstractContextManager[Callable[[int], None]] = nullcontext(lambda pid: None)

@@ -57,7 +57,7 @@ TARGETS = {
         node=lambda job: NodeFacts(
             rank=variable("SLURM_NODEID"),
             master_addr=variable("MASTER_ADDR"),
-            log_name=f"slurm-{variable('SLURM_JOB_ID')}-node{variable('SLURM_NODEID')}",
+            log_name=f"{variable('STARTED')}-node{variable('SLURM_NODEID')}",
         ),
         start=lambda folder: ("sbatch", str(folder / "job.sbatch")),
     ),
