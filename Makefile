@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # A file's tests share what its fixtures made, and so go to one worker.
 WORKERS := -n 2 --dist loadfile
 
-.PHONY: demo fast test test-bounds test-full test-loops test-msrun lint types unit docs browser pictures study clean
+.PHONY: demo fast test test-bounds test-full test-loops test-msrun test-slurm lint types unit docs browser pictures study clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -65,6 +65,12 @@ $(MSRUN_STAMP): pyproject.toml constraints.txt
 
 test-msrun: $(MSRUN_STAMP)
 	$(MSRUN_VENV)/bin/python -m pytest -m mindspore
+
+# Real jobs under a real Slurm: a controller and two nodes on this machine, in a temporary folder, ended with the tests. Needs
+# root, on Debian or Ubuntu, whose packages of Slurm and munge it installs where they are not there.
+test-slurm: $(STAMP)
+	command -v slurmctld slurmd munged > /dev/null || { apt-get update -qq && apt-get install -y -qq slurm-wlm munge; }
+	$(BIN)/python -m pytest -m slurm tests/launching --durations=20
 
 # Training loops of other projects under a plan. DeepSpeed builds no kernels: CPU ranks need none.
 LOOPS_VENV  ?= .venv-loops

@@ -38,10 +38,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_FORKED_RANKS, os.envir
 
 # Modules of the standard library that ask a small program (`uname`, `ldconfig`) and wait for its answer.
 _LOOK_UPS = ("platform", "ctypes.util")
-_IMPLY_PROCESSES = ("distributed", "browser", "mindspore", "loops")
+_IMPLY_PROCESSES = ("distributed", "browser", "mindspore", "loops", "slurm")
 _IMPLY_TORCH = ("torch", "hf", "megatron", "loops")
 # Markers of tests that only run where `-m` names them: each has a target of its own in the Makefile.
-_OPT_IN = ("full", "loops")
+_OPT_IN = ("full", "loops", "slurm")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

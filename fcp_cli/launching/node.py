@@ -23,7 +23,7 @@ from fcp_cli.launching.job.commands import path_of_python
 from fcp_cli.launching.job.environment import interface_value
 from fcp_cli.launching.job.job import PLAN_VARIABLE, RUN_DIR_VARIABLE
 from fcp_cli.launching.supervision.run import JobOutcome, Screen, run_command
-from fcp_cli.machine.network import interface_towards, port_problem
+from fcp_cli.machine.network import interface_towards, port_problem, resolution_problem
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.heartbeat import beating
@@ -103,20 +103,17 @@ def _require_address(name: str) -> None:
     """Say so if this node cannot find node 0 by its name: torchrun would after minutes, and in its own log.
 
     Raises:
-        RunError: under Slurm, whose nodes are all there. Containers get their names when they start: they are waited for.
+        RunError: under Slurm, whose nodes are all there. Containers get their names as they start: they are waited for.
     """
     end = time.monotonic() + _LOOK_UP_SECONDS
-    while name:
-        try:
-            socket.getaddrinfo(name, None)
-            return
-        except OSError as error:
-            if time.monotonic() > end:
-                problem = f"{socket.gethostname()} cannot find node 0 by the name {name} ({error.strerror or error})"
-                if "SLURM_JOB_ID" not in os.environ:
-                    return _print(f"warning: {problem}; waiting for it")
+    while reason := resolution_problem(name):
+        if time.monotonic() > end:
+            problem = f"{socket.gethostname()} cannot find node 0 by the name {name} ({reason})"
+            if "SLURM_JOB_ID" in os.environ:
                 remedy = "let the nodes' resolver know it, or set MASTER_ADDR in the script to an address"
-                raise RunError(f"{problem}; {remedy}") from error
+                raise RunError(f"{problem}; {remedy}")
+            _print(f"warning: {problem}; waiting for it")
+            break
         time.sleep(0.5)
 
 
@@ -135,7 +132,8 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
     # Only the node itself knows its interface towards node 0, so the job's files cannot name it.
     interface = interface_towards(options.master_addr) if options.interface_for else None
     own = {name: interface_value(name, interface) for name in options.interface_for} if interface else {}
-    found = {**own, **os.environ}
+    # Slurm's proctrack/linuxproc signals torchrun, too, which asks its ranks to end, and kills them after this time.
+    found = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_GRACE_SECONDS), **own, **os.environ}
     # Whatever looks for `python` finds this one: msrun does.
     return {**found, "PATH": path_of_python(sys.executable, found.get("PATH", ""))}
 

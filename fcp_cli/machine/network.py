@@ -70,6 +70,16 @@ def listens(host: str, port: int, *, seconds: float) -> bool:
     return False
 
 
+def resolution_problem(name: str) -> str:
+    """Return why a host name has no address here; "" if it has one, or is empty."""
+    if name:
+        try:
+            socket.getaddrinfo(name, None)
+        except OSError as error:
+            return str(error.strerror or error)
+    return ""
+
+
 def port_problem(port: int) -> str:
     """Return why nothing can listen on a port of this machine; "" if something can."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from inline_snapshot import snapshot
 from fcp_cli.errors import FcpError, RunError, UsageError
 from fcp_cli.launching import node
 from fcp_cli.launching.request import ClusterOptions
+from fcp_cli.launching.supervision.run import JobOutcome
 from fcp_cli.launching.targets.catalog import TARGETS, job_files
 from fcp_cli.launching.targets.hostfile import read_hostfile
 from fcp_cli.launching.targets.options import choose_target
@@ -180,6 +182,69 @@ def test_a_node_knows_its_own_interface(tmp_path: Path, monkeypatch: pytest.Monk
     command = [sys.executable, "-c", script]
     assert node.main(["--node-rank=0", f"--log-dir={tmp_path}", *options, "--", *command]) == 0
     assert told.read_text() == "eth0 eth7"
+
+
+@pytest.mark.processes
+def test_a_stop_file_stops_the_job_as_sigterm_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stop_file = tmp_path / "stop"
+    monkeypatch.setenv("FCP_STOP_FILE", str(stop_file))
+    words = ["--node-rank=1", f"--log-dir={tmp_path / 'logs'}", "--", sys.executable, "-c"]
+    # The command stands for a launcher with one rank, which makes the file itself and then ends its step when asked.
+    rank = "import signal, sys, time; signal.signal(signal.SIGINT, lambda *_: sys.exit(130)); time.sleep(600)"
+    launcher = (
+        f"import pathlib, subprocess, sys; rank = subprocess.Popen([sys.executable, '-c', {rank!r}]);"
+        f"import time; time.sleep(1); pathlib.Path({str(stop_file)!r}).touch(); sys.exit(rank.wait())"
+    )
+    assert node.main([*words, launcher]) == 128 + signal.SIGTERM
+    assert capfd.readouterr().err == (
+        "stopping at the end of this step; press Ctrl-C again to stop at once\nerror: stopped by SIGTERM\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("restarts", "command", "resumes"),
+    [
+        (None, ["-m", "fcp_cli.training.train"], False),
+        ("0", ["-m", "fcp_cli.training.train"], False),
+        ("2", ["-m", "fcp_cli.training.train"], True),
+        ("2", ["-m", "fcp_cli.training.train", "--resume"], False),
+        ("2", ["train.py"], False),
+    ],
+)
+def test_a_job_that_slurm_starts_again_resumes_the_bundled_trainer(
+    restarts: str | None, command: list[str], resumes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    if restarts is not None:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+
+    def run(argv: list[str], **_: object) -> JobOutcome:
+        started.append(list(argv))
+        return JobOutcome(status=0, stopped_by=None, failure=None)
+
+    monkeypatch.setattr(node, "run_command", run)
+    assert node.main(["--node-rank=1", f"--log-dir={tmp_path}", "--", *command]) == 0
+    assert started == [[*command, "--resume"] if resumes else command]
+
+
+def test_a_name_of_node_0_that_does_not_resolve_is_one_line_within_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(node, "_LOOK_UP_SECONDS", 0.0)
+    monkeypatch.setattr(node, "resolution_problem", lambda name: "Name or service not known")
+    monkeypatch.setattr(node, "run_command", lambda *_, **__: JobOutcome(status=0, stopped_by=None, failure=None))
+    words = ["--node-rank=1", f"--log-dir={tmp_path / 'logs'}", "--master-addr=no-such-node", "--", "train"]
+    unknown = f"{socket.gethostname()} cannot find node 0 by the name no-such-node (Name or service not known); "
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    assert node.main(words) == 1
+    remedy = "let the nodes' resolver know it, or set MASTER_ADDR in the script to an address"
+    assert capfd.readouterr().err == f"error: node 1: {unknown}{remedy}\n"
+    monkeypatch.delenv("SLURM_JOB_ID")  # a container that has not started yet
+    assert node.main(words) == 0
+    assert capfd.readouterr().err == f"warning: {unknown}waiting for it\n"
 
 
 def test_the_documentation_lists_every_variable_of_a_template() -> None:
