@@ -59,6 +59,12 @@ class FollowedStep:
 
     def require_finished(self) -> None:
         """Raise RunError unless every micro-batch was run."""
+        if not self._is_begun:
+            raise RunError(
+                f"step {self.index}: the next step was fetched before any of its {len(self)} micro-batches was run, as "
+                "loaders do that fetch ahead (a DataLoader; Lightning's Trainer, unless the loader has a length: see "
+                "fcp_cli.runtime.integrations.lightning.PlannedSteps); iterate each step to its end before the next"
+            )
         if not self._is_finished:
             raise RunError(
                 f"step {self.index}: {self._num_run} of {len(self)} micro-batches were run; "
