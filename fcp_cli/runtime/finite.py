@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.timing import Clock
-
-OnNan: TypeAlias = Literal["stop", "skip-step", "go-on"]
-"""What becomes of a step whose loss is NaN or infinite: the job stops, the step changes no weight, or nothing."""
 
 _ROWS_NAMED = 4
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from fcp_cli.plan.step import MicroBatch
-from fcp_cli.runtime.finite import LossWatch, OnNan
+from fcp_cli.runtime.finite import LossWatch
 from fcp_cli.runtime.gradients import GradientSync
 from fcp_cli.runtime.loader import Shard
+from fcp_cli.runtime.on_nan import OnNan
 from fcp_cli.runtime.step_agreement import SameData
 from fcp_cli.runtime.trained import require_summed
 from fcp_cli.runtime.world import World

@@ -28,13 +28,14 @@ from fcp_cli.recipe import Reduce
 from fcp_cli.runtime.agreement import agree_on_plan
 from fcp_cli.runtime.contacts import open_contacts, report_to_stderr
 from fcp_cli.runtime.cursor import PlanCursor
-from fcp_cli.runtime.finite import LossWatch, OnNan
+from fcp_cli.runtime.finite import LossWatch
 from fcp_cli.runtime.followed_step import FollowedStep, plan_path
 from fcp_cli.runtime.grad_ring import GradRingDtype, agreed_grad_dtype
 from fcp_cli.runtime.gradients import GradientSync, gradient_sync
 from fcp_cli.runtime.guards import NO_BACKWARD, OTHER_LOSS, Guards
 from fcp_cli.runtime.loader import Fetch, LoadedStep, Shard, fetches_labels, load_steps
 from fcp_cli.runtime.loss import Labels, head_loss_sum, token_loss_sum
+from fcp_cli.runtime.on_nan import OnNan
 from fcp_cli.runtime.outside import outside
 from fcp_cli.runtime.prefetch import Prefetched
 from fcp_cli.runtime.ring import Ring, current_ring

@@ -21,6 +21,7 @@ from fcp_cli.recipe import (
     recipe_to_follow,
 )
 from fcp_cli.runtime.grad_ring import GradRingDtype
+from fcp_cli.runtime.on_nan import OnNan
 from fcp_cli.tuning import check_tuning
 
 BadRows: TypeAlias = Literal["error", "skip"]
@@ -51,6 +52,7 @@ class TrainSettings(RecipeRequest):
         decay_steps: the steps of the schedule; None means the plan's. It does not depend on `steps`, so that a run
             stopped early and resumed follows the same schedule.
         max_grad_norm: global gradient norm to clip to; 0 turns clipping off.
+        on_nan: what becomes of a step whose loss, or gradient norm, is NaN or infinite.
         zero, shard_ranks, reduce, precision, recompute, loss, offload, freeze_vision: of the recipe; `auto`, None and
             False leave them to the plan (`TrainSettings.recipe`).
         lora, freeze: of the recipe, too; None leaves them to the plan.
@@ -97,6 +99,10 @@ class TrainSettings(RecipeRequest):
     min_learning_rate_ratio: Annotated[float, Opt("Share of the peak that is left at the end.", min=0, max=1)] = 0.1
     weight_decay: Annotated[float, Opt("Weight decay of matrices.", min=0)] = 0.1
     max_grad_norm: Annotated[float, Opt("Clip gradients to this norm; 0: never.", min=0)] = 1.0
+    on_nan: Annotated[
+        OnNan,
+        Opt("At a loss or gradient norm that is NaN or infinite: stop, leave the step out on all ranks, or go on."),
+    ] = "stop"
     grad_ring_dtype: Annotated[
         GradRingDtype, Opt("Type in which gradients of bf16 keys travel; bf16 is a third less to send in backward.")
     ] = "fp32"

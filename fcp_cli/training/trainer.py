@@ -7,6 +7,7 @@ resumed run. From `--zero 2` on the model is sharded with FSDP2.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -203,7 +204,12 @@ class Trainer:
     def _steps(self) -> Iterator[tuple[Step, StepPlan]]:
         """Yield this rank's steps, each with the whole plan of the step."""
         plans = PlanReader(self.settings.plan).steps(self.first_step)
-        steps = self.session.steps(self.holding.followed, first_step=self.first_step, reduce=self.recipe.reduce)
+        steps = self.session.steps(
+            self.holding.followed,
+            first_step=self.first_step,
+            reduce=self.recipe.reduce,
+            on_nan=self.settings.on_nan,
+        )
         with closing(steps):  # the plan may have more steps than this run is to make
             yield from zip(islice(steps, self.last_step - self.first_step), plans, strict=False)
 
@@ -213,8 +219,9 @@ class Trainer:
             self._loss(microbatch).backward()  # type: ignore[no-untyped-call]
         for problem in step.problems.values():
             note(f"step {step.index}: skipped {problem}")
-        learning_rate, grad_norm = self._update(step.index)
+        learning_rate, grad_norm = self._update(step)
         loss = step.reduced_loss()
+        self._require_finite(step, loss, float(grad_norm))
         timings = [(timing.order, timing.start_seconds, timing.seconds) for timing in step.timings]
         everyone = gather_timings(plan, timings, stop=bool(stop), writing=self.saver.is_writing)
         if not everyone.writing:
@@ -242,20 +249,49 @@ class Trainer:
             logits = self.model(**inputs).logits
         return microbatch.loss(logits)
 
-    def _update(self, step: int) -> tuple[float, Tensor]:
-        """Clip the gradients, update the weights and let go of the gradients; return learning rate and norm []."""
+    def _update(self, step: Step) -> tuple[float, Tensor]:
+        """Clip the gradients, update the weights and let go of the gradients; return learning rate and norm [].
+
+        Raises:
+            RunError: the norm is not finite, and the run is to stop then.
+        """
         shares = self.holding.shares
+        learning_rate = learning_rate_at(step.index, settings=self.settings, plan_steps=self.session.metadata.end_step)
+        set_learning_rate(self.optimizer, learning_rate)
+        if step.is_skipped:
+            self._note_skipped(step, "loss")
+            return learning_rate, torch.tensor(math.nan)
         norm = clip_gradients(
             self.holding.trained,
             self.settings.max_grad_norm,
             group=None if self.is_sharded else shares.shard_group,  # FSDP2's gradients know that they are shards
         )
-        learning_rate = learning_rate_at(step, settings=self.settings, plan_steps=self.session.metadata.end_step)
-        set_learning_rate(self.optimizer, learning_rate)
-        self.optimizer.step()
+        # Only here does the host wait for the device before an update: to stop, the norm is looked at afterwards.
+        is_skipped = self.settings.on_nan == "skip-step" and not norm.isfinite().item()
+        if is_skipped:
+            self._note_skipped(step, "gradient norm")
+        else:
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.holding.publish()
+        if not is_skipped:
+            self.holding.publish()
         return learning_rate, norm
+
+    def _note_skipped(self, step: Step, what: str) -> None:
+        if self.session.rank == 0:
+            note(f"step {step.index}: left out, since its {what} is not finite")
+
+    def _require_finite(self, step: Step, loss: float, grad_norm: float) -> None:
+        """Raise RunError, on every rank, if the update was made with numbers that are not finite."""
+        if self.settings.on_nan != "stop":
+            return
+        if not math.isfinite(loss):
+            raise RunError(f"step {step.index}: the loss is {loss}; the line of the rank that had it names the rows")
+        if not math.isfinite(grad_norm):
+            raise RunError(
+                f"step {step.index}: the norm of the gradients is {grad_norm}, although the loss is {loss:.4g}; lower "
+                "--learning-rate, or leave such steps out with --on-nan skip-step"
+            )
 
     def _offloading(self, microbatch: LocalMicroBatch) -> AbstractContextManager[Any]:
         return nullcontext() if self.offload is None else self.offload.of(microbatch)

@@ -61,7 +61,7 @@ SURFACE = {
         --steps --learning-rate --lr-schedule --warmup-steps --warmup-ratio --decay-steps --wsd-decay-ratio
         --min-learning-rate-ratio --weight-decay --zero
         --shard-ranks --reduce --precision --recompute --loss --offload --max-grad-norm --freeze-vision
-        --grad-ring-dtype --seed
+        --on-nan --grad-ring-dtype --seed
         --checkpoint-every --keep --async-save --no-async-save --length-column --log-every --bad-rows --decode-workers
     """,
     "check": """

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.finite import LossWatch, OnNan
+from fcp_cli.runtime.finite import LossWatch
 from fcp_cli.runtime.gradients import GradientSync
+from fcp_cli.runtime.on_nan import OnNan
 from fcp_cli.runtime.outside import outside
 from fcp_cli.runtime.step_agreement import digest
 from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, plain_attend

@@ -157,3 +157,25 @@ def test_a_number_of_ranks_that_does_not_divide_is_one_line() -> None:
     assert job()["refused"] == snapshot(
         "--shard-ranks is 3, which does not divide the 4 ranks; give --shard-ranks 2, or leave it out to share one copy over all ranks"
     )
+
+
+@pytest.mark.parametrize("name", ["loss 1", "loss 3", "gradient 0"])
+def test_a_step_that_is_not_finite_is_left_out_by_all_ranks_and_the_next_goes_on(name: str) -> None:
+    """One rank's loss, or the gradients alone; weights and moments stay as the step found them."""
+    found = job()[f"{name} skip-step"]
+    first, skipped, last = (found["saved"][step] for step in (1, 2, 3))
+    assert np.isnan(found["after"].norms[1]) or np.isinf(found["after"].norms[1])
+    for weight, before in first.weights.items():
+        np.testing.assert_array_equal(skipped.weights[weight], before)
+        assert np.isfinite(last.weights[weight]).all()
+    assert any((last.weights[weight] != before).any() for weight, before in first.weights.items())
+    for before, after in zip(first.moments, skipped.moments, strict=True):
+        for moment in before:
+            np.testing.assert_array_equal(after[moment], before[moment])
+
+
+def test_a_run_stops_at_gradients_that_are_not_finite() -> None:
+    assert job()["gradient 0 stop"]["said"].startswith("step 1: the norm of the gradients is ")
+    assert job()["gradient 0 stop"]["said"].endswith(
+        "; lower --learning-rate, or leave such steps out with --on-nan skip-step"
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import nn
 
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.reader import PlanReader
+from fcp_cli.runtime.on_nan import OnNan
 from fcp_cli.training.data import open_data
 from fcp_cli.training.optimizer import learning_rate_at, set_learning_rate
 from fcp_cli.training.settings import TrainSettings
@@ -129,6 +130,13 @@ SAVING: Mapping[str, Case] = {
 RESUMING = (
     *((name, name) for name in SAVING),
     *(("0", "1"), ("1", "0"), ("1", "2"), ("2", "1"), ("2", "3"), ("3", "0"), ("1 hsdp", "3"), ("0", "3 hsdp")),
+)
+# In the second of three steps one rank's loss, or every rank's gradient, is not finite.
+NOT_FINITE: Sequence[tuple[str, Case, OnNan]] = (
+    ("loss", EXACT["1 iteration"], "skip-step"),
+    ("loss", EXACT["3 waves"], "skip-step"),
+    ("gradient", EXACT["0 iteration"], "skip-step"),
+    ("gradient", EXACT["0 iteration"], "stop"),
 )
 
 

@@ -24,14 +24,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fcp_cli.errors import FcpError
-from fcp_cli.runtime.session import start
+from fcp_cli.runtime.on_nan import OnNan
+from fcp_cli.runtime.session import LocalMicroBatch, Step, start
 from fcp_cli.training.data import open_data
 from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.settings import TrainSettings
 from fcp_cli.training.trainer import Trainer
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.workers.leave import leave_job
-from tests.training.zero_cases import CASES, RESUMING, SAVED_STEPS, SAVING, STEPS, VOCAB_SIZE, Case, Trained
+from tests.training.zero_cases import CASES, NOT_FINITE, RESUMING, SAVED_STEPS, SAVING, STEPS, VOCAB_SIZE, Case, Trained
 
 FORWARD = "forward"  # a mark in the record of collectives
 
@@ -58,7 +59,7 @@ class WatchedTrainer(Trainer):
         self.saved = dict[int, Trained]()
         self.model.register_forward_pre_hook(lambda *ignored: record.seen.append(FORWARD))
 
-    def _update(self, step: int) -> tuple[float, Tensor]:
+    def _update(self, step: Step) -> tuple[float, Tensor]:
         self.collectives.append(list(self.record.seen))
         self.gradients.append(self.whole({name: weight.grad for name, weight in self.holding.weights.items()}))
         rate, norm = super()._update(step)
@@ -94,7 +95,7 @@ class WatchedTrainer(Trainer):
         for name in arrays:
             pieces = [theirs[name] for theirs in everyone]
             copies = [np.concatenate(pieces[first : first + count]) for first in range(0, len(pieces), count)]
-            assert all((copy == copies[0]).all() for copy in copies), name
+            assert all(np.array_equal(copy, copies[0], equal_nan=True) for copy in copies), name
             found[name] = copies[0]
         return found
 
@@ -141,6 +142,32 @@ def resume(folder: Path, then: str, now: str) -> dict[str, Trained]:
         return {"loaded": trainer.state(), "after": train(trainer)}
 
 
+def not_finite(folder: Path, name: str, case: Case, on_nan: OnNan) -> dict[str, Any]:
+    """Train on while rank 1's loss, or every rank's gradient, is not finite in step 1; what came out, or was said."""
+    settings = case.settings(
+        folder, folder / f"not finite {name} {case.zero} {on_nan}", on_nan=on_nan, checkpoint_every=1
+    )
+    with trainer_of(settings) as trainer:
+        at: list[int] = []
+        whole, parameter = trainer._loss, next(trainer.model.parameters())
+
+        def loss(microbatch: LocalMicroBatch) -> Tensor:
+            at[:] = [microbatch.row.step]
+            made = whole(microbatch)
+            if name == "loss" and at == [1] and trainer.session.rank == 1:
+                return microbatch.normalised(made * float("nan"))
+            return made
+
+        if name != "loss":
+            parameter.register_hook(lambda gradient: gradient * (float("inf") if at == [1] else 1.0))  # type: ignore[no-untyped-call]
+        trainer._loss = loss  # type: ignore[method-assign]
+        try:
+            after = train(trainer)
+        except FcpError as error:
+            return {"said": str(error)}
+        return {"saved": trainer.saved, "after": after}
+
+
 def main(folder: Path) -> None:
     faulthandler.dump_traceback_later(PATIENCE_SECONDS, exit=True)
     torch.set_num_threads(1)
@@ -156,6 +183,8 @@ def main(folder: Path) -> None:
         leave(f"saved {name}", save(folder, name, case))
     for then, now in RESUMING:
         leave(f"{then} to {now}", resume(folder, then, now))
+    for name, case, on_nan in NOT_FINITE:
+        leave(f"{name} {case.zero} {on_nan}", not_finite(folder, name, case, on_nan))
     try:
         train_case(folder, "refused", Case(zero=1, shard_ranks=3))
     except FcpError as error:
