@@ -18,6 +18,7 @@ from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.cursor import RankStep
 from fcp_cli.runtime.followed_step import IGNORED, require_length
+from fcp_cli.runtime.joined import JoinedSequences
 from fcp_cli.runtime.layout import ShardLayout, shard_layout
 from fcp_cli.runtime.loss import labelled_rows, next_token_labels
 from fcp_cli.runtime.step_agreement import PackDigest, digest
@@ -27,7 +28,8 @@ from fcp_cli.vision.parts import VisualPart, VisualSequence
 Fetch: TypeAlias = Callable[[int], Any]
 """From a manifest row to the sequence's tokens, or to (tokens, labels); arrays, tensors or lists of integers.
 
-A sequence with images or videos is a `VisualSequence`; beside such, a text-only one may be either.
+A sequence with images or videos is a `VisualSequence`; beside such, a text-only one may be either. A row that holds
+several sequences which do not see each other is a `JoinedSequences`.
 
 Labels are as long as the tokens and belong to them one by one, as Hugging Face data sets have them (-100 where the
 token is not to be learned, a prompt for example); shifting them to the next token is done here.
@@ -50,6 +52,7 @@ class Shard:
         labelled: [labelled] int64 the tokens with labels, for a loss that leaves out the others; None: nearly all have.
         visuals: this rank's part in the pack's images and videos; None where it has none.
         digest: of what `fetch` gave for the whole pack; None where no other rank trains on it.
+        pack_labels: [tokens of the pack] of joined sequences, whose loss needs to know all of them; None of others.
     """
 
     row: MicroBatch
@@ -61,6 +64,7 @@ class Shard:
     labelled: Tensor | None = None
     visuals: VisualShard | None = None
     digest: PackDigest | None = None
+    pack_labels: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +75,7 @@ class _Sequence:
     labels: Tensor
     position_ids: Tensor | None = None
     parts: tuple[VisualPart, ...] = ()
+    lengths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,10 +185,12 @@ def load_shard(row: MicroBatch, fetch: Fetch, *, rank: int, labelled: bool = Fal
 def begin_shard(row: MicroBatch, fetch: Fetch, *, rank: int, labelled: bool = False) -> Callable[[], Shard]:
     """Load this rank's part of one micro-batch but for its pixels; return what waits for them."""
     member = row.ranks.index(rank)
-    layout = shard_layout(row.lengths, row.degree)
     sequences = [_sequence(fetch, at, length, labelled) for at, length in zip(row.sequences, row.lengths, strict=True)]
+    layout = shard_layout(tuple(length for sequence in sequences for length in sequence.lengths), row.degree)
     place = partial(Shard, row=row, member=member, layout=layout, digest=_digest(row, member, sequences))
-    visuals = begin_visual_shard([sequence.parts for sequence in sequences], layout, ranks=row.ranks, member=member)
+    # Joined sequences have no parts.
+    parts = [sequence.parts for sequence in sequences for _ in sequence.lengths]
+    visuals = begin_visual_shard(parts, layout, ranks=row.ranks, member=member)
     shard = _tokens_of_shard(place, sequences, layout, member)
     return lambda: shard if visuals is None else replace(shard, visuals=visuals())
 
@@ -196,13 +203,15 @@ def _tokens_of_shard(
         none = torch.full_like(pad, IGNORED)
         return place(input_ids=pad, position_ids=pad.clone(), labels=none, labelled=labelled_rows(none))
     index = torch.from_numpy(layout.index(member))
-    labels = torch.cat([sequence.labels for sequence in sequences])[index].unsqueeze(0)
+    pack_labels = torch.cat([sequence.labels for sequence in sequences])
+    labels = pack_labels[index].unsqueeze(0)
     return place(
         input_ids=torch.cat([sequence.tokens for sequence in sequences])[index].unsqueeze(0),
         position_ids=_position_ids(sequences, layout, member, index),
         labels=labels,
         # Found here, in the loader's thread: on the device, how many there are would be waited for.
         labelled=labelled_rows(labels),
+        pack_labels=pack_labels if len(layout.lengths) > len(sequences) else None,
     )
 
 
@@ -244,6 +253,8 @@ def _sequence(fetch: Fetch, at: int, length: int, labelled: bool) -> _Sequence:
         raise RunError(
             f"fetch returned {'no ' if labelled else ''}labels for row {at} of the data, unlike for the first"
         )
+    if isinstance(found, JoinedSequences):
+        return _joined(found, at, length)
     visual = found if isinstance(found, VisualSequence) else None
     given, given_labels = (visual.tokens, visual.labels) if visual else found if labelled else (found, None)
     tokens = _tokens(given)
@@ -258,7 +269,18 @@ def _sequence(fetch: Fetch, at: int, length: int, labelled: bool) -> _Sequence:
         labels=next_token_labels(labels[:length]),
         position_ids=_given_positions(visual, at, len(tokens), length),
         parts=visual.parts if visual else (),
+        lengths=(length,),
     )
+
+
+def _joined(found: JoinedSequences, at: int, length: int) -> _Sequence:
+    require_length(len(found.tokens), length, row=at)
+    if not len(found.tokens) == len(found.labels) == sum(found.lengths) == length:
+        raise RunError(
+            f"row {at} of the data joins sequences of {sum(found.lengths)} tokens, with {len(found.labels)} labels, "
+            f"but has {length} in the plan; sequences that are joined cannot be cut"
+        )
+    return _Sequence(tokens=found.tokens, labels=found.next_labels(), lengths=found.lengths)
 
 
 def _given_positions(visual: VisualSequence | None, at: int, tokens: int, length: int) -> Tensor | None:
@@ -274,6 +296,8 @@ def _given_positions(visual: VisualSequence | None, at: int, tokens: int, length
 
 
 def _has_labels(found: Any) -> bool:
+    if isinstance(found, JoinedSequences):
+        return True
     return found.labels is not None if isinstance(found, VisualSequence) else isinstance(found, tuple)
 
 

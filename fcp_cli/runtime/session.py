@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -162,6 +162,7 @@ class Session:
         first_step: int = 0,
         reduce: Reduce | None = None,
         on_nan: OnNan = "stop",
+        mean_over: Literal["tokens", "rows"] = "tokens",
     ) -> Generator[Step, None, None]:
         """Yield the plan's steps from `first_step` on, each to be iterated to its end before the next.
 
@@ -177,6 +178,7 @@ class Session:
             on_nan: of a step in which a rank's loss is NaN or infinite: `stop` the job; `skip-step`: leave all ranks
                 without gradients, so that their optimizers change nothing (the host then waits for the device once a
                 step); or `go-on`.
+            mean_over: what of the global batch the loss is a mean over: the tokens with labels, or the manifest's rows.
 
         Raises:
             RunError: no `fetch`, a model that cannot follow the plan, a step beyond it, ranks that begin with different
@@ -196,17 +198,24 @@ class Session:
             depth=self._steps_ahead,
             name="fcp-loader",
         )
-        return self._follow(cursor, loaded, guards, labelled)
+        counting: Literal["rows", "labels"] | None = "rows" if mean_over == "rows" else "labels" if labelled else None
+        return self._follow(cursor, loaded, guards, counting)
 
     def _follow(
-        self, cursor: PlanCursor, loaded: Prefetched[LoadedStep], guards: Guards, labelled: bool
+        self,
+        cursor: PlanCursor,
+        loaded: Prefetched[LoadedStep],
+        guards: Guards,
+        counting: Literal["rows", "labels"] | None,
     ) -> Generator[Step, None, None]:
         try:
             for found in loaded:
                 bad = self._bad_rows(found)
                 item = found.without(bad) if bad else found
                 tokens: int | Tensor = item.plan.loss_tokens
-                if labelled or bad:
+                if counting == "rows":
+                    tokens = item.plan.sequences
+                elif counting == "labels" or bad:
                     tokens = torch.tensor(item.labelled_tokens, device=self.device)
                     self.world.all_reduce_sum(tokens)  # the sum stays on the device: the host does not wait for it
                 step = Step(self, guards, item, tokens)
@@ -269,11 +278,12 @@ class LocalMicroBatch:
         position_ids: the same, or [axes, 1, tokens] where `fetch` gave positions of its own.
         ring: what `attention` runs on; current while the loop body runs, to be passed on where that may be too late.
         is_last: whether it is this rank's last of the step.
+        pack_labels: [tokens of the pack] int64 of a pack of joined sequences, on the host; else None.
     """
 
     __slots__ = (
         "_backwards", "_divisor", "_guards", "_losses",
-        "input_ids", "is_last", "labels", "loss_sum", "position_ids", "ring", "row",
+        "input_ids", "is_last", "labels", "loss_sum", "pack_labels", "position_ids", "ring", "row",
     )  # fmt: skip
 
     def __init__(
@@ -289,6 +299,7 @@ class LocalMicroBatch:
         ring.labels = Labels(values=self.labels, rows=rows)
         ring.model_tokens = shard.input_ids.shape[1]
         ring.loss_missing = f"{ring.place}: {OTHER_LOSS}"
+        self.pack_labels = shard.pack_labels
         self.loss_sum: Tensor | None = None
         self._guards = guards
         self._divisor = divisor
@@ -317,6 +328,11 @@ class LocalMicroBatch:
         """
         assert self.ring.labels is not None
         return self.normalised(head_loss_sum(hidden, head, self.ring.labels))
+
+    @property
+    def loss_factor(self) -> float:
+        """Return the factor in the loss that undoes what the model's wrapper divides gradients by."""
+        return self._guards.sync.loss_factor
 
     def normalised(self, loss_sum: Tensor) -> Tensor:
         """Return this rank's share of the loss from a sum of token losses (0-d) that the script computed itself."""

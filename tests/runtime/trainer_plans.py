@@ -33,8 +33,14 @@ _WAVES = (
 LENGTHS = tuple(length for step in _ITERATION for row in step for length in row.lengths)
 
 
+LOOP_LENGTHS = tuple(max(length, 2) for length in LENGTHS)
+"""Tokens of each row of the plans for loops that weigh all rows alike."""
+PAIRED = tuple((max(length // 2, 3), max(length - length // 2, 3)) for length in LENGTHS)
+"""Tokens of the preferred and the rejected sequence of each row of the plans of pairs."""
+
+
 def write_plans(folder: Path) -> None:
-    """Write both plans; they have the same sequences in every step."""
+    """Write both plans, of rows and of pairs; they have the same sequences in every step."""
     plans: tuple[tuple[str, Sync, tuple[tuple[Row, ...], ...]], ...] = (
         ("iteration.parquet", "iteration", _ITERATION),
         ("waves.parquet", "microbatch", _WAVES),
@@ -42,3 +48,8 @@ def write_plans(folder: Path) -> None:
     for name, sync, steps in plans:
         assert tuple(length for step in steps for row in step for length in row.lengths) == LENGTHS
         write_plan(folder / name, steps, num_ranks=2, sync=sync, rows=len(LENGTHS))
+        pairs = iter(sum(pair) for pair in PAIRED)
+        paired = [[row._replace(lengths=[next(pairs) for _ in row.lengths]) for row in step] for step in steps]
+        longer = [[row._replace(lengths=[max(length, 2) for length in row.lengths]) for row in step] for step in steps]
+        write_plan(folder / f"loop-{name}", longer, num_ranks=2, sync=sync, rows=len(LENGTHS))
+        write_plan(folder / f"pairs-{name}", paired, num_ranks=2, sync=sync, rows=len(LENGTHS))

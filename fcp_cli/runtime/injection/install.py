@@ -42,6 +42,7 @@ def install(environment: MutableMapping[str, str]) -> None:
             "megatron.core.pipeline_parallel.schedules": _hook_megatron,
             "megatron.training.utils": _hook_megatron_training,
             "transformers.trainer": _hook_trainer,
+            "accelerate.accelerator": _hook_accelerator,
         }
     )
 
@@ -72,6 +73,12 @@ def _hook_trainer(trainer: ModuleType) -> None:
     from fcp_cli.runtime.integrations.trainer_hooks import hook_trainer
 
     hook_trainer(trainer)
+
+
+def _hook_accelerator(accelerator: ModuleType) -> None:
+    from fcp_cli.runtime.integrations.accelerate_hooks import hook_accelerator
+
+    hook_accelerator(accelerator)
 
 
 def _watch_optimizers(optimizer: ModuleType) -> None:

@@ -9,6 +9,8 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
+from fcp_cli.runtime.integrations.accelerate_hooks import OF_TRAINER
+
 
 def hook_trainer(trainer: ModuleType) -> None:
     """Hook `transformers.trainer`, to be called once it has been imported, before its importer sees it.
@@ -45,6 +47,14 @@ def hook_trainer(trainer: ModuleType) -> None:
 
         return planned_step(self, own, model, inputs, num_items_in_batch)
 
+    make_accelerator = kind.create_accelerator_and_postprocess
+
+    @wraps(make_accelerator)
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        make_accelerator(self)
+        setattr(self.accelerator, OF_TRAINER, True)
+
+    kind.create_accelerator_and_postprocess = create_accelerator_and_postprocess
     kind._inner_training_loop = _inner_training_loop
     kind.get_train_dataloader = get_train_dataloader
     kind.training_step = training_step

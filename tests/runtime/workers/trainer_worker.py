@@ -51,7 +51,8 @@ def collate(items: list[Mapping[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {"input_ids": padded("input_ids", 0), "labels": padded("labels", -100), "attention_mask": mask}
 
 
-def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+def common_arguments(folder: Path, **changes: Any) -> dict[str, Any]:
+    """What every case gives its trainer."""
     given: dict[str, Any] = {
         "output_dir": str(folder / "out"),
         "use_cpu": True,
@@ -66,7 +67,7 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
         "train_sampling_strategy": "sequential",
         "num_train_epochs": 1,
     }
-    return TrainingArguments(**{**given, **changes})
+    return {**given, **changes}
 
 
 def outcome(trainer: Any, model: Any = None) -> dict[str, Any]:
@@ -79,36 +80,96 @@ def outcome(trainer: Any, model: Any = None) -> dict[str, Any]:
     }
 
 
-def train(folder: Path, *, model: Any = None, resume: bool | str | None = None, **changes: Any) -> dict[str, Any]:
-    trainer = Trainer(
+def train(
+    folder: Path,
+    *,
+    model: Any = None,
+    resume: bool | str | None = None,
+    evaluates: bool = False,
+    kind: type[Trainer] = Trainer,
+    lengths: tuple[int, ...] = LENGTHS,
+    **changes: Any,
+) -> dict[str, Any]:
+    trainer = kind(
         model=model or hugging_face("qwen3", torch.float32),
-        args=arguments(folder, **changes),
-        train_dataset=rows(),
+        args=TrainingArguments(**common_arguments(folder, **changes)),
+        train_dataset=rows(lengths),
+        eval_dataset=rows(LENGTHS[:5]) if evaluates else None,
         data_collator=collate,
     )
     trainer.train(resume_from_checkpoint=resume)
     return outcome(trainer)
 
 
-CASES: Mapping[str, tuple[str, Callable[[Path], Any]]] = {
+def lora(folder: Path) -> dict[str, Any]:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(5)
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return train(folder, model=get_peft_model(hugging_face("qwen3", torch.float32), adapter))
+
+
+def resumed(folder: Path) -> dict[str, Any]:
+    """Stop after two of three steps, and go on from the checkpoint with another model and trainer."""
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    train(folder, evaluates=True, **settings)
+    return train(folder, evaluates=True, resume=str(folder / "out" / "checkpoint-2"), **settings)
+
+
+def sharded(folder: Path, *, kept: bool) -> dict[str, Any]:
+    config = {"version": 2, "reshard_after_forward": not kept, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
+    return train(folder, fsdp=True, fsdp_config=config)
+
+
+class OwnLoss(Trainer):
+    """A trainer of the script's with a loss of its own."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+Cases = Mapping[str, tuple[str, Callable[[Path], Any]]]
+"""Name -> plan, and what to run in a folder."""
+CASES: Cases = {
     "ddp": (ITERATION, train),
     "ddp waves": (WAVES, train),
     "accumulation": (
         ITERATION,
         lambda folder: train(folder, gradient_accumulation_steps=2, per_device_train_batch_size=GLOBAL_BATCH // 4),
     ),
+    "resumed, evaluated": (ITERATION, resumed),
+    "lora": (ITERATION, lora),
+    "fsdp": (WAVES, lambda folder: sharded(folder, kept=False)),
+    "fsdp kept": (ITERATION, lambda folder: sharded(folder, kept=True)),
+    "recomputed": (WAVES, lambda folder: train(folder, gradient_checkpointing=True)),
+    "smoothed": (ITERATION, lambda folder: train(folder, label_smoothing_factor=0.1)),
+    "bf16": (ITERATION, lambda folder: train(folder, bf16=True)),
+}
+REFUSALS: Cases = {
+    "own loss": (ITERATION, lambda folder: train(folder, kind=OwnLoss)),
+    "other batch": (ITERATION, lambda folder: train(folder, per_device_train_batch_size=2)),
+    "more epochs": (ITERATION, lambda folder: train(folder, num_train_epochs=2)),
+    "fewer rows": (ITERATION, lambda folder: train(folder, lengths=LENGTHS[:20])),
+    "grouped": (ITERATION, lambda folder: train(folder, train_sampling_strategy="group_by_length")),
 }
 
 
-def main(folder: Path, names: list[str]) -> None:
+def hook() -> None:
+    hook_trainer(transformers.trainer)
+
+
+def main(folder: Path, wanted: list[str], cases: Cases, refusals: Cases, hook: Callable[[], None] = hook) -> None:
     faulthandler.dump_traceback_later(PATIENCE_SECONDS, exit=True)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     for phase in ("plain", "planned"):
         if phase == "planned":
-            hook_trainer(transformers.trainer)
-        for name in names:
-            plan, run = CASES[name]
+            hook()
+        known = cases if phase == "plain" else {**cases, **refusals}
+        for name in wanted or known:
+            if name not in known:
+                continue
+            plan, run = known[name]
             os.environ["FCP_PLAN"] = str(folder / plan)
             own = folder / phase / name
             own.mkdir(parents=True, exist_ok=True)
@@ -121,4 +182,4 @@ def main(folder: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:] or list(CASES))
+    main(Path(sys.argv[1]), sys.argv[2:], CASES, REFUSALS)

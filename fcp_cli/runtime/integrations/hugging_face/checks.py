@@ -15,8 +15,10 @@ KNOWN_TO_WORK = ("5.23.0",)
 LOSSES = {
     "transformers.trainer": "Trainer",
     "trl.trainer.sft_trainer": "SFTTrainer",
+    "trl.trainer.dpo_trainer": "DPOTrainer",
 }
 """Module -> class of trainers whose `compute_loss` there is a planned form of."""
+_LOSSES_OF_A_BATCH = ("aot", "aot_unpaired", "sft")
 _ORDER = ("get_train_dataloader", "_get_train_sampler", "_get_dataloader", "get_batch_samples")
 
 
@@ -52,6 +54,11 @@ def check_trainer(trainer: Any) -> None:
         for is_refused, reason in refusals(trainer):
             if is_refused:
                 raise RunError(reason)
+
+
+def loss_kind(trainer: Any) -> str:
+    """Return the class whose `compute_loss` a trainer uses, one of `LOSSES`."""
+    return _owner(trainer, "compute_loss").__name__
 
 
 def check_schedule(trainer: Any, metadata: PlanMetadata, plan: Any) -> None:
@@ -153,7 +160,7 @@ def _refused_settings(trainer: Any) -> Iterable[tuple[bool, str]]:
 
 def _refused_models(trainer: Any) -> Iterable[tuple[bool, str]]:
     yield (
-        not trainer.model_accepts_loss_kwargs,
+        loss_kind(trainer) == "Trainer" and not trainer.model_accepts_loss_kwargs,
         f"{type(trainer.model).__name__} averages its loss per micro-batch (it takes no num_items_in_batch), which "
         "weighs tokens by how the plan packs them; use a model class whose forward takes **kwargs",
     )
@@ -177,9 +184,24 @@ def _old_grouping(args: Any) -> bool:
 
 def _refused_of_trl(trainer: Any) -> Iterable[tuple[bool, str]]:
     args = trainer.args
-    yield bool(getattr(args, "packing", False)), "packing=True; leave it off: the plan packs"
+    yield bool(getattr(args, "packing", False)), "the script sets packing=True; leave it off: the plan packs"
     yield (
         bool(getattr(args, "activation_offloading", False)),
         "activation_offloading=True counts on one forward and backward a step; leave it out (gradient_checkpointing "
         "keeps memory low, too)",
+    )
+    yield (
+        loss_kind(trainer) == "SFTTrainer" and bool(args.label_smoothing_factor),
+        "label_smoothing_factor needs logits that SFTTrainer does not make; leave it out",
+    )
+    yield (
+        bool(getattr(args, "precompute_ref_log_probs", False)),
+        "precompute_ref_log_probs=True puts the reference's numbers beside the tokens, where the plan does not look; "
+        "leave it out: the reference then runs on the plan's rings, too",
+    )
+    kinds = [kind for kind in getattr(trainer, "loss_types", ()) if kind in _LOSSES_OF_A_BATCH]
+    yield (
+        bool(kinds),
+        f"the loss {', '.join(kinds)} compares pairs of one micro-batch with each other, which the plan chooses; use "
+        "another loss_type",
     )

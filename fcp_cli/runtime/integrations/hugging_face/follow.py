@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.followed_step import plan_path
-from fcp_cli.runtime.integrations.hugging_face.checks import check_schedule, check_trainer
+from fcp_cli.runtime.integrations.hugging_face.checks import check_schedule, check_trainer, loss_kind
 from fcp_cli.runtime.integrations.hugging_face.losses import CausalLoss, PlannedLoss
 from fcp_cli.runtime.integrations.hugging_face.rows import CollatedRows
 from fcp_cli.runtime.integrations.transformers import SwitchedAttention
@@ -38,14 +39,18 @@ class TrainerFollower:
     def __init__(self, trainer: Any, plan: Path | None = None) -> None:
         check_trainer(trainer)
         self._trainer = trainer
-        model = base_model(trainer.model)
+        model, kind = base_model(trainer.model), loss_kind(trainer)
         loader = trainer.get_train_dataloader()  # the trainer's own, of which the data set and the collator are used
         self.session: Session = start(plan_path(plan), device=trainer.args.device)
         metadata = self.session.metadata
         check_schedule(trainer, metadata, self.session.plan)
-        self.session.fetch = CollatedRows(loader.dataset, loader.collate_fn, self.session.plan, metadata)
-        self._attention = SwitchedAttention(model)
-        self._loss: PlannedLoss = CausalLoss(model, smoothing=trainer.args.label_smoothing_factor)
+        self.session.fetch = CollatedRows(
+            loader.dataset, loader.collate_fn, self.session.plan, metadata, pairs=kind == "DPOTrainer"
+        )
+        reference = getattr(trainer, "ref_model", None)
+        models = (model,) if reference is None else (model, base_model(trainer.accelerator.unwrap_model(reference)))
+        self._attentions = [SwitchedAttention(one) for one in models]
+        self._loss = _planned_loss(trainer, kind, models)
         self._steps: Generator[Step, None, None] | None = None
 
     def loader(self) -> DataLoader[None]:
@@ -67,12 +72,14 @@ class TrainerFollower:
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
         step = self._next(model)
-        with self._attention.on_rings():
+        with ExitStack() as stack:
+            for attention in self._attentions:
+                stack.enter_context(attention.on_rings())
             for microbatch in step:
                 with trainer.compute_loss_context_manager():
                     loss = self._loss.of(model, microbatch)
                 trainer.accelerator.backward(loss * trainer.accelerator.gradient_accumulation_steps)
-        self._loss.end_step(self.session)
+        self._loss.end_step(self.session, step)
         self._count_tokens(inputs, step)
         return step.local_loss() * self.session.world.size
 
@@ -86,7 +93,7 @@ class TrainerFollower:
         wanted = self._trainer.state.global_step
         if self._steps is None:
             self._announce(wanted)
-            self._steps = self.session.steps(model, first_step=wanted)
+            self._steps = self.session.steps(model, first_step=wanted, mean_over=self._loss.mean_over)
         step = next(self._steps, None)
         if step is None:
             raise RunError(
@@ -112,6 +119,14 @@ class TrainerFollower:
         """Show the trainer inputs of this rank's size, by which it counts tokens and operations; they hold nothing."""
         tokens = torch.zeros(1, dtype=torch.int64, device=self.session.device).expand(1, step.local_tokens)
         inputs.update(input_ids=tokens, attention_mask=(tokens + 1)[:, :1].expand_as(tokens))
+
+
+def _planned_loss(trainer: Any, kind: str, models: tuple[PreTrainedModel, ...]) -> PlannedLoss:
+    if kind == "Trainer":
+        return CausalLoss(models[0], smoothing=trainer.args.label_smoothing_factor)
+    from fcp_cli.runtime.integrations.hugging_face.trl_losses import PreferenceLoss, SftLoss
+
+    return SftLoss(trainer) if kind == "SFTTrainer" else PreferenceLoss(trainer, models)
 
 
 def base_model(model: Any) -> PreTrainedModel:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.integrations.transformers_loss import put_loss_head
 from fcp_cli.runtime.loss import token_loss_sum
-from fcp_cli.runtime.session import LocalMicroBatch, Session
+from fcp_cli.runtime.session import LocalMicroBatch, Session, Step
 
 # Settings by which models change what their head answered.
 _LOGITS_CHANGED_BY = (
@@ -23,13 +23,19 @@ _LOGITS_CHANGED_BY = (
 
 
 class PlannedLoss(Protocol):
-    """The loss of a trainer under a plan."""
+    """The loss of a trainer under a plan.
+
+    Attributes:
+        mean_over: what of the global batch it is a mean over.
+    """
+
+    mean_over: Literal["tokens", "rows"]
 
     def of(self, model: Any, microbatch: LocalMicroBatch) -> Tensor:
         """Run the model on a micro-batch; return this rank's share of the step's loss, to call backward on."""
         ...
 
-    def end_step(self, session: Session) -> None:
+    def end_step(self, session: Session, step: Step) -> None:
         """Log what the trainer logs beside the loss. Every rank calls it, after the step's last micro-batch."""
         ...
 
@@ -44,6 +50,8 @@ class CausalLoss:
         model: of transformers, not wrapped.
         smoothing: share of each label that all tokens of the vocabulary have between them.
     """
+
+    mean_over: Literal["tokens", "rows"] = "tokens"
 
     def __init__(self, model: Any, smoothing: float = 0.0) -> None:
         text = model.config.get_text_config()
@@ -67,7 +75,7 @@ class CausalLoss:
         loss_sum: Tensor = answer
         return microbatch.normalised(loss_sum)
 
-    def end_step(self, session: Session) -> None:
+    def end_step(self, session: Session, step: Step) -> None:
         pass
 
     def _sum(self, logits: Tensor, labels: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from fcp_cli.arrays import IntArray
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
+from fcp_cli.runtime.joined import JoinedSequences
 
 Collate = Callable[[list[Any]], Any]
 
@@ -29,12 +30,15 @@ class CollatedRows:
         dataset: with a length and items by number; row n of it is row n of the manifest.
         collate: the script's collator, called with one item at a time; padding is taken off again.
         plan, metadata: what the rows must match.
+        pairs: a row is a preferred and a rejected answer, each with its prompt; its length is that of both.
 
     Raises:
         RunError: the data set has no length, or another than the manifest.
     """
 
-    def __init__(self, dataset: Any, collate: Collate, plan: Path, metadata: PlanMetadata) -> None:
+    def __init__(
+        self, dataset: Any, collate: Collate, plan: Path, metadata: PlanMetadata, *, pairs: bool = False
+    ) -> None:
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise RunError(
                 f"the training data is a {type(dataset).__name__}, which is read in one go; a plan needs its rows by "
@@ -46,24 +50,27 @@ class CollatedRows:
                 f"the training data has {len(dataset)} rows, but the plan's manifest {name} has {rows}; {REBUILD}"
             )
         self._dataset, self._collate, self._name = dataset, collate, name
+        self._read: Callable[[Any, int], Any] = one_pair if pairs else one_sequence
         self._planned = planned_lengths(plan, metadata)
         cut = metadata.overlong
         self._cut_tokens = cut.max_length if cut.policy == "truncate" else None
 
-    def __call__(self, row: int) -> tuple[Tensor, Tensor]:
-        tokens, labels = one_sequence(self._collate([self._dataset[row]]), row)
+    def __call__(self, row: int) -> tuple[Tensor, Tensor] | JoinedSequences:
+        sequence: tuple[Tensor, Tensor] | JoinedSequences = self._read(self._collate([self._dataset[row]]), row)
+        is_pair = isinstance(sequence, JoinedSequences)
+        tokens = sequence.tokens if isinstance(sequence, JoinedSequences) else sequence[0]
         found, planned = len(tokens), int(self._planned[row])
-        if found != planned and not (found > planned == self._cut_tokens):
+        if found != planned and (is_pair or not (found > planned == self._cut_tokens)):
             raise RunError(
                 f"row {row} of the training data has {found} tokens but {planned} in the plan's manifest {self._name}; "
                 f"{REBUILD}"
             )
-        return tokens, labels
+        return sequence
 
 
 REBUILD = (
     "build the manifest from the data that the trainer trains on: trainer.train_dataset.save_to_disk('prepared'), then "
-    "'fcp manifest build prepared --column input_ids' and 'fcp plan'"
+    "'fcp manifest build prepared --kind arrow --column input_ids' and 'fcp plan'"
 )
 
 
@@ -104,6 +111,26 @@ def one_sequence(batch: Any, row: int) -> tuple[Tensor, Tensor]:
     return tokens[0][kept], labels[0][kept]
 
 
+def one_pair(batch: Any, row: int) -> JoinedSequences:
+    """Return the preferred and the rejected sequence in a batch of one pair, as TRL's collator makes it.
+
+    Raises:
+        RunError: it is none.
+    """
+    names = ("input_ids", "attention_mask", "completion_mask")
+    if not isinstance(batch, Mapping) or any(name not in batch for name in names):
+        raise RunError(f"the data collator makes of row {row} no pair with {', '.join(names)}, which a plan follows")
+    tokens, mask, completion = (torch.as_tensor(batch[name]) for name in names)
+    if tokens.dim() != 2 or len(tokens) != 2:
+        raise RunError(f"the data collator makes of row {row} input_ids of shape {tuple(tokens.shape)}, not of a pair")
+    kept = [own.nonzero().flatten() for own in mask]
+    ids = [own[at] for own, at in zip(tokens, kept, strict=True)]
+    labels = [
+        own[at].masked_fill(learned[at] == 0, -100) for own, at, learned in zip(tokens, kept, completion, strict=True)
+    ]
+    return JoinedSequences(tokens=torch.cat(ids), labels=torch.cat(labels), lengths=(len(ids[0]), len(ids[1])))
+
+
 def _is_redundant(name: Any, value: Any) -> bool:
     if name == "token_type_ids":
         return not torch.as_tensor(value).any()
@@ -117,9 +144,7 @@ def _unpadded(batch: Mapping[Any, Any], tokens: Tensor, row: int) -> slice:
     if mask is not None:
         kept = torch.as_tensor(mask)[0].nonzero().flatten()
         if not len(kept) or int(kept[-1] - kept[0]) + 1 != len(kept):
-            raise RunError(
-                f"the attention mask of row {row} leaves out tokens inside of it, which a plan cannot follow"
-            )
+            raise RunError(f"the attention mask of row {row} has gaps, which a plan cannot follow")
         start, stop = int(kept[0]), int(kept[-1]) + 1
     positions = batch.get("position_ids")
     if positions is not None:

@@ -1,0 +1,45 @@
+"""What the workers of trainers left, and how far a script under a plan is from the same script without."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Outcomes = Callable[[str, str], list[Any]]
+"""From phase (`plain` or `planned`) and case to what each rank found."""
+_RANKS = 2
+_FP32 = 2e-6
+
+
+def read_outcomes(folder: Path) -> Outcomes:
+    return lambda phase, name: [
+        pickle.loads((folder / phase / name / f"{rank}.pickle").read_bytes()) for rank in range(_RANKS)
+    ]
+
+
+def differences(plain: dict[str, Any], planned: dict[str, Any]) -> dict[str, float]:
+    """The largest relative difference of losses and gradient norms, and absolute one of weights."""
+    found = {}
+    for key in ("loss", "grad_norm", "eval_loss"):
+        pairs = [(one[key], other[key]) for one, other in zip(plain["log"], planned["log"], strict=True) if key in one]
+        found[key] = max((abs(other - one) / abs(one) for one, other in pairs), default=0.0)
+    assert plain["weights"].keys() == planned["weights"].keys()
+    found["weights"] = max(
+        float((planned["weights"][name] - value).abs().max()) for name, value in plain["weights"].items()
+    )
+    return found
+
+
+def require_equal(outcomes: Outcomes, name: str, *, most: float = _FP32, steps: int = 3) -> None:
+    plain, planned = outcomes("plain", name), outcomes("planned", name)
+    for rank in range(_RANKS):
+        assert not isinstance(planned[rank], str), planned[rank]
+        assert sum("grad_norm" in entry for entry in planned[rank]["log"]) == steps
+        found = differences(plain[rank], planned[rank])
+        assert max(found.values()) <= most, (name, rank, found)
+    for weight, value in planned[0]["weights"].items():
+        assert torch.equal(value, planned[1]["weights"][weight]), weight

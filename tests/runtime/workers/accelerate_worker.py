@@ -1,0 +1,88 @@
+"""The cases of `trainer_worker` for plain loops around accelerate; started in the same way."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import accelerate.accelerator
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from torch.utils.data import DataLoader
+
+from fcp_cli.runtime.integrations.accelerate_hooks import hook_accelerator
+from tests.runtime.models import VOCAB_SIZE, hugging_face
+from tests.runtime.trainer_plans import GLOBAL_BATCH, LOOP_LENGTHS
+from tests.runtime.workers.trainer_worker import Cases, collate, main
+
+
+def rows() -> Dataset:
+    """Rows of which one token is learned, so that a mean of means is the mean over tokens."""
+    draw = torch.Generator().manual_seed(7)
+    ids = [torch.randint(1, VOCAB_SIZE, (length,), generator=draw).tolist() for length in LOOP_LENGTHS]
+    return Dataset.from_dict({"input_ids": ids, "labels": [[-100] * (len(row) - 1) + row[-1:] for row in ids]})
+
+
+def loop(folder: Path, *, accumulates: int = 1, resumed: bool = False, gathers: bool = False) -> dict[str, Any]:
+    """A loop as in accelerate's own examples: nothing in it knows of plans."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulates)
+    model = hugging_face("qwen3", torch.float32)
+    model.train()
+    batch = GLOBAL_BATCH // accumulates // accelerator.num_processes
+    loader = DataLoader(rows(), batch_size=batch, collate_fn=collate)
+    eval_loader = DataLoader(rows().select(range(4)), batch_size=2, collate_fn=collate)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.5, total_iters=6)
+    model, optimizer, loader, eval_loader, scheduler = accelerator.prepare(
+        model, optimizer, loader, eval_loader, scheduler
+    )
+    log, done, total = [], 0, torch.zeros(())
+    if resumed:
+        accelerator.load_state(str(folder / "state"))
+        loader, done = accelerator.skip_first_batches(loader, accumulates), 1
+    for data in loader:
+        with accelerator.accumulate(model):
+            outputs = model(**data)
+            accelerator.backward(outputs.loss)
+            total += outputs.loss.detach() / accumulates
+            if gathers:
+                accelerator.gather(outputs.loss.detach())
+            if accumulates == 1 or accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            done += 1
+            loss = float(accelerator.gather(total[None]).mean())
+            log.append({"loss": loss, "grad_norm": float(norm), "lr": scheduler.get_last_lr()[0]})
+            total.zero_()
+            if done == 1 and not resumed:
+                accelerator.save_state(str(folder / "state"))
+    model.eval()
+    with torch.no_grad():
+        losses = [float(accelerator.gather(model(**data).loss[None]).mean()) for data in eval_loader]
+    log.append({"eval_loss": sum(losses) / len(losses)})
+    return {"log": log, "weights": accelerator.unwrap_model(model).state_dict()}
+
+
+def in_two_runs(folder: Path) -> dict[str, Any]:
+    loop(folder)
+    return loop(folder, resumed=True)
+
+
+ITERATION, WAVES = "loop-iteration.parquet", "loop-waves.parquet"
+CASES: Cases = {
+    "loop": (ITERATION, loop),
+    "accumulating loop": (WAVES, partial(loop, accumulates=2)),
+    "resumed loop": (ITERATION, in_two_runs),
+}
+REFUSALS: Cases = {"gathering loop": (ITERATION, partial(loop, gathers=True))}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:], CASES, REFUSALS, hook=lambda: hook_accelerator(accelerate.accelerator))
