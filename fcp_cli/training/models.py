@@ -68,6 +68,7 @@ def build_model(
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     from fcp_cli.runtime.integrations.transformers import prepare, recompute_layers
+    from fcp_cli.runtime.integrations.transformers_probe import weights_to_come
 
     config = model_config(name)
     torch.manual_seed(seed)
@@ -75,7 +76,8 @@ def build_model(
     with nullcontext() if is_filled else _no_init_weights():
         model: Any = family.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     model.tie_weights()
-    prepare(model)
+    with nullcontext() if is_filled else weights_to_come():
+        prepare(model)
     if freeze_vision and has_vision(config):
         model.base_model.requires_grad_(False)
         model.base_model.language_model.requires_grad_(True)

@@ -60,6 +60,16 @@ def test_a_sliding_window_is_refused(tmp_path: Path) -> None:
         build_model(name, seed=0, device=CPU)
 
 
+@pytest.mark.parametrize("name", ["qwen3-tiny", "qwen3-vl-tiny"])
+def test_what_memory_holds_before_weights_are_read_does_not_matter(name: str) -> None:
+    torch.use_deterministic_algorithms(True)  # fills memory that nothing has written to with NaN
+    try:
+        built = build_model(name, seed=0, device=torch.device("cpu"), is_filled=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert any(parameter.isnan().any() for parameter in built.model.parameters())
+
+
 def test_an_unknown_model_names_the_nearest() -> None:
     with pytest.raises(ProfileError, match="unknown model 'qwen3-tiney'; nearest: qwen3-tiny"):
         build_model("qwen3-tiney", seed=0, device=CPU)

@@ -59,10 +59,23 @@ _SCALES = (
 )
 
 
+_weights_to_come: ContextVar[bool] = ContextVar("weights_to_come", default=False)
+
+
+@contextmanager
+def weights_to_come() -> Iterator[None]:
+    """Judge models by their modules alone: what their memory holds before weights are read into it is no model."""
+    token = _weights_to_come.set(True)
+    try:
+        yield
+    finally:
+        _weights_to_come.reset(token)
+
+
 def probe(model: transformers.PreTrainedModel, config: Any, check: Callable[..., None]) -> None:
     """Raise RunError if a plan cannot split a model's sequences, judged by what it computes.
 
-    A model whose weights are not there yet (on the meta device, or fake) is judged by its modules alone.
+    A model whose weights are not there yet (on the meta device, fake, `weights_to_come`) is judged by its modules.
 
     Args:
         model: before it is wrapped; its attention implementation is left as it was.
@@ -71,7 +84,7 @@ def probe(model: transformers.PreTrainedModel, config: Any, check: Callable[...,
     """
     if "position_ids" not in _parameters(model):
         raise RunError(_NO_POSITIONS.format(name=config.model_type))
-    if any(_is_unreal(parameter) for parameter in model.parameters()):
+    if _weights_to_come.get() or any(_is_unreal(parameter) for parameter in model.parameters()):
         _require_no_mixing_modules(model, config)
         return
     _Probe(model, config, check).run()
