@@ -47,11 +47,27 @@ def manifest_files(path: Path) -> list[Path]:
     if path.is_dir():
         files = sorted(path.glob("*.parquet"))
         if not files:
-            raise ManifestError(f"{path} is a folder without .parquet files; `fcp manifest build {path}` reads text")
+            raise ManifestError(_what_folder(path))
         return files
     if not path.exists():
         raise ManifestError(f"{path} does not exist; `fcp manifest build SOURCE -o {path}` makes a manifest")
     return [path]
+
+
+def _what_folder(path: Path) -> str:
+    """Say what a folder without a manifest is, with the command that makes one of it."""
+    if any(path.glob("*/*.arrow")):  # DatasetDict.save_to_disk: a folder for each split
+        splits = sorted(file.parent.name for file in path.glob("*/*.arrow"))
+        return (
+            f"{path} is a folder of data, not a manifest, with the splits {', '.join(dict.fromkeys(splits))}; make the "
+            f"manifest of one with `fcp manifest build {path / splits[0]} -o lengths.parquet`, and plan that"
+        )
+    if any(path.glob("*.arrow")):
+        return (
+            f"{path} is a folder of Arrow files, not a manifest; make one with `fcp manifest build {path} -o "
+            "lengths.parquet` (texts and conversations: with --tokenizer), and plan that"
+        )
+    return f"{path} is a folder without .parquet files; `fcp manifest build {path}` reads text"
 
 
 def read_footer(file: Path) -> Any:

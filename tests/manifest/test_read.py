@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from inline_snapshot import snapshot
 
 from fcp_cli.errors import ManifestError
+from fcp_cli.manifest.header import manifest_files
 from fcp_cli.manifest.read import read_lengths_jsonl, read_manifest, remarks
 from tests.manifest.datasets import write_parquet
 from tests.messages import raises
@@ -319,3 +320,17 @@ def test_a_bad_line_of_standard_input_is_named(text: str, message: str) -> None:
 def test_standard_input_that_is_not_text_is_one_line() -> None:
     with pytest.raises(ManifestError, match="standard input is not UTF-8 text"):
         read_lengths_jsonl(io.TextIOWrapper(io.BytesIO(b"\xff\xfe\x00"), encoding="utf-8"))
+
+
+def test_a_folder_of_arrow_files_is_named_with_the_command_that_makes_its_manifest(tmp_path: Path) -> None:
+    for folder in ("data", "splits/test", "splits/train"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "data-00000-of-00001.arrow").touch()
+    with pytest.raises(
+        ManifestError, match=r"data is a folder of Arrow files, .* `fcp manifest build .*data -o lengths.pa"
+    ):
+        manifest_files(tmp_path / "data")
+    with pytest.raises(
+        ManifestError, match=r"with the splits test, train; make .* `fcp manifest build .*splits/test -o len"
+    ):
+        manifest_files(tmp_path / "splits")
