@@ -120,7 +120,7 @@ def test_a_node_with_victims_only_points_to_the_others(tmp_path: Path) -> None:
     failure = find_failure(logs, status=1)
     assert failure.last_lines == ()  # nobody is helped by the words of a victim
     assert failure.summary().startswith(
-        f"rank 5 on {HOST} lost its connection to a rank of another node, which names the reason; its whole output is in "
+        f"rank 5 on {HOST} lost its connection to a rank of another node, which names the reason unless that node died; its whole output is in "
     )
 
 

@@ -49,7 +49,7 @@ class Failure:
         if self.message:
             return self.message if self.message.startswith("rank ") else f"{self.who}: {self.message}"
         if self.is_victim:
-            where = "lost its connection to a rank of another node, which names the reason"
+            where = "lost its connection to a rank of another node, which names the reason unless that node died"
             return f"{self.who} {where}; its whole output is in {self.log}"
         how = f"failed: {self.raised}" if self.raised else f"exited with status {self.status}"
         # A rank that raised may yet abort while its interpreter ends: the exception is the reason then, not the signal.
