@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
@@ -22,6 +22,8 @@ from fcp_cli.runs.folder import RunPaths, next_run_dir
 from fcp_cli.runs.launch_record import read_launch
 from fcp_cli.training.optional import require_libraries
 from fcp_cli.training.settings import TrainSettings
+
+_PATHS: Final = ("weights", "eval_manifest", "eval_plan")  # among the settings; a launch record holds them as text
 
 
 def trainer_settings(request: LaunchRequest, job: Job, assumed: Origins) -> TrainSettings:
@@ -41,6 +43,7 @@ def trainer_settings(request: LaunchRequest, job: Job, assumed: Origins) -> Trai
     model = _model(request.model, metadata, assumed)
     if request.plan is None and not is_assumed(metadata):
         assumed.assume("--plan", plan, "it is in this folder")
+    evaluation = _evaluation(request)
     settings = TrainSettings(
         plan=plan.absolute(),
         model=model,
@@ -48,7 +51,9 @@ def trainer_settings(request: LaunchRequest, job: Job, assumed: Origins) -> Trai
         manifest=None if request.synthetic else _manifest(request, plan, metadata, assumed),
         run_dir=run_dir_of(request, Path(model).stem).absolute(),
         resume=request.resume,
-        **{name: value for name, value in request.training.items() if name != "weights"},
+        **{name: value for name, value in request.training.items() if name not in _PATHS},
+        eval_manifest=evaluation.get("eval_manifest"),
+        eval_plan=evaluation.get("eval_plan"),
     )
     recipe = settings.recipe(metadata.recipe, sync=metadata.sync, device=job.machine.device)
     if runs_here:
@@ -100,6 +105,29 @@ def _weights(request: LaunchRequest, model: str, assumed: Origins) -> Path | Non
     if given is None:
         assumed.assume("--weights", folder, "the model is a checkpoint")
     return folder.absolute()
+
+
+def _evaluation(request: LaunchRequest) -> dict[str, Path]:
+    """Return the held-out rows and their plan, which are looked at before anything starts.
+
+    Raises:
+        FcpError: a file cannot be used, or holds lengths alone.
+    """
+    from fcp_cli.manifest.read import read_manifest
+    from fcp_cli.manifest.tokens import open_media
+    from fcp_cli.training.data import has_tokens
+
+    found = {name: Path(request.training[name]).absolute() for name in _PATHS[1:] if request.training.get(name)}
+    manifest, plan = found.get("eval_manifest"), found.get("eval_plan")
+    if plan is not None:
+        preflight.check_plan(plan)
+    if manifest is None:
+        return found
+    length_column = request.training.get("length_column", "length")
+    read_manifest(manifest, length_column=length_column)
+    if not has_tokens(manifest, length_column=length_column) and open_media(manifest) is None:
+        raise RunError(f"--eval-manifest {manifest} holds lengths only, no source of tokens to compute losses of")
+    return found
 
 
 def _note_vision(metadata: PlanMetadata, settings: TrainSettings, assumed: Origins) -> None:

@@ -42,6 +42,11 @@ class RunPaths:
         return self.run_dir / "plan.parquet"
 
     @property
+    def evaluation_plan(self) -> Path:
+        """The plan over the held-out rows, where the run made it."""
+        return self.run_dir / "eval-plan.parquet"
+
+    @property
     def profile(self) -> Path:
         """The cost profile that the plan was made with."""
         return self.run_dir / "profile.yaml"

@@ -1,4 +1,5 @@
-"""The metrics of a run: JSON Lines, one `run` record per start and one `step` record per step (`fcp-metrics/1`).
+"""The metrics of a run: JSON Lines, one `run` record per start, one `step` record per step and one
+`eval` record per evaluation (`fcp-metrics/1`).
 
 A record is written whole and flushed, so that a reader that follows the file sees whole lines only; a run that is
 resumed at step k first drops the records of steps >= k, so that no step appears twice.
@@ -17,6 +18,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.files import write_text_atomically
 
 FORMAT = "fcp-metrics/1"
+_OF_STEPS = ("step", "eval")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +93,49 @@ class StepMeasurement:
         }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LengthBucket:
+    """The learned tokens of the held-out sequences with more than half as many tokens, and up to so many."""
+
+    up_to_tokens: int
+    tokens: int
+    loss_sum: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationMeasurement:
+    """The losses of held-out rows after a step.
+
+    Attributes:
+        step: the optimizer step after which they were computed.
+        seconds: wall-clock time on rank 0.
+        buckets: by length of the sequences, shortest first; those without learned tokens are left out.
+    """
+
+    step: int
+    seconds: float
+    buckets: Sequence[LengthBucket]
+
+    def record(self) -> dict[str, Any]:
+        """Return the `eval` record."""
+        tokens = sum(bucket.tokens for bucket in self.buckets)
+        return {
+            "kind": "eval",
+            "step": self.step,
+            "loss": _finite(sum(bucket.loss_sum for bucket in self.buckets) / max(tokens, 1)),
+            "tokens": tokens,
+            "seconds": self.seconds,
+            "buckets": [
+                {
+                    "up_to_tokens": bucket.up_to_tokens,
+                    "tokens": bucket.tokens,
+                    "loss": _finite(bucket.loss_sum / bucket.tokens),
+                }
+                for bucket in self.buckets
+            ],
+        }
+
+
 def _finite(value: float) -> float | None:
     """JSON has no NaN: a loss that ran away is written as null."""
     return value if math.isfinite(value) else None
@@ -125,7 +170,9 @@ def drop_steps_from(path: Path, first_step: int) -> None:
     """
     if not path.is_file():
         return
-    kept = [line for line, record in records_of(path) if record.get("kind") != "step" or record["step"] < first_step]
+    kept = [
+        line for line, record in records_of(path) if record.get("kind") not in _OF_STEPS or record["step"] < first_step
+    ]
     write_text_atomically(path, "".join(f"{line}\n" for line in kept))
 
 

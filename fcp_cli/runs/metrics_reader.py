@@ -278,7 +278,7 @@ class MetricsTail:
                     self._is_live = record.get("started", "") >= self._since
                 elif record["kind"] == "step":
                     run_step(record)  # raises where the record is damaged
-                else:
+                elif record["kind"] != "eval":
                     continue
                 if self._is_live:
                     records.append(record)

@@ -22,10 +22,9 @@ _STEPS_FOR_PACE = 20
 def progress_line(record: Mapping[str, Any], *, steps: int, seconds_left: float | None) -> str:
     """Describe one step, in at most 80 columns below 1,000 steps and an hour to go; beyond, the end may be cut."""
     seconds = record["seconds"]
-    loss = record["loss"]
     parts = [
         f"step {record['step'] + 1}/{steps}",
-        f"loss {'nan' if loss is None else format(loss, '.4f')}",
+        f"loss {_loss(record['loss'])}",
         f"{short_count(record['tokens'] / seconds)} tok/s",
         f"{short_seconds(seconds)}s (plan {short_seconds(record['predicted_seconds'])})",
         f"idle {record['idle_fraction']:.0%}",
@@ -35,6 +34,21 @@ def progress_line(record: Mapping[str, Any], *, steps: int, seconds_left: float 
     if seconds_left is not None:
         parts.append(f"{clock(seconds_left)} left")
     return "  ".join(parts)
+
+
+def evaluation_line(record: Mapping[str, Any], *, steps: int) -> str:
+    """Describe an evaluation: the loss per learned token in all, and by the length of sequences."""
+    parts = [
+        f"evaluation {record['step'] + 1}/{steps}",
+        f"loss {_loss(record['loss'])} of {short_count(record['tokens'])} tokens",
+        *(f"up to {short_count(one['up_to_tokens'])}: {_loss(one['loss'])}" for one in record["buckets"]),
+        f"{short_seconds(record['seconds'])}s",
+    ]
+    return "  ".join(parts)
+
+
+def _loss(value: float | None) -> str:
+    return "nan" if value is None else format(value, ".4f")
 
 
 def short_count(number: float) -> str:
@@ -79,6 +93,9 @@ class TrainingProgress:
             self._first_step = None
         elif record["kind"] == "step":
             self._show(record)
+        elif record["kind"] == "eval":
+            line = evaluation_line(record, steps=self._steps)
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)  # above the live line, if any
 
     def _show(self, record: Mapping[str, Any]) -> None:
         if not record.get("warm_up"):

@@ -11,7 +11,7 @@ import torch
 from fcp_cli.console import human
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.runs.folder import RunPaths
-from fcp_cli.runs.metrics import FORMAT, MetricsWriter, StepMeasurement, drop_steps_from
+from fcp_cli.runs.metrics import FORMAT, EvaluationMeasurement, MetricsWriter, StepMeasurement, drop_steps_from
 from fcp_cli.training.progress import TrainingProgress
 from fcp_cli.training.settings import TrainSettings
 from fcp_cli.training.tensorboard import Scalars
@@ -69,7 +69,12 @@ class Report:
             self._progress.feed(run)
 
     def step(self, measurement: StepMeasurement) -> None:
-        record = measurement.record()
+        self._write(measurement.record())
+
+    def evaluation(self, measurement: EvaluationMeasurement) -> None:
+        self._write(measurement.record())
+
+    def _write(self, record: dict[str, Any]) -> None:
         self._metrics.write(record)
         self._scalars.write(record)
         if self._progress is not None:

@@ -56,6 +56,8 @@ class TrainSettings(RecipeRequest):
         zero, shard_ranks, reduce, precision, recompute, loss, offload, freeze_vision: of the recipe; `auto`, None and
             False leave them to the plan (`TrainSettings.recipe`).
         lora, freeze: of the recipe, too; None leaves them to the plan.
+        eval_manifest, eval_plan: held-out rows and their plan, which is made in the run directory where it is None.
+        eval_every: steps between two evaluations; there is one at the end in any case.
         grad_ring_dtype: type in which gradients of 16-bit keys and values travel around rings.
         checkpoint_every: steps between checkpoints; 0 saves only at the end and on Ctrl-C.
         keep: the newest so many checkpoints stay.
@@ -82,6 +84,9 @@ class TrainSettings(RecipeRequest):
         str | None,
         Opt("Do not train weights of these names, as 'visual.*'.", metavar="PATTERN,...", unset="all are trained"),
     ] = None
+    eval_manifest: Annotated[Path | None, Opt("Held-out rows to compute losses of.", unset="none")] = None
+    eval_plan: Annotated[Path | None, Opt("Plan over those rows.", unset="made at the start")] = None
+    eval_every: Annotated[int, Opt("Steps between two evaluations; 0: only at the end.", min=0)] = 0
     device: Device = "auto"
     steps: Annotated[
         int | None, Opt("Stop after step N, counted from the start of the run.", min=1, unset="the plan's")
@@ -124,6 +129,8 @@ class TrainSettings(RecipeRequest):
     def __post_init__(self) -> None:
         check_limits(self)
         check_tuning(self.lora, self.freeze)
+        if self.eval_manifest is None and (self.eval_plan is not None or self.eval_every):
+            raise UsageError(f"--eval-{'plan' if self.eval_plan else 'every'} needs --eval-manifest, the held-out rows")
         # No option of the trainer alone: only the trainer's own command line sets it here.
         if self.device not in get_args(Device):
             raise UsageError(f"--device is {self.device!r}; it must be one of {', '.join(get_args(Device))}")

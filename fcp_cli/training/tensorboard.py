@@ -10,6 +10,17 @@ from typing import Any
 _SCALARS = ("loss", "grad_norm", "learning_rate", "seconds", "predicted_seconds", "idle_fraction")
 
 
+def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return what curves are drawn of in a `step` or an `eval` record; without what was not finite."""
+    if record["kind"] == "eval":
+        of_lengths = {f"eval_loss/up_to_{one['up_to_tokens']}": one["loss"] for one in record["buckets"]}
+        found = {"eval_loss": record["loss"], **of_lengths}
+    else:
+        found = {name: record[name] for name in _SCALARS}
+        found["tokens_per_second"] = record["tokens"] / record["seconds"]
+    return {name: value for name, value in found.items() if value is not None}
+
+
 class Scalars:
     """A writer of the scalars of each step record; it does nothing where tensorboard is missing."""
 
@@ -21,12 +32,9 @@ class Scalars:
             self._writer = SummaryWriter(str(folder), purge_step=first_step)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        if self._writer is None:
-            return
-        for name in _SCALARS:
-            if record[name] is not None:
-                self._writer.add_scalar(f"fcp/{name}", record[name], record["step"])
-        self._writer.add_scalar("fcp/tokens_per_second", record["tokens"] / record["seconds"], record["step"])
+        if self._writer is not None:
+            for name, value in scalars_of(record).items():
+                self._writer.add_scalar(f"fcp/{name}", value, record["step"])
 
     def close(self) -> None:
         if self._writer is not None:

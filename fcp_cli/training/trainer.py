@@ -35,6 +35,7 @@ from fcp_cli.runtime.weight_types import WEIGHT_DTYPES
 from fcp_cli.training.adapters import adapted_names, choose_trained, describe_frozen, export_adapters
 from fcp_cli.training.checkpoint import TrainState, load_checkpoint, saved_buffers
 from fcp_cli.training.data import open_data
+from fcp_cli.training.evaluation import evaluate, open_held_out
 from fcp_cli.training.holding import Holding, Replica, ShardedModel
 from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.models import build_model, has_vision, model_config, model_vocab_size, shard_model
@@ -68,36 +69,40 @@ def train(settings: TrainSettings, stop: StopRequest) -> bool:
         FcpError: the plan, the data, the model, the run directory or a checkpoint is at fault.
     """
     _require_free(settings)
-    config = model_config(settings.model)
-    visuals = open_visuals(settings, config)
-    fetch = visuals or _open_data(settings)
-    if has_vision(config) and visuals is None:
-        settings = replace(settings, freeze_vision=True)  # weight decay would shrink what no image trains
-    device = _device(settings.device)
     with ExitStack() as stack:
-        if visuals is not None:
-            stack.callback(visuals.close)
+        fetch, shows_pictures = _open_data(settings, stack)
+        if has_vision(model_config(settings.model)) and not shows_pictures:
+            settings = replace(settings, freeze_vision=True)  # weight decay would shrink what no image trains
         session = stack.enter_context(
             start(
                 settings.plan,
                 fetch,
-                device=device,
+                device=_device(settings.device),
                 grad_ring_dtype=settings.grad_ring_dtype,
                 skip_bad_rows=settings.bad_rows == "skip",
             )
         )
-        trainer = stack.enter_context(closing(Trainer(settings, session)))
+        held_out = None
+        if settings.eval_manifest is not None:
+            held_out = open_held_out(settings, session, lambda theirs: _open_data(theirs, stack)[0])
+        trainer = stack.enter_context(closing(Trainer(settings, session, held_out)))
         return trainer.run(stop)
 
 
-def _open_data(settings: TrainSettings) -> Fetch:
-    return open_data(
+def _open_data(settings: TrainSettings, stack: ExitStack) -> tuple[Fetch, bool]:
+    """Return the rows of the settings' manifest, open until the stack is left, and whether they have pictures."""
+    visuals = open_visuals(settings, model_config(settings.model))
+    if visuals is not None:
+        stack.callback(visuals.close)
+        return visuals, True
+    tokens = open_data(
         settings.plan,
         settings.manifest,
         vocab_size=model_vocab_size(settings.model),
         seed=settings.seed,
         length_column=settings.length_column,
     )
+    return tokens, False
 
 
 def _require_free(settings: TrainSettings) -> None:
@@ -118,9 +123,10 @@ def _device(kind: str) -> torch.device | None:
 class Trainer:
     """One rank's model and optimizer, and on rank 0 the run's output."""
 
-    def __init__(self, settings: TrainSettings, session: Session) -> None:
+    def __init__(self, settings: TrainSettings, session: Session, held_out: Session | None = None) -> None:
         self.settings = settings
         self.session = session
+        self.held_out = held_out
         self.paths = RunPaths(run_dir=settings.run_dir)
         self.last_step = min(settings.steps or session.metadata.end_step, session.metadata.end_step)
         metadata = session.metadata
@@ -188,6 +194,9 @@ class Trainer:
             if self._report is not None:
                 self._report.step(measured)
             finished = step.index + 1
+            evaluations = self.settings.eval_every
+            if finished == self.last_step or (evaluations > 0 and finished % evaluations == 0):
+                self._evaluate(step.index)
             every = self.settings.checkpoint_every
             if stopping or finished == self.last_step or (every > 0 and finished % every == 0):
                 self._save(finished)
@@ -301,6 +310,16 @@ class Trainer:
         if self.recipe.precision != "amp":
             return nullcontext()
         return torch.autocast(self.session.device.type, dtype=torch.bfloat16)
+
+    def _evaluate(self, step: int) -> None:
+        """Report the losses of held-out rows, if there are any. Every rank calls it."""
+        if self.held_out is None:
+            return
+        measured = evaluate(
+            self.held_out, self.model, self.holding.followed, self.recipe, step=step, precision=self._precision
+        )
+        if self._report is not None:
+            self._report.evaluation(measured)
 
     def _save(self, finished: int) -> None:
         self.saver.save(self._header(finished), self._state)

@@ -16,7 +16,19 @@ from safetensors.torch import load_file
 
 from fcp_cli.runs.metrics_reader import read_metrics
 from tests.runtime.launch import torchrun
-from tests.training.tuning_cases import CASES, FULL, NUM_RANKS, SAVED_STEPS, STEPS, Case, train_alone, write_inputs
+from tests.training.tuning_cases import (
+    CASES,
+    EVALUATED,
+    EVALUATED_EVERY,
+    FULL,
+    NUM_RANKS,
+    SAVED_STEPS,
+    STEPS,
+    Case,
+    evaluate_alone,
+    train_alone,
+    write_inputs,
+)
 
 pytestmark = [
     pytest.mark.hf,
@@ -103,6 +115,42 @@ def test_adapters_resume_bit_for_bit_from_checkpoints_without_frozen_weights() -
     names = {name for path in saved.glob("state-*") for name in load_file(path) if name.startswith("model/")}
     assert names
     assert all(".lora_" in name for name in names)
+
+
+@pytest.mark.parametrize("name", EVALUATED)
+def test_evaluation_changes_no_bit_of_training(name: str) -> None:
+    runs = job(*CASES) / "runs"
+    plain, evaluated = (runs / one for one in (name, f"{name}, evaluated"))
+    assert losses_of(evaluated) == losses_of(plain)
+    for file in (plain / "model").glob("*.safetensors"):
+        before, after = load_file(file), load_file(evaluated / "model" / file.name)
+        assert all(torch.equal(before[one], after[one]) for one in before | after)
+
+
+@pytest.mark.parametrize("name", EVALUATED)
+def test_losses_of_held_out_rows_are_those_of_one_process(name: str) -> None:
+    folder, case = job(*CASES), CASES[name]
+    expected: dict[int, dict[int, tuple[float, int]]] = {}
+
+    def after(step: int, model: Any) -> None:
+        if (step + 1) % EVALUATED_EVERY == 0 or step + 1 == STEPS:
+            expected[step] = evaluate_alone(folder, case, model)
+
+    train_alone(folder, case, after)
+    records = [
+        line
+        for line in read_metrics(folder / "runs" / f"{name}, evaluated" / "metrics.jsonl")
+        if line["kind"] == "eval"
+    ]
+    assert [record["step"] for record in records] == list(expected) == [3, 7, 9]
+    for record in records:
+        buckets = expected[record["step"]]
+        found = {one["up_to_tokens"]: (one["loss"], one["tokens"]) for one in record["buckets"]}
+        assert found == {bucket: (pytest.approx(loss, rel=1e-12), tokens) for bucket, (loss, tokens) in buckets.items()}
+        tokens = sum(tokens for _, tokens in buckets.values())
+        mean = sum(loss * own for loss, own in buckets.values()) / tokens
+        assert (record["loss"], record["tokens"]) == (pytest.approx(mean, rel=1e-12), tokens)
+        assert len(buckets) >= 2
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ from tests.runtime.plans import Row, write_plan
 NUM_RANKS = 4
 STEPS = 10
 SAVED_STEPS = 5
+EVALUATED_EVERY = 4
+EVALUATED = ("adapters, 2", "adapters, 3", "frozen, 1")  # these train once more with evaluations between the steps
 VOCAB_SIZE = 64
 _TEXT: Mapping[str, Any] = {
     "hidden_size": 24,
@@ -145,6 +147,10 @@ def write_inputs(folder: Path) -> None:
         config = transformers.AutoConfig.for_model(name, **_TEXT, tie_word_embeddings=name == "qwen3")
         family.from_config(config).save_pretrained(folder / name)
     vision.model().save_pretrained(folder / "qwen3_vl")
+    held_out = {"iteration": [[(group, -1) for group in groups] for groups in _ITERATION[:2]]}
+    held_out["microbatch"] = [[(group, wave) for wave, groups in enumerate(_WAVES[0]) for group in groups]]
+    for sync, layout in held_out.items():
+        _write_plan(folder / f"held-out-{sync}.parquet", layout, _text_length, sync)  # type: ignore[arg-type]
     for what, length_of in (("text", _text_length), ("pictures", lambda row: len(vision.inputs_of(row).input_ids))):
         iteration = [[(group, -1) for group in _ITERATION[step % 3]] for step in range(STEPS)]
         waves = [
@@ -152,6 +158,10 @@ def write_inputs(folder: Path) -> None:
         ]
         for sync, layout in (("iteration", iteration), ("microbatch", waves)):
             _write_plan(folder / f"{what}-{sync}.parquet", layout, length_of, sync)  # type: ignore[arg-type]
+
+
+def evaluation_plan_path(folder: Path, case: Case) -> Path:
+    return folder / f"held-out-{case.sync}.parquet"
 
 
 def _write_plan(path: Path, layout: Any, length_of: Callable[[int], int], sync: Sync) -> None:
@@ -187,8 +197,13 @@ def fetch_of(case: Case) -> Callable[[int], Any]:
     return lambda row: vision.sequence(inputs := _picture_inputs(row), inputs.labels)
 
 
-def train_alone(folder: Path, case: Case) -> tuple[list[float], dict[str, Tensor]]:
-    """Train in one process by transformers, peft and PyTorch alone; return losses and trained weights by name."""
+def train_alone(
+    folder: Path, case: Case, after: Callable[[int, Any], None] = lambda step, model: None
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Train in one process by transformers, peft and PyTorch alone; return losses and trained weights by name.
+
+    `after` is called with each step that was trained, and the model.
+    """
     import peft
     import transformers
 
@@ -218,12 +233,27 @@ def train_alone(folder: Path, case: Case) -> tuple[list[float], dict[str, Tensor
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
+        after(step.step, model)
     return losses, {name: parameter.detach() for name, parameter in trained.items()}
 
 
 def _logits(model: Any, ids: np.ndarray[Any, Any]) -> Tensor:
     logits: Tensor = model(input_ids=torch.from_numpy(ids)[None]).logits
     return logits
+
+
+@torch.no_grad()
+def evaluate_alone(folder: Path, case: Case, model: Any) -> dict[int, tuple[float, int]]:
+    """Loss per token and tokens of the held-out rows by the power of two that their lengths do not exceed."""
+    sums: dict[int, tuple[float, int]] = {}
+    for step in PlanReader(evaluation_plan_path(folder, case)).steps():
+        for row in step.sequences:
+            ids, labels = (torch.from_numpy(one) for one in _text(int(row)))
+            bucket = 1 << (len(ids) - 1).bit_length()
+            loss = functional.cross_entropy(model(input_ids=ids[None]).logits[0, :-1], labels[1:], reduction="sum")
+            total, tokens = sums.get(bucket, (0.0, 0))
+            sums[bucket] = total + float(loss), tokens + int((labels[1:] != -100).sum())
+    return {bucket: (total / tokens, tokens) for bucket, (total, tokens) in sorted(sums.items()) if tokens}
 
 
 def _step(model: Any, rows: list[int], case: Case) -> float:

@@ -17,18 +17,35 @@ import torch
 import torch.distributed as dist
 
 from fcp_cli.errors import FcpError
+from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runtime.session import start
+from fcp_cli.training.evaluation import held_out_session
 from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.trainer import Trainer
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.workers.leave import leave_job
-from tests.training.tuning_cases import CASES, FULL, SAVED_STEPS, STEPS, Case, fetch_of
+from tests.training.tuning_cases import (
+    CASES,
+    EVALUATED,
+    EVALUATED_EVERY,
+    FULL,
+    SAVED_STEPS,
+    STEPS,
+    Case,
+    evaluation_plan_path,
+    fetch_of,
+)
 
 
 def train(case: Case, folder: Path, run_dir: Path, **changes: Any) -> None:
     settings = case.settings(folder, run_dir, **changes)
-    with start(settings.plan, fetch_of(case)) as session, closing(Trainer(settings, session)) as trainer:
-        assert trainer.run(StopRequest())
+    with start(settings.plan, fetch_of(case)) as session:
+        held_out = None
+        if settings.eval_every:
+            plan = evaluation_plan_path(folder, case)
+            held_out = held_out_session(plan, PlanReader(plan).metadata, session, fetch_of(case))
+        with closing(Trainer(settings, session, held_out)) as trainer:
+            assert trainer.run(StopRequest())
 
 
 def resume(case: Case, folder: Path, name: str) -> None:
@@ -55,6 +72,9 @@ def main(folder: Path, names: list[str]) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
     for name in names:
         train({**CASES, **FULL}[name], folder, folder / "runs" / name, checkpoint_every=SAVED_STEPS)
+    for name in EVALUATED if "adapters, 2" in names else ():
+        held_out = {"eval_manifest": folder / "unread", "eval_every": EVALUATED_EVERY}
+        train(CASES[name], folder, folder / "runs" / f"{name}, evaluated", **held_out)
     if "adapters, 2" in names:
         resume(CASES["adapters, 2"], folder, "adapters, 2")
         refuse(Case(), folder, "no such weight", freeze="visul.*,lm_head*")
