@@ -57,7 +57,7 @@ def trainer_settings(request: LaunchRequest, job: Job, assumed: Origins) -> Trai
     )
     recipe = settings.recipe(metadata.recipe, sync=metadata.sync, device=job.machine.device)
     if runs_here:
-        require_libraries(recipe)
+        require_libraries(recipe, settings)
     check_shard_ranks(recipe, metadata.num_ranks)
     check_recipe_of_plan(job, settings)
     if metadata.recipe is None:

@@ -83,8 +83,13 @@ def load_cluster(name_or_path: str | Path) -> ClusterSpec:
 
 def cluster_like(device_name: str) -> str:
     """Return the name of the shipped cluster of devices of that name, else the example's."""
+    return known_cluster(device_name) or EXAMPLE_CLUSTER
+
+
+def known_cluster(device_name: str) -> str | None:
+    """Return the name of the shipped cluster of devices of that name; None where there is none."""
     known = (cluster for part, cluster in _CLUSTERS_OF_DEVICES.items() if part in device_name.upper())
-    return next(known, EXAMPLE_CLUSTER)
+    return next(known, None)
 
 
 def cluster_of(found: Accelerators) -> ClusterSpec:

@@ -44,6 +44,8 @@ class StepMeasurement:
         ranks: [num_ranks] the micro-batches that each rank ran, in order.
         warm_up: the first step after a start: it also pays for compilation, caches and connections.
         bad_rows: manifest rows of which nothing was learned, since a picture of theirs could not be read.
+        mfu: share of all devices' peak that the model's arithmetic came to; None where the peak is not known.
+        peak_memory_bytes: the most that a rank has had of its device since its start, or of a host's memory.
     """
 
     step: int
@@ -56,6 +58,8 @@ class StepMeasurement:
     ranks: Sequence[Sequence[MicroBatchTiming]]
     warm_up: bool = False
     bad_rows: Sequence[int] = ()
+    mfu: float | None = None
+    peak_memory_bytes: int | None = None
 
     def busy_seconds(self) -> list[float]:
         """[num_ranks] seconds in which each rank ran micro-batches."""
@@ -88,6 +92,9 @@ class StepMeasurement:
             "predicted_seconds": self.predicted_seconds,
             "idle_fraction": self.idle_fraction,
             "warm_up": self.warm_up,
+            "tokens_per_second": self.tokens / self.seconds,
+            "mfu": self.mfu,
+            "peak_memory_bytes": self.peak_memory_bytes,
             "ranks": ranks,
             **({"bad_rows": list(self.bad_rows)} if self.bad_rows else {}),
         }

@@ -6,9 +6,10 @@ import importlib.util
 
 from fcp_cli.errors import UsageError
 from fcp_cli.recipe import Recipe
+from fcp_cli.training.settings import TrainSettings
 
 
-def require_libraries(recipe: Recipe) -> None:
+def require_libraries(recipe: Recipe, settings: TrainSettings) -> None:
     """Check that what a run was asked for can be imported.
 
     Raises:
@@ -16,6 +17,8 @@ def require_libraries(recipe: Recipe) -> None:
     """
     if recipe.lora is not None:
         _require("peft", flag="--lora", install="'fcp-cli[finetune]'")
+    if settings.wandb is not None:
+        _require("wandb", flag="--wandb", install="wandb")
 
 
 def _require(package: str, *, flag: str, install: str) -> None:

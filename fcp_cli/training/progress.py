@@ -20,7 +20,10 @@ _STEPS_FOR_PACE = 20
 
 
 def progress_line(record: Mapping[str, Any], *, steps: int, seconds_left: float | None) -> str:
-    """Describe one step, in at most 80 columns below 1,000 steps and an hour to go; beyond, the end may be cut."""
+    """Describe one step, in at most 80 columns below 1,000 steps and an hour to go; beyond, the end may be cut.
+
+    What comes last and is cut first is the share of the devices' peak, where that is known, and a rank's most memory.
+    """
     seconds = record["seconds"]
     parts = [
         f"step {record['step'] + 1}/{steps}",
@@ -33,6 +36,10 @@ def progress_line(record: Mapping[str, Any], *, steps: int, seconds_left: float 
         parts.append(counted(len(record["bad_rows"]), "bad row"))
     if seconds_left is not None:
         parts.append(f"{clock(seconds_left)} left")
+    if record.get("mfu") is not None:
+        parts.append(f"MFU {record['mfu']:.0%}")
+    if record.get("peak_memory_bytes"):
+        parts.append(f"{record['peak_memory_bytes'] / 1e9:.3g} GB")
     return "  ".join(parts)
 
 

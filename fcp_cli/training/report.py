@@ -15,6 +15,8 @@ from fcp_cli.runs.metrics import FORMAT, EvaluationMeasurement, MetricsWriter, S
 from fcp_cli.training.progress import TrainingProgress
 from fcp_cli.training.settings import TrainSettings
 from fcp_cli.training.tensorboard import Scalars
+from fcp_cli.training.utilisation import Peak
+from fcp_cli.training.weights_and_biases import WandbRun
 
 
 def run_record(
@@ -25,6 +27,7 @@ def run_record(
     first_step: int,
     steps: int,
     parameters: int,
+    peak: Peak | None = None,
 ) -> dict[str, Any]:
     """Return the record that begins a run or its continuation; `steps` is where it will stop."""
     return {
@@ -39,6 +42,8 @@ def run_record(
         "parameters": parameters,
         "device": device.type,
         "device_name": device_name(device),
+        "peak_flops": None if peak is None else peak.flops,
+        "peak_flops_of": None if peak is None else peak.source,
         "torch": torch.__version__,
         "started": datetime.now(timezone.utc).isoformat(),
         "first_step": first_step,
@@ -62,7 +67,9 @@ class Report:
         paths = RunPaths(run_dir=settings.run_dir)
         drop_steps_from(paths.metrics, run["first_step"])
         self._metrics = MetricsWriter(paths.metrics)
-        self._scalars = Scalars(paths.tensorboard, first_step=run["first_step"])
+        self._curves: list[Scalars | WandbRun] = [Scalars(paths.tensorboard, first_step=run["first_step"])]
+        if settings.wandb is not None:
+            self._curves.append(WandbRun(settings.wandb, settings.run_dir, run))
         self._progress = None if settings.quiet else TrainingProgress(human(), every=settings.log_every)
         self._metrics.write(run)
         if self._progress is not None:
@@ -76,7 +83,8 @@ class Report:
 
     def _write(self, record: dict[str, Any]) -> None:
         self._metrics.write(record)
-        self._scalars.write(record)
+        for curves in self._curves:
+            curves.write(record)
         if self._progress is not None:
             self._progress.feed(record)
 
@@ -84,4 +92,5 @@ class Report:
         if self._progress is not None:
             self._progress.close()
         self._metrics.close()
-        self._scalars.close()
+        for curves in self._curves:
+            curves.close()

@@ -62,6 +62,7 @@ class TrainSettings(RecipeRequest):
         checkpoint_every: steps between checkpoints; 0 saves only at the end and on Ctrl-C.
         keep: the newest so many checkpoints stay.
         async_save: copy what a checkpoint holds, and write it while training goes on.
+        wandb: project of Weights & Biases that gets the curves, beside TensorBoard.
         log_every: steps between two lines of progress where there is no terminal.
         quiet: no progress; whoever started the run shows it from the metrics.
     """
@@ -121,6 +122,9 @@ class TrainSettings(RecipeRequest):
     ] = "error"
     decode_workers: Annotated[
         int | None, Opt("Processes per rank that decode pictures; 0: none.", min=0, unset="the rank's share of cores")
+    ] = None
+    wandb: Annotated[
+        str | None, Opt("Project of Weights & Biases to log to, too.", metavar="PROJECT", unset="none")
     ] = None
     log_every: Annotated[int, Opt("Steps per line without a terminal.", min=1)] = 10
     resume: bool = False

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 _SCALARS = ("loss", "grad_norm", "learning_rate", "seconds", "predicted_seconds", "idle_fraction")
+_NEWER_SCALARS = ("tokens_per_second", "mfu", "peak_memory_bytes")
 
 
 def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
@@ -17,7 +18,7 @@ def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
         found = {"eval_loss": record["loss"], **of_lengths}
     else:
         found = {name: record[name] for name in _SCALARS}
-        found["tokens_per_second"] = record["tokens"] / record["seconds"]
+        found |= {name: record.get(name) for name in _NEWER_SCALARS}
     return {name: value for name, value in found.items() if value is not None}
 
 

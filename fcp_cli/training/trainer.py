@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fcp_cli.console import note
 from fcp_cli.errors import RunError
+from fcp_cli.models.model import load_model
 from fcp_cli.models.weights import WeightFiles, find_weights
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
@@ -43,11 +44,12 @@ from fcp_cli.training.offload import describe_offload, open_offload
 from fcp_cli.training.optimizer import clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
 from fcp_cli.training.optional import require_libraries
 from fcp_cli.training.progress import short_count
-from fcp_cli.training.report import Report, run_record
+from fcp_cli.training.report import Report, device_name, run_record
 from fcp_cli.training.saving import CheckpointSaver, remove_leftovers
 from fcp_cli.training.settings import TrainSettings
 from fcp_cli.training.shares import open_shares
 from fcp_cli.training.timings import gather_timings
+from fcp_cli.training.utilisation import peak_memory_bytes, peak_of, utilisation
 from fcp_cli.training.visuals import open_visuals
 from fcp_cli.training.weights import (
     describe_unexpected,
@@ -132,7 +134,8 @@ class Trainer:
         metadata = session.metadata
         self.recipe = settings.recipe(metadata.recipe, sync=metadata.sync, device=session.device.type)
         check_shard_ranks(self.recipe, metadata.num_ranks)
-        require_libraries(self.recipe)
+        require_libraries(self.recipe, settings)
+        self.spec, self.peak = load_model(settings.model), peak_of(device_name(session.device), self.recipe)
         self.is_sharded = self.recipe.zero_stage > 1
         weights = None if settings.weights is None else find_weights(settings.weights)
         built = build_model(
@@ -232,20 +235,26 @@ class Trainer:
         loss = step.reduced_loss()
         self._require_finite(step, loss, float(grad_norm))
         timings = [(timing.order, timing.start_seconds, timing.seconds) for timing in step.timings]
-        everyone = gather_timings(plan, timings, stop=bool(stop), writing=self.saver.is_writing)
+        memory = peak_memory_bytes(self.session.device)
+        everyone = gather_timings(plan, timings, stop=bool(stop), writing=self.saver.is_writing, peak_bytes=memory)
         if not everyone.writing:
             self.saver.publish()
+        seconds = time.perf_counter() - begin
         measured = StepMeasurement(
             step=step.index,
             loss=loss,
             tokens=int(plan.tokens.sum()),
             grad_norm=float(grad_norm),
             learning_rate=learning_rate,
-            seconds=time.perf_counter() - begin,
+            seconds=seconds,
             predicted_seconds=step.predicted_seconds,
             ranks=everyone.ranks,
             warm_up=step.index == self.first_step,
             bad_rows=step.bad_rows,
+            mfu=utilisation(
+                self.spec, self.recipe, plan, seconds=seconds, peak=self.peak, ranks=self.session.metadata.num_ranks
+            ),
+            peak_memory_bytes=everyone.peak_bytes,
         )
         return measured, everyone.stop
 
@@ -402,6 +411,7 @@ class Trainer:
             first_step=self.first_step,
             steps=self.last_step,
             parameters=parameters,
+            peak=self.peak,
         )
         return Report(self.settings, run)
 

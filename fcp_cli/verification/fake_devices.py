@@ -39,6 +39,7 @@ from fcp_cli.runtime.session import Session
 from fcp_cli.runtime.world import ProcessWorld
 from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.settings import TrainSettings
+from fcp_cli.training.timings import Exchanged
 from fcp_cli.training.trainer import Trainer
 from fcp_cli.verification.live_memory import LiveMemory
 from fcp_cli.vision import grids as tower
@@ -228,7 +229,11 @@ def _replacements(job: FakeJob) -> list[tuple[Any, str, Any]]:
     found: list[tuple[Any, str, Any]] = [
         (shares, "init_device_mesh", mesh_of_numbers),
         # What ranks tell each other about times has shapes that depend on numbers.
-        (trainer, "gather_timings", lambda plan, timings, *, stop: (False, [])),
+        (
+            trainer,
+            "gather_timings",
+            lambda plan, timings, **_: Exchanged(stop=False, writing=False, peak_bytes=0, ranks=[]),
+        ),
         # Fake parameters cannot be swapped, and are where they should be.
         (torch.nn.Module, "to", lambda module, *args, **kwargs: module),
     ]

@@ -58,7 +58,7 @@ SURFACE = {
         --hostfile --setup --sbatch-option --srun-option --image --mount --rdma-resource --host-network --shm-size
         --python --job-name --nodes --node-rank --master-addr
         --master-port --join-timeout --weights --random-weights --export-every --lora --freeze
-        --eval-manifest --eval-plan --eval-every
+        --eval-manifest --eval-plan --eval-every --wandb
         --steps --learning-rate --lr-schedule --warmup-steps --warmup-ratio --decay-steps --wsd-decay-ratio
         --min-learning-rate-ratio --weight-decay --zero
         --shard-ranks --reduce --precision --recompute --loss --offload --max-grad-norm --freeze-vision

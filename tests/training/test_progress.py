@@ -37,6 +37,24 @@ def test_a_line_says_everything_in_80_columns() -> None:
     assert len(line) <= 80
 
 
+def test_the_share_of_the_peak_and_the_memory_come_last() -> None:
+    record = {**step(1), "mfu": 0.4123, "peak_memory_bytes": 71_300_000_000}
+    assert progress_line(record, steps=2, seconds_left=3.0).endswith("idle 12%  0:03 left  MFU 41%  71.3 GB")
+
+
+def test_an_evaluation_is_a_line_of_its_own_above_the_steps() -> None:
+    buckets = [{"up_to_tokens": 512, "tokens": 2000, "loss": 2.5}, {"up_to_tokens": 4096, "tokens": 9000, "loss": None}]
+    record = {"kind": "eval", "step": 4, "loss": 2.25, "tokens": 11_000, "seconds": 1.5, "buckets": buckets}
+    console = Console(file=io.StringIO(), width=80)
+    progress = TrainingProgress(console)
+    progress.feed({"kind": "run", "steps": 9})
+    progress.feed(record)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == snapshot(
+        "evaluation 5/9  loss 2.2500 of 11k tokens  up to 512: 2.5000  up to 4.1k: nan  1.50s\n"
+    )
+
+
 def test_a_loss_that_ran_away_is_shown_as_nan() -> None:
     assert "loss nan" in progress_line(step(1, loss=None), steps=2, seconds_left=None)
 

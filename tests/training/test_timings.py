@@ -39,3 +39,10 @@ def test_a_checkpoint_is_being_written_as_long_as_one_rank_writes(tmp_path: Path
     plan_path = write_small_plan(tmp_path / "plan.parquet", write_manifest(tmp_path), steps=1)
     plan = next(PlanReader(plan_path).steps())
     assert decode([encode([], writing=rank == 3, most=2) for rank in range(4)], plan).writing
+
+
+def test_the_peak_of_memory_is_that_of_the_rank_with_most(tmp_path: Path) -> None:
+    plan_path = write_small_plan(tmp_path / "plan.parquet", write_manifest(tmp_path), steps=1)
+    plan = next(PlanReader(plan_path).steps())
+    bytes_of = [1 << 36, (1 << 36) + 1, 7, 0]  # more than a float32 holds
+    assert decode([encode([], peak_bytes=most, most=2) for most in bytes_of], plan).peak_bytes == (1 << 36) + 1

@@ -1,0 +1,74 @@
+"""What a step asked of the devices: arithmetic against their peak (MFU), and the most memory of a rank."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fcp_cli.memory.trained import trained_parameters
+from fcp_cli.models.cluster import known_cluster, load_cluster
+from fcp_cli.models.model import ModelSpec
+from fcp_cli.plan.step import StepPlan
+from fcp_cli.recipe import Recipe
+
+_HALF_PRECISIONS = ("bf16", "amp")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peak:
+    """The arithmetic that a device's data sheet promises.
+
+    Attributes:
+        flops: dense operations per second in 16 bits.
+        source: the shipped cluster whose description says so.
+    """
+
+    flops: float
+    source: str
+
+
+def peak_of(device_name: str, recipe: Recipe) -> Peak | None:
+    """Return the peak of a device; None where it is not known, or the recipe multiplies in other types than 16 bits."""
+    name = known_cluster(device_name)
+    if name is None or recipe.precision not in _HALF_PRECISIONS:
+        return None
+    return Peak(flops=load_cluster(name).peak_flops, source=name)
+
+
+def model_flops(spec: ModelSpec, recipe: Recipe, lengths: np.ndarray) -> float:
+    """Count the operations of the language model that a step needs, recomputation left out (Chowdhery et al., PaLM).
+
+    A token takes two operations with each parameter of a matrix in forward, two for the gradient of its input, and two
+    for that of the matrix, where it is trained. In attention a token meets half of its sequence. Encoders are left out.
+
+    Args:
+        spec: the model.
+        recipe: says what is trained.
+        lengths: [sequences] tokens.
+    """
+    tokens, pairs = float(lengths.sum()), float(np.square(lengths.astype(np.float64)).sum()) / 2
+    matrices = spec.num_layers * spec.layer_matrix_parameters + spec.embedding_parameters
+    tuned = trained_parameters(spec, recipe)
+    trained = matrices if tuned is None else min(matrices, tuned.total)
+    attention = 3 * 4 * spec.num_layers * spec.num_heads * spec.head_dim * pairs
+    return 2 * tokens * (2 * matrices + trained) + attention
+
+
+def utilisation(
+    spec: ModelSpec, recipe: Recipe, plan: StepPlan, *, seconds: float, peak: Peak | None, ranks: int
+) -> float | None:
+    """Return the share of all devices' peak that a step's arithmetic came to; None where that is not known."""
+    if peak is None:
+        return None
+    return model_flops(spec, recipe, plan.lengths) / (seconds * ranks * peak.flops)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory that this rank has had allocated on its device, or on a host all that it has had."""
+    if device.type == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    most: int = torch.get_device_module(device).max_memory_allocated(device)
+    return most

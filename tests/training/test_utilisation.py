@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fcp_cli.models.model import load_model
+from fcp_cli.recipe import Recipe
+from fcp_cli.training.utilisation import model_flops, peak_memory_bytes, peak_of
+
+pytestmark = [pytest.mark.torch, pytest.mark.hf]
+
+
+def test_the_arithmetic_of_a_step_is_what_pytorch_counts() -> None:
+    """But for attention, which eager kernels compute for all pairs of tokens, and rings for those that see each other."""
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoModelForCausalLM
+
+    from fcp_cli.training.models import model_config
+
+    family: Any = AutoModelForCausalLM
+    model = family.from_config(model_config("qwen3-tiny"), attn_implementation="eager")
+    lengths = np.array([37, 64])
+    with FlopCounterMode(display=False) as counter:
+        for length in lengths.tolist():
+            model(input_ids=torch.ones(1, length, dtype=torch.int64)).logits.sum().backward()
+    spec = load_model("qwen3-tiny")
+    attention = 12 * spec.num_layers * spec.num_heads * spec.head_dim * float((lengths**2).sum()) / 2
+    assert model_flops(spec, Recipe(), lengths) + attention == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_frozen_matrices_need_no_gradients_of_their_own() -> None:
+    spec, lengths = load_model("qwen3-8b"), np.array([1024])
+    whole, tuned = (model_flops(spec, recipe, lengths) for recipe in (Recipe(), Recipe(lora="r=16")))
+    assert tuned / whole == pytest.approx(2 / 3, abs=0.02)
+
+
+def test_only_a_known_device_in_16_bits_has_a_peak() -> None:
+    peak = peak_of("NVIDIA H100 80GB HBM3", Recipe())
+    assert peak is not None
+    assert peak.source == "h100-8x8"
+    assert peak.flops == pytest.approx(989e12, rel=0.01)
+    assert peak_of("NVIDIA H100 80GB HBM3", Recipe(precision="fp32")) is None
+    assert peak_of("x86_64", Recipe()) is None
+
+
+def test_a_host_tells_what_the_process_has_had() -> None:
+    before = peak_memory_bytes(torch.device("cpu"))
+    assert before > 50e6
+    block = np.ones(30_000_000)
+    assert peak_memory_bytes(torch.device("cpu")) >= before
+    del block
