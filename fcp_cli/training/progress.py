@@ -48,7 +48,7 @@ def evaluation_line(record: Mapping[str, Any], *, steps: int) -> str:
     parts = [
         f"evaluation {record['step'] + 1}/{steps}",
         f"loss {_loss(record['loss'])} of {short_count(record['tokens'])} tokens",
-        *(f"up to {short_count(one['up_to_tokens'])}: {_loss(one['loss'])}" for one in record["buckets"]),
+        *(f"up to {one['up_to_tokens']:,}: {_loss(one['loss'])}" for one in record["buckets"]),
         f"{short_seconds(record['seconds'])}s",
     ]
     return "  ".join(parts)

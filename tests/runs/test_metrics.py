@@ -72,6 +72,9 @@ def test_a_step_record_has_what_the_format_promises() -> None:
         "learning_rate": 1e-3,
         "seconds": 2.0,
         "predicted_seconds": 1.0,
+        "tokens_per_second": 10.0,
+        "mfu": None,
+        "peak_memory_bytes": None,
         "idle_fraction": 0.5,
         "warm_up": False,
     }

@@ -13,10 +13,13 @@ import pytest
 from inline_snapshot import snapshot
 
 from fcp_cli.files import shipped
+from fcp_cli.manifest.build import build_manifest
+from fcp_cli.manifest.sources.text import TextTree
+from fcp_cli.manifest.tokenizer import open_tokenizer
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runs.metrics_reader import open_run, read_metrics
 from fcp_cli.training.train import main
-from tests.training.small_runs import write_manifest, write_small_plan
+from tests.training.small_runs import write_manifest, write_small_plan, write_text
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
 
@@ -60,8 +63,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     profile = PROFILE.read_text(encoding="utf-8")
     write_small_plan(folder / "plan.parquet", manifest, steps=4, num_ranks=1, cost_profile=profile)
     write_small_plan(folder / "bare.parquet", manifest, steps=4, num_ranks=1)
-    (folder / "other").mkdir()
-    write_small_plan(folder / "other.parquet", write_manifest(folder / "other"), steps=1, num_ranks=1)
+    fewer = TextTree(root=write_text(folder / "fewer", files=5).resolve(), tokenizer=open_tokenizer("bytes"))
+    build_manifest(fewer, folder / "fewer.parquet")
+    write_small_plan(folder / "other.parquet", folder / "fewer.parquet", steps=1, num_ranks=1)
     return folder
 
 
@@ -122,7 +126,9 @@ def test_a_resumed_run_drops_evaluations_that_it_makes_again(folder: Path) -> No
         (
             ("--eval-manifest", "HERE/lengths.parquet", "--eval-plan", "HERE/other.parquet"),
             "plan.parquet",
-            snapshot(),
+            snapshot(
+                "error: HERE/other.parquet was not made from HERE/lengths.parquet; plan again with 'fcp plan HERE/lengths.parquet --ranks 1', or leave --eval-plan out"
+            ),
         ),
         (
             ("--eval-every", "5"),

@@ -51,7 +51,7 @@ def test_an_evaluation_is_a_line_of_its_own_above_the_steps() -> None:
     progress.feed(record)
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue() == snapshot(
-        "evaluation 5/9  loss 2.2500 of 11k tokens  up to 512: 2.5000  up to 4.1k: nan  1.50s\n"
+        "evaluation 5/9  loss 2.2500 of 11k tokens  up to 512: 2.5000  up to 4,096: nan  1.50s\n"
     )
 
 

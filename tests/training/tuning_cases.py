@@ -147,7 +147,7 @@ def write_inputs(folder: Path) -> None:
         config = transformers.AutoConfig.for_model(name, **_TEXT, tie_word_embeddings=name == "qwen3")
         family.from_config(config).save_pretrained(folder / name)
     vision.model().save_pretrained(folder / "qwen3_vl")
-    held_out = {"iteration": [[(group, -1) for group in groups] for groups in _ITERATION[:2]]}
+    held_out: dict[str, Any] = {"iteration": [[(group, -1) for group in groups] for groups in _ITERATION[:2]]}
     held_out["microbatch"] = [[(group, wave) for wave, groups in enumerate(_WAVES[0]) for group in groups]]
     for sync, layout in held_out.items():
         _write_plan(folder / f"held-out-{sync}.parquet", layout, _text_length, sync)  # type: ignore[arg-type]
