@@ -6,6 +6,8 @@ microseconds (`python -m benchmarks.guards`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +16,7 @@ from fcp_cli.runtime.finite import LossWatch
 from fcp_cli.runtime.gradients import GradientSync
 from fcp_cli.runtime.loader import Shard
 from fcp_cli.runtime.on_nan import OnNan
+from fcp_cli.runtime.ring import Ring
 from fcp_cli.runtime.step_agreement import SameData
 from fcp_cli.runtime.trained import require_summed
 from fcp_cli.runtime.world import World
@@ -49,6 +52,7 @@ class Guards:
         self.on_nan = on_nan
         self._world = world
         self._watch = watch
+        self._most_forwards = self._most_backwards = 0
         self._is_model_missing = model is None
         self._is_walked = world.size == 1  # then there is nothing to sum
 
@@ -61,6 +65,17 @@ class Guards:
         if self._world.size == 1:
             return None
         return SameData(self._world, step, [shard.digest for shard in shards if shard.digest is not None])
+
+    def expect_as_before(self, ring: Ring) -> None:
+        """Let a ring be used as often as the rank's rings before: ranks that differ would wait for each other."""
+        ring.most_forwards, ring.most_backwards = self._most_forwards, self._most_backwards
+
+    def note_forwards(self, ring: Ring) -> None:
+        self._most_forwards = max(self._most_forwards, ring.forward_calls)
+
+    def note_backwards(self, rings: Iterable[Ring]) -> None:
+        """Note the backwards of a step that is over: a loop may hold them back until its last micro-batch."""
+        self._most_backwards = max(self._most_backwards, *(ring.backward_calls for ring in rings))
 
     def look(self) -> None:
         """Raise RunError if a loss of an earlier micro-batch turned out not to be finite."""

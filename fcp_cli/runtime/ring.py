@@ -68,6 +68,9 @@ class Ring(RingMember):
         backward_calls: how often the backward of its attention calls ran.
         backward_forbidden: why its backward must not run now, since ranks would wait for each other; "" where it may.
         loss_missing: why its backward must not run before that of a loss which the micro-batch made; "" where it may.
+        forward_calls: how often attention ran on it, leaving out what backward computes again.
+        most_forwards, most_backwards: how often either ran on a ring before, where the loop is to run them as often on
+            every one; 0: any number.
         encoder_calls: how often a vision encoder ran for it.
         model_tokens: that the model is called with, padding included; None where any number of at least `tokens` is.
         place: step, micro-batch and rank, for messages; "" where there is no step.
@@ -80,11 +83,14 @@ class Ring(RingMember):
         "backward_calls",
         "backward_forbidden",
         "encoder_calls",
+        "forward_calls",
         "grad_dtype",
         "handle",
         "labels",
         "loss_missing",
         "model_tokens",
+        "most_backwards",
+        "most_forwards",
         "place",
         "transport",
         "visuals",
@@ -107,6 +113,7 @@ class Ring(RingMember):
         self.backward_calls = 0
         self.backward_forbidden = ""
         self.loss_missing = ""
+        self.forward_calls = self.most_forwards = self.most_backwards = 0
         self.model_tokens: int | None = None
         self.place = ""
         self.encoder_calls = 0
@@ -167,6 +174,9 @@ def _checked_ring(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Ring:
     if not q.dtype == k.dtype == v.dtype:
         raise RunError(f"q, k and v have different types: {q.dtype}, {k.dtype}, {v.dtype}")
     ring.check_shapes(q, k, v)
+    if torch._C._current_graph_task_id() == -1:  # else it is computed again inside backward
+        ring.forward_calls += 1
+        _require_expected(ring, ring.forward_calls, ring.most_forwards, "forward")
     if ring.model_tokens not in (None, q.shape[2]):
         raise RunError(
             f"{ring.place}: the model was called with {q.shape[2]} tokens, but its shard of the micro-batch has "
@@ -204,9 +214,20 @@ def _backward(
     if ring.backward_forbidden or ring.loss_missing:
         raise RunError(ring.backward_forbidden or ring.loss_missing)
     ring.backward_calls += 1
+    _require_expected(ring, ring.backward_calls, ring.most_backwards, "backward")
     grad_out, q, k, v, out = packed
     dq, dk, dv = drive(ring_backward(ring, grad_out, q, k, v, out, lse, scale))
     return _unpack(dq, padded), _unpack(dk, padded), _unpack(dv, padded)
+
+
+def _require_expected(ring: Ring, calls: int, most: int, what: str) -> None:
+    """Raise RunError if a rank runs a pass more often than on rings before: the other members would not answer."""
+    if most and calls > most and ring.degree > 1:
+        raise RunError(
+            f"{ring.place}: the {what} of attention runs more often than in the micro-batches before ({most} times), "
+            "and the other ranks of its ring may not run it: run the model equally often in each micro-batch on every "
+            "rank, and what only some need in 'with fcp.outside():'"
+        )
 
 
 _CURRENT = torch.tensor(

@@ -414,11 +414,13 @@ class Step(FollowedStep):
                 self._order_backwards(is_last=is_last)
                 self._guards.look()
                 yield microbatch
+                self._guards.note_forwards(microbatch.ring)
                 self._marks.append((begin, self._session.clock.mark()))
                 self._num_run += 1
                 if place is not None:
                     place.end = self._marks[-1][1]
             self._require_calls()
+            self._guards.note_backwards(microbatch.ring for microbatch in self._microbatches)
             place = None if watch is None else watch.begin(self.index, None)
             if same_data is not None:
                 same_data.require()
@@ -451,6 +453,7 @@ class Step(FollowedStep):
             grad_dtype=session.grad_ring_dtype,
         )
         ring.place = self._guards.place(self.index, shard.row)
+        self._guards.expect_as_before(ring)
         current_ring.set(ring)
         microbatch = LocalMicroBatch(
             shard, ring, session.device, is_last=is_last, guards=self._guards, divisor=self._divisor

@@ -33,6 +33,8 @@ SAID = {
     "second_model": r"step 0, micro-batch 0, rank \d: the loss trains (weight|bias) of a Linear, which is not in the model given to steps\(\), so its gradients would not be summed over the 2 ranks: give steps\(\) one module that holds all that is trained, for example an nn.ModuleList of them",
     "no_model": r"step 0, micro-batch 0, rank \d: steps\(\) was given no model, so nothing sums the gradients of [\w.]+ of a TinyLanguageModel over the 2 ranks: pass the model to steps\(\), or, where the script sums them itself, fcp_cli.runtime.GradientSync\(\)",
     "evaluation_inside": r"step 0, micro-batch 0, rank \d: the model was called with 40 tokens, but its shard of the micro-batch has 1\d: give it the micro-batch's own, and evaluate or generate in 'with fcp.outside\(\):'",
+    "one_more_forward": r"step 0, micro-batch 3, rank 1: the forward of attention runs more often than in the micro-batches before \(2 times\), and the other ranks of its ring may not run it: run the model equally often in each micro-batch on every rank, and what only some need in 'with fcp.outside\(\):'",
+    "one_more_backward": r"step 1, micro-batch 0, rank 1: the backward of attention runs more often than in the micro-batches before \(2 times\), and .*",
     "other_first_step": r"rank 1 begins with step 1, rank 0 with step 0: they were resumed from different checkpoints; load the same one on every rank, and pass its step as first_step",
     "infinite_loss": r"step 1, micro-batch 2, rank 1: the loss is nan \(rows 8 of the data\); look at these rows, lower the learning rate, or leave such steps out with on_nan='skip-step' \(--on-nan skip-step\)",
 }

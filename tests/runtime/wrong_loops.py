@@ -121,6 +121,24 @@ def evaluation_inside(at: Rank) -> None:
             backward(loss)
 
 
+def one_more_forward(at: Rank) -> None:
+    """On one rank, which says so before the other waits for it."""
+    for step in at.session.steps(at.model):
+        for batch in step:
+            if at.rank == 1 and batch.row.order == 3:
+                at.logits(batch)
+            backward(batch.loss(at.logits(batch)))
+
+
+def one_more_backward(at: Rank) -> None:
+    for step in at.session.steps(at.model):
+        for batch in step:
+            loss = batch.loss(at.logits(batch))
+            if at.rank == 1 and step.index == 1 and batch.ring.degree > 1:
+                backward(loss, retain_graph=True)
+            backward(loss)
+
+
 def other_first_step(at: Rank) -> None:
     for step in at.session.steps(at.model, first_step=at.rank):
         train(step, at)
@@ -144,6 +162,8 @@ LOOPS: Mapping[str, Loop] = {
         second_model,
         no_model,
         evaluation_inside,
+        one_more_forward,
+        one_more_backward,
         other_first_step,
         infinite_loss,
     )
