@@ -14,7 +14,7 @@ from tests.runtime.trainer_plans import write_plans
 
 pytestmark = [pytest.mark.hf, pytest.mark.distributed]
 
-_CASES = ("ddp", "accumulation", "resumed, evaluated", "lora", "fsdp")
+_CASES = ("ddp", "accumulation", "resumed, evaluated", "lora")
 _REFUSALS = {
     "own loss": "OwnLoss computes its own loss (compute_loss), which a plan would leave out: a rank has a part of each",
     "other batch": "the script trains on 4 sequences a step (per_device_train_batch_size 2 x gradient_accumulation_steps 1 "
@@ -23,7 +23,7 @@ _REFUSALS = {
     "fewer rows": "the training data has 20 rows, but the plan's manifest lengths.parquet has 24; build the manifest from",
     "grouped": "the script groups rows by group_by_length, but a plan balances the steps itself; leave it out",
 }
-_REMAINING = ("ddp waves", "fsdp kept", "recomputed", "smoothed", "bf16")
+_REMAINING = ("ddp waves", "recomputed", "smoothed", "bf16")
 _BF16 = 1e-3  # two roundings of every activation, in another order
 
 

@@ -116,11 +116,6 @@ def resumed(folder: Path) -> dict[str, Any]:
     return train(folder, evaluates=True, resume=str(folder / "out" / "checkpoint-2"), **settings)
 
 
-def sharded(folder: Path, *, kept: bool) -> dict[str, Any]:
-    config = {"version": 2, "reshard_after_forward": not kept, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
-    return train(folder, fsdp=True, fsdp_config=config)
-
-
 class OwnLoss(Trainer):
     """A trainer of the script's with a loss of its own."""
 
@@ -139,8 +134,6 @@ CASES: Cases = {
     ),
     "resumed, evaluated": (ITERATION, resumed),
     "lora": (ITERATION, lora),
-    "fsdp": (WAVES, lambda folder: sharded(folder, kept=False)),
-    "fsdp kept": (ITERATION, lambda folder: sharded(folder, kept=True)),
     "recomputed": (WAVES, lambda folder: train(folder, gradient_checkpointing=True)),
     "smoothed": (ITERATION, lambda folder: train(folder, label_smoothing_factor=0.1)),
     "bf16": (ITERATION, lambda folder: train(folder, bf16=True)),
