@@ -25,7 +25,7 @@ from fcp_cli.launching.targets.options import (
     hosts_of,
     refuse_local_options,
 )
-from fcp_cli.launching.trainer_settings import run_dir_of, trainer_settings
+from fcp_cli.launching.trainer_settings import model_of_run, run_dir_of, trainer_settings
 from fcp_cli.machine.devices import Machine, find_machine_without_torch
 from fcp_cli.machine.network import free_ports, interface_towards
 from fcp_cli.plan.metadata import PlanMetadata
@@ -196,7 +196,7 @@ def _as_before(request: LaunchRequest, assumed: Origins) -> LaunchRequest:
         request,
         run_dir=run_dir,
         plan=request.plan or followed_plan(run_dir, before),
-        model=request.model or before.model,
+        model=request.model or model_of_run(run_dir, before.model),
         manifest=request.manifest or (Path(before.manifest) if before.manifest else None),
         synthetic=request.synthetic or (request.manifest is None and before.manifest is None),
         training={**training, **request.training},

@@ -9,15 +9,17 @@ from typing import Any, Final
 import yaml
 
 from fcp_cli.console import Origins
-from fcp_cli.errors import RunError, UsageError
+from fcp_cli.errors import ProfileError, RunError, UsageError
 from fcp_cli.launching.assumed_plan import is_assumed
 from fcp_cli.launching.checks import preflight
 from fcp_cli.launching.checks.memory import check_recipe_of_plan
 from fcp_cli.launching.job.job import Job
 from fcp_cli.launching.request import LOCAL, LaunchRequest
+from fcp_cli.models.model import load_model
 from fcp_cli.models.weights import find_weights, has_weights
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.recipe import check_shard_ranks
+from fcp_cli.runs.checkpoint_header import checkpoints
 from fcp_cli.runs.folder import RunPaths, next_run_dir
 from fcp_cli.runs.launch_record import read_launch
 from fcp_cli.training.optional import require_libraries
@@ -83,6 +85,18 @@ def _model(given: str | None, metadata: PlanMetadata, assumed: Origins) -> str:
     return given or str(planned)
 
 
+def model_of_run(run_dir: Path, model: str | None) -> str | None:
+    """Return the model of a run that is resumed: the run's own copy of its configuration, if the original is gone."""
+    kept = RunPaths(run_dir=run_dir).origin
+    if model is None or not (kept / "config.json").is_file():
+        return model
+    try:
+        load_model(model)
+    except ProfileError:
+        return str(kept.absolute())
+    return model
+
+
 def _weights(request: LaunchRequest, model: str, assumed: Origins) -> Path | None:
     """Return the checkpoint to start from: as given, else the folder that was named as the model; None: random weights.
 
@@ -100,7 +114,9 @@ def _weights(request: LaunchRequest, model: str, assumed: Origins) -> Path | Non
                 "--weights", "random", "--weights FOLDER, or a checkpoint's folder as --model, starts from one"
             )
         return None
-    if importlib.util.find_spec("safetensors") is not None:
+    # A run with a checkpoint of its own reads that: what it began from may be gone.
+    is_read = not (request.resume and request.run_dir and checkpoints(RunPaths(run_dir=request.run_dir).checkpoints))
+    if is_read and importlib.util.find_spec("safetensors") is not None:
         find_weights(folder)
     if given is None:
         assumed.assume("--weights", folder, "the model is a checkpoint")

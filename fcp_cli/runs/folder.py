@@ -28,6 +28,11 @@ class RunPaths:
         return self.run_dir / "model"
 
     @property
+    def origin(self) -> Path:
+        """Configuration, tokenizer and processor of the checkpoint that training began with."""
+        return self.run_dir / "origin"
+
+    @property
     def tensorboard(self) -> Path:
         return self.run_dir / "tensorboard"
 

@@ -83,7 +83,14 @@ def adapted_names(names: Mapping[str, str], model: nn.Module) -> dict[str, str]:
 
 
 def export_adapters(
-    model: Any, folder: Path, *, rank: int, barrier: Callable[[], None], dtype: torch.dtype, source: Path | None
+    model: Any,
+    folder: Path,
+    *,
+    rank: int,
+    barrier: Callable[[], None],
+    dtype: torch.dtype,
+    base: Path | None,
+    source: Path | None,
 ) -> None:
     """Write adapters as peft does, which `PeftModel.from_pretrained` reads; every rank calls it.
 
@@ -93,7 +100,8 @@ def export_adapters(
         rank: of this process; rank 0 writes.
         barrier: waits for all ranks.
         dtype: of the adapters in the file.
-        source: the checkpoint that they belong to, whose tokenizer and processor go along.
+        base: the checkpoint that they belong to.
+        source: a folder whose tokenizer and processor go along.
 
     Raises:
         RunError: this rank cannot write.
@@ -113,7 +121,7 @@ def export_adapters(
             tensors = {f"{_PEFT_PREFIX}{name}": tensor for name, tensor in named.items()}
             save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
             config = model.peft_config["default"]
-            config.base_model_name_or_path = None if source is None else str(source)
+            config.base_model_name_or_path = None if base is None else str(base)
             config.inference_mode = True
             config.save_pretrained(partial)
             copy_companions(source, partial)

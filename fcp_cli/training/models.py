@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from fcp_cli.models.model import load_model
 from fcp_cli.models.transformers_config import whole_config
 from fcp_cli.recipe import Recompute
+from fcp_cli.training.initial import draw_weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,12 +55,12 @@ def build_model(
 
     Args:
         name: a shipped model, a model YAML, or a Hugging Face config.json.
-        seed: of the initialisation; torch's generator is left seeded with it.
+        seed: of the initialisation, which torch's generator is set to.
         device: where the model ends up.
         recompute: what of each layer's activations backward computes again.
         freeze_vision: do not train what is not language model; nothing to do for a model that has no more.
-        is_filled: False leaves the weights as they come, for a checkpoint to fill: on the host, memory that nothing
-            has written to takes no room, so that a model that is sharded next never does.
+        is_filled: False leaves the weights as they come, for `draw_weights` or a checkpoint to fill: on the host,
+            memory that nothing has written to takes no room, so that a model that is sharded next never does.
 
     Raises:
         ProfileError: there is no such model.
@@ -71,11 +72,12 @@ def build_model(
     from fcp_cli.runtime.integrations.transformers_probe import weights_to_come
 
     config = model_config(name)
-    torch.manual_seed(seed)
     family = AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
-    with nullcontext() if is_filled else _no_init_weights():
+    with _no_init_weights():
         model: Any = family.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     model.tie_weights()
+    if is_filled:
+        draw_weights(model, seed)
     with nullcontext() if is_filled else weights_to_come():
         prepare(model)
     if freeze_vision and has_vision(config):

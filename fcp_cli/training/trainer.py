@@ -38,11 +38,13 @@ from fcp_cli.training.checkpoint import TrainState, load_checkpoint, saved_buffe
 from fcp_cli.training.data import open_data
 from fcp_cli.training.evaluation import evaluate, open_held_out
 from fcp_cli.training.holding import Holding, Replica, ShardedModel
+from fcp_cli.training.initial import draw_weights
 from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.models import build_model, has_vision, model_config, model_vocab_size, shard_model
 from fcp_cli.training.offload import describe_offload, open_offload
 from fcp_cli.training.optimizer import clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
 from fcp_cli.training.optional import require_libraries
+from fcp_cli.training.origin import keep_origin, kept_names
 from fcp_cli.training.progress import short_count
 from fcp_cli.training.report import Report, device_name, run_record
 from fcp_cli.training.saving import CheckpointSaver, remove_leftovers
@@ -137,7 +139,9 @@ class Trainer:
         require_libraries(self.recipe, settings)
         self.spec, self.peak = load_model(settings.model), peak_of(device_name(session.device), self.recipe)
         self.is_sharded = self.recipe.zero_stage > 1
-        weights = None if settings.weights is None else find_weights(settings.weights)
+        self.resumed_from = self._newest_checkpoint() if settings.resume else None
+        is_new = self.resumed_from is None
+        weights = find_weights(settings.weights) if settings.weights is not None and is_new else None
         built = build_model(
             settings.model,
             seed=settings.seed,
@@ -145,18 +149,18 @@ class Trainer:
             device=torch.device("cpu") if self.is_sharded else session.device,
             recompute=self.recipe.recompute,
             freeze_vision=self.recipe.freeze_vision,
-            is_filled=weights is None,
+            is_filled=False,
         )
         self.model = built.model.double() if self.recipe.precision == "fp64" else built.model
-        self.names = None if weights is None else match_weights(self.model, weights)
+        self.names = self._names(weights)
         choose_trained(self.model, self.recipe, seed=settings.seed)
         if self.names is not None:
             self.names = adapted_names(self.names, self.model)
         if not self.is_sharded:
-            self._load(weights)
+            self._fill(weights)
         self.holding = self._hold()
         if self.is_sharded:
-            self._load(weights)
+            self._fill(weights)
         self.offload = open_offload(self.recipe, settings.model, metadata, session.device)
         self.optimizer = make_optimizer(self.holding.trained, settings)
         self.saver = CheckpointSaver(
@@ -167,15 +171,26 @@ class Trainer:
             in_background=settings.async_save,
             saved=self._note_saved,
         )
-        self.first_step = self._resume() if settings.resume else 0
+        self.first_step = self._resume()
         self._report = self._open_report(built.parameters) if session.rank == 0 else None
         _require_shared(self.paths, session)
         self._announce(built.parameters, weights)
 
-    def _load(self, weights: WeightFiles | None) -> None:
-        """Fill the model with a checkpoint's weights, each rank what it holds."""
+    def _names(self, weights: WeightFiles | None) -> dict[str, str] | None:
+        """Return the names of the tensors in the checkpoint that the run began from; None: it began from none."""
+        if weights is None:
+            return kept_names(self.paths.origin) if self.resumed_from is not None else None
+        names = match_weights(self.model, weights)
+        if self.session.rank == 0:
+            keep_origin(self.paths.origin, model=self.settings.model, source=weights.folder, names=names)
+        return names
+
+    def _fill(self, weights: WeightFiles | None) -> None:
+        """Fill a new run's model with a checkpoint's weights, or with random ones: each rank what it holds."""
         if weights is not None and self.names is not None:
             load_weights(self.model, weights, self.names)
+        elif self.resumed_from is None:
+            draw_weights(self.model, self.settings.seed)
 
     def _hold(self) -> Holding:
         """Shard the model, or what updates it, as the recipe says. Every rank calls it."""
@@ -343,36 +358,37 @@ class Trainer:
             "rank": self.session.rank,
             "barrier": dist.barrier,
             "dtype": WEIGHT_DTYPES[self.recipe.precision],
-            "source": self.settings.weights,
+            "source": self.paths.origin if self.names is not None else None,
         }
         if self.recipe.lora is not None:
-            export_adapters(self.model, self.paths.model, **where)
+            export_adapters(self.model, self.paths.model, base=self.settings.weights, **where)
         else:
             num_ranks = self.session.metadata.num_ranks
             export_model(self.model, self.paths.model, num_ranks=num_ranks, names=self.names, **where)
         if self.session.rank == 0 and not self.settings.quiet:
             note(f"exported {self.paths.model}")
 
-    def _resume(self) -> int:
-        """Load the newest checkpoint, if there is one; return the first step to run."""
+    def _newest_checkpoint(self) -> Path | None:
         if self.session.rank == 0:
             remove_leftovers(self.paths.checkpoints)
         found = checkpoints(self.paths.checkpoints)
-        if not found:
+        return found[-1] if found else None
+
+    def _resume(self) -> int:
+        """Load the newest checkpoint, if there is one; return the first step to run."""
+        found = self.resumed_from
+        if found is None:
             return 0
-        header = read_header(found[-1])
-        check_header(header, self._header(header.step), self.session.metadata, checkpoint=found[-1])
+        header, wanted = read_header(found), self._header(0)
+        if wanted.model == str(self.paths.origin):  # a copy of what the run began with, which is gone
+            wanted = replace(wanted, model=header.model)
+        check_header(header, wanted, self.session.metadata, checkpoint=found)
         if header.step >= self.last_step:
             raise RunError(
-                f"{found[-1]} has finished {header.step} of {self.last_step} steps: nothing is left to resume; give a "
+                f"{found} has finished {header.step} of {self.last_step} steps: nothing is left to resume; give a "
                 "larger --steps, or make a plan of more steps with 'fcp plan --epochs'"
             )
-        load_checkpoint(
-            found[-1],
-            self._state,
-            header=header,
-            rank=self.session.rank,
-        )
+        load_checkpoint(found, self._state, header=header, rank=self.session.rank)
         self.holding.publish(frozen=True)
         return header.step
 

@@ -190,7 +190,7 @@ def export_model(
         barrier: waits for all ranks.
         dtype: of the weights in the files.
         names: the names to give the tensors, as `match_weights` returned them; None: the model's own.
-        source: the checkpoint that training began with, whose tokenizer and processor go along.
+        source: a folder whose tokenizer and processor go along.
 
     Raises:
         RunError: this rank cannot write.

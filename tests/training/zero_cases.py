@@ -16,6 +16,7 @@ from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runtime.on_nan import OnNan
 from fcp_cli.training.data import open_data
+from fcp_cli.training.models import build_model
 from fcp_cli.training.optimizer import learning_rate_at, set_learning_rate
 from fcp_cli.training.settings import TrainSettings
 from tests.runtime.plans import Row, write_plan
@@ -161,10 +162,12 @@ def train_alone(folder: Path, case: Case) -> Trained:
     """Train in one process that knows of no ranks: sequence by sequence, PyTorch's attention and default AdamW."""
     import transformers
 
-    torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**CONFIG)
     family: Any = transformers.AutoModelForCausalLM
     model: Any = family.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    model.load_state_dict(
+        build_model(str(folder / "config.json"), seed=0, device=torch.device("cpu")).model.state_dict()
+    )
     model = model.to({"fp64": torch.float64}.get(case.precision, torch.float32))
     settings = case.settings(folder, folder)
     decayed = [p for p in model.parameters() if p.ndim >= 2]
