@@ -1,8 +1,9 @@
 """`make demo`: the main job on one machine, with the commands that a user would type.
 
 The data set is the source code of Python's own standard library: real text with a real long tail, on every machine.
-It is measured, profiled, planned twice (the best static degree, and fcp), verified against one process, trained twice
-on four gloo ranks, and summed up in one table.
+The model is a tiny checkpoint in Hugging Face form, made on the spot: random weights, and a tokenizer of that text. The
+text is measured, the machine profiled, the work planned twice (the best static degree, and fcp), verified against one
+process, trained twice on four gloo ranks, and summed up in one table; transformers then loads what was trained.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -28,16 +30,20 @@ from fcp_cli.cost.profile import load_cost_profile
 from fcp_cli.plan.reader import PlanReader
 
 FOLDER = Path("demo")
+CHECKPOINT = FOLDER / "checkpoint"
+VOCABULARY = 1024
 STEPS = 16
 RANKS = 4
 WARM_UP_STEPS = 2  # the first steps pay for page faults and allocator growth
 MAX_LENGTH_TOKENS = 4096
+PROMPT = "        self.assert"
 
 OPENING = (
     "You will see one small job, from text to a trained model, twice: with one static degree for all, and by fcp.",
     "First: how long the files of Python's standard library are, and what a token costs on this machine.",
     "Then two plans, each checked against one process, two trainings, and a table: predicted beside measured.",
-    "Last: what the same files would take on 64 ranks, by six strategies. All of it takes some three minutes.",
+    "Then a line of text by the trained model, loaded with transformers, and what the same files would take on 64",
+    "ranks, by six strategies. All of it takes some three minutes.",
 )
 
 console = Console(stderr=True, highlight=False)
@@ -65,16 +71,20 @@ def main() -> None:
         console.print(line, soft_wrap=True)
     FOLDER.mkdir(exist_ok=True)
     library = sysconfig.get_paths()["stdlib"]
-    fcp("manifest", "build", library, "--include", "*.py", "--exclude", "site-packages", "-o", "demo/lengths.parquet")
+    make_checkpoint(Path(library))
+    files = ["--include", "*.py", "--exclude", "site-packages"]
+    fcp("manifest", "build", library, *files, "--tokenizer", str(CHECKPOINT), "-o", "demo/lengths.parquet")
     # With as many processes as the job will have: what they take from each other is part of what a step takes.
     # A formula that was fitted to groups of 1, 2 and 4 ranks prices those of 3, too, and the time goes to fewer points.
-    options = ["--model", "qwen3-tiny", "--ranks", str(RANKS), "--degrees", "1,2,4", "--budget-minutes", "0.8"]
+    options = ["--model", str(CHECKPOINT), "--ranks", str(RANKS), "--degrees", "1,2,4", "--budget-minutes", "0.8"]
     fcp("profile", *options, "--fresh", "-o", "demo/profile.yaml")
     outcomes = [run_plan("static"), run_plan("fcp")]
     console.print(f"\n{STEPS} steps of Python's standard library on {RANKS} ranks:")
     console.print(summary(outcomes))
     for line in in_words(outcomes):
         console.print(line, soft_wrap=True)
+    console.print(f"\nThe trained model in {trained('fcp')}, loaded with transformers, goes on after {PROMPT!r}:")
+    console.print(generated_line(trained("fcp")), style="bold", markup=False, soft_wrap=True)
     console.print("\nWhat the same files would take Qwen3-8B on 64 ranks of a cluster, as the cost model predicts:")
     compare_on_a_cluster()
     console.print(f"\nAll of it took {(time.monotonic() - started) / 60:.1f} minutes.")
@@ -99,8 +109,51 @@ def run_plan(solver: str) -> Outcome:
     verified = json.loads(fcp("verify", "--plan", str(plan), "--json"))
     run_dir = FOLDER / f"run-{solver}"
     shutil.rmtree(run_dir, ignore_errors=True)  # of an earlier demo
-    fcp("launch", "--model", "qwen3-tiny", "--plan", str(plan), "--run-dir", str(run_dir))
+    rate = ["--learning-rate", "1e-2", "--warmup-steps", "1"]
+    fcp("launch", "--model", str(CHECKPOINT), "--plan", str(plan), "--run-dir", str(run_dir), *rate)
     return outcome(solver, plan, read_steps(run_dir / "metrics.jsonl"), verified)
+
+
+def make_checkpoint(library: Path) -> None:
+    """Save a tiny model with random weights and a tokenizer of the text, as a fine-tuning job would be given one."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    from fcp_cli.training.models import build_model, model_config
+
+    tokenizer: Any = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train([str(path) for path in sorted(library.glob("*.py"))[:100]], trainer)
+    config: Any = model_config("qwen3-tiny")
+    config.vocab_size = VOCABULARY
+    shutil.rmtree(CHECKPOINT, ignore_errors=True)
+    config.save_pretrained(CHECKPOINT)
+    built: Any = build_model(str(CHECKPOINT), seed=0, device=torch.device("cpu")).model
+    built.save_pretrained(CHECKPOINT)
+    kind: Any = PreTrainedTokenizerFast
+    kind(tokenizer_object=tokenizer).save_pretrained(CHECKPOINT)
+
+
+def trained(solver: str) -> Path:
+    """Return where a run leaves its model."""
+    return FOLDER / f"run-{solver}" / "model"
+
+
+def generated_line(folder: Path) -> str:
+    """Return a prompt and what a checkpoint goes on with, up to the end of the line: transformers alone, no fcp."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    family: Any = AutoModelForCausalLM
+    model = family.from_pretrained(folder)
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    torch.manual_seed(0)
+    tokens = model.generate(inputs.input_ids, max_new_tokens=48, do_sample=True, top_k=8, pad_token_id=0)[0]
+    text: str = tokenizer.decode(tokens)
+    return text.splitlines()[0]
 
 
 def fcp(*arguments: str) -> str:

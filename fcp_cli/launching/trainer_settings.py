@@ -187,7 +187,8 @@ def _manifest(request: LaunchRequest, plan: Path, metadata: PlanMetadata, assume
     length_column = request.training.get("length_column", "length")
     if not is_assumed(metadata):
         _check_manifest(manifest, length_column, plan, metadata)
-    if not has_tokens(manifest, length_column=length_column):
+    kept = RunPaths(run_dir=request.run_dir).origin if request.resume and request.run_dir is not None else None
+    if not has_tokens(manifest, length_column=length_column, kept=kept):
         if open_media(manifest) is not None:
             assumed.assume("text and pixels", "random", f"{manifest} holds sizes of images and videos only")
             return manifest.absolute()

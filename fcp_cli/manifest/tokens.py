@@ -74,7 +74,11 @@ class CheckedTokens:
 
 
 def open_tokens(
-    manifest_path: str | Path, *, source: str | Path | None = None, length_column: str = "length"
+    manifest_path: str | Path,
+    *,
+    source: str | Path | None = None,
+    length_column: str = "length",
+    kept: Path | None = None,
 ) -> TokenReader:
     """Open the data that a manifest was built from.
 
@@ -83,6 +87,7 @@ def open_tokens(
             is its own source.
         source: where the data lies now, if it moved since the manifest was built.
         length_column: the column that was planned, as for `read_manifest`.
+        kept: a folder with a copy of the checkpoint's tokenizer, for where that is gone.
 
     Raises:
         ManifestError: the manifest has no source with tokens (use `SyntheticTokens`), or the source is gone. Calling
@@ -97,7 +102,7 @@ def open_tokens(
     if source is not None:
         recorded = recorded | {"path": str(Path(source).absolute())}
     remedy = f"build and plan again: {build_command(recorded, path)}"
-    return CheckedTokens(_source_tokens(path, recorded, remedy), lengths, remedy)
+    return CheckedTokens(_source_tokens(path, _with_tokenizer(recorded, kept), remedy), lengths, remedy)
 
 
 def open_media(manifest_path: str | Path) -> MediaRecords | None:
@@ -119,8 +124,12 @@ def open_media(manifest_path: str | Path) -> MediaRecords | None:
     return MediaRecords(root, recorded_processor(source["processor"]), _column(path, "byte_offset").to_numpy())
 
 
-def open_pictures(manifest_path: str | Path) -> PictureRecords | None:
+def open_pictures(manifest_path: str | Path, *, kept: Path | None = None) -> PictureRecords | None:
     """Open the conversations about pictures that a manifest was built from; None where it was built from others.
+
+    Args:
+        manifest_path: the manifest.
+        kept: a folder with a copy of the checkpoint's tokenizer and processor, for where those are gone.
 
     Raises:
         ManifestError: the manifest is missing or damaged, or what it was built from is gone, or the checkpoint's
@@ -133,7 +142,15 @@ def open_pictures(manifest_path: str | Path) -> PictureRecords | None:
     root, remedy = Path(source["path"]), f"build and plan again: {build_command(source, path)}"
     if not root.exists():
         raise ManifestError(f"{path} was built from {root}, which is gone; {remedy}")
-    return _picture_records(path, root, source, remedy)
+    return _picture_records(path, root, _with_tokenizer(source, kept), remedy)
+
+
+def _with_tokenizer(source: dict[str, Any], kept: Path | None) -> dict[str, Any]:
+    """Return a recorded source, with the copy of its tokenizer where that is gone."""
+    name = source.get("tokenizer")
+    if kept is None or name in (None, "bytes") or Path(name).exists() or not (kept / "tokenizer.json").is_file():
+        return source
+    return source | {"tokenizer": str(kept)}
 
 
 def _has_pixels(source: dict[str, Any]) -> bool:

@@ -13,11 +13,17 @@ from fcp_cli.plan.reader import PlanReader
 
 
 def open_data(
-    plan: Path, manifest: Path | None, *, vocab_size: int, seed: int, length_column: str = "length"
+    plan: Path,
+    manifest: Path | None,
+    *,
+    vocab_size: int,
+    seed: int,
+    length_column: str = "length",
+    kept: Path | None = None,
 ) -> TokenReader:
     """Open the tokens of a manifest's source, or random ones of the plan's lengths.
 
-    They are random where `manifest` is None, or was built from sizes of images and videos.
+    They are random where `manifest` is None, or was built from sizes of images and videos. `kept` as for `open_tokens`.
 
     Raises:
         ManifestError: the manifest has no source with tokens, or the source is gone.
@@ -25,7 +31,7 @@ def open_data(
     """
     if manifest is None or open_media(manifest) is not None:
         return SyntheticTokens(planned_lengths(plan), vocab_size, seed)
-    tokens = open_tokens(manifest, length_column=length_column)
+    tokens = open_tokens(manifest, length_column=length_column, kept=kept)
     if tokens.vocab_size > vocab_size:
         raise RunError(
             f"the tokens of {manifest} go up to {tokens.vocab_size - 1}, but the model's vocabulary has {vocab_size} "
@@ -43,14 +49,14 @@ def planned_lengths(plan: Path) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return lengths
 
 
-def has_tokens(manifest: Path, *, length_column: str = "length") -> bool:
+def has_tokens(manifest: Path, *, length_column: str = "length", kept: Path | None = None) -> bool:
     """Return whether training can read tokens through this manifest; it cannot if it was made of lengths alone.
 
     Raises:
         ManifestError: it names a source, but that is gone or was changed.
     """
     try:
-        open_tokens(manifest, length_column=length_column)
+        open_tokens(manifest, length_column=length_column, kept=kept)
     except ManifestError:
         source = manifest_source(manifest)
         if source is None or source.get("content") == "lengths":

@@ -105,6 +105,7 @@ def _open_data(settings: TrainSettings, stack: ExitStack) -> tuple[Fetch, bool]:
         vocab_size=model_vocab_size(settings.model),
         seed=settings.seed,
         length_column=settings.length_column,
+        kept=RunPaths(run_dir=settings.run_dir).origin if settings.resume else None,
     )
     return tokens, False
 

@@ -20,6 +20,7 @@ from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.sources.media import MediaRecords
 from fcp_cli.manifest.sources.pictures import PictureRecords
 from fcp_cli.manifest.tokens import open_media, open_pictures
+from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runtime.followed_step import IGNORED
 from fcp_cli.training.models import has_vision
 from fcp_cli.training.pictures import PictureVisuals
@@ -131,7 +132,8 @@ def open_visuals(settings: TrainSettings, config: Any) -> SyntheticVisuals | Pic
     """
     if settings.manifest is None:
         return None
-    pictures = open_pictures(settings.manifest)
+    kept = RunPaths(run_dir=settings.run_dir).origin if settings.resume else None
+    pictures = open_pictures(settings.manifest, kept=kept)
     sizes = open_media(settings.manifest) if pictures is None and has_vision(config) else None
     records = pictures or sizes
     if records is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -96,16 +97,35 @@ def test_ranks_learn_what_one_process_learns_and_export_it(tmp_path: Path) -> No
     folder = tmp_path
     write_data(folder)
     words = ("--learning-rate", str(LEARNING_RATE), "--warmup-steps", "1", "--precision", "fp64", "--zero", "2")
-    ended = run_fcp("launch", "--model", "checkpoint", *words, "--run-dir", "run", folder=folder)
+    ended = run_fcp(
+        "launch", "--model", "checkpoint", *words, "--checkpoint-every", "1", "--run-dir", "run", folder=folder
+    )
     assert ended.returncode == 0, ended.stderr
     logs = "".join(path.read_text() for path in sorted((folder / "run" / "logs").rglob("*")) if path.is_file())
     assert "checkpoint has no place for 1 tensor of" in ended.stderr + logs
     assert "which are neither trained nor exported: mtp.head.weight" in ended.stderr + logs
     expected, alone = losses_of_one_process(folder)
-    found = [line["loss"] for line in read_metrics(folder / "run" / "metrics.jsonl") if line["kind"] == "step"]
+    found = losses_of(folder / "run")
     assert found == pytest.approx(expected, rel=1e-12)
     family: Any = AutoModelForCausalLM
     exported = family.from_pretrained(folder / "run" / "model", dtype="auto")
     assert exported.dtype == torch.float64
     torch.testing.assert_close(dict(exported.state_dict()), dict(alone.state_dict()), rtol=0, atol=1e-12)
     assert (folder / "run" / "model" / "tokenizer.json").is_file()
+    go_on_without_the_checkpoint(folder, found)
+
+
+def go_on_without_the_checkpoint(folder: Path, losses: list[float]) -> None:
+    """The last step again, when the folder that the run began from is gone: same loss, same export, same tokenizer."""
+    shutil.rmtree(folder / "checkpoint")
+    shutil.rmtree(folder / "run" / "checkpoints" / f"step-{STEPS:08d}")
+    before = {path.name: path.read_bytes() for path in (folder / "run" / "model").iterdir()}
+    shutil.rmtree(folder / "run" / "model")
+    ended = run_fcp("launch", "--run-dir", "run", "--resume", folder=folder)
+    assert ended.returncode == 0, ended.stderr
+    assert losses_of(folder / "run") == losses
+    assert {path.name: path.read_bytes() for path in (folder / "run" / "model").iterdir()} == before
+
+
+def losses_of(run_dir: Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(run_dir / "metrics.jsonl") if line["kind"] == "step"]

@@ -107,10 +107,15 @@ def open_files(job: Job, facts: Facts) -> Iterator[Finding]:
 
 
 def _is_same_model(first: str, second: str) -> bool:
+    return _model_name(first) == _model_name(second)
+
+
+def _model_name(model: str) -> str:
+    """Return what cost profiles call a model: the name of a checkpoint's folder, which may lie elsewhere here."""
     try:
-        return load_model(first).name == load_model(second).name
+        return load_model(model).name
     except ProfileError:
-        return first == second
+        return model
 
 
 def _knows_memory(profile: CostProfile, job: Job) -> bool:
