@@ -141,8 +141,9 @@ class Trainer:
         self.spec, self.peak = load_model(settings.model), peak_of(device_name(session.device), self.recipe)
         self.is_sharded = self.recipe.zero_stage > 1
         self.resumed_from = self._newest_checkpoint() if settings.resume else None
-        is_new = self.resumed_from is None
-        weights = find_weights(settings.weights) if settings.weights is not None and is_new else None
+        # Checkpoints of adapters hold nothing else.
+        self.starts_whole = self.resumed_from is None or self.recipe.lora is not None
+        weights = find_weights(settings.weights) if settings.weights is not None and self.starts_whole else None
         built = build_model(
             settings.model,
             seed=settings.seed,
@@ -153,10 +154,11 @@ class Trainer:
             is_filled=False,
         )
         self.model = built.model.double() if self.recipe.precision == "fp64" else built.model
-        self.names = self._names(weights)
+        names = kept_names(self.paths.origin) if self.resumed_from is not None else None
+        if weights is not None:
+            names = match_weights(self.model, weights)
         choose_trained(self.model, self.recipe, seed=settings.seed)
-        if self.names is not None:
-            self.names = adapted_names(self.names, self.model)
+        self.names = None if names is None else adapted_names(names, self.model)
         if not self.is_sharded:
             self._fill(weights)
         self.holding = self._hold()
@@ -173,24 +175,17 @@ class Trainer:
             saved=self._note_saved,
         )
         self.first_step = self._resume()
+        if session.rank == 0 and weights is not None and names is not None:
+            keep_origin(self.paths.origin, model=settings.model, source=weights.folder, names=names)
         self._report = self._open_report(built.parameters) if session.rank == 0 else None
         _require_shared(self.paths, session)
         self._announce(built.parameters, weights)
 
-    def _names(self, weights: WeightFiles | None) -> dict[str, str] | None:
-        """Return the names of the tensors in the checkpoint that the run began from; None: it began from none."""
-        if weights is None:
-            return kept_names(self.paths.origin) if self.resumed_from is not None else None
-        names = match_weights(self.model, weights)
-        if self.session.rank == 0:
-            keep_origin(self.paths.origin, model=self.settings.model, source=weights.folder, names=names)
-        return names
-
     def _fill(self, weights: WeightFiles | None) -> None:
-        """Fill a new run's model with a checkpoint's weights, or with random ones: each rank what it holds."""
+        """Fill a model with a checkpoint's weights, or with random ones: each rank what it holds."""
         if weights is not None and self.names is not None:
             load_weights(self.model, weights, self.names)
-        elif self.resumed_from is None:
+        elif self.starts_whole:
             draw_weights(self.model, self.settings.seed)
 
     def _hold(self) -> Holding:
