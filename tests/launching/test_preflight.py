@@ -163,7 +163,7 @@ def test_a_run_dir_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
 def test_a_full_disk_is_found_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1_000_000_000))
     settings = TrainSettings(plan=Path("plan.parquet"), model="qwen3-8b", run_dir=Path("run"))
-    with pytest.raises(FcpError, match=r"has 1.0 GB free, but 3 checkpoints need 294.9 GB"):
+    with pytest.raises(FcpError, match=r"has 1.0 GB free, but 3 checkpoints and the exported model need 360.5 GB"):
         preflight.check_run_dir(local_job(run_dir=tmp_path, settings=settings))
     with pytest.raises(FcpError, match="GB free"):
         preflight.check_run_dir(local_job(run_dir=tmp_path / "run", settings=settings))

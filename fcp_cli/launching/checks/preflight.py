@@ -18,6 +18,8 @@ from fcp_cli.runs.launch_record import LaunchRecord
 
 # float32 weight and two AdamW moments
 _CHECKPOINT_BYTES_PER_PARAMETER = 12
+# RUN/model in float32 at most, and a new one that is written beside it
+_EXPORT_BYTES_PER_PARAMETER = 8
 _LEAST_FREE_BYTES = 64 << 20
 _LOOPBACK = ("localhost", "127.0.0.1", "127.0.1.1", "::1")
 
@@ -142,11 +144,12 @@ def _check_folder(folder: Path, job: Job) -> None:
         ) from error
     # One more than are kept stands there while the oldest is not yet removed.
     count = job.kept_checkpoints + 1
-    needed = _LEAST_FREE_BYTES + job.parameters * _CHECKPOINT_BYTES_PER_PARAMETER * count
+    bytes_per_parameter = _CHECKPOINT_BYTES_PER_PARAMETER * count + _EXPORT_BYTES_PER_PARAMETER
+    needed = _LEAST_FREE_BYTES + job.parameters * bytes_per_parameter
     if free < needed:
         raise FcpError(
-            f"{folder} has {free / 1e9:.1f} GB free, but {count} checkpoints need {needed / 1e9:.1f} GB; choose "
-            "another --run-dir or a smaller --keep"
+            f"{folder} has {free / 1e9:.1f} GB free, but {count} checkpoints and the exported model need "
+            f"{needed / 1e9:.1f} GB; choose another --run-dir or a smaller --keep"
         )
 
 
