@@ -47,6 +47,23 @@ def install(environment: MutableMapping[str, str]) -> None:
     )
 
 
+def install_beside_ranks() -> None:
+    """Stop this process of a job under a plan, which no launcher has made a rank, if it trains all the same."""
+    after_import({"torch.optim.optimizer": _refuse_to_train})
+
+
+def _refuse_to_train(optimizer: ModuleType) -> None:
+    def refuse(*_: Any) -> None:
+        sys.excepthook = _one_line_errors
+        raise RunError(
+            f"{sys.argv[0]} trains in a process that is no rank (RANK is not set), and so would train without the plan "
+            f"{os.environ.get(PLAN_VARIABLE)}; have its launcher start the plan's ranks, as 'torchrun --nproc-per-node "
+            "N' does"
+        )
+
+    optimizer.register_optimizer_step_pre_hook(refuse)
+
+
 def _write_whole_lines() -> None:
     """Make every line leave this process in one piece: ranks share a terminal.
 

@@ -126,6 +126,16 @@ def test_a_script_that_trains_without_the_plan_is_stopped_before_its_first_optim
     assert (by_environment.returncode, by_environment.stderr) == (1, done.stderr)
 
 
+def test_a_process_that_trains_beside_the_ranks_of_a_job_is_named(folder: Path) -> None:
+    """As `accelerate launch` starts a script on a CPU unless it is told how many ranks there are."""
+    done = run("train.py", folder=folder, entry=False, FCP_PLAN="/data/plan.parquet", PYTHONPATH=str(SITE))
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: train.py trains in a process that is no rank (RANK is not set), and so would train without the plan "
+        "/data/plan.parquet; have its launcher start the plan's ranks, as 'torchrun --nproc-per-node N' does\n",
+    )
+
+
 def test_a_script_that_follows_it_is_not(folder: Path) -> None:
     plan = write_plan(folder / "plan.parquet", [[Row([0], [4])]], num_ranks=1)
     (folder / "follows.py").write_text(

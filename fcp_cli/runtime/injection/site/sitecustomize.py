@@ -1,7 +1,7 @@
 """Prepare the ranks of a job under a plan, in every Python that starts with this folder on PYTHONPATH.
 
-For jobs whose own shell script starts the ranks (`fcp launch --inject env`). Every other process is left alone: one
-that is no rank, one without a plan. A sitecustomize of the site itself is run too.
+For jobs whose own shell script starts the ranks (`fcp launch --inject env`). A process of such a job that is no rank is
+only kept from training, and one without a plan is left alone. A sitecustomize of the site itself is run too.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -29,6 +30,14 @@ def _prepare_rank() -> None:
         _end(str(error), error.exit_status)
 
 
+def _keep_from_training() -> None:
+    # A Python without fcp runs helpers of the job's script, not its training, which would be found to have no ranks.
+    with suppress(ImportError):
+        from fcp_cli.runtime.injection.install import install_beside_ranks
+
+        install_beside_ranks()
+
+
 def _end(message: str, status: int) -> None:
     print(f"error: {message}", file=sys.stderr, flush=True)
     os._exit(status)
@@ -45,6 +54,9 @@ def _run_site_own() -> None:
         spec.loader.exec_module(module)
 
 
-if os.environ.get("FCP_PLAN") and ("RANK" in os.environ or "MS_ROLE" in os.environ):
-    _prepare_rank()
+if os.environ.get("FCP_PLAN"):
+    if "RANK" in os.environ or "MS_ROLE" in os.environ:
+        _prepare_rank()
+    else:
+        _keep_from_training()
 _run_site_own()
