@@ -107,7 +107,8 @@ def test_files_are_written_whole_once_and_nothing_is_started(fcp: Fcp, tmp_path:
     assert fcp(*words, "--force")[0] == 0
 
 
-def test_without_sbatch_nothing_is_written(fcp: Fcp, tmp_path: Path) -> None:
+def test_without_sbatch_nothing_is_written(fcp: Fcp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
     write_small_plan(tmp_path / "plan.parquet", write_manifest(tmp_path), steps=1, model="qwen3-tiny")
     status, _, err = fcp("--target", "slurm", "--synthetic")
     assert (status, err[-1]) == snapshot(

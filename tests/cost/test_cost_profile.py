@@ -216,7 +216,7 @@ def test_recipe_and_sync_survive_writing_and_reading() -> None:
             "recipe",
             {"zero": 2},
             snapshot(
-                "ProfileError: profile.yaml: unknown key recipe.zero; known: freeze_vision, loss, offload, precision, recompute, reduce, shard_ranks, zero_stage; 'fcp profile show' lists a whole profile"
+                "ProfileError: profile.yaml: unknown key recipe.zero; known: freeze, freeze_vision, lora, loss, offload, precision, recompute, reduce, shard_ranks, zero_stage; 'fcp profile show' lists a whole profile"
             ),
         ),
         (

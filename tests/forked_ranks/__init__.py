@@ -8,9 +8,18 @@ changes, and the commands of pages start as users start them.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from fcp_cli.machine.processes import environment_of
+
+_HERE = str(Path(__file__).parent)
+
+
+def without_forks() -> dict[str, str]:
+    """The environment of a job whose ranks are torchrun's own children, as a user's are: for tests of signals."""
+    path = [entry for entry in os.environ["PYTHONPATH"].split(os.pathsep) if entry != _HERE]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def is_rank(pid: int, rank: int) -> bool:

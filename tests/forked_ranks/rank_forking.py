@@ -97,6 +97,7 @@ def _limit_threads() -> None:
 
 def _run(module: str) -> int:
     """Return the exit status of a program."""
+    sys.modules.pop(module, None)  # where it was imported for all ranks, runpy would warn
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:

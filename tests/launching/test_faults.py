@@ -73,7 +73,7 @@ def remove_plan():
     session.world.all_reduce_sum(torch.zeros(1))
 if fault == "plan-gone-early":
     remove_plan()
-for step in session.steps():
+for step in session.steps(fcp.GradientSync()):
     if fault == "plan-gone-late" and step.index == 1:
         remove_plan()
     if fault == "stuck" and step.index == 1:

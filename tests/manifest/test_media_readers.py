@@ -288,7 +288,7 @@ def test_a_bad_sample_of_a_tar_is_named(files: dict[str, bytes], message: str, t
             "s.csv",
             b"a,b\n1\n",
             snapshot(
-                "ManifestError: FOLDER/s.csv cannot be read as CSV (CSV parse error: Row #2: Expected 2 columns, got 1: 1): truncated, damaged or another format; copy or make it again"
+                "ManifestError: FOLDER/s.csv cannot be read as CSV (CSV parse error: Expected 2 columns, got 1: 1): truncated, damaged or another format; copy or make it again"
             ),
         ),
     ],

@@ -24,7 +24,7 @@ from fcp_cli.machine import processes
 from fcp_cli.models.shipped import shipped_profile_path
 from fcp_cli.runs.checkpoint_header import checkpoints, read_header
 from fcp_cli.runs.metrics_reader import read_metrics
-from tests.forked_ranks import is_rank
+from tests.forked_ranks import without_forks
 from tests.patience import wait_until
 from tests.training.small_runs import fcp_command, ranks_in, run_fcp, write_manifest, write_small_plan
 
@@ -75,7 +75,7 @@ def killed(folder: Path, broken: Path) -> Ended:
     words = (*SETTINGS, *every, "--run-dir", str(broken))
     with launched(*words, folder=folder) as (_, read_to):
         read_to("step 7/")
-        (rank_2,) = (pid for pid in ranks_in(folder) if is_rank(pid, 2))
+        (rank_2,) = (pid for pid in ranks_in(folder) if processes.environment_of(pid).get("RANK") == "2")
         os.kill(rank_2, signal.SIGKILL)
         return read_to(None)
 
@@ -94,7 +94,12 @@ def launched(*words: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str],
     """`fcp launch ...`, and a function that reads its lines up to one that begins with a text, or to the end."""
     printed: list[str] = []
     with subprocess.Popen(
-        fcp_command("launch", *words), cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        fcp_command("launch", *words),
+        cwd=folder,
+        env=without_forks(),  # Ctrl-C is handed to torchrun's own children
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
     ) as process:
 
         def read_to(beginning: str | None) -> Ended:

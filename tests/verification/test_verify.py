@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from typer.testing import CliRunner
 
 from fcp_cli.app import app
 from fcp_cli.errors import RunError
-from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime import gradients, loader, loss, rows
 from fcp_cli.verification import verify as verify_module
 from fcp_cli.verification.emulation import Meeting, ThreadWorld, run_ranks
@@ -77,13 +75,7 @@ def test_many_ranks_are_threads(tmp_path: Path) -> None:
 
 def forgets_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions counted within the shard instead of within the sequence."""
-    original = loader.load_shard
-
-    def load_shard(row: MicroBatch, fetch: loader.Fetch, **options: Any) -> loader.Shard:
-        shard = original(row, fetch, **options)
-        return replace(shard, position_ids=torch.arange(shard.input_ids.shape[1])[None])
-
-    monkeypatch.setattr(loader, "load_shard", load_shard)
+    monkeypatch.setattr(loader, "_position_ids", lambda *given: torch.arange(len(given[-1]))[None])
 
 
 def shifts_labels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime import gradients
-from fcp_cli.runtime.gradients import GradientSync
+from fcp_cli.runtime.gradients import GradientSync, choice
 from fcp_cli.runtime.session import start
 from fcp_cli.runtime.world import World
 from fcp_cli.training.train import main as train
@@ -57,7 +56,7 @@ class InsideBackward(GradientSync):
 
 
 def inside_backward(folder: Path) -> Any:
-    vars(gradients)["DdpSync"] = InsideBackward
+    vars(choice)["DdpSync"] = InsideBackward
     return session_worker.gradients(folder / LATE, Case(wrapping="ddp"))
 
 
