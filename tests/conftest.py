@@ -91,6 +91,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         raise pytest.UsageError("a test module without `pytestmark = pytest.mark.torch` imports torch at its top")
 
 
+@pytest.fixture(autouse=True)
+def _handlers_of_signals() -> Iterator[None]:
+    """Take back what programs do that a test calls in this process: the trainer's `main` handles a rank's signals."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
+            signal.set_wakeup_fd(-1)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _base_folder_of_messages(tmp_path_factory: pytest.TempPathFactory) -> None:
     messages.base_folder = tmp_path_factory.getbasetemp()
