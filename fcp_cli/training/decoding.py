@@ -53,7 +53,7 @@ class Decoder:
             from transformers import AutoImageProcessor
         except ImportError as error:
             raise RunError(
-                "pictures are decoded by Pillow and transformers: pip install 'fcp-cli[hf]' pillow"
+                "pictures are decoded by Pillow and transformers: pip install 'fcp-cli[hf]'"
             ) from error
         loader: Any = AutoImageProcessor
         try:
