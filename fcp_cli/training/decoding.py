@@ -52,9 +52,7 @@ class Decoder:
             import PIL.Image  # noqa: F401
             from transformers import AutoImageProcessor
         except ImportError as error:
-            raise RunError(
-                "pictures are decoded by Pillow and transformers: pip install 'fcp-cli[hf]'"
-            ) from error
+            raise RunError("pictures are decoded by Pillow and transformers: pip install 'fcp-cli[hf]'") from error
         loader: Any = AutoImageProcessor
         try:
             self._images = loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

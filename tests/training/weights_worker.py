@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fcp_cli.models.weights import find_weights
 from fcp_cli.training.weights import export_model, load_weights, match_weights
+from tests.runtime.workers.leave import leave_job
 
 
 def main(source: Path, target: Path, shards: int) -> None:
@@ -32,7 +33,7 @@ def main(source: Path, target: Path, shards: int) -> None:
     export_model(
         model, target, rank=rank, num_ranks=ranks, barrier=dist.barrier, dtype=torch.float32, names=names, source=source
     )
-    dist.destroy_process_group()
+    leave_job()
 
 
 if __name__ == "__main__":
