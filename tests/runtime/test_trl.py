@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import make_dataclass
 from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from fcp_cli.errors import RunError
+from fcp_cli.runtime.integrations.hugging_face.checks import COUNTED_BY_TRL, RELIED_ON_OF_TRL, check_trl
 from tests.runtime.launch import torchrun
 from tests.runtime.trainer_outcomes import Outcomes, read_outcomes, require_equal
 from tests.runtime.trainer_plans import write_plans
@@ -16,6 +21,8 @@ pytestmark = [
     pytest.mark.distributed,
     pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed; make test-loops installs it"),
 ]
+
+FIELDS = dict(RELIED_ON_OF_TRL)["FusedCausalLMOutput"]
 
 
 @pytest.fixture(scope="module")
@@ -43,3 +50,43 @@ def test_what_a_plan_would_change_in_silence_is_refused(outcomes: Outcomes) -> N
     assert outcomes("planned", "dpo that compares pairs")[0] == (
         "the loss aot compares pairs of one micro-batch with each other, which the plan chooses; use another loss_type"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "message"),
+    [
+        ("add_fused_lm_head", None, r"trl [\d.]+ has no trl\.trainer\.utils\.add_fused_lm_head; versions known"),
+        ("add_fused_lm_head", lambda model: None, r"utils\.add_fused_lm_head takes no outputs; versions known to work"),
+        ("FusedCausalLMOutput", None, r"has no trl\.trainer\.utils\.FusedCausalLMOutput; versions known to work: 1"),
+        *(
+            (
+                "FusedCausalLMOutput",
+                make_dataclass("Output", set(FIELDS) - {field}),
+                f"FusedCausalLMOutput takes no {field};",
+            )
+            for field in FIELDS
+        ),
+    ],
+)
+def test_without_the_fused_head_one_line_names_it_the_version_and_the_remedy(
+    name: str, other: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import trl.trainer.utils as utils
+
+    with monkeypatch.context() as changed, pytest.raises(RunError, match=message):
+        if other is None:
+            changed.delattr(utils, name)
+        else:
+            changed.setattr(utils, name, other)
+        check_trl(utils, SimpleNamespace(**dict.fromkeys(COUNTED_BY_TRL)))
+
+
+@pytest.mark.parametrize("name", COUNTED_BY_TRL)
+def test_a_trainer_that_keeps_what_it_logs_elsewhere_is_refused(name: str) -> None:
+    import trl.trainer.utils as utils
+
+    trainer = SimpleNamespace(**dict.fromkeys(set(COUNTED_BY_TRL) - {name}))
+    with pytest.raises(
+        RunError, match=rf"SimpleNamespace has no {name}, in which it kept what it logs; versions known"
+    ):
+        check_trl(utils, trainer)

@@ -21,6 +21,20 @@ _LOOP = "_fcp_loop"
 Hooked = Callable[..., Any]
 _MEETINGS = ("gather", "reduce", "wait_for_everyone", "save_state")
 
+RELIED_ON: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Accelerator.prepare", ("args",)),
+    ("Accelerator.backward", ("loss",)),
+    ("Accelerator._do_sync", ()),
+    ("Accelerator.clip_grad_norm_", ("parameters", "max_norm")),
+    ("Accelerator.clip_grad_value_", ("parameters", "clip_value")),
+    ("Accelerator.load_state", ("input_dir",)),
+    ("Accelerator.skip_first_batches", ("dataloader", "num_batches")),
+    *((f"Accelerator.{name}", ()) for name in _MEETINGS),
+    ("GradientState._set_sync_gradients", ("sync_gradients",)),
+    ("DataLoaderDispatcher.total_batch_size", ()),
+)
+"""Methods of `accelerate.accelerator` that are hooked or called, with the arguments that are given to them."""
+
 
 def hook_accelerator(accelerator: ModuleType) -> None:
     """Hook `accelerate.accelerator`, to be called once it has been imported, before its importer sees it.
@@ -31,16 +45,7 @@ def hook_accelerator(accelerator: ModuleType) -> None:
     import accelerate
 
     advice = f"versions known to work: {', '.join(KNOWN_TO_WORK)}; pip install accelerate=={KNOWN_TO_WORK[-1]}"
-    for path, parameters in (
-        ("Accelerator.prepare", ("args",)),
-        ("Accelerator.backward", ("loss",)),
-        ("Accelerator._do_sync", ()),
-        ("Accelerator.clip_grad_norm_", ("parameters", "max_norm")),
-        ("Accelerator.clip_grad_value_", ("parameters", "clip_value")),
-        ("Accelerator.load_state", ("input_dir",)),
-        ("Accelerator.skip_first_batches", ("dataloader", "num_batches")),
-        *((f"Accelerator.{name}", ()) for name in _MEETINGS),
-    ):
+    for path, parameters in RELIED_ON:
         require(accelerator, path, parameters, found=f"accelerate {accelerate.__version__}", advice=advice)
     kind: Any = accelerator.Accelerator
     hooks: tuple[tuple[str, Hooked], ...] = (

@@ -22,7 +22,7 @@ def require(module: ModuleType, path: str, parameters: Sequence[str], *, found: 
         target = getattr(target, name, None)
     if target is None:
         raise RunError(f"{found} has no {module.__name__}.{path}; {advice}")
-    taken = inspect.signature(target).parameters
+    taken = inspect.signature(target).parameters if parameters else {}  # properties have none
     for name in parameters:
         if name not in taken:
             raise RunError(f"{found}: {module.__name__}.{path} takes no {name}; {advice}")

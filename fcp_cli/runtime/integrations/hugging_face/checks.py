@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -12,12 +12,33 @@ from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.runtime.integrations.requirements import require
 
 KNOWN_TO_WORK = ("5.23.0",)
+TRL_KNOWN_TO_WORK = ("1.16.0",)
 LOSSES = {
     "transformers.trainer": "Trainer",
     "trl.trainer.sft_trainer": "SFTTrainer",
     "trl.trainer.dpo_trainer": "DPOTrainer",
 }
 """Module -> class of trainers whose `compute_loss` there is a planned form of."""
+RELIED_ON: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Trainer._inner_training_loop", ("args",)),
+    ("Trainer.get_train_dataloader", ()),
+    ("Trainer.training_step", ("model", "inputs", "num_items_in_batch")),
+    ("Trainer.compute_loss", ("model", "inputs", "num_items_in_batch")),
+    ("Trainer.compute_loss_context_manager", ()),
+    ("Trainer.get_total_train_batch_size", ("args",)),
+    ("Trainer.create_accelerator_and_postprocess", ()),
+)
+"""Methods of `transformers.trainer` that are replaced or called, with the arguments that are given to them by name."""
+RELIED_ON_OF_TRL: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("add_fused_lm_head", ("model", "outputs")),
+    (
+        "FusedCausalLMOutput",
+        ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask"),
+    ),
+)
+"""What is relied on of `trl.trainer.utils`, with its arguments."""
+COUNTED_BY_TRL = ("_metrics", "_total_train_tokens")
+"""Attributes of TRL's trainers in which they keep what they log."""
 _LOSSES_OF_A_BATCH = ("aot", "aot_unpaired", "sft")
 _ORDER = ("get_train_dataloader", "_get_train_sampler", "_get_dataloader", "get_batch_samples")
 
@@ -31,17 +52,29 @@ def check_trainer_module(trainer: ModuleType) -> None:
     import transformers
 
     found = f"transformers {transformers.__version__}"
-    advice = f"versions known to work: {', '.join(KNOWN_TO_WORK)}; pip install transformers=={KNOWN_TO_WORK[-1]}"
-    for path, parameters in (
-        ("Trainer._inner_training_loop", ("args",)),
-        ("Trainer.get_train_dataloader", ()),
-        ("Trainer.training_step", ("model", "inputs", "num_items_in_batch")),
-        ("Trainer.compute_loss", ("model", "inputs", "num_items_in_batch")),
-        ("Trainer.compute_loss_context_manager", ()),
-        ("Trainer.get_total_train_batch_size", ("args",)),
-        ("Trainer.create_accelerator_and_postprocess", ()),
-    ):
+    advice = _advice("transformers", KNOWN_TO_WORK)
+    for path, parameters in RELIED_ON:
         require(trainer, path, parameters, found=found, advice=advice)
+
+
+def check_trl(utils: ModuleType, trainer: Any) -> None:
+    """Check the fused head of `trl.trainer.utils`, and that a trainer keeps what it logs where it is put.
+
+    Raises:
+        RunError: something is missing, or takes other arguments.
+    """
+    import trl
+
+    found, advice = f"trl {trl.__version__}", _advice("trl", TRL_KNOWN_TO_WORK)
+    for path, parameters in RELIED_ON_OF_TRL:
+        require(utils, path, parameters, found=found, advice=advice)
+    for name in COUNTED_BY_TRL:
+        if not hasattr(trainer, name):
+            raise RunError(f"{found}: {type(trainer).__name__} has no {name}, in which it kept what it logs; {advice}")
+
+
+def _advice(package: str, versions: Sequence[str]) -> str:
+    return f"versions known to work: {', '.join(versions)}; pip install {package}=={versions[-1]}"
 
 
 def check_trainer(trainer: Any) -> None:

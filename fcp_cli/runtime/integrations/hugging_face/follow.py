@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.followed_step import plan_path
-from fcp_cli.runtime.integrations.hugging_face.checks import check_schedule, check_trainer, loss_kind
+from fcp_cli.runtime.integrations.hugging_face.checks import check_schedule, check_trainer, check_trl, loss_kind
 from fcp_cli.runtime.integrations.hugging_face.losses import CausalLoss, PlannedLoss
 from fcp_cli.runtime.integrations.hugging_face.rows import CollatedRows
 from fcp_cli.runtime.integrations.transformers import SwitchedAttention
@@ -124,8 +124,11 @@ class TrainerFollower:
 def _planned_loss(trainer: Any, kind: str, models: tuple[PreTrainedModel, ...]) -> PlannedLoss:
     if kind == "Trainer":
         return CausalLoss(models[0], smoothing=trainer.args.label_smoothing_factor)
+    import trl.trainer.utils
+
     from fcp_cli.runtime.integrations.hugging_face.trl_losses import PreferenceLoss, SftLoss
 
+    check_trl(trl.trainer.utils, trainer)
     return SftLoss(trainer) if kind == "SFTTrainer" else PreferenceLoss(trainer, models)
 
 

@@ -1,0 +1,91 @@
+"""What fcp hooks or relies on in transformers and accelerate is looked for before it is hooked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from inspect import Parameter, Signature
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import accelerate.accelerator
+import pytest
+import transformers.trainer
+
+from fcp_cli.errors import RunError
+from fcp_cli.runtime.integrations import accelerate_hooks
+from fcp_cli.runtime.integrations.hugging_face import checks
+from fcp_cli.runtime.integrations.trainer_hooks import hook_trainer
+
+pytestmark = pytest.mark.hf
+
+_PACKAGES: tuple[tuple[ModuleType, Callable[[ModuleType], None], Any, str], ...] = (
+    (transformers.trainer, hook_trainer, checks.RELIED_ON, f"transformers {transformers.__version__}"),
+    (
+        accelerate.accelerator,
+        accelerate_hooks.hook_accelerator,
+        accelerate_hooks.RELIED_ON,
+        f"accelerate {accelerate.__version__}",
+    ),
+)
+_TARGETS = [
+    pytest.param(module, hook, path, parameters, found, id=path)
+    for module, hook, targets, found in _PACKAGES
+    for path, parameters in targets
+]
+
+
+@pytest.mark.parametrize(("module", "hook", "path", "parameters", "found"), _TARGETS)
+def test_without_what_is_hooked_one_line_names_it_the_version_and_the_remedy(
+    module: ModuleType,
+    hook: Callable[[ModuleType], None],
+    path: str,
+    parameters: tuple[str, ...],
+    found: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kind, method = path.split(".")
+
+    def refusal_with(changed_method: Any) -> str:
+        stand_in = class_with(getattr(module, kind), method, changed_method)
+        before = dict(vars(stand_in))
+        with monkeypatch.context() as changed, pytest.raises(RunError) as refused:
+            changed.setattr(module, kind, stand_in)
+            hook(module)
+        assert vars(stand_in) == before  # nothing is hooked before everything was found
+        return str(refused.value)
+
+    remedy = re.escape("; versions known to work: ") + r"\d[\d.]+; pip install \w+==\d[\d.]+"
+    target = f"{module.__name__}.{path}"
+    assert re.fullmatch(re.escape(f"{found} has no {target}") + remedy, refusal_with(None))
+    for name in parameters:
+        others = taking([other for other in parameters if other != name])
+        assert re.fullmatch(re.escape(f"{found}: {target} takes no {name}") + remedy, refusal_with(others))
+
+
+def class_with(kind: Any, method: str, other: Any) -> Any:
+    """What a class offers, with another method, or none, in place of one."""
+    offered = {name: getattr(kind, name) for name in dir(kind) if not name.startswith("__")}
+    return SimpleNamespace(**{name: found for name, found in {**offered, method: other}.items() if found is not None})
+
+
+def taking(parameters: list[str]) -> Any:
+    """A function that takes these parameters alone."""
+    found: Any = lambda *given: None  # noqa: E731
+    found.__signature__ = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in parameters])
+    return found
+
+
+@pytest.mark.parametrize(("module", "hook", "targets", "found"), _PACKAGES, ids=["transformers", "accelerate"])
+def test_everything_that_is_hooked_is_looked_for(
+    module: ModuleType, hook: Callable[[ModuleType], None], targets: Any, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = targets[0][0].split(".")[0]
+    stand_in = class_with(getattr(module, kind), "", None)
+    before = dict(vars(stand_in))
+    with monkeypatch.context() as changed:
+        changed.setattr(module, kind, stand_in)
+        hook(module)
+    hooked = {f"{kind}.{name}" for name, own in before.items() if getattr(stand_in, name) is not own}
+    assert len(hooked) > 3
+    assert hooked <= {path for path, _ in targets}
