@@ -38,28 +38,29 @@ class StepMeasurement:
     """The measurements of a step that all ranks have finished.
 
     Attributes:
-        loss: summed token loss / tokens of the global batch.
+        loss: summed token loss / tokens of the global batch; NaN where it is not known, too.
         seconds: wall-clock time from the end of the step before to the end of this one, on rank 0.
         predicted_seconds: the plan's makespan.
         ranks: [num_ranks] the micro-batches that each rank ran, in order.
         warm_up: the first step after a start: it also pays for compilation, caches and connections.
         bad_rows: manifest rows of which nothing was learned, since a picture of theirs could not be read.
         mfu: share of all devices' peak that the model's arithmetic came to; None where the peak is not known.
-        peak_memory_bytes: the most that a rank has had of its device since its start, or of a host's memory.
+        peak_bytes: [num_ranks] the most that each rank has had of its device since its start, or of a host's memory.
+        grad_norm, learning_rate: None where only the script knows them.
     """
 
     step: int
     loss: float
     tokens: int
-    grad_norm: float
-    learning_rate: float
+    grad_norm: float | None = None
+    learning_rate: float | None = None
     seconds: float
     predicted_seconds: float
     ranks: Sequence[Sequence[MicroBatchTiming]]
     warm_up: bool = False
     bad_rows: Sequence[int] = ()
     mfu: float | None = None
-    peak_memory_bytes: int | None = None
+    peak_bytes: Sequence[int] = ()
 
     def busy_seconds(self) -> list[float]:
         """[num_ranks] seconds in which each rank ran micro-batches."""
@@ -77,6 +78,7 @@ class StepMeasurement:
                 "rank": rank,
                 "busy_seconds": busy,
                 "idle_seconds": max(0.0, self.seconds - busy),
+                **({"peak_memory_bytes": self.peak_bytes[rank]} if self.peak_bytes else {}),
                 "micro_batches": [asdict(timing) for timing in timings],
             }
             for rank, (timings, busy) in enumerate(zip(self.ranks, self.busy_seconds(), strict=True))
@@ -86,7 +88,7 @@ class StepMeasurement:
             "step": self.step,
             "loss": _finite(self.loss),
             "tokens": self.tokens,
-            "grad_norm": _finite(self.grad_norm),
+            "grad_norm": None if self.grad_norm is None else _finite(self.grad_norm),
             "learning_rate": self.learning_rate,
             "seconds": self.seconds,
             "predicted_seconds": self.predicted_seconds,
@@ -94,7 +96,7 @@ class StepMeasurement:
             "warm_up": self.warm_up,
             "tokens_per_second": self.tokens / self.seconds,
             "mfu": self.mfu,
-            "peak_memory_bytes": self.peak_memory_bytes,
+            "peak_memory_bytes": max(self.peak_bytes, default=None),
             "ranks": ranks,
             **({"bad_rows": list(self.bad_rows)} if self.bad_rows else {}),
         }

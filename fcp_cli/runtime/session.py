@@ -35,6 +35,7 @@ from fcp_cli.runtime.gradients import GradientSync, gradient_sync
 from fcp_cli.runtime.guards import NO_BACKWARD, OTHER_LOSS, Guards
 from fcp_cli.runtime.loader import Fetch, LoadedStep, Shard, fetches_labels, load_steps
 from fcp_cli.runtime.loss import Labels, head_loss_sum, token_loss_sum
+from fcp_cli.runtime.metrics.recorder import Recorder, StepRecord, recorder_of
 from fcp_cli.runtime.on_nan import OnNan
 from fcp_cli.runtime.outside import outside
 from fcp_cli.runtime.prefetch import Prefetched
@@ -64,6 +65,7 @@ def start(
     device: torch.device | None = None,
     grad_ring_dtype: GradRingDtype | None = None,
     skip_bad_rows: bool = False,
+    metrics: str | Path | None = None,
 ) -> Session:
     """Join the job and make sure that all ranks follow the same plan. Every rank calls it, once.
 
@@ -74,6 +76,8 @@ def start(
         grad_ring_dtype: type in which gradients of keys and values travel; by default what FCP_GRAD_RING_DTYPE says,
             else fp32. See `GradRingDtype`.
         skip_bad_rows: learn nothing of a row whose pictures cannot be read, in place of ending; equal on all ranks.
+        metrics: file in which rank 0 writes what all ranks measured; by default what FCP_METRICS names, which `fcp
+            launch` sets, else none.
 
     Raises:
         PlanError: the plan is missing, damaged or was edited.
@@ -99,6 +103,7 @@ def start(
     session.watch.start()
     session.grad_ring_dtype = agreed_grad_dtype(world, device, grad_ring_dtype)
     session.skip_bad_rows = skip_bad_rows
+    session.recorder = recorder_of(metrics, plan=path, metadata=metadata, rank=world.rank, device=device)
     return session
 
 
@@ -120,6 +125,7 @@ class Session:
         grad_ring_dtype: type in which gradients of keys and values travel.
         skip_bad_rows: learn nothing of a row whose pictures cannot be read, in place of ending.
         watch: says where this rank waits; None where nobody would read it.
+        recorder: measures the steps; None where nobody asked for metrics.
     """
 
     def __init__(
@@ -143,6 +149,7 @@ class Session:
         self.grad_ring_dtype: GradRingDtype = "fp32"
         self.skip_bad_rows = False
         self.watch: Watch | None = None
+        self.recorder: Recorder | None = None
         self.fetch = fetch
         self._owns_process_group = owns_process_group
         self._steps_ahead = steps_ahead
@@ -199,7 +206,11 @@ class Session:
             name="fcp-loader",
         )
         counting: Literal["rows", "labels"] | None = "rows" if mean_over == "rows" else "labels" if labelled else None
-        return self._follow(cursor, loaded, guards, counting)
+        followed = self._follow(cursor, loaded, guards, counting)
+        if self.recorder is None:
+            return followed
+        self.recorder.open(first_step)
+        return self.recorder.recorded(followed)
 
     def _follow(
         self,
@@ -255,6 +266,8 @@ class Session:
 
     def close(self) -> None:
         """Leave the job, and destroy the process group if `start` made it."""
+        if self.recorder is not None:
+            self.recorder.close()
         if self.watch is not None:
             self.watch.stop()
         if self._owns_process_group and dist.is_initialized():
@@ -365,7 +378,10 @@ class Step(FollowedStep):
         is_skipped: whether the step, now over, left no gradients, since a rank's loss was not finite (`on_nan`).
         bad_rows: manifest rows of the step of which nothing is learned, since their pictures could not be read.
         problems: why, for those that this rank met.
+        record: what is measured of it; None where nothing is.
     """
+
+    record: StepRecord | None = None
 
     def __init__(self, session: Session, guards: Guards, loaded: LoadedStep, tokens: int | Tensor) -> None:
         super().__init__(loaded.plan)
@@ -399,15 +415,22 @@ class Step(FollowedStep):
             for shard, (begin, end) in zip(self._shards, self._marks, strict=False)  # fewer marks in an unfinished step
         )
 
+    def note(self, **facts: float) -> None:
+        """Put into the metrics what the loop alone knows: `grad_norm`, `learning_rate`, or a `loss` of its own."""
+        if self.record is not None:
+            self.record.facts |= facts
+
     def __iter__(self) -> Iterator[LocalMicroBatch]:
         self._begin()
-        watch = self._session.watch
+        watch, recorder = self._session.watch, self._session.recorder
         same_data = self._guards.same_data(self.index, self._shards)
         try:
             self._sync.begin()
             for position, shard in enumerate(self._shards):
                 is_last = position == len(self._shards) - 1
                 place = None if watch is None else watch.begin(self.index, shard.row)
+                if recorder is not None:
+                    recorder.enter(shard.row, position, len(self))
                 begin = self._session.clock.mark()
                 self._sync.before_microbatch(is_last=is_last)
                 microbatch = self._enter(shard, is_last=is_last)
@@ -430,15 +453,24 @@ class Step(FollowedStep):
             if place is not None:
                 place.end = self._session.clock.mark()
             self._is_finished = True
+            self._fill_record()
         finally:
             if watch is not None and not self._is_finished:
                 watch.forget()
             current_ring.set(None)  # not by a token: a loop that is left may be closed in another context
             self._sync.restore()
 
+    def _fill_record(self) -> None:
+        if self.record is not None:
+            orders = (shard.row.order for shard in self._shards)
+            self.record.marks = [(order, *marks) for order, marks in zip(orders, self._marks, strict=True)]
+            self.record.note_loss(self._loss_sums, self._divisor)
+            if self.bad_rows:
+                self.record.facts["bad_rows"] = self.bad_rows
+            self.record.is_whole = True
+
     def _skip_if_bad(self) -> None:
-        losses = [microbatch.loss_sum for microbatch in self._microbatches if microbatch.loss_sum is not None]
-        self.is_skipped = self._guards.is_skipped(losses, self._session.device)
+        self.is_skipped = self._guards.is_skipped(self._loss_sums, self._session.device)
         if self.is_skipped:
             self._sync.drop()
 
@@ -511,8 +543,12 @@ class Step(FollowedStep):
         self._guards.look()  # the host has waited for the device: all losses of this rank are there
         return loss
 
+    @property
+    def _loss_sums(self) -> list[Tensor]:
+        return [microbatch.loss_sum for microbatch in self._microbatches if microbatch.loss_sum is not None]
+
     def _loss_sum(self) -> Tensor:
-        sums = [microbatch.loss_sum for microbatch in self._microbatches if microbatch.loss_sum is not None]
+        sums = self._loss_sums
         if not sums:
             raise RunError(f"step {self.index} has no loss; compute it with microbatch.loss(logits)")
         return torch.stack(sums).sum()

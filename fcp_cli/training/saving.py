@@ -2,7 +2,7 @@
 
 A checkpoint is a folder that exists whole or not at all. Ranks write into a hidden one; it gets its name from rank 0
 once every rank has said that its files are on disk, which they say in the exchange at the end of each step
-(`timings.gather_timings`), so that no thread ever takes part in a collective. Killed at any moment, a run keeps the
+(`trainer.tell_all`), so that no thread ever takes part in a collective. Killed at any moment, a run keeps the
 checkpoints before.
 """
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
@@ -25,14 +24,14 @@ from fcp_cli.console import note
 from fcp_cli.errors import RunError
 from fcp_cli.models.model import load_model
 from fcp_cli.models.weights import WeightFiles, find_weights
-from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.recipe import check_shard_ranks
 from fcp_cli.runs.checkpoint_header import CheckpointHeader, check_header, checkpoints, read_header
 from fcp_cli.runs.folder import RunPaths
-from fcp_cli.runs.metrics import StepMeasurement
 from fcp_cli.runtime import Fetch, LocalMicroBatch, Session, Step, start
+from fcp_cli.runtime.metrics.recorder import device_name
 from fcp_cli.runtime.weight_types import WEIGHT_DTYPES
+from fcp_cli.runtime.world import World
 from fcp_cli.training.adapters import adapted_names, choose_trained, describe_frozen, export_adapters
 from fcp_cli.training.checkpoint import TrainState, load_checkpoint, saved_buffers
 from fcp_cli.training.data import open_data
@@ -46,12 +45,11 @@ from fcp_cli.training.optimizer import clip_gradients, learning_rate_at, make_op
 from fcp_cli.training.optional import require_libraries
 from fcp_cli.training.origin import keep_origin, kept_names
 from fcp_cli.training.progress import short_count
-from fcp_cli.training.report import Report, device_name, run_record
+from fcp_cli.training.report import Report, run_facts
 from fcp_cli.training.saving import CheckpointSaver, remove_leftovers
 from fcp_cli.training.settings import TrainSettings
 from fcp_cli.training.shares import open_shares
-from fcp_cli.training.timings import gather_timings
-from fcp_cli.training.utilisation import peak_memory_bytes, peak_of, utilisation
+from fcp_cli.training.utilisation import peak_of, utilisation
 from fcp_cli.training.visuals import open_visuals
 from fcp_cli.training.weights import (
     describe_unexpected,
@@ -84,6 +82,7 @@ def train(settings: TrainSettings, stop: StopRequest) -> bool:
                 device=_device(settings.device),
                 grad_ring_dtype=settings.grad_ring_dtype,
                 skip_bad_rows=settings.bad_rows == "skip",
+                metrics=RunPaths(run_dir=settings.run_dir).metrics,
             )
         )
         held_out = None
@@ -177,8 +176,9 @@ class Trainer:
         self.first_step = self._resume()
         if session.rank == 0 and weights is not None and names is not None:
             keep_origin(self.paths.origin, model=settings.model, source=weights.folder, names=names)
-        self._report = self._open_report(built.parameters) if session.rank == 0 else None
-        _require_shared(self.paths, session)
+        self._report = self._open_metrics(built.parameters)
+        if session.recorder is not None:
+            _require_shared(self.paths, session)
         self._announce(built.parameters, weights)
 
     def _fill(self, weights: WeightFiles | None) -> None:
@@ -202,11 +202,8 @@ class Trainer:
 
     def run(self, stop: StopRequest) -> bool:
         """Train until the last step, or until a rank is asked to stop; a checkpoint is there either way."""
-        begin = time.perf_counter()
-        for step, plan in self._steps():
-            measured, stopping = self._train_step(step, plan, begin, stop)
-            if self._report is not None:
-                self._report.step(measured)
+        for step in self._steps():
+            stopping = self._train_step(step, stop)
             finished = step.index + 1
             evaluations = self.settings.eval_every
             if finished == self.last_step or (evaluations > 0 and finished % evaluations == 0):
@@ -220,13 +217,11 @@ class Trainer:
             if stopping and finished < self.last_step:
                 self.saver.finish()
                 return False
-            begin = time.perf_counter()
         self.saver.finish()
         return True
 
-    def _steps(self) -> Iterator[tuple[Step, StepPlan]]:
-        """Yield this rank's steps, each with the whole plan of the step."""
-        plans = PlanReader(self.settings.plan).steps(self.first_step)
+    def _steps(self) -> Iterator[Step]:
+        """Yield this rank's steps."""
         steps = self.session.steps(
             self.holding.followed,
             first_step=self.first_step,
@@ -234,10 +229,10 @@ class Trainer:
             on_nan=self.settings.on_nan,
         )
         with closing(steps):  # the plan may have more steps than this run is to make
-            yield from zip(islice(steps, self.last_step - self.first_step), plans, strict=False)
+            yield from islice(steps, self.last_step - self.first_step)
 
-    def _train_step(self, step: Step, plan: StepPlan, begin: float, stop: StopRequest) -> tuple[StepMeasurement, bool]:
-        """Run forward, backward and update; return what all ranks measured, and whether one was asked to stop."""
+    def _train_step(self, step: Step, stop: StopRequest) -> bool:
+        """Run forward, backward and update; return whether a rank was asked to stop."""
         for microbatch in step:
             self._loss(microbatch).backward()  # type: ignore[no-untyped-call]
         for problem in step.problems.values():
@@ -245,29 +240,14 @@ class Trainer:
         learning_rate, grad_norm = self._update(step)
         loss = step.reduced_loss()
         self._require_finite(step, loss, float(grad_norm))
-        timings = [(timing.order, timing.start_seconds, timing.seconds) for timing in step.timings]
-        memory = peak_memory_bytes(self.session.device)
-        everyone = gather_timings(plan, timings, stop=bool(stop), writing=self.saver.is_writing, peak_bytes=memory)
-        if not everyone.writing:
+        step.note(loss=loss, grad_norm=float(grad_norm), learning_rate=learning_rate)
+        stopping, writing = tell_all(self.session.world, stop=bool(stop), writing=self.saver.is_writing)
+        if not writing:
             self.saver.publish()
-        seconds = time.perf_counter() - begin
-        measured = StepMeasurement(
-            step=step.index,
-            loss=loss,
-            tokens=int(plan.tokens.sum()),
-            grad_norm=float(grad_norm),
-            learning_rate=learning_rate,
-            seconds=seconds,
-            predicted_seconds=step.predicted_seconds,
-            ranks=everyone.ranks,
-            warm_up=step.index == self.first_step,
-            bad_rows=step.bad_rows,
-            mfu=utilisation(
-                self.spec, self.recipe, plan, seconds=seconds, peak=self.peak, ranks=self.session.metadata.num_ranks
-            ),
-            peak_memory_bytes=everyone.peak_bytes,
-        )
-        return measured, everyone.stop
+        if self.session.recorder is not None:  # before anything is kept of the step: a run that resumes has its line
+            self.session.recorder.end()
+            self.session.recorder.flush()
+        return stopping
 
     def _loss(self, microbatch: LocalMicroBatch) -> Tensor:
         """Run the forward of a micro-batch; return this rank's share of the step's loss."""
@@ -338,8 +318,8 @@ class Trainer:
         measured = evaluate(
             self.held_out, self.model, self.holding.followed, self.recipe, step=step, precision=self._precision
         )
-        if self._report is not None:
-            self._report.evaluation(measured)
+        if self.session.recorder is not None:
+            self.session.recorder.write(measured.record())
 
     def _save(self, finished: int) -> None:
         self.saver.save(self._header(finished), self._state)
@@ -415,17 +395,24 @@ class Trainer:
             torch=torch.__version__,
         )
 
-    def _open_report(self, parameters: int) -> Report:
-        run = run_record(
-            self.settings,
-            self.session.metadata,
-            device=self.session.device,
-            first_step=self.first_step,
-            steps=self.last_step,
-            parameters=parameters,
-            peak=self.peak,
+    def _open_metrics(self, parameters: int) -> Report | None:
+        """Begin the run's metrics; return what rank 0 makes of them besides."""
+        recorder, report = self.session.recorder, None
+        if recorder is None:
+            return None
+        if self.session.rank == 0:
+            report = Report(self.settings, first_step=self.first_step)
+            recorder.listeners.append(report.feed)
+            recorder.utilisation = self._utilisation
+        recorder.open(
+            self.first_step,
+            **run_facts(self.settings, steps=self.last_step, parameters=parameters, peak=self.peak),
         )
-        return Report(self.settings, run)
+        return report
+
+    def _utilisation(self, plan: StepPlan, seconds: float) -> float | None:
+        ranks = self.session.metadata.num_ranks
+        return utilisation(self.spec, self.recipe, plan, seconds=seconds, peak=self.peak, ranks=ranks)
 
     def _announce(self, parameters: int, weights: WeightFiles | None) -> None:
         if self.session.rank != 0:
@@ -451,6 +438,17 @@ class Trainer:
     def close(self) -> None:
         if self._report is not None:
             self._report.close()
+
+
+def tell_all(world: World, *, stop: bool, writing: bool) -> tuple[bool, bool]:
+    """Return whether any rank was asked to stop, and whether any still writes a checkpoint; the same on all ranks.
+
+    Told between hosts, so that no accelerator waits for it.
+    """
+    told = torch.tensor([stop, writing], dtype=torch.int64, device="cpu")
+    world.start_sum(told).wait()
+    any_stops, any_writes = told.tolist()
+    return bool(any_stops), bool(any_writes)
 
 
 def _require_shared(paths: RunPaths, session: Session) -> None:

@@ -1,12 +1,10 @@
-"""What a step asked of the devices: arithmetic against their peak (MFU), and the most memory of a rank."""
+"""What a step asked of the devices: arithmetic against their peak (MFU)."""
 
 from __future__ import annotations
 
-import resource
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from fcp_cli.memory.trained import trained_parameters
 from fcp_cli.models.cluster import known_cluster, load_cluster
@@ -64,11 +62,3 @@ def utilisation(
     if peak is None:
         return None
     return model_flops(spec, recipe, plan.lengths) / (seconds * ranks * peak.flops)
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory that this rank has had allocated on its device, or on a host all that it has had."""
-    if device.type == "cpu":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    most: int = torch.get_device_module(device).max_memory_allocated(device)
-    return most

@@ -39,7 +39,6 @@ from fcp_cli.runtime.session import Session
 from fcp_cli.runtime.world import ProcessWorld
 from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.settings import TrainSettings
-from fcp_cli.training.timings import Exchanged
 from fcp_cli.training.trainer import Trainer
 from fcp_cli.verification.live_memory import LiveMemory
 from fcp_cli.vision import grids as tower
@@ -92,10 +91,10 @@ def tracked_step(job: FakeJob, *, maker: Callable[[str], str] | None = None) -> 
     with TemporaryDirectory() as folder, _fake_ranks(job), memory.counting():
         trainer = _trainer(job, Path(folder))
         held = 0
-        for step, plan in trainer._steps():
+        for step in trainer._steps():
             held = memory.live_bytes
             memory.reset_peak()
-            trainer._train_step(step, plan, 0.0, StopRequest())
+            trainer._train_step(step, StopRequest())
         trainer.close()
         return TrackedStep(held_bytes=held, peak_bytes=memory.peak_bytes, makers=dict(memory.peak_makers.most_common()))
 
@@ -229,12 +228,8 @@ def _replacements(job: FakeJob) -> list[tuple[Any, str, Any]]:
 
     found: list[tuple[Any, str, Any]] = [
         (shares, "init_device_mesh", mesh_of_numbers),
-        # What ranks tell each other about times has shapes that depend on numbers.
-        (
-            trainer,
-            "gather_timings",
-            lambda plan, timings, **_: Exchanged(stop=False, writing=False, peak_bytes=0, ranks=[]),
-        ),
+        # What ranks tell each other is looked at.
+        (trainer, "tell_all", lambda world, **_: (False, False)),
         # One rank stands for all, so that there is nobody whose data could differ.
         (Guards, "same_data", lambda *_: None),
         # Fake parameters cannot be swapped, and are where they should be.

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fcp_cli.runs.metrics_reader import read_metrics
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.launch import ROOT, torchrun
 from tests.runtime.plans import Row, write_plan
@@ -39,7 +40,15 @@ def test_four_ranks_end_with_the_weights_of_one_process(tmp_path: Path) -> None:
         str(tmp_path / "after"),
         num_ranks=4,
         FCP_PLAN=str(tmp_path / "plan.parquet"),
+        FCP_METRICS=str(tmp_path / "run" / "metrics.jsonl"),
     )
+    run, *steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert (run["num_ranks"], run["steps"], [step["step"] for step in steps]) == (4, 3, [0, 1, 2])
+    assert all(3.0 < step["loss"] < 6.0 and step["learning_rate"] == 1e-3 for step in steps)
+    for step, planned in zip(steps, planned_steps(), strict=True):
+        orders = [[found["order"] for found in rank["micro_batches"]] for rank in step["ranks"]]
+        assert orders == [[order for order, row in enumerate(planned) if rank in row.ranks] for rank in range(4)]
+        assert step["seconds"] >= step["ranks"][0]["busy_seconds"] > 0.0
     alone = torch.load(tmp_path / "before.alone")
     for rank in range(4):
         weights = torch.load(tmp_path / f"after.{rank}")

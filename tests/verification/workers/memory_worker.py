@@ -42,9 +42,9 @@ def peak_bytes(run_dir: Path, name: str) -> int:
     )
     with memory.counting(), start(plan, lambda row: [7] * TOKENS) as session:
         trainer = Trainer(settings, session)
-        for step, plan_of_step in trainer._steps():
+        for step in trainer._steps():
             memory.reset_peak()
-            trainer._train_step(step, plan_of_step, 0.0, StopRequest())
+            trainer._train_step(step, StopRequest())
         trainer.close()
     return memory.peak_bytes
 

@@ -1,0 +1,58 @@
+"""Where rank 0 is within a step: one small file that a long step replaces every few seconds, for whoever watches."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fcp_cli.files import write_text_atomically
+
+FORMAT = "fcp-step-position/1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPosition:
+    """How far a step has come on rank 0, as far as its host knows: a device may be a little behind.
+
+    Attributes:
+        step: optimizer step, from 0.
+        done: micro-batches of rank 0 that are done.
+        microbatches: that it has in the step.
+        planned_seconds: where in the step the plan has it by now.
+        predicted_seconds: the plan's makespan of the step.
+        began: Unix time of the step's start.
+    """
+
+    step: int
+    done: int
+    microbatches: int
+    planned_seconds: float
+    predicted_seconds: float
+    began: float
+
+    @property
+    def seconds(self) -> float:
+        """Return how long ago the step began."""
+        return max(0.0, time.time() - self.began)
+
+
+def write_position(path: Path, position: StepPosition) -> None:
+    """Replace the file of a run.
+
+    Raises:
+        FcpError: it cannot be written.
+    """
+    write_text_atomically(path, json.dumps({"format": FORMAT, **asdict(position)}) + "\n")
+
+
+def read_position(path: Path) -> StepPosition | None:
+    """Read where a run is; None where it has had no long step."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if document.pop("format") != FORMAT:
+            return None
+        return StepPosition(**document)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,61 @@
+"""Messages that ranks leave for rank 0 in the store through which the job met. Nobody waits for them, and no collective
+of the training stands before or behind them: a loop may end wherever it likes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from fcp_cli.runtime.metrics.message import RankMeasurement, decode
+
+_SLOTS = 8  # messages of a rank that are kept; ranks are never so many steps apart, since each step sums gradients
+
+
+class Mailbox:
+    """The messages of all ranks of a job.
+
+    Args:
+        store: of torch.distributed.
+        num_ranks: that leave messages.
+    """
+
+    def __init__(self, store: Any, num_ranks: int) -> None:
+        self._store: Any = dist.distributed_c10d.PrefixStore("fcp-metrics", store)
+        self._num_ranks = num_ranks
+        self._found: dict[int, RankMeasurement] = {}  # of the step that is being collected
+
+    def leave(self, rank: int, measured: RankMeasurement) -> None:
+        """Leave a rank's message for rank 0: a few packets, which nobody answers."""
+        self._store.set(_key(rank, measured.step), measured.encode())
+
+    def collect(self, step: int) -> dict[int, RankMeasurement] | None:
+        """Return what all ranks left of a step, by rank; None while one is missing. Steps come in order."""
+        missing = [rank for rank in range(self._num_ranks) if rank not in self._found]
+        keys = [_key(rank, step) for rank in missing]
+        if not self._store.check(keys):  # or reading would wait
+            return None
+        for rank, message in zip(missing, self._read(keys), strict=True):
+            measured = decode(message)
+            if measured.step == step:  # else it is older
+                self._found[rank] = measured
+        if len(self._found) < self._num_ranks:
+            return None
+        found, self._found = self._found, {}
+        return dict(sorted(found.items()))
+
+    def _read(self, keys: list[str]) -> list[bytes]:
+        if self._store.has_extended_api():
+            found: list[bytes] = self._store.multi_get(keys)
+            return found
+        return [self._store.get(key) for key in keys]
+
+
+def _key(rank: int, step: int) -> str:
+    return f"{rank}/{step % _SLOTS}"
+
+
+def job_store() -> Any:
+    """Return the store of torch.distributed's default process group; None where this version of torch hides it."""
+    find = getattr(dist.distributed_c10d, "_get_default_store", None)
+    return None if find is None else find()

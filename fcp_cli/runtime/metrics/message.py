@@ -1,0 +1,77 @@
+"""One rank's measurement of one step as the bytes that rank 0 gets: a vector of float64, which holds counts exactly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from fcp_cli.plan.step import StepPlan
+from fcp_cli.runs.metrics import MicroBatchTiming
+
+Timing: TypeAlias = tuple[int, float, float]
+"""Order in the step, seconds from the rank's start of the step to its start, and seconds of one micro-batch."""
+
+_HEADER = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankMeasurement:
+    """What one rank measured of a step.
+
+    Attributes:
+        seconds: from the end of the step before to the end of this one.
+        loss_sum: of the rank's tokens.
+        divisor: what the sums of all ranks are divided by; 0 where the rank knows no loss.
+        peak_bytes: the most memory that the rank has had.
+        timings: of its micro-batches, in order.
+    """
+
+    step: int
+    seconds: float
+    loss_sum: float
+    divisor: float
+    peak_bytes: int
+    timings: Sequence[Timing]
+
+    def encode(self) -> bytes:
+        header = [self.step, self.seconds, self.loss_sum, self.divisor, self.peak_bytes]
+        return np.array([*header, *(value for timing in self.timings for value in timing)], dtype="<f8").tobytes()
+
+
+def decode(message: bytes) -> RankMeasurement:
+    """Return what `RankMeasurement.encode` encoded."""
+    values = np.frombuffer(message, dtype="<f8")
+    step, seconds, loss_sum, divisor, peak_bytes = values[:_HEADER].tolist()
+    return RankMeasurement(
+        step=int(step),
+        seconds=seconds,
+        loss_sum=loss_sum,
+        divisor=divisor,
+        peak_bytes=int(peak_bytes),
+        timings=[(int(order), start, took) for order, start, took in values[_HEADER:].reshape(-1, 3).tolist()],
+    )
+
+
+def planned_timings(timings: Sequence[Timing], plan: StepPlan) -> list[MicroBatchTiming]:
+    """Return measured micro-batches beside what was planned for them."""
+    return [
+        MicroBatchTiming(
+            order=order,
+            degree=int(plan.degrees[order]),
+            tokens=int(plan.tokens[order]),
+            predicted_seconds=float(plan.seconds[order]),
+            start_seconds=start,
+            seconds=took,
+        )
+        for order, start, took in timings
+    ]
+
+
+def mean_loss(ranks: Mapping[int, RankMeasurement]) -> float:
+    """Return the step's loss from the sums of all ranks that know theirs; NaN where none does."""
+    known = [rank for rank in ranks.values() if rank.divisor]
+    return sum(rank.loss_sum for rank in known) / known[0].divisor if known else math.nan

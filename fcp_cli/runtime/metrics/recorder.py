@@ -1,0 +1,410 @@
+"""Measure the steps of a loop, whatever drives it, and write them down on rank 0 (`fcp-metrics/1`).
+
+A rank notes marks of its clock, which costs the host microseconds and never makes it wait for the device. Once the
+device has passed a step's last mark, in a later micro-batch, the rank leaves what it measured in the job's store, and
+rank 0 writes the step when all ranks have.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import platform
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fcp_cli.cost.profile import parse_cost_profile
+from fcp_cli.errors import FcpError, ProfileError
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.step import MicroBatch, StepPlan
+from fcp_cli.runs.metrics import FORMAT, MetricsWriter, StepMeasurement, drop_steps_from
+from fcp_cli.runs.step_position import StepPosition, write_position
+from fcp_cli.runtime.metrics.mailbox import Mailbox, job_store
+from fcp_cli.runtime.metrics.memory import peak_memory_bytes
+from fcp_cli.runtime.metrics.message import RankMeasurement, mean_loss, planned_timings
+from fcp_cli.runtime.prefetch import Prefetched
+from fcp_cli.runtime.timing import Clock, clock_for
+
+METRICS_VARIABLE = "FCP_METRICS"
+_MODEL_VARIABLE = "FCP_MODEL"
+_POSITION_SECONDS = 5.0  # between two notes of where a long step is
+_LOOK_SECONDS = 0.5  # between two looks of rank 0 for messages, while a step runs
+_LAST_SECONDS = 10.0  # that rank 0 waits for the other ranks' last messages when the loop is over
+_PLANS_AHEAD = 2
+
+
+class Followed(Protocol):
+    """A step of any loop: what the recorder is told of it."""
+
+    index: int
+    predicted_seconds: float
+    record: StepRecord | None
+
+
+AnyStep = TypeVar("AnyStep", bound=Followed)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class StepRecord:
+    """One step of this rank, as it runs.
+
+    Attributes:
+        step: optimizer step.
+        begin, end: marks of its start and of its end, when the optimizer has stepped; None until then.
+        marks: (order, begin, end) of each micro-batch.
+        loss_sum, divisor: of the rank's tokens, on the host or on the way there; None where no loss is known.
+        is_whole: whether all its micro-batches have run.
+        facts: what only the loop knows: `loss`, `grad_norm`, `learning_rate`, `bad_rows`.
+    """
+
+    step: int
+    predicted_seconds: float
+    begin: Any
+    began: float = field(default_factory=time.time)
+    end: Any = None
+    marks: list[tuple[int, Any, Any]] = field(default_factory=list)
+    loss_sum: Tensor | None = None
+    divisor: Tensor | None = None
+    is_whole: bool = False
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def note_loss(self, sums: list[Tensor], divisor: int | Tensor) -> None:
+        """Note the losses of the micro-batches (0-d): they are added up and copied beside the computation."""
+        if sums:
+            total = (torch.stack(sums) if len(sums) > 1 else sums[0]).detach().double().sum()
+            self.loss_sum = _on_host(total)
+            self.divisor = _on_host(torch.as_tensor(divisor, dtype=torch.float64))
+
+    def measured(self, clock: Clock, device: torch.device) -> RankMeasurement:
+        """Return the measurements; on a device, wait until it has passed the end."""
+        start = self.marks[0][1] if self.marks else self.begin
+        seconds = clock.seconds(self.begin, self.end)  # once this is known, so are the copies
+        knows_loss = self.loss_sum is not None and self.divisor is not None
+        return RankMeasurement(
+            step=self.step,
+            seconds=seconds,
+            loss_sum=float(self.loss_sum) if self.loss_sum is not None else 0.0,
+            divisor=float(self.divisor) if knows_loss and self.divisor is not None else 0.0,
+            peak_bytes=peak_memory_bytes(device),
+            timings=[
+                (order, clock.seconds(start, begin), clock.seconds(begin, end)) for order, begin, end in self.marks
+            ],
+        )
+
+
+def _on_host(value: Tensor) -> Tensor:
+    if value.device.type == "cpu":
+        return value
+    copy = torch.empty_like(value, device="cpu", pin_memory=value.device.type == "cuda")
+    return copy.copy_(value, non_blocking=True)
+
+
+class Recorder:
+    """Measures one rank's steps, and on rank 0 writes those of all.
+
+    A failure to write or to reach rank 0 ends the metrics with one line, not the training.
+
+    Args:
+        path: the metrics file.
+        plan: plan file.
+        metadata: of the plan.
+        rank: of the plan; one process of it records.
+        device: of the rank.
+        store: through which the job met.
+
+    Attributes:
+        listeners: called on rank 0 with each record that was written.
+        utilisation: on rank 0, from a step's plan and seconds to the share of the devices' peak, where it is known.
+    """
+
+    def __init__(
+        self, path: Path, *, plan: Path, metadata: PlanMetadata, rank: int, device: torch.device, store: Any
+    ) -> None:
+        self.path, self.rank = path, rank
+        self.listeners: list[Callable[[dict[str, Any]], None]] = []
+        self.utilisation: Callable[[StepPlan, float], float | None] = lambda plan, seconds: None
+        self._plan, self._metadata, self._device = plan, metadata, device
+        self._clock = clock_for(device)
+        self._mailbox: Mailbox | None = Mailbox(store, metadata.num_ranks)
+        self._writer: MetricsWriter | None = None
+        self._plans: Prefetched[StepPlan] | None = None
+        self._first_step = self._next_step = -1
+        self._current: StepRecord | None = None
+        self._waiting: deque[StepRecord] = deque()  # over, but perhaps not for the device
+        self._uncollected: deque[StepRecord] = deque()  # of rank 0, which other ranks may not have left yet
+        self._told = self._looked = 0.0
+        self._hook: Any = None
+        global _latest
+        _latest = weakref.ref(self)
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether it records, or will."""
+        return self._mailbox is not None
+
+    def open(self, first_step: int, **facts: Any) -> None:
+        """Begin a run, or go on where the steps before ended: rank 0 drops what will be made again.
+
+        Args:
+            first_step: optimizer step.
+            facts: for the run's record, over what is known without.
+
+        Raises:
+            RunError: the file cannot be written, or is damaged.
+        """
+        if first_step == self._next_step:
+            return
+        self.flush()
+        self._first_step = self._next_step = first_step
+        if self._hook is None:
+            self._hook = register_optimizer_step_post_hook(_ends_step(weakref.ref(self)))
+            atexit.register(_close, weakref.ref(self))
+        if self.rank:
+            return
+        drop_steps_from(self.path, first_step)
+        self._writer = self._writer or MetricsWriter(self.path)
+        if self._plans is not None:
+            self._plans.close()
+        self._plans = Prefetched(PlanReader(self._plan).steps(first_step), depth=_PLANS_AHEAD, name="fcp-metrics")
+        self.write({**self._run_record(first_step), **facts})
+
+    def recorded(self, steps: Generator[AnyStep, None, None]) -> Generator[AnyStep, None, None]:
+        """Yield the steps of a loop, each measured from when it is asked for to its last optimizer step."""
+        try:
+            while True:
+                begin = self._clock.mark()
+                step = next(steps, None)
+                if step is None:
+                    return
+                step.record = self.begin(step.index, step.predicted_seconds, begin)
+                yield step
+                self.end()
+        finally:
+            steps.close()
+            self.end()
+            self.flush()
+
+    def begin(self, step: int, predicted_seconds: float, begin: Any = None) -> StepRecord:
+        """Begin to measure a step; without a mark of its start, now."""
+        self.end()
+        self._current = StepRecord(
+            step=step, predicted_seconds=predicted_seconds, begin=self._clock.mark() if begin is None else begin
+        )
+        self._told = time.monotonic()
+        return self._current
+
+    def enter(self, row: MicroBatch, done: int, microbatches: int) -> None:
+        """Note that a micro-batch begins, `done` of the rank's `microbatches` of the step being over."""
+        if self._waiting or self._uncollected:
+            self._advance()
+        now = time.monotonic()
+        if self.rank or now - self._told < _POSITION_SECONDS or self._current is None:
+            return
+        self._told = now
+        position = StepPosition(
+            step=row.step,
+            done=done,
+            microbatches=microbatches,
+            planned_seconds=row.start_seconds,
+            predicted_seconds=self._current.predicted_seconds,
+            began=self._current.began,
+        )
+        with suppress(FcpError):  # a full disk must not end the job
+            write_position(self.path.with_name("position.json"), position)
+
+    def end(self) -> None:
+        """Note that the current step is over, if it is whole; a step that was left in its midst is forgotten."""
+        record, self._current = self._current, None
+        if record is None or not record.is_whole:
+            return
+        record.end = record.end or self._clock.mark()
+        self._next_step = record.step + 1
+        self._waiting.append(record)
+        self._advance()
+
+    def note_update(self, learning_rate: Any) -> None:
+        """Note that an optimizer has stepped; the last one ends the step."""
+        if self._current is not None and self._current.is_whole:
+            self._current.end = self._clock.mark()
+            if isinstance(learning_rate, float):
+                self._current.facts.setdefault("learning_rate", learning_rate)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Write a record on rank 0, behind the steps that are over, and show it to the listeners."""
+        if self._uncollected:
+            self.flush()
+        self._write(record)
+
+    def flush(self) -> None:
+        """Leave what is over, waiting for the device; on rank 0, write it when it is there from all ranks."""
+        self._advance(waits=True)
+        until = time.monotonic() + _LAST_SECONDS
+        while self._uncollected and time.monotonic() < until:
+            time.sleep(1e-3)
+            self._collect()
+
+    def close(self) -> None:
+        """Write what is over, and let go of the file. A rank that failed is not waited for."""
+        if hasattr(sys, "last_value"):
+            self._advance()
+        else:
+            self.end()
+            self.flush()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        if self._plans is not None:
+            self._plans.close()
+        if self._writer is not None:
+            self._writer.close()
+        self._writer, self._plans, self._mailbox = None, None, None
+
+    def _advance(self, *, waits: bool = False) -> None:
+        """Leave the steps that the device has passed, and on rank 0 look for those of all ranks now and then."""
+        try:
+            while self._waiting and (waits or self._clock.has_passed(self._waiting[0].end)):
+                record = self._waiting.popleft()
+                if self._mailbox is not None:
+                    self._mailbox.leave(self.rank, record.measured(self._clock, self._device))
+                    if self.rank == 0:
+                        self._uncollected.append(record)
+                        self._looked = 0.0
+        except (RuntimeError, OSError) as error:
+            self._give_up(error)
+        now = time.monotonic()
+        if self._uncollected and (waits or now - self._looked > _LOOK_SECONDS):
+            self._looked = now
+            self._collect()
+
+    def _collect(self) -> None:
+        try:
+            while self._uncollected and self._mailbox is not None:
+                ranks = self._mailbox.collect(self._uncollected[0].step)
+                if ranks is None:
+                    return
+                self._write(self._measurement(self._uncollected.popleft(), ranks).record())
+        except (RuntimeError, OSError, FcpError, StopIteration) as error:
+            self._give_up(error)
+
+    def _measurement(self, record: StepRecord, ranks: dict[int, RankMeasurement]) -> StepMeasurement:
+        assert self._plans is not None
+        plan = next(self._plans)
+        while plan.step < record.step:
+            plan = next(self._plans)
+        seconds = ranks[0].seconds
+        known = {"loss": mean_loss(ranks), **record.facts}
+        return StepMeasurement(
+            step=record.step,
+            tokens=int(plan.tokens.sum()),
+            seconds=seconds,
+            predicted_seconds=plan.makespan_seconds,
+            ranks=[planned_timings(rank.timings, plan) for rank in ranks.values()],
+            warm_up=record.step == self._first_step,
+            mfu=self.utilisation(plan, seconds),
+            peak_bytes=[rank.peak_bytes for rank in ranks.values()],
+            **known,
+        )
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self._writer is None:
+            return
+        try:
+            self._writer.write(record)
+        except OSError as error:
+            self._give_up(error)
+        for listener in self.listeners:
+            listener(record)
+
+    def _give_up(self, error: BaseException) -> None:
+        """End the metrics with one line: they are no reason to end a training."""
+        if self._mailbox is not None and self.rank == 0:
+            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            print(f"fcp: the metrics {self.path} end here: {line}", file=sys.stderr, flush=True)
+        self._mailbox = None
+        self._waiting.clear()
+        self._uncollected.clear()
+
+    def _run_record(self, first_step: int) -> dict[str, Any]:
+        metadata = self._metadata
+        return {
+            "format": FORMAT,
+            "kind": "run",
+            "plan_hash": metadata.plan_hash,
+            "plan": str(self._plan),
+            "num_ranks": metadata.num_ranks,
+            "ranks_per_node": metadata.ranks_per_node,
+            "sync": metadata.sync,
+            "model": os.environ.get(_MODEL_VARIABLE) or _planned_model(metadata),
+            "device": self._device.type,
+            "device_name": device_name(self._device),
+            "torch": torch.__version__,
+            "started": datetime.now(timezone.utc).isoformat(),
+            "first_step": first_step,
+            "steps": metadata.end_step,
+            "program": sys.argv[0],
+        }
+
+
+def recorder_of(
+    path: str | Path | None, *, plan: Path, metadata: PlanMetadata, rank: int, device: torch.device
+) -> Recorder | None:
+    """Return what records a loop's steps; None where no file is named, or this process records another loop already.
+
+    Args:
+        path: of the metrics; None: what FCP_METRICS names.
+        plan, metadata, rank, device: as `Recorder` takes them.
+    """
+    path = path or os.environ.get(METRICS_VARIABLE)
+    if not path or (_latest is not None and (before := _latest()) is not None and before.is_open):
+        return None
+    if (store := job_store()) is None:
+        return None
+    return Recorder(Path(path), plan=plan, metadata=metadata, rank=rank, device=device, store=store)
+
+
+_latest: weakref.ref[Recorder] | None = None  # two that write the same file would mix their steps
+
+
+def _ends_step(recorder: weakref.ref[Recorder]) -> Callable[..., None]:
+    """Return a hook of all optimizers."""
+
+    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        found = recorder()
+        if found is not None and not torch.compiler.is_compiling():
+            groups = optimizer.param_groups
+            found.note_update(groups[0].get("lr") if groups else None)
+
+    return hook
+
+
+def _close(recorder: weakref.ref[Recorder]) -> None:
+    if (found := recorder()) is not None:
+        found.close()
+
+
+def _planned_model(metadata: PlanMetadata) -> str | None:
+    """Return the model of the plan's cost profile: a script's own is known to the script alone."""
+    with suppress(ProfileError):
+        return parse_cost_profile(metadata.cost_profile, name="the plan's cost profile").model
+    return None
+
+
+def device_name(device: torch.device) -> str:
+    """Return the accelerator's name, or the CPU's architecture."""
+    if device.type == "cpu":
+        return platform.processor() or platform.machine()
+    name: str = torch.get_device_module(device).get_device_name(device)
+    return name
