@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runs.metrics import MetricsWriter
@@ -46,7 +46,7 @@ def test_the_loss_is_of_the_ranks_that_know_theirs() -> None:
 
 
 def test_a_step_is_there_once_all_ranks_have_left_it() -> None:
-    box = Mailbox(dist.HashStore(), 2)
+    box = Mailbox(HashStore(), 2)
     assert box.collect(0) is None
     box.leave(1, measured(0))
     assert box.collect(0) is None
@@ -56,7 +56,7 @@ def test_a_step_is_there_once_all_ranks_have_left_it() -> None:
 
 
 def test_a_message_of_an_earlier_step_in_the_same_place_is_not_taken_for_a_later_one() -> None:
-    box = Mailbox(dist.HashStore(), 2)
+    box = Mailbox(HashStore(), 2)
     for rank in range(2):
         box.leave(rank, measured(0))
     assert box.collect(0) is not None
@@ -96,7 +96,7 @@ def alone(plan: Path, clock: LateClock | None = None) -> Recorder:
         metadata=PlanReader(plan).metadata,
         rank=0,
         device=torch.device("cpu"),
-        store=dist.HashStore(),
+        store=HashStore(),
     )
     if clock is not None:
         made._clock = clock
