@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -126,6 +127,20 @@ class StepPlan:
             start_seconds=float(self.start_seconds[i]),
             seconds=float(self.seconds[i]),
         )
+
+    def packs_of(self, rank: int) -> list[list[int]]:
+        """Return the sequences of each micro-batch that a rank takes part in, in the order in which it runs them."""
+        rows = np.repeat(np.arange(len(self)), self.degrees)[self.ranks == rank].tolist()
+        return [self.sequences[self.sequence_offsets[i] : self.sequence_offsets[i + 1]].tolist() for i in rows]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the step as values that JSON knows; `plan.schema.steps_to_arrow` makes the rows of a plan file."""
+        return {
+            "step": self.step,
+            "makespan_seconds": self.makespan_seconds,
+            "bound_seconds": self.bound_seconds,
+            "microbatches": [asdict(microbatch) for microbatch in self.microbatches()],
+        }
 
     def ring_groups(self) -> Iterator[bytes]:
         """Yield the groups of degree > 1: those that a back end with one communicator per ring must create."""

@@ -110,8 +110,11 @@ class Solver(Protocol):
         options: what else determines its answers, for the plan's metadata: JSON values.
     """
 
-    name: str
-    options: Mapping[str, Any]
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def options(self) -> Mapping[str, Any]: ...
 
     def assign(self, batch: Batch) -> Assignment:
         """Group the batch's sequences into micro-batches on ranks, within the token budget."""

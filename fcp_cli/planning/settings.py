@@ -150,30 +150,10 @@ def resolve(request: PlanRequest, origins: Origins, *, most_peers: int | None = 
     if request.manifest is None:
         raise UsageError("name the MANIFEST to plan, like 'fcp plan dataset.parquet', or a run with --continue-from")
     table = read_manifest(request.manifest, length_column=request.length_column)
-    if request.sync == "iteration" and (request.pipeline_parallel or 1) > 1:
-        raise unequal_pipelines(request.pipeline_parallel or 1)
-    profile = _profile_at_hand(request, origins)
-    if profile is None:
-        profile, ranks, budget = computed_basis(request, origins, most_peers=most_peers)
-    else:
-        ranks = replace(ranks_under(profile, request, origins), most_peers=most_peers)
-        budget = profiled_budget(request, profile, ranks, origins)
-    say_what_offloading_costs(budget, profile, origins)
-    padding = padding_multiple(ranks.tensor_parallel) if request.padded_rings else None
-    tokens = _with_headroom(budget.tokens_per_rank, request.headroom)
+    problem, budget = resolve_problem(request, origins, most_peers=most_peers)
     return PlanInputs(
         table=table,
-        problem=Problem(
-            num_ranks=ranks.num_ranks,
-            ranks_per_node=ranks.ranks_per_node,
-            tensor_parallel=ranks.tensor_parallel,
-            pipeline_parallel=ranks.pipeline_parallel,
-            tokens_per_rank=_whole_budget(tokens, padding, origins),
-            padding_multiple=padding,
-            sync=budget.sync,
-            profile=profile,
-            recipe=budget.recipe,
-        ),
+        problem=problem,
         settings=BatchSettings(
             global_batch_size=_global_batch_size(request, len(table), origins),
             seed=request.seed,
@@ -186,6 +166,38 @@ def resolve(request: PlanRequest, origins: Origins, *, most_peers: int | None = 
         ),
         budget=budget,
     )
+
+
+def resolve_problem(request: PlanRequest, origins: Origins, *, most_peers: int | None = None) -> tuple[Problem, Budget]:
+    """Fill in what every step of a plan shares, whatever its sequences: ranks, recipe, token budget, sync, profile.
+
+    Raises:
+        ProfileError: the cost profile cannot be used.
+        UsageError: settings that contradict each other or cannot be assumed.
+    """
+    if request.sync == "iteration" and (request.pipeline_parallel or 1) > 1:
+        raise unequal_pipelines(request.pipeline_parallel or 1)
+    profile = _profile_at_hand(request, origins)
+    if profile is None:
+        profile, ranks, budget = computed_basis(request, origins, most_peers=most_peers)
+    else:
+        ranks = replace(ranks_under(profile, request, origins), most_peers=most_peers)
+        budget = profiled_budget(request, profile, ranks, origins)
+    say_what_offloading_costs(budget, profile, origins)
+    padding = padding_multiple(ranks.tensor_parallel) if request.padded_rings else None
+    tokens = _with_headroom(budget.tokens_per_rank, request.headroom)
+    problem = Problem(
+        num_ranks=ranks.num_ranks,
+        ranks_per_node=ranks.ranks_per_node,
+        tensor_parallel=ranks.tensor_parallel,
+        pipeline_parallel=ranks.pipeline_parallel,
+        tokens_per_rank=_whole_budget(tokens, padding, origins),
+        padding_multiple=padding,
+        sync=budget.sync,
+        profile=profile,
+        recipe=budget.recipe,
+    )
+    return problem, budget
 
 
 def _profile_at_hand(request: PlanRequest, origins: Origins) -> CostProfile | None:

@@ -36,6 +36,7 @@ _CLOSE_ENOUGH = 0.01, 0.03  # where the gap to the proven bound is larger than t
 _CHOOSING_STEPS = 16  # planned again and again to choose groups under a limit
 _PRICED_STEPS = 16  # planned with and without a limit
 _NEVER_PAYS_SECONDS = 1e9  # of a hop: far above any step, and far below what rounds seconds away
+_TWO_LIMITS = "--max-degree forbids rings, which --max-groups and --max-peers limit; give one of them"
 _EXCHANGES = 300_000  # pairs of sequences compared in one round of balancing; more for more than 1,024 sequences
 
 
@@ -59,16 +60,14 @@ def make_solver(
             or several limits are given.
     """
     problem = batches.problem
-    if max_degree is not None:
-        if max_groups is not None or max_peers is not None:
-            raise UsageError("--max-degree forbids rings, which --max-groups and --max-peers limit; give one of them")
-        return _without_rings(batches, max_degree)
-    if max_peers is not None:
-        if max_groups is not None:
-            raise UsageError("--max-groups and --max-peers both choose the ranks of rings; give one of them")
-        return _with_few_peers(problem, max_peers)
     if max_groups is None:
-        return FcpSolver(problem=problem, machine=machine_of(problem), degrees=np.array(static_degrees(problem)))
+        if max_degree is not None:
+            _require_no_long(batches)
+        return solver_of(problem, max_degree=max_degree, max_peers=max_peers)
+    if max_degree is not None:
+        raise UsageError(_TWO_LIMITS)
+    if max_peers is not None:
+        raise UsageError("--max-groups and --max-peers both choose the ranks of rings; give one of them")
     options = {"max_groups": max_groups}
     sample = [batches.batch(step) for step in spread_steps(len(batches), _CHOOSING_STEPS)]
 
@@ -86,17 +85,39 @@ def make_solver(
     )
 
 
-def _without_rings(batches: GlobalBatches, max_degree: int) -> FcpSolver:
-    problem = batches.problem
-    if max_degree != 1:
-        raise UsageError(f"--max-degree is {max_degree}; 1, which forbids rings, is the only limit")
-    longest, held = int(batches.table.length_tokens[batches.rows].max()), problem.tokens_per_rank
+def solver_of(problem: Problem, *, max_degree: int | None = None, max_peers: int | None = None) -> FcpSolver:
+    """Make the solver for a problem whose batches are not known yet.
+
+    Args:
+        problem: what is planned for.
+        max_degree: 1 forbids rings, and then no sequence may be longer than a rank holds; None: no limit.
+        max_peers: most ranks that a rank has beside it in rings; None: no limit.
+
+    Raises:
+        UsageError: max_degree is not 1, max_peers is fewer than rings need, or both are given.
+    """
+    if max_degree is not None and max_peers is not None:
+        raise UsageError(_TWO_LIMITS)
+    if max_degree is not None:
+        return _without_rings(problem, max_degree)
+    if max_peers is not None:
+        return _with_few_peers(problem, max_peers)
+    return FcpSolver(problem=problem, machine=machine_of(problem), degrees=np.array(static_degrees(problem)))
+
+
+def _require_no_long(batches: GlobalBatches) -> None:
+    longest, held = int(batches.table.length_tokens[batches.rows].max()), batches.problem.tokens_per_rank
     if longest > held:
         raise UsageError(
             f"--max-degree 1 forbids rings, but a sequence has {longest} tokens and a rank holds {held}; "
             f"leave longer ones out with --max-length {held} --overlong drop (truncate cuts them), hold them with "
             f"--tokens-per-rank {longest}, or leave --max-degree out"
         )
+
+
+def _without_rings(problem: Problem, max_degree: int) -> FcpSolver:
+    if max_degree != 1:
+        raise UsageError(f"--max-degree is {max_degree}; 1, which forbids rings, is the only limit")
     machine = machine_of(problem)
     if problem.num_ranks > 1:  # the search knows rings of a catalogue, here of one ring that never pays
         machine = machine_of(problem, [range(problem.num_ranks)])._replace(hop=_NEVER_PAYS_SECONDS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.bounds import lower_bound_seconds
 from fcp_cli.planning.fcp.solver import limit_price, make_solver
-from fcp_cli.planning.problem import Solver
 from fcp_cli.planning.run import plan_metadata
 from tests.messages import raises
 from tests.planning.examples import example_problem
@@ -70,7 +68,7 @@ def test_a_sequence_that_needs_a_ring_is_refused_with_what_helps() -> None:
 def test_a_ring_in_a_plan_that_states_none_is_found(tmp_path: Path) -> None:
     batches = some_batches("iteration", num_ranks=8, seed=5, most_tokens=9000)
     solver = make_solver(batches)
-    metadata = replace(plan_metadata(batches.table, batches, cast("Solver", solver)), solver_options={"max_degree": 1})
+    metadata = replace(plan_metadata(batches.table, batches, solver), solver_options={"max_degree": 1})
     with plan_writer(tmp_path / "plan.parquet", metadata) as writer:
         for batch in batches:
             writer.append(assemble(solver.assign(batch), batch, batches.problem))

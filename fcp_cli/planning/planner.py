@@ -1,0 +1,137 @@
+"""The planner as a value that a program calls: lengths in, one planned step out, nothing read or written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from fcp_cli.console import Origins
+from fcp_cli.errors import ManifestError, OverlongError
+from fcp_cli.manifest.checks import LONGEST_TOKENS, checked_table
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.step import StepPlan
+from fcp_cli.planning.batches import step_seed
+from fcp_cli.planning.fcp.solver import solver_of
+from fcp_cli.planning.options import PlanRequest
+from fcp_cli.planning.parallel import plan_step
+from fcp_cli.planning.problem import Batch, Problem
+from fcp_cli.planning.settings import resolve_problem
+from fcp_cli.planning.work import batch_work
+
+
+class Planner:
+    """Plan global batches whose lengths are known at run time only, as `fcp plan` would plan them.
+
+    The same lengths give the same step on every machine and in every process, so ranks that each plan agree without a
+    message. A planner keeps nothing between calls and may be called by several threads at once.
+
+    Attributes:
+        problem: what every step is planned for, with what the arguments left open.
+        assumed: what was assumed where an argument was not given: name -> value and reason.
+    """
+
+    def __init__(
+        self,
+        profile: Path | str | None = None,
+        *,
+        model: str | None = None,
+        cluster: str | None = None,
+        ranks: int | None = None,
+        ranks_per_node: int | None = None,
+        tokens_per_rank: int | None = None,
+        sync: Sync | None = None,
+        max_degree: int | None = None,
+    ) -> None:
+        """Settle what is planned for; each argument is the option of `fcp plan` of its name.
+
+        Args:
+            profile: a cost profile's file; None: `profile.yaml` here, else one computed for `model` and `cluster`.
+            model, cluster: a shipped name, or its YAML.
+            ranks: model replicas; None: the cluster's.
+            ranks_per_node: None: the cluster's.
+            tokens_per_rank: most tokens of a rank in a micro-batch; None: what memory leaves.
+            sync: where ranks wait for each other; None: `iteration` where that fits.
+            max_degree: 1 forbids rings, as trainers need that only spread whole sequences; None: no limit.
+
+        Raises:
+            ProfileError: the profile, the model or the cluster cannot be used.
+            UsageError: settings that contradict each other or cannot be assumed.
+        """
+        request = PlanRequest(
+            profile=None if profile is None else Path(profile),
+            model=model,
+            cluster=cluster,
+            ranks=ranks,
+            ranks_per_node=ranks_per_node,
+            tokens_per_rank=tokens_per_rank,
+            sync=sync,
+        )
+        origins = Origins()
+        self.problem: Problem = resolve_problem(request, origins)[0]
+        self.assumed = origins.assumed
+        self._solver = solver_of(self.problem, max_degree=max_degree)
+        self._most_tokens = self.problem.tokens_per_rank * (1 if max_degree == 1 else self.problem.num_ranks)
+
+    def plan(
+        self,
+        lengths: npt.ArrayLike,
+        *,
+        eta: npt.ArrayLike | None = None,
+        vision_patches: npt.ArrayLike | None = None,
+        vision_patch_pairs: npt.ArrayLike | None = None,
+        step: int = 0,
+    ) -> StepPlan:
+        """Plan one global batch; the step's `sequences` are positions in `lengths`.
+
+        Args:
+            lengths: [sequences] tokens, each at least 1.
+            eta: [sequences] mask factor of the papers, 0 causal to 1 full; None: all causal.
+            vision_patches, vision_patch_pairs: [sequences] as in a manifest; None: no vision.
+            step: the number that the planned step carries.
+
+        Raises:
+            ManifestError: no sequences, columns of different lengths, or a value out of its range.
+            OverlongError: a sequence is longer than all ranks (without rings: than one rank) can hold.
+        """
+        factors = {"eta": eta, "vision_patches": vision_patches, "vision_patch_pairs": vision_patch_pairs}
+        table = _table(lengths, factors)
+        longest = int(table.length_tokens.max())
+        if longest > self._most_tokens:
+            raise OverlongError(
+                f"sequence {int(table.length_tokens.argmax())} of the batch has {longest} tokens; "
+                f"{self._who_holds()} at most {self._most_tokens}"
+            )
+        batch = Batch(
+            step=step,
+            rows=np.arange(len(table), dtype=np.int64),
+            lengths=table.length_tokens.astype(np.int32),
+            work=batch_work(table, self.problem),
+            seed=step_seed(0, step),
+        )
+        return plan_step(batch, self.problem, self._solver)
+
+    def _who_holds(self) -> str:
+        ranks, tokens = self.problem.num_ranks, self.problem.tokens_per_rank
+        if "max_degree" in self._solver.options:
+            return "without rings (max_degree=1) a rank holds"
+        return f"{ranks} ranks of {tokens} tokens hold"
+
+
+def _table(lengths: npt.ArrayLike, factors: Mapping[str, npt.ArrayLike | None]) -> LengthTable:
+    tokens = np.asarray(lengths)
+    if tokens.ndim != 1 or not len(tokens):
+        raise ManifestError(f"lengths have the shape {tokens.shape}; a step needs [sequences], at least one")
+    if tokens.dtype.kind not in "iu":
+        raise ManifestError(f"lengths are {tokens.dtype}; tokens are whole numbers")
+    bad = np.flatnonzero((tokens < 1) | (tokens > LONGEST_TOKENS))
+    if len(bad):
+        raise ManifestError(f"lengths[{bad[0]}] is {tokens[bad[0]]}; a sequence has 1 to {LONGEST_TOKENS} tokens")
+    given = {name: np.asarray(values) for name, values in factors.items() if values is not None}
+    for name, column in given.items():
+        if column.shape != tokens.shape:
+            raise ManifestError(f"{name} has the shape {column.shape}; lengths have {tokens.shape}")
+    return checked_table("the batch", "lengths", tokens.astype(np.int64), given)
