@@ -35,13 +35,9 @@ def collate(items: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {"input_ids": padded("input_ids", 0), "labels": padded("labels", -100), "attention_mask": mask}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--prepare", action="store_true", help="write the prepared data set, and train nothing")
-    parser.add_argument("--output", default="out")
-    options = parser.parse_args()
+def small_model() -> Qwen3ForCausalLM:
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(
+    return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=VOCABULARY,
             hidden_size=32,
@@ -52,10 +48,13 @@ def main() -> None:
             head_dim=8,
         )
     )
-    trainer = Trainer(
-        model=model,
+
+
+def trainer_of(kind: type[Trainer], output: str) -> Trainer:
+    return kind(
+        model=small_model(),
         args=TrainingArguments(
-            output_dir=options.output,
+            output_dir=output,
             per_device_train_batch_size=4,
             num_train_epochs=1,
             logging_steps=1,
@@ -67,6 +66,14 @@ def main() -> None:
         train_dataset=rows(),
         data_collator=collate,
     )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--prepare", action="store_true", help="write the prepared data set, and train nothing")
+    parser.add_argument("--output", default="out")
+    options = parser.parse_args()
+    trainer = trainer_of(Trainer, options.output)
     if options.prepare:
         prepared: Any = trainer.train_dataset
         prepared.save_to_disk("prepared")

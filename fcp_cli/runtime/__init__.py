@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fcp_cli.runtime.gradients import GradientSync
+    from fcp_cli.runtime.integrations.hugging_face.mixin import FollowsPlan
+    from fcp_cli.runtime.integrations.hugging_face.sampler import PlanSampler
     from fcp_cli.runtime.loader import Fetch
     from fcp_cli.runtime.offload import ActivationOffload
     from fcp_cli.runtime.outside import outside
@@ -21,9 +23,11 @@ if TYPE_CHECKING:
 __all__ = [
     "ActivationOffload",
     "Fetch",
+    "FollowsPlan",
     "GradientSync",
     "LocalMicroBatch",
     "MicroBatchTiming",
+    "PlanSampler",
     "Ring",
     "Session",
     "Step",
@@ -39,9 +43,11 @@ __all__ = [
 _MODULES = {
     "ActivationOffload": "offload",
     "Fetch": "loader",
+    "FollowsPlan": "integrations.hugging_face.mixin",
     "GradientSync": "gradients",
     "LocalMicroBatch": "session",
     "MicroBatchTiming": "timing",
+    "PlanSampler": "integrations.hugging_face.sampler",
     "Ring": "ring",
     "Session": "session",
     "Step": "session",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fcp_cli.arrays import IntArray
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
@@ -40,6 +41,13 @@ class RankStep:
     tokens: int
     loss_tokens: int
     sequences: int
+
+
+def orders_of_rank(plan: StepPlan, rank: int) -> IntArray:
+    """Return the micro-batches of a step that a rank takes part in, in the step's order."""
+    # The ranks of all rows lie back to back: an entry belongs to the last row that begins at or before it.
+    orders: IntArray = np.searchsorted(plan.rank_offsets, np.flatnonzero(plan.ranks == rank), side="right") - 1
+    return orders
 
 
 class PlanCursor:
@@ -99,8 +107,7 @@ class PlanCursor:
             expected += 1
 
     def _rank_step(self, plan: StepPlan) -> RankStep:
-        # The ranks of all rows lie back to back: an entry belongs to the last row that begins at or before it.
-        rows = np.searchsorted(plan.rank_offsets, np.flatnonzero(plan.ranks == self.rank), side="right") - 1
+        rows = orders_of_rank(plan, self.rank)
         if not len(rows):
             raise RunError(
                 f"{self.path}: step {plan.step} has no micro-batch for rank {self.rank}; see 'fcp check {self.path}'"

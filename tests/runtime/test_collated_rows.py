@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 
 from fcp_cli.errors import RunError
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.runtime.integrations.hugging_face.rows import CollatedRows, one_pair, one_sequence
+from fcp_cli.runtime.integrations.hugging_face.batches import one_pair, one_sequence
+from fcp_cli.runtime.integrations.hugging_face.rows import CollatedRows
 from tests.runtime.plans import Row, write_plan
 
 pytestmark = pytest.mark.torch
@@ -62,21 +64,92 @@ def test_a_pair_becomes_two_sequences_that_do_not_see_each_other() -> None:
     assert pair.next_labels().tolist() == [-100, 7, 8, -100, 9, -100]
 
 
-def test_a_row_of_another_length_or_number_than_the_manifests_is_named(tmp_path: Path) -> None:
-    plan = write_plan(tmp_path / "plan.parquet", [[Row((0,), (3, 2))]], num_ranks=1, rows=2)
+NAMED = (
+    "row 1 of the training data has 3 tokens but 2 in the plan's manifest lengths.parquet; build the manifest from the data "
+    "that the trainer trains on: trainer.train_dataset.save_to_disk('prepared'), then 'fcp manifest build prepared --kind "
+    "arrow --column input_ids' and 'fcp plan'"
+)
+
+
+def collate(items: list[Any]) -> Mapping[str, Any]:
+    ids = torch.tensor([item["input_ids"] if isinstance(item, dict) else item for item in items])
+    return {"input_ids": ids, "labels": ids}
+
+
+def planned_rows(folder: Path, dataset: Any, *, lengths: tuple[int, ...] = (3, 2), **settings: Any) -> CollatedRows:
+    """The rows of a data set under a plan of one rank, whose manifest has rows of these lengths."""
+    plan = write_plan(folder / "plan.parquet", [[Row((0,), lengths)]], num_ranks=1, rows=len(lengths))
     metadata = PlanReader(plan).metadata
+    loader = SimpleNamespace(dataset=dataset, collate_fn=settings.pop("collate", collate), num_workers=0)
+    return CollatedRows(loader, plan, metadata, **settings)
 
-    def rows(*items: list[int]) -> CollatedRows:
-        def collate(found: list[list[int]]) -> Mapping[str, Any]:
-            return {"input_ids": torch.tensor(found), "labels": torch.tensor(found)}
 
-        return CollatedRows(list(items), collate, plan, metadata)
-
-    tokens, _ = rows([1, 2, 3], [4, 5])(0)  # type: ignore[misc]
+def test_rows_of_the_planned_lengths_are_read(tmp_path: Path) -> None:
+    tokens, _ = planned_rows(tmp_path, [[1, 2, 3], [4, 5]])(0)  # type: ignore[misc]
     assert tokens.tolist() == [1, 2, 3]
-    with pytest.raises(RunError, match="row 1 of the training data has 3 tokens but 2 in the plan's manifest"):
-        rows([1, 2, 3], [4, 5, 6])(1)
-    with pytest.raises(RunError, match="the training data has 1 rows, but the plan's manifest"):
-        rows([1, 2, 3])
+
+
+@pytest.mark.parametrize("as_arrow", [False, True])
+def test_a_row_of_another_length_than_the_manifests_is_named_before_anything_is_trained(
+    as_arrow: bool, tmp_path: Path
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [[1, 2, 3], [4, 5, 6]]
+    with pytest.raises(RunError) as refused:
+        planned_rows(tmp_path, datasets.Dataset.from_dict({"input_ids": rows}) if as_arrow else rows)
+    assert str(refused.value) == NAMED
+
+
+def test_every_row_of_an_arrow_file_is_compared_without_being_read(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    lengths = tuple(2 + row % 7 for row in range(1000))
+    rows = [[1] * length for length in lengths]
+    rows[737].append(1)
+    read: list[Any] = []
+
+    def noted(items: list[Any]) -> Mapping[str, Any]:
+        read.extend(items)
+        return collate(items)
+
+    dataset = datasets.Dataset.from_dict({"input_ids": rows})
+    with pytest.raises(RunError, match="row 737 of the training data has 5 tokens but 4 in the plan's manifest"):
+        planned_rows(tmp_path, dataset, lengths=lengths, collate=noted)
+    assert len(read) == 1
+    order = sorted(range(1000), key=lambda row: row * 7 % 1000)
+    chosen = tuple(len(rows[row]) for row in order)
+    planned_rows(tmp_path, dataset.select(order), lengths=chosen, collate=noted)
+    assert len(read) == 1
+
+
+def test_a_collator_that_cuts_rows_to_the_planned_length_is_followed(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def cut(items: list[Any]) -> Mapping[str, Any]:
+        return collate([{"input_ids": item["input_ids"][:3]} for item in items])
+
+    dataset = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3, 4], [5, 6, 7]]})
+    planned_rows(tmp_path, dataset, lengths=(3, 3), collate=cut)
+
+
+def test_the_tokens_of_pairs_are_compared_with_those_of_both_answers(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    columns = {"prompt_ids": [[1], [1, 2]], "chosen_ids": [[5], [6]], "rejected_ids": [[7, 8], [9]]}
+    dataset = datasets.Dataset.from_dict(columns)
+
+    def collate_pair(items: list[Any]) -> Mapping[str, Any]:
+        (item,) = items
+        answers = [item["prompt_ids"] + item[name] for name in ("chosen_ids", "rejected_ids")]
+        longest = max(map(len, answers))
+        padded = torch.tensor([answer + [0] * (longest - len(answer)) for answer in answers])
+        return {"input_ids": padded, "attention_mask": (padded != 0).long(), "completion_mask": padded != 0}
+
+    planned_rows(tmp_path, dataset, lengths=(5, 6), pairs=True, collate=collate_pair)
+    with pytest.raises(RunError, match=r"row 1 .* has 6 tokens but 7 in .* column of lengths .* --column length'"):
+        planned_rows(tmp_path, dataset, lengths=(5, 7), pairs=True, collate=collate_pair)
+
+
+def test_a_data_set_of_another_number_of_rows_or_without_any_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"the training data has 1 rows, but the plan's manifest lengths\.parquet has 2"):
+        planned_rows(tmp_path, [[1, 2, 3]])
     with pytest.raises(RunError, match="is read in one go"):
-        CollatedRows(iter(()), lambda found: found, plan, metadata)
+        planned_rows(tmp_path, iter(()))

@@ -15,9 +15,11 @@ def test_the_public_names_of_the_runtime_are_these() -> None:
     assert runtime.__all__ == [
         "ActivationOffload",
         "Fetch",
+        "FollowsPlan",
         "GradientSync",
         "LocalMicroBatch",
         "MicroBatchTiming",
+        "PlanSampler",
         "Ring",
         "Session",
         "Step",

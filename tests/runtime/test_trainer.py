@@ -17,6 +17,7 @@ _REFUSALS = {
     "x 2 ranks), but the plan on 8; plan with 'fcp plan --global-batch-size 4', or give the script the plan's",
     "more epochs": "ends after 3; plan more with 'fcp plan --epochs 2', or set max_steps=3",
     "fewer rows": "the training data has 20 rows, but the plan's manifest lengths.parquet has 24; build the manifest from",
+    "longer row": "row 20 of the training data has 3 tokens but 2 in the plan's manifest lengths.parquet; build the manifest",
     "grouped": "the script groups rows by group_by_length, but a plan balances the steps itself; leave it out",
 }
 _REMAINING = ("ddp waves", "recomputed", "smoothed", "bf16")

@@ -130,7 +130,12 @@ CASES: Cases = {
     "ddp waves": (WAVES, train),
     "accumulation": (
         ITERATION,
-        lambda folder: train(folder, gradient_accumulation_steps=2, per_device_train_batch_size=GLOBAL_BATCH // 4),
+        lambda folder: train(
+            folder,
+            gradient_accumulation_steps=2,
+            per_device_train_batch_size=GLOBAL_BATCH // 4,
+            dataloader_num_workers=1,
+        ),
     ),
     "resumed, evaluated": (ITERATION, resumed),
     "lora": (ITERATION, lora),
@@ -143,6 +148,7 @@ REFUSALS: Cases = {
     "other batch": (ITERATION, lambda folder: train(folder, per_device_train_batch_size=2)),
     "more epochs": (ITERATION, lambda folder: train(folder, num_train_epochs=2)),
     "fewer rows": (ITERATION, lambda folder: train(folder, lengths=LENGTHS[:20])),
+    "longer row": (ITERATION, lambda folder: train(folder, lengths=(*LENGTHS[:20], LENGTHS[20] + 1, *LENGTHS[21:]))),
     "grouped": (ITERATION, lambda folder: train(folder, train_sampling_strategy="group_by_length")),
 }
 

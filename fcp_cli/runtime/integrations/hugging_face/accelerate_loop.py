@@ -20,6 +20,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.runtime.followed_step import plan_path
 from fcp_cli.runtime.integrations.hugging_face.follow import base_model
 from fcp_cli.runtime.integrations.hugging_face.rows import CollatedRows
+from fcp_cli.runtime.integrations.hugging_face.sampler import PlanSampler
 from fcp_cli.runtime.integrations.transformers import SwitchedAttention
 from fcp_cli.runtime.integrations.transformers_loss import prepare_loss
 from fcp_cli.runtime.session import LocalMicroBatch, Session, Step, start
@@ -46,6 +47,7 @@ class AcceleratedLoop:
         self._steps: Iterator[Step] | None = None
         self._rest: Iterator[LocalMicroBatch] | None = None
         self._loader: PlannedBatches | None = None
+        self._rows: CollatedRows | None = None
 
     def adopt(self, model: nn.Module) -> bool:
         """Hook a model that is about to be prepared, if anything of it is trained; return whether it is.
@@ -82,7 +84,7 @@ class AcceleratedLoop:
                 f"gradient_accumulation_steps {updates}), but the plan on {size}; plan with 'fcp plan "
                 f"--global-batch-size {batch}', or give the script the plan's"
             )
-        self.session.fetch = CollatedRows(dataset, loader.collate_fn, self.session.plan, self.metadata)
+        self._rows = CollatedRows(loader, self.session.plan, self.metadata)
         self._loader = PlannedBatches(self, loader)
         return self._loader
 
@@ -100,8 +102,10 @@ class AcceleratedLoop:
             )
         per_epoch = self.metadata.steps_per_epoch
         last = min(end, (self.next_step // per_epoch + 1) * per_epoch)
-        if self._steps is None:
+        if self._steps is None and self._rows is not None:
+            self.session.fetch = self._rows.ahead(PlanSampler(self.session, first_step=self.next_step))
             self._steps = self.session.steps(self.model, first_step=self.next_step)
+        assert self._steps is not None
         while self.next_step < last:
             step = next(self._steps)
             self._rest = iter(step)

@@ -18,6 +18,7 @@ from fcp_cli.runtime.followed_step import plan_path
 from fcp_cli.runtime.integrations.hugging_face.checks import check_schedule, check_trainer, check_trl, loss_kind
 from fcp_cli.runtime.integrations.hugging_face.losses import CausalLoss, PlannedLoss
 from fcp_cli.runtime.integrations.hugging_face.rows import CollatedRows
+from fcp_cli.runtime.integrations.hugging_face.sampler import PlanSampler
 from fcp_cli.runtime.integrations.transformers import SwitchedAttention
 from fcp_cli.runtime.session import Session, Step, start
 
@@ -40,13 +41,13 @@ class TrainerFollower:
         check_trainer(trainer)
         self._trainer = trainer
         model, kind = base_model(trainer.model), loss_kind(trainer)
-        loader = trainer.get_train_dataloader()  # the trainer's own, of which the data set and the collator are used
+        loader = (
+            trainer.get_train_dataloader()
+        )  # the trainer's own, of which the data set, the collator and the workers are used
         self.session: Session = start(plan_path(plan), device=trainer.args.device)
         metadata = self.session.metadata
         check_schedule(trainer, metadata, self.session.plan)
-        self.session.fetch = CollatedRows(
-            loader.dataset, loader.collate_fn, self.session.plan, metadata, pairs=kind == "DPOTrainer"
-        )
+        self._rows = CollatedRows(loader, self.session.plan, metadata, pairs=kind == "DPOTrainer")
         reference = getattr(trainer, "ref_model", None)
         models = (model,) if reference is None else (model, base_model(trainer.accelerator.unwrap_model(reference)))
         self._attentions = [SwitchedAttention(one) for one in models]
@@ -93,6 +94,7 @@ class TrainerFollower:
         wanted = self._trainer.state.global_step
         if self._steps is None:
             self._announce(wanted)
+            self.session.fetch = self._rows.ahead(PlanSampler(self.session, first_step=wanted))
             self._steps = self.session.steps(model, first_step=wanted, mean_over=self._loss.mean_over)
         step = next(self._steps, None)
         if step is None:

@@ -1,8 +1,6 @@
 """A mixin by which a class of `transformers.Trainer` follows a plan, for scripts that would rather see it.
 
-    from fcp_cli.runtime.integrations.hugging_face.mixin import FollowsPlan
-
-    class PlannedTrainer(FollowsPlan, Trainer): ...
+    class PlannedTrainer(fcp_cli.runtime.FollowsPlan, Trainer): ...
 
 Under `fcp launch` no script needs it: there `Trainer` itself is given the same three methods.
 """
@@ -12,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from fcp_cli.runtime.integrations.hugging_face.follow import TrainerFollower
+if TYPE_CHECKING:
+    from fcp_cli.runtime.integrations.hugging_face.follow import TrainerFollower
 
 _FOLLOWER = "_fcp_follower"
 
@@ -53,6 +52,8 @@ def following(trainer: Any, plan: Path | str | None = None) -> Iterator[None]:
     if _FOLLOWER in vars(trainer):
         yield
         return
+    from fcp_cli.runtime.integrations.hugging_face.follow import TrainerFollower  # transformers is slow to import
+
     follower = TrainerFollower(trainer, None if plan is None else Path(plan))
     setattr(trainer, _FOLLOWER, follower)
     try:

@@ -2,43 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+import pyarrow as pa
+import pyarrow.compute as pc
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
+from fcp_cli.runtime.integrations.hugging_face.batches import one_pair, one_sequence
+from fcp_cli.runtime.integrations.hugging_face.sampler import PlanSampler
 from fcp_cli.runtime.joined import JoinedSequences
-
-Collate = Callable[[list[Any]], Any]
-
-# What collators add that says again what the tokens and the plan say.
-_REDUNDANT = frozenset({"attention_mask", "position_ids", "token_type_ids", "completion_mask", "seq_idx", "length"})
-_REDUNDANT_PREFIXES = ("cu_seq_lens", "max_length", "num_items")
+from fcp_cli.runtime.loader import Fetch
 
 
 class CollatedRows:
-    """The rows of a data set as the plan's `fetch`: row number -> (tokens, labels), as the collator makes them.
+    """The rows of a script's data as the plan's `fetch`: row number -> (tokens, labels), as its collator makes them.
+
+    Before the first step, the lengths of all rows are compared with the plan's where the data set keeps its tokens in
+    Arrow, else those of a few rows; of the others, each when it is loaded.
 
     Args:
-        dataset: with a length and items by number; row n of it is row n of the manifest.
-        collate: the script's collator, called with one item at a time; padding is taken off again.
+        loader: the script's own, of which the data set (row n of it is row n of the manifest), the collator, called
+            with one row at a time, and the number of workers are used; padding is taken off again.
         plan, metadata: what the rows must match.
         pairs: a row is a preferred and a rejected answer, each with its prompt; its length is that of both.
 
     Raises:
-        RunError: the data set has no length, or another than the manifest.
+        RunError: the data set has no length, another than the manifest, or a row of another length.
     """
 
-    def __init__(
-        self, dataset: Any, collate: Collate, plan: Path, metadata: PlanMetadata, *, pairs: bool = False
-    ) -> None:
+    def __init__(self, loader: Any, plan: Path, metadata: PlanMetadata, *, pairs: bool = False) -> None:
+        dataset = loader.dataset
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise RunError(
                 f"the training data is a {type(dataset).__name__}, which is read in one go; a plan needs its rows by "
@@ -47,31 +47,92 @@ class CollatedRows:
         rows, name = metadata.manifest.rows, metadata.manifest.name
         if len(dataset) != rows:
             raise RunError(
-                f"the training data has {len(dataset)} rows, but the plan's manifest {name} has {rows}; {REBUILD}"
+                f"the training data has {len(dataset)} rows, but the plan's manifest {name} has {rows}; "
+                f"{_REBUILD[pairs]}"
             )
-        self._dataset, self._collate, self._name = dataset, collate, name
-        self._read: Callable[[Any, int], Any] = one_pair if pairs else one_sequence
+        self._loader, self._name, self._pairs = loader, name, pairs
         self._planned = planned_lengths(plan, metadata)
         cut = metadata.overlong
         self._cut_tokens = cut.max_length if cut.policy == "truncate" else None
+        for row in self._doubtful():
+            self(int(row))
 
     def __call__(self, row: int) -> tuple[Tensor, Tensor] | JoinedSequences:
-        sequence: tuple[Tensor, Tensor] | JoinedSequences = self._read(self._collate([self._dataset[row]]), row)
-        is_pair = isinstance(sequence, JoinedSequences)
-        tokens = sequence.tokens if isinstance(sequence, JoinedSequences) else sequence[0]
-        found, planned = len(tokens), int(self._planned[row])
-        if found != planned and (is_pair or not (found > planned == self._cut_tokens)):
+        return self.read(self._loader.collate_fn([self._loader.dataset[row]]), row)
+
+    def ahead(self, sampler: PlanSampler) -> Fetch:
+        """Return the same from workers of their own, as many as the script's loader has."""
+        own = self._loader
+        if not own.num_workers:
+            return self
+        loader = DataLoader(
+            own.dataset,
+            sampler=sampler,
+            collate_fn=own.collate_fn,
+            num_workers=own.num_workers,
+            prefetch_factor=own.prefetch_factor,
+            worker_init_fn=own.worker_init_fn,
+            multiprocessing_context=own.multiprocessing_context,
+        )
+        return sampler.fetch_from(loader, read=self.read)
+
+    def read(self, batch: Any, row: int) -> tuple[Tensor, Tensor] | JoinedSequences:
+        """Return what the collator made of one row.
+
+        Raises:
+            RunError: it is not what a plan can follow, or has another length than in the manifest.
+        """
+        found = one_pair(batch, row) if self._pairs else one_sequence(batch, row)
+        tokens = len(found.tokens if isinstance(found, JoinedSequences) else found[0])
+        planned = int(self._planned[row])
+        if tokens != planned and (self._pairs or not tokens > planned == self._cut_tokens):
             raise RunError(
-                f"row {row} of the training data has {found} tokens but {planned} in the plan's manifest {self._name}; "
-                f"{REBUILD}"
+                f"row {row} of the training data has {tokens} tokens but {planned} in the plan's manifest "
+                f"{self._name}; {_REBUILD[self._pairs]}"
             )
-        return sequence
+        return found
+
+    def _doubtful(self) -> IntArray:
+        """Return the rows to read before the first step: those whose stored tokens are not as many as planned."""
+        planned = np.flatnonzero(self._planned)
+        stored = stored_lengths(self._loader.dataset, pairs=self._pairs)
+        if stored is None:
+            return planned[np.linspace(0, len(planned) - 1, num=min(_READ_BEFORE, len(planned)), dtype=np.int64)]
+        expected = stored if self._pairs or self._cut_tokens is None else np.minimum(stored, self._cut_tokens)
+        differing = expected[planned] != self._planned[planned]
+        doubtful: IntArray = planned[differing][:_READ_BEFORE]
+        return doubtful
 
 
-REBUILD = (
+_READ_BEFORE = 8
+_BUILD = "'fcp manifest build prepared --kind arrow --column {}' and 'fcp plan'"
+_REBUILD = (
     "build the manifest from the data that the trainer trains on: trainer.train_dataset.save_to_disk('prepared'), then "
-    "'fcp manifest build prepared --kind arrow --column input_ids' and 'fcp plan'"
+    + _BUILD.format("input_ids"),
+    "build the manifest from the pairs that the trainer trains on, as in docs/how-to/hugging-face-trainers.md: save "
+    "them with a column of lengths to 'prepared', then " + _BUILD.format("length"),
 )
+
+
+def stored_lengths(dataset: Any, *, pairs: bool) -> IntArray | None:
+    """Return [rows] the tokens of each row that a `datasets.Dataset` holds, from their places in the file alone.
+
+    None: it is of another kind, makes its rows when they are read, or has other columns.
+    """
+    table: Any = getattr(dataset, "data", None)
+    chosen: Any = getattr(dataset, "_indices", None)
+    weights = {"prompt_ids": 2, "chosen_ids": 1, "rejected_ids": 1} if pairs else {"input_ids": 1}
+    is_made = (getattr(dataset, "format", None) or {}).get("type") == "custom"
+    if is_made or not set(weights) <= set(getattr(table, "column_names", ())):
+        return None
+    lengths: IntArray | None = None
+    for name, weight in weights.items():
+        try:
+            found = pc.list_value_length(table.column(name)).to_numpy().astype(np.int64) * weight
+        except pa.ArrowNotImplementedError:  # no lists
+            return None
+        lengths = found if lengths is None else lengths + found
+    return lengths if lengths is None or chosen is None else lengths[chosen.column(0).to_numpy()]
 
 
 def planned_lengths(plan: Path, metadata: PlanMetadata) -> IntArray:
@@ -80,78 +141,3 @@ def planned_lengths(plan: Path, metadata: PlanMetadata) -> IntArray:
     for step in PlanReader(plan).steps():
         lengths[step.sequences] = step.lengths
     return lengths
-
-
-def one_sequence(batch: Any, row: int) -> tuple[Tensor, Tensor]:
-    """Return the tokens [n] and labels [n] of the one sequence in a batch of one item, without its padding.
-
-    Raises:
-        RunError: it holds none, several, or more than tokens and labels.
-    """
-    if not isinstance(batch, Mapping) or "input_ids" not in batch:
-        raise RunError(f"the data collator makes of row {row} no dictionary with input_ids, which a plan follows")
-    foreign = [name for name in batch if name not in ("input_ids", "labels") and not _is_redundant(name, batch[name])]
-    if foreign:
-        raise RunError(
-            f"the data collator gives {', '.join(sorted(map(str, foreign)))} beside the tokens of row {row}, which "
-            "would be lost under a plan; leave it out, or write the loop as in docs/how-to/training-loop.md"
-        )
-    if batch.get("labels") is None:
-        raise RunError(
-            f"the data collator gives no labels for row {row}; for language models, use "
-            "DataCollatorForLanguageModeling(tokenizer, mlm=False)"
-        )
-    tokens, labels = (torch.as_tensor(batch[name]) for name in ("input_ids", "labels"))
-    if tokens.dim() != 2 or len(tokens) != 1 or labels.shape != tokens.shape:
-        raise RunError(
-            f"the data collator makes of row {row} input_ids of shape {tuple(tokens.shape)} and labels of "
-            f"{tuple(labels.shape)}; a row must be one sequence, [1, tokens] each"
-        )
-    kept = _unpadded(batch, tokens, row)
-    return tokens[0][kept], labels[0][kept]
-
-
-def one_pair(batch: Any, row: int) -> JoinedSequences:
-    """Return the preferred and the rejected sequence in a batch of one pair, as TRL's collator makes it.
-
-    Raises:
-        RunError: it is none.
-    """
-    names = ("input_ids", "attention_mask", "completion_mask")
-    if not isinstance(batch, Mapping) or any(name not in batch for name in names):
-        raise RunError(f"the data collator makes of row {row} no pair with {', '.join(names)}, which a plan follows")
-    tokens, mask, completion = (torch.as_tensor(batch[name]) for name in names)
-    if tokens.dim() != 2 or len(tokens) != 2:
-        raise RunError(f"the data collator makes of row {row} input_ids of shape {tuple(tokens.shape)}, not of a pair")
-    kept = [own.nonzero().flatten() for own in mask]
-    ids = [own[at] for own, at in zip(tokens, kept, strict=True)]
-    labels = [
-        own[at].masked_fill(learned[at] == 0, -100) for own, at, learned in zip(tokens, kept, completion, strict=True)
-    ]
-    return JoinedSequences(tokens=torch.cat(ids), labels=torch.cat(labels), lengths=(len(ids[0]), len(ids[1])))
-
-
-def _is_redundant(name: Any, value: Any) -> bool:
-    if name == "token_type_ids":
-        return not torch.as_tensor(value).any()
-    return name in _REDUNDANT or str(name).startswith(_REDUNDANT_PREFIXES) or value is None
-
-
-def _unpadded(batch: Mapping[Any, Any], tokens: Tensor, row: int) -> slice:
-    """Return where the sequence lies between its padding."""
-    mask = batch.get("attention_mask")
-    start, stop = 0, tokens.shape[1]
-    if mask is not None:
-        kept = torch.as_tensor(mask)[0].nonzero().flatten()
-        if not len(kept) or int(kept[-1] - kept[0]) + 1 != len(kept):
-            raise RunError(f"the attention mask of row {row} has gaps, which a plan cannot follow")
-        start, stop = int(kept[0]), int(kept[-1]) + 1
-    positions = batch.get("position_ids")
-    if positions is not None:
-        own = torch.as_tensor(positions)[..., start:stop].flatten()
-        if not torch.equal(own, torch.arange(stop - start, dtype=own.dtype)):
-            raise RunError(
-                f"row {row} of the training data holds several sequences (its position_ids start again); leave packing "
-                "off: the plan packs"
-            )
-    return slice(start, stop)
