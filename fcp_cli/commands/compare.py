@@ -17,6 +17,7 @@ from fcp_cli.words import counted
 
 if TYPE_CHECKING:
     from fcp_cli.plan.metadata import Sync
+    from fcp_cli.planning.batches import GlobalBatches
     from fcp_cli.planning.comparison import Contender
     from fcp_cli.planning.settings import PlanInputs
 
@@ -52,7 +53,9 @@ def compare(options: CompareOptions) -> None:
     """Compare every strategy on the same sequences and cost profile, each in its best setting."""
     from fcp_cli.planning.comparison import SYNCS
     from fcp_cli.planning.settings import resolve
+    from fcp_cli.planning.verdict import compared_verdict
     from fcp_cli.report.compare_table import comparison_document, print_comparison
+    from fcp_cli.report.verdict_lines import verdict_lines
 
     names, origins = _names(options.solvers), Origins()
     inputs = resolve(options, origins)
@@ -61,12 +64,16 @@ def compare(options: CompareOptions) -> None:
     if inputs.problem.profile.common_ground is not None:
         note("strategies are compared under the profile's common_ground, without exposed_ring_share; fcp plan uses all")
         inputs = replace(inputs, problem=replace(inputs.problem, profile=inputs.problem.profile.on_common_ground()))
-    contenders, compared_steps = _run(inputs, names, syncs, options.milp_seconds)
+    contenders, batches = _run(inputs, names, syncs, options.milp_seconds)
+    verdict = compared_verdict(contenders, inputs, options, batches)
     if options.json:
-        print_json(comparison_document(contenders, inputs.problem, steps=compared_steps))
+        document = comparison_document(contenders, inputs.problem, steps=len(batches))
+        print_json({**document, "verdict": verdict and verdict.to_json()})
         return
-    human().print(_headline(inputs, compared_steps), markup=False, soft_wrap=True)
+    human().print(_headline(inputs, len(batches)), markup=False, soft_wrap=True)
     print_comparison(human(), contenders, syncs)
+    for line in verdict_lines(verdict) if verdict is not None else ():
+        note(line)
     if "flexsp" in names:
         limit = f"{options.milp_seconds:g} s (--milp-seconds)"
         note(f"flexsp stops each integer program after {limit}: its row depends on speed")
@@ -90,12 +97,13 @@ def _names(solvers: str | None) -> list[str]:
 
 def _run(
     inputs: PlanInputs, names: list[str], syncs: Sequence[Sync], milp_seconds: float
-) -> tuple[list[Contender], int]:
-    """Return the outcome of each strategy, and how many steps were compared."""
+) -> tuple[list[Contender], GlobalBatches]:
+    """Return the outcome of each strategy, and the batches that were compared on."""
     from fcp_cli.planning.batches import GlobalBatches
     from fcp_cli.planning.comparison import compare as run_comparison
 
-    steps = len(GlobalBatches(inputs.table, inputs.problem, inputs.settings))
+    batches = GlobalBatches(inputs.table, inputs.problem, inputs.settings)
+    steps = len(batches)
     note_compilation(names, syncs)
     with progress() as bar:
         task = bar.add_task("planning", total=steps * len(names) * len(syncs))
@@ -110,7 +118,7 @@ def _run(
                 on_step=lambda name: bar.update(task, advance=1, description=f"planning: {name}"),
             )
         )
-    return contenders, steps
+    return contenders, batches
 
 
 def _headline(inputs: PlanInputs, steps: int) -> str:

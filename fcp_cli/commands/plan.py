@@ -84,7 +84,7 @@ def plan(options: PlanOptions) -> None:
 
 # A continued run keeps its batches and its way of training: of what a plan is for, only this may differ.
 _MAY_CHANGE: Final = {
-    *("manifest", "profile", "ranks", "ranks_per_node", "tokens_per_rank", "headroom"),
+    *("manifest", "profile", "ranks", "ranks_per_node", "tokens_per_rank", "headroom", "device_hour_price"),
     *("zero", "shard_ranks", "reduce", "recompute", "loss", "offload"),
 }
 
@@ -131,12 +131,18 @@ def note_compilation(solvers: Iterable[str], syncs: Iterable[Sync]) -> None:
 def _plan_to_file(
     inputs: PlanInputs, options: PlanOptions, output: Path, origins: Origins, *, next_command: str | None = None
 ) -> None:
+    from fcp_cli.planning.verdict import plan_verdict
+    from fcp_cli.report.verdict_lines import verdict_lines
+
     result, sample = _make_with_progress(inputs, options, output)
     extra = _gain_and_time(result, sample, inputs) | _price_of_limit(result, inputs)
+    verdict = plan_verdict(result, sample, inputs, options, (extra["speedup_over_static"], extra["static_degree"]))
     if options.json:
-        print_json(_document(result, output, extra, origins))
+        print_json(_document(result, output, {**extra, "verdict": verdict.to_json()}, origins))
     else:
         _show(result, extra)
+        for line in verdict_lines(verdict):
+            note(line)
     trains = f"--plan {output} -- SCRIPT ARGS"  # the bundled trainer's ranks are of one device
     if result.metadata.devices_per_rank == 1:
         trains = f"--model {inputs.problem.profile.model} --plan {output}"

@@ -9,10 +9,9 @@ import numpy as np
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.pricing import planned_sequences, profile_seconds
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.planning.batches import spread_steps
-from fcp_cli.planning.problem import Batch, Problem
+from fcp_cli.planning.batches import batch_of, spread_steps
+from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.static import StaticSolver, best_static
-from fcp_cli.planning.work import batch_work
 
 # Steps compared with the static plan: over real long-tailed data, 32 steps gave the gain to 4 %, 256 to 1 %.
 _MOST_STEPS = 256
@@ -39,7 +38,7 @@ def static_speedup(
     """
     if not all(_follows_profile(step, problem, manifest) for step in steps):
         return None
-    batches = [_batch(step, problem, manifest) for step in steps]
+    batches = [batch_of(planned_sequences(step, manifest), problem) for step in steps]
     solver, seconds = best_static(problem, longest_tokens, batches)
     return seconds / sum(step.makespan_seconds for step in steps), solver
 
@@ -53,9 +52,3 @@ def _follows_profile(step: StepPlan, problem: Problem, manifest: LengthTable | N
         manifest=manifest,
     )
     return bool(np.allclose(seconds, step.seconds, rtol=1e-6))
-
-
-def _batch(step: StepPlan, problem: Problem, manifest: LengthTable | None) -> Batch:
-    """Return the global batch that a step was planned from."""
-    work = batch_work(planned_sequences(step, manifest), problem)
-    return Batch(step=step.step, rows=step.sequences, lengths=step.lengths, work=work, seed=0)

@@ -121,6 +121,13 @@ class GlobalBatches:
         return self._epoch[1]
 
 
+def batch_of(sequences: LengthTable, problem: Problem) -> Batch:
+    """Return sequences that were planned before as a global batch again, under this problem's profile."""
+    lengths = sequences.length_tokens
+    work = batch_work(sequences, problem)
+    return Batch(step=0, rows=np.arange(len(lengths)), lengths=lengths.astype(np.int32), work=work, seed=0)
+
+
 def _generator(seed: int, epoch: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
 

@@ -11,7 +11,7 @@ from fcp_cli.cost.profile import CostProfile
 from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.memory.fitting import LEAST_TOKENS, Fit, Place, fitting_recipe
 from fcp_cli.memory.precision import precision_of
-from fcp_cli.models.cluster import THIS_MACHINE
+from fcp_cli.models.cluster import THIS_MACHINE, ClusterSpec
 from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.plan.metadata import PlanMetadata, Sync
 from fcp_cli.planning.options import PlanRequest
@@ -34,12 +34,14 @@ class Budget:
         sync: of the plan.
         recipe: that the tokens are of; None where the profile knows none.
         room: gives what other recipes would leave; None where the model or its device are not known.
+        cluster: that the profile was computed for; None where there was a profile.
     """
 
     tokens_per_rank: int
     sync: Sync
     recipe: Recipe | None = None
     room: Room | None = None
+    cluster: ClusterSpec | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

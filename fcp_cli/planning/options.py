@@ -49,6 +49,9 @@ class PlanRequest:
         ),
     ] = None
     headroom: Annotated[float, Opt("Fraction of the token budget to leave free.", min=0, below=1)] = 0.0
+    device_hour_price: Annotated[
+        float | None, Opt("Price of a device for an hour, for the money that the verdict names.", min=0)
+    ] = None
     tensor_parallel: Annotated[
         int | None, Opt("Devices that share each layer.", metavar="T", min=1, unset="the profile's")
     ] = None

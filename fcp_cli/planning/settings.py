@@ -184,9 +184,45 @@ def resolve_problem(request: PlanRequest, origins: Origins, *, most_peers: int |
         ranks = replace(ranks_under(profile, request, origins), most_peers=most_peers)
         budget = profiled_budget(request, profile, ranks, origins)
     say_what_offloading_costs(budget, profile, origins)
+    return _problem(request, profile, ranks, budget, origins), budget
+
+
+def problem_under(request: PlanRequest, inputs: PlanInputs) -> Problem:
+    """Return what the same ranks would be planned for under another request: other recipe, sync or token budget.
+
+    Args:
+        request: with what differs.
+        inputs: of the plan, which `resolve` made.
+
+    Raises:
+        ProfileError, UsageError: it does not fit, or the plan's profile cannot price it.
+    """
+    now, origins = inputs.problem, Origins()
+    known = inputs.budget
+    ranks = Ranks(
+        num_ranks=now.num_ranks,
+        ranks_per_node=now.ranks_per_node,
+        tensor_parallel=now.tensor_parallel,
+        pipeline_parallel=now.pipeline_parallel,
+        most_peers=known.room.place.most_peers if known and known.room else None,
+    )
+    if known is None or known.cluster is None:
+        return _problem(request, now.profile, ranks, profiled_budget(request, now.profile, ranks, origins), origins)
+    request = replace(
+        request,
+        ranks=ranks.num_ranks,
+        ranks_per_node=ranks.ranks_per_node,
+        tensor_parallel=ranks.tensor_parallel,
+        pipeline_parallel=ranks.pipeline_parallel,
+    )
+    basis = computed_basis(request, origins, cluster=known.cluster, most_peers=ranks.most_peers)
+    return _problem(request, *basis, origins)
+
+
+def _problem(request: PlanRequest, profile: CostProfile, ranks: Ranks, budget: Budget, origins: Origins) -> Problem:
     padding = padding_multiple(ranks.tensor_parallel) if request.padded_rings else None
     tokens = _with_headroom(budget.tokens_per_rank, request.headroom)
-    problem = Problem(
+    return Problem(
         num_ranks=ranks.num_ranks,
         ranks_per_node=ranks.ranks_per_node,
         tensor_parallel=ranks.tensor_parallel,
@@ -197,7 +233,6 @@ def resolve_problem(request: PlanRequest, origins: Origins, *, most_peers: int |
         profile=profile,
         recipe=budget.recipe,
     )
-    return problem, budget
 
 
 def _profile_at_hand(request: PlanRequest, origins: Origins) -> CostProfile | None:
@@ -227,9 +262,11 @@ def _is_meant(profile: CostProfile, request: PlanRequest) -> bool:
 
 
 def computed_basis(
-    request: PlanRequest, origins: Origins, *, most_peers: int | None = None
+    request: PlanRequest, origins: Origins, *, cluster: ClusterSpec | None = None, most_peers: int | None = None
 ) -> tuple[CostProfile, Ranks, Budget]:
     """Compute a profile for a model and a cluster from their figures, for ranks there and the recipe that fits them.
+
+    The cluster is that of the request where none is given.
 
     Raises:
         ProfileError: there is no such model or cluster.
@@ -238,7 +275,7 @@ def computed_basis(
     spec = load_model(request.model or DEFAULT_MODEL)
     if request.model is None:
         origins.assume("--model", spec.name, "and what 'fcp launch' trains under the plan; name yours")
-    cluster = _cluster_to_plan_for(request, origins)
+    cluster = given = cluster or _cluster_to_plan_for(request, origins)
     tensor_parallel, pipeline_parallel = request.tensor_parallel or 1, request.pipeline_parallel or 1
     ranks = replace(ranks_on(request, cluster, tensor_parallel, pipeline_parallel, origins), most_peers=most_peers)
     if cluster.is_host:  # whose cores share one memory, however many ranks run on them
@@ -257,7 +294,7 @@ def computed_basis(
         peers=place.peers(budget.sync),
     )
     origins.assume("--profile", f"{spec.name} on {cluster.name}", "computed from their figures; 'fcp profile' measures")
-    return replace(profile, text=dump_cost_profile(profile)), ranks, budget
+    return replace(profile, text=dump_cost_profile(profile)), ranks, replace(budget, cluster=given)
 
 
 def _cluster_to_plan_for(request: PlanRequest, origins: Origins) -> ClusterSpec:

@@ -301,3 +301,15 @@ def test_a_plan_of_tensor_parallel_ranks_shows_its_devices_and_how_to_launch_it(
     assert "devices    2 per rank (tensor parallel 2, pipeline parallel 1), 16 in all" in result.stderr
     assert "next: fcp launch --plan plan.parquet -- SCRIPT ARGS" in result.stderr
     assert PlanReader(folder / "plan.parquet").metadata.num_devices == 16
+
+
+def test_a_plan_ends_with_a_verdict_and_json_holds_it_as_a_field(folder: Path) -> None:
+    shown = fcp("plan", "dataset.parquet", *EIGHT_RANKS, "--device-hour-price", "2", cwd=folder)
+    lines = shown.stderr.splitlines()
+    assert any(line.startswith(("Worth it: fcp takes", "Not worth it: ")) for line in lines)
+    assert any(line.startswith("Device-hours an epoch: fcp ") for line in lines)
+    printed = fcp("plan", "dataset.parquet", *EIGHT_RANKS, "--json", cwd=folder)
+    assert "Device-hours" not in printed.stderr
+    verdict = json.loads(printed.stdout)["verdict"]
+    assert [rival["name"] for rival in verdict["rivals"]] == ["static", "megatron-dynamic-cp"]
+    assert verdict["device_hours_per_epoch"] > 0 and verdict["saved_money_per_epoch"] is None

@@ -1,0 +1,187 @@
+"""Whether planning pays: what the best static degree and Megatron's dynamic CP would take, and what would help more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from fcp_cli.errors import PlanError
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.pricing import planned_sequences
+from fcp_cli.plan.step import StepPlan
+from fcp_cli.planning.assemble import makespan_seconds
+from fcp_cli.planning.batches import GlobalBatches, batch_of, spread_steps
+from fcp_cli.planning.comparison import Contender
+from fcp_cli.planning.fcp.solver import is_compiled, solver_of
+from fcp_cli.planning.options import PlanRequest
+from fcp_cli.planning.problem import Problem, Solver
+from fcp_cli.planning.published.megatron_dynamic_cp import MegatronDynamicCP
+from fcp_cli.planning.remedies import Remedy, best_remedy
+from fcp_cli.planning.run import PlanResult
+from fcp_cli.planning.settings import PlanInputs
+
+MEGATRON: Final = "megatron-dynamic-cp"
+# Planned again for the verdict; a fraction of a second, and counted so that no answer depends on the machine's speed.
+_MOST_STEPS, _MOST_SEQUENCES = 4, 2048
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rival:
+    """What somebody would run without a plan.
+
+    Attributes:
+        name: as a solver.
+        label: as people call it.
+        factor: its predicted time / the plan's.
+        steps: that this was computed on.
+    """
+
+    name: str
+    label: str
+    factor: float
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """Whether a plan pays, by the cost model.
+
+    Attributes:
+        solver: of the plan.
+        device_hours: that an epoch takes under the plan.
+        rivals: those that can run the data at all.
+        remedy: the setting under which fcp would be quickest by far; None: none that was tried.
+        tried: settings that were tried for that.
+        device_hour_price: in any currency; None where nobody said.
+    """
+
+    solver: str
+    steps: int
+    device_hours: float
+    rivals: tuple[Rival, ...]
+    remedy: Remedy | None = None
+    tried: int = 0
+    device_hour_price: float | None = None
+
+    @property
+    def next_best(self) -> Rival | None:
+        """The quickest of the rivals."""
+        return min(self.rivals, key=lambda rival: rival.factor, default=None)
+
+    @property
+    def saved_device_hours(self) -> float:
+        """Device-hours an epoch less than the next best; negative where that is quicker."""
+        return self.device_hours * (self.next_best.factor - 1.0) if self.next_best else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values, for `--json`."""
+        price = self.device_hour_price
+        return {
+            "device_hours_per_epoch": self.device_hours,
+            "rivals": [
+                {**asdict(one), "device_hours_per_epoch": one.factor * self.device_hours} for one in self.rivals
+            ],
+            "saved_device_hours_per_epoch": self.saved_device_hours,
+            "saved_money_per_epoch": None if price is None else price * self.saved_device_hours,
+            "remedy": None if self.remedy is None else asdict(self.remedy),
+            "remedies_tried": self.tried,
+        }
+
+
+def _device_hours(problem: Problem, step_seconds: float, steps: int) -> float:
+    """Return what so many steps of the same mean seconds take."""
+    devices = problem.num_ranks * problem.tensor_parallel * problem.pipeline_parallel
+    return devices * step_seconds * steps / 3600.0
+
+
+def _to_plan_again(steps: int, global_batch_size: int) -> list[int]:
+    """Return positions of a few of the steps, evenly spaced; none where a single one would take too long."""
+    most = min(_MOST_STEPS, _MOST_SEQUENCES // global_batch_size)
+    return spread_steps(steps, most) if most else []
+
+
+def plan_verdict(
+    result: PlanResult,
+    sample: Sequence[StepPlan],
+    inputs: PlanInputs,
+    request: PlanRequest,
+    static: tuple[float, int],
+) -> Verdict:
+    """Return the verdict on a finished plan; a few of its steps are planned again for that.
+
+    Args:
+        result: the plan.
+        sample: of its steps.
+        inputs: that it was made of.
+        request: that it was asked with.
+        static: predicted time of the best static plan / that of the sample, and its degree.
+    """
+    solver, summary, problem = result.solver.name, result.summary, inputs.problem
+    again = [sample[i] for i in _to_plan_again(len(sample), result.metadata.global_batch_size)]
+    sequences = [planned_sequences(step, inputs.table) for step in again]
+    planned = sum(step.makespan_seconds for step in again)
+    factor, degree = static
+    rivals = [_rival("static", factor, len(sample), degree=degree)]
+    rivals += [_rival(name, seconds / planned, len(again)) for name, seconds in _planned_again(sequences, problem)]
+    remedy, tried = best_remedy(request, inputs, sequences)
+    return Verdict(
+        solver=solver,
+        steps=summary.steps,
+        device_hours=_device_hours(problem, summary.mean_step_seconds, result.metadata.steps_per_epoch),
+        rivals=tuple(rival for rival in rivals if rival.name != solver),
+        remedy=remedy,
+        tried=tried,
+        device_hour_price=request.device_hour_price,
+    )
+
+
+def _planned_again(sequences: Sequence[LengthTable], problem: Problem) -> Iterator[tuple[str, float]]:
+    """Yield the predicted seconds of Megatron's dynamic CP and of fcp, where they can plan these batches at once."""
+    solvers: list[Solver] = [MegatronDynamicCP(problem)]
+    if is_compiled(problem.sync):
+        ours: Solver = solver_of(problem)
+        solvers.append(ours)
+    for solver in solvers if sequences else []:
+        batches = [batch_of(each, problem) for each in sequences]
+        with suppress(PlanError):  # degrees of powers of two cannot hold all that fcp can
+            yield solver.name, sum(makespan_seconds(solver.assign(batch), batch, problem) for batch in batches)
+
+
+def compared_verdict(
+    contenders: Sequence[Contender], inputs: PlanInputs, request: PlanRequest, batches: GlobalBatches
+) -> Verdict | None:
+    """Return the verdict on fcp by what strategies were compared on; None where fcp or all of its rivals are missing.
+
+    Args:
+        contenders: that planned all `batches`.
+        inputs: that they were compared under.
+        request: that this was asked with.
+        batches: the compared ones.
+    """
+    best = {one.name: one.best for one in contenders if one.best is not None}
+    rivals = [name for name in ("static", MEGATRON) if name in best]
+    if "fcp" not in best or not rivals:
+        return None
+    ours, steps = best["fcp"], len(batches)
+    inputs = replace(inputs, problem=replace(inputs.problem, sync=ours.sync))
+    again = [batches.batch(step).rows for step in _to_plan_again(steps, batches.settings.global_batch_size)]
+    remedy, tried = best_remedy(request, inputs, [batches.table.take(rows) for rows in again])
+    return Verdict(
+        solver="fcp",
+        steps=steps,
+        device_hours=_device_hours(inputs.problem, ours.step_seconds, batches.steps_per_epoch),
+        rivals=tuple(
+            _rival(name, best[name].step_seconds / ours.step_seconds, steps, degree=best[name].options.get("degree"))
+            for name in rivals
+        ),
+        remedy=remedy,
+        tried=tried,
+        device_hour_price=request.device_hour_price,
+    )
+
+
+def _rival(name: str, factor: float, steps: int, *, degree: int | None = None) -> Rival:
+    labels = {MEGATRON: "Megatron's dynamic CP", "static": f"static degree {degree}"}
+    return Rival(name=name, label=labels.get(name, name), factor=factor, steps=steps)

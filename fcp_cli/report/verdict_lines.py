@@ -1,0 +1,56 @@
+"""The verdict of `fcp plan` and `fcp compare` in words: at most four lines of 80 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any, Final
+
+from fcp_cli.planning.verdict import Verdict
+from fcp_cli.words import counted
+
+_WIDTH, _MOST_LINES = 80, 4
+_WHOLE_FLAGS: Final[dict[str, Any]] = {"break_long_words": False, "break_on_hyphens": False}
+_ALIKE = 0.01  # nearer than this a plan is not worth its trouble
+
+
+def verdict_lines(verdict: Verdict) -> list[str]:
+    """Return whether a plan pays, what it saves, and what would help more."""
+    sentences = list(_sentences(verdict))
+    lines = [line for sentence in sentences for line in textwrap.wrap(sentence, _WIDTH, **_WHOLE_FLAGS)]
+    return lines if len(lines) <= _MOST_LINES else textwrap.wrap(" ".join(sentences), _WIDTH, **_WHOLE_FLAGS)
+
+
+def _sentences(verdict: Verdict) -> Iterator[str]:
+    best = verdict.next_best
+    if best is None:
+        return
+    gain = 1.0 - 1.0 / best.factor
+    if gain >= _ALIKE:
+        yield f"Worth it: {verdict.solver} takes {gain:.0%} less time than {best.label}, the next best."
+    else:
+        than = f"within {abs(gain):.1%}" if gain > -_ALIKE else f"{1 - best.factor:.0%} quicker"
+        yield f"Not worth it: {best.label} is {than}: use it."
+    hours, saved = verdict.device_hours, verdict.saved_device_hours
+    each = [f"{verdict.solver} {_amount(hours)}"]
+    each += [f"{one.label} {_amount(one.factor * hours)}{_on(one.steps, verdict)}" for one in verdict.rivals]
+    price = verdict.device_hour_price
+    money = f"; {_amount(saved * price)} saved at {price:g} each" if price is not None and gain >= _ALIKE else ""
+    yield f"Device-hours an epoch: {', '.join(each)}{money}."
+    remedy = verdict.remedy
+    if remedy is not None:
+        room = "" if "--tokens-per-rank" in remedy.flags else f" ({counted(remedy.tokens_per_rank, 'token')} a rank)"
+        is_said = any(one.steps == remedy.steps for one in verdict.rivals)
+        where = "" if is_said else _on(remedy.steps, verdict)
+        yield f"What helps more: {remedy.flags}{room}: {1 - remedy.factor:.0%} less{where}."
+    elif verdict.tried:
+        yield "No other recomputation, sync or token budget that fits would help."
+
+
+def _on(steps: int, verdict: Verdict) -> str:
+    return "" if steps == verdict.steps else f" (on {counted(steps, 'step')})"
+
+
+def _amount(value: float) -> str:
+    """Write three digits, and whole numbers from 1,000 on."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
