@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from fcp_cli.errors import PlanError
 from fcp_cli.manifest.table import LengthTable
@@ -141,8 +141,7 @@ def _planned_again(sequences: Sequence[LengthTable], problem: Problem) -> Iterat
     """Yield the predicted seconds of Megatron's dynamic CP and of fcp, where they can plan these batches at once."""
     solvers: list[Solver] = [MegatronDynamicCP(problem)]
     if is_compiled(problem.sync):
-        ours: Solver = solver_of(problem)
-        solvers.append(ours)
+        solvers.append(cast(Solver, solver_of(problem)))
     for solver in solvers if sequences else []:
         batches = [batch_of(each, problem) for each in sequences]
         with suppress(PlanError):  # degrees of powers of two cannot hold all that fcp can
