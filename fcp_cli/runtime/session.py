@@ -11,7 +11,7 @@ for step in session.steps(model):
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -153,6 +153,7 @@ class Session:
         self.fetch = fetch
         self._owns_process_group = owns_process_group
         self._steps_ahead = steps_ahead
+        self._next_step = 0
 
     @property
     def rank(self) -> int:
@@ -166,7 +167,7 @@ class Session:
         self,
         model: nn.Module | GradientSync | None = None,
         *,
-        first_step: int = 0,
+        first_step: int | None = None,
         reduce: Reduce | None = None,
         on_nan: OnNan = "stop",
         mean_over: Literal["tokens", "rows"] = "tokens",
@@ -179,7 +180,7 @@ class Session:
             model: whose gradients are summed over ranks: as it is (it starts from rank 0's weights), in
                 DistributedDataParallel, or sharded with `fully_shard`. With `GradientSync()`, the script sums them
                 itself; without either, nothing may be trained.
-            first_step: optimizer step to begin with, for a resumed run.
+            first_step: optimizer step to begin with, for a resumed run; None: what `load_state_dict` said, else 0.
             reduce: of FSDP2 that gathers weights again: reduce gradients in every `wave`, so that a rank holds only its
                 share of them, or once a `step`, which sends less; None: as the plan's recipe says, else `wave`.
             on_nan: of a step in which a rank's loss is NaN or infinite: `stop` the job; `skip-step`: leave all ranks
@@ -193,6 +194,7 @@ class Session:
         """
         if self.fetch is None:
             raise RunError("no data: pass fetch=..., a function from manifest row to tokens")
+        first_step = self._next_step if first_step is None else first_step
         agree_on_first_step(self.world, first_step)
         planned = self.metadata.recipe
         reduce = reduce or (planned.reduce if planned is not None else "wave")
@@ -236,6 +238,23 @@ class Session:
         finally:
             cursor.close()
             loaded.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step that comes next, for a checkpoint of any framework: the one after the last that was run."""
+        return {"next_step": self._next_step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let `steps` begin where the run of a checkpoint ended.
+
+        Raises:
+            RunError: the state is no session's.
+        """
+        if not isinstance(state.get("next_step"), int):
+            raise RunError(
+                "the checkpoint's state of the session has no next_step, but "
+                f"{', '.join(map(str, state)) or 'nothing'}; save what session.state_dict() returns"
+            )
+        self._next_step = state["next_step"]
 
     def outside(self) -> AbstractContextManager[None]:
         """Return `outside()`: a context in which models run beside the plan, as for evaluation and generation."""
@@ -454,6 +473,7 @@ class Step(FollowedStep):
                 place.end = self._session.clock.mark()
             self._is_finished = True
             self._fill_record()
+            self._session._next_step = self.index + 1
         finally:
             if watch is not None and not self._is_finished:
                 watch.forget()

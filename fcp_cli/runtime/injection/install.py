@@ -43,6 +43,8 @@ def install(environment: MutableMapping[str, str]) -> None:
             "megatron.training.utils": _hook_megatron_training,
             "transformers.trainer": _hook_trainer,
             "accelerate.accelerator": _hook_accelerator,
+            "lightning.pytorch.loops.fit_loop": _hook_lightning,
+            "pytorch_lightning.loops.fit_loop": _hook_lightning,
         }
     )
 
@@ -96,6 +98,12 @@ def _hook_accelerator(accelerator: ModuleType) -> None:
     from fcp_cli.runtime.integrations.accelerate_hooks import hook_accelerator
 
     hook_accelerator(accelerator)
+
+
+def _hook_lightning(fit_loop: ModuleType) -> None:
+    from fcp_cli.runtime.integrations.lightning_hooks import hook_fit_loop
+
+    hook_fit_loop(fit_loop)
 
 
 def _watch_optimizers(optimizer: ModuleType) -> None:

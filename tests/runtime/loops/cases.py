@@ -97,6 +97,10 @@ class Trained:
     norms: list[float]
     weights: np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
+    def since(self, step: int) -> Trained:
+        """Return what a run leaves that was resumed at a step."""
+        return Trained(losses=self.losses[step:], norms=self.norms[step:], weights=self.weights)
+
 
 def flat(model: nn.Module) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
     """Return the weights of a model that no rank holds a part of only."""

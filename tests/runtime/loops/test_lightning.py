@@ -38,6 +38,13 @@ def test_a_loop_trains_as_one_process_does(loop: str, sync: Sync) -> None:
         assert worst_difference(found, left()[sync]) <= 2e-6
 
 
+def test_a_trainer_resumed_inside_its_epoch_goes_on_as_if_it_had_not_stopped() -> None:
+    for rank in range(NUM_RANKS):
+        found: Trained = left()[f"resumed-{rank}"]
+        assert len(found.losses) == 2
+        assert worst_difference(found, left()["iteration"].since(1)) <= 2e-6
+
+
 def test_a_loader_that_fetches_ahead_is_named_as_that() -> None:
     for rank in range(NUM_RANKS):
         message = left()[f"prefetched-{rank}"]

@@ -17,6 +17,7 @@ import lightning
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -86,20 +87,29 @@ class Unsized(IterableDataset[Step]):
         return self.session.steps(self.model)
 
 
-def by_trainer(plan: Path, loader: Callable[[Session, nn.Module], Any] = PlannedSteps) -> Trained:
+def by_trainer(
+    plan: Path, loader: Callable[[Session, nn.Module], Any] = PlannedSteps, resume: Path | None = None, **settings: Any
+) -> Trained:
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=NUM_RANKS,
         strategy="ddp",
         max_epochs=1,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=bool(settings),
         enable_progress_bar=False,
         enable_model_summary=False,
+        **settings,
     )
     model = Model(plan, loader)
-    trainer.fit(model)
+    trainer.fit(model, ckpt_path=resume)
     return Trained(losses=model.losses, norms=model.norms, weights=flat(model.model))
+
+
+def by_resumed_trainer(plan: Path, folder: Path) -> Trained:
+    """Go on inside the epoch after one of three steps, with another module and trainer."""
+    by_trainer(plan, callbacks=[ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)])
+    return by_trainer(plan, resume=folder / "step=1.ckpt")
 
 
 def cases(folder: Path) -> Mapping[str, Callable[[], Any]]:
@@ -111,6 +121,7 @@ def cases(folder: Path) -> Mapping[str, Callable[[], Any]]:
     return {
         **{f"fabric {sync}": partial(by_fabric, plan) for sync, plan in plans.items()},
         **{f"trainer {sync}": partial(by_trainer, plan) for sync, plan in plans.items()},
+        "resumed": partial(by_resumed_trainer, plans["iteration"], folder),
         "prefetched": partial(by_trainer, plans["iteration"], prefetched),
     }
 

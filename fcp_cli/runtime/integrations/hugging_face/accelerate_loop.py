@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +16,10 @@ from torch import Tensor, nn
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.followed_step import plan_path
-from fcp_cli.runtime.integrations.hugging_face.follow import base_model
+from fcp_cli.runtime.integrations.hugging_face.checks import check_global_batch
+from fcp_cli.runtime.integrations.hugging_face.planned_model import PlannedModel
 from fcp_cli.runtime.integrations.hugging_face.rows import CollatedRows
 from fcp_cli.runtime.integrations.hugging_face.sampler import PlanSampler
-from fcp_cli.runtime.integrations.transformers import SwitchedAttention
-from fcp_cli.runtime.integrations.transformers_loss import prepare_loss
 from fcp_cli.runtime.session import LocalMicroBatch, Session, Step, start
 
 _POSITION = "fcp_step.json"
@@ -40,14 +37,16 @@ class AcceleratedLoop:
         self.session: Session = start(plan_path(None), device=accelerator.device)
         self.metadata = self.session.metadata
         self.next_step = self.metadata.first_step
-        self.current: LocalMicroBatch | None = None
         self.model: nn.Module | None = None
-        self._attention: SwitchedAttention | None = None
-        self._on_rings = ExitStack()
+        self._planned: PlannedModel | None = None
         self._steps: Iterator[Step] | None = None
         self._rest: Iterator[LocalMicroBatch] | None = None
         self._loader: PlannedBatches | None = None
         self._rows: CollatedRows | None = None
+
+    @property
+    def current(self) -> LocalMicroBatch | None:
+        return None if self._planned is None else self._planned.current
 
     def adopt(self, model: nn.Module) -> bool:
         """Hook a model that is about to be prepared, if anything of it is trained; return whether it is.
@@ -57,16 +56,12 @@ class AcceleratedLoop:
         """
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return False
-        if self._attention is not None:
+        if self._planned is not None:
             raise RunError(
                 "the script prepares a second model that is trained, whose gradients the plan does not sum; freeze it, "
                 "or follow the plan in a loop of your own (docs/how-to/training-loop.md)"
             )
-        base = base_model(model)
-        self._attention = SwitchedAttention(base)
-        prepare_loss(base)
-        base.register_forward_pre_hook(self._complete_inputs, with_kwargs=True, prepend=True)
-        base.register_forward_hook(self._share_loss)
+        self._planned = PlannedModel(model)
         return True
 
     def planned(self, loader: Any) -> Any:
@@ -75,15 +70,12 @@ class AcceleratedLoop:
         dataset: Any = getattr(loader, "dataset", None)
         if self._loader is not None or not hasattr(dataset, "__len__") or len(dataset) != rows:
             return loader
-        size = self.metadata.global_batch_size
         updates = self.accelerator.gradient_accumulation_steps
-        batch = loader.total_batch_size * updates
-        if batch != size:
-            raise RunError(
-                f"the script trains on {batch} sequences a step ({loader.total_batch_size} over all ranks x "
-                f"gradient_accumulation_steps {updates}), but the plan on {size}; plan with 'fcp plan "
-                f"--global-batch-size {batch}', or give the script the plan's"
-            )
+        check_global_batch(
+            self.metadata,
+            loader.total_batch_size * updates,
+            f"{loader.total_batch_size} over all ranks x gradient_accumulation_steps {updates}",
+        )
         self._rows = CollatedRows(loader, self.session.plan, self.metadata)
         self._loader = PlannedBatches(self, loader)
         return self._loader
@@ -164,34 +156,15 @@ class AcceleratedLoop:
             )
 
     def _enter(self, microbatch: LocalMicroBatch) -> dict[str, Tensor]:
-        assert self._attention is not None
-        self.current = microbatch
+        assert self._planned is not None
         self.accelerator.gradient_state._set_sync_gradients(microbatch.is_last)
-        self._on_rings.enter_context(self._attention.on_rings())
-        return _Batch(input_ids=microbatch.input_ids, position_ids=microbatch.position_ids, labels=microbatch.labels)
+        updates = self.accelerator.gradient_accumulation_steps
+        # What scripts log is a mean over ranks, and over the batches that they accumulate.
+        return self._planned.enter(microbatch, divided_by=updates, shown=self.session.world.size * updates)
 
     def _leave(self) -> None:
-        self.current = None
-        self._on_rings.close()
-
-    def _complete_inputs(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        microbatch = self.current
-        if microbatch is None or kwargs.get("input_ids") is not microbatch.input_ids:
-            return None
-        return args, {**kwargs, "position_ids": microbatch.position_ids, "attention_mask": None}
-
-    def _share_loss(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Put this rank's share of the step's loss where the script takes it; its mean over ranks is what is logged."""
-        microbatch = self.current
-        if microbatch is None or getattr(output, "loss", None) is None:
-            return None
-        share = microbatch.normalised(output.loss) * self.accelerator.gradient_accumulation_steps
-        assert microbatch.loss_sum is not None
-        # In value, not in gradient: what scripts log is a mean over ranks.
-        unlogged = self.session.world.size / microbatch.loss_factor - 1
-        return replace(output, loss=share + unlogged * share.detach())
+        assert self._planned is not None
+        self._planned.leave()
 
 
 class PlannedBatches:
@@ -213,11 +186,3 @@ class PlannedBatches:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
-
-
-class _Batch(dict[str, Tensor]):
-    """A micro-batch; scripts that ask for the attention mask find none, which the plan stands for."""
-
-    def __missing__(self, name: str) -> None:
-        if name != "attention_mask":
-            raise KeyError(name)

@@ -101,23 +101,20 @@ def check_schedule(trainer: Any, metadata: PlanMetadata, plan: Any) -> None:
         RunError: they are not.
     """
     args = trainer.args
-    batch, size = trainer.get_total_train_batch_size(args), metadata.global_batch_size
-    if batch != size:
-        raise RunError(
-            f"the script trains on {batch} sequences a step (per_device_train_batch_size "
-            f"{args.per_device_train_batch_size} x gradient_accumulation_steps {args.gradient_accumulation_steps} x "
-            f"{args.world_size} ranks), but the plan on {size}; plan with 'fcp plan --global-batch-size {batch}', or "
-            "give the script the plan's"
-        )
+    check_global_batch(
+        metadata,
+        trainer.get_total_train_batch_size(args),
+        f"per_device_train_batch_size {args.per_device_train_batch_size} x gradient_accumulation_steps "
+        f"{args.gradient_accumulation_steps} x {args.world_size} ranks",
+    )
     wanted = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * metadata.steps_per_epoch)
-    if wanted > metadata.end_step:
-        asked = f"max_steps {args.max_steps}" if args.max_steps > 0 else f"num_train_epochs {args.num_train_epochs}"
-        epochs = math.ceil(wanted / max(metadata.steps_per_epoch, 1))
-        raise RunError(
-            f"the script trains {wanted} steps ({asked}), but the plan {plan} ends after {metadata.end_step}; plan "
-            f"more with 'fcp plan --epochs {epochs}', or set max_steps={metadata.end_step}"
-        )
-    if args.dataloader_drop_last and metadata.last_batch == "keep" and metadata.planned_rows % size:
+    asked = f"max_steps {args.max_steps}" if args.max_steps > 0 else f"num_train_epochs {args.num_train_epochs}"
+    check_steps(metadata, plan, wanted, asked)
+    if (
+        args.dataloader_drop_last
+        and metadata.last_batch == "keep"
+        and metadata.planned_rows % metadata.global_batch_size
+    ):
         raise RunError(
             "the script drops an epoch's last, partial batch (dataloader_drop_last), but the plan keeps it; plan with "
             "'fcp plan --last-batch drop'"
@@ -126,6 +123,38 @@ def check_schedule(trainer: Any, metadata: PlanMetadata, plan: Any) -> None:
         raise RunError(
             "the script trains the rows in order (train_sampling_strategy='sequential'), but the plan shuffles them; "
             "plan with 'fcp plan --no-shuffle'"
+        )
+
+
+def check_global_batch(metadata: PlanMetadata, batch: int, made_of: str) -> None:
+    """Raise RunError unless a script trains on as many sequences a step as the plan.
+
+    Args:
+        metadata: of the plan.
+        batch: sequences of a step of the script, over all ranks.
+        made_of: the script's settings that give them.
+    """
+    size = metadata.global_batch_size
+    if batch != size:
+        raise RunError(
+            f"the script trains on {batch} sequences a step ({made_of}), but the plan on {size}; plan with 'fcp plan "
+            f"--global-batch-size {batch}', or give the script the plan's"
+        )
+
+
+def check_steps(metadata: PlanMetadata, plan: Any, wanted: int, asked: str) -> None:
+    """Raise RunError if a script trains more steps than the plan has.
+
+    Args:
+        metadata, plan: the plan's, and its file.
+        wanted: steps of the script.
+        asked: the script's setting that gives them.
+    """
+    if wanted > metadata.end_step:
+        epochs = math.ceil(wanted / max(metadata.steps_per_epoch, 1))
+        raise RunError(
+            f"the script trains {wanted} steps ({asked}), but the plan {plan} ends after {metadata.end_step}; plan "
+            f"more with 'fcp plan --epochs {epochs}', or set max_steps={metadata.end_step}"
         )
 
 
