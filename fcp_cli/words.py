@@ -47,3 +47,23 @@ def duration(seconds: float) -> str:
     if seconds < 600.0:
         return f"{seconds:.3g} s"
     return f"{seconds / 60.0:.3g} min" if seconds < 36_000.0 else f"{seconds / 3600.0:.3g} h"
+
+
+def short_count(number: float) -> str:
+    """Write 1234567 as 1.23M."""
+    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= factor:
+            return f"{number / factor:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def short_seconds(seconds: float) -> str:
+    """Write seconds in at most five characters up to a day: 0.012, 1.23, 12.34, 1234."""
+    return f"{seconds:.3f}" if seconds < 1 else f"{seconds:.2f}" if seconds < 100 else f"{seconds:.0f}"
+
+
+def clock(seconds: float) -> str:
+    """Write 3725 seconds as 1:02:05."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

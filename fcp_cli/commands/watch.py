@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from fcp_cli.report.watch import RunState, Standing
     from fcp_cli.runs.metrics_reader import MetricsTail
+    from fcp_cli.runs.step_position import StepPosition
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +63,7 @@ def watch(options: WatchOptions) -> None:
         raise typer.Exit(130) from None  # nothing of the watcher's was lost; the run trains on
     if watched.standing != "finished":
         raise RunError(f"{options.run_dir}: {watched.remark()}")
+    _note_finished(watched)
 
 
 def _metrics(run_dir: Path) -> Path:
@@ -103,6 +105,15 @@ class _Watched:
         self.standing = self.state.standing(self.heartbeat, quiet_seconds=self.quiet_seconds)
         return self.standing
 
+    def position(self) -> StepPosition | None:
+        """Return how far the run's long step has come, if it is in one."""
+        from fcp_cli.runs.folder import RunPaths
+        from fcp_cli.runs.step_position import read_position
+
+        found = read_position(RunPaths(run_dir=self.tail.path.parent).position)
+        is_of_now = found is not None and found.step > self.state.last_step and self.standing == "running"
+        return found if is_of_now else None
+
     def remark(self) -> str | None:
         return self.state.remark(self.standing, self.heartbeat, quiet_seconds=self.quiet_seconds)
 
@@ -117,17 +128,31 @@ def _show_once(watched: _Watched, console: Console, *, json: bool) -> None:
     if not watched.state.run and standing == "running":
         raise RunError(f"{watched.tail.path} has no metrics yet")
     console.print(run_view(watched.state, watched.remark(), ascii_only=watched.ascii_only))
+    if standing == "finished":
+        _note_finished(watched)
+
+
+def _note_finished(watched: _Watched) -> None:
+    """Print what a finished run came to, over all its starts."""
+    from fcp_cli.runs.summary import summary_of
+
+    note(f"finished: {summary_of(watched.tail.path).line()}")
 
 
 def _follow_live(watched: _Watched, console: Console, interval: float) -> None:
     from rich.live import Live
 
     from fcp_cli.report.watch import run_view
+    from fcp_cli.training.progress import position_line
 
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
             standing = watched.update()
-            remark = watched.remark() if standing == "running" else None  # an end has its line below the view
+            position = watched.position()
+            if position is not None:
+                remark: str | None = position_line(position, steps=watched.state.steps)
+            else:
+                remark = watched.remark() if standing == "running" else None  # an end has its line below the view
             live.update(run_view(watched.state, remark, ascii_only=watched.ascii_only), refresh=True)
             if standing != "running":
                 return
@@ -139,6 +164,8 @@ def _follow_lines(watched: _Watched, console: Console, interval: float, every: i
 
     lines, waits = TrainingProgress(console, every=every), False
     while watched.update(lines.feed) == "running":
+        if (position := watched.position()) is not None:
+            lines.show_position(position)
         if not watched.state.run and not waits:
             note(f"waiting for {watched.tail.path}")
             waits = True

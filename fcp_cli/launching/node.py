@@ -17,17 +17,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from fcp_cli.console import human
 from fcp_cli.errors import FcpError, RunError
 from fcp_cli.files import write_text_atomically
 from fcp_cli.launching.job.commands import path_of_python
 from fcp_cli.launching.job.environment import interface_value
 from fcp_cli.launching.job.job import PLAN_VARIABLE, RUN_DIR_VARIABLE
 from fcp_cli.launching.supervision.run import JobOutcome, Screen, run_command
+from fcp_cli.launching.supervision.watching import RunWatcher
 from fcp_cli.machine.network import interface_towards, port_problem, resolution_problem
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.heartbeat import beating
 from fcp_cli.runs.record import write_record
+from fcp_cli.runs.summary import closing_line
+from fcp_cli.training.progress import TrainingProgress
 
 _GRACE_SECONDS = 280  # Slurm is asked to send SIGTERM 300 seconds before it ends the job
 _STOP_FILE_VARIABLE = "FCP_STOP_FILE"  # set by Slurm's script, which makes the file when it receives that signal
@@ -67,24 +71,40 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(command: Sequence[str], options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     heartbeat, is_first = None, options.node_rank == 0
+    watcher: RunWatcher | None = None
     if is_first and options.master_port is not None and (problem := port_problem(options.master_port)):
         where = f"port {options.master_port} of {socket.gethostname()}"
         raise RunError(f"{where} is {problem}; choose another with --master-port")
     if is_first and RUN_DIR_VARIABLE in environment:
         paths = RunPaths(run_dir=Path(environment[RUN_DIR_VARIABLE]))
         _write_record(paths, Path(environment[PLAN_VARIABLE]), options.record)
-        heartbeat = paths.heartbeat
+        heartbeat, watcher = paths.heartbeat, RunWatcher(paths, _progress(command))
     with beating(heartbeat) as pulse:
+
+        def watch() -> None:
+            pulse.beat()
+            if watcher is not None:
+                watcher.poll()
+
         outcome = run_command(
             command,
             environment=environment,
             log_dir=options.log_dir,
-            screen=Screen(shows=is_first, watch=pulse.beat, announce=_print),
+            screen=Screen(shows=is_first, watch=watch, announce=_print),
             grace_seconds=_GRACE_SECONDS,
             stop_file=Path(environment[_STOP_FILE_VARIABLE]) if _STOP_FILE_VARIABLE in environment else None,
         )
         pulse.ended = "finished" if not outcome.status else "interrupted" if _was_stopped(outcome) else "failed"
+    if watcher is not None:
+        watcher.close()
+        if not outcome.status:
+            _print(closing_line(watcher.summary, watcher.paths))
     return _report(outcome, shows=is_first)
+
+
+def _progress(command: Sequence[str]) -> TrainingProgress | None:
+    """Return what says how far a long step has come; the ranks show their steps themselves."""
+    return None if "--quiet" in command else TrainingProgress(human(), every=0)
 
 
 def _resumed(command: Sequence[str]) -> Sequence[str]:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fcp_cli.report.bars import bar
 from fcp_cli.runs.heartbeat import Heartbeat
-from fcp_cli.training.progress import clock, short_count, short_seconds
-from fcp_cli.words import counted
+from fcp_cli.words import clock, counted, short_count, short_seconds
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -41,6 +40,11 @@ class RunState:
     @property
     def last(self) -> Mapping[str, Any] | None:
         return self.window[-1] if self.window else None
+
+    @property
+    def last_step(self) -> int:
+        """Return the optimizer step that was finished last; -1 before the first."""
+        return int(self.last["step"]) if self.last is not None else int(self.run.get("first_step", 0)) - 1
 
     @property
     def steps(self) -> int:
@@ -150,7 +154,7 @@ def _lines(state: RunState, ascii_only: bool) -> Iterator[str]:
     if run:
         yield f"{run.get('model', 'run')} on {counted(int(run.get('num_ranks', 0)), 'rank')}, {device}"
     if state.last is None:
-        yield "no finished step yet"
+        yield "no step was measured so far"
         return
     yield from _figures(state, ascii_only)
     yield from _rank_lines(state.idle_of_ranks(), ascii_only)

@@ -11,10 +11,9 @@ from torch import nn
 
 from fcp_cli.errors import UsageError
 from fcp_cli.recipe import Recipe
-from fcp_cli.training.progress import short_count
 from fcp_cli.training.weights import copy_companions, published_folder, whole_tensor
 from fcp_cli.tuning import ALL_LINEAR, Lora, frozen_names, parse_lora
-from fcp_cli.words import nearest_words
+from fcp_cli.words import nearest_words, short_count
 
 _BASE: Final = ".base_layer."
 _ADAPTER: Final = ".lora_"

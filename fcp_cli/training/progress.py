@@ -5,18 +5,22 @@ It is fed with metrics records, so the trainer and whoever watches it from outsi
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from fcp_cli.words import counted
+from fcp_cli.runs.step_position import StepPosition
+from fcp_cli.words import clock, counted, short_count, short_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live
 
 _STEPS_FOR_PACE = 20
+_LONG_SECONDS = 10.0  # after which a step that is not over shows where it is
+_LINE_SECONDS = 60.0  # between two lines about that where they stay
 
 
 def progress_line(record: Mapping[str, Any], *, steps: int, seconds_left: float | None) -> str:
@@ -58,24 +62,13 @@ def _loss(value: float | None) -> str:
     return "nan" if value is None else format(value, ".4f")
 
 
-def short_count(number: float) -> str:
-    """Write 1234567 as 1.23M."""
-    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= factor:
-            return f"{number / factor:.3g}{unit}"
-    return f"{number:.3g}"
-
-
-def short_seconds(seconds: float) -> str:
-    """Write seconds in at most five characters up to a day: 0.012, 1.23, 12.34, 1234."""
-    return f"{seconds:.3f}" if seconds < 1 else f"{seconds:.2f}" if seconds < 100 else f"{seconds:.0f}"
-
-
-def clock(seconds: float) -> str:
-    """Write 3725 seconds as 1:02:05."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+def position_line(position: StepPosition, *, steps: int) -> str:
+    """Describe how far a step has come that is not over yet."""
+    number = f"{position.step + 1}/{steps}" if steps else str(position.step + 1)
+    return (
+        f"step {number}  micro-batch {position.done + 1} of {position.microbatches}  {clock(position.seconds)} of "
+        f"{clock(position.predicted_seconds)} planned"
+    )
 
 
 class TrainingProgress:
@@ -83,12 +76,14 @@ class TrainingProgress:
 
     Args:
         console: where to print.
-        every: steps between two plain lines; the first and the last step are always printed.
+        every: steps between two plain lines; the first and the last step are always printed; 0: none, for a script that
+            shows its steps itself, of which only how far a long one has come is told.
     """
 
     def __init__(self, console: Console, *, every: int = 10) -> None:
         self._console = console
         self._every = every
+        self._latest_step, self._told = -1, time.monotonic()
         self._steps = 0
         self._first_step: int | None = None
         self._pace: deque[float] = deque(maxlen=_STEPS_FOR_PACE)
@@ -97,14 +92,28 @@ class TrainingProgress:
     def feed(self, record: Mapping[str, Any]) -> None:
         if record["kind"] == "run":
             self._steps = record.get("steps", 0)
-            self._first_step = None
+            self._first_step, self._latest_step = None, record.get("first_step", 0) - 1
         elif record["kind"] == "step":
             self._show(record)
         elif record["kind"] == "eval":
             line = evaluation_line(record, steps=self._steps)
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)  # above the live line, if any
 
+    def show_position(self, position: StepPosition) -> None:
+        """Show how far a long step has come: in place on a terminal of its own, else by a line a minute."""
+        if position.step <= self._latest_step or position.seconds < _LONG_SECONDS:
+            return
+        line = position_line(position, steps=self._steps)
+        if self._console.is_terminal and self._every:
+            self._update_live(line)
+        elif time.monotonic() - self._told > _LINE_SECONDS:
+            self._told = time.monotonic()
+            self._console.print(line, markup=False, soft_wrap=True)
+
     def _show(self, record: Mapping[str, Any]) -> None:
+        self._latest_step, self._told = record["step"], time.monotonic()
+        if not self._every:
+            return
         if not record.get("warm_up"):
             self._pace.append(record["seconds"])
         step, pace = record["step"], self._pace

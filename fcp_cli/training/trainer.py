@@ -44,7 +44,6 @@ from fcp_cli.training.offload import describe_offload, open_offload
 from fcp_cli.training.optimizer import clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
 from fcp_cli.training.optional import require_libraries
 from fcp_cli.training.origin import keep_origin, kept_names
-from fcp_cli.training.progress import short_count
 from fcp_cli.training.report import Report, run_facts
 from fcp_cli.training.saving import CheckpointSaver, remove_leftovers
 from fcp_cli.training.settings import TrainSettings
@@ -58,7 +57,7 @@ from fcp_cli.training.weights import (
     match_weights,
     unexpected_weights,
 )
-from fcp_cli.words import counted
+from fcp_cli.words import counted, short_count
 
 
 def train(settings: TrainSettings, stop: StopRequest) -> bool:

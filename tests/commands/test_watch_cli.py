@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,6 +12,8 @@ import pytest
 from inline_snapshot import snapshot
 
 from fcp_cli.runs.heartbeat import beating
+from fcp_cli.runs.step_position import StepPosition, write_position
+from fcp_cli.training import progress
 from tests.commands.planning_folder import assert_one_error_line, fcp
 from tests.patience import PATIENCE_SECONDS
 from tests.report.runs import make_example_plan, write_run
@@ -28,9 +31,41 @@ def test_through_a_pipe_a_finished_run_is_plain_lines(plan: Path, tmp_path: Path
     result = fcp("watch", ".", "--every", "1", cwd=tmp_path)
     assert (result.returncode, result.stdout) == (0, "")
     lines = result.stderr.splitlines()
-    assert [line.split()[1] for line in lines] == ["1/4", "2/4", "3/4", "4/4"]
+    assert [line.split()[1] for line in lines[:-1]] == ["1/4", "2/4", "3/4", "4/4"]
+    assert re.fullmatch(
+        r"finished: steps 1 to 4, loss 5\.0000 -> 4\.7000, [\d.]+[kM]? tokens in [\d.]+ s; "
+        r"a step took [\d.]+ s, planned [\d.]+ s \(x\d\.\d\d\)",
+        lines[-1],
+    )
     assert "\x1b" not in result.stderr
-    assert max(map(len, lines)) <= 80
+    assert max(map(len, lines[:-1])) <= 80
+
+
+def test_a_long_step_is_shown_where_it_is(plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_run(tmp_path / "metrics.jsonl", plan)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:3]))
+    (tmp_path / "launch.json").write_text("{}")
+    at = StepPosition(
+        step=2, done=4, microbatches=17, planned_seconds=70.0, predicted_seconds=289.0, began=time.time() - 100.0
+    )
+    write_position(tmp_path / "position.json", at)
+    monkeypatch.setattr(progress, "_LINE_SECONDS", -1.0)
+    monkeypatch.setattr(time, "sleep", lambda _: path.write_text("".join(lines)))
+    shown = fcp("watch", ".", cwd=tmp_path).stderr.splitlines()
+    assert "step 3/4  micro-batch 5 of 17  1:40 of 4:49 planned" in shown
+    assert [line.split()[1] for line in shown if "loss" in line and line.startswith("step")] == [
+        *("1/4", "2/4", "3/4", "4/4"),
+    ]
+
+
+def test_a_finished_run_without_a_measured_step_says_so(tmp_path: Path) -> None:
+    """As of a script that was started with --inject none and follows the plan by means of its own."""
+    (tmp_path / "launch.json").write_text("{}")
+    with beating(tmp_path / "heartbeat.json") as pulse:
+        pulse.ended = "finished"
+    result = fcp("watch", ".", cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "finished: no step was measured\n")
 
 
 def test_it_waits_for_a_launched_run_and_ends_with_it(
@@ -49,7 +84,7 @@ def test_it_waits_for_a_launched_run_and_ends_with_it(
     assert result.returncode == 0
     lines = result.stderr.splitlines()
     assert lines[0] == "waiting for metrics.jsonl"
-    assert [line.split()[1] for line in lines[1:]] == ["1/4", "2/4", "3/4", "4/4"]
+    assert [line.split()[1] for line in lines[1:-1]] == ["1/4", "2/4", "3/4", "4/4"]
     assert written == []
 
 

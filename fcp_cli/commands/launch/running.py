@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from datetime import datetime
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from fcp_cli.launching.job.job import Job
     from fcp_cli.launching.supervision.failure import Failure
     from fcp_cli.launching.supervision.run import JobOutcome
+    from fcp_cli.launching.supervision.watching import RunWatcher
+    from fcp_cli.runs.summary import RunSummary
 
 
 def run_here(job: Job, *, json: bool) -> None:
@@ -27,6 +29,7 @@ def run_here(job: Job, *, json: bool) -> None:
     """
     from fcp_cli.launching.checks.preflight import check_run_dir
     from fcp_cli.launching.job.document import launch_record, resume_command
+    from fcp_cli.launching.job.prediction import predicted_time
     from fcp_cli.runs.launch_record import write_launch
     from fcp_cli.runs.record import write_record
 
@@ -39,6 +42,8 @@ def run_here(job: Job, *, json: bool) -> None:
     count, devices = job.processes_per_node, job.metadata.devices_per_rank
     what = counted(count, "rank") if devices == 1 else f"{count} processes, {devices} to a rank of the plan,"
     note(f"starting {what} on {where}; everything goes to {job.run_dir}")
+    if node_rank == 0 and (expected := predicted_time(job)):
+        note(expected)
     outcome, watcher = _run_watched(job, node_rank, json=json)
     stopped_by = _stopped_by(outcome, bundled=job.is_bundled)
     if stopped_by is not None:
@@ -47,21 +52,21 @@ def run_here(job: Job, *, json: bool) -> None:
         raise stopped
     if outcome.failure is not None:
         _report_failure(outcome.failure, rank_0_is_shown=_shows(job))
-    _report_end(job, watcher.records, json=json)
+    _report_end(job, watcher.summary, json=json)
 
 
-def _run_watched(job: Job, node_rank: int, *, json: bool) -> tuple[JobOutcome, _Watcher]:
+def _run_watched(job: Job, node_rank: int, *, json: bool) -> tuple[JobOutcome, RunWatcher]:
     from fcp_cli.launching.supervision.meeting import Meeting
     from fcp_cli.launching.supervision.run import Screen, run_job
     from fcp_cli.runs.heartbeat import beating
 
     started, bundled = job.started_on(node_rank), job.is_bundled
-    watcher = _Watcher(job, shows=bundled and node_rank == 0)
+    watcher = _watcher(job, node_rank)
     meeting = Meeting(job=started, node_rank=node_rank, announce=note)
     with beating(job.paths.heartbeat if node_rank == 0 else None) as pulse:
 
         def refresh() -> None:
-            watcher.show_new()
+            watcher.poll()
             meeting.check()
             pulse.beat()
 
@@ -84,30 +89,14 @@ def _run_watched(job: Job, node_rank: int, *, json: bool) -> tuple[JobOutcome, _
     return outcome, watcher
 
 
-class _Watcher:
-    """Follows the metrics of the bundled trainer, shows them, and keeps the step records' ends for the summary."""
+def _watcher(job: Job, node_rank: int) -> RunWatcher:
+    """Return what follows the metrics: it shows the bundled trainer's steps, and how far a long one of a script is."""
+    from fcp_cli.launching.supervision.watching import RunWatcher
+    from fcp_cli.training.progress import TrainingProgress
 
-    def __init__(self, job: Job, *, shows: bool) -> None:
-        from datetime import timezone
-
-        from fcp_cli.runs.metrics_reader import MetricsTail
-        from fcp_cli.training.progress import TrainingProgress
-
-        every = job.settings.log_every if job.settings is not None else 1
-        self._tail = MetricsTail(job.paths.metrics, since=datetime.now(timezone.utc).isoformat())
-        self._progress = TrainingProgress(human(), every=every) if shows and verbosity.level >= 0 else None
-        self.records: list[dict[str, Any]] = []
-
-    def show_new(self) -> None:
-        for record in self._tail.poll():
-            if self._progress is not None:
-                self._progress.feed(record)
-            if record["kind"] == "step":
-                self.records = [*self.records[:1], record]
-
-    def close(self) -> None:
-        if self._progress is not None:
-            self._progress.close()
+    shows = node_rank == 0 and verbosity.level >= 0
+    every = job.settings.log_every if job.settings is not None else 0
+    return RunWatcher(job.paths, TrainingProgress(human(), every=every) if shows else None)
 
 
 def _shows(job: Job) -> bool:
@@ -143,23 +132,18 @@ def _report_failure(failure: Failure, *, rank_0_is_shown: bool) -> None:
     raise RunError(summary)
 
 
-def _report_end(job: Job, records: list[dict[str, Any]], *, json: bool) -> None:
+def _report_end(job: Job, ran: RunSummary, *, json: bool) -> None:
+    from fcp_cli.runs.summary import closing_line
+
     paths = job.paths
     summary: dict[str, Any] = {"run_dir": str(paths.run_dir), "plan_hash": job.metadata.plan_hash}
-    if records:
-        first, last = records[0], records[-1]
-        summary |= {"metrics": str(paths.metrics), "first": _ends(first), "last": _ends(last)}
-        note(
-            f"done: steps {first['step'] + 1} to {last['step'] + 1}, loss {_loss(first)} -> {_loss(last)}; "
-            f"metrics in {paths.metrics}"
-        )
+    if ran.first is not None and ran.last is not None:
+        summary |= {"metrics": str(paths.metrics), "first": _ends(ran.first), "last": _ends(ran.last)}
+    if not job.node_rank:
+        note(closing_line(ran, paths))
     if json:
         print_json(summary)
 
 
-def _ends(record: dict[str, Any]) -> dict[str, Any]:
+def _ends(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: record[name] for name in ("step", "loss", "seconds", "predicted_seconds", "idle_fraction")}
-
-
-def _loss(record: dict[str, Any]) -> str:
-    return "nan" if record["loss"] is None else f"{record['loss']:.4f}"

@@ -22,6 +22,7 @@ CHECKS = (
     nodes.slurm_nodes,
     plan.node_size,
     plan.profile_model,
+    plan.planned_machine,
     memory.rank_memory,
     plan.token_budget,
     plan.hccl_buffers,

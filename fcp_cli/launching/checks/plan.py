@@ -11,8 +11,10 @@ from fcp_cli.launching.checks.finding import Finding, error, number, warning
 from fcp_cli.launching.checks.memory import job_memory
 from fcp_cli.launching.job.environment import COMMUNICATORS, HCCL_BUFFERS
 from fcp_cli.launching.job.job import Job
+from fcp_cli.launching.job.nodes import THIS_MACHINE, planned_cluster
 from fcp_cli.machine.facts import Facts
 from fcp_cli.memory.table import RESERVE_FRACTION
+from fcp_cli.models.cluster import known_cluster
 from fcp_cli.models.model import load_model
 
 _OPEN_FILES_PER_RANK = 4  # a rank's sockets to another: gloo pairs of two groups, the store
@@ -49,6 +51,20 @@ def profile_model(job: Job, facts: Facts) -> Iterator[Finding]:
         yield warning(
             f"{job.plan} was made with the cost profile of {profile.model}, not of {job.model}: its times and token "
             f"budget are another model's; plan again with {again}"
+        )
+
+
+def planned_machine(job: Job, facts: Facts) -> Iterator[Finding]:
+    """Check that the plan's times are of devices like those that the ranks run on."""
+    planned = planned_cluster(job.metadata)
+    if planned in ("", "unknown", THIS_MACHINE) or job.stack == "unknown":
+        return
+    found = next((name for name in map(known_cluster, facts.device_names) if name is not None), None)
+    here = "CPU cores" if job.stack == "cpu" else next(iter(facts.device_names), job.stack)
+    if job.stack == "cpu" or (found is not None and found.partition("-")[0] != planned.partition("-")[0]):
+        yield warning(
+            f"{job.plan} has the times of {planned}, but its ranks run on {here} here: they will take others; plan "
+            "with a profile of this machine from 'fcp profile'"
         )
 
 

@@ -1,0 +1,87 @@
+"""What a run came to, added up from the records of its metrics: the line with which it ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fcp_cli.runs.checkpoint_header import checkpoints
+from fcp_cli.runs.folder import RunPaths
+from fcp_cli.words import duration, short_count
+
+
+@dataclass(slots=True)
+class RunSummary:
+    """Totals over the steps of a run, or of its latest start where only that was fed.
+
+    Attributes:
+        first, last: the `step` records at both ends; None before the first.
+        steps: that were fed.
+        tokens, seconds: of them.
+    """
+
+    first: Mapping[str, Any] | None = None
+    last: Mapping[str, Any] | None = None
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    _paced: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # steps, seconds, planned: without warm-up
+
+    def feed(self, record: Mapping[str, Any]) -> None:
+        if record["kind"] != "step":
+            return
+        ends = {name: value for name, value in record.items() if name != "ranks"}
+        self.first, self.last = self.first or ends, ends
+        self.steps += 1
+        self.tokens += record["tokens"]
+        self.seconds += record["seconds"]
+        if not record.get("warm_up"):
+            for at, value in enumerate((1.0, record["seconds"], record["predicted_seconds"])):
+                self._paced[at] += value
+
+    def line(self) -> str:
+        """Return steps, loss, tokens and time in all, and the mean step beside what was planned for the same steps."""
+        if self.first is None or self.last is None:
+            return "no step was measured"
+        parts = [f"steps {self.first['step'] + 1} to {self.last['step'] + 1}"]
+        if self.last["loss"] is not None:
+            parts.append(f"loss {_loss(self.first)} -> {_loss(self.last)}")
+        parts.append(f"{short_count(self.tokens)} tokens in {duration(self.seconds)}")
+        number, seconds, planned = self._paced
+        if not number:
+            number, seconds, planned = 1.0, self.last["seconds"], self.last["predicted_seconds"]
+        mean = f"a step took {duration(seconds / number)}, planned {duration(planned / number)}"
+        return f"{', '.join(parts)}; {mean} (x{seconds / planned:.2f})"
+
+
+def closing_line(summary: RunSummary, paths: RunPaths) -> str:
+    """Return the line with which a run that succeeded ends: what it came to, and where everything is."""
+    places = []
+    if saved := checkpoints(paths.checkpoints):
+        places.append(f"checkpoint {_short(saved[-1])}")
+    places.append(f"metrics {_short(paths.metrics)}" if summary.steps else f"logs in {_short(paths.logs)}")
+    return f"done: {summary.line()}; {', '.join(places)}"
+
+
+def summary_of(metrics: Path) -> RunSummary:
+    """Add up a metrics file, of however many starts; damaged lines are left out."""
+    summary = RunSummary()
+    with suppress(OSError), metrics.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            with suppress(ValueError, KeyError, TypeError):
+                summary.feed(json.loads(line))
+    return summary
+
+
+def _short(path: Path) -> Path:
+    """Return a path below the working directory as it would be typed there."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def _loss(record: Mapping[str, Any]) -> str:
+    return "nan" if record["loss"] is None else f"{record['loss']:.4f}"

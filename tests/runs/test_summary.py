@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from inline_snapshot import snapshot
+
+from fcp_cli.runs.folder import RunPaths
+from fcp_cli.runs.summary import RunSummary, closing_line, summary_of
+
+
+def step(number: int, *, loss: float | None, seconds: float) -> dict[str, object]:
+    return {
+        "kind": "step",
+        "step": number,
+        "loss": loss,
+        "tokens": 60_000,
+        "seconds": seconds,
+        "predicted_seconds": 2.0,
+        "warm_up": number == 0,
+        "ranks": [],
+    }
+
+
+def test_the_closing_line_says_what_a_run_came_to_and_where_everything_is(tmp_path: Path) -> None:
+    paths = RunPaths(run_dir=tmp_path)
+    header = paths.checkpoints / "step-00000003" / "checkpoint.json"
+    header.parent.mkdir(parents=True)
+    header.write_text("{}")
+    ran = RunSummary()
+    for number, seconds in enumerate((90.0, 2.2, 2.0)):
+        ran.feed(step(number, loss=5.5 - number, seconds=seconds))
+    line = closing_line(ran, paths).replace(str(tmp_path), "RUN")
+    assert line == snapshot(
+        "done: steps 1 to 3, loss 5.5000 -> 3.5000, 180k tokens in 94.2 s; a step took 2.1 s, planned 2 s (x1.05); "
+        "checkpoint RUN/checkpoints/step-00000003, metrics RUN/metrics.jsonl"
+    )
+
+
+def test_a_run_that_nobody_measured_names_its_logs(tmp_path: Path) -> None:
+    line = closing_line(RunSummary(), RunPaths(run_dir=tmp_path)).replace(str(tmp_path), "RUN")
+    assert line == "done: no step was measured; logs in RUN/logs"
+
+
+def test_a_file_is_added_up_over_all_its_starts_without_its_damaged_lines(tmp_path: Path) -> None:
+    steps = [step(0, loss=None, seconds=1.0), {"kind": "run"}, step(1, loss=None, seconds=3.0)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in steps) + '{"kind": "st')
+    assert summary_of(tmp_path / "metrics.jsonl").line() == (
+        "steps 1 to 2, 120k tokens in 4 s; a step took 3 s, planned 2 s (x1.50)"
+    )
