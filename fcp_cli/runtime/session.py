@@ -484,7 +484,7 @@ class Step(FollowedStep):
         if self.record is not None:
             orders = (shard.row.order for shard in self._shards)
             self.record.marks = [(order, *marks) for order, marks in zip(orders, self._marks, strict=True)]
-            self.record.note_loss(self._loss_sums, self._divisor)
+            self.record.note_loss(self._loss_sums, 0 if self._session.rank else self._divisor)
             if self.bad_rows:
                 self.record.facts["bad_rows"] = self.bad_rows
             self.record.is_whole = True

@@ -51,7 +51,8 @@ def found(stack: str, *, of: dict[str, Any] | None = None, **facts: Any) -> list
 
 
 # A plan whose model is smaller than the shared memory of a CPU node's eight ranks.
-SMALL = {"metadata": plan_metadata(model="qwen3-tiny")}
+HERE = shipped_profile("qwen3-tiny").text.replace("cluster: example-8x8", "cluster: this-machine")
+SMALL = {"metadata": plan_metadata(model="qwen3-tiny", cost_profile=HERE)}
 
 
 @pytest.mark.parametrize("stack", ["cpu", "cuda", "npu"])
@@ -75,6 +76,7 @@ _MEMORY = Memory(bytes_per_token=9_936_548.0, model_state_bytes=18_429_154_560.0
 _UNSAID = replace(shipped_profile("qwen3-8b"), memory=_MEMORY, recipe=None, sync=None)
 COMPUTED = dump_cost_profile(_UNSAID)
 MEASURED = dump_cost_profile(replace(_UNSAID, origin="measured"))
+_H100 = shipped_profile("qwen3-8b").text.replace("cluster: example-8x8", "cluster: h100-8x8")
 CASES: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
     (
         "cuda",
@@ -192,6 +194,24 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
                 "warning: the nodes talk over different interfaces (GLOO_SOCKET_IFNAME=eth0, HCCL_SOCKET_IFNAME=bond0, TP_SOCKET_IFNAME=eth0); export the same one in all of them",
             ]
         ),
+    ),
+    (
+        "cpu",
+        {"metadata": plan_metadata(model="qwen3-tiny")},
+        {},
+        [
+            "warning: plan.parquet has the times of example-8x8, but its ranks run on CPU cores here: they will take "
+            "others; plan with a profile of this machine from 'fcp profile'"
+        ],
+    ),
+    (
+        "cuda",
+        {"metadata": plan_metadata(cost_profile=_H100)},
+        {"device_names": ("NVIDIA H200",)},
+        [
+            "warning: plan.parquet has the times of h100-8x8, but its ranks run on NVIDIA H200 here: they will take "
+            "others; plan with a profile of this machine from 'fcp profile'"
+        ],
     ),
     (
         "cpu",

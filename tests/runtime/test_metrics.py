@@ -40,8 +40,9 @@ def test_timings_stand_beside_what_was_planned(tmp_path: Path) -> None:
     assert (second.predicted_seconds, second.start_seconds, second.seconds) == (plan.seconds[2], 0.5, 0.25)
 
 
-def test_the_loss_is_of_the_ranks_that_know_theirs() -> None:
-    assert mean_loss({0: measured(), 1: measured(loss_sum=2.0), 2: measured(loss_sum=0.0, divisor=0.0)}) == 2.0
+def test_the_loss_is_the_sum_over_ranks_by_what_they_count_together() -> None:
+    assert mean_loss({0: measured(), 1: measured(loss_sum=2.0, divisor=0.0)}) == 2.0  # a session: rank 0 has it all
+    assert mean_loss({0: measured(), 1: measured(loss_sum=2.0, divisor=12.0)}) == 0.5  # Megatron: each rank its own
     assert math.isnan(mean_loss({0: measured(divisor=0.0)}))
 
 

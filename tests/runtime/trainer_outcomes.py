@@ -7,7 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+
+from fcp_cli.runs.metrics_reader import read_metrics
 
 Outcomes = Callable[[str, str], list[Any]]
 """From phase (`plain` or `planned`) and case to what each rank found."""
@@ -16,9 +19,22 @@ _FP32 = 2e-6
 
 
 def read_outcomes(folder: Path) -> Outcomes:
-    return lambda phase, name: [
-        pickle.loads((folder / phase / name / f"{rank}.pickle").read_bytes()) for rank in range(_RANKS)
-    ]
+    def read(phase: str, name: str) -> list[Any]:
+        own = folder / phase / name
+        found = [pickle.loads((own / f"{rank}.pickle").read_bytes()) for rank in range(_RANKS)]
+        if phase == "planned" and not isinstance(found[0], str):
+            _require_measured(own, [entry["loss"] for entry in found[0]["log"] if "grad_norm" in entry])
+        return found
+
+    return read
+
+
+def _require_measured(folder: Path, losses: list[float]) -> None:
+    """The run's metrics have the steps that the script logged, with their losses, and what every rank ran."""
+    steps = [one for one in read_metrics(folder / "metrics.jsonl") if one["kind"] == "step"][-len(losses) :]
+    assert [step["loss"] for step in steps] == pytest.approx(losses, rel=2e-3)
+    for step in steps:
+        assert len(step["ranks"]) == _RANKS and all(rank["micro_batches"] for rank in step["ranks"])
 
 
 def differences(plain: dict[str, Any], planned: dict[str, Any]) -> dict[str, float]:

@@ -7,6 +7,7 @@ import io
 import os
 import sys
 from collections.abc import MutableMapping
+from functools import wraps
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -116,8 +117,17 @@ def _watch_optimizers(optimizer: ModuleType) -> None:
     handle = optimizer.register_optimizer_step_pre_hook(check)
 
 
-def _leave_at_exit(_: ModuleType) -> None:
-    """Destroy the process group at exit, which many scripts leave out."""
+def _leave_at_exit(distributed: ModuleType) -> None:
+    """Destroy the process group at exit, which many scripts leave out, and write the metrics before it is destroyed."""
+    destroy = distributed.destroy_process_group
+
+    @wraps(destroy)
+    def destroy_process_group(group: Any = None) -> None:
+        if group is None and (recorder := sys.modules.get("fcp_cli.runtime.metrics.recorder")) is not None:
+            recorder.close_all()
+        destroy(group)
+
+    distributed.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
 
     def leave() -> None:
         from fcp_cli.runtime.world import leave_process_group

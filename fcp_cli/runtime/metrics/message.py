@@ -25,7 +25,7 @@ class RankMeasurement:
     Attributes:
         seconds: from the end of the step before to the end of this one.
         loss_sum: of the rank's tokens.
-        divisor: what the sums of all ranks are divided by; 0 where the rank knows no loss.
+        divisor: this rank's part of what the sums of all ranks are divided by; 0 on all where no loss is known.
         peak_bytes: the most memory that the rank has had.
         timings: of its micro-batches, in order.
     """
@@ -72,6 +72,6 @@ def planned_timings(timings: Sequence[Timing], plan: StepPlan) -> list[MicroBatc
 
 
 def mean_loss(ranks: Mapping[int, RankMeasurement]) -> float:
-    """Return the step's loss from the sums of all ranks that know theirs; NaN where none does."""
-    known = [rank for rank in ranks.values() if rank.divisor]
-    return sum(rank.loss_sum for rank in known) / known[0].divisor if known else math.nan
+    """Return the step's loss from the sums of all ranks; NaN where they know none."""
+    divisor = sum(rank.divisor for rank in ranks.values())
+    return sum(rank.loss_sum for rank in ranks.values()) / divisor if divisor else math.nan

@@ -82,7 +82,7 @@ class StepRecord:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def note_loss(self, sums: list[Tensor], divisor: int | Tensor) -> None:
-        """Note the losses of the micro-batches (0-d): they are added up and copied beside the computation."""
+        """Note the losses of the micro-batches (0-d), and the rank's part of their divisor; the host waits for none."""
         if sums:
             total = (torch.stack(sums) if len(sums) > 1 else sums[0]).detach().double().sum()
             self.loss_sum = _on_host(total)
@@ -147,8 +147,7 @@ class Recorder:
         self._uncollected: deque[StepRecord] = deque()  # of rank 0, which other ranks may not have left yet
         self._told = self._looked = 0.0
         self._hook: Any = None
-        global _latest
-        _latest = weakref.ref(self)
+        _recorders.add(self)
 
     @property
     def is_open(self) -> bool:
@@ -171,7 +170,7 @@ class Recorder:
         self._first_step = self._next_step = first_step
         if self._hook is None:
             self._hook = register_optimizer_step_post_hook(_ends_step(weakref.ref(self)))
-            atexit.register(_close, weakref.ref(self))
+            atexit.register(close_all)
         if self.rank:
             return
         drop_steps_from(self.path, first_step)
@@ -361,21 +360,27 @@ class Recorder:
 def recorder_of(
     path: str | Path | None, *, plan: Path, metadata: PlanMetadata, rank: int, device: torch.device
 ) -> Recorder | None:
-    """Return what records a loop's steps; None where no file is named, or this process records another loop already.
+    """Return what records a loop's steps; None where no file is named, or this process records a loop there already.
 
     Args:
         path: of the metrics; None: what FCP_METRICS names.
         plan, metadata, rank, device: as `Recorder` takes them.
     """
     path = path or os.environ.get(METRICS_VARIABLE)
-    if not path or (_latest is not None and (before := _latest()) is not None and before.is_open):
+    if not path or any(one.is_open and one.path == Path(path) for one in _recorders):
         return None
     if (store := job_store()) is None:
         return None
     return Recorder(Path(path), plan=plan, metadata=metadata, rank=rank, device=device, store=store)
 
 
-_latest: weakref.ref[Recorder] | None = None  # two that write the same file would mix their steps
+def close_all() -> None:
+    """Write what is over in every loop of this process, before the job ends."""
+    for recorder in list(_recorders):
+        recorder.close()
+
+
+_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()  # two that write the same file would mix their steps
 
 
 def _ends_step(recorder: weakref.ref[Recorder]) -> Callable[..., None]:
@@ -388,11 +393,6 @@ def _ends_step(recorder: weakref.ref[Recorder]) -> Callable[..., None]:
             found.note_update(groups[0].get("lr") if groups else None)
 
     return hook
-
-
-def _close(recorder: weakref.ref[Recorder]) -> None:
-    if (found := recorder()) is not None:
-        found.close()
 
 
 def _planned_model(metadata: PlanMetadata) -> str | None:

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fcp_cli.plan.reader import PlanReader
+from fcp_cli.runs.metrics_reader import open_run
 from tests.planning.examples import PROFILE
 from tests.runtime.launch import ROOT, torchrun
 from tests.runtime.plans import Row, write_plan
@@ -78,12 +79,25 @@ def launch(folder: Path, *arguments: str, plan: str = "plan.parquet", **environm
     return run_fcp(*words, folder=folder, **{**EAGER, **environment})
 
 
+def measured_losses(folder: Path) -> list[float]:
+    """Of the run that was started last; each of its ranks ran what was planned for it."""
+    run = open_run(max((folder / "runs").glob("train-*")))
+    steps = list(run.steps())
+    plans = PlanReader(Path(run.run["plan"])).steps()
+    for step, plan in zip(steps, plans, strict=False):
+        planned = sorted((rank, row.order) for row in plan.microbatches() for rank in row.ranks)
+        assert sorted(zip(step.ranks, step.orders, strict=True)) == planned
+    return [step.loss or 0.0 for step in steps]
+
+
 def test_losses_gradient_norms_and_weights_are_those_without_fcp(folder: Path) -> None:
     done = launch(folder, "planned", **COMPILED)
     assert done.returncode == 0, done.stderr
     assert "fcp: following " in done.stderr and "from step 0 of 20, 4 ranks, sync iteration" in done.stderr
+    assert "; metrics runs/train-001/metrics.jsonl" in done.stderr.splitlines()[-1]
     for rank in range(NUM_RANKS):
         assert_same(read(folder / "planned", rank), read(folder / "alone", rank))
+    np.testing.assert_allclose(measured_losses(folder), read(folder / "alone", 0).losses, rtol=1e-6)
 
 
 def test_a_run_resumes_in_the_middle_of_the_plan_from_megatrons_own_checkpoint(folder: Path) -> None:
@@ -111,6 +125,7 @@ def test_replicas_of_two_processes_start_by_themselves_and_train_to_the_same_los
     assert done.returncode == 0, done.stderr
     assert "starting 4 processes, 2 to a rank of the plan, on this machine" in done.stderr
     assert f"from step 0 of 20, 2 ranks, sync {sync}" in done.stderr and "probe: attention within" in done.stderr
+    np.testing.assert_allclose(measured_losses(folder), read(folder / "alone", 0).losses[:6], rtol=1e-6)
     for process in range(4):
         found, expected = read(folder / kind, process), read(folder / "alone", 0)
         np.testing.assert_allclose(found.losses, expected.losses[:6], rtol=1e-6)

@@ -172,6 +172,8 @@ def main(folder: Path, wanted: list[str], cases: Cases, refusals: Cases, hook: C
             os.environ["FCP_PLAN"] = str(folder / plan)
             own = folder / phase / name
             own.mkdir(parents=True, exist_ok=True)
+            if phase == "planned":
+                os.environ["FCP_METRICS"] = str(own / "metrics.jsonl")
             try:
                 result = run(own)
             except FcpError as error:

@@ -23,6 +23,7 @@ from fcp_cli.runtime.followed_plans import note_follower
 from fcp_cli.runtime.grad_ring import agreed_grad_dtype
 from fcp_cli.runtime.integrations.megatron import checks
 from fcp_cli.runtime.integrations.megatron.batches import share, shares_data
+from fcp_cli.runtime.integrations.megatron.measured import MeasuredSteps
 from fcp_cli.runtime.integrations.megatron.microbatch import PlannedMicroBatch, current_microbatch
 from fcp_cli.runtime.integrations.megatron.model import device_of, unwrapped
 from fcp_cli.runtime.integrations.megatron.padding import padding_report
@@ -100,8 +101,10 @@ class Follower:
         self._even_chunks = self.stack.even_chunks or self._engine is not None
         self._load = partial(load_shard, rank=self._rank, multiple=self._multiple, even_chunks=self._even_chunks)
         self._layers = self.stack.hook(model, self._transport)
-        self.watch = watch_for(self._rank, clock_for(self._device), self._device)
+        clock = clock_for(self._device)
+        self.watch = watch_for(self._rank, clock, self._device)
         self.watch.start()
+        self.measured = MeasuredSteps(plan, self.metadata, rank=self._rank, device=self._device, clock=clock)
         self._model = model
         self._is_announced = False
         self._iterator: Any = None
@@ -118,6 +121,7 @@ class Follower:
         with self.stack.around_step(), reduced_after_backwards(self._chunk, self._config):
             reports = schedule(**planned)
         self.watch.leave()
+        self.measured.leave()
         return self.stack.totals(reports)
 
     def planned(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,6 +138,7 @@ class Follower:
             self._first_step = step.plan.step
             self._announce(step, self._probe(step))
             self._is_announced = True
+        self.measured.begin(step.plan)
         batches = _Batches(self, step, counts_tokens=step.plan.step == self._first_step)
         return {
             **arguments,
@@ -320,6 +325,7 @@ class _Batches:
             microbatch = self._follower.enter(next(self._shards))
             # Its backward runs before the next forward, but for the stages of a pipeline, which have several under way.
             self._follower.watch.go_on(microbatch.row.step, microbatch.row)
+            self._follower.measured.go_on(microbatch.row)
             self._microbatch, self._read = microbatch, 0
             token = current_microbatch.set(microbatch)
             try:
@@ -329,13 +335,13 @@ class _Batches:
                 current_microbatch.reset(token)
             self._follower.check_forward(microbatch, read=self._read)
             counted = microbatch if self._counts_tokens else None
-            return output, _checked_loss(loss_function, counted, self._follower.stack)
+            return output, _checked_loss(loss_function, counted, self._follower)
 
         return planned_forward_step
 
 
 def _checked_loss(
-    loss_function: Callable[..., Any] | None, counted: PlannedMicroBatch | None, stack: Stack
+    loss_function: Callable[..., Any] | None, counted: PlannedMicroBatch | None, follower: Follower
 ) -> Callable[..., Any] | None:
     """Refuse a loss that would weigh tokens by how the plan packs them.
 
@@ -346,7 +352,7 @@ def _checked_loss(
         return None
 
     def checked(output: Tensor, *args: Any, **kwargs: Any) -> Any:
-        with stack.around_script():
+        with follower.stack.around_script():
             found = loss_function(output, *args, **kwargs)
         if not isinstance(found, tuple) or len(found) != 3:
             raise RunError(
@@ -361,6 +367,7 @@ def _checked_loss(
                     f"{int(found[1])} tokens, but its data iterator's loss mask has {masked}; it must return the sum "
                     "of that mask"
                 )
+        follower.measured.add_loss(found[0], found[1])
         return found
 
     return checked
