@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from fcp_cli.errors import UsageError
 from fcp_cli.options import Opt, check_limits
+from fcp_cli.tuning import check_tuning
 
 ZeroStage: TypeAlias = Literal[0, 1, 2, 3]
 Reduce: TypeAlias = Literal["step", "wave"]
@@ -97,7 +98,10 @@ class Recipe:
         words += [f"--reduce {self.reduce}"] if self.zero_stage == 3 and self.reduce != "wave" else []
         words += [f"--shard-ranks {self.shard_ranks}"] if self.shard_ranks else []
         words += ["--freeze-vision"] if self.freeze_vision else []
-        return " ".join(words).split()
+        words = " ".join(words).split()
+        words += ["--lora", self.lora] if self.lora else []
+        words += ["--freeze", self.freeze] if self.freeze else []
+        return words
 
     def describe(self) -> str:
         """Return the recipe in a few words for a person."""
@@ -124,9 +128,18 @@ class RecipeRequest:
     loss: LossOption = "auto"
     offload: OffloadOption = "auto"
     freeze_vision: Annotated[bool, Opt("Train the language model of a vision model only.")] = False
+    lora: Annotated[
+        str | None,
+        Opt("Train low-rank adapters alone, by peft.", metavar="r=16,alpha=32,target=q_proj+v_proj", unset="none"),
+    ] = None
+    freeze: Annotated[
+        str | None,
+        Opt("Do not train weights of these names, as 'visual.*'.", metavar="PATTERN,...", unset="all are trained"),
+    ] = None
 
     def __post_init__(self) -> None:
         check_limits(self)
+        check_tuning(self.lora, self.freeze)
 
     def given(self) -> dict[str, Any]:
         """Return what was asked for, by the names of `Recipe`."""
@@ -137,8 +150,20 @@ class RecipeRequest:
         return found
 
     def applied_to(self, recipe: Recipe) -> Recipe:
-        """Return a recipe with what was asked for in place of its own."""
-        return replace(recipe, **self.given())
+        """Return a recipe with what was asked for in place of its own; adapters and patterns replace each other."""
+        others = {"lora": None, "freeze": None} if self.lora or self.freeze else {}
+        return replace(recipe, **{**others, **self.given()})
+
+    @classmethod
+    def to_train_as(cls, recipe: Recipe | RecipeRequest, **asked: Any) -> RecipeRequest:
+        """Return a request that leaves open all but what is trained, and what else is asked for."""
+        return RecipeRequest(freeze_vision=recipe.freeze_vision, lora=recipe.lora, freeze=recipe.freeze, **asked)
+
+
+def flag_words(name: str, value: Any) -> list[str]:
+    """Return the words that ask for one setting of a recipe, by its name in `Recipe`; none where there is nothing."""
+    flag = f"--{name.removesuffix('_stage').replace('_', '-')}"
+    return [] if value is None or value is False else [flag] if value is True else [flag, str(value)]
 
 
 def default_recipe(*, sync: str, device: str) -> Recipe:
@@ -166,7 +191,8 @@ def recipe_to_follow(planned: Recipe | None, *, sync: str, device: str) -> Recip
         device: kind of device that the ranks run on.
     """
     if planned is None or (device == "cpu" and planned.precision in _OF_ACCELERATORS):
-        return default_recipe(sync=sync, device=device)
+        default = default_recipe(sync=sync, device=device)
+        return default if planned is None else RecipeRequest.to_train_as(planned).applied_to(default)
     return planned
 
 

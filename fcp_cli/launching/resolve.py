@@ -33,7 +33,8 @@ from fcp_cli.recipe import RecipeRequest
 from fcp_cli.runs.launch_record import followed_plan, latest_run_dir, read_launch
 
 DEFAULT_PLAN = Path("plan.parquet")
-_RECIPE_SETTINGS = frozenset(field.name for field in fields(RecipeRequest))
+# Of the recipe, what is another plan's to say; what is trained stays as it was in all of a run.
+_RECIPE_SETTINGS = frozenset(field.name for field in fields(RecipeRequest)) - {"freeze_vision", "lora", "freeze"}
 # What a manifest is called by `fcp manifest build` and in the documentation.
 _USUAL_MANIFESTS = ("lengths.parquet", "dataset.parquet")
 

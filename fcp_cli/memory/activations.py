@@ -10,6 +10,7 @@ in fp32, gated MLP); a test counts them on real layers and finds the same bytes.
 from __future__ import annotations
 
 from fcp_cli.memory.precision import Precision
+from fcp_cli.memory.trained import backward_of
 from fcp_cli.models.model import ModelSpec, VisionSpec
 from fcp_cli.recipe import Recipe
 
@@ -142,7 +143,7 @@ def vision_bytes(spec: ModelSpec, recipe: Recipe, precision: Precision) -> float
     The runtime shares a group's patches out evenly, so a rank encodes about as many as its share of visual tokens has.
     """
     vision = spec.vision
-    if vision is None or recipe.freeze_vision:
+    if vision is None or not backward_of(spec, recipe).vision.inputs:
         return 0.0
     each = precision.residual * vision.hidden_size if recipe.recompute != "none" else patch_bytes(vision, precision)
     return float(vision.merge_size**2 * vision.depth * each)
@@ -153,7 +154,8 @@ def vision_block_bytes(spec: ModelSpec, recipe: Recipe, precision: Precision) ->
     vision = spec.vision
     if vision is None:
         return 0.0
-    again = patch_bytes(vision, precision) if recipe.recompute != "none" or recipe.freeze_vision else 0
+    keeps_nothing = recipe.recompute != "none" or not backward_of(spec, recipe).vision.inputs
+    again = patch_bytes(vision, precision) if keeps_nothing else 0
     factors = 2 if vision.kind == "qwen2_5_vl" else 1  # of the product that a gated MLP makes
     gradients = precision.residual * vision.hidden_size + factors * precision.activation * vision.ffn_size
     return float(vision.merge_size**2 * (again + gradients))

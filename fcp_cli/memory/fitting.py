@@ -11,6 +11,7 @@ from typing import Any, Final
 from fcp_cli.errors import UsageError
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.memory.table import RankMemory
+from fcp_cli.memory.trained import check_trained
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.recipe import Offload, Recipe, RecipeRequest, Recompute, ZeroStage, check_recipe
@@ -133,8 +134,7 @@ def fitting_recipe(
     Raises:
         UsageError: what was asked for contradicts itself.
     """
-    if request.freeze_vision and spec.vision is None:
-        raise UsageError(f"--freeze-vision: {spec.name} has no vision encoder")
+    check_trained(spec, request.applied_to(Recipe()))
     best: Fit | None = None
     for recipe, its_sync in _candidates(request, place, sync):
         fit = place.fit(spec, recipe, its_sync, wanted_tokens=wanted_tokens)

@@ -9,6 +9,7 @@ from fcp_cli.memory import activations
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.state import State, communicators
 from fcp_cli.memory.table import Item, Moment, RankMemory
+from fcp_cli.memory.trained import backward_of
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.recipe import Recipe
@@ -120,7 +121,8 @@ class _MicroBatch:
         flight.
         """
         spec, recipe, precision = self.state.spec, self.state.recipe, self.state.precision
-        layers = spec.num_layers * activations.kept_bytes(spec, recipe, precision) - gone
+        reached = spec.num_layers * backward_of(spec, recipe).layers
+        layers = reached * activations.kept_bytes(spec, recipe, precision) - gone
         return (
             self._item("activations" if recipe.recompute == "none" else "layer inputs", layers),
             self._item("visual tokens", activations.vision_bytes(spec, recipe, precision)),

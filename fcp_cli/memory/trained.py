@@ -1,10 +1,13 @@
-"""How many of a model's parameters are trained, by its figures and by the names that transformers gives its weights."""
+"""What of a model is trained, by its figures and by the names that transformers gives its weights: how many parameters,
+and what that leaves of a backward.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from fcp_cli.errors import UsageError
 from fcp_cli.models.model import ModelSpec, VisionSpec
 from fcp_cli.recipe import Recipe
 from fcp_cli.tuning import ALL_LINEAR, Lora, matches, parse_lora, patterns_of
@@ -29,26 +32,136 @@ class Trained:
     adapters: int = 0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passes:
+    """What runs over the matrices of a model, or of its encoder, beside their forward; each as a share of a forward.
+
+    Attributes:
+        inputs: the gradient of what a matrix multiplies: of all matrices behind the first thing that is trained.
+        weights: the gradient of the matrix itself: of those that are trained.
+        adapters: a forward of the adapters beside them.
+    """
+
+    inputs: float = 1.0
+    weights: float = 1.0
+    adapters: float = 0.0
+
+    def total(self, *, recomputes: bool = False) -> float:
+        """Return the passes in all: 3 where everything is trained; layers without a backward are not recomputed."""
+        again = float(recomputes)
+        return 1.0 + self.inputs + self.weights + again * self.inputs + (3.0 + again) * self.adapters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Backward:
+    """What a backward runs over.
+
+    Attributes:
+        layers: share of the language model's layers that it reaches.
+        language: of the language model's matrices and its output layer.
+        vision: of the encoder's and the projector's; its `inputs` are 0 where no block is trained.
+    """
+
+    layers: float = 1.0
+    language: Passes = Passes()
+    vision: Passes = Passes()
+
+
+def backward_of(spec: ModelSpec, recipe: Recipe) -> Backward:
+    """Return what a backward runs over under a recipe; a layer of which anything is trained counts whole."""
+    vision = Passes(inputs=0.0, weights=0.0) if recipe.freeze_vision or spec.vision is None else Passes()
+    if recipe.lora is not None:
+        return _backward_of_adapters(spec, parse_lora(recipe.lora), vision)
+    if recipe.freeze is None:
+        return Backward(vision=vision)
+    return _backward_of_rest(spec, _left_to_train(spec, recipe, recipe.freeze))
+
+
+def check_trained(spec: ModelSpec, recipe: Recipe) -> None:
+    """Refuse a recipe that trains nothing of a model.
+
+    Raises:
+        UsageError: with what leaves nothing.
+    """
+    if recipe.freeze_vision and spec.vision is None:
+        raise UsageError(f"--freeze-vision: {spec.name} has no vision encoder")
+    trained = trained_parameters(spec, recipe)
+    if trained is None or trained.total > 0:
+        return
+    if recipe.lora is not None:
+        targets = "+".join(parse_lora(recipe.lora).targets)
+        raise UsageError(
+            f"--lora: {targets} names no linear layer of {spec.name}; q_proj+v_proj are some, or {ALL_LINEAR}"
+        )
+    raise UsageError(f"--freeze {recipe.freeze} leaves nothing of {spec.name} to train; leave out some of its patterns")
+
+
 def trained_parameters(spec: ModelSpec, recipe: Recipe) -> Trained | None:
     """Count what is trained; None: the whole model, or all of it but the vision encoder."""
     if recipe.lora is not None:
         return _adapters(spec, parse_lora(recipe.lora), with_vision=not recipe.freeze_vision)
     if recipe.freeze is None:
         return None
-    patterns = patterns_of(recipe.freeze)
-    sizes = {
+    sizes = _left_to_train(spec, recipe, recipe.freeze)
+    layers = [_size_of_layer(spec, sizes, layer) for layer in range(spec.num_layers)]
+    tables = [size for name, size in sizes.items() if name.endswith(("embed_tokens.weight", "lm_head.weight"))]
+    total = sum(sizes.values())
+    return Trained(total=total, layer=max(layers), table=max(tables, default=0), root=total - sum(layers))
+
+
+def _left_to_train(spec: ModelSpec, recipe: Recipe, freeze: str) -> dict[str, int]:
+    """Return the sizes of the weights that patterns leave."""
+    patterns = patterns_of(freeze)
+    return {
         name: size
         for name, size in _weights(spec)
         if not any(matches(name, pattern) for pattern in patterns)
         and not (recipe.freeze_vision and _is_vision(name, spec))
     }
-    layers = [
-        sum(size for name, size in sizes.items() if name.startswith(f"{_layers(spec)}{layer}."))
-        for layer in range(spec.num_layers)
-    ]
-    tables = [size for name, size in sizes.items() if name.endswith(("embed_tokens.weight", "lm_head.weight"))]
-    total = sum(sizes.values())
-    return Trained(total=total, layer=max(layers), table=max(tables, default=0), root=total - sum(layers))
+
+
+def _size_of_layer(spec: ModelSpec, sizes: Mapping[str, int], layer: int) -> int:
+    return sum(size for name, size in sizes.items() if name.startswith(f"{_layers(spec)}{layer}."))
+
+
+def _backward_of_adapters(spec: ModelSpec, lora: Lora, vision: Passes) -> Backward:
+    tuned = _adapters(spec, lora, with_vision=vision.inputs > 0)
+    language = Passes(weights=0.0, adapters=spec.num_layers * tuned.layer / _matrices(spec))
+    if spec.vision is None or not tuned.root:
+        return Backward(language=language, vision=Passes(inputs=0.0, weights=0.0))
+    of_vision = spec.vision.block_parameters + spec.vision.projector_parameters
+    return Backward(language=language, vision=Passes(weights=0.0, adapters=tuned.root / of_vision))
+
+
+def _backward_of_rest(spec: ModelSpec, sizes: Mapping[str, int]) -> Backward:
+    """Return what a backward runs over where only these weights are trained."""
+    table = f"{_layers(spec).removesuffix('layers.')}embed_tokens.weight"
+    head = table if spec.tied_embeddings else "lm_head.weight"
+    is_reached_whole = table in sizes or any(_is_vision(name, spec) for name in sizes)
+    trained = [layer for layer in range(spec.num_layers) if _size_of_layer(spec, sizes, layer)]
+    reached = spec.num_layers - (0 if is_reached_whole else min(trained, default=spec.num_layers))
+    is_head_alone = not reached and set(sizes) == {head}
+    inputs = reached * spec.layer_matrix_parameters + (0 if is_head_alone else spec.embedding_parameters)
+    weights = sum(size for name, size in sizes.items() if name.endswith("_proj.weight")) + sizes.get(head, 0)
+    language = Passes(inputs=inputs / _matrices(spec), weights=weights / _matrices(spec))
+    return Backward(
+        layers=reached / spec.num_layers,
+        language=language,
+        vision=Passes(inputs=0.0, weights=0.0) if spec.vision is None else _passes_of_encoder(spec.vision, sizes),
+    )
+
+
+def _passes_of_encoder(vision: VisionSpec, sizes: Mapping[str, int]) -> Passes:
+    """Return the passes over an encoder and its projector, which works on merged patches."""
+    blocks, projector = vision.block_parameters, vision.projector_parameters / vision.merge_size**2
+    trains_encoder = _encoder(vision) in sizes
+    trained = (blocks if trains_encoder else 0) + (projector if _projector(vision) in sizes else 0)
+    return Passes(inputs=float(trains_encoder), weights=trained / (blocks + projector))
+
+
+def _matrices(spec: ModelSpec) -> int:
+    """Return the parameters that a token is multiplied with: of the layers' matrices and the output layer."""
+    return spec.num_layers * spec.layer_matrix_parameters + spec.embedding_parameters
 
 
 def _adapters(spec: ModelSpec, lora: Lora, *, with_vision: bool) -> Trained:
@@ -115,11 +228,16 @@ def _weights(spec: ModelSpec) -> Iterator[tuple[str, int]]:
     if not spec.tied_embeddings:
         yield "lm_head.weight", spec.embedding_parameters
     if spec.vision is not None:
-        is_intern = spec.vision.kind == "internvit"
-        tower = "model.vision_tower.encoder.weight" if is_intern else "model.visual.blocks.weight"
-        projector = "model.multi_modal_projector.weight" if is_intern else "model.visual.merger.weight"
-        yield tower, spec.vision.encoder_parameters
-        yield projector, spec.vision.projector_parameters
+        yield _encoder(spec.vision), spec.vision.encoder_parameters
+        yield _projector(spec.vision), spec.vision.projector_parameters
+
+
+def _encoder(vision: VisionSpec) -> str:
+    return "model.vision_tower.encoder.weight" if vision.kind == "internvit" else "model.visual.blocks.weight"
+
+
+def _projector(vision: VisionSpec) -> str:
+    return "model.multi_modal_projector.weight" if vision.kind == "internvit" else "model.visual.merger.weight"
 
 
 def _layers(spec: ModelSpec) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
@@ -16,12 +17,12 @@ from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.plan.metadata import PlanMetadata, Sync
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.ranks import Ranks
-from fcp_cli.recipe import Recipe, RecipeRequest, check_recipe
+from fcp_cli.recipe import Recipe, RecipeRequest, check_recipe, flag_words
 from fcp_cli.words import duration
 
 ASSUMED_TOKENS_PER_RANK: Final = 16_384
 # Of a recipe, what the times of micro-batches depend on: a profile was measured or computed with it.
-_TIMED: Final = ("precision", "recompute", "loss", "offload", "freeze_vision")
+_TIMED: Final = ("precision", "recompute", "loss", "offload", "freeze_vision", "lora", "freeze")
 _FEWEST_READINGS: Final = 2  # of peaks, that show what a token takes
 
 
@@ -86,11 +87,11 @@ def with_timed_settings(asked: RecipeRequest, profile: CostProfile) -> RecipeReq
     assert profile.recipe is not None
     given, timed = asked.given(), {name: getattr(profile.recipe, name) for name in _TIMED}
     if any(given.get(name, timed[name]) != timed[name] for name in _TIMED):
-        wanted = " ".join(f"--{name.replace('_', '-')} {given[name]}" for name in _TIMED if name in given)
+        wanted = shlex.join(word for name in _TIMED if name in given for word in flag_words(name, given[name]))
         how = f"--analytic --cluster {profile.cluster} " if profile.origin == "analytic" else ""
         raise UsageError(
             f"the cost profile of {profile.model} on {profile.cluster} has times of {profile.recipe.describe()}; "
-            f"make another with: fcp profile {how}--model {profile.model} {wanted.replace(' True', '')} -o profile.yaml"
+            f"make another with: fcp profile {how}--model {profile.model} {wanted} -o profile.yaml"
         )
     return replace(asked, **timed)
 
@@ -159,7 +160,7 @@ def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: Ranks, or
 
 def _unfixed(asked: RecipeRequest) -> RecipeRequest:
     """Return a request that leaves open what another plan of the same model may choose."""
-    return RecipeRequest(precision=asked.precision, freeze_vision=asked.freeze_vision)
+    return RecipeRequest.to_train_as(asked, precision=asked.precision)
 
 
 def _known_model(name: str) -> ModelSpec | None:
@@ -212,7 +213,7 @@ def _require_room(spec: ModelSpec, request: PlanRequest, place: Place, fit: Fit)
     open_ = fitting_recipe(spec, _unfixed(request.recipe), place)
     remedy = "plan for more --ranks, a smaller --model, or cut it with --tensor-parallel"
     if open_.tokens >= 1:
-        remedy = f"{' '.join(open_.flags())} leave room for {open_.tokens:,} tokens"
+        remedy = f"{shlex.join(open_.flags())} leave room for {open_.tokens:,} tokens"
     raise UsageError(
         f"{spec.name} needs {needed:.1f} of the {place.capacity_bytes / 1e9:.1f} GB that each of {place.ranks} ranks "
         f"may use, under {fit.recipe.describe()}, sync {fit.sync}; {remedy}"
@@ -297,5 +298,5 @@ def options_that_hold(longest_tokens: int, budget: Budget, ranks: int) -> str:
         room = budget.room
         roomier = fitting_recipe(room.spec, room.open_request, room.place, wanted_tokens=-(-longest_tokens // ranks))
         if roomier.is_enough:
-            return " ".join(roomier.flags())
+            return shlex.join(roomier.flags())
     return f"--ranks {-(-longest_tokens // budget.tokens_per_rank)}"

@@ -3,6 +3,7 @@
 Operations of a forward pass: 2 per matrix entry and token; causal attention 2 H D per layer and pair of tokens (half of
 the 4 H D of a full mask). A backward pass costs twice the matrices and, since it computes the scores again, 2.5 times
 the attention. Recomputing activations adds one more forward: of the matrices alone where attention's are kept.
+A backward reaches the first layer of which anything is trained, and frozen matrices have no gradient of their own.
 A vision encoder attends without a mask, 4 h per block and pair of patches of an image or frame, or of a window, whose
 pairs grow with the patches alone; frozen, it runs its forward alone.
 """
@@ -18,12 +19,12 @@ from fcp_cli.memory.activations import vision_bytes
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.memory.table import RESERVE_FRACTION
+from fcp_cli.memory.trained import backward_of, check_trained, trained_parameters
 from fcp_cli.models.cluster import ClusterSpec
 from fcp_cli.models.model import ModelSpec, VisionSpec
 from fcp_cli.recipe import Recipe, check_recipe
 
-MATRIX_PASSES = 3.0  # forward 1, backward 2
-ATTENTION_PASSES = 3.5  # forward 1, backward 2.5
+ATTENTION_BACKWARD = 2.5  # forwards
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,24 +60,27 @@ def _operations_per_patch(vision: VisionSpec) -> float:
     return matrices + 4.0 * windowed_blocks * vision.hidden_size * vision.window_patches
 
 
-def ring_bytes_per_token(spec: ModelSpec, *, kv_bytes: int, gradient_bytes: int, recompute: bool = False) -> float:
+def ring_bytes_per_token(
+    spec: ModelSpec, *, kv_bytes: int, gradient_bytes: int, recompute: bool = False, reached: float = 1.0
+) -> float:
     """Return the bytes that a token sends around a ring: K/V forward, K/V and dK/dV backward, all layers.
 
     Args:
         kv_bytes: of one element of K or V on the wire.
         gradient_bytes: of one element of dK or dV on the wire.
         recompute: the forward ring runs once more in the backward.
+        reached: share of the layers that have a backward.
     """
     elements = 2.0 * spec.num_layers * spec.num_kv_heads * spec.head_dim
-    return elements * ((3 if recompute else 2) * kv_bytes + gradient_bytes)
+    return elements * (kv_bytes + reached * ((2 if recompute else 1) * kv_bytes + gradient_bytes))
 
 
-def messages_per_hop(spec: ModelSpec, *, recompute: bool = False) -> int:
+def messages_per_hop(spec: ModelSpec, *, recompute: bool = False, reached: float = 1.0) -> float:
     """Return how many messages one micro-batch sends over one hop of its ring, all layers.
 
     One forward and one backward, where dK/dV ride with K/V; recomputing runs the forward's ring once more.
     """
-    return spec.num_layers * (3 if recompute else 2)
+    return spec.num_layers * (1 + reached * (2 if recompute else 1))
 
 
 def analytic_profile(
@@ -159,8 +163,7 @@ class _Job:
         for figure, value in (("num_heads", spec.num_heads), ("ffn_size", spec.ffn_size)):
             if value % tensor:
                 raise UsageError(f"--tensor-parallel {tensor} does not divide {figure} {value} of {spec.name}")
-        if self.recipe.freeze_vision and spec.vision is None:
-            raise UsageError(f"--freeze-vision: {spec.name} has no vision encoder")
+        check_trained(spec, self.recipe)
         if pipeline > spec.num_layers:
             raise UsageError(f"--pipeline-parallel {pipeline} exceeds the {spec.num_layers} layers of {spec.name}")
 
@@ -171,30 +174,36 @@ class _Job:
         matrix_rate = cluster.peak_flops * cluster.linear_efficiency * devices
         attention_rate = cluster.peak_flops * cluster.attention_efficiency * devices
         # Recomputing runs the forward again; `selective` keeps what attention computed, and so its ring.
-        runs_ring_again = recipe.recompute == "full"
-        matrix_passes = MATRIX_PASSES + (recipe.recompute != "none")
-        attention_passes = ATTENTION_PASSES + runs_ring_again
-        vision_passes = (1.0, 1.0) if recipe.freeze_vision else (matrix_passes, attention_passes)
+        runs_ring_again, recomputes = recipe.recompute == "full", recipe.recompute != "none"
+        backward = backward_of(spec, recipe)
+        attention_backward = ATTENTION_BACKWARD + runs_ring_again
         kv_bytes = precision_of(recipe).activation
         # The runtime's rings sum dK and dV in at least fp32.
         ring_bytes = ring_bytes_per_token(
-            spec, kv_bytes=kv_bytes, gradient_bytes=max(4, kv_bytes), recompute=runs_ring_again
+            spec, kv_bytes=kv_bytes, gradient_bytes=max(4, kv_bytes), recompute=runs_ring_again, reached=backward.layers
         )
-        hop_messages = messages_per_hop(spec, recompute=runs_ring_again)
+        hop_messages = messages_per_hop(spec, recompute=runs_ring_again, reached=backward.layers)
+        vision = backward.vision
         return Coefficients(
-            attention_seconds_per_token2=attention_passes * operations.attention_per_token2 / attention_rate,
-            linear_seconds_per_token=matrix_passes * operations.linear_per_token / matrix_rate,
+            attention_seconds_per_token2=(1 + backward.layers * attention_backward)
+            * operations.attention_per_token2
+            / attention_rate,
+            linear_seconds_per_token=backward.language.total(recomputes=recomputes)
+            * operations.linear_per_token
+            / matrix_rate,
             ring_bytes_per_token=ring_bytes / devices,
             microbatch_seconds=cluster.microbatch_seconds,
             ring_hop_seconds=hop_messages * cluster.message_seconds / self.pipeline_parallel,
-            vision_seconds_per_patch=vision_passes[0] * operations.vision_per_patch / matrix_rate,
-            vision_seconds_per_patch2=vision_passes[1] * operations.vision_per_patch2 / attention_rate,
+            vision_seconds_per_patch=vision.total(recomputes=recomputes) * operations.vision_per_patch / matrix_rate,
+            vision_seconds_per_patch2=(1 + vision.inputs * attention_backward)
+            * operations.vision_per_patch2
+            / attention_rate,
         )
 
     def assumptions(self) -> dict[str, Any]:
         spec, cluster, recipe = self.spec, self.cluster, self.recipe
         operations = forward_operations(spec)
-        vision = {}
+        vision, tuned = {}, trained_parameters(spec, recipe)
         if spec.vision is not None:
             vision = {
                 "forward_operations_per_patch": operations.vision_per_patch,
@@ -212,6 +221,7 @@ class _Job:
             "forward_attention_operations_per_token2": operations.attention_per_token2,
             **vision,
             "parameters": spec.parameters,
+            **({} if tuned is None else {"trained_parameters": tuned.total}),
             "precision": recipe.precision,
             "ranks": self.ranks,
             "tensor_parallel": self.tensor_parallel,

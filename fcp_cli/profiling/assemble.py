@@ -20,6 +20,7 @@ from fcp_cli.profiling.measurement import timed_settings
 from fcp_cli.profiling.memory_block import MemoryFigures, place_of, readings, text_bytes_per_token
 from fcp_cli.profiling.points import Point
 from fcp_cli.profiling.samples import MeasuredPoint, SamplesFile, measured_points
+from fcp_cli.profiling.tuned import measured_recipe, scaled_to_trained
 from fcp_cli.profiling.vision_fit import (
     VisionFit,
     fit_vision_samples,
@@ -93,11 +94,12 @@ def profile_from_samples(
         raise ProfileError("the samples hold no measurement yet: the worker never began; run 'fcp profile' again")
     recipe, sync = recipe_of(samples, request or RecipeRequest(), sync)
     measured = measured_points(samples, subject.points(), layers=subject.layers, model_layers=spec.num_layers)
-    prior = _prior(samples, spec, recipe, sync)
+    timed = measured_recipe(spec, recipe)
+    prior = _prior(samples, spec, timed, sync)
     fit, warnings = _fit(samples, measured, prior)
     predicted = predicted_seconds([point.sample(silent=subject.emulate) for point in measured], fit.profile)
     vision = fit_vision_samples(samples, spec)
-    encoder = vision.get("frozen" if recipe.freeze_vision else "trained")
+    encoder = vision.get("frozen" if timed.freeze_vision else "trained")
     memory = _memory_figures(samples, spec, recipe, sync)
     block = memory.block()
     profile = replace(fit.profile, origin="measured", memory=block, recipe=recipe, sync=sync)
@@ -105,15 +107,17 @@ def profile_from_samples(
         profile = _on_one_node(profile)
     if encoder is not None:
         profile = with_vision(profile, encoder.costs)
+    computed = (_computed(samples, spec, one, sync) for one in (timed, recipe))
+    profile, scaled = scaled_to_trained(profile, *computed)
     measurement = {
         **_circumstances(samples, environments[-1]),
         **_errors(measured, predicted),
         "held_out_error_percent_by_model": fit.held_out_percent,
-        "assumed": [*fit.kept, *_assumed(samples, spec, encoder)],
+        "assumed": [*fit.kept, *_assumed(samples, spec, encoder), *filter(None, [scaled])],
         "warnings": [*warnings, *memory.warnings(block)] or None,
         "memory": memory.record(max(1, block.tokens_per_rank() or 0)),
         "memory_readings": _memory_readings(samples, spec),
-        "vision_encoder": _vision_record(samples, vision, recipe.freeze_vision) if spec.vision is not None else None,
+        "vision_encoder": _vision_record(samples, vision, timed.freeze_vision) if spec.vision is not None else None,
         "points": [_point_record(point, float(seconds)) for point, seconds in zip(measured, predicted, strict=True)],
     }
     profile = replace(profile, measurement=_rounded(measurement))
@@ -205,9 +209,7 @@ def _on_one_node(profile: CostProfile) -> CostProfile:
 
 def _prior(samples: SamplesFile, spec: ModelSpec, recipe: Recipe, sync: Sync) -> CostProfile:
     """Return figures for what packs do not show: transfers between ranks where they were timed, else the cluster's."""
-    subject = samples.subject
-    prior = analytic_profile(spec, load_cluster(subject.cluster), recipe=recipe, sync=sync, ranks=subject.ranks)
-    prior = replace(prior, measurement={})
+    prior = replace(_computed(samples, spec, recipe, sync), measurement={})
     intra = _transfer_figures(samples, "intra_node")
     if intra is None:
         return prior
@@ -218,6 +220,11 @@ def _prior(samples: SamplesFile, spec: ModelSpec, recipe: Recipe, sync: Sync) ->
     messages = messages_per_hop(spec, recompute=recipe.recompute == "full")
     coefficients = replace(prior.coefficients, ring_hop_seconds=messages * latency)
     return replace(prior, coefficients=coefficients, bandwidth=Bandwidth(intra_node=bandwidth, inter_node=inter))
+
+
+def _computed(samples: SamplesFile, spec: ModelSpec, recipe: Recipe, sync: Sync) -> CostProfile:
+    cluster = load_cluster(samples.subject.cluster)
+    return analytic_profile(spec, cluster, recipe=recipe, sync=sync, ranks=samples.subject.ranks)
 
 
 def _transfer_figures(samples: SamplesFile, tier: str) -> tuple[float, float] | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+import shlex
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fcp_cli.console import Origins
@@ -80,7 +81,7 @@ def _fit(spec: ModelSpec, request: ProfileRequest, place: Place, origins: Origin
     # One rank has none to wait for: it stands for those of a plan, which `fcp plan` makes for `iteration`.
     fit = fitting_recipe(spec, request.recipe, place, sync=sync or (None if place.ranks > 1 else "iteration"))
     room = f"leaves {fit.tokens:,} tokens per rank" if fit.tokens else "nothing fits"
-    origins.assume("recipe", fit.recipe.describe(), f"{room}; {' '.join(fit.recipe.flags())}")
+    origins.assume("recipe", fit.recipe.describe(), f"{room}; {shlex.join(fit.recipe.flags())}")
     if sync is None:
         origins.assume("--sync", fit.sync, "fcp plan takes the same option")
     return fit
@@ -90,8 +91,8 @@ def _require_room(spec: ModelSpec, request: ProfileRequest, place: Place, fit: F
     if fit.tokens >= 1:
         return
     memory = fit.memory.as_profile_memory(place.capacity_bytes)
-    other = fitting_recipe(spec, RecipeRequest(freeze_vision=request.recipe.freeze_vision), place)
-    flags = " ".join(other.flags())
+    other = fitting_recipe(spec, RecipeRequest.to_train_as(request.recipe), place)
+    flags = shlex.join(other.flags())
     remedy = f"{flags} fits" if other.tokens >= 1 else "raise --tensor-parallel or --pipeline-parallel"
     raise ProfileError(
         f"{spec.name} does not fit: it takes {memory.model_state_bytes / 1e9:.1f} of the "
@@ -131,9 +132,10 @@ def choose_measurement(request: ProfileRequest, origins: Origins) -> Measurement
     device_bytes = _device_bytes(kind, device, cluster, ranks)
     place = place_of(cluster, ranks=ranks, nodes=request.nodes, device_bytes=device_bytes, on_cpu=on_cpu)
     fit = _fit(spec, request, place, origins)
-    layers = _layers(request, spec) or default_layers(
-        spec, fit.recipe, device=kind, device_bytes=device_bytes, ranks=ranks
-    )
+    recipe = replace(
+        fit.recipe, lora=None, freeze=None
+    )  # what packs are measured under; fits are scaled to what is asked
+    layers = _layers(request, spec) or default_layers(spec, recipe, device=kind, device_bytes=device_bytes, ranks=ranks)
     return Measurement(
         model=request.model or spec.name,
         cluster=cluster,
@@ -142,7 +144,7 @@ def choose_measurement(request: ProfileRequest, origins: Origins) -> Measurement
         degrees=degrees,
         max_length=max_length,
         device=kind,
-        recipe=fit.recipe,
+        recipe=recipe,
         sync=fit.sync,
         layers=layers,
         vision_layers=default_vision_layers(spec, layers, device=kind),

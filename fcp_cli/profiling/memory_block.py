@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ from fcp_cli.memory.fitting import Fit, Place, fitting_recipe
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.memory.table import RESERVE_FRACTION, RankMemory
+from fcp_cli.memory.trained import backward_of
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.profiling.measurement import timed_settings
@@ -77,7 +79,7 @@ class MemoryFigures:
 
     def _visual_token_bytes(self) -> float:
         vision = self.spec.vision
-        if vision is None or self.recipe.freeze_vision:
+        if vision is None or not backward_of(self.spec, self.recipe).vision.inputs:
             return 0.0
         per_patch = measured_bytes_per_patch(self.samples)
         if per_patch is None:
@@ -94,7 +96,7 @@ class MemoryFigures:
 
     def fitting(self) -> Fit:
         """Return a recipe that fits and needs no other times: what packs were timed under stays as it is."""
-        asked = RecipeRequest(**timed_settings(self.recipe), freeze_vision=self.recipe.freeze_vision)  # type: ignore[arg-type]
+        asked = RecipeRequest.to_train_as(self.recipe, **timed_settings(self.recipe))
         return fitting_recipe(self.spec, asked, self.place)
 
     def warnings(self, found: Memory) -> list[str]:
@@ -105,11 +107,11 @@ class MemoryFigures:
         does_not = f"{self.spec.name} does not fit under {self.recipe.describe()}: it takes {size}"
         other = self.fitting()
         if other.tokens >= 1:
-            command = " ".join(["fcp profile --from-samples", str(self.samples.path), *other.flags()])
+            command = shlex.join(["fcp", "profile", "--from-samples", str(self.samples.path), *other.flags()])
             return [f"{does_not}; {other.recipe.describe()} leaves {other.tokens:,} tokens per rank: {command}"]
-        thriftiest = fitting_recipe(self.spec, RecipeRequest(freeze_vision=self.recipe.freeze_vision), self.place)
+        thriftiest = fitting_recipe(self.spec, RecipeRequest.to_train_as(self.recipe), self.place)
         if thriftiest.tokens >= 1:
-            command = " ".join(["fcp profile", *thriftiest.flags(), "--fresh"])
+            command = shlex.join(["fcp", "profile", *thriftiest.flags(), "--fresh"])
             return [
                 f"{does_not}; {thriftiest.recipe.describe()} leaves {thriftiest.tokens:,} tokens per rank, and takes "
                 f"other times: {command}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,7 @@ def _recipe(profile: CostProfile) -> list[str]:
     if profile.recipe is None:
         return []
     sync = f", sync {profile.sync}" if profile.sync else ""
-    return [f"Times and memory are of {profile.recipe.describe()}{sync}: {' '.join(profile.recipe.flags())}."]
+    return [f"Times and memory are of {profile.recipe.describe()}{sync}: {shlex.join(profile.recipe.flags())}."]
 
 
 def _circumstances(measured: Mapping[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
@@ -53,9 +53,8 @@ class TrainSettings(RecipeRequest):
             stopped early and resumed follows the same schedule.
         max_grad_norm: global gradient norm to clip to; 0 turns clipping off.
         on_nan: what becomes of a step whose loss, or gradient norm, is NaN or infinite.
-        zero, shard_ranks, reduce, precision, recompute, loss, offload, freeze_vision: of the recipe; `auto`, None and
-            False leave them to the plan (`TrainSettings.recipe`).
-        lora, freeze: of the recipe, too; None leaves them to the plan.
+        zero, shard_ranks, reduce, precision, recompute, loss, offload, freeze_vision, lora, freeze: of the recipe;
+            `auto`, None and False leave them to the plan (`TrainSettings.recipe`).
         eval_manifest, eval_plan: held-out rows and their plan, which is made in the run directory where it is None.
         eval_every: steps between two evaluations; there is one at the end in any case.
         grad_ring_dtype: type in which gradients of 16-bit keys and values travel around rings.
@@ -77,14 +76,6 @@ class TrainSettings(RecipeRequest):
     random_weights: Annotated[bool, Opt("Start from random weights, although the model is a checkpoint.")] = False
     export_every: Annotated[int, Opt("Steps between exports of RUN/model; 0: only at the end.", min=0)] = 0
     manifest: Path | None = None
-    lora: Annotated[
-        str | None,
-        Opt("Train low-rank adapters alone, by peft.", metavar="r=16,alpha=32,target=q_proj+v_proj", unset="none"),
-    ] = None
-    freeze: Annotated[
-        str | None,
-        Opt("Do not train weights of these names, as 'visual.*'.", metavar="PATTERN,...", unset="all are trained"),
-    ] = None
     eval_manifest: Annotated[Path | None, Opt("Held-out rows to compute losses of.", unset="none")] = None
     eval_plan: Annotated[Path | None, Opt("Plan over those rows.", unset="made at the start")] = None
     eval_every: Annotated[int, Opt("Steps between two evaluations; 0: only at the end.", min=0)] = 0
@@ -151,8 +142,6 @@ class TrainSettings(RecipeRequest):
             UsageError: the plan's sync rules it out.
         """
         recipe = self.applied_to(recipe_to_follow(planned, sync=sync, device=device))
-        if self.lora or self.freeze:
-            recipe = replace(recipe, lora=self.lora, freeze=self.freeze)
         check_recipe(recipe, sync=sync)
         return recipe
 

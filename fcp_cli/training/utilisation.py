@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fcp_cli.memory.trained import trained_parameters
+from fcp_cli.memory.trained import backward_of
 from fcp_cli.models.cluster import known_cluster, load_cluster
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.plan.step import StepPlan
@@ -39,8 +39,9 @@ def peak_of(device_name: str, recipe: Recipe) -> Peak | None:
 def model_flops(spec: ModelSpec, recipe: Recipe, lengths: np.ndarray) -> float:
     """Count the operations of the language model that a step needs, recomputation left out (Chowdhery et al., PaLM).
 
-    A token takes two operations with each parameter of a matrix in forward, two for the gradient of its input, and two
-    for that of the matrix, where it is trained. In attention a token meets half of its sequence. Encoders are left out.
+    A token takes two operations with each parameter of a matrix in forward, two for the gradient of its input, where
+    anything before is trained, and two for that of the matrix, where it is. In attention a token meets half of its
+    sequence. Encoders are left out.
 
     Args:
         spec: the model.
@@ -49,10 +50,9 @@ def model_flops(spec: ModelSpec, recipe: Recipe, lengths: np.ndarray) -> float:
     """
     tokens, pairs = float(lengths.sum()), float(np.square(lengths.astype(np.float64)).sum()) / 2
     matrices = spec.num_layers * spec.layer_matrix_parameters + spec.embedding_parameters
-    tuned = trained_parameters(spec, recipe)
-    trained = matrices if tuned is None else min(matrices, tuned.total)
-    attention = 3 * 4 * spec.num_layers * spec.num_heads * spec.head_dim * pairs
-    return 2 * tokens * (2 * matrices + trained) + attention
+    backward = backward_of(spec, recipe)
+    attention = (1 + 2 * backward.layers) * 4 * spec.num_layers * spec.num_heads * spec.head_dim * pairs
+    return 2 * tokens * matrices * backward.language.total() + attention
 
 
 def utilisation(

@@ -28,6 +28,7 @@ def test_a_job_shards_by_sync_and_device_where_nothing_was_said(
         ({"zero": "0", "recompute": "full"}, {"zero_stage": 0, "recompute": "full"}),
         ({"zero": "auto", "loss": "plain", "shard_ranks": 8}, {"loss": "plain", "shard_ranks": 8}),
         ({"freeze_vision": True}, {"freeze_vision": True}),
+        ({"lora": "r=4"}, {"lora": "r=4"}),
     ],
 )
 def test_what_was_asked_for_replaces_what_was_planned(request_: dict[str, Any], changed: dict[str, Any]) -> None:
@@ -43,6 +44,11 @@ def test_the_flags_of_a_recipe_ask_for_it() -> None:
     assert " ".join(recipe.flags()) == snapshot(
         "--zero 3 --precision amp --recompute full --offload activations --reduce step --shard-ranks 8"
     )
+    tuned = Recipe(freeze="visual.*,layers.[0-3].*"), Recipe(lora="r=4,target=q_proj")
+    assert [one.flags()[6:] for one in tuned] == [
+        ["--freeze", "visual.*,layers.[0-3].*"],
+        ["--lora", "r=4,target=q_proj"],
+    ]
     assert recipe.describe() == snapshot(
         "ZeRO-3, amp, full recomputation, chunked loss, offloaded activations, sharded over 8 ranks"
     )

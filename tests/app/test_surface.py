@@ -32,7 +32,7 @@ SURFACE = {
     """,
     "profile": """
         --model -m --cluster --sync --zero --shard-ranks --reduce --precision --recompute --loss --offload
-        --freeze-vision --budget-minutes --max-length --degrees --ranks --device --layers --samples --fresh
+        --freeze-vision --lora --freeze --budget-minutes --max-length --degrees --ranks --device --layers --samples --fresh
         --from-samples --nodes --devices-per-node --analytic --tensor-parallel --pipeline-parallel --hf-config
         --output -o --json
     """,
@@ -48,8 +48,8 @@ SURFACE = {
     "plan": """
         MANIFEST --profile --model --cluster --ranks --ranks-per-node --tokens-per-rank --sync --headroom
         --tensor-parallel --pipeline-parallel --padded-rings --no-padded-rings --zero --shard-ranks --reduce
-        --precision --recompute --loss --offload --freeze-vision --global-batch-size --steps --epochs --seed --shuffle
-        --no-shuffle --max-length --overlong --last-batch --length-column --output -o --solver --resume
+        --precision --recompute --loss --offload --freeze-vision --lora --freeze --global-batch-size --steps --epochs --seed
+        --shuffle --no-shuffle --max-length --overlong --last-batch --length-column --output -o --solver --resume
         --continue-from --max-degree --max-groups --max-peers --workers --json
     """,
     "launch": """
@@ -74,8 +74,8 @@ SURFACE = {
     "compare": """
         MANIFEST --profile --model --cluster --ranks --ranks-per-node --tokens-per-rank --sync --headroom
         --tensor-parallel --pipeline-parallel --padded-rings --no-padded-rings --zero --shard-ranks --reduce
-        --precision --recompute --loss --offload --freeze-vision --global-batch-size --steps --epochs --seed --shuffle
-        --no-shuffle --max-length --overlong --last-batch --length-column --solvers --milp-seconds --json
+        --precision --recompute --loss --offload --freeze-vision --lora --freeze --global-batch-size --steps --epochs --seed
+        --shuffle --no-shuffle --max-length --overlong --last-batch --length-column --solvers --milp-seconds --json
     """,
     "verify": """
         --plan --steps --first-step --max-length --json

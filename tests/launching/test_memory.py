@@ -143,6 +143,58 @@ def test_settings_that_the_plan_was_not_priced_for_are_refused() -> None:
         check_recipe_of_plan(on_gpus(), settings_of("qwen3-8b", zero="2", precision="amp"))
 
 
+@pytest.mark.parametrize(
+    ("planned", "asked", "message"),
+    [
+        (
+            {},
+            {"lora": "r=8"},
+            snapshot(
+                "plan.parquet was priced for ZeRO-3, bf16, selective recomputation, chunked loss, not for --lora r=8, which needs X of 80.0 GB for 16,384 tokens a rank; leave them out, or plan for them with: fcp plan lengths.parquet --ranks 8 --ranks-per-node 8 --model qwen3-8b --cluster example-8x8 --zero 3 --precision bf16 --recompute selective --lora r=8 --sync microbatch -o plan.parquet"
+            ),
+        ),
+        (
+            {"lora": "r=8"},
+            {"lora": "r=16"},
+            snapshot(
+                "plan.parquet was priced for ZeRO-3, bf16, selective recomputation, chunked loss, LoRA r=8, not for --lora r=16, which needs X of 80.0 GB for 16,384 tokens a rank; leave them out, or plan for them with: fcp plan lengths.parquet --ranks 8 --ranks-per-node 8 --model qwen3-8b --cluster example-8x8 --zero 3 --precision bf16 --recompute selective --lora r=16 --sync microbatch -o plan.parquet"
+            ),
+        ),
+        (
+            {"lora": "r=8"},
+            {"freeze": "layers.[0-3].*"},
+            snapshot(
+                "plan.parquet was priced for ZeRO-3, bf16, selective recomputation, chunked loss, LoRA r=8, not for --freeze 'layers.[0-3].*', which needs X of 80.0 GB for 16,384 tokens a rank; leave them out, or plan for them with: fcp plan lengths.parquet --ranks 8 --ranks-per-node 8 --model qwen3-8b --cluster example-8x8 --zero 3 --precision bf16 --recompute selective --freeze 'layers.[0-3].*' --sync microbatch -o plan.parquet"
+            ),
+        ),
+    ],
+    ids=["adapters", "other adapters", "patterns"],
+)
+def test_what_the_plan_was_not_priced_to_train_is_refused(
+    planned: dict[str, str], asked: dict[str, str], message: str
+) -> None:
+    with refused(message):
+        check_recipe_of_plan(on_gpus(recipe=replace(PLANNED, **planned)), settings_of("qwen3-8b", **asked))
+
+
+def test_a_run_goes_on_to_train_what_it_did() -> None:
+    with refused(
+        snapshot(
+            "run was planned for ZeRO-3, bf16, selective recomputation, chunked loss, and what is trained cannot change within a run; leave --lora out"
+        )
+    ):
+        check_recipe_of_plan(on_gpus(), settings_of("qwen3-8b", lora="r=8", resume=True))
+
+
+def test_what_the_plan_was_priced_to_train_is_trained_on_whatever_device() -> None:
+    tuned = replace(PLANNED, lora="r=8", freeze_vision=True)
+    check_recipe_of_plan(on_gpus(recipe=tuned), settings_of("qwen3-8b"))
+    for device in ("cuda", "cpu"):
+        found = settings_of("qwen3-8b").recipe(tuned, sync="microbatch", device=device)
+        assert (found.lora, found.freeze_vision) == ("r=8", True)
+    assert settings_of("qwen3-8b", freeze="norm.*").recipe(tuned, sync="microbatch", device="cuda").lora is None
+
+
 def test_settings_that_say_what_the_plan_says_are_not() -> None:
     check_recipe_of_plan(on_gpus(), settings_of("qwen3-8b"))
     check_recipe_of_plan(on_gpus(), settings_of("qwen3-8b", recompute="selective", zero="3"))

@@ -91,6 +91,13 @@ def test_only_what_was_left_open_is_chosen() -> None:
     assert fit(loss="plain", freeze_vision=True, model="qwen3-vl-8b").recipe.freeze_vision
 
 
+def test_two_devices_that_have_no_room_for_a_model_have_it_for_its_adapters() -> None:
+    where = place(ranks=2, ranks_per_node=2)
+    assert fit(where=where).tokens == 0
+    tuned = fit(where=where, lora="r=16")
+    assert (tuned.is_enough, tuned.recipe) == (True, Recipe(zero_stage=2, recompute="selective", lora="r=16"))
+
+
 def test_where_nothing_is_enough_the_roomiest_recipe_is_returned() -> None:
     found = fit(wanted_tokens=10**9)
     assert not found.is_enough

@@ -151,3 +151,18 @@ def test_what_is_assumed_of_memory_can_be_asked_for_afterwards_and_what_is_timed
         )
     ):
         profile_from_samples(samples, request=RecipeRequest(recompute="full"))
+
+
+def test_times_of_adapters_are_those_that_were_measured_less_what_frozen_matrices_need_not() -> None:
+    samples = samples_of(TRUTH)
+    whole, tuned = (profile_from_samples(samples, request=RecipeRequest(lora=lora)) for lora in (None, "r=4"))
+    assert tuned.recipe == replace(MEASUREMENT.recipe, lora="r=4")
+    expected = (2 + 3 * 0.0457) / 3  # adapters of rank 4 are 4.57 % of a tiny model's matrices
+    ratio = tuned.coefficients.linear_seconds_per_token / whole.coefficients.linear_seconds_per_token
+    assert ratio == pytest.approx(expected, rel=1e-3)
+    assert tuned.coefficients.attention_seconds_per_token2 == whole.coefficients.attention_seconds_per_token2
+    assert tuned.memory.model_state_bytes < whole.memory.model_state_bytes
+    assert tuned.measurement["assumed"][-1] == snapshot(
+        "coefficients: all of the language model was trained while they were measured; computed for what is: linear_seconds_per_token x 0.712"
+    )
+    assert tuned.measurement["points"] == whole.measurement["points"]

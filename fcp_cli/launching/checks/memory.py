@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from fcp_cli.memory.table import RESERVE_FRACTION, RankMemory
 from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.peers import plan_peers
-from fcp_cli.recipe import Recipe, RecipeRequest, recipe_to_follow
+from fcp_cli.recipe import Recipe, RecipeRequest, flag_words, recipe_to_follow
 from fcp_cli.training.settings import TrainSettings
 
 
@@ -161,9 +162,7 @@ def rank_memory(job: Job, facts: Facts) -> Iterator[Finding]:
 
 def _remedy(job: Job, need: JobMemory) -> str:
     """Return the command that plans what fits."""
-    fit = fitting_recipe(
-        need.spec, RecipeRequest(freeze_vision=need.recipe.freeze_vision), need.place, wanted_tokens=need.tokens
-    )
+    fit = fitting_recipe(need.spec, RecipeRequest.to_train_as(need.recipe), need.place, wanted_tokens=need.tokens)
     if fit.tokens < 1:
         return "no recipe fits: plan for more --ranks, or train a smaller --model"
     budget = [] if fit.is_enough else ["--tokens-per-rank", str(fit.tokens)]
@@ -195,12 +194,16 @@ def check_recipe_of_plan(job: Job, settings: TrainSettings) -> None:
     metadata, device = job.metadata, job.machine.device
     planned = recipe_to_follow(metadata.recipe, sync=metadata.sync, device=device)
     asked = settings.recipe(metadata.recipe, sync=metadata.sync, device=device)
-    # Adapters and frozen weights need no more than what was priced, and memory is checked for what runs.
-    if planned is not metadata.recipe or replace(asked, lora=planned.lora, freeze=planned.freeze) == planned:
+    if planned is not metadata.recipe or asked == planned:
         return
-    flags = {f.name: f"--{f.name.removesuffix('_stage').replace('_', '-')}" for f in fields(Recipe)}
-    differing = [name for name in flags if getattr(asked, name) != getattr(planned, name)]
-    words = ", ".join(f"{flags[name]} {getattr(asked, name)}" for name in differing)
+    differing = [f.name for f in fields(Recipe) if getattr(asked, f.name) != getattr(planned, f.name)]
+    if settings.resume and (kept := {"freeze_vision", "lora", "freeze"}.intersection(differing)):
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in sorted(kept))
+        raise UsageError(
+            f"{settings.run_dir} was planned for {planned.describe()}, and what is trained cannot change within a run; "
+            f"leave {flags} out"
+        )
+    changed = [words for name in differing if (words := flag_words(name, getattr(asked, name)))]
     need = job_memory(job, Facts())
     needs = ""
     if need is not None:
@@ -208,12 +211,12 @@ def check_recipe_of_plan(job: Job, settings: TrainSettings) -> None:
         needs = f", which needs {need.total_bytes / 1e9:.1f}{of} for {need.tokens:,} tokens a rank"
     if settings.resume:
         ranks = str(metadata.num_ranks)
-        changed = [word for name in differing for word in (flags[name], str(getattr(asked, name)))]
-        again = shlex.join(["fcp", "plan", "--continue-from", str(settings.run_dir), "--ranks", ranks, *changed])
+        words = ["--continue-from", str(settings.run_dir), "--ranks", ranks, *chain(*changed)]
+        again = shlex.join(["fcp", "plan", *words])
     else:
         model = _model_words(job, need.spec) if need is not None else []
         again = plan_command(metadata, job.plan, [*model, *asked.flags(), "--sync", metadata.sync])
     raise UsageError(
-        f"{job.plan} was priced for {planned.describe()}, not for {words}{needs}; "
+        f"{job.plan} was priced for {planned.describe()}, not for {', '.join(map(shlex.join, changed))}{needs}; "
         f"leave them out, or plan for them with: {again}"
     )

@@ -1,0 +1,49 @@
+"""Times of a job that trains a part of its model, from what was measured with all of it trained."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+from fcp_cli.cost.profile import Coefficients, CostProfile
+from fcp_cli.memory.trained import backward_of
+from fcp_cli.models.model import ModelSpec
+from fcp_cli.recipe import Recipe
+
+
+def measured_recipe(spec: ModelSpec, recipe: Recipe) -> Recipe:
+    """Return the recipe that packs are measured under for another: all of the language model is trained.
+
+    A vision encoder of which nothing is trained is one that is timed frozen.
+    """
+    is_frozen = spec.vision is not None and not backward_of(spec, recipe).vision.inputs
+    return replace(recipe, lora=None, freeze=None, freeze_vision=is_frozen)
+
+
+def scaled_to_trained(profile: CostProfile, whole: CostProfile, tuned: CostProfile) -> tuple[CostProfile, str | None]:
+    """Return a profile for what is trained, and what was assumed for it; None where nothing was.
+
+    Args:
+        profile: fitted to what was measured.
+        whole: computed for the recipe that was measured.
+        tuned: computed for the recipe that the profile is to be of.
+    """
+    ratios = {
+        f.name: getattr(tuned.coefficients, f.name) / before
+        for f in fields(Coefficients)
+        if (before := getattr(whole.coefficients, f.name))
+    }
+    changed = {name: ratio for name, ratio in ratios.items() if ratio != 1.0}
+    if not changed:
+        return profile, None
+    ground = profile.common_ground
+    if ground is not None:
+        ground = replace(ground, coefficients=_scaled(ground.coefficients, changed))
+    words = ", ".join(f"{name} x {ratio:.3g}" for name, ratio in changed.items())
+    return (
+        replace(profile, coefficients=_scaled(profile.coefficients, changed), common_ground=ground),
+        f"coefficients: all of the language model was trained while they were measured; computed for what is: {words}",
+    )
+
+
+def _scaled(coefficients: Coefficients, ratios: dict[str, float]) -> Coefficients:
+    return replace(coefficients, **{name: ratio * getattr(coefficients, name) for name, ratio in ratios.items()})
