@@ -171,7 +171,7 @@ def test_settings_that_the_plan_was_not_priced_for_are_refused() -> None:
     ids=["adapters", "other adapters", "patterns"],
 )
 def test_what_the_plan_was_not_priced_to_train_is_refused(
-    planned: dict[str, str], asked: dict[str, str], message: str
+    planned: dict[str, Any], asked: dict[str, Any], message: str
 ) -> None:
     with refused(message):
         check_recipe_of_plan(on_gpus(recipe=replace(PLANNED, **planned)), settings_of("qwen3-8b", **asked))

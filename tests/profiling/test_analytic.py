@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from inline_snapshot import snapshot
@@ -156,7 +157,7 @@ def test_layers_before_the_first_trained_one_have_no_backward_and_keep_nothing()
 
 
 @pytest.mark.parametrize("trained", [{"freeze": "visual.*"}, {"lora": "r=16"}])
-def test_an_encoder_of_which_nothing_is_trained_costs_what_a_frozen_one_does(trained: dict[str, str]) -> None:
+def test_an_encoder_of_which_nothing_is_trained_costs_what_a_frozen_one_does(trained: dict[str, Any]) -> None:
     frozen = _profile("qwen3-vl-8b", recipe=replace(ZERO_2, freeze_vision=True))
     tuned = _profile("qwen3-vl-8b", recipe=replace(ZERO_2, **trained))
     for name in ("vision_seconds_per_patch", "vision_seconds_per_patch2"):
