@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # A file's tests share what its fixtures made, and so go to one worker.
 WORKERS := -n 2 --dist loadfile
 
-.PHONY: demo fast test test-bounds test-full test-loops test-msrun test-slurm lint types unit docs browser pictures study clean
+.PHONY: demo fast test test-bounds test-full test-loops test-msrun test-slurm lint types unit docs browser pictures study wheel clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -43,6 +43,14 @@ docs: $(STAMP)
 browser: $(STAMP)
 	$(BIN)/python -m pip install --quiet --group browser
 	$(BIN)/python -m pytest -m browser
+
+# What is released, into dist/: a wheel with the planner compiled for this Python and architecture, and the sources.
+wheel: $(STAMP)
+	rm -rf build/compiled dist
+	$(BIN)/python hatch_build.py
+	$(BIN)/python -m pip install --quiet build twine hatchling
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
 
 # The pictures of README and docs, from plans made on the spot; some minutes, nearly all for plans of 16,384 ranks.
 pictures: $(STAMP)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fcp_cli.planning.settings import PlanInputs
 
 _PLAN: Final = Path("plan.parquet")
+_WORTH_SAYING_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,6 +218,7 @@ def _gain_and_time(result: PlanResult, sample: list[StepPlan], inputs: PlanInput
         "static_degree": static.degree,
         "static_sample_steps": len(sample),
         "planning_seconds": result.planning_seconds,
+        "loading_seconds": result.loading_seconds,
         "planning_milliseconds_per_step": 1e3 * result.planning_seconds / result.summary.steps,
     }
 
@@ -228,6 +230,8 @@ def _show(result: PlanResult, extra: dict[str, Any]) -> None:
     static = speedup_text(extra["speedup_over_static"], extra["static_degree"], extra["static_sample_steps"], steps)
     per_step = duration(extra["planning_milliseconds_per_step"] / 1e3)
     planning = f"{per_step} per step, {duration(extra['planning_seconds'])} in all"
+    if extra["loading_seconds"] > _WORTH_SAYING_SECONDS:
+        planning += f", and {duration(extra['loading_seconds'])} to load the planner"
     lines = {"speed-up": static, "planning": planning}
     if "max_degree" in extra:
         lines["degree limit"] = f"no rings, which costs {extra['max_degree_price']:.2%} of the step time"

@@ -16,6 +16,7 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.summary import PlanSummary
 from fcp_cli.plan.writer import plan_writer
 from fcp_cli.planning.batches import GlobalBatches
+from fcp_cli.planning.compiled.compiling import timed_loading
 from fcp_cli.planning.journal import Journal
 from fcp_cli.planning.parallel import default_workers, plan_step, plan_steps
 from fcp_cli.planning.problem import Solver
@@ -35,13 +36,15 @@ class PlanResult:
     Attributes:
         metadata: as written, with totals and hash.
         summary: totals over all steps.
-        planning_seconds: wall time, from the solver's set-up to the finished file.
+        planning_seconds: wall time, from the solver's set-up to the finished file, without `loading_seconds`.
+        loading_seconds: in which this process loaded the compiled planner, or compiled it.
         solver: as it planned.
     """
 
     metadata: PlanMetadata
     summary: PlanSummary
     planning_seconds: float
+    loading_seconds: float
     solver: Solver
 
 
@@ -80,7 +83,7 @@ def make_plan(
     journal = Journal(path, metadata) if resume or len(batches) >= _JOURNAL_FROM_STEPS else None
     summary = PlanSummary.of(metadata)
     try:
-        with plan_writer(path, metadata) as writer:
+        with plan_writer(path, metadata) as writer, timed_loading() as loading_seconds:
             for step in _journalled_steps(batches, solver, workers or default_workers(len(batches)), journal, resume):
                 writer.append(step)
                 summary.add(step)
@@ -92,8 +95,13 @@ def make_plan(
         raise Interrupted(_interrupted(journal, summary.steps, len(batches))) from None
     if journal is not None:
         journal.remove()
+    loading = loading_seconds()
     return PlanResult(
-        metadata=writer.metadata, summary=summary, planning_seconds=time.perf_counter() - started, solver=solver
+        metadata=writer.metadata,
+        summary=summary,
+        planning_seconds=time.perf_counter() - started - loading,
+        loading_seconds=loading,
+        solver=solver,
     )
 
 

@@ -1,21 +1,33 @@
 """Compiles the planner's inner loops: on their first call, and kept on disk for later runs.
 
-Without fast-math and without threads: every machine computes the same bits, so every machine makes the same plan.
+Without fast-math and without threads: every machine computes the same bits, so every machine makes the same plan. And
+for any processor of an architecture, not for the one at hand: what a wheel brings compiled (`python -m
+fcp_cli.planning.precompile`), or a home folder that machines share, then serves all of them, and is as quick.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 from numba import njit
+from numba.core import config
 from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.event import TimingListener, install_listener, trigger_event
+from numba.core.registry import cpu_target
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+SHIPPED: Final = Path(__file__).parents[2] / "_data" / "compiled"
+"""Kernels that came with the wheel, for the Python, numba and architecture that it was made on; used where all fit."""
+
+_COMPILE: Final = "numba:compile"
+
+if config.CPU_NAME is None:  # unless somebody chose one by NUMBA_CPU_NAME
+    config.CPU_NAME, config.CPU_FEATURES = "generic", ""
 
 
 def kernel(function: _Function) -> _Function:
@@ -29,9 +41,17 @@ def inlined(function: _Function) -> _Function:
 
 
 def is_kept(compiled: Any) -> bool:
-    """Return whether an earlier run left this function compiled, from the same sources, on disk."""
+    """Return whether an earlier run, or the wheel, left this function compiled, from the same sources, on disk."""
     kept = getattr(compiled, "_cache", None)  # a plain function has none: under NUMBA_DISABLE_JIT nothing is compiled
     return isinstance(kept, _PackageCache) and kept.has_entries()
+
+
+@contextmanager
+def timed_loading() -> Iterator[Callable[[], float]]:
+    """Yield a function that returns the seconds since the block began in which this process loaded or compiled."""
+    listener = TimingListener()  # type: ignore[no-untyped-call]
+    with install_listener(_COMPILE, listener):
+        yield lambda: float(listener.duration) if listener.done else 0.0
 
 
 @cache
@@ -51,12 +71,23 @@ class _PackageCache(FunctionCache):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)  # type: ignore[no-untyped-call]
-        self._cache_file = IndexDataCacheFile(  # type: ignore[no-untyped-call]
-            self.cache_path, self._impl.filename_base, package_stamp()
+        self._cache_file, self._shipped = (
+            IndexDataCacheFile(folder, self._impl.filename_base, package_stamp())  # type: ignore[no-untyped-call]
+            for folder in (self.cache_path, SHIPPED)
         )
 
     def has_entries(self) -> bool:
-        return bool(self._cache_file._load_index())  # type: ignore[no-untyped-call]
+        machine = cpu_target.target_context.codegen().magic_tuple()
+        return any(key[1] == machine for file in (self._cache_file, self._shipped) for key in file._load_index())
+
+    def _load_overload(self, sig: Any, target_context: Any) -> Any:
+        with trigger_event(_COMPILE, data={"dispatcher": self}):  # linking takes a while, too
+            found = super()._load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+            if found is None and self._enabled:
+                key = self._index_key(sig, target_context.codegen())  # type: ignore[no-untyped-call]
+                data = self._shipped.load(key)
+                found = None if data is None else self._impl.rebuild(target_context, data)
+            return found
 
 
 def _compiled(function: Any, **options: Any) -> Any:

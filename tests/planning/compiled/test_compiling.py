@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fcp_cli.planning.compiled import compiling
-from fcp_cli.planning.compiled.compiling import is_kept, kernel, package_stamp
+from fcp_cli.planning.compiled.compiling import is_kept, kernel, package_stamp, timed_loading
 from tests.patience import PATIENCE_SECONDS
 
 
@@ -43,6 +43,32 @@ def test_a_kernel_is_kept_until_any_source_of_the_package_changes(
     assert not is_kept(changed)
     assert changed(4) == 8
     assert sum(changed.stats.cache_hits.values()) == 0
+
+
+def test_a_kernel_that_came_with_the_wheel_is_used_and_not_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = doubling(tmp_path, monkeypatch)
+    assert made(4) == 8
+    shipped = tmp_path / "shipped"
+    Path(made.stats.cache_path).rename(shipped)
+    assert not is_kept(doubling(tmp_path, monkeypatch))
+    monkeypatch.setattr(compiling, "SHIPPED", shipped)
+    again = doubling(tmp_path, monkeypatch)
+    assert is_kept(again)
+    with timed_loading() as loading_seconds:
+        assert again(4) == 8
+    assert loading_seconds() > 0
+    assert (sum(again.stats.cache_hits.values()), sum(again.stats.cache_misses.values())) == (1, 0)
+
+
+def test_machine_code_is_for_every_processor_of_the_architecture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = doubling(tmp_path, monkeypatch)
+    made(4)
+    ((_signature, (_triple, processor, features), _code),) = made._cache._cache_file._load_index()
+    assert (processor, features) == (os.environ.get("NUMBA_CPU_NAME", "generic"), "")
 
 
 def test_the_stamp_of_a_package_is_that_of_every_source_in_it(tmp_path: Path) -> None:

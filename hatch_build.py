@@ -1,0 +1,71 @@
+"""Puts the compiled planner into the wheel, where `python hatch_build.py` has made one; a wheel without is as good.
+
+    $ python hatch_build.py      # in an environment with fcp: about a minute; then build the wheel
+    $ python -m build
+
+The machine code is for one minor version of Python, one version of numba and one architecture, whatever the processor.
+On any other, `fcp` compiles its planner on the first plan, as it does from a checkout. Running this under several
+Pythons collects the code for all of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+COMPILED = Path(__file__).parent / "build" / "compiled"
+_KEPT = "kept"  # the argument of the second process
+
+
+def collect() -> None:
+    """Compile the planner afresh, and keep what a process that only plans and compares loads of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "NUMBA_CACHE_DIR": folder, "PYTHONPATH": str(Path(__file__).parent)}
+        for argument in ("", _KEPT):
+            subprocess.run([sys.executable, __file__, argument], check=True, env=environment, cwd=folder)
+
+
+def plan_everything() -> None:
+    """Run every strategy on one small step under both syncs, in this process."""
+    from fcp_cli.app import app
+
+    lengths = "\n".join(str(64 + 97 * i % 4000 + (30_000 if i % 20 == 0 else 0)) for i in range(80))
+    Path("lengths.jsonl").write_text(lengths, encoding="utf-8")
+    with Path("lengths.jsonl").open(encoding="utf-8") as sys.stdin:
+        app(["-q", "compare", "-", "--model", "qwen3-8b", "--ranks", "16", "--steps", "1"], standalone_mode=False)
+
+
+def keep_loaded() -> None:
+    """Copy the cache entries of the functions that Python itself called: what these call in turn is inside them."""
+    from numba.core.dispatcher import Dispatcher
+
+    COMPILED.mkdir(parents=True, exist_ok=True)
+    for dispatcher in [one for one in gc.get_objects() if isinstance(one, Dispatcher)]:
+        if sum(dispatcher.stats.cache_hits.values()):
+            cache: Any = dispatcher._cache
+            for file in Path(cache.cache_path).glob(f"{cache._impl.filename_base}.*"):
+                shutil.copy2(file, COMPILED)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        collect()
+    else:
+        plan_everything()
+        if sys.argv[1] == _KEPT:
+            keep_loaded()
+else:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+    class CompiledPlanner(BuildHookInterface):  # type: ignore[type-arg]
+        """Adds `build/compiled/`, if there is one, to the wheel."""
+
+        def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+            if self.target_name == "wheel" and COMPILED.is_dir():
+                build_data["force_include"][str(COMPILED)] = "fcp_cli/_data/compiled"
