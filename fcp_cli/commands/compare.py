@@ -28,7 +28,7 @@ _NOT_BY_DEFAULT: Final = ("flexsp",)  # takes minutes a step
 class CompareOptions(PlanRequest):
     """The options of `fcp compare`."""
 
-    manifest: Annotated[Path, Arg("Parquet with lengths; - reads JSON lines from stdin.")]
+    manifest: Annotated[Path, Arg("Lengths: Parquet, Arrow, JSON lines, CSV or numbers; - reads stdin.")]
     sync: Annotated[
         Literal["iteration", "microbatch"] | None,
         Opt("Compare under one sync only.", unset="each strategy under its better one"),

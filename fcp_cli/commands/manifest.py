@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from fcp_cli.command_line import App, takes
 from fcp_cli.console import human, note, print_json, progress
 from fcp_cli.files import refuse_to_overwrite
-from fcp_cli.options import Arg, Opt
+from fcp_cli.options import Arg, Opt, Typed
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
@@ -38,8 +38,9 @@ class BuildOptions:
     tokenizer: Annotated[
         str,
         Opt(
-            "Tokens of a text: its UTF-8 bytes, or by a tokenizer.json; for chat data a checkpoint's folder.",
-            metavar="bytes|FILE|FOLDER",
+            "Tokens of a text: its UTF-8 bytes, or by a tokenizer.json, a checkpoint's folder, or its name on the hub "
+            "where that is in the local cache.",
+            metavar="bytes|FILE|FOLDER|NAME",
         ),
     ] = "bytes"
     kind: Annotated[
@@ -51,7 +52,7 @@ class BuildOptions:
         Opt(
             "Field or column with texts, token ids or lengths.",
             flags=("--column", "--text-field"),
-            unset="text in JSONL; the first of input_ids, text and length in Parquet and Arrow",
+            unset="the first of a usual name: text, input_ids, tokens, content, length, num_tokens",
         ),
     ] = None
     include: Annotated[
@@ -81,6 +82,7 @@ class BuildOptions:
         ),
     ] = None
     json: Annotated[bool, Opt("Print the summary as one JSON document on stdout.")] = False
+    typed: Annotated[frozenset[str], Typed()] = frozenset()
 
 
 @manifest_app.command()
@@ -115,6 +117,7 @@ def build(options: BuildOptions) -> None:
     )
     opened = open_source(source, kind, reading, output=output.absolute())
     _note_unused(opened.describe(), reading)
+    _note_assumed(opened.describe(), options)
     with progress() as bar:
         task = bar.add_task(f"reading {kind}", total=opened.units)
         built = build_manifest(opened, output, advance=lambda done: bar.advance(task, done))
@@ -131,7 +134,7 @@ def build(options: BuildOptions) -> None:
 class ShowOptions:
     """Which manifest to show."""
 
-    path: Annotated[Path, Arg("Manifest: a Parquet file, a folder of them, or - for JSON lines.", metavar="MANIFEST")]
+    path: Annotated[Path, Arg("Lengths, as `fcp plan` takes them; - reads JSON lines.", metavar="MANIFEST")]
     length_column: Annotated[str, Opt("Column with lengths, or with lists of tokens.")] = "length"
     json: Annotated[bool, Opt("Print one JSON document on stdout.")] = False
 
@@ -184,6 +187,18 @@ def synth(options: SynthOptions) -> None:
         for figure, source in CLIP_SETS[clips].sources.items():
             note(f"{clips} {figure}: {source}")
     note(f"wrote {rows:,} records to {output}; next: fcp manifest build {output} --kind media --processor qwen3-vl")
+
+
+def _note_assumed(description: dict[str, Any], options: BuildOptions) -> None:
+    """Say which column is read, and that bytes are no tokens, where neither was asked for."""
+    if description.get("column") and options.column is None:
+        note(f"assumed --column = {description['column']}")
+    is_text = description.get("column") not in ("input_ids", "tokens", "token_ids")
+    if is_text and description.get("tokenizer") == "bytes" and "tokenizer" not in options.typed:
+        note(
+            "warning: the tokens of texts are their bytes, about four times as many as a tokenizer of a language model "
+            "makes; count as your model does with --tokenizer FOLDER, or keep bytes with --tokenizer bytes"
+        )
 
 
 def _note_unused(description: dict[str, Any], options: SourceOptions) -> None:

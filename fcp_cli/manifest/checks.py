@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 import numpy as np
+import pyarrow as pa
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.errors import ManifestError
@@ -15,6 +16,28 @@ from fcp_cli.words import counted
 NULL: Final = int(np.iinfo(np.int64).min)  # stands for a null length until the check has named its row
 LONGEST_TOKENS: Final = 2**31 - 1  # a plan holds lengths as int32
 FACTORS: Final = ("eta", "vision_patches", "vision_patch_pairs")
+USUAL_LENGTHS: Final = (
+    *("length", "lengths", "num_tokens", "n_tokens", "token_count", "seq_len", "seq_length"),
+    *("input_ids", "tokens", "token_ids"),
+)
+"""Columns with lengths or token ids, as people name them; the first that there is and that can be one is taken."""
+
+
+def is_list(kind: Any) -> bool:
+    """Return whether an Arrow type is one of the list types."""
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def length_column_of(wanted: str, usable: Collection[str]) -> str:
+    """Return the column to read: the wanted one or, where that is the default and missing, one of a usual name.
+
+    Args:
+        wanted: a column; `length` is the default.
+        usable: columns that hold whole numbers or lists.
+    """
+    if wanted != USUAL_LENGTHS[0]:
+        return wanted
+    return next((name for name in USUAL_LENGTHS if name in usable), wanted)
 
 
 def empty_factors(rows: int) -> dict[str, FloatArray | IntArray]:
@@ -39,7 +62,7 @@ def checked_table(
         _check_factor(name, column, values)
     # Leaving out factors of zeros keeps the content hash, and with it the plan, independent of whether they were given.
     kept: dict[str, Any] = {column: values if values.any() else None for column, values in factors.items()}
-    return LengthTable(name=name, length_tokens=lengths, **kept)
+    return LengthTable(name=name, length_tokens=lengths, column=length_column, **kept)
 
 
 def _check_factor(name: str, column: str, values: FloatArray | IntArray) -> None:

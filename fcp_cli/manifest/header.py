@@ -20,6 +20,9 @@ METADATA_KEY: Final = b"fcp"
 MANIFEST_FORMAT: Final = "fcp-manifest/1"
 LEARNED_COLUMN: Final = "learned_tokens"
 """Column of chat data: tokens of a sequence that are learned."""
+LINE_SUFFIXES: Final = (".jsonl", ".ndjson", ".txt")
+TABLE_SUFFIXES: Final = (".csv", ".tsv")
+_NOT_PARQUET: Final = (*LINE_SUFFIXES, *TABLE_SUFFIXES, ".arrow", ".feather")
 
 
 @contextmanager
@@ -39,13 +42,13 @@ def readable(path: Path, *, kind: str = "Parquet") -> Iterator[None]:
 
 
 def manifest_files(path: Path) -> list[Path]:
-    """Return the file itself, or the `.parquet` files of a folder in name order.
+    """Return the file itself, or the `.parquet` files of a folder, else its `.arrow` files, in name order.
 
     Raises:
-        ManifestError: there is no such file, or the folder holds no Parquet file.
+        ManifestError: there is no such file, or the folder holds none.
     """
     if path.is_dir():
-        files = sorted(path.glob("*.parquet"))
+        files = sorted(path.glob("*.parquet")) or sorted(path.glob("*.arrow"))
         if not files:
             raise ManifestError(_what_folder(path))
         return files
@@ -59,13 +62,8 @@ def _what_folder(path: Path) -> str:
     if any(path.glob("*/*.arrow")):  # DatasetDict.save_to_disk: a folder for each split
         splits = sorted(file.parent.name for file in path.glob("*/*.arrow"))
         return (
-            f"{path} is a folder of data, not a manifest, with the splits {', '.join(dict.fromkeys(splits))}; make the "
-            f"manifest of one with `fcp manifest build {path / splits[0]} -o lengths.parquet`, and plan that"
-        )
-    if any(path.glob("*.arrow")):
-        return (
-            f"{path} is a folder of Arrow files, not a manifest; make one with `fcp manifest build {path} -o "
-            "lengths.parquet` (texts and conversations: with --tokenizer), and plan that"
+            f"{path} holds the splits {', '.join(dict.fromkeys(splits))}; name the folder of one: `fcp plan "
+            f"{path / splits[0]}` (texts and conversations: `fcp manifest build {path / splits[0]}` with --tokenizer)"
         )
     return f"{path} is a folder without .parquet files; `fcp manifest build {path}` reads text"
 
@@ -97,14 +95,16 @@ def read_header(footer: Any) -> dict[str, Any]:
 
 
 def manifest_source(path: str | Path) -> dict[str, Any] | None:
-    """Return the recorded source of a built manifest; None for a foreign manifest or a folder.
+    """Return the recorded source of a built manifest; None for data that is planned as it is.
 
     Raises:
         ManifestError: the file is missing, damaged or no manifest.
     """
     path = Path(path)
     files = manifest_files(path)
-    source = None if path.is_dir() else read_header(read_footer(files[0])).get("source")
+    if path.is_dir() or path.suffix in _NOT_PARQUET:
+        return None
+    source = read_header(read_footer(files[0])).get("source")
     return source if isinstance(source, dict) else None
 
 

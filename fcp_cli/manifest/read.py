@@ -1,38 +1,49 @@
-"""Reads a length manifest: Parquet columns to flat arrays, batch by batch, without a Python object per row."""
+"""Reads lengths: columns to flat arrays, batch by batch, without a Python object per row; or lines of text."""
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.errors import ManifestError
-from fcp_cli.manifest.checks import FACTORS, LONGEST_TOKENS, NULL, checked_table, empty_factors
-from fcp_cli.manifest.header import manifest_files, read_footer, readable
-from fcp_cli.manifest.stdin import read_lengths_jsonl
+from fcp_cli.manifest.checks import (
+    FACTORS,
+    LONGEST_TOKENS,
+    NULL,
+    USUAL_LENGTHS,
+    checked_table,
+    empty_factors,
+    is_list,
+    length_column_of,
+)
+from fcp_cli.manifest.header import LINE_SUFFIXES, TABLE_SUFFIXES, manifest_files, read_footer
+from fcp_cli.manifest.lines import read_lengths_jsonl
+from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, CsvShard, Shard, open_shard
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.words import nearest
 
-__all__ = ["is_list", "read_lengths_jsonl", "read_manifest", "remarks"]
+__all__ = ["read_lengths_jsonl", "read_manifest", "remarks"]
 
 _BATCH_ROWS: Final = 1 << 17
 _LIST_BATCH_ROWS: Final = 1 << 10  # rows of token lists are heavy: 1024 rows of 100 k int32 tokens are 400 MB already
-_USUAL_NAMES: Final = ("length", "lengths", "num_tokens", "n_tokens", "token_count", "seq_len", "input_ids", "tokens")
 
 
 def read_manifest(path: str | Path, *, length_column: str = "length") -> LengthTable:
-    """Read lengths and work factors of a Parquet file, or of a folder of Parquet files in name order.
+    """Read lengths and work factors of a manifest, or of data that holds them as it is.
 
     Args:
-        path: the manifest; `-` reads JSON lines from standard input (see `read_lengths_jsonl`).
-        length_column: an integer column of tokens, or a list column that is measured by its list lengths.
+        path: a Parquet or Arrow file, or a folder of them in name order; `.jsonl`, `.csv`, `.tsv` or `.txt` with a
+            length per line; `-` reads JSON lines from standard input (see `read_lengths_jsonl`).
+        length_column: an integer column of tokens, or a list column that is measured by its list lengths. Where there
+            is no `length`, the default finds a column of a usual name; the table says which.
 
     Returns:
         One entry per row; a null `eta` or vision column counts as 0, and one that is 0 throughout is left out.
@@ -44,20 +55,41 @@ def read_manifest(path: str | Path, *, length_column: str = "length") -> LengthT
     path = Path(path)
     if str(path) == "-":
         return read_lengths_jsonl(sys.stdin, length_column=length_column)
-    footers = {file: read_footer(file) for file in manifest_files(path)}
-    rows = sum(footer.num_rows for footer in footers.values())
-    lengths, factors = np.empty(rows, np.int64), empty_factors(rows)
-    start = 0
-    for file, footer in footers.items():
-        for batch in _batches(file, footer, length_column):
-            rows_here = slice(start, start + batch.num_rows)
-            lengths[rows_here] = _lengths(batch.column(length_column), file, length_column, start)
-            for name in set(batch.schema.names) & set(factors):
-                factors[name][rows_here] = _factor(batch.column(name), file, name)
-            start = rows_here.stop
+    files = manifest_files(path)
+    if files[0].suffix in LINE_SUFFIXES:
+        try:
+            with files[0].open(encoding="utf-8") as lines:
+                return read_lengths_jsonl(lines, length_column=length_column, place=str(path), name=path.name)
+        except OSError as error:
+            raise ManifestError(f"cannot read {path}: {error.strerror or error}") from error
+    return _of_columns(path, [_open(file) for file in files], length_column)
+
+
+def _of_columns(path: Path, shards: Sequence[Shard], length_column: str) -> LengthTable:
+    """Read all shards of a table, whose first says which column holds the lengths."""
+    rows = sum(int(shard.group_rows.sum()) for shard in shards)
     if rows == 0:
         raise ManifestError(f"{path} has no rows: a manifest needs one row per sequence; see `fcp manifest build`")
-    return checked_table(path.name, length_column, lengths, factors)
+    schema = shards[0].schema
+    column = length_column_of(length_column, [field.name for field in schema if _can_be_length(field.type)])
+    lengths, factors = np.empty(rows, np.int64), empty_factors(rows)
+    start = 0
+    for shard in shards:
+        for batch in _batches(shard, column):
+            rows_here = slice(start, start + batch.num_rows)
+            lengths[rows_here] = _lengths(batch.column(column), shard.path, column, start)
+            for name in set(batch.schema.names) & set(factors):
+                factors[name][rows_here] = _factor(batch.column(name), shard.path, name)
+            start = rows_here.stop
+    return checked_table(path.name, column, lengths, factors)
+
+
+def _open(file: Path) -> Shard:
+    if file.suffix in TABLE_SUFFIXES:
+        return CsvShard(file)
+    if file.suffix not in ARROW_SUFFIXES:
+        read_footer(file)  # refuses a plan, and formats to come
+    return open_shard(file)
 
 
 def remarks(table: LengthTable) -> list[str]:
@@ -68,25 +100,25 @@ def remarks(table: LengthTable) -> list[str]:
     return [f"{table.name}: all {len(table)} sequences have {first} tokens; were they packed or padded already?"]
 
 
-def is_list(kind: Any) -> bool:
-    """Return whether an Arrow type is one of the list types."""
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+def _can_be_length(kind: Any) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or is_list(kind))
 
 
-def _batches(file: Path, footer: Any, length_column: str) -> Iterator[Any]:
-    schema = footer.schema.to_arrow_schema()
+def _batches(shard: Shard, length_column: str) -> Iterator[Any]:
+    schema = shard.schema
     if length_column not in schema.names:
-        raise ManifestError(_missing_column(file, schema, length_column))
+        raise ManifestError(_missing_column(shard.path, schema, length_column))
     wanted = [length_column, *(name for name in FACTORS if name in schema.names and name != length_column)]
-    batch_rows = _LIST_BATCH_ROWS if is_list(schema.field(length_column).type) else _BATCH_ROWS
-    with readable(file), pq.ParquetFile(file, metadata=footer) as parquet:
-        yield from parquet.iter_batches(batch_size=batch_rows, columns=wanted)
+    yield from shard.batches(wanted, _LIST_BATCH_ROWS if is_list(schema.field(length_column).type) else _BATCH_ROWS)
 
 
 def _missing_column(file: Path, schema: Any, length_column: str) -> str:
     usable = [field.name for field in schema if pa.types.is_integer(field.type) or is_list(field.type)]
-    close = nearest(length_column, usable) or next((name for name in _USUAL_NAMES if name in usable), None)
-    hint = f"pass --length-column {close}" if close else "name one with --length-column, or run `fcp manifest build`"
+    close = nearest(length_column, usable) or next((name for name in USUAL_LENGTHS if name in usable), None)
+    build = shlex.join(["fcp", "manifest", "build", str(file), "-o", "lengths.parquet"])
+    hint = f"pass --length-column {close}" if close else "name one with --length-column"
+    if not close and not usable:
+        hint = f"count the tokens of texts with `{build}` (and --tokenizer)"
     return f"{file} has no column {length_column!r}; its columns are {', '.join(schema.names)}; {hint}"
 
 

@@ -20,6 +20,7 @@ class LengthTable:
         eta: [rows] mask factor of the papers (0 causal, 1 full), or None where all are 0.
         vision_patches: [rows] patches the vision encoder runs, or None.
         vision_patch_pairs: [rows] sum over frames or tiles of patches squared, or None.
+        column: that the lengths were read from.
     """
 
     name: str
@@ -27,6 +28,7 @@ class LengthTable:
     eta: FloatArray | None = None
     vision_patches: IntArray | None = None
     vision_patch_pairs: IntArray | None = None
+    column: str = "length"
 
     def __len__(self) -> int:
         return len(self.length_tokens)
@@ -39,6 +41,7 @@ class LengthTable:
             eta=None if self.eta is None else self.eta[rows],
             vision_patches=None if self.vision_patches is None else self.vision_patches[rows],
             vision_patch_pairs=None if self.vision_patch_pairs is None else self.vision_patch_pairs[rows],
+            column=self.column,
         )
 
     def content_hash(self) -> str:

@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
+from fcp_cli.manifest.hub import local_checkpoint
 
 
 class Tokenizer(Protocol):
@@ -95,7 +96,7 @@ def open_tokenizer(name: str) -> Tokenizer:
     Raises:
         ManifestError: there is no such tokenizer.
     """
-    return ByteTokenizer() if name == "bytes" else FileTokenizer(Path(name))
+    return ByteTokenizer() if name == "bytes" else FileTokenizer(local_checkpoint(name))
 
 
 def utf8(text: str) -> bytes:

@@ -11,7 +11,14 @@ import pyarrow.parquet as pq
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.chat import ChatEncoder
-from fcp_cli.manifest.header import build_command, manifest_files, manifest_source, readable
+from fcp_cli.manifest.header import (
+    LINE_SUFFIXES,
+    TABLE_SUFFIXES,
+    build_command,
+    manifest_files,
+    manifest_source,
+    readable,
+)
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.sources.base import SourceTokens
 from fcp_cli.manifest.sources.chat import ChatData, ChatTokens
@@ -95,9 +102,10 @@ def open_tokens(
     """
     path = Path(manifest_path)
     recorded = manifest_source(path)
-    lengths = read_manifest(path, length_column=length_column).length_tokens
+    table = read_manifest(path, length_column=length_column)
+    lengths = table.length_tokens
     if recorded is None:
-        own = _own_tokens(path, length_column)
+        own = _own_tokens(path, table.column)
         return CheckedTokens(own, lengths, "plan it again")
     if source is not None:
         recorded = recorded | {"path": str(Path(source).absolute())}
@@ -175,6 +183,10 @@ def _picture_records(path: Path, root: Path, source: dict[str, Any], remedy: str
 
 
 def _own_tokens(path: Path, length_column: str) -> SourceTokens:
+    if path.suffix in (*LINE_SUFFIXES, *TABLE_SUFFIXES):
+        raise ManifestError(
+            f"{path} holds lengths, not tokens; train on synthetic tokens, or build and plan a manifest of the data"
+        )
     data = columnar(path, [open_shard(file) for file in manifest_files(path)], length_column, open_tokenizer("bytes"))
     if data.content != "tokens":
         raise ManifestError(

@@ -46,7 +46,7 @@ def find_shipped(name: str, *, kind: Kind) -> Path:
     keys = {_key(candidate): candidate for candidate in names}
     near = nearest_words(_key(name), keys, most=3, cutoff=0.5)
     hint = f"nearest: {', '.join(keys[key] for key in near)}" if near else f"known: {', '.join(shipped_names(kind))}"
-    other = "or give a YAML, or --hf-config path/config.json" if kind == "model" else "or give a YAML"
+    other = "or give a YAML or the folder of a checkpoint" if kind == "model" else "or give a YAML"
     raise ProfileError(f"unknown {kind} {name!r}; {hint}; {other}")
 
 

@@ -36,6 +36,11 @@ class ManifestReference:
     rows: NonNegativeCount
     content_hash: str
 
+    @property
+    def argument(self) -> str:
+        """The word of a command line that names it: what came from a pipe comes from one again."""
+        return "-" if self.name == "stdin" else self.name
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverlongReport:

@@ -14,7 +14,7 @@ from fcp_cli.recipe import RecipeRequest
 class PlanRequest:
     """The sequences, the cluster and the global batches to plan for; None is found out or assumed."""
 
-    manifest: Annotated[Path | None, Arg("Parquet with lengths; - reads JSON lines from stdin.")] = None
+    manifest: Annotated[Path | None, Arg("Lengths: Parquet, Arrow, JSON lines, CSV or numbers; - reads stdin.")] = None
 
     profile: Annotated[
         Path | None,
@@ -77,4 +77,6 @@ class PlanRequest:
     ] = None
     overlong: Annotated[Literal["error", "drop", "truncate"], Opt("What to do about overlong sequences.")] = "error"
     last_batch: Annotated[Literal["keep", "drop"], Opt("What to do about an epoch's last, partial batch.")] = "keep"
-    length_column: Annotated[str, Opt("Column with lengths, or with lists of tokens.")] = "length"
+    length_column: Annotated[
+        str, Opt("Column with lengths, or with lists of tokens; without a length, a usual name is found.")
+    ] = "length"

@@ -150,7 +150,10 @@ def resolve(request: PlanRequest, origins: Origins, *, most_peers: int | None = 
     if request.manifest is None:
         raise UsageError("name the MANIFEST to plan, like 'fcp plan dataset.parquet', or a run with --continue-from")
     table = read_manifest(request.manifest, length_column=request.length_column)
+    if table.column != request.length_column:
+        origins.assume("--length-column", table.column, f"{request.manifest} has no column {request.length_column}")
     problem, budget = resolve_problem(request, origins, most_peers=most_peers)
+    _warn_of_unpriced_vision(table, problem.profile, origins)
     return PlanInputs(
         table=table,
         problem=problem,
@@ -233,6 +236,15 @@ def _problem(request: PlanRequest, profile: CostProfile, ranks: Ranks, budget: B
         profile=profile,
         recipe=budget.recipe,
     )
+
+
+def _warn_of_unpriced_vision(table: LengthTable, profile: CostProfile, origins: Origins) -> None:
+    costs = profile.coefficients
+    if table.vision_patches is not None and not (costs.vision_seconds_per_patch or costs.vision_seconds_per_patch2):
+        origins.warn(
+            f"{table.name} has images, but the cost profile of {profile.model} knows no vision encoder: the work of "
+            "encoding them counts as nothing; plan with the --model or --profile of a vision-language model"
+        )
 
 
 def _profile_at_hand(request: PlanRequest, origins: Origins) -> CostProfile | None:

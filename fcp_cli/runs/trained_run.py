@@ -52,7 +52,7 @@ def read_trained_run(run_dir: Path, *, manifest: Path | None = None) -> TrainedR
     if not saved:
         raise RunError(
             f"{run_dir} has no checkpoint, so nothing that it trained is kept; plan again with 'fcp plan "
-            f"{reader.metadata.manifest.name} --ranks N'"
+            f"{reader.metadata.manifest.argument} --ranks N'"
         )
     header = read_header(saved[-1])
     check_plan_of(header, reader.metadata, checkpoint=saved[-1])

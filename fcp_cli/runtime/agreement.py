@@ -138,7 +138,7 @@ def _check_size(
         raise RunError(
             f"the plan {path} is for {metadata.num_ranks} ranks but {ranks} were launched; launch "
             f"{metadata.num_ranks}, or make a plan for {ranks} with "
-            f"'fcp plan {metadata.manifest.name} --ranks {ranks} -o {path}'"
+            f"'fcp plan {metadata.manifest.argument} --ranks {ranks} -o {path}'"
         )
 
 

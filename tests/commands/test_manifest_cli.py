@@ -95,7 +95,11 @@ def test_build_counts_writes_and_says_what_is_next(fcp: Any, tmp_path: Path) -> 
     outcome = fcp("manifest", "build", "src", "--include", "*.py")
     assert (outcome.status, outcome.out) == (0, "")
     printed = lines(outcome.err)
-    assert printed[:2] == ["reading src as text", "left out 1 empty sequence"]
+    assert printed[0] == "reading src as text"
+    assert printed[1].startswith("warning: the tokens of texts are their bytes, about four times as many as")
+    assert printed[2] == "left out 1 empty sequence"
+    counted = fcp("manifest", "build", "src", "--include", "*.py", "--tokenizer", "bytes")
+    assert lines(counted.err)[1] == "left out 1 empty sequence"
     assert printed[-1] == snapshot("wrote lengths.parquet; next: fcp plan lengths.parquet")
     assert (tmp_path / "lengths.parquet").is_file()
 
@@ -154,7 +158,7 @@ def test_equal_lengths_get_a_remark(fcp: Any, tmp_path: Path) -> None:
     [
         (("show", "none.parquet"), 1, "none.parquet does not exist; `fcp manifest build SOURCE -o none.parquet` makes"),
         (("show", "bad.parquet"), 1, "bad.parquet: row 1 of column 'length' is 0; lengths must be > 0 tokens"),
-        (("show", "foreign.parquet"), 1, "foreign.parquet has no column 'length'; its columns are n_tokens; pass"),
+        (("show", "foreign.parquet"), 1, "foreign.parquet has no column 'length'; its columns are my_tokens; name one"),
         (("show", "text.parquet"), 1, "text.parquet is text, not a length manifest"),
         (("build", "none"), 1, "there is no source none"),
         (("build", "foreign.parquet", "-o", "foreign.parquet"), 2, "-o foreign.parquet would overwrite the source"),
@@ -172,7 +176,7 @@ def test_a_mistake_is_one_line_on_stderr(
     fcp: Any, tmp_path: Path, arguments: tuple[str, ...], status: int, message: str
 ) -> None:
     write_parquet(tmp_path / "bad.parquet", {"length": [3, 0]})
-    write_parquet(tmp_path / "foreign.parquet", {"n_tokens": [3, 4]})
+    write_parquet(tmp_path / "foreign.parquet", {"my_tokens": [3, 4]})
     (tmp_path / "text.parquet").write_text("length\n")
     before = set(tmp_path.iterdir())
     outcome = fcp("manifest", *arguments)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from inline_snapshot import snapshot
 
 from fcp_cli.errors import ManifestError
-from fcp_cli.manifest.header import manifest_files
+from fcp_cli.manifest.header import manifest_source
 from fcp_cli.manifest.read import read_lengths_jsonl, read_manifest, remarks
-from tests.manifest.datasets import write_parquet
+from tests.manifest.datasets import write_arrow, write_parquet
 from tests.messages import raises
 
 LENGTHS = st.lists(st.integers(1, 2**31 - 1), min_size=1, max_size=50)
@@ -140,16 +140,91 @@ def test_a_text_column_is_no_length(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "hint"),
     [
-        ({"id": ["x"], "lengths": [3]}, "its columns are id, lengths; pass --length-column lengths"),
-        ({"num_tokens": [3]}, "its columns are num_tokens; pass --length-column num_tokens"),
-        ({"input_ids": [[3]], "label": [1]}, "its columns are input_ids, label; pass --length-column input_ids"),
-        ({"text": ["x"]}, "its columns are text; name one with --length-column, or run `fcp manifest build`"),
+        ({"id": ["x"], "lenght": [3]}, "its columns are id, lenght; pass --length-column lenght"),
+        ({"text": ["x"], "label": [1]}, "its columns are text, label; name one with --length-column"),
+        (
+            {"text": ["x"]},
+            "its columns are text; count the tokens of texts with `fcp manifest build m.parquet -o lengths.parquet` "
+            "(and --tokenizer)",
+        ),
     ],
 )
 def test_a_missing_column_is_answered_with_the_ones_there_are(
     tmp_path: Path, columns: dict[str, Any], hint: str
 ) -> None:
     fails(write_parquet(tmp_path / "m.parquet", columns), f"m.parquet has no column 'length'; {hint}")
+
+
+@pytest.mark.parametrize("column", ["lengths", "num_tokens", "seq_len"])
+def test_a_column_of_a_usual_name_is_found_and_named(tmp_path: Path, column: str) -> None:
+    table = read_manifest(write_parquet(tmp_path / "m.parquet", {"id": ["x"], "input_ids": [[7]], column: [3]}))
+    assert (table.column, table.length_tokens.tolist()) == (column, [3])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "lengths", "column"),
+    [
+        ("m.jsonl", '{"id": "a", "num_tokens": 5}\n{"id": "b", "num_tokens": 7}\n', [5, 7], "num_tokens"),
+        ("m.jsonl", '{"input_ids": [1, 2]}\n', [2], "input_ids"),
+        ("m.ndjson", "5\n\n7\n", [5, 7], "length"),
+        ("m.txt", "5\n7\n", [5, 7], "length"),
+        ("m.csv", "id,length,eta\na,5,0.5\nb,7,0\n", [5, 7], "length"),
+        ("m.csv", "5\n7\n", [5, 7], "length"),
+        ("m.tsv", "name\ttoken_count\nx\t5\n", [5], "token_count"),
+    ],
+)
+def test_lengths_as_text_are_read_as_they_are(
+    tmp_path: Path, name: str, content: str, lengths: list[int], column: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    table = read_manifest(tmp_path / name)
+    assert (table.name, table.column, table.length_tokens.tolist()) == (name, column, lengths)
+    assert manifest_source(tmp_path / name) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "m.jsonl",
+            '{"text": "a"}\n',
+            "line 1 of m.jsonl has no 'length'; its keys are text; name one with --length-column, or count the tokens "
+            "of texts with `fcp manifest build m.jsonl -o lengths.parquet` (and --tokenizer)",
+        ),
+        (
+            "m.txt",
+            "Once upon\n",
+            "line 1 of m.txt is not JSON: 'Once upon'; write one length per line (texts: `fcp manifest build`)",
+        ),
+        (
+            "m.csv",
+            "",
+            "m.csv cannot be read as CSV (Empty CSV file): truncated, damaged or another format; copy or make it again",
+        ),
+        (
+            "m.csv",
+            "id\nx\n",
+            "m.csv has no column 'length'; its columns are id; count the tokens of texts with `fcp manifest build m.csv -o lengths.parquet` (and --tokenizer)",
+        ),
+    ],
+)
+def test_text_without_lengths_is_one_line(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    fails(tmp_path / name, message)
+
+
+def test_a_folder_that_datasets_saved_is_read_and_its_splits_are_named(tmp_path: Path) -> None:
+    for split, lengths in (("test", [[1]]), ("train", [[1, 2], [3]])):
+        (tmp_path / "data" / split).mkdir(parents=True)
+        write_arrow(tmp_path / "data" / split / "data-00000-of-00001.arrow", {"input_ids": lengths}, stream=True)
+        (tmp_path / "data" / split / "state.json").write_text("{}")
+    (tmp_path / "data" / "dataset_dict.json").write_text("{}")
+    assert read_manifest(tmp_path / "data" / "train").length_tokens.tolist() == [2, 1]
+    fails(
+        tmp_path / "data",
+        "data holds the splits test, train; name the folder of one: `fcp plan data/test` (texts and conversations: "
+        "`fcp manifest build data/test` with --tokenizer)",
+    )
 
 
 def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
@@ -280,11 +355,16 @@ def test_a_dash_reads_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
                 'ManifestError: standard input has no lines: write one length per line, for example {"length": 4096}'
             ),
         ),
-        ("3\nhello\n", snapshot("ManifestError: line 2 of standard input is not JSON: 'hello'")),
         (
-            '{"tokens": 3}',
+            "3\nhello\n",
             snapshot(
-                "ManifestError: line 1 of standard input has no 'length'; its keys are tokens; name one with --length-column"
+                "ManifestError: line 2 of standard input is not JSON: 'hello'; write one length per line (texts: `fcp manifest build`)"
+            ),
+        ),
+        (
+            '{"token": 3}',
+            snapshot(
+                "ManifestError: line 1 of standard input has no 'length'; its keys are token; name one with --length-column"
             ),
         ),
         ("2.5", snapshot("ManifestError: line 1 of standard input: length is 2.5, not a whole number of 64 bits")),
@@ -320,17 +400,3 @@ def test_a_bad_line_of_standard_input_is_named(text: str, message: str) -> None:
 def test_standard_input_that_is_not_text_is_one_line() -> None:
     with pytest.raises(ManifestError, match="standard input is not UTF-8 text"):
         read_lengths_jsonl(io.TextIOWrapper(io.BytesIO(b"\xff\xfe\x00"), encoding="utf-8"))
-
-
-def test_a_folder_of_arrow_files_is_named_with_the_command_that_makes_its_manifest(tmp_path: Path) -> None:
-    for folder in ("data", "splits/test", "splits/train"):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "data-00000-of-00001.arrow").touch()
-    with pytest.raises(
-        ManifestError, match=r"data is a folder of Arrow files, .* `fcp manifest build .*data -o lengths.pa"
-    ):
-        manifest_files(tmp_path / "data")
-    with pytest.raises(
-        ManifestError, match=r"with the splits test, train; make .* `fcp manifest build .*splits/test -o len"
-    ):
-        manifest_files(tmp_path / "splits")

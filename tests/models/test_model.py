@@ -78,7 +78,7 @@ def test_qwen2_5_vl_is_found_with_and_without_its_dot(name: str) -> None:
 def test_an_unknown_model_lists_the_nearest() -> None:
     with raises(
         snapshot(
-            "ProfileError: unknown model 'qwen3-9b'; nearest: qwen3-8b, qwen3-4b, qwen3vl-8b; or give a YAML, or --hf-config path/config.json"
+            "ProfileError: unknown model 'qwen3-9b'; nearest: qwen3-8b, qwen3-4b, qwen3vl-8b; or give a YAML or the folder of a checkpoint"
         )
     ):
         load_model("qwen3-9b")

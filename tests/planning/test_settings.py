@@ -317,3 +317,11 @@ def test_a_pipeline_asks_for_waves(folder: Path) -> None:
         resolve(PlanRequest(manifest=DATASET, profile=of_devices(folder, 1, 2), sync="iteration"), Origins())
     problem = resolve(PlanRequest(manifest=DATASET, profile=of_devices(folder, 1, 2)), Origins()).problem
     assert problem.sync == "microbatch"
+
+
+def test_images_under_a_profile_without_an_encoder_are_warned_of(folder: Path) -> None:
+    pq.write_table(pa.table({"length": [4096] * 8, "vision_patches": [1024] * 8}), "lengths.parquet")
+    for model, warned in (("qwen3-8b", True), ("qwen3-vl-8b", False)):
+        origins = Origins()
+        resolve(PlanRequest(manifest=Path("lengths.parquet"), model=model, cluster="h100-8x8"), origins)
+        assert any("knows no vision encoder" in warning for warning in origins.warnings) is warned

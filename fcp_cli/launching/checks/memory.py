@@ -181,7 +181,7 @@ def _model_words(job: Job, spec: ModelSpec) -> list[str]:
 def plan_command(metadata: PlanMetadata, plan: Path, words: list[str]) -> str:
     """Return the command that makes a plan anew for the same ranks, with further words."""
     ranks = ["--ranks", str(metadata.num_ranks), "--ranks-per-node", str(metadata.ranks_per_node)]
-    return shlex.join(["fcp", "plan", metadata.manifest.name, *ranks, *words, "-o", str(plan)])
+    return shlex.join(["fcp", "plan", metadata.manifest.argument, *ranks, *words, "-o", str(plan)])
 
 
 def check_recipe_of_plan(job: Job, settings: TrainSettings) -> None:

@@ -47,7 +47,7 @@ def profile_model(job: Job, facts: Facts) -> Iterator[Finding]:
     if profile is not None and job.model is not None and not _is_same_model(profile.model, job.model):
         again = f"a profile from 'fcp profile --model {job.model}'"
         if profile.origin == "analytic":
-            again = f"'fcp plan {job.metadata.manifest.name} --model {job.model}'"
+            again = f"'fcp plan {job.metadata.manifest.argument} --model {job.model}'"
         yield warning(
             f"{job.plan} was made with the cost profile of {profile.model}, not of {job.model}: its times and token "
             f"budget are another model's; plan again with {again}"

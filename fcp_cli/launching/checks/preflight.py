@@ -34,7 +34,7 @@ def check_plan(plan: Path) -> PlanMetadata:
     if reader.content_hash() != reader.metadata.plan_hash:
         raise PlanError(
             f"{plan} was edited: its content does not match its plan hash; make it again with "
-            f"'fcp plan {reader.metadata.manifest.name} -o {plan}'"
+            f"'fcp plan {reader.metadata.manifest.argument} -o {plan}'"
         )
     return reader.metadata
 

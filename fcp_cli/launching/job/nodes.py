@@ -23,7 +23,7 @@ def check_ranks(plan: Path, metadata: PlanMetadata, ranks: int | None) -> None:
     if ranks is not None and ranks != metadata.num_ranks:
         raise RunError(
             f"{plan} is for {metadata.num_ranks} ranks, but --ranks is {ranks}; make a plan for {ranks} with: "
-            f"fcp plan {metadata.manifest.name} --ranks {ranks} -o {plan}"
+            f"fcp plan {metadata.manifest.argument} --ranks {ranks} -o {plan}"
         )
 
 
@@ -89,7 +89,7 @@ def place(
 def _too_many(plan: Path, metadata: PlanMetadata, machine: Machine, per_node: int, nodes: int) -> str:
     here = f"{plan} needs {per_node} processes on this machine, which holds {machine.most_ranks} ({machine.describe()})"
     ranks = max(1, machine.most_ranks // (metadata.devices_per_rank))
-    fewer = f"plan for fewer ranks with 'fcp plan {metadata.manifest.name} --ranks {ranks} -o {plan}'"
+    fewer = f"plan for fewer ranks with 'fcp plan {metadata.manifest.argument} --ranks {ranks} -o {plan}'"
     wanted = max(planned_nodes(metadata), nodes)
     if wanted == 1:
         cpu = "" if machine.device == "cpu" else ", or train on the CPU with --device cpu"

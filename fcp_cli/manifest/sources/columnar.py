@@ -15,8 +15,7 @@ import pyarrow.compute as pc
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
-from fcp_cli.manifest.checks import FACTORS
-from fcp_cli.manifest.read import is_list
+from fcp_cli.manifest.checks import FACTORS, is_list
 from fcp_cli.manifest.sources.base import RowBatch
 from fcp_cli.manifest.sources.shards import Shard
 from fcp_cli.manifest.tokenizer import Tokenizer

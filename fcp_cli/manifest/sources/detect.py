@@ -12,10 +12,11 @@ import pyarrow.parquet as pq
 from fcp_cli.errors import ManifestError, UsageError
 from fcp_cli.manifest.chat import PICTURE_FIELDS, ChatEncoder, TrainOn, has_pictures, is_chat
 from fcp_cli.manifest.header import read_header, readable
+from fcp_cli.manifest.hub import local_checkpoint
 from fcp_cli.manifest.sources.base import Source
 from fcp_cli.manifest.sources.chat import ChatData, chat_records
 from fcp_cli.manifest.sources.columnar import columnar
-from fcp_cli.manifest.sources.jsonl import JsonLines
+from fcp_cli.manifest.sources.jsonl import JsonLines, usual_field
 from fcp_cli.manifest.sources.media import MediaSizes
 from fcp_cli.manifest.sources.media_readers import media_files
 from fcp_cli.manifest.sources.megatron import MegatronIndex
@@ -43,7 +44,8 @@ class SourceOptions:
     """Settings for reading a source; each concerns the kinds that have such a thing.
 
     Attributes:
-        tokenizer: `bytes`, the path of a `tokenizer.json`, or for chat data the folder of a checkpoint.
+        tokenizer: `bytes`, the path of a `tokenizer.json`, the folder of a checkpoint, or its name on the hub where
+            that is in the local cache.
         column: field or column with the tokens, texts or lengths; None takes what is usual.
         include: globs of the files of a text tree.
         exclude: globs of files and folders of a text tree to leave out.
@@ -139,7 +141,8 @@ def open_source(path: Path, kind: str, options: SourceOptions, *, output: Path |
     if not files:
         raise ManifestError(f"{path} holds no {' or '.join(_SUFFIXES[kind])} file")
     if kind == "jsonl":
-        return JsonLines(path=path, files=tuple(files), column=options.column or "text", tokenizer=tokenizer)
+        column = options.column or usual_field(files[0])
+        return JsonLines(path=path, files=tuple(files), column=column, tokenizer=tokenizer)
     return columnar(path, [open_shard(file) for file in files], options.column, tokenizer)
 
 
@@ -155,7 +158,7 @@ def _chat(path: Path, options: SourceOptions) -> ChatData:
         )
     kind = next((kind for kind in ("parquet", "arrow", "jsonl") if path.is_dir() and _shard_paths(path, kind)), None)
     files = [path] if kind is None else _shard_paths(path, kind)
-    folder = Path(options.tokenizer).absolute()
+    folder = local_checkpoint(options.tokenizer).absolute()
     folder = folder.parent if folder.is_file() else folder
     return ChatData(path=path, files=tuple(files), encoder=ChatEncoder(folder, options.train_on))
 
@@ -172,7 +175,7 @@ def _media(path: Path, options: SourceOptions) -> MediaSizes | PictureData:
         return PictureData(path=path, files=tuple(files), encoder=encoder, skips_bad=options.skips_bad)
     if options.tokenizer == "bytes":
         return MediaSizes(path=path, processor=processor, count_text=words_of, counted_by="rule")
-    tokenizer = FileTokenizer(Path(options.tokenizer))
+    tokenizer = FileTokenizer(local_checkpoint(options.tokenizer))
     return MediaSizes(path=path, processor=processor, count_text=tokenizer.count_inside, counted_by=tokenizer.name)
 
 

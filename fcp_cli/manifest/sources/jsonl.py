@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +17,7 @@ from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.sources.base import RowBatch, grouped
 from fcp_cli.manifest.tokenizer import Tokenizer, utf8
 
+_USUAL_FIELDS: Final = ("text", "input_ids", "tokens", "token_ids", "content")
 _BATCH_LINES: Final = 16_384
 _BATCH_BYTES: Final = 32 << 20
 
@@ -94,6 +96,15 @@ class JsonLinesTokens:
 
     def place(self, row: int) -> str:
         return f"{self._source.files[self._shards[row]]} at byte {self._byte_offsets[row]}"
+
+
+def usual_field(file: Path) -> str:
+    """Return the field of the first record with token ids or a text under a usual name, else `text`."""
+    with suppress(ManifestError, StopIteration):  # what cannot be read is reported when its lines are counted
+        (number, _, line), _ = next(json_lines(file))
+        record = json_record(line, f"{file}:{number}")
+        return next((name for name in _USUAL_FIELDS if isinstance(record.get(name), str | list)), _USUAL_FIELDS[0])
+    return _USUAL_FIELDS[0]
 
 
 def token_value(line: bytes, column: str, place: str) -> bytes | IntArray:

@@ -9,6 +9,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv as csv
 import pyarrow.parquet as pq
 
 from fcp_cli.arrays import IntArray
@@ -107,6 +108,36 @@ class ArrowShard:
     def _read(self, group: int) -> Any:
         with readable(self.path, kind="Arrow"):
             return self._batch(group)
+
+
+class CsvShard:
+    """A `.csv` or `.tsv` file, in memory as one group; without a header line, a lone column is `length`.
+
+    Raises:
+        ManifestError: the file is missing, or no such table.
+    """
+
+    is_arrow = False
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        parse = csv.ParseOptions(delimiter="\t" if path.suffix == ".tsv" else ",")
+        with readable(path, kind="CSV"), path.open("rb") as file:
+            is_number = file.readline().strip().isdigit()
+            file.seek(0)
+            read = csv.ReadOptions(column_names=["length"] if is_number else None)
+            self._table = csv.read_csv(file, read_options=read, parse_options=parse)
+        self.schema = self._table.schema
+
+    @cached_property
+    def group_rows(self) -> IntArray:
+        return np.array([self._table.num_rows], np.int64)
+
+    def read_group(self, group: int, column: str) -> Any:
+        return self._table.column(column).combine_chunks()
+
+    def batches(self, columns: list[str], rows: int) -> Iterator[Any]:
+        yield from self._table.select(columns).to_batches(max_chunksize=rows)
 
 
 def open_shard(path: Path) -> Shard:

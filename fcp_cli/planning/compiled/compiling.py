@@ -26,8 +26,9 @@ SHIPPED: Final = Path(__file__).parents[2] / "_data" / "compiled"
 
 _COMPILE: Final = "numba:compile"
 
-if config.CPU_NAME is None:  # unless somebody chose one by NUMBA_CPU_NAME
-    config.CPU_NAME, config.CPU_FEATURES = "generic", ""
+_CONFIG: Final[Any] = config
+if _CONFIG.CPU_NAME is None:  # unless somebody chose one by NUMBA_CPU_NAME
+    _CONFIG.CPU_NAME, _CONFIG.CPU_FEATURES = "generic", ""
 
 
 def kernel(function: _Function) -> _Function:
@@ -71,6 +72,8 @@ class _PackageCache(FunctionCache):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)  # type: ignore[no-untyped-call]
+        self._cache_file: Any
+        self._shipped: Any
         self._cache_file, self._shipped = (
             IndexDataCacheFile(folder, self._impl.filename_base, package_stamp())  # type: ignore[no-untyped-call]
             for folder in (self.cache_path, SHIPPED)
