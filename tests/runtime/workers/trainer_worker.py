@@ -11,6 +11,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 import transformers
 import transformers.trainer
+from accelerate.state import AcceleratorState, DistributedType, PartialState
 from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
@@ -73,6 +75,7 @@ def common_arguments(folder: Path, **changes: Any) -> dict[str, Any]:
 def outcome(trainer: Any, model: Any = None) -> dict[str, Any]:
     state = (model or trainer.accelerator.unwrap_model(trainer.model)).state_dict()
     return {
+        "is_sharded": any(hasattr(value, "full_tensor") for value in state.values()),
         "log": trainer.state.log_history,
         "weights": {
             name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()
@@ -116,6 +119,26 @@ def resumed(folder: Path) -> dict[str, Any]:
     return train(folder, evaluates=True, resume=str(folder / "out" / "checkpoint-2"), **settings)
 
 
+def sharded(folder: Path, *, reshards: bool) -> dict[str, Any]:
+    """accelerate leaves `fsdp=` out without accelerators: let it think of CPU ranks as of any others, in both runs."""
+    kind: Any = AcceleratorState
+    own = kind.__init__
+
+    def let_it_shard(state: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        own(state, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            state.fsdp_plugin = fsdp_plugin
+
+    kind.__init__ = let_it_shard
+    try:
+        found = train(folder, fsdp=True, fsdp_config={"reshard_after_forward": reshards})
+    finally:
+        kind.__init__ = own
+    assert found["is_sharded"]
+    return found
+
+
 class OwnLoss(Trainer):
     """A trainer of the script's with a loss of its own."""
 
@@ -142,8 +165,12 @@ CASES: Cases = {
     "recomputed": (WAVES, lambda folder: train(folder, gradient_checkpointing=True)),
     "smoothed": (ITERATION, lambda folder: train(folder, label_smoothing_factor=0.1)),
     "bf16": (ITERATION, lambda folder: train(folder, bf16=True)),
+    "max_steps": (ITERATION, lambda folder: train(folder, max_steps=2)),
+    "fsdp": (WAVES, partial(sharded, reshards=True)),
+    "fsdp that keeps weights": (ITERATION, partial(sharded, reshards=False)),
 }
 REFUSALS: Cases = {
+    "fsdp that gathers weights again": (ITERATION, partial(sharded, reshards=True)),
     "own loss": (ITERATION, lambda folder: train(folder, kind=OwnLoss)),
     "other batch": (ITERATION, lambda folder: train(folder, per_device_train_batch_size=2)),
     "more epochs": (ITERATION, lambda folder: train(folder, num_train_epochs=2)),

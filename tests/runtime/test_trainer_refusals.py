@@ -1,0 +1,133 @@
+"""What a trainer is asked for that a plan would leave out is refused in one line; each case changes one thing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+from fcp_cli.errors import RunError
+from fcp_cli.runtime.integrations.hugging_face.checks import check_trainer
+from tests.runtime.models import hugging_face
+
+pytestmark = pytest.mark.hf
+
+
+def set_to(path: str, value: Any) -> Callable[[Any], None]:
+    """Set an attribute of a trainer, or of what it has."""
+    *parents, name = path.split(".")
+
+    def change(trainer: Any) -> None:
+        for parent in parents:
+            trainer = getattr(trainer, parent)
+        setattr(trainer, name, value)
+
+    return change
+
+
+CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
+    "own loss function": (
+        set_to("compute_loss_func", print),
+        "the trainer has a compute_loss_func, which a plan would",
+    ),
+    "mean of means": (
+        set_to("args.average_tokens_across_devices", False),
+        "average_tokens_across_devices=False weighs",
+    ),
+    "found batch": (
+        set_to("args.auto_find_batch_size", True),
+        "auto_find_batch_size changes the batch, which the plan",
+    ),
+    "noise": (set_to("neftune_noise_alpha", 5.0), "neftune_noise_alpha scales noise by a sequence's length"),
+    "deepspeed": (
+        set_to("is_deepspeed_enabled", True),
+        "deepspeed= cannot follow a plan through the Trainer; leave it",
+    ),
+    "lomo": (set_to("args.optim", "adalomo"), "the optimizer adalomo steps inside each backward; a plan's step has"),
+    "experts": (
+        set_to("model.config.output_router_logits", True),
+        "the model adds an auxiliary loss of its experts (output_router_logits), which is made of one rank's tokens",
+    ),
+    "images": (
+        set_to("model.config.vision_config", SimpleNamespace()),
+        "images do not reach it through the Trainer under",
+    ),
+    "mean of a micro-batch": (
+        set_to("model_accepts_loss_kwargs", False),
+        "averages its loss per micro-batch (it takes no",
+    ),
+    "tensor parallelism": (
+        set_to("accelerator", SimpleNamespace(parallelism_config=SimpleNamespace(tp_size=2, cp_size=1, sp_size=1))),
+        "the script sets tp_size; a plan makes the groups itself: leave it out",
+    ),
+    "packing": (set_to("args.packing", True), "the script sets packing=True; leave it off: the plan packs"),
+    "offloading": (set_to("args.activation_offloading", True), "activation_offloading=True counts on one forward and"),
+    "reference before": (
+        set_to("args.precompute_ref_log_probs", True),
+        "precompute_ref_log_probs=True puts the reference",
+    ),
+}
+
+
+class OwnStep(Trainer):
+    """A trainer that runs a step in its own way."""
+
+    def training_step(self, *given: Any) -> torch.Tensor:
+        return torch.zeros(())
+
+
+class OwnOrder(Trainer):
+    """A trainer that chooses rows in its own way."""
+
+    def _get_train_sampler(self, *given: Any) -> None:
+        return None
+
+
+class OwnLoader(Trainer):
+    """A trainer with a loader of its own."""
+
+    def get_train_dataloader(self) -> Any:
+        return None
+
+
+def trainer_of(kind: type[Trainer], folder: Path) -> Any:
+    arguments = TrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none")
+    return kind(model=hugging_face("qwen3", torch.float32), args=arguments)
+
+
+def test_a_plain_trainer_is_followed(tmp_path: Path) -> None:
+    check_trainer(trainer_of(Trainer, tmp_path))
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_plan_would_leave_out_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    trainer = trainer_of(Trainer, tmp_path)
+    change, message = CHANGES[name]
+    change(trainer)
+    with pytest.raises(RunError) as refused:
+        check_trainer(trainer)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (OwnStep, "OwnStep has its own training_step, but under a plan how a step runs comes from the plan; leave it out"),
+        (OwnOrder, "OwnOrder has its own _get_train_sampler, but under a plan which rows a step has comes from the plan; "
+        "leave it out"),
+        (OwnLoader, "OwnLoader has its own get_train_dataloader, but under a plan which rows a step has comes from the plan; "
+        "leave it out"),
+    ],
+)  # fmt: skip
+def test_a_class_that_does_itself_what_the_plan_does_is_refused(
+    kind: type[Trainer], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RunError) as refused:
+        check_trainer(trainer_of(kind, tmp_path))
+    assert str(refused.value) == message
