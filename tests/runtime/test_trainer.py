@@ -20,7 +20,16 @@ _REFUSALS = {
     "longer row": "row 20 of the training data has 3 tokens but 2 in the plan's manifest lengths.parquet; build the manifest",
     "grouped": "the script groups rows by group_by_length, but a plan balances the steps itself; leave it out",
 }
-_REMAINING = ("ddp waves", "recomputed", "smoothed", "bf16", "max_steps", "fsdp", "fsdp that keeps weights")
+_REMAINING = (
+    "ddp waves",
+    "recomputed",
+    "smoothed",
+    "bf16",
+    "max_steps",
+    "fsdp",
+    "fsdp, resumed",
+    "fsdp that keeps weights",
+)
 _BF16 = 1e-3  # two roundings of every activation, in another order
 
 

@@ -56,12 +56,18 @@ def install_beside_ranks() -> None:
 
 
 def _refuse_to_train(optimizer: ModuleType) -> None:
+    by_accelerate = any(name.startswith("ACCELERATE_") for name in os.environ)
+    remedy = (
+        "without accelerators 'accelerate launch' starts the plan's ranks by '--multi_gpu --num_processes N' alone"
+        if by_accelerate
+        else "have its launcher start the plan's ranks, as 'torchrun --nproc-per-node N' does"
+    )
+
     def refuse(*_: Any) -> None:
         sys.excepthook = _one_line_errors
         raise RunError(
             f"{sys.argv[0]} trains in a process that is no rank (RANK is not set), and so would train without the plan "
-            f"{os.environ.get(PLAN_VARIABLE)}; have its launcher start the plan's ranks, as 'torchrun --nproc-per-node "
-            "N' does"
+            f"{os.environ.get(PLAN_VARIABLE)}; {remedy}"
         )
 
     optimizer.register_optimizer_step_pre_hook(refuse)

@@ -8,10 +8,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from fcp_cli.errors import RunError
+from fcp_cli.runtime.injection.install import _refuse_to_train
 from tests.patience import PATIENCE_SECONDS
 from tests.ports import unused_port
 from tests.runtime.launch import ROOT
@@ -133,6 +136,18 @@ def test_a_process_that_trains_beside_the_ranks_of_a_job_is_named(folder: Path) 
         1,
         "error: train.py trains in a process that is no rank (RANK is not set), and so would train without the plan "
         "/data/plan.parquet; have its launcher start the plan's ranks, as 'torchrun --nproc-per-node N' does\n",
+    )
+
+
+def test_where_accelerate_started_it_the_flag_is_named_that_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks: list[Any] = []
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # set once more by what is called, and put back here
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    _refuse_to_train(cast(ModuleType, SimpleNamespace(register_optimizer_step_pre_hook=hooks.append)))
+    with pytest.raises(RunError) as refused:
+        hooks[0]()
+    assert str(refused.value).endswith(
+        "; without accelerators 'accelerate launch' starts the plan's ranks by '--multi_gpu --num_processes N' alone"
     )
 
 

@@ -112,14 +112,20 @@ def lora(folder: Path) -> dict[str, Any]:
     return train(folder, model=get_peft_model(hugging_face("qwen3", torch.float32), adapter))
 
 
-def resumed(folder: Path) -> dict[str, Any]:
+def resumed(folder: Path, **changes: Any) -> dict[str, Any]:
     """Stop after two of three steps, and go on from the checkpoint with another model and trainer."""
-    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    settings: dict[str, Any] = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        **changes,
+    }
     train(folder, evaluates=True, **settings)
     return train(folder, evaluates=True, resume=str(folder / "out" / "checkpoint-2"), **settings)
 
 
-def sharded(folder: Path, *, reshards: bool) -> dict[str, Any]:
+def sharded(folder: Path, *, reshards: bool, run: Callable[..., dict[str, Any]] = train) -> dict[str, Any]:
     """accelerate leaves `fsdp=` out without accelerators: let it think of CPU ranks as of any others, in both runs."""
     kind: Any = AcceleratorState
     own = kind.__init__
@@ -132,7 +138,7 @@ def sharded(folder: Path, *, reshards: bool) -> dict[str, Any]:
 
     kind.__init__ = let_it_shard
     try:
-        found = train(folder, fsdp=True, fsdp_config={"reshard_after_forward": reshards})
+        found = run(folder, fsdp=True, fsdp_config={"reshard_after_forward": reshards})
     finally:
         kind.__init__ = own
     assert found["is_sharded"]
@@ -167,6 +173,10 @@ CASES: Cases = {
     "bf16": (ITERATION, lambda folder: train(folder, bf16=True)),
     "max_steps": (ITERATION, lambda folder: train(folder, max_steps=2)),
     "fsdp": (WAVES, partial(sharded, reshards=True)),
+    "fsdp, resumed": (
+        WAVES,
+        partial(sharded, reshards=True, run=partial(resumed, optim="adamw_torch", learning_rate=1e-3)),
+    ),
     "fsdp that keeps weights": (ITERATION, partial(sharded, reshards=False)),
 }
 REFUSALS: Cases = {
