@@ -350,6 +350,10 @@ ERRORS = {
         r"^the model's DistributedDataParallel has static_graph=True, .*: leave it out, or give"
     ]
     * 4,
+    "ddp that steps is not given": [
+        rf"^step 0, micro-batch \d, rank {rank}: steps\(\) was given no model, so nothing sums the gradients of"
+        for rank in range(4)
+    ],
     "ddp that ignores a parameter": [
         r"^the model's DistributedDataParallel has parameters that it ignores, which would"
     ]

@@ -108,6 +108,7 @@ def first_step(
     attend: Any = ring_attend,
     wrapping: Any = "none",
     stop_early: bool = False,
+    gives_model: bool = True,
     shift: int = 0,
     resume_at: int = 0,
     bad_loss: bool = False,
@@ -116,7 +117,7 @@ def first_step(
     with start(plan, lambda row: (torch.arange(400) + shift) % VOCAB_SIZE) as session:
         model = TinyLanguageModel(TinyConfig(), attend)
         wrapped = wrap(model, wrapping, list(model.blocks.children()))
-        for step in session.steps(wrapped, first_step=resume_at):
+        for step in session.steps(wrapped if gives_model else None, first_step=resume_at):
             for microbatch in step:
                 logits = wrapped(microbatch.input_ids, microbatch.position_ids, microbatch.ring)
                 torch.autograd.backward(microbatch.loss(logits * float("nan") if bad_loss else logits))
@@ -136,6 +137,7 @@ def error_cases(folder: Path, rank: int) -> Mapping[str, Callable[[], Any]]:
         "left early": lambda: first_step(folder / "two-each.parquet", stop_early=True),
         "ddp with a hook": lambda: first_step(iteration, wrapping="ddp hook"),
         "ddp with a static graph": lambda: first_step(iteration, wrapping="ddp static"),
+        "ddp that steps is not given": lambda: first_step(iteration, wrapping="ddp", gives_model=False),
         "ddp that ignores a parameter": lambda: first_step(iteration, wrapping="ddp ignoring"),
         **{name: partial(first_step, folder / WAVES, wrapping=name) for name in REFUSED_WRAPPINGS},
         "fsdp under iteration": lambda: first_step(iteration, wrapping="fsdp"),
