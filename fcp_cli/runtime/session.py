@@ -39,6 +39,7 @@ from fcp_cli.runtime.metrics.recorder import Recorder, StepRecord, recorder_of
 from fcp_cli.runtime.on_nan import OnNan
 from fcp_cli.runtime.outside import outside
 from fcp_cli.runtime.prefetch import Prefetched
+from fcp_cli.runtime.restarts import say_if_begun_again
 from fcp_cli.runtime.ring import Ring, current_ring
 from fcp_cli.runtime.step_agreement import agree_on_first_step
 from fcp_cli.runtime.timing import Clock, MicroBatchTiming, clock_for
@@ -196,6 +197,7 @@ class Session:
             raise RunError("no data: pass fetch=..., a function from manifest row to tokens")
         first_step = self._next_step if first_step is None else first_step
         agree_on_first_step(self.world, first_step)
+        say_if_begun_again(first_step, self.metadata.first_step, self.rank)
         planned = self.metadata.recipe
         reduce = reduce or (planned.reduce if planned is not None else "wave")
         sync = gradient_sync(model, self.world, self.metadata.sync, reduce)

@@ -187,6 +187,38 @@ def test_a_step_counts_the_tokens_that_carry_a_loss_and_predicts_its_time(tmp_pa
     assert (step.tokens, len(step), step.predicted_seconds, step.bound_seconds) == (8, 1, 10.0, 10.0)
 
 
+def test_a_session_goes_on_after_the_last_step_whose_micro_batches_were_all_run(tmp_path: Path) -> None:
+    first = one_rank(tmp_path)
+    assert first.state_dict() == {"next_step": 0}
+    for step in first.steps():
+        for microbatch in step:
+            assert first.state_dict() == {"next_step": 0}
+            pretend_attention(microbatch)
+        break
+    second = one_rank(tmp_path)
+    second.load_state_dict(first.state_dict())
+    assert next(second.steps()).index == 1
+    assert next(second.steps(first_step=0)).index == 0
+    with pytest.raises(RunError, match=r"has no next_step, but model, optimizer; save what session\.state_dict"):
+        second.load_state_dict({"model": {}, "optimizer": {}})
+
+
+def test_a_requeued_job_whose_script_begins_again_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = one_rank(tmp_path)
+    session.steps()
+    assert "Slurm" not in capsys.readouterr().err
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    session.steps(first_step=1)
+    assert "Slurm" not in capsys.readouterr().err
+    session.steps()
+    assert capsys.readouterr().err == (
+        "fcp: Slurm has started this job before (SLURM_RESTART_COUNT 2), and it begins with step 0 again; a script that "
+        "resumes loads its checkpoint first, with session.load_state_dict\n"
+    )
+
+
 def test_every_microbatch_is_timed(tmp_path: Path) -> None:
     step = next(one_rank(tmp_path, [Row([0], [3]), Row([0], [4])]).steps())
     for microbatch in step:

@@ -61,6 +61,15 @@ def test_an_engine_trains_as_it_does_alone_on_the_same_global_batches(name: str)
             assert worst_difference(found, alone) <= 2e-6
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_engine_resumed_from_its_own_checkpoint_goes_on_as_if_it_had_not_stopped(stage: int) -> None:
+    alone: Trained = left()[f"zero {stage} microbatch-alone"]
+    for rank in range(NUM_RANKS):
+        found: Trained = left()[f"resumed zero {stage}-{rank}"]
+        assert len(found.losses) == 2
+        assert worst_difference(found, alone.since(1)) <= 2e-6
+
+
 @pytest.mark.parametrize("name", ERRORS)
 def test_an_engine_that_cannot_follow_is_refused_in_one_line(name: str) -> None:
     for rank in range(NUM_RANKS):

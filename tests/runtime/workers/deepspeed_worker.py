@@ -10,7 +10,7 @@ import faulthandler
 import pickle
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ class Case:
     clipping: float = 0.0
     steps_inside: bool = False
     offloads: bool = False
+    saves: bool = False
 
 
 CASES: Mapping[str, Case] = {
@@ -60,6 +61,10 @@ CASES: Mapping[str, Case] = {
     "zero 2 clipping": Case(stage=2, sync="iteration", clipping=0.05),
     "zero 2 offload": Case(stage=2, sync="iteration", offloads=True),
 }
+
+
+RESUMED = {"resumed zero 2": 2, "resumed zero 3": 3}
+"""Name -> stage of runs that go on after one of three steps, as the runs in waves of that stage would have."""
 
 
 def engine_of(case: Case, model: torch.nn.Module) -> Any:
@@ -94,11 +99,14 @@ def norm_of(engine: Any) -> float:
     return float("nan") if norm is None else float(norm)
 
 
-def follow(folder: Path, case: Case) -> Trained:
+def follow(folder: Path, case: Case, resume: Path | None = None) -> Trained:
     plan = folder / f"{case.sync}.parquet"
     losses, norms = [], []
     with start(plan, tokens_of(plan)) as session:
         engine = engine_of(case, model_under_a_plan())
+        if resume is not None:
+            _, state = engine.load_checkpoint(str(resume), tag="1")
+            session.load_state_dict(state)
         for step in session.steps(engine, reduce=case.reduce):
             for batch in step:
                 engine.backward(batch.loss(engine(batch.input_ids, batch.position_ids, batch.ring)))
@@ -106,6 +114,10 @@ def follow(folder: Path, case: Case) -> Trained:
                     engine.step()
             if not case.steps_inside:
                 engine.step()
+            if case.saves:
+                engine.save_checkpoint(
+                    str(folder / "saved"), tag=str(step.index + 1), client_state=session.state_dict()
+                )
             losses.append(step.reduced_loss())
             norms.append(norm_of(engine))
     with whole_weights(engine):
@@ -167,6 +179,11 @@ def main(folder: Path) -> None:
 
     for name, case in CASES.items():
         leave(name, alone(folder, case) if is_alone else follow(folder, case))
+    if not is_alone:
+        for name, stage in RESUMED.items():
+            case = Case(stage=stage, sync="microbatch", saves=True)
+            follow(folder, case)
+            leave(name, follow(folder, replace(case, saves=False), resume=folder / "saved"))
     for name, run in () if is_alone else refused(folder).items():
         try:
             run()
