@@ -60,6 +60,7 @@ def trainer_settings(request: LaunchRequest, job: Job, assumed: Origins) -> Trai
     recipe = settings.recipe(metadata.recipe, sync=metadata.sync, device=job.machine.device)
     if runs_here:
         require_libraries(recipe, settings)
+        _check_tokenizer(settings)
     check_shard_ranks(recipe, metadata.num_ranks)
     check_recipe_of_plan(job, settings)
     if metadata.recipe is None:
@@ -121,6 +122,15 @@ def _weights(request: LaunchRequest, model: str, assumed: Origins) -> Path | Non
     if given is None:
         assumed.assume("--weights", folder, "the model is a checkpoint")
     return folder.absolute()
+
+
+def _check_tokenizer(settings: TrainSettings) -> None:
+    """Refuse manifests whose tokens are not those of the checkpoint that is trained."""
+    from fcp_cli.training.data import check_tokenizer
+
+    for manifest in filter(None, (settings.manifest, settings.eval_manifest)):
+        if settings.weights is not None and manifest.exists():
+            check_tokenizer(manifest, settings.weights)
 
 
 def _evaluation(request: LaunchRequest) -> dict[str, Path]:

@@ -72,7 +72,11 @@ class FileTokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        return int(max(self._tokenizer.get_vocab(with_added_tokens=True).values())) + 1
+        return max(self.vocabulary().values()) + 1
+
+    def vocabulary(self) -> dict[str, int]:
+        """Return the id of each token."""
+        return dict(self._tokenizer.get_vocab(with_added_tokens=True))
 
     def count(self, texts: Any) -> IntArray:
         encodings = self._tokenizer.encode_batch_fast(

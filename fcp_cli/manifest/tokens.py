@@ -58,12 +58,15 @@ class SyntheticTokens:
 
 
 class CheckedTokens:
-    """Tokens of a source that is still what the manifest was built from: every sequence must have its length."""
+    """Tokens of a source that is still what the manifest was built from: every sequence must have its length, and only
+    tokens that the vocabulary has, where one was given.
+    """
 
-    def __init__(self, tokens: SourceTokens, lengths: IntArray, remedy: str) -> None:
+    def __init__(self, tokens: SourceTokens, lengths: IntArray, remedy: str, *, entries: int | None = None) -> None:
         self._tokens = tokens
         self._lengths = lengths
         self._remedy = remedy
+        self._entries = entries
 
     @property
     def vocab_size(self) -> int:
@@ -77,6 +80,12 @@ class CheckedTokens:
                 f"{self._tokens.place(row)} changed: it has {len(tokens)} tokens, but row {row} of the manifest has "
                 f"{self._lengths[row]}; {self._remedy}"
             )
+        if self._entries is not None and len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._entries:
+            beyond = int(tokens.min()) if tokens.min() < 0 else int(tokens.max())
+            raise ManifestError(
+                f"{self._tokens.place(row)}, row {row} of the manifest, has the token {beyond}, but the model's "
+                f"vocabulary has {self._entries} entries; choose the tokenizer's own model"
+            )
         return found
 
 
@@ -86,6 +95,7 @@ def open_tokens(
     source: str | Path | None = None,
     length_column: str = "length",
     kept: Path | None = None,
+    entries: int | None = None,
 ) -> TokenReader:
     """Open the data that a manifest was built from.
 
@@ -95,6 +105,7 @@ def open_tokens(
         source: where the data lies now, if it moved since the manifest was built.
         length_column: the column that was planned, as for `read_manifest`.
         kept: a folder with a copy of the checkpoint's tokenizer, for where that is gone.
+        entries: of the model's vocabulary; None: whatever the tokens are.
 
     Raises:
         ManifestError: the manifest has no source with tokens (use `SyntheticTokens`), or the source is gone. Calling
@@ -106,11 +117,12 @@ def open_tokens(
     lengths = table.length_tokens
     if recorded is None:
         own = _own_tokens(path, table.column)
-        return CheckedTokens(own, lengths, "plan it again")
+        return CheckedTokens(own, lengths, "plan it again", entries=entries)
     if source is not None:
         recorded = recorded | {"path": str(Path(source).absolute())}
     remedy = f"build and plan again: {build_command(recorded, path)}"
-    return CheckedTokens(_source_tokens(path, _with_tokenizer(recorded, kept), remedy), lengths, remedy)
+    tokens = _source_tokens(path, _with_tokenizer(recorded, kept), remedy)
+    return CheckedTokens(tokens, lengths, remedy, entries=entries)
 
 
 def open_media(manifest_path: str | Path) -> MediaRecords | None:

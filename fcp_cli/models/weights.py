@@ -5,6 +5,8 @@ Nothing that such a file holds can run.
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,17 +54,27 @@ def find_weights(folder: Path) -> WeightFiles:
         files = dict.fromkeys(_tensors_of(folder / SINGLE), folder / SINGLE)
     else:
         pickled = next(iter(sorted(folder.glob("pytorch_model*.bin"))), None)
-        remedy = (
-            f"{pickled.name} is a pickle, which may run code: save it with save_pretrained as safetensors"
-            if pickled
-            else "give a checkpoint's folder with --weights, or --random-weights"
-        )
+        remedy = "give a checkpoint's folder with --weights, or --random-weights"
+        if pickled is not None:
+            command = _conversion(folder)
+            remedy = f"{pickled.name} is a pickle, which may run code; write safetensors beside it with: {command}"
         raise RunError(f"{folder} holds no {SINGLE}; {remedy}")
     for file in sorted(set(files.values())):
         missing = {tensor for tensor, place in files.items() if place == file} - set(_tensors_of(file))
         if missing:
             raise RunError(f"{file} has no tensor {min(missing)!r}, which {INDEX} looks for there; copy it again")
     return WeightFiles(folder=folder, files=files)
+
+
+def _conversion(folder: Path) -> str:
+    """Return the command that writes pickled weights as safetensors; transformers loads tensors alone of a pickle."""
+    file = folder / "config.json"
+    document = read_json(file, error=RunError) if file.is_file() else None
+    names = document.get("architectures") if isinstance(document, dict) else None
+    name = names[0] if isinstance(names, list) and names and str(names[0]).isidentifier() else "AutoModelForCausalLM"
+    path = json.dumps(str(folder))
+    code = f'import transformers; transformers.{name}.from_pretrained({path}, dtype="auto").save_pretrained({path})'
+    return shlex.join(["python", "-c", code])
 
 
 def _tensors_of(file: Path) -> list[str]:

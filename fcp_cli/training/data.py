@@ -8,6 +8,7 @@ import numpy as np
 
 from fcp_cli.errors import ManifestError, RunError
 from fcp_cli.manifest.header import manifest_source
+from fcp_cli.manifest.tokenizer import FileTokenizer
 from fcp_cli.manifest.tokens import SyntheticTokens, TokenReader, open_media, open_tokens
 from fcp_cli.plan.reader import PlanReader
 
@@ -31,13 +32,40 @@ def open_data(
     """
     if manifest is None or open_media(manifest) is not None:
         return SyntheticTokens(planned_lengths(plan), vocab_size, seed)
-    tokens = open_tokens(manifest, length_column=length_column, kept=kept)
+    tokens = open_tokens(manifest, length_column=length_column, kept=kept, entries=vocab_size)
     if tokens.vocab_size > vocab_size:
         raise RunError(
             f"the tokens of {manifest} go up to {tokens.vocab_size - 1}, but the model's vocabulary has {vocab_size} "
             "entries; choose the tokenizer's own model, or build the manifest with another --tokenizer"
         )
     return tokens
+
+
+def check_tokenizer(manifest: Path, checkpoint: Path) -> None:
+    """Refuse a manifest whose tokens are those of another tokenizer than a checkpoint's.
+
+    Files may differ in what does not make tokens: what counts is the vocabulary.
+
+    Raises:
+        RunError: with a token that differs.
+    """
+    source = manifest_source(manifest) or {}
+    name, own = source.get("tokenizer"), checkpoint / "tokenizer.json"
+    theirs = Path(str(name))
+    theirs = theirs / "tokenizer.json" if theirs.is_dir() else theirs
+    if name in (None, "bytes") or not own.is_file() or not theirs.is_file() or own.read_bytes() == theirs.read_bytes():
+        return
+    wanted, found = FileTokenizer(own).vocabulary(), FileTokenizer(theirs).vocabulary()
+    differing = min(
+        (token for token in found if wanted.get(token) != found[token]), key=found.__getitem__, default=None
+    )
+    if differing is None:
+        return
+    flag = "--processor" if source.get("content") == "pixels" else "--tokenizer"
+    raise RunError(
+        f"{manifest} was built with the tokenizer {theirs}, not with that of {checkpoint}: {differing!r} is token "
+        f"{found[differing]} there and {wanted.get(differing, 'none')} here; build it again with {flag} {checkpoint}"
+    )
 
 
 def planned_lengths(plan: Path) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

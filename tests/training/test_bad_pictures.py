@@ -64,6 +64,61 @@ def test_a_bad_picture_ends_the_build_or_is_left_out(
         built(folder, RECORD | {"image": None} | record)
 
 
+def write_sound(path: Path) -> None:
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream: Any = container.add_stream("pcm_s16le", rate=8000)
+        frame = av.AudioFrame(format="s16", layout="mono", samples=800)
+        frame.sample_rate = 8000
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+
+
+def write_header(path: Path) -> None:
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=4)
+        stream.height, stream.width, stream.pix_fmt = 32, 48, "yuv420p"
+        container.start_encoding()
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (write_sound, snapshot("ManifestError: FOLDER/data.jsonl:2: FOLDER/a.mkv has no video stream")),
+        (
+            write_header,
+            snapshot("ManifestError: FOLDER/data.jsonl:2: FOLDER/a.mkv: cannot read it as a video: End of file"),
+        ),
+        (
+            lambda path: write_clip(path, 1, 32, 48, 4),
+            snapshot("ManifestError: FOLDER/data.jsonl:2: a video needs at least 2 frames; leave the record out"),
+        ),
+    ],
+    ids=["sound alone", "no frames", "one frame"],
+)
+def test_a_video_without_frames_ends_the_build(write: Callable[[Path], Any], message: str, folder: Path) -> None:
+    pytest.importorskip("av")
+    write(folder / "a.mkv")
+    with raises(message):
+        built(folder, {"video": "a.mkv", "caption": "it is"})
+
+
+def test_a_template_that_fails_on_a_row_names_row_and_file(folder: Path) -> None:
+    (folder / "checkpoint" / "chat_template.jinja").write_text(
+        "{% if messages | length > 2 %}{{ raise_exception('no more than one answer') }}{% endif %}{{ messages[0].role }}"
+    )
+    turns = [{"from": who, "value": "so"} for who in ("human", "gpt", "human", "gpt")]
+    with raises(
+        snapshot(
+            "ManifestError: FOLDER/data.jsonl:2: the chat template of FOLDER/checkpoint fails: no more than one answer"
+        )
+    ):
+        built(folder, {"conversations": turns})
+
+
 def test_unreadable_pictures_can_be_left_out_of_a_manifest(folder: Path) -> None:
     found = built(folder, RECORD | {"image": "gone.png"}, skips_bad=True)
     assert (found.rows, found.skipped) == (1, {"unreadable": 1})

@@ -9,9 +9,10 @@ import pytest
 from inline_snapshot import snapshot
 
 from fcp_cli.errors import ManifestError
+from fcp_cli.manifest.tokens import open_tokens
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.training.data import has_tokens, open_data, planned_lengths
-from tests.manifest.datasets import tokens_at
+from fcp_cli.training.data import check_tokenizer, has_tokens, open_data, planned_lengths
+from tests.manifest.datasets import build, tokens_at
 from tests.messages import raises
 from tests.training.small_runs import write_manifest, write_small_plan
 
@@ -35,6 +36,49 @@ def test_a_vocabulary_too_small_for_the_tokens_is_one_line(folder: Path) -> None
         )
     ):
         open_data(folder / "plan.parquet", folder / "lengths.parquet", vocab_size=100, seed=0)
+
+
+def test_a_row_with_a_token_beyond_the_vocabulary_is_named(tmp_path: Path) -> None:
+    rows = pa.array([[1, 2, 3], [4, 70, 5]], pa.list_(pa.int64()))
+    pq.write_table(pa.table({"input_ids": rows}), tmp_path / "tokens.parquet")
+    build(tmp_path / "tokens.parquet", tmp_path / "lengths.parquet", column="input_ids")
+    tokens = open_tokens(tmp_path / "lengths.parquet", entries=64)
+    assert len(tokens(0)) == 3
+    with raises(
+        snapshot(
+            "ManifestError: FOLDER/tokens.parquet (row 1, column input_ids), row 1 of the manifest, has the token 70, but the model's vocabulary has 64 entries; choose the tokenizer's own model"
+        )
+    ):
+        tokens(1)
+
+
+def write_tokenizer(folder: Path, *words: str) -> Path:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    folder.mkdir()
+    Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0])).save(
+        str(folder / "tokenizer.json")
+    )
+    return folder
+
+
+@pytest.mark.hf
+def test_a_manifest_of_another_tokenizer_than_the_checkpoints_is_refused(tmp_path: Path) -> None:
+    own, other = write_tokenizer(tmp_path / "own", "?", "a", "b"), write_tokenizer(tmp_path / "other", "?", "b", "a")
+    same = write_tokenizer(tmp_path / "same", "?", "a", "b")
+    (same / "tokenizer.json").write_text((same / "tokenizer.json").read_text() + "\n")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "0.txt").write_text("a")
+    build(tmp_path / "text", tmp_path / "lengths.parquet", tokenizer=str(own))
+    for checkpoint in (own, same, tmp_path / "text"):
+        check_tokenizer(tmp_path / "lengths.parquet", checkpoint)
+    with raises(
+        snapshot(
+            "RunError: FOLDER/lengths.parquet was built with the tokenizer FOLDER/own/tokenizer.json, not with that of FOLDER/other: 'a' is token 1 there and 2 here; build it again with --tokenizer FOLDER/other"
+        )
+    ):
+        check_tokenizer(tmp_path / "lengths.parquet", other)
 
 
 def test_synthetic_tokens_have_the_planned_lengths(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -141,14 +142,19 @@ def test_a_folder_of_configuration_alone_has_no_weights(tmp_path: Path) -> None:
         find_weights(tmp_path)
 
 
-def test_pickled_weights_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n")
-    with raises(
-        snapshot(
-            "RunError: FOLDER holds no model.safetensors; pytorch_model.bin is a pickle, which may run code: save it with save_pretrained as safetensors"
-        )
-    ):
+def test_pickled_weights_are_refused_with_the_command_that_converts_them(tmp_path: Path) -> None:
+    model = saved(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(RunError) as caught:
         find_weights(tmp_path)
+    message = str(caught.value).replace(str(tmp_path), "FOLDER")
+    assert message == snapshot(
+        'FOLDER holds no model.safetensors; pytorch_model.bin is a pickle, which may run code; write safetensors beside it with: python -c \'import transformers; transformers.Qwen3ForCausalLM.from_pretrained("FOLDER", dtype="auto").save_pretrained("FOLDER")\''
+    )
+    *_, code = shlex.split(str(caught.value).partition(" with: ")[2])
+    exec(code)
+    assert_same(reloaded(tmp_path), model)
 
 
 @pytest.mark.parametrize("keep", [3, 100, 20_000])
