@@ -59,6 +59,19 @@ def rank_memory(
     return RankMemory(moments=tuple(moments))
 
 
+def saved_bytes(spec: ModelSpec, recipe: Recipe, *, ranks: int) -> float:
+    """Return the bytes that a rank copies to its host for a checkpoint; only the ranks of one copy save.
+
+    The optimizer's weights and moments, and what is frozen, which adapters leave to their checkpoint.
+    """
+    shards = recipe.shards(ranks) if recipe.zero_stage else 1
+    precision = precision_of(recipe)
+    state = State(spec=spec, recipe=recipe, precision=precision, shards=shards)
+    frozen = 0.0 if recipe.lora is not None else precision.gathered * (state.parameters - state.trained)
+    updated = (max(precision.weight, precision.master) + precision.moments) * state.trained
+    return (updated + frozen) / shards
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _MicroBatch:
     """The moments of a micro-batch that runs."""

@@ -16,7 +16,7 @@ from inline_snapshot import snapshot
 
 from fcp_cli.console import Origins
 from fcp_cli.errors import UsageError
-from fcp_cli.launching.checks.memory import check_recipe_of_plan, job_memory, rank_memory
+from fcp_cli.launching.checks.memory import check_recipe_of_plan, host_copies, job_memory, rank_memory
 from fcp_cli.launching.checks.plan import profile_model
 from fcp_cli.launching.job.job import Job
 from fcp_cli.launching.memory_table import memory_table
@@ -119,6 +119,30 @@ def test_a_model_larger_than_the_hosts_memory_is_an_error() -> None:
         ]
     )
     assert findings(on_cpu("qwen3-tiny", host)) == []
+
+
+def test_a_host_without_room_for_the_copies_of_checkpoints_is_warned_of() -> None:
+    """12 bytes a parameter of 8.2 billion, on the one node that holds a copy, and beside 16 of each rank on hosts."""
+
+    def warned(of: Job) -> list[str]:
+        return [found.message for found in host_copies(of, Facts())]
+
+    small = replace(on_gpus(), machine=replace(H100S, memory_bytes=64 * 10**9))
+    assert warned(small) == snapshot(
+        [
+            "checkpoints of qwen3-8b are copied to the memory of this host, 98 GB for 8 ranks, but it has 64 GB; share a copy out over more nodes, without --shard-ranks"
+        ]
+    )
+    assert warned(replace(small, machine=replace(H100S, memory_bytes=128 * 10**9))) == []
+    adapters = replace(small, settings=settings_of("qwen3-8b", lora="r=16"))
+    assert warned(adapters) == []
+    host = on_cpu("qwen3-8b", 600 * 10**9)
+    assert warned(host) == snapshot(
+        [
+            "checkpoints of qwen3-8b are copied to the memory of this host, 98 GB for 1 rank beside the 534 GB that they train with, but it has 600 GB; give --no-async-save, which writes while training waits"
+        ]
+    )
+    assert warned(replace(host, settings=settings_of("qwen3-8b", async_save=False))) == []
 
 
 @contextmanager

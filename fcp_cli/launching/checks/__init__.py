@@ -24,6 +24,7 @@ CHECKS = (
     plan.profile_model,
     plan.planned_machine,
     memory.rank_memory,
+    memory.host_copies,
     plan.token_budget,
     plan.hccl_buffers,
     plan.open_files,

@@ -16,12 +16,14 @@ from fcp_cli.launching.checks.finding import Finding, error, warning
 from fcp_cli.launching.job.job import Job
 from fcp_cli.machine.facts import Facts
 from fcp_cli.memory.fitting import Place, fitting_recipe
+from fcp_cli.memory.rank import saved_bytes
 from fcp_cli.memory.table import RESERVE_FRACTION, RankMemory
 from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.peers import plan_peers
 from fcp_cli.recipe import Recipe, RecipeRequest, flag_words, recipe_to_follow
 from fcp_cli.training.settings import TrainSettings
+from fcp_cli.words import counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,6 +159,31 @@ def rank_memory(job: Job, facts: Facts) -> Iterator[Finding]:
         f"{job.plan} lets a rank hold {need.tokens:,} tokens, for which {need.spec.name} needs "
         f"{need.total_bytes / 1e9:.1f} GB under {need.recipe.describe()}, but a device has "
         f"{need.capacity_bytes / 1e9:.1f} GB; {_remedy(job, need)}"
+    )
+
+
+def host_copies(job: Job, facts: Facts) -> Iterator[Finding]:
+    """Check that a node has memory for what checkpoints copy to it: it is kept from the first one on.
+
+    Whatever leaves an accelerator is copied; on hosts only what is written while training goes on.
+    """
+    need, settings = job_memory(job, facts), job.settings
+    host_bytes = float(job.machine.memory_bytes)
+    if need is None or settings is None or not host_bytes or (need.is_host and not settings.async_save):
+        return
+    ranks = job.metadata.num_ranks
+    savers = min(job.processes_per_node, need.recipe.shards(ranks) if need.recipe.zero_stage else 1)
+    copies = savers * saved_bytes(need.spec, need.recipe, ranks=ranks)
+    held = need.rank.total_bytes(1) * need.holders if need.is_host else 0.0
+    if held > host_bytes or held + copies <= host_bytes:
+        return
+    beside, remedy = "", "share a copy out over more nodes, without --shard-ranks"
+    if need.is_host:
+        beside = f" beside the {held / 1e9:.0f} GB that they train with"
+        remedy = "give --no-async-save, which writes while training waits"
+    yield warning(
+        f"checkpoints of {need.spec.name} are copied to the memory of this host, {copies / 1e9:.0f} GB for "
+        f"{counted(savers, 'rank')}{beside}, but it has {host_bytes / 1e9:.0f} GB; {remedy}"
     )
 
 
