@@ -1,16 +1,20 @@
-"""What the checks of a training loop cost the host: `python -m benchmarks.guards [--repeat N]`.
+"""What the checks and the metrics of a training loop cost the host: `python -m benchmarks.guards [--repeat N]`.
 
-A micro-batch builds a name for messages, looks at its loss and hangs a hook on it, which runs when backward begins. The
-same micro-batch is run with and without them, on a loss that costs nothing else.
+A micro-batch builds a name for messages, looks at its loss and hangs a hook on it, which runs when backward begins, and
+asks whether a message of its metrics is due. The same micro-batch is run with and without them, on a loss that costs
+nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 
@@ -20,6 +24,7 @@ from fcp_cli.runtime.finite import LossWatch
 from fcp_cli.runtime.gradients import GradientSync
 from fcp_cli.runtime.guards import Guards
 from fcp_cli.runtime.loader import Shard, load_shard
+from fcp_cli.runtime.metrics.recorder import Recorder
 from fcp_cli.runtime.ring import Ring
 from fcp_cli.runtime.session import LocalMicroBatch
 from fcp_cli.runtime.step_agreement import PackDigest
@@ -44,7 +49,10 @@ def main() -> None:
         microbatch = LocalMicroBatch(shard, ring, device, is_last=True, guards=guards, divisor=7)
         torch.autograd.backward(weight * 2.0 * microbatch._guards.sync.loss_factor / 7)
 
+    recorder = _recorder()
+
     def guarded() -> None:
+        recorder.enter(shard.row, 0, 8)
         ring = Ring(shard.layout)
         ring.place = guards.place(3, shard.row)
         microbatch = LocalMicroBatch(shard, ring, device, is_last=True, guards=guards, divisor=7)
@@ -68,6 +76,17 @@ def main() -> None:
     tokens = torch.arange(_TOKENS)
     whole = _microseconds(lambda: load_shard(row, lambda _: tokens, rank=0), 1, calls=20)
     print(f"in the loader's thread: a pack of {_TOKENS:,} tokens loaded and digested in {whole / 1e3:.2f} ms")
+
+
+def _recorder() -> Recorder:
+    """Return what records a loop, in the midst of a step."""
+    path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
+    store: Any = torch._C._distributed_c10d.HashStore()
+    plan: Any = None  # it writes nothing here
+    metadata: Any = SimpleNamespace(num_ranks=1)
+    recorder = Recorder(path, plan=plan, metadata=metadata, rank=0, device=torch.device("cpu"), store=store)
+    recorder.begin(3, 1.0)
+    return recorder
 
 
 class _Digested:

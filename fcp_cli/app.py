@@ -21,6 +21,7 @@ from fcp_cli.commands.check import check
 from fcp_cli.commands.compare import compare
 from fcp_cli.commands.env import env
 from fcp_cli.commands.inspect import inspect
+from fcp_cli.commands.jobs import jobs_app
 from fcp_cli.commands.launch import launch
 from fcp_cli.commands.manifest import manifest_app
 from fcp_cli.commands.plan import plan
@@ -30,8 +31,8 @@ from fcp_cli.commands.selftest import selftest
 from fcp_cli.commands.trace import trace
 from fcp_cli.commands.verify import verify
 from fcp_cli.commands.watch import watch
-from fcp_cli.config import read_config
-from fcp_cli.console import print_error, verbosity
+from fcp_cli.config import read_config, unknown_variables
+from fcp_cli.console import note, print_error, verbosity
 from fcp_cli.errors import FcpError
 
 app = App(
@@ -50,6 +51,7 @@ app = App(
 # In the order in which a new user meets them; RootGroup puts the groups first.
 app.add_typer(manifest_app, name="manifest")
 app.add_typer(profile_app, name="profile")
+app.add_typer(jobs_app, name="jobs")
 for _verb in (plan, launch, check, inspect, compare, verify, watch, report, trace, env, selftest):
     app.command()(_verb)
 
@@ -82,6 +84,8 @@ def root(
     verbosity.level = -1 if quiet else verbose
     # Set here and not on the app: an FCP_VERSION that somebody exported must not act as our --version.
     context.auto_envvar_prefix = "FCP"
+    for line in unknown_variables(os.environ, context.command):
+        note(f"warning: {line}")
     if config is None and not no_config and Path("fcp.yaml").is_file():
         config = Path("fcp.yaml")
     if config is not None:

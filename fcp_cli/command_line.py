@@ -222,12 +222,15 @@ class App(typer.Typer):
         return decorate
 
 
+_FIRST_GROUPS = ("manifest", "profile")
+
+
 class RootGroup(Group):
     """Gives Ctrl-C its own exit status (click alone would make it 1), and an error its one line."""
 
     def __init__(self, *, commands: dict[str, Any], **settings: Any) -> None:
         # Typer puts groups last; a new user meets ours, manifest and profile, first.
-        groups_first = sorted(commands.items(), key=lambda item: not isinstance(item[1], TyperGroup))
+        groups_first = sorted(commands.items(), key=lambda item: item[0] not in _FIRST_GROUPS)
         super().__init__(commands=dict(groups_first), **settings)
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:

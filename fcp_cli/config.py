@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,44 @@ def _group_defaults(config: dict[str, Any], group: Any, *, where: str) -> dict[s
     defaults = {}
     for name, options in config.items():
         if name not in group.commands:
-            raise UsageError(f"{where}: there is no command {name!r}{did_you_mean(name, group.commands)}")
+            hint = _of_commands(str(name), group) or did_you_mean(name, group.commands)
+            raise UsageError(f"{where}: there is no command {name!r}{hint}")
         if not isinstance(options, dict):
             raise UsageError(f"{where}: the options of {name!r} must be a mapping, not {options!r}")
         defaults[name] = _command_defaults(options, group.commands[name], where=where, name=name)
     return defaults
+
+
+def _of_commands(name: str, group: Any) -> str:
+    """Return what a message adds about a key that is an option, written outside of its command; "" where it is none."""
+    flag = f"--{name.replace('_', '-')}"
+    found = [verb for verb, command in group.commands.items() if any(flag in p.opts for p in command.params)]
+    if not found:
+        return ""
+    example = "plan" if "plan" in found else found[0]
+    return f"; {name} is an option of {', '.join(found)}: write '{example}: {{{name}: ...}}'"
+
+
+def unknown_variables(environment: Iterable[str], group: Any, *, prefix: str = "FCP") -> Iterator[str]:
+    """Yield a line for each variable that begins like those of a command's options, and is none.
+
+    Args:
+        environment: names of variables.
+        group: the commands.
+        prefix: of the group's variables.
+    """
+    names = list(environment)
+    for verb, command in group.commands.items():
+        known = set(_variables(command, f"{prefix}_{verb.upper()}"))
+        for name in names:
+            if name.startswith(f"{prefix}_{verb.upper()}_") and name not in known:
+                yield f"the variable {name} sets nothing: {verb} has no such option{did_you_mean(name, known)}"
+
+
+def _variables(command: Any, prefix: str) -> Iterator[str]:
+    yield from (f"{prefix}_{parameter.name.upper()}" for parameter in command.params)
+    for verb, inner in getattr(command, "commands", {}).items():
+        yield from _variables(inner, f"{prefix}_{verb.upper()}")
 
 
 def _command_defaults(options: dict[str, Any], command: Any, *, where: str, name: str) -> dict[str, Any]:

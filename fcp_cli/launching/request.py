@@ -16,7 +16,8 @@ Inject: TypeAlias = Literal["entry", "env", "none"]
 """The way to make a program follow the plan: started by the runtime's entry, by its environment, or not at all."""
 NumaBinding: TypeAlias = Literal["node", "socket", "exclusive", "core-complex"]
 """What torchrun binds a rank to: the cores of its device's NUMA node or socket, its own of them, or a shared cache."""
-Target: TypeAlias = Literal["local", "scripts", "slurm", "pytorchjob", "volcano"]
+Target: TypeAlias = Literal["local", "scripts", "slurm", "pytorchjob", "jobset", "volcano", "kubernetes", "k8s"]
+"""Where a job runs; the last two are names that people type for the first of Kubernetes' own."""
 LOCAL: Final = "local"
 """The target of a job that runs on this machine."""
 
@@ -29,7 +30,7 @@ class ClusterOptions:
 
     target: Annotated[
         Target | None,
-        Opt("Where the job runs: here, by ssh (scripts), on Slurm or on Kubernetes.", unset="what the options imply"),
+        Opt("Where it runs: here, by ssh (scripts), on Slurm or Kubernetes (pytorchjob).", unset="what options imply"),
     ] = None
     template: Annotated[
         Path | None, Opt("Your own template of the job's files.", metavar="FILE.j2", unset="the target's in launchers/")
@@ -42,6 +43,14 @@ class ClusterOptions:
     mount: Annotated[
         tuple[str, ...], Opt("Volume of a container, as CLAIM:/path; may be repeated.", metavar="CLAIM:PATH")
     ] = ()
+    namespace: Annotated[str | None, Opt("Namespace of the job on Kubernetes.", unset="kubectl's")] = None
+    request: Annotated[
+        tuple[str, ...], Opt("Resource that each pod asks for, as cpu=32; may be repeated.", metavar="NAME=N")
+    ] = ()
+    node_selector: Annotated[
+        tuple[str, ...], Opt("Label of the nodes to run on; may be repeated.", metavar="KEY=VALUE")
+    ] = ()
+    pull_secret: Annotated[tuple[str, ...], Opt("Secret to pull the image with; may be repeated.", metavar="NAME")] = ()
     rdma_resource: Annotated[
         str | None, Opt("RDMA devices of each node, as rdma/hca=1.", metavar="NAME=N", unset="none: TCP")
     ] = None

@@ -72,6 +72,11 @@ class RunPaths:
         return self.run_dir / "launch.json"
 
     @property
+    def job(self) -> Path:
+        """The scheduler's job that runs it; see `runs.submission`."""
+        return self.run_dir / "job.json"
+
+    @property
     def heartbeat(self) -> Path:
         """Return whether the latest start is still at work; see `runs.heartbeat`."""
         return self.run_dir / "heartbeat.json"

@@ -55,7 +55,8 @@ SURFACE = {
     "launch": """
         -- SCRIPT ARGS --model --plan --manifest --synthetic --ranks --device --run-dir --resume --inject --probe
         --no-probe --dry-run --grace --rank-timeout --numa-binding --explain --preflight --json --target --launcher --output -o --force --template
-        --hostfile --setup --sbatch-option --srun-option --image --mount --rdma-resource --host-network --shm-size
+        --hostfile --setup --sbatch-option --srun-option --image --mount --namespace --request --node-selector --pull-secret
+        --rdma-resource --host-network --shm-size
         --python --job-name --nodes --node-rank --master-addr
         --master-port --join-timeout --weights --random-weights --export-every --lora --freeze
         --eval-manifest --eval-plan --eval-every --wandb
@@ -94,6 +95,15 @@ SURFACE = {
     """,
     "selftest": """
         --device --ranks --nodes --devices-per-node --quick --model --limit --output -o --json
+    """,
+    "jobs": """
+        --runs --json
+    """,
+    "jobs log": """
+        RUN_DIR
+    """,
+    "jobs cancel": """
+        RUN_DIR
     """,
 }
 COMMANDS = {" ".join(command.words): command for command in command_entries()}

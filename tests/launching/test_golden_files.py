@@ -55,6 +55,16 @@ CASES = {
         "pytorchjob",
         on_cluster(rdma_resource="rdma/hca_shared", rdma_count=8, host_network=True, shared_memory="64Gi"),
     ),
+    "jobset": ("jobset", cluster_job()),
+    "jobset-placed": (
+        "jobset",
+        on_cluster(
+            namespace="training",
+            requests={"cpu": "32", "memory": "256Gi"},
+            node_selector={"cloud.example/gpu": "h100"},
+            pull_secrets=("registry",),
+        ),
+    ),
     "volcano-rdma": ("volcano", on_cluster(rdma_resource="nvidia.com/hostdev")),
 }
 
@@ -88,7 +98,7 @@ def test_every_script_is_bash_without_findings(name: str) -> None:
     assert checked.stdout == ""
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.startswith(("pytorchjob", "volcano"))])
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith(("pytorchjob", "jobset", "volcano"))])
 def test_every_manifest_is_what_the_cluster_takes(case: str) -> None:
     target, job = CASES[case]
     (text,) = generated(case).values()
@@ -100,6 +110,9 @@ def test_every_manifest_is_what_the_cluster_takes(case: str) -> None:
         specs = spec["pytorchReplicaSpecs"].values()
         assert sum(replica["replicas"] for replica in specs) == job.num_nodes
         assert all(replica["template"] == spec["pytorchReplicaSpecs"]["Master"]["template"] for replica in specs)
+    elif target == "jobset":
+        (nodes,) = spec["replicatedJobs"]
+        assert nodes["template"]["spec"]["completions"] == nodes["template"]["spec"]["parallelism"] == job.num_nodes
     else:
         assert spec["minAvailable"] == spec["tasks"][0]["replicas"] == job.num_nodes
 

@@ -30,7 +30,8 @@ def launch_on_cluster(job: Job, options: LaunchOptions) -> None:
     assert job.cluster is not None
     target, output = TARGETS[job.target], options.output
     if output is not None:
-        job = replace(job, cluster=replace(job.cluster, record=RunPaths(run_dir=output.absolute()).launch))
+        record_path = RunPaths(run_dir=output.absolute()).launch
+        job = replace(job, cluster=replace(job.cluster, record=record_path, output=output.absolute()))
     files = job_files(target, job, template=options.cluster.template)
     record, answer = launch_record(job, files), {}
     note(f"{counted(job.num_nodes, 'node')} with {counted(job.processes_per_node, 'process')} each")
@@ -60,6 +61,7 @@ def _start(job: Job, command: tuple[str, ...], files: Mapping[str, str], record:
     from fcp_cli.launching.targets.write import require_sbatch, submit
     from fcp_cli.runs.launch_record import write_launch
     from fcp_cli.runs.record import write_record
+    from fcp_cli.runs.submission import Submission, write_submission
 
     is_slurm = job.target == "slurm"
     if is_slurm:
@@ -69,10 +71,13 @@ def _start(job: Job, command: tuple[str, ...], files: Mapping[str, str], record:
     write_launch(job.run_dir, record)
     job.paths.logs.mkdir(exist_ok=True)
     _write(job.run_dir, files, force=True)  # of this run's own earlier start
+    assert job.cluster is not None
+    submission = Submission(target=job.target, name=job.cluster.name, namespace=job.cluster.namespace)
     if not is_slurm:
+        write_submission(job.run_dir, submission)
         note(f"start the job with: {shlex.join(command)}")
         return ""
-    log = str(job.paths.logs / "slurm-%j.log").replace("%", "%%").replace("%%j", "%j")
-    answer = submit(("sbatch", f"--output={log}", *command[1:]))
-    note(f"{answer}; its output goes to {job.paths.logs}")
+    answer = submit(command)
+    write_submission(job.run_dir, replace(submission, job_id=answer.split()[-1]))
+    note(f"{answer}; its output goes to {job.paths.logs}; see 'fcp jobs'")
     return answer

@@ -122,7 +122,7 @@ def _launch(options: LaunchOptions) -> None:
     findings, memory = _findings(job)
     if not options.dry_run and memory is not None and not memory.is_host:
         _show_memory(memory)
-    _show_findings(findings)
+    _show_findings(findings, starts=not options.dry_run)
     if any(finding.severity == "error" for finding in findings) and not options.dry_run:
         raise typer.Exit(1)
     if job.cluster is not None:
@@ -176,9 +176,12 @@ def _show_memory(memory: JobMemory | None) -> None:
         human().print(memory_table(memory))
 
 
-def _show_findings(findings: list[Finding]) -> None:
+def _show_findings(findings: list[Finding], *, starts: bool = True) -> None:
+    """Print what is wrong; what would stop a launch from here is a warning to one who only looks."""
     for finding in findings:
-        if finding.severity == "error":
+        if finding.severity == "error" and not starts:
+            note(f"warning: a launch from here would stop: {finding.message}")
+        elif finding.severity == "error":
             print_error(finding.message)
         else:
             note(f"warning: {finding.message}")

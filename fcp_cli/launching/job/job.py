@@ -71,6 +71,10 @@ class Cluster:
         sbatch_options: further options for Slurm, as `--partition=gpu`.
         srun_options: further options for srun, as `--container-image=...`.
         image, mounts: of the containers.
+        namespace: of the job on Kubernetes; "": the one that kubectl is set to.
+        requests, node_selector: name to value, of each pod.
+        pull_secrets: names of secrets to pull the image with.
+        output: where Slurm writes what the batch script prints; None: the run's logs.
         rdma_resource, rdma_count: name under which Kubernetes hands out RDMA devices, and how many a node gets.
         host_network: whether containers use the node's own network.
         shared_memory: size of a container's /dev/shm as Kubernetes writes it; "": as much as the node has.
@@ -85,6 +89,11 @@ class Cluster:
     srun_options: tuple[str, ...] = ()
     image: str = ""
     mounts: tuple[Mount, ...] = ()
+    namespace: str = ""
+    requests: Mapping[str, str] = field(default_factory=dict)
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    pull_secrets: tuple[str, ...] = ()
+    output: Path | None = None
     rdma_resource: str = ""
     rdma_count: int = 1
     host_network: bool = False

@@ -71,6 +71,17 @@ TARGETS = {
         ready=shell.kubernetes_word,
         start=lambda folder: ("kubectl", "apply", "-f", str(folder / "pytorchjob.yaml")),
     ),
+    "jobset": Target(
+        template="jobset.yaml",
+        node=lambda job: NodeFacts(
+            rank=variable("JOB_COMPLETION_INDEX"),
+            # JobSet gives every pod a name: set-job-number-index.set
+            master_addr=f"{_name(job)}-node-0-0.{_name(job)}",
+            log_name=f"{_name(job)}-node{variable('JOB_COMPLETION_INDEX')}",
+        ),
+        ready=shell.kubernetes_word,
+        start=lambda folder: ("kubectl", "apply", "-f", str(folder / "jobset.yaml")),
+    ),
     "volcano": Target(
         template="volcano.yaml",
         node=lambda job: NodeFacts(

@@ -19,19 +19,25 @@ from fcp_cli.launching.targets.values import job_name
 from fcp_cli.machine.devices import UNKNOWN_MACHINE, Machine
 from fcp_cli.plan.metadata import PlanMetadata
 
-_KUBERNETES = ("pytorchjob", "volcano")
+KUBERNETES = ("pytorchjob", "jobset", "volcano")
+"""The targets that are containers; the first is meant where nothing else is said."""
+_ALSO_CALLED = {"kubernetes": KUBERNETES[0], "k8s": KUBERNETES[0]}
 # Which targets an option belongs to; where no target is named, the first of them is meant.
 _OPTIONS_OF = {
     "hostfile": ("scripts",),
     "sbatch_option": ("slurm",),
     "srun_option": ("slurm",),
-    "image": _KUBERNETES,
-    "mount": _KUBERNETES,
-    "rdma_resource": _KUBERNETES,
-    "host_network": _KUBERNETES,
-    "shm_size": _KUBERNETES,
+    "image": KUBERNETES,
+    "mount": KUBERNETES,
+    "namespace": KUBERNETES,
+    "request": KUBERNETES,
+    "node_selector": KUBERNETES,
+    "pull_secret": KUBERNETES,
+    "rdma_resource": KUBERNETES,
+    "host_network": KUBERNETES,
+    "shm_size": KUBERNETES,
     "setup": ("scripts", "slurm"),
-    "job_name": ("slurm", *_KUBERNETES),
+    "job_name": ("slurm", *KUBERNETES),
     "template": tuple(TARGETS),
     "python": tuple(TARGETS),
 }
@@ -39,6 +45,9 @@ _OPTIONS_OF = {
 _DECISIVE = ("hostfile", "sbatch_option", "srun_option", "image")
 
 _RESOURCE = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_LABEL = re.compile(r"([a-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[kKMGTPE]i?)?")
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
 _MEMORY_SIZE = re.compile(r"[1-9][0-9]*([KMGT]i?)?")
 
 
@@ -49,7 +58,7 @@ def choose_target(request: ClusterOptions) -> str:
         UsageError: an option has no meaning for it.
     """
     meant = next((_OPTIONS_OF[name][0] for name in _DECISIVE if getattr(request, name)), LOCAL)
-    target = request.target or meant
+    target = _ALSO_CALLED.get(request.target or "", request.target or meant)
     for name, targets in _OPTIONS_OF.items():
         if getattr(request, name) and target not in targets:
             raise UsageError(f"--{name.replace('_', '-')} is for --target {' or '.join(targets)}, not for {target}")
@@ -123,7 +132,7 @@ def for_cluster(request: ClusterOptions, job: Job, assumed: Origins) -> Job:
     Raises:
         UsageError: an option cannot be used as it is.
     """
-    is_container = job.target in _KUBERNETES
+    is_container = job.target in KUBERNETES
     if is_container and request.image is None:
         raise UsageError("containers need --image: the name of one with fcp, torch and your code")
     rdma_resource, rdma_count = _rdma(request.rdma_resource)
@@ -146,6 +155,10 @@ def for_cluster(request: ClusterOptions, job: Job, assumed: Origins) -> Job:
             srun_options=tuple(_option_of("srun", text) for text in request.srun_option),
             image=request.image or "" if is_container else "",
             mounts=_mounts(request, job, assumed) if is_container else (),
+            namespace=_name("--namespace", request.namespace) if request.namespace else "",
+            requests=_pairs("--request", request.request, "cpu=32", _QUANTITY),
+            node_selector=_pairs("--node-selector", request.node_selector, "gpu-type=h100", _LABEL),
+            pull_secrets=tuple(_name("--pull-secret", name) for name in request.pull_secret),
             rdma_resource=rdma_resource,
             rdma_count=rdma_count,
             host_network=request.host_network,
@@ -184,6 +197,23 @@ def _rdma(text: str | None) -> tuple[str, int]:
     return name, int(count or 1)
 
 
+def _pairs(flag: str, given: tuple[str, ...], example: str, value: re.Pattern[str]) -> dict[str, str]:
+    """Return names and values that were given as NAME=VALUE."""
+    found = {}
+    for text in given:
+        name, equals, amount = text.partition("=")
+        if not equals or not _LABEL.fullmatch(name) or not value.fullmatch(amount):
+            raise UsageError(f"{flag} is {text!r}; it must be a name and a value as Kubernetes writes them: {example}")
+        found[name] = amount
+    return found
+
+
+def _name(flag: str, text: str) -> str:
+    if not _NAME.fullmatch(text):
+        raise UsageError(f"{flag} is {text!r}; it must be a name of Kubernetes: lower-case letters, digits and dashes")
+    return text
+
+
 def _memory_size(text: str | None) -> str:
     if text is not None and not _MEMORY_SIZE.fullmatch(text):
         raise UsageError(f"--shm-size is {text!r}; it must be a size as Kubernetes writes it, like 64Gi")
@@ -192,9 +222,14 @@ def _memory_size(text: str | None) -> str:
 
 def _mounts(request: ClusterOptions, job: Job, assumed: Origins) -> tuple[Mount, ...]:
     mounts = tuple(map(_mount, request.mount))
-    for path in (job.plan.absolute(), job.run_dir):
-        if not any(path.is_relative_to(mount.path) for mount in mounts):
-            assumed.assume(str(path), "in the image", "no --mount CLAIM:PATH covers it")
+    plan, run_dir = job.plan.absolute(), job.run_dir
+    if not any(plan.is_relative_to(mount.path) for mount in mounts):
+        assumed.assume(str(plan), "in the image", "no --mount CLAIM:PATH covers it")
+    if not any(run_dir.is_relative_to(mount.path) for mount in mounts):
+        assumed.warn(
+            f"no --mount CLAIM:PATH covers {run_dir}: checkpoints, metrics and logs are lost with their pod; mount a "
+            "volume there, or name a --run-dir on one"
+        )
     return mounts
 
 

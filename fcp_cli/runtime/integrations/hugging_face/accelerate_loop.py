@@ -7,7 +7,7 @@ clipping act when the step's gradients are whole: accelerate asks for that itsel
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class AcceleratedLoop:
         self.next_step = self.metadata.first_step
         self.model: nn.Module | None = None
         self._planned: PlannedModel | None = None
-        self._steps: Iterator[Step] | None = None
+        self._steps: Generator[Step, None, None] | None = None
         self._rest: Iterator[LocalMicroBatch] | None = None
         self._loader: PlannedBatches | None = None
         self._rows: CollatedRows | None = None
@@ -111,6 +111,8 @@ class AcceleratedLoop:
                 if microbatch.is_last:
                     break
                 self._leave()
+        if self.next_step >= end:
+            self._steps.close()  # which writes the metrics of the last step
 
     def after_backward(self) -> None:
         """Sum the gradients of all ranks once the backward of a step's last micro-batch has run."""
