@@ -111,8 +111,9 @@ class _Watched:
         from fcp_cli.runs.step_position import read_position
 
         found = read_position(RunPaths(run_dir=self.tail.path.parent).position)
-        is_of_now = found is not None and found.step > self.state.last_step and self.standing == "running"
-        return found if is_of_now else None
+        if found is None or self.standing != "running" or found.step <= self.state.last_step:
+            return None
+        return found if found.began > self.state.started else None  # an earlier start may have come further
 
     def remark(self) -> str | None:
         return self.state.remark(self.standing, self.heartbeat, quiet_seconds=self.quiet_seconds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal
 
 from fcp_cli.report.bars import bar
@@ -45,6 +46,14 @@ class RunState:
     def last_step(self) -> int:
         """Return the optimizer step that was finished last; -1 before the first."""
         return int(self.last["step"]) if self.last is not None else int(self.run.get("first_step", 0)) - 1
+
+    @property
+    def started(self) -> float:
+        """Return the Unix time of the latest start; 0 where it is not known."""
+        try:
+            return datetime.fromisoformat(self.run.get("started", "")).timestamp()
+        except ValueError:
+            return 0.0
 
     @property
     def steps(self) -> int:

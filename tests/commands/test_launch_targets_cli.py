@@ -136,7 +136,7 @@ def test_without_sbatch_nothing_is_written(fcp: Fcp, tmp_path: Path, monkeypatch
         (("--image", "i", "--shm-size", "64 GB"),
          "--shm-size is '64 GB'; it must be a size as Kubernetes writes it, like 64Gi"),
         (("--target", "slurm", "--host-network"),
-         "--host-network is for --target pytorchjob or volcano, not for slurm"),
+         "--host-network is for --target pytorchjob or jobset or volcano, not for slurm"),
         (("--sbatch-option", "gpu"),
          "--sbatch-option 'gpu' is not one option of sbatch; give it as --sbatch-option=--partition=gpu"),
         (("--target", "slurm", "--force"), "--force replaces files in the folder of -o; give that, too"),

@@ -93,14 +93,23 @@ def test_a_job_is_handed_to_slurm_and_runs_on_both_nodes(folder: Path, cluster: 
     submitted = launch(folder, cluster, "--run-dir", "runs/a", *words)
     assert submitted.returncode == 0, submitted.stderr
     run_dir = folder / "runs" / "a"
-    assert submitted.stderr.splitlines()[-1] == f"Submitted batch job 42; its output goes to {run_dir}/logs"
-    assert (run_dir / "sbatch-output").read_text() == """total 15 of local 2 ["it's", 'a\\nb']\n"""
-    assert cluster.sbatch_arguments.read_text().splitlines() == [
-        f"--output={run_dir}/logs/slurm-%j.log",
-        f"{run_dir}/job.sbatch",
+    assert (
+        submitted.stderr.splitlines()[-1]
+        == f"Submitted batch job 42; its output goes to {run_dir}/logs; see 'fcp jobs'"
+    )
+    assert (run_dir / "sbatch-output").read_text().splitlines() == [
+        """total 15 of local 2 ["it's", 'a\\nb']""",
+        "done: no step was measured; logs in runs/a/logs",
     ]
+    assert cluster.sbatch_arguments.read_text().splitlines() == [f"{run_dir}/job.sbatch"]
+    assert f"#SBATCH --output={run_dir}/logs/slurm-%j.log\n" in (run_dir / "job.sbatch").read_text()
     assert "--ntasks-per-node=1" in cluster.srun_options.read_text()
-    assert {path.name for path in run_dir.iterdir()} - {"sbatch-output"} == {"job.sbatch", "launch.json", *RECORD}
+    assert {path.name for path in run_dir.iterdir()} - {"sbatch-output"} == {
+        "job.sbatch",
+        "job.json",
+        "launch.json",
+        *RECORD,
+    }
     assert (run_dir / "plan.parquet").read_bytes() == (folder / "plan.parquet").read_bytes()
     launched = json.loads((run_dir / "launch.json").read_text())
     assert (launched["target"], launched["files"][0]["text"]) == ("slurm", (run_dir / "job.sbatch").read_text())

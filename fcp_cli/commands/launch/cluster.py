@@ -78,6 +78,7 @@ def _start(job: Job, command: tuple[str, ...], files: Mapping[str, str], record:
         note(f"start the job with: {shlex.join(command)}")
         return ""
     answer = submit(command)
-    write_submission(job.run_dir, replace(submission, job_id=answer.split()[-1]))
+    number = next((word for word in answer.split() if word.isdigit()), "")  # the cluster's name may follow
+    write_submission(job.run_dir, replace(submission, job_id=number))
     note(f"{answer}; its output goes to {job.paths.logs}; see 'fcp jobs'")
     return answer
