@@ -51,6 +51,7 @@ SURFACE = {
         --precision --recompute --loss --offload --freeze-vision --lora --freeze --global-batch-size --steps --epochs --seed
         --shuffle --no-shuffle --max-length --overlong --last-batch --length-column --output -o --solver --resume
         --continue-from --max-degree --max-groups --max-peers --workers --json
+        --device-hour-price
     """,
     "launch": """
         -- SCRIPT ARGS --model --plan --manifest --synthetic --ranks --device --run-dir --resume --inject --probe
@@ -77,6 +78,7 @@ SURFACE = {
         --tensor-parallel --pipeline-parallel --padded-rings --no-padded-rings --zero --shard-ranks --reduce
         --precision --recompute --loss --offload --freeze-vision --lora --freeze --global-batch-size --steps --epochs --seed
         --shuffle --no-shuffle --max-length --overlong --last-batch --length-column --solvers --milp-seconds --json
+        --device-hour-price
     """,
     "verify": """
         --plan --steps --first-step --max-length --json
