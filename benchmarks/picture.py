@@ -22,8 +22,9 @@ from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import make_solver
-from fcp_cli.report import charts
+from fcp_cli.report import chart_parts, charts
 from fcp_cli.report.page_data import Columns, HeatMap, bars_of
+from fcp_cli.report.ranks_shown import RanksShown
 
 # Neighbouring cells of a heat map would show the page between them.
 _STYLE = "<style>.mark-rect path { shape-rendering: crispEdges; }</style>"
@@ -31,6 +32,7 @@ _STYLE = "<style>.mark-rect path { shape-rendering: crispEdges; }</style>"
 Curves = Mapping[str, Sequence[tuple[float, float]]]  # label -> (ranks, value)
 
 RANKS, RANKS_PER_NODE, BATCH_SIZE, STEPS = 64, 8, 64, 12  # as the table that ends `make demo`
+EVERY_RANK = RanksShown(num_ranks=RANKS, ranks_per_node=RANKS_PER_NODE)
 STATIC, FCP = "static", "fcp"
 _WIDTH = 760
 COLOURS = ("#3f8fd2", "#e0702e", "#1fa08a", "#c9487f")  # of curves, in their order
@@ -66,18 +68,18 @@ def typical_step(plans: Mapping[str, Sequence[StepPlan]]) -> int:
     return int(np.abs(static / ours - static.sum() / ours.sum()).argmin())
 
 
-def gantt_spec(plans: Mapping[str, Sequence[StepPlan]]) -> charts.Spec:
+def gantt_spec(plans: Mapping[str, Sequence[StepPlan]]) -> chart_parts.Spec:
     """One step of the best static plan over the same step of ours, on one time axis."""
     at = typical_step(plans)
-    colours = charts.DegreeColours({int(d) for steps in plans.values() for d in np.unique(steps[at].degrees)})
+    colours = chart_parts.DegreeColours({int(d) for steps in plans.values() for d in np.unique(steps[at].degrees)})
     parts = []
     for name, steps in plans.items():
         step = steps[at]
         ends: Columns = {
             "at": np.array([step.bound_seconds, step.makespan_seconds]),
-            "what": ["lower bound", "planned end"],
+            "what": ["bound", "planned end"],
         }
-        chart = charts.gantt_chart(bars_of(step), ends, colours, num_ranks=RANKS)
+        chart = charts.gantt_chart(bars_of(step, EVERY_RANK), ends, colours, shown=EVERY_RANK)
         title = f"{_named(name, step)}: {step.makespan_seconds:.1f} s, ranks idle {step.idle_fraction(RANKS):.1%}"
         parts.append(sized(chart, 210, title))
     return {"vconcat": parts, "resolve": {"scale": {"x": "shared"}}, "spacing": 24}
@@ -87,25 +89,24 @@ def _named(name: str, step: StepPlan) -> str:
     return f"{name}, degree {step.degrees.max()}" if name == STATIC else name
 
 
-def idle_spec(plans: Mapping[str, Sequence[StepPlan]]) -> charts.Spec:
+def idle_spec(plans: Mapping[str, Sequence[StepPlan]]) -> chart_parts.Spec:
     """Idle share of every rank in every step of both plans, on one scale."""
-    parts, most = [], 0.0
+    heats = {name: HeatMap(steps=len(steps), num_ranks=RANKS) for name, steps in plans.items()}
     for name, steps in plans.items():
-        heat = HeatMap(steps=len(steps), num_ranks=RANKS)
         for step in steps:
-            heat.add(step.step, 1.0 - step.busy_seconds(RANKS) / step.makespan_seconds)
-        cells = heat.cells()
-        most = max(most, float(np.asarray(cells["idle"]).max()))
+            heats[name].add(step.step, 1.0 - step.busy_seconds(RANKS) / step.makespan_seconds)
+    most = charts.largest_idle(*(heat.cells() for heat in heats.values()))
+    parts = []
+    for name, steps in plans.items():
         seconds = sum(step.makespan_seconds for step in steps)
         busy = sum(float(step.busy_seconds(RANKS).sum()) for step in steps)
         title = f"{_named(name, steps[0])}: {seconds:.0f} s, idle {1 - busy / (RANKS * seconds):.1%}"
-        parts.append({**sized(charts.heat_chart(cells, num_ranks=RANKS), 200, title), "width": 340})
-    for part in parts:
-        part["encoding"]["color"]["scale"]["domain"] = [0, most]
+        chart = charts.heat_chart(heats[name].cells(), ranks=EVERY_RANK, most=most)
+        parts.append({**sized(chart, 200, title), "width": 340})
     return {"hconcat": parts, "spacing": 30}
 
 
-def degrees_spec(plans: Mapping[str, Sequence[StepPlan]]) -> charts.Spec:
+def degrees_spec(plans: Mapping[str, Sequence[StepPlan]]) -> chart_parts.Spec:
     """Share of each degree in the rank-seconds of our plans of different data."""
     summaries = {}
     for name, steps in plans.items():
@@ -119,19 +120,19 @@ def degrees_spec(plans: Mapping[str, Sequence[StepPlan]]) -> charts.Spec:
     ]
     degrees, names, shares = zip(*rows, strict=True)
     mix: Columns = {"degree": np.array(degrees), "measure": list(names), "share": np.array(shares)}
-    return sized(charts.mix_chart(mix, charts.DegreeColours(degrees)), 34 * len(plans), "share of rank-seconds")
+    return sized(charts.mix_chart(mix, chart_parts.DegreeColours(degrees)), 34 * len(plans), "share of rank-seconds")
 
 
-def growth_spec(panels: Mapping[str, tuple[Curves, bool]]) -> charts.Spec:
+def growth_spec(panels: Mapping[str, tuple[Curves, bool]]) -> chart_parts.Spec:
     """Values over ranks; panels are title -> (curves, whether the value axis is logarithmic)."""
     return {"hconcat": [curves_spec(title, *panel) for title, panel in panels.items()], "spacing": 40}
 
 
-def curves_spec(title: str, curves: Curves, logarithmic: bool, *, over: str = "ranks") -> charts.Spec:
+def curves_spec(title: str, curves: Curves, logarithmic: bool, *, over: str = "ranks") -> chart_parts.Spec:
     """Curves over numbers that grow by a factor; `over` says what these are."""
     rows = [(label, ranks, value) for label, points in curves.items() for ranks, value in points]
     labels, ranks, values = zip(*rows, strict=True)
-    data = charts.inline_csv({"sync": list(labels), "ranks": np.array(ranks), "value": np.array(values)})
+    data = chart_parts.inline_csv({"sync": list(labels), "ranks": np.array(ranks), "value": np.array(values)})
     x = {"type": "quantitative", "title": over, "scale": {"type": "log", "base": 2, "nice": False}}
     y = {"type": "quantitative", "title": None, "scale": {"type": "log"} if logarithmic else {"zero": True}}
     colours = {"domain": list(curves), "range": list(COLOURS[: len(curves)])}
@@ -152,18 +153,18 @@ def write_growth(path: Path, panels: Mapping[str, tuple[Curves, bool]]) -> None:
     path.write_text(svg(growth_spec(panels)), encoding="utf-8")
 
 
-def sized(chart: charts.Spec, height: int, title: str) -> charts.Spec:
+def sized(chart: chart_parts.Spec, height: int, title: str) -> chart_parts.Spec:
     """A chart of the page, with a width and a title of its own."""
     anchor = {"text": title, "anchor": "start", "fontWeight": "normal", "fontSize": 13}
     anchor |= {"color": "currentColor", "frame": "group"}
     return {**chart, "width": _WIDTH, "height": height, "title": anchor}
 
 
-def svg(spec: charts.Spec) -> str:
+def svg(spec: chart_parts.Spec) -> str:
     """The picture of a Vega-Lite specification, with lines and words in one ink for light and dark pages."""
     import vl_convert
 
-    drawn: str = vl_convert.vegalite_to_svg({**spec, "padding": 12}, config=charts.CONFIG)
+    drawn: str = vl_convert.vegalite_to_svg({**spec, "padding": 12}, config=chart_parts.CONFIG)
     head, end, rest = drawn.replace("<svg ", f'<svg color="{_INK}" ', 1).partition(">")
     return f"{head}{end}{_STYLE}{rest}\n"
 

@@ -31,6 +31,7 @@ from fcp_cli.plan.reader import PlanReader
 
 FOLDER = Path("demo")
 CHECKPOINT = FOLDER / "checkpoint"
+PAGE = FOLDER / "report.html"
 VOCABULARY = 1024
 STEPS = 16
 RANKS = 4
@@ -43,7 +44,7 @@ OPENING = (
     "First: how long the files of Python's standard library are, and what a token costs on this machine.",
     "Then two plans, each checked against one process, two trainings, and a table: predicted beside measured.",
     "Then a line of text by the trained model, loaded with transformers, and what the same files would take on 64",
-    "ranks, by six strategies. All of it takes some three minutes.",
+    "ranks, by six strategies, and a page of the run to look at. All of it takes some three minutes.",
 )
 
 console = Console(stderr=True, highlight=False)
@@ -85,9 +86,11 @@ def main() -> None:
         console.print(line, soft_wrap=True)
     console.print(f"\nThe trained model in {trained('fcp')}, loaded with transformers, goes on after {PROMPT!r}:")
     console.print(generated_line(trained("fcp")), style="bold", markup=False, soft_wrap=True)
+    fcp("report", str(FOLDER / "run-fcp"), "-o", str(PAGE))
     console.print("\nWhat the same files would take Qwen3-8B on 64 ranks of a cluster, as the cost model predicts:")
     compare_on_a_cluster()
-    console.print(f"\nAll of it took {(time.monotonic() - started) / 60:.1f} minutes.")
+    console.print(f"\nThe page of the run, planned beside measured, for any browser: {PAGE.resolve()}", soft_wrap=True)
+    console.print(f"All of it took {(time.monotonic() - started) / 60:.1f} minutes.")
 
 
 def run_plan(solver: str) -> Outcome:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from fcp_cli.command_line import takes
 from fcp_cli.console import note, print_json, progress
-from fcp_cli.errors import FcpError, RunError
+from fcp_cli.errors import FcpError, RunError, UsageError
 from fcp_cli.options import Arg, Opt
+from fcp_cli.runs.folder import RunPaths
+from fcp_cli.runs.launch_record import followed_plan, read_launch
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
@@ -29,27 +32,29 @@ _METRICS_BYTES = 200_000_000  # beyond this only each k-th measured step is read
 class ReportOptions:
     """The options of `fcp report`."""
 
-    plan: Annotated[Path, Arg("The plan to show.")] = Path("plan.parquet")
+    plan: Annotated[Path, Arg("The plan to show, or the folder of a run.", metavar="PLAN|RUN_DIR")] = Path(
+        "plan.parquet"
+    )
     metrics: Annotated[
-        Path | None, Opt("metrics.jsonl of a run that followed it, or the run's folder.", metavar="RUN_DIR")
+        Path | None, Opt("metrics.jsonl of a run that followed the plan, or its folder.", metavar="RUN_DIR")
     ] = None
     output: Annotated[Path, Opt("The page to write.", flags=("--output", "-o"))] = Path("report.html")
     manifest: Annotated[Path | None, Opt("The plan's manifest, where it has mask or vision columns.")] = None
     json: Annotated[bool, Opt("Print its figures as one JSON document on stdout.")] = False
 
 
-@takes(ReportOptions, "fcp report", "fcp report plan.parquet --metrics runs/qwen3-tiny-001 -o run.html")
+@takes(ReportOptions, "fcp report", "fcp report runs/qwen3-tiny-001 -o run.html")
 def report(options: ReportOptions) -> None:
-    """Show a plan as one page that opens anywhere: figures, Gantt charts, idle time, lengths, degrees, memory.
+    """Show a plan, or a run, as one page that opens anywhere: the gain, Gantt charts, idle time, degrees, memory.
 
-    With the metrics of a run also predicted against measured time, drift and the slowest ranks.
+    Of a run also its loss, and what was measured beside what was planned.
     """
     from fcp_cli.files import refuse_to_overwrite, write_text_atomically
     from fcp_cli.manifest.read import read_manifest
     from fcp_cli.report.page import Report, javascript_bundle
     from fcp_cli.report.plan_file import open_plan
 
-    output = options.output
+    options, output = _of_a_run(options), options.output
     if not output.parent.is_dir():
         raise FcpError(f"cannot write {output}: there is no folder {output.parent}")
     refuse_to_overwrite(output, options.plan, options.metrics, options.manifest)
@@ -59,11 +64,11 @@ def report(options: ReportOptions) -> None:
     picture, sample = _draw_plan(file)
     run, measured, problems = _draw_run(options.metrics, file, picture)
     page = Report(
-        name=options.plan.name,
         metadata=file.metadata,
         plan=picture,
         run=measured,
-        run_name=str(run.path) if run is not None else "",
+        run_name=run.path.resolve().parent.name if run is not None else "",
+        run_facts=run.run if run is not None else {},
         speedup=_speedup(file, sample, picture.longest_tokens, table),
         warnings=[*file.problems, *problems],
     )
@@ -76,6 +81,28 @@ def report(options: ReportOptions) -> None:
     for warning in page.warnings:
         note(f"warning: {warning}")
     note(f"{output}: {size / 1e6:.1f} MB, {picture.summary.steps:,} of {counted(file.metadata.steps, 'step')}")
+
+
+def _of_a_run(options: ReportOptions) -> ReportOptions:
+    """Return the options with plan, metrics and manifest of the run whose folder was given as the plan.
+
+    Raises:
+        RunError: the folder has no plan.
+    """
+    folder = options.plan
+    if not folder.is_dir():
+        return options
+    if options.metrics is not None:
+        raise UsageError(f"{folder} is a folder of a run, which has its own metrics; leave --metrics out")
+    plan, manifest = RunPaths(run_dir=folder).plan, options.manifest
+    with suppress(RunError):  # a job that was started without `fcp launch` has no record
+        launched = read_launch(folder)
+        plan = followed_plan(folder, launched)
+        if manifest is None and launched.manifest and Path(launched.manifest).is_file():
+            manifest = Path(launched.manifest)
+    if not plan.is_file():
+        raise RunError(f"{folder} holds no plan.parquet; name the plan: fcp report PLAN --metrics {folder}")
+    return replace(options, plan=plan, metrics=folder, manifest=manifest)
 
 
 def _draw_plan(file: PlanFile) -> tuple[PlanPicture, list[StepPlan]]:
@@ -115,7 +142,7 @@ def _draw_run(
     except RunError as error:
         return None, None, [f"{error}; the page shows the plan alone"]
     chosen = frozenset(picture.chosen_steps())
-    measured = RunPicture(num_ranks=file.metadata.num_ranks, chosen=chosen)
+    measured = RunPicture(plan=file.metadata, chosen=chosen)
     every = max(1, run.path.stat().st_size // _METRICS_BYTES)
     for step in run.steps(every=every):
         measured.add(step)
@@ -127,7 +154,7 @@ def _draw_run(
 
 def _speedup(file: PlanFile, sample: list[StepPlan], longest: int, table: LengthTable | None) -> Speedup:
     """Return the predicted gain over the best static plan."""
-    from fcp_cli.planning.baseline import static_speedup
+    from fcp_cli.planning.baseline import static_speedup, typical_pair
     from fcp_cli.planning.problem import problem_of
     from fcp_cli.report.page import Speedup
 
@@ -137,4 +164,6 @@ def _speedup(file: PlanFile, sample: list[StepPlan], longest: int, table: Length
         return Speedup(factor=None, remark="times depend on more than lengths: give --manifest")
     factor, solver = found
     where = "" if len(sample) == file.metadata.steps else f", on {len(sample)} of {file.metadata.steps:,} steps"
-    return Speedup(factor=factor, remark=f"over the best static plan, degree {solver.degree}{where}")
+    ours, static = typical_pair(sample, solver, manifest=table)
+    remark = f"over degree {solver.degree} for all{where}"
+    return Speedup(factor=factor, remark=remark, degree=solver.degree, ours=ours, static=static)

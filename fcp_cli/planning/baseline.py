@@ -9,6 +9,7 @@ import numpy as np
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.pricing import planned_sequences, profile_seconds
 from fcp_cli.plan.step import StepPlan
+from fcp_cli.planning.assemble import assemble, makespan_seconds
 from fcp_cli.planning.batches import batch_of, spread_steps
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.static import StaticSolver, best_static
@@ -41,6 +42,25 @@ def static_speedup(
     batches = [batch_of(planned_sequences(step, manifest), problem) for step in steps]
     solver, seconds = best_static(problem, longest_tokens, batches)
     return seconds / sum(step.makespan_seconds for step in steps), solver
+
+
+def typical_pair(
+    steps: Sequence[StepPlan], solver: StaticSolver, *, manifest: LengthTable | None = None
+) -> tuple[StepPlan, StepPlan]:
+    """Return the step whose gain over static is nearest to that of all of them, and the same step under static.
+
+    Args:
+        steps: planned steps.
+        solver: of the static plan.
+        manifest: gives `eta` and vision columns.
+    """
+    problem = solver.problem
+    batches = [batch_of(planned_sequences(step, manifest), problem) for step in steps]
+    answers = [solver.assign(batch) for batch in batches]
+    static = np.array([makespan_seconds(*pair, problem) for pair in zip(answers, batches, strict=True)])
+    ours = np.array([step.makespan_seconds for step in steps])
+    at = int(np.abs(static / ours - static.sum() / ours.sum()).argmin())
+    return steps[at], assemble(answers[at], batches[at], problem, steps[at].bound_seconds)
 
 
 def _follows_profile(step: StepPlan, problem: Problem, manifest: LengthTable | None) -> bool:

@@ -1,118 +1,54 @@
-"""The page's charts as Vega-Lite specifications.
-
-Words and lines are drawn in `currentColor`, so that the page's style sheet alone decides between light, dark and
-paper; data travels as CSV, which is half the size of JSON rows.
-"""
+"""The page's charts of a plan as Vega-Lite specifications, with the measured steps of a run among them."""
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterable
-from typing import Any
-
 import numpy as np
 
+from fcp_cli.report.chart_parts import (
+    BOUND,
+    MEASURED,
+    PLANNED,
+    STEPS_AXIS,
+    DegreeColours,
+    Spec,
+    chart,
+    inline_csv,
+    percent,
+    tooltip,
+    x_of,
+    y_of,
+)
 from fcp_cli.report.page_data import Columns
-
-Spec = dict[str, Any]
-
-# From calm to loud; every one has contrast 3:1 or so on white and on near-black.
-_PALETTE = ("#7d93a6", "#3f8fd2", "#1fa08a", "#7aa52a", "#d09a1e", "#e0702e", "#c9487f", "#8a63d2")
-_PLANNED, _MEASURED, _BOUND = "#3f8fd2", "#e0702e", "#1fa08a"
-
-CONFIG: Spec = {
-    "background": None,
-    "font": "system-ui, sans-serif",
-    "view": {"stroke": None},
-    "axis": {
-        **dict.fromkeys(("labelColor", "titleColor", "domainColor", "tickColor", "gridColor"), "currentColor"),
-        "gridOpacity": 0.13,
-        "domainOpacity": 0.5,
-        "titleFontWeight": "normal",
-    },
-    "legend": {
-        "labelColor": "currentColor",
-        "titleColor": "currentColor",
-        "orient": "top",
-        "titleOrient": "left",
-        "titlePadding": 8,
-        "titleFontWeight": "normal",
-    },
-    "rule": {"color": "currentColor"},
-    "text": {"color": "currentColor"},
-}
-
-
-class DegreeColours:
-    """One colour per degree, or per range of degrees where there are more than colours."""
-
-    def __init__(self, degrees: Iterable[int]) -> None:
-        found = sorted(set(degrees))
-        if len(found) <= len(_PALETTE):
-            self._labels = {degree: str(degree) for degree in found}
-        else:
-            self._labels = {degree: _range_label(degree, found[-1]) for degree in found}
-        self.domain = list(dict.fromkeys(self._labels[degree] for degree in found))
-
-    def with_labels(self, columns: Columns) -> Columns:
-        """Return the columns with a `colour` for each line's degree."""
-        degrees = np.asarray(columns["degree"]).tolist() if columns else []
-        return {**columns, "colour": [self._labels.get(degree, self.domain[-1]) for degree in degrees]}
-
-    def encoding(self) -> Spec:
-        scale = {"domain": self.domain, "range": list(_PALETTE[: len(self.domain)])}
-        legend = {"columns": 5}  # more in a row would be cut off on a phone
-        return {"field": "colour", "type": "ordinal", "title": "degree", "scale": scale, "legend": legend}
-
-
-def _range_label(degree: int, largest: int) -> str:
-    """Return the range of a degree: 1, 2, 3-4, 5-8, ... and everything above 64 together."""
-    exponent = (degree - 1).bit_length()
-    if exponent >= len(_PALETTE) - 1:
-        return f"{2 ** (len(_PALETTE) - 2) + 1}-{largest}"
-    first, last = 2**exponent // 2 + 1, 2**exponent
-    return str(degree) if degree <= 2 else f"{first}-{last}"
-
-
-def inline_csv(columns: Columns) -> Spec:
-    """Write a table as Vega's inline CSV; numbers to 5 digits, which is more than a screen has pixels."""
-    texts = [
-        [(f"{value:.5g}" if isinstance(value, float) else str(value)) for value in np.asarray(column).tolist()]
-        for column in columns.values()
-    ]
-    table = io.StringIO()
-    csv.writer(table, lineterminator="\n").writerows([list(columns), *zip(*texts, strict=True)])
-    numbers = {name: "number" for name, column in columns.items() if not isinstance(column, list)}
-    return {"values": table.getvalue(), "format": {"type": "csv", "parse": numbers}}
-
-
-def _x(field: str, title: str, **more: Any) -> Spec:
-    return {"field": field, "type": "quantitative", "title": title, **more}
-
-
-_y = _x
-
-
-def _tooltip(**fields: str) -> list[Spec]:
-    return [{"field": field, "title": title} for field, title in fields.items()]
-
-
-def _chart(description: str, height: int, **parts: Any) -> Spec:
-    return {"description": description, "width": "container", "height": height, **parts}
+from fcp_cli.report.ranks_shown import RanksShown
 
 
 def step_chart(series: Columns, drift: Columns | None) -> Spec:
     """Draw planned seconds, lower bound and measured seconds over the steps."""
     names = [name for name in _SERIES if name != "measured" or drift is not None]
-    lines = [_line(series, "planned", "planned", names), _line(series, "bound", "lower bound", names)]
+    lines = [_line(series, "planned", "planned", names), _line(series, "bound", _BOUND_NAME, names)]
     lines[1]["mark"]["strokeDash"] = [5, 5]  # a good plan lies on its bound; dashed, both show
     if drift is not None:
         lines.append(_line(drift, "seconds", "measured", names))
-    return _chart("Step time over the steps of the plan", 200, layer=lines)
+    return chart("Step time over the steps of the plan", 200, layer=lines)
 
 
-_SERIES = {"planned": _PLANNED, "lower bound": _BOUND, "measured": _MEASURED}
+_BOUND_NAME = "bound under this cost profile"
+_SERIES = {"planned": PLANNED, _BOUND_NAME: BOUND, "measured": MEASURED}
+
+
+def loss_chart(losses: Columns) -> Spec:
+    """Draw the training loss over the steps."""
+    return chart(
+        "Training loss over the steps",
+        180,
+        data=inline_csv(losses),
+        mark={"type": "line", "strokeWidth": 1.8, "color": MEASURED, "point": len(losses["step"]) < 12},
+        encoding={
+            "x": x_of("step", "step", axis=STEPS_AXIS, scale={"nice": False, "zero": False}),
+            "y": y_of("loss", "loss per token", scale={"zero": False}),
+            "tooltip": tooltip(step="step", loss="loss"),
+        },
+    )
 
 
 def _line(columns: Columns, field: str, name: str, names: list[str]) -> Spec:
@@ -121,50 +57,71 @@ def _line(columns: Columns, field: str, name: str, names: list[str]) -> Spec:
         "data": inline_csv({"step": columns["step"], field: columns[field]}),
         "mark": {"type": "line", "strokeWidth": 1.5, "point": len(columns["step"]) < 12},
         "encoding": {
-            "x": _x("step", "step", axis={"tickMinStep": 1}, scale={"nice": False, "zero": False}),
-            "y": _y(field, "seconds", scale={"zero": True}),
+            "x": x_of("step", "step", axis=STEPS_AXIS, scale={"nice": False, "zero": False}),
+            "y": y_of(field, "seconds", scale={"zero": True}),
             "color": {"datum": name, "scale": scale, "title": None},
         },
     }
 
 
 # What the lines of a Gantt chart mark -> their dashes; the colours are taken by the degrees.
-_ENDS = {"lower bound": [2, 3], "planned end": [7, 3], "measured end": [1, 0]}
+_ENDS = {
+    "bound": [2, 3],
+    "planned end": [7, 3],
+    "measured end": [1, 0],
+    "this plan ends": [1, 0],
+    "static ends": [7, 3],
+}
 
 
 def gantt_chart(
-    bars: Columns, ends: Columns, colours: DegreeColours, *, num_ranks: int, first: int | None = None
+    bars: Columns, ends: Columns, colours: DegreeColours, *, shown: RanksShown, first: int | None = None
 ) -> Spec:
-    """Draw rank x time of one step.
+    """Draw rank x time of one step, with lines where nodes end.
 
     Args:
         bars: rectangles of one step, or of all that can be chosen.
         ends: where to draw lines, and `what` each of them is; charts of one step share a time axis if they share these.
+        colours: of the degrees.
+        shown: the ranks that `bars` are of.
         first: the step to begin with; the page's parameter `chosen` then names the one to draw. None: the only one.
     """
     chosen = [{"filter": "datum.step == chosen"}] if first is not None else []
     rectangles = {
         "data": inline_csv(colours.with_labels(bars)),
         "transform": [*chosen, {"calculate": "datum.end - datum.start", "as": "seconds"}],
-        "mark": {"type": "rect", "stroke": "currentColor", "strokeOpacity": 0.35, "strokeWidth": 0.5},
+        "mark": {"type": "rect", "stroke": "currentColor", "strokeOpacity": 0.3, "strokeWidth": 0.4, "aria": False},
         "encoding": {
-            "x": _x("start", "seconds from the start of the step", scale={"nice": False, "zero": True}),
+            "x": x_of(
+                "start",
+                "seconds from the start of the step",
+                scale={"nice": False, "zero": True},
+                axis={"grid": False, "tickCount": 8},
+            ),
             "x2": {"field": "end"},
-            "y": _y("rank", "rank", scale=_ranks(num_ranks), axis={"tickMinStep": 1, "grid": False}),
+            "y": y_of("rank", "rank", scale=_rows(shown.count), axis=shown.axis(16)),
             "y2": {"field": "top"},
             "color": colours.encoding(),
             "tooltip": [
-                *_tooltip(order="micro-batch", degree="degree", tokens="tokens"),
+                *tooltip(order="micro-batch", degree="degree", tokens="tokens"),
                 *({"field": f, "title": f, "type": "quantitative", "format": ".4f"} for f in ("start", "seconds")),
             ],
         },
     }
-    return _chart(
+    return chart(
         "Gantt chart of one step: ranks over time, coloured by degree",
-        min(640, max(140, 14 * num_ranks)),
-        layer=[rectangles, _end_rules(ends, chosen)],
+        min(640, max(120, 14 * shown.count)),
+        layer=[rectangles, *_node_rules(shown), _end_rules(ends, chosen)],
         **({"params": [{"name": "chosen", "value": first}]} if first is not None else {}),
     )
+
+
+def _node_rules(shown: RanksShown) -> list[Spec]:
+    lines = [{"row": row} for row in shown.node_lines()]
+    if not lines:
+        return []
+    mark = {"type": "rule", "color": "currentColor", "strokeWidth": 1.2, "opacity": 0.75, "aria": False}
+    return [{"data": {"values": lines}, "mark": mark, "encoding": {"y": {"field": "row", "type": "quantitative"}}}]
 
 
 def _end_rules(ends: Columns, chosen: list[Spec]) -> Spec:
@@ -192,38 +149,51 @@ def _end_rules(ends: Columns, chosen: list[Spec]) -> Spec:
     }
 
 
-def _ranks(num_ranks: int) -> Spec:
-    return {"domain": [0, num_ranks], "nice": False, "reverse": True}
+def _rows(count: int) -> Spec:
+    return {"domain": [0, count], "nice": False, "reverse": True}
 
 
-def heat_chart(cells: Columns, *, num_ranks: int) -> Spec:
-    """Draw the idle share per rank and step."""
-    ranks = {"scale": _ranks(num_ranks), "axis": {"tickMinStep": 1, "grid": False}}
-    return _chart(
+def largest_idle(*maps: Columns) -> float:
+    """Return the idle share that has the full colour; never below 10 %: a plan that hardly waits should show it."""
+    return max(0.1, *(float(np.max(np.asarray(cells["idle"]))) for cells in maps))
+
+
+def heat_chart(cells: Columns, *, ranks: RanksShown, most: float) -> Spec:
+    """Draw the idle share per rank and step; a busy rank is as blank as the page.
+
+    Args:
+        cells: of the heat map.
+        ranks: of the job.
+        most: idle share that has the full colour, from `largest_idle`.
+    """
+    steps = STEPS_AXIS | {"values": _middles(cells), "labelExpr": "format(floor(datum.value), ',')", "ticks": False}
+    return chart(
         "Heat map of idle time: ranks over steps",
-        min(420, max(120, 12 * num_ranks)),
+        min(260, max(110, 12 * ranks.num_ranks)),
         data=inline_csv(cells),
         mark={"type": "rect", "aria": False},  # thousands of cells would bury the rest of the page for a screen reader
         encoding={
-            "x": _x("step", "step", scale={"nice": False, "zero": False}, axis={"tickMinStep": 1, "grid": False}),
+            "x": x_of("step", "step", scale={"nice": False, "zero": False}, axis=steps),
             "x2": {"field": "step_end"},
-            "y": _y("rank", "rank", **ranks),
+            "y": y_of("rank", "rank", scale=_rows(ranks.num_ranks), axis=ranks.axis(8)),
             "y2": {"field": "rank_end"},
-            "color": {
+            "color": {"value": MEASURED},
+            "fillOpacity": {
                 "field": "idle",
                 "type": "quantitative",
-                "title": "idle share",
-                # Never stretched over less than 10 %: a plan that hardly waits should show it.
-                "scale": {"scheme": "viridis", "domain": [0, max(0.1, float(np.max(np.asarray(cells["idle"]))))]},
-                "legend": {"format": ".1%", "gradientLength": 180},
+                "scale": {"domain": [0, most], "range": [0, 1]},
+                "legend": None,  # the page has one for all maps
             },
-            "tooltip": [*_tooltip(step="from step", rank="from rank"), _percent("idle", "idle")],
+            "tooltip": [*tooltip(step="from step", rank="from rank"), percent("idle", "idle")],
         },
+        view={"stroke": "currentColor", "strokeOpacity": 0.3},
     )
 
 
-def _percent(field: str, title: str) -> Spec:
-    return {"field": field, "title": title, "type": "quantitative", "format": ".2%"}
+def _middles(cells: Columns) -> list[float]:
+    """Return ticks in the middle of columns, which are steps that there are."""
+    steps = np.unique(np.asarray(cells["step"], dtype=np.float64))
+    return [float(step) + 0.5 for step in steps[:: max(1, -(-len(steps) // 8))]]
 
 
 def length_chart(bars: Columns, boundaries: Columns, colours: DegreeColours) -> Spec:
@@ -233,19 +203,19 @@ def length_chart(bars: Columns, boundaries: Columns, colours: DegreeColours) -> 
         "data": inline_csv(colours.with_labels(bars)),
         "mark": {"type": "rect", "stroke": "currentColor", "strokeOpacity": 0.25, "strokeWidth": 0.4},
         "encoding": {
-            "x": _x(
+            "x": x_of(
                 "shortest",
                 "length in tokens",
                 scale=scale,
                 axis={"format": ",.0f", "labelOverlap": True, "grid": False},
             ),
             "x2": {"field": "longest"},
-            "y": _y("bottom", "sequences"),
+            "y": y_of("bottom", "sequences"),
             "y2": {"field": "top"},
             "color": colours.encoding(),
             "tooltip": [
                 {"field": "shortest", "title": "from tokens", "type": "quantitative", "format": ",.0f"},
-                *_tooltip(degree="degree", sequences="sequences"),
+                *tooltip(degree="degree", sequences="sequences"),
             ],
         },
     }
@@ -260,132 +230,62 @@ def length_chart(bars: Columns, boundaries: Columns, colours: DegreeColours) -> 
             },
         ],
     }
-    return _chart("Histogram of sequence lengths by degree", 240, layer=[rectangles, rules])
+    return chart("Histogram of sequence lengths by degree", 240, layer=[rectangles, rules])
 
 
 def mix_chart(mix: Columns, colours: DegreeColours) -> Spec:
     """Draw the shares of each degree in micro-batches, tokens and rank-seconds."""
-    return _chart(
+    return chart(
         "Share of each degree in micro-batches, tokens and rank-seconds",
         110,
         data=inline_csv(colours.with_labels(mix)),
         mark={"type": "bar", "stroke": "currentColor", "strokeOpacity": 0.25, "strokeWidth": 0.4},
         encoding={
-            "x": _x(
+            "x": x_of(
                 "share", "share", aggregate="sum", axis={"format": ".0%", "tickCount": 10}, scale={"domain": [0, 1]}
             ),
             "y": {"field": "measure", "type": "nominal", "title": None, "sort": None},
             "color": colours.encoding(),
             "order": {"field": "degree", "type": "quantitative"},
             "detail": {"field": "degree"},
-            "tooltip": [*_tooltip(measure="of", degree="degree"), _percent("share", "share")],
+            "tooltip": [*tooltip(measure="of", degree="degree"), percent("share", "share")],
         },
     )
 
 
-def memory_chart(bars: Columns, *, tokens_per_rank: int, num_ranks: int) -> Spec:
-    """Draw the most tokens that each rank holds in one micro-batch, against the token budget."""
-    rectangles = {
-        "data": inline_csv(bars),
-        "mark": {"type": "rect", "color": _PLANNED},
+def memory_chart(bars: Columns, *, most: float, unit: str, ranks: RanksShown) -> Spec:
+    """Draw the most that each rank holds, planned as bars and measured as dashes, against what it may.
+
+    Args:
+        bars: `rank`, `rank_end`, `most`, and where it is known `measured`.
+        most: of the device, or of the plan's token budget.
+        unit: of both.
+        ranks: of the job.
+    """
+    x = {"scale": {"domain": [0, ranks.num_ranks], "nice": False}, "axis": ranks.axis(8)}
+    planned = {
+        "mark": {"type": "rect", "color": PLANNED, "stroke": None},
         "encoding": {
-            "x": _x(
-                "rank", "rank", scale={"domain": [0, num_ranks], "nice": False}, axis={"tickMinStep": 1, "grid": False}
-            ),
+            "x": x_of("rank", "rank", **x),
             "x2": {"field": "rank_end"},
-            "y": _y("most", "most tokens held"),
+            "y": y_of("most", unit, axis={"format": ",~r", "tickCount": 5}),
             "y2": {"datum": 0},
-            "tooltip": _tooltip(rank="rank", most="tokens"),
+            "tooltip": tooltip(rank="rank", most=f"planned {unit}"),
+        },
+    }
+    measured = {
+        "mark": {"type": "rule", "color": MEASURED, "strokeWidth": 3},
+        "encoding": {
+            "x": x_of("rank", "rank", **x),
+            "x2": {"field": "rank_end"},
+            "y": y_of("measured", unit),
+            "tooltip": tooltip(rank="rank", measured=f"measured {unit}"),
         },
     }
     rule = {
-        "data": {"values": [{"budget": tokens_per_rank}]},
+        "data": {"values": [{"budget": most}]},
         "mark": {"type": "rule", "strokeDash": [4, 3]},
         "encoding": {"y": {"field": "budget", "type": "quantitative"}, "tooltip": [{"field": "budget"}]},
     }
-    return _chart("Most tokens held by each rank against the token budget", 160, layer=[rectangles, rule])
-
-
-def scatter_chart(points: Columns, colours: DegreeColours) -> Spec:
-    """Draw predicted against measured seconds per micro-batch; on the dashed line the prediction is right."""
-    planned, measured = np.asarray(points["planned"]), np.asarray(points["measured"])
-    low, high = float(min(planned.min(), measured.min())), float(max(planned.max(), measured.max()))
-    scale = {"type": "log", "nice": False, "domain": [low * 0.9, high * 1.1]}
-    dots = {
-        "data": inline_csv(colours.with_labels(points)),
-        "mark": {"type": "point", "filled": True, "size": 14, "opacity": 0.6},
-        "encoding": {
-            "x": _x("planned", "predicted seconds", scale=scale, axis={"labelOverlap": True}),
-            "y": _y("measured", "measured seconds", scale=scale, axis={"labelOverlap": True}),
-            "color": colours.encoding(),
-            "tooltip": _tooltip(degree="degree", planned="predicted s", measured="measured s"),
-        },
-    }
-    diagonal = {
-        "data": {"values": [{"planned": low, "measured": low}, {"planned": high, "measured": high}]},
-        "mark": {"type": "line", "color": "currentColor", "strokeDash": [4, 3], "strokeWidth": 1},
-        "encoding": {"x": _x("planned", "predicted seconds"), "y": _y("measured", "measured seconds")},
-    }
-    return _chart("Predicted against measured seconds of each micro-batch", 320, layer=[dots, diagonal])
-
-
-def residual_chart(quantiles: Columns) -> Spec:
-    """Draw the spread of measured / predicted - 1 per degree."""
-    x = {"field": "degree", "type": "ordinal", "title": "degree", "axis": {"labelAngle": 0, "labelOverlap": True}}
-    y = _y("p10", "measured / predicted - 1", axis={"format": "+.0%"}, scale={"zero": True})
-    tooltip = [*_tooltip(degree="degree", micro_batches="micro-batches"), _percent("median", "median")]
-    return _chart(
-        "Residuals of the predicted seconds per degree: 10th to 90th percentile, quartiles and median",
-        220,
-        data=inline_csv(quantiles),
-        layer=[
-            {"mark": {"type": "rule", "opacity": 0.6}, "encoding": {"x": x, "y": y, "y2": {"field": "p90"}}},
-            {
-                "mark": {"type": "bar", "color": _PLANNED, "size": 10},
-                "encoding": {"x": x, "y": {**y, "field": "p25"}, "y2": {"field": "p75"}, "tooltip": tooltip},
-            },
-            {
-                "mark": {"type": "point", "filled": True, "color": _MEASURED, "size": 45, "opacity": 1},
-                "encoding": {"x": x, "y": {**y, "field": "median"}, "tooltip": tooltip},
-            },
-        ],
-    )
-
-
-def drift_chart(drift: Columns) -> Spec:
-    """Draw measured / predicted over the steps, for whole steps and for micro-batches alone."""
-    names = {"whole": "whole step", "micro_batches": "micro-batches"}
-    scale = {"domain": list(names.values()), "range": [_MEASURED, _PLANNED]}
-    lines = [
-        {
-            "data": inline_csv({"step": drift["step"], field: drift[field]}),
-            "mark": {"type": "line", "strokeWidth": 1.5, "point": len(drift["step"]) < 12},
-            "encoding": {
-                "x": _x("step", "step", axis={"tickMinStep": 1}, scale={"nice": False, "zero": False}),
-                "y": _y(field, "measured / predicted", scale={"zero": False}),
-                "color": {"datum": name, "scale": scale, "title": None},
-            },
-        }
-        for field, name in names.items()
-    ]
-    one = {"data": {"values": [{"at": 1.0}]}, "mark": {"type": "rule", "strokeDash": [4, 3]}}
-    rule = {**one, "encoding": {"y": {"field": "at", "type": "quantitative"}}}
-    return _chart("Measured time over predicted time along the run", 200, layer=[*lines, rule])
-
-
-def slowest_chart(ranks: Columns) -> Spec:
-    """Draw the ranks that took longest for their work."""
-    return _chart(
-        "The slowest ranks: measured over predicted seconds of their micro-batches",
-        30 + 18 * len(ranks["rank"]),
-        data=inline_csv(ranks),
-        mark={"type": "bar", "color": _MEASURED},
-        encoding={
-            "y": {"field": "rank", "type": "ordinal", "sort": {"field": "place"}, "title": "rank"},
-            "x": _x("ratio", "measured / predicted"),
-            "tooltip": [
-                *_tooltip(rank="rank"),
-                {"field": "ratio", "title": "ratio", "type": "quantitative", "format": ".3f"},
-            ],
-        },
-    )
+    layers = [planned, *([measured] if "measured" in bars else []), rule]
+    return chart("The most that each rank holds, against what it may", 180, data=inline_csv(bars), layer=layers)

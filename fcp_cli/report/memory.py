@@ -5,6 +5,7 @@ from __future__ import annotations
 from fcp_cli.cost.profile import parse_cost_profile
 from fcp_cli.errors import ProfileError
 from fcp_cli.memory.rank import rank_memory
+from fcp_cli.memory.table import RankMemory
 from fcp_cli.models.cluster import THIS_MACHINE
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.metadata import PlanMetadata
@@ -20,21 +21,21 @@ def ranks_are_hosts(metadata: PlanMetadata) -> bool:
         return False
 
 
-def memory_sentence(metadata: PlanMetadata, peers: int) -> str:
-    """Return how many GB the token budget takes, and for what; "" where the plan does not say of which recipe it is.
+def planned_memory(metadata: PlanMetadata, peers: int) -> RankMemory | None:
+    """Return what a rank holds by the memory model; None where the plan does not say of which model and recipe it is.
 
     Args:
         metadata: of the plan.
         peers: of the rank that has most.
     """
     if metadata.recipe is None:
-        return ""
+        return None
     try:
         profile = parse_cost_profile(metadata.cost_profile, name="the plan's cost profile")
         spec = load_model(profile.model)
     except ProfileError:
-        return ""
-    memory = rank_memory(
+        return None
+    return rank_memory(
         spec,
         metadata.recipe,
         sync=metadata.sync,
@@ -44,8 +45,13 @@ def memory_sentence(metadata: PlanMetadata, peers: int) -> str:
         on_cpu=ranks_are_hosts(metadata),
         peers=peers,
     )
+
+
+def memory_sentence(metadata: PlanMetadata, memory: RankMemory) -> str:
+    """Return how many GB the token budget takes, and for what."""
+    assert metadata.recipe is not None, "the memory model needs one"
     tokens = metadata.tokens_per_rank
     items = [f"{name} {size / 1e9:.1f}" for name, size in memory.items(tokens).items()]
     named = ", ".join([*items[:_ITEMS_NAMED], *(["..."] if len(items) > _ITEMS_NAMED else [])])
     takes = f"{memory.total_bytes(tokens) / 1e9:.1f} GB under {metadata.recipe.describe()}"
-    return f" By the memory model, a rank then takes {takes}: {named}."
+    return f"By the memory model, a rank with the whole token budget takes {takes}: {named}."

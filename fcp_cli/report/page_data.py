@@ -12,6 +12,7 @@ from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.padding import held_tokens
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.summary import PlanSummary
+from fcp_cli.report.ranks_shown import RanksShown
 
 _HEAT_COLUMNS = 125  # cells along the steps
 _HEAT_ROWS = 64  # cells along the ranks
@@ -32,23 +33,26 @@ def evenly_spaced(total: int, count: int) -> list[int]:
     return sorted({round(i * (total - 1) / max(count - 1, 1)) for i in range(count)})
 
 
-def bars_of(step: StepPlan) -> Columns:
-    """Return a step as rectangles: one per micro-batch and run of neighbouring ranks, without idle ones."""
-    rows = np.repeat(np.arange(len(step)), step.degrees)
+def bars_of(step: StepPlan, shown: RanksShown) -> Columns:
+    """Return a step as rectangles: one per micro-batch and run of neighbouring rows, without idle ones."""
+    global_ranks = step.ranks.astype(np.int64)
+    wanted = shown.are_shown(global_ranks)
+    rows = np.repeat(np.arange(len(step)), step.degrees)[wanted]
+    ranks = shown.rows(global_ranks[wanted])
     first = np.ones(len(rows), dtype=bool)
-    first[1:] = (np.diff(rows) != 0) | (np.diff(step.ranks) != 1)
+    first[1:] = (np.diff(rows) != 0) | (np.diff(ranks) != 1)
     starts = np.flatnonzero(first)
     heights = np.diff(np.append(starts, len(rows)))
     row = rows[starts]
-    shown = step.tokens[row] > 0
-    starts, heights, row = starts[shown], heights[shown], row[shown]
+    works = step.tokens[row] > 0
+    starts, heights, row = starts[works], heights[works], row[works]
     return {
         "step": np.full(len(row), step.step),
         "order": row,
         "degree": step.degrees[row],
         "tokens": step.tokens[row],
-        "rank": step.ranks[starts],
-        "top": step.ranks[starts] + heights,
+        "rank": ranks[starts],
+        "top": ranks[starts] + heights,
         "start": step.start_seconds[row],
         "end": step.start_seconds[row] + step.seconds[row],
     }
@@ -112,6 +116,7 @@ class PlanPicture:
 
     def __post_init__(self) -> None:
         meta = self.metadata
+        self.shown = RanksShown.of(meta.num_ranks, meta.ranks_per_node)
         self.every = max(1, -(-meta.steps * meta.num_ranks // _RANK_STEPS_READ))
         self.summary = PlanSummary.of(meta)
         self.heat = HeatMap(steps=meta.steps, num_ranks=meta.num_ranks, first_step=meta.first_step)
@@ -147,11 +152,11 @@ class PlanPicture:
 
     def _keep_bars(self, step: StepPlan) -> None:
         if self._chosen_steps is None:
-            count = max(3, min(_MOST_GANTT_STEPS, _GANTT_BARS // max(len(bars_of(step)["order"]), 1)))
+            count = max(3, min(_MOST_GANTT_STEPS, _GANTT_BARS // max(len(bars_of(step, self.shown)["order"]), 1)))
             read = -(-self.metadata.steps // self.every)
             self._chosen_steps = {self.metadata.first_step + i * self.every for i in evenly_spaced(read, count)}
         if step.step in self._chosen_steps:
-            self._chosen[step.step] = bars_of(step)
+            self._chosen[step.step] = bars_of(step, self.shown)
 
     def compare(self, step: StepPlan) -> None:
         """Keep a step, wanted or not, if it is the slowest or the farthest above its bound so far."""
@@ -164,7 +169,7 @@ class PlanPicture:
         """Return the steps that the page can show as a Gantt chart: evenly spaced ones, and the worst."""
         for step in (self._slowest, self._widest):
             if step is not None:
-                self._chosen.setdefault(step.step, bars_of(step))
+                self._chosen.setdefault(step.step, bars_of(step, self.shown))
         return dict(sorted(self._chosen.items()))
 
     def worst_steps(self) -> tuple[StepPlan, StepPlan]:

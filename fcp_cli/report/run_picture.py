@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.report.page_data import Columns
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.report.page_data import Columns, HeatMap
+from fcp_cli.report.ranks_shown import RanksShown
 from fcp_cli.runs.metrics_reader import RunStep
 
 _SCATTER_POINTS = 2_500
@@ -21,13 +23,13 @@ class RunPicture:
     """The pictures of a run: give `add` every measured step.
 
     Attributes:
-        num_ranks: of the job.
+        plan: that the run followed.
         chosen: the steps whose measured Gantt charts are wanted.
         steps: measured steps that were given, warm-up included.
         bars, ends: of the chosen steps, their rectangles and their seconds.
     """
 
-    num_ranks: int
+    plan: PlanMetadata
     chosen: frozenset[int]
     steps: int = 0
     warm_up_steps: int = 0
@@ -35,15 +37,24 @@ class RunPicture:
     ends: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        meta = self.plan
+        self.shown = RanksShown.of(meta.num_ranks, meta.ranks_per_node)
+        self.heat = HeatMap(steps=meta.steps, num_ranks=meta.num_ranks, first_step=meta.first_step)
+        self.peak_bytes: IntArray = np.zeros(meta.num_ranks, dtype=np.int64)
+        self._losses: list[tuple[float, float]] = []
         self._series: list[tuple[float, ...]] = []
         self._points: list[FloatArray] = []  # [3, micro-batches]: degree, planned, measured
-        self._busy = np.zeros(self.num_ranks)
-        self._planned = np.zeros(self.num_ranks)
+        self._busy = np.zeros(self.plan.num_ranks)
+        self._planned = np.zeros(self.plan.num_ranks)
 
     def add(self, step: RunStep) -> None:
         self.steps += 1
+        if step.loss is not None:
+            self._losses.append((step.step, step.loss))
+        if len(step.peak_bytes) == len(self.peak_bytes):
+            np.maximum(self.peak_bytes, step.peak_bytes, out=self.peak_bytes)
         if step.step in self.chosen:
-            self.bars[step.step] = measured_bars(step)
+            self.bars[step.step] = measured_bars(step, self.shown)
             self.ends[step.step] = step.seconds
         if step.warm_up:
             self.warm_up_steps += 1
@@ -51,7 +62,9 @@ class RunPicture:
         busy, planned = float(step.busy_seconds.sum()), float(step.planned_seconds.sum())
         rates = (step.tokens, step.idle_fraction)
         self._series.append((step.step, step.seconds, step.predicted_seconds, busy, planned, *rates))
-        np.add.at(self._busy, step.ranks, step.busy_seconds)
+        worked = np.bincount(step.ranks, weights=step.busy_seconds, minlength=self.plan.num_ranks)
+        self.heat.add(step.step, np.clip(1.0 - worked / step.seconds, 0.0, 1.0))
+        self._busy += worked
         np.add.at(self._planned, step.ranks, step.planned_seconds)
         if sum(points.shape[1] for points in self._points[-1:]) * len(self._points) < _POINTS_KEPT:
             self._points.append(_groups(step))
@@ -61,20 +74,36 @@ class RunPicture:
         return not self._series
 
     def totals(self) -> dict[str, float]:
-        """Return median step seconds, seconds measured / planned, tokens/s and idle share of all steps but warm-up."""
-        _, seconds, predicted, _, _, tokens, idle = np.array(self._series).T
+        """Return what was measured over all steps but warm-up: mean step seconds, the slowest, tokens/s, idle share.
+
+        The `predicted_` ones are the same statistics of the same steps as they were planned; `ratio` is seconds
+        measured / planned.
+        """
+        _, seconds, predicted, _, planned, tokens, idle = np.array(self._series).T
         return {
-            "step_seconds": float(np.median(seconds)),
+            "step_seconds": float(seconds.mean()),
+            "slowest_seconds": float(seconds.max()),
             "ratio": float(seconds.sum() / predicted.sum()),
             "tokens_per_second": float(tokens.sum() / seconds.sum()),
             "idle": float((idle * seconds).sum() / seconds.sum()),
+            "predicted_step_seconds": float(predicted.mean()),
+            "predicted_slowest_seconds": float(predicted.max()),
+            "predicted_tokens_per_second": float(tokens.sum() / predicted.sum()),
+            "predicted_idle": max(0.0, float(1.0 - planned.sum() / (self.plan.num_ranks * predicted.sum()))),
         }
+
+    def losses(self) -> Columns | None:
+        """Return the loss over the steps, averaged where there are more steps than points; None: it is not known."""
+        if len(self._losses) < 2:
+            return None
+        table = np.array(self._losses)
+        step, loss = np.array([part.mean(axis=0) for part in _parts(table)]).T
+        return {"step": step, "loss": loss}
 
     def drift(self) -> Columns:
         """Return measured / planned over the steps: of whole steps, and of the micro-batches alone."""
         table = np.array(self._series)
-        parts = [part.sum(axis=0) / len(part) for part in np.array_split(table, min(len(table), _SERIES_POINTS))]
-        step, seconds, predicted, busy, planned, _, _ = np.array(parts).T
+        step, seconds, predicted, busy, planned, _, _ = np.array([part.mean(axis=0) for part in _parts(table)]).T
         return {
             "step": step,
             "seconds": seconds,
@@ -110,6 +139,10 @@ class RunPicture:
         return {"rank": ranks, "ratio": ratio[ranks], "place": np.arange(len(ranks))}
 
 
+def _parts(table: FloatArray) -> list[FloatArray]:
+    return np.array_split(table, min(len(table), _SERIES_POINTS))
+
+
 def _groups(step: RunStep) -> FloatArray:
     """Return [3, microbatches]: degree, planned and measured seconds; a ring takes as long as its slowest member."""
     works = (step.pack_tokens > 0) & (step.planned_seconds > 0)
@@ -119,11 +152,11 @@ def _groups(step: RunStep) -> FloatArray:
     return np.stack([step.degrees[works][index].astype(np.float64), step.planned_seconds[works][index], measured])
 
 
-def measured_bars(step: RunStep) -> Columns:
+def measured_bars(step: RunStep, shown: RanksShown) -> Columns:
     """Return a measured step as rectangles, like `page_data.bars_of`."""
     by_rank = np.lexsort((step.ranks, step.orders))
-    by_rank = by_rank[step.pack_tokens[by_rank] > 0]
-    orders, ranks = step.orders[by_rank], step.ranks[by_rank]
+    by_rank = by_rank[(step.pack_tokens[by_rank] > 0) & shown.are_shown(step.ranks[by_rank])]
+    orders, ranks = step.orders[by_rank], shown.rows(step.ranks[by_rank])
     # A rectangle begins where the micro-batch changes, and where its ranks are not neighbours.
     first = np.ones(len(orders), dtype=bool)
     first[1:] = (np.diff(orders) != 0) | (np.diff(ranks) != 1)

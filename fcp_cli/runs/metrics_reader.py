@@ -36,6 +36,7 @@ class RunStep:
         tokens, loss, idle_fraction, warm_up: as in the record; `loss` is None where it was not finite.
         ranks, orders, degrees, pack_tokens: which micro-batch ran where.
         planned_seconds, start_seconds, busy_seconds: of each micro-batch on each rank.
+        peak_bytes: [num_ranks] the most memory that each rank has had; empty where it was not measured.
     """
 
     step: int
@@ -52,6 +53,7 @@ class RunStep:
     planned_seconds: FloatArray
     start_seconds: FloatArray
     busy_seconds: FloatArray
+    peak_bytes: IntArray
 
 
 _TIMING_FIELDS = ("order", "degree", "tokens", "predicted_seconds", "start_seconds", "seconds")
@@ -89,6 +91,7 @@ def run_step(record: dict[str, Any], *, num_ranks: int | None = None) -> RunStep
         planned_seconds=table[4],
         start_seconds=table[5],
         busy_seconds=table[6],
+        peak_bytes=_peaks(record["ranks"]),
     )
     whole = (step.seconds, step.predicted_seconds)
     if step.step < 0 or not all(math.isfinite(value) and value > 0 for value in whole):
@@ -98,6 +101,11 @@ def run_step(record: dict[str, Any], *, num_ranks: int | None = None) -> RunStep
     if num_ranks is not None and (step.ranks >= num_ranks).any():
         raise ValueError("a rank outside the job")
     return step
+
+
+def _peaks(ranks: list[dict[str, Any]]) -> IntArray:
+    peaks = [rank.get("peak_memory_bytes") for rank in sorted(ranks, key=lambda rank: int(rank["rank"]))]
+    return np.array([] if None in peaks else peaks, dtype=np.int64)
 
 
 @dataclass(kw_only=True, slots=True)

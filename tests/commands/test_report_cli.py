@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fcp_cli.report import charts
+from fcp_cli.report.chart_parts import CONFIG
 from tests.commands import planning_folder
 from tests.patience import PATIENCE_SECONDS
 from tests.report.edited_plans import change_column, edited
@@ -20,8 +20,8 @@ from tests.report.runs import make_example_plan, write_run
 
 vl_convert = pytest.importorskip("vl_convert", reason="fcp report needs the extra 'report'")
 
-PLAN_CHARTS = {"steps", "gantt", "heat", "lengths", "memory", "mix"}
-RUN_CHARTS = {"measured", "scatter", "residuals", "drift", "slowest"}
+PLAN_CHARTS = {"static", "ours", "steps", "gantt", "heat", "lengths", "memory", "mix"}
+RUN_CHARTS = {"loss", "measured", "waited", "scatter", "residuals", "drift", "slowest"}
 
 
 def fcp(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -87,17 +87,52 @@ def test_every_chart_has_its_place(page: str) -> None:
 @pytest.mark.parametrize("name", sorted(PLAN_CHARTS | RUN_CHARTS))
 def test_vega_draws_every_chart(page: str, name: str) -> None:
     spec = {**charts_of(page)[name], "width": 600}
-    svg = vl_convert.vegalite_to_svg(spec, config=charts.CONFIG)
+    svg = vl_convert.vegalite_to_svg(spec, config=CONFIG)
     assert svg.count("<path") > 3
     assert "NaN" not in svg and "undefined" not in svg
 
 
-def test_headline_figures_are_on_the_page(page: str) -> None:
-    cards = re.findall(r"<dt>(.*?)</dt><dd>(.*?)<small>", page)
-    names = [name for name, _ in cards]
-    assert names[:6] == ["step time", "gap", "idle", "tokens/s", "speed-up", "distinct groups"]
-    assert re.fullmatch(r"[\d.]+x", dict(cards)["speed-up"])
-    assert "measured / predicted" in names
+def test_planned_and_measured_figures_stand_side_by_side(page: str) -> None:
+    rows = re.findall(r'<tr><th scope="row">(.*?)</th><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>', page)
+    assert [row[0] for row in rows] == ["Mean step", "Slowest step", "Tokens per second", "Idle"]
+    assert all(all(row) for row in rows)
+    assert re.search(r"<h2>[\d.]+x as fast as the best static degree</h2>", page)
+
+
+def test_the_page_names_model_cluster_and_where_its_times_come_from_and_no_path(page: str) -> None:
+    title = re.search(r"<title>(.*?)</title>", page)
+    assert title and title[1] == "example on 8 ranks of example-8x8"
+    assert "cost profile of example on example-8x8: assumed" in page
+    assert "bound under this cost profile" in page
+    assert "metrics.jsonl" not in page and "/tmp" not in page
+
+
+def test_a_run_is_shown_by_its_folder_alone(plan: Path, tmp_path: Path) -> None:
+    run = tmp_path / "tiny-001"
+    run.mkdir()
+    write_run(run / "metrics.jsonl", plan)
+    target = tmp_path / "report.html"
+    missing = fcp("report", run, "-o", target)
+    assert (missing.returncode, target.exists()) == (1, False)
+    assert missing.stderr == f"error: {run} holds no plan.parquet; name the plan: fcp report PLAN --metrics {run}\n"
+    (run / "plan.parquet").write_bytes(plan.read_bytes())
+    assert fcp("report", run, "-o", target).returncode == 0
+    page = target.read_text()
+    assert "Run tiny-001" in page
+    assert charts_of(page).keys() == PLAN_CHARTS | RUN_CHARTS
+
+
+def test_static_and_ours_are_one_step_on_one_time_axis(page: str) -> None:
+    specs = charts_of(page)
+    ends = [specs[name]["layer"][-1]["data"] for name in ("static", "ours")]
+    assert ends[0] == ends[1] and "static ends" in ends[0]["values"]
+
+
+def test_a_run_without_losses_or_memory_is_drawn_without_them(plan: Path, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "metrics.jsonl", plan)
+    run.write_text(re.sub(r'"loss":[\d.]+', '"loss":null', run.read_text()))
+    assert fcp("report", plan, "--metrics", run, "-o", tmp_path / "report.html").returncode == 0
+    assert charts_of((tmp_path / "report.html").read_text()).keys() == (PLAN_CHARTS | RUN_CHARTS) - {"loss"}
 
 
 def test_a_page_never_replaces_what_it_shows(plan: Path) -> None:

@@ -47,8 +47,8 @@ def test_the_step_shown_gains_what_its_plan_gains(plans: dict[str, list[StepPlan
 def test_vega_draws_every_picture(plans: dict[str, list[StepPlan]]) -> None:
     curves = {"iteration": [(8, 1.0), (16, 2.0)], "microbatch": [(8, 1.5), (16, 4.0)]}
     for spec, words in (
-        (picture.gantt_spec(plans), ["static, degree ", "fcp: ", "lower bound"]),
-        (picture.idle_spec(plans), ["idle share", "rank"]),
+        (picture.gantt_spec(plans), ["static, degree ", "fcp: ", "bound"]),
+        (picture.idle_spec(plans), ["idle ", "rank"]),
         (picture.degrees_spec({"library": plans[picture.FCP]}), ["share of rank-seconds", "library"]),
         (picture.growth_spec({"milliseconds": (curves, True), "gap": (curves, False)}), ["iteration", "gap"]),
     ):

@@ -8,11 +8,14 @@ import pytest
 
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.report.charts import DegreeColours, inline_csv
+from fcp_cli.report.chart_parts import DegreeColours, inline_csv
 from fcp_cli.report.page_data import HeatMap, PlanPicture, bars_of, evenly_spaced
+from fcp_cli.report.ranks_shown import RanksShown
 from fcp_cli.report.run_picture import RunPicture, measured_bars
 from fcp_cli.runs.metrics_reader import run_step
 from tests.report.runs import SLOW_FACTOR, SLOW_RANK, make_example_plan, measured
+
+EVERY_RANK = RanksShown(num_ranks=8, ranks_per_node=4)
 
 
 @pytest.fixture(scope="module", params=["iteration", "microbatch"])
@@ -33,7 +36,7 @@ def picture(reader: PlanReader) -> PlanPicture:
 
 @pytest.fixture(scope="module")
 def run(reader: PlanReader) -> RunPicture:
-    run = RunPicture(num_ranks=8, chosen=frozenset({1}))
+    run = RunPicture(plan=reader.metadata, chosen=frozenset({1}))
     for step in reader.steps():
         run.add(run_step(measured(step, 8).record()))
     return run
@@ -45,15 +48,18 @@ def area(bars: dict[str, np.ndarray]) -> float:
 
 def test_the_bars_of_a_step_cover_its_busy_time(reader: PlanReader) -> None:
     for step in reader.steps():
-        bars = {name: np.asarray(column) for name, column in bars_of(step).items()}
+        bars = {name: np.asarray(column) for name, column in bars_of(step, EVERY_RANK).items()}
         assert area(bars) == pytest.approx(step.busy_seconds(8).sum())
         assert bars["end"].max() == pytest.approx(step.makespan_seconds)
 
 
 def test_measured_bars_cover_every_working_rank(reader: PlanReader) -> None:
     step = next(reader.steps())
-    bars = {name: np.asarray(column) for name, column in measured_bars(run_step(measured(step, 8).record())).items()}
-    planned = bars_of(step)
+    bars = {
+        name: np.asarray(column)
+        for name, column in measured_bars(run_step(measured(step, 8).record()), EVERY_RANK).items()
+    }
+    planned = bars_of(step, EVERY_RANK)
     assert sorted(zip(bars["order"].tolist(), bars["rank"].tolist(), strict=True)) == sorted(
         zip(np.asarray(planned["order"]).tolist(), np.asarray(planned["rank"]).tolist(), strict=True)
     )
@@ -142,7 +148,44 @@ def test_rates_and_idle_time_are_over_the_measured_seconds(run: RunPicture, read
     totals = run.totals()
     assert totals["idle"] == pytest.approx(1.0 - computed / (8 * seconds))
     assert totals["tokens_per_second"] == pytest.approx(sum(step.tokens for step in steps) / seconds)
-    assert totals["step_seconds"] == pytest.approx(np.median([step.seconds for step in steps]))
+    assert totals["step_seconds"] == pytest.approx(np.mean([step.seconds for step in steps]))
+
+
+def test_planned_figures_beside_measured_ones_are_the_same_statistics_of_the_same_steps(
+    run: RunPicture, reader: PlanReader
+) -> None:
+    steps, totals = list(reader.steps(1)), run.totals()
+    planned = sum(step.makespan_seconds for step in steps)
+    assert totals["predicted_step_seconds"] == pytest.approx(planned / len(steps))
+    assert totals["predicted_slowest_seconds"] == pytest.approx(max(step.makespan_seconds for step in steps))
+    assert totals["predicted_idle"] == pytest.approx(
+        1 - sum(step.busy_seconds(8).sum() for step in steps) / 8 / planned
+    )
+
+
+def test_measured_idle_time_has_a_map_of_its_own(run: RunPicture, reader: PlanReader) -> None:
+    cells = {name: np.asarray(column) for name, column in run.heat.cells().items()}
+    assert set(cells["step"].tolist()) == {1, 2, 3}, "steps of warm-up are left out"
+    step = measured(next(reader.steps(2)), 8)
+    idle = 1 - np.array(step.busy_seconds()) / step.seconds
+    assert cells["idle"][cells["step"] == 2] == pytest.approx(idle)
+
+
+def test_a_large_job_is_drawn_by_whole_nodes_with_ticks_of_ranks_that_exist() -> None:
+    shown = RanksShown.of(16_384, 8)
+    ranks = np.arange(16_384)[shown.are_shown(np.arange(16_384))]
+    assert len(ranks) == shown.count == 512
+    assert shown.rows(ranks).tolist() == list(range(512)), "nodes stand side by side"
+    assert ranks[:9].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 256]
+    assert "512 of 16,384 ranks are drawn" in shown.in_words()
+
+
+@pytest.mark.parametrize(("num_ranks", "per_node"), [(1, 1), (4, 4), (12, 6), (64, 8), (1000, 8)])
+def test_rank_axes_have_few_ticks_and_none_beyond_the_last_rank(num_ranks: int, per_node: int) -> None:
+    shown = RanksShown.of(num_ranks, per_node)
+    ticks = shown.axis(8)["values"]
+    assert 1 <= len(ticks) <= 8
+    assert min(ticks) > 0 and max(ticks) < shown.count
 
 
 def test_few_degrees_have_a_colour_each() -> None:

@@ -1,0 +1,76 @@
+"""Which ranks a picture shows, node by node, and the ticks of its rank axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fcp_cli.arrays import IntArray
+from fcp_cli.plan.metadata import PlanMetadata
+
+_MOST_RANKS = 512  # more rows than a screen has pixels for help nobody, and make the page large
+_MOST_NODE_LINES = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RanksShown:
+    """Every rank of a small job; of a large one each `every`-th node, whose ranks then have rows side by side."""
+
+    num_ranks: int
+    ranks_per_node: int
+    every: int = 1
+
+    @classmethod
+    def of(cls, num_ranks: int, ranks_per_node: int) -> RanksShown:
+        """Choose nodes, evenly spaced, with 512 ranks or so in all."""
+        nodes = -(-num_ranks // ranks_per_node)
+        every = max(1, -(-nodes // max(1, _MOST_RANKS // ranks_per_node)))
+        return cls(num_ranks=num_ranks, ranks_per_node=ranks_per_node, every=every)
+
+    @classmethod
+    def all_of(cls, metadata: PlanMetadata) -> RanksShown:
+        """Show every rank of a plan, however many."""
+        return cls(num_ranks=metadata.num_ranks, ranks_per_node=metadata.ranks_per_node)
+
+    @property
+    def count(self) -> int:
+        """Rows of the picture."""
+        return int(self.are_shown(np.arange(self.num_ranks)).sum())
+
+    def are_shown(self, ranks: IntArray) -> npt.NDArray[np.bool_]:
+        """Return which of these ranks have a row."""
+        return np.asarray(ranks // self.ranks_per_node % self.every == 0)
+
+    def rows(self, ranks: IntArray) -> IntArray:
+        """Return the row of each rank that is shown."""
+        node = ranks // self.ranks_per_node // self.every
+        return np.asarray(node * self.ranks_per_node + ranks % self.ranks_per_node, dtype=np.int64)
+
+    def node_lines(self) -> list[int]:
+        """Return the rows at which another node begins; none where there are too many to tell apart."""
+        lines = list(range(self.ranks_per_node, self.count, self.ranks_per_node))
+        return lines if len(lines) < _MOST_NODE_LINES else []
+
+    def axis(self, most: int) -> dict[str, Any]:
+        """Return an axis with at most so many ticks, each in the middle of the row of a rank that there is."""
+        per_node = self.ranks_per_node
+        strides = [s for s in (1, 2, 4, 8, 16, 32) if s < per_node and per_node % s == 0]
+        strides += [per_node * 2**k for k in range(20)]
+        stride = next(s for s in strides if self.count <= most * s)
+        rank = f"floor(datum.value / {per_node}) * {per_node * self.every} + floor(datum.value) % {per_node}"
+        return {
+            "values": [row + 0.5 for row in range(0, self.count, stride)],
+            "labelExpr": f"format({rank}, ',')",
+            "labelOverlap": False,
+            "grid": False,
+            "ticks": False,
+        }
+
+    def in_words(self) -> str:
+        """Return what is left out, for a caption; "" where nothing is."""
+        if self.every == 1:
+            return ""
+        return f" {self.count:,} of {self.num_ranks:,} ranks are drawn: node 0 and each {self.every}th after it."
