@@ -18,7 +18,7 @@ from fcp_cli.words import counted
 if TYPE_CHECKING:
     from fcp_cli.manifest.table import LengthTable
     from fcp_cli.plan.step import StepPlan
-    from fcp_cli.report.page import Speedup
+    from fcp_cli.report.page_charts import Speedup
     from fcp_cli.report.page_data import PlanPicture
     from fcp_cli.report.plan_file import PlanFile
     from fcp_cli.report.run_picture import RunPicture
@@ -156,7 +156,7 @@ def _speedup(file: PlanFile, sample: list[StepPlan], longest: int, table: Length
     """Return the predicted gain over the best static plan."""
     from fcp_cli.planning.baseline import static_speedup, typical_pair
     from fcp_cli.planning.problem import problem_of
-    from fcp_cli.report.page import Speedup
+    from fcp_cli.report.page_charts import Speedup
 
     problem = problem_of(file.metadata, name=str(file.path))
     found = static_speedup(sample, problem, longest_tokens=longest, manifest=table)

@@ -18,10 +18,9 @@ from typing import Any
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.errors import FcpError
 from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.plan.step import StepPlan
 from fcp_cli.report.chart_parts import CONFIG, Spec
 from fcp_cli.report.memory import planned_memory
-from fcp_cli.report.page_charts import charts_of, has_measured_steps
+from fcp_cli.report.page_charts import Speedup, charts_of, has_measured_steps
 from fcp_cli.report.page_data import PlanPicture
 from fcp_cli.report.page_parts import facts, seconds, table
 from fcp_cli.report.page_sections import sections_of
@@ -35,24 +34,6 @@ _ORIGINS = {
     "analytic": "computed from data sheets, nothing of it measured",
     "assumed": "assumed",
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Speedup:
-    """Predicted gain over the best static plan.
-
-    Attributes:
-        factor: None where it is not known, as `remark` explains.
-        remark: of what it is.
-        degree: of the static plan.
-        ours, static: a typical step as it was planned, and under the static degree.
-    """
-
-    factor: float | None
-    remark: str
-    degree: int = 0
-    ours: StepPlan | None = None
-    static: StepPlan | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

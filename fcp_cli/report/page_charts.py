@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,24 @@ from fcp_cli.report.run_picture import RunPicture
 
 Charts = Iterator[tuple[str, Spec]]
 _GAIN_HEIGHT = 210
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speedup:
+    """Predicted gain over the best static plan.
+
+    Attributes:
+        factor: None where it is not known, as `remark` explains.
+        remark: of what it is.
+        degree: of the static plan.
+        ours, static: a typical step as it was planned, and under the static degree.
+    """
+
+    factor: float | None
+    remark: str
+    degree: int = 0
+    ours: StepPlan | None = None
+    static: StepPlan | None = None
 
 
 def has_measured_steps(run: RunPicture | None) -> bool:

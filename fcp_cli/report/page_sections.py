@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.step import StepPlan
 from fcp_cli.report.memory import memory_sentence, planned_memory
-from fcp_cli.report.page_charts import degree_shares, device_bytes, idle_maps
+from fcp_cli.report.page_charts import Speedup, degree_shares, device_bytes, idle_maps
 from fcp_cli.report.page_data import HeatMap, PlanPicture
 from fcp_cli.report.page_parts import figure, part, seconds, section, side_by_side, table
 from fcp_cli.report.run_picture import RunPicture
 from fcp_cli.words import counted
-
-if TYPE_CHECKING:
-    from fcp_cli.plan.step import StepPlan
-    from fcp_cli.report.page import Speedup
 
 
 def sections_of(

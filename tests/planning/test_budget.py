@@ -14,7 +14,7 @@ from fcp_cli.planning.budget import continued_recipe
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.ranks import Ranks
 from fcp_cli.recipe import Recipe, RecipeRequest
-from fcp_cli.report.memory import memory_sentence
+from fcp_cli.report.memory import memory_sentence, planned_memory
 from tests.launching.jobs import plan_metadata
 from tests.messages import raises
 
@@ -57,10 +57,12 @@ def test_a_plan_without_a_recipe_has_none_to_change() -> None:
 
 
 def test_the_report_says_what_the_budget_takes() -> None:
-    sentence = memory_sentence(PLANNED, peers=4)
-    assert sentence.startswith(" By the memory model, a rank then takes ")
+    memory = planned_memory(PLANNED, peers=4)
+    assert memory is not None
+    sentence = memory_sentence(PLANNED, memory)
+    assert sentence.startswith("By the memory model, a rank with the whole token budget takes ")
     assert "GB under ZeRO-3, bf16, selective recomputation, chunked loss, sharded over 8 ranks: " in sentence
-    assert memory_sentence(plan_metadata(), peers=4) == ""
+    assert planned_memory(plan_metadata(), peers=4) is None
 
 
 def test_stage_3_needs_waves_when_a_run_continues_too() -> None:
