@@ -23,6 +23,7 @@ from fcp_cli.commands.env import env
 from fcp_cli.commands.inspect import inspect
 from fcp_cli.commands.jobs import jobs_app
 from fcp_cli.commands.launch import launch
+from fcp_cli.commands.list import list_names
 from fcp_cli.commands.manifest import manifest_app
 from fcp_cli.commands.plan import plan
 from fcp_cli.commands.profile import profile_app
@@ -34,6 +35,7 @@ from fcp_cli.commands.watch import watch
 from fcp_cli.config import read_config, unknown_variables
 from fcp_cli.console import note, print_error, verbosity
 from fcp_cli.errors import FcpError
+from fcp_cli.extras import pip_install_module
 
 app = App(
     name="fcp",
@@ -54,6 +56,7 @@ app.add_typer(profile_app, name="profile")
 app.add_typer(jobs_app, name="jobs")
 for _verb in (plan, launch, check, inspect, compare, verify, watch, report, trace, env, selftest):
     app.command()(_verb)
+app.command("list")(list_names)
 
 
 def _show_version(wanted: bool) -> None:
@@ -100,6 +103,12 @@ def main() -> None:
     except FcpError as error:
         print_error(str(error))
         sys.exit(error.exit_status)
+    except ModuleNotFoundError as error:
+        install = pip_install_module((error.name or "").partition(".")[0])
+        if install is None:
+            raise
+        print_error(f"{error.name} is not installed here, and this command needs it; run: {install}")
+        sys.exit(1)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of a pipe is gone
         sys.exit(141)

@@ -18,6 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from fcp_cli.console import verbosity
 from fcp_cli.errors import FcpError, Interrupted, UsageError
+from fcp_cli.known import OF_OPTION, known_names
 from fcp_cli.options import Opt, Option, build, options_of, read_value
 from fcp_cli.words import nearest
 
@@ -75,6 +76,8 @@ def _parameter(option: Option) -> inspect.Parameter:
         "metavar": option.metavar or None,
         "show_default": mark.unset or True,
     }
+    if option.choices or option.name in OF_OPTION:
+        settings["autocompletion"] = _completion(option)
     if option.commas or option.choices or option.type in (int, float):
         # Read by fcp: typer's messages leave out the value that was given.
         settings["parser"] = _parser(option)
@@ -86,6 +89,15 @@ def _parameter(option: Option) -> inspect.Parameter:
         info = typer.Argument(**settings)
     annotation = Annotated[kind, info]
     return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _completion(option: Option) -> Callable[[str], list[str]]:
+    def complete(incomplete: str) -> list[str]:
+        names = option.choices or known_names(OF_OPTION[option.name])
+        before, comma, last = incomplete.rpartition(",") if option.name == "solvers" else ("", "", incomplete)
+        return [f"{before}{comma}{name}" for name in names if name.startswith(last)]
+
+    return complete
 
 
 def _parser(option: Option) -> Callable[[Any], Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fcp_cli.errors import RunError
+from fcp_cli.extras import pip_install
 from fcp_cli.machine.host import host_memory_bytes, usable_cores
 from fcp_cli.words import first_line
 
@@ -64,7 +65,7 @@ def require_torch() -> None:
         RunError: torch is missing; the message says how to install it.
     """
     if importlib.util.find_spec("torch") is None:
-        raise RunError("torch is not installed here, and training needs it; run: pip install 'fcp-cli[hf]'")
+        raise RunError(f"torch is not installed here, and training needs it; run: {pip_install('hf')}")
 
 
 def find_machine(device: str = "auto") -> Machine:

@@ -27,6 +27,7 @@ import numpy as np
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
+from fcp_cli.extras import pip_install
 from fcp_cli.files import read_json
 from fcp_cli.vision.processors import Marks, VisionProcessor, Visual
 from fcp_cli.words import first_line
@@ -113,7 +114,9 @@ class ChatEncoder:
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
-            raise ManifestError("chat data needs the transformers library: pip install 'fcp-cli[hf]'") from error
+            raise ManifestError(
+                f"chat data needs the transformers library: {pip_install('hf', 'transformers')}"
+            ) from error
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False, use_fast=True

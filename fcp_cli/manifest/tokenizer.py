@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
+from fcp_cli.extras import pip_install
 from fcp_cli.manifest.hub import local_checkpoint
 
 
@@ -61,7 +62,9 @@ class FileTokenizer:
         try:
             from tokenizers import Tokenizer as HuggingFaceTokenizer
         except ImportError as error:
-            raise ManifestError("--tokenizer FILE needs the tokenizers library: pip install 'fcp-cli[hf]'") from error
+            raise ManifestError(
+                f"--tokenizer FILE needs the tokenizers library: {pip_install('hf', 'tokenizers')}"
+            ) from error
         try:
             self._tokenizer = HuggingFaceTokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception

@@ -10,6 +10,7 @@ from pathlib import Path
 from fcp_cli.console import Origins
 from fcp_cli.cost.profile import CostProfile, Sync
 from fcp_cli.errors import ProfileError, UsageError
+from fcp_cli.extras import pip_install
 from fcp_cli.machine.devices import find_machine
 from fcp_cli.machine.host import host_memory_bytes
 from fcp_cli.memory.fitting import Fit, Place, fitting_recipe
@@ -160,7 +161,7 @@ def _units(request: ProfileRequest, origins: Origins) -> tuple[str, int]:
     for package in ("torch", "transformers"):
         if importlib.util.find_spec(package) is None:
             raise ProfileError(
-                f"measuring needs {package}, which is not installed; run: pip install 'fcp-cli[hf]', or use --analytic"
+                f"measuring needs {package}, which is not installed; run: {pip_install('hf')}, or use --analytic"
             )
     machine = find_machine(request.device)
     origins.assume("device", machine.describe(), "what this machine has" if request.device == "auto" else "--device")

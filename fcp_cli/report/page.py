@@ -17,6 +17,7 @@ from typing import Any
 
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.errors import FcpError
+from fcp_cli.extras import pip_install
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.report.chart_parts import CONFIG, Spec
 from fcp_cli.report.memory import planned_memory
@@ -174,5 +175,5 @@ def javascript_bundle() -> str:
     try:
         import vl_convert
     except ImportError as error:
-        raise FcpError("fcp report needs vl-convert-python: pip install 'fcp-cli[report]'") from error
+        raise FcpError(f"fcp report needs vl-convert-python: {pip_install('report')}") from error
     return str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")).replace("</script", "<\\/script")

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fcp_cli.errors import ManifestError, RunError
+from fcp_cli.extras import pip_install
 from fcp_cli.files import read_json
 from fcp_cli.manifest.sources.picture_refs import Picture
 from fcp_cli.manifest.sources.pictures import PictureSize
@@ -52,7 +53,7 @@ class Decoder:
             import PIL.Image  # noqa: F401
             from transformers import AutoImageProcessor
         except ImportError as error:
-            raise RunError("pictures are decoded by Pillow and transformers: pip install 'fcp-cli[hf]'") from error
+            raise RunError(f"pictures are decoded by Pillow and transformers: {pip_install('hf')}") from error
         loader: Any = AutoImageProcessor
         try:
             self._images = loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -167,7 +168,7 @@ def _frames(picture: Picture, size: PictureSize, wanted: set[int]) -> dict[int, 
     try:
         import av
     except ImportError as error:
-        raise RunError("videos are decoded by PyAV: pip install 'fcp-cli[video]'") from error
+        raise RunError(f"videos are decoded by PyAV: {pip_install('video')}") from error
     content, found, count = picture.content(), dict[int, Any](), 0
     try:
         with av.open(str(content) if isinstance(content, Path) else content) as container:

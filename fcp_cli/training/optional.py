@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from fcp_cli.errors import UsageError
+from fcp_cli.extras import pip_install
 from fcp_cli.recipe import Recipe
 from fcp_cli.training.settings import TrainSettings
 
@@ -16,11 +17,11 @@ def require_libraries(recipe: Recipe, settings: TrainSettings) -> None:
         UsageError: a library is missing; the message says how to install it.
     """
     if recipe.lora is not None:
-        _require("peft", flag="--lora", install="'fcp-cli[finetune]'")
+        _require("peft", flag="--lora", install=pip_install("finetune", "peft"))
     if settings.wandb is not None:
-        _require("wandb", flag="--wandb", install="wandb")
+        _require("wandb", flag="--wandb", install="pip install wandb")
 
 
 def _require(package: str, *, flag: str, install: str) -> None:
     if importlib.util.find_spec(package) is None:
-        raise UsageError(f"{flag} needs {package}, which is not installed; run: pip install {install}")
+        raise UsageError(f"{flag} needs {package}, which is not installed; run: {install}")

@@ -225,5 +225,5 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(plan: Path
     command = [sys.executable, "-c", code, "report", str(plan), "-o", str(tmp_path / "report.html")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
     assert result.returncode == 1
-    assert "pip install 'fcp-cli[report]'" in result.stderr
+    assert "pip install 'vl-convert-python>=1.7'" in result.stderr
     assert not (tmp_path / "report.html").exists()

@@ -476,7 +476,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
         "npu",
         {},
         {"packages": {"torch": "2.7.1", "torch-npu": None}},
-        snapshot(["error: torch_npu is not installed; run: pip install 'fcp-cli[npu]'"]),
+        snapshot(["error: torch_npu is not installed; run: pip install 'torch-npu>=2.7' 'torch>=2.7'"]),
     ),
     (
         "cuda",
@@ -508,7 +508,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
         {"programs": {"python3": "/venv/bin/python3"}},
         snapshot(
             [
-                "error: msrun is neither beside this Python nor on PATH; it comes with MindSpore: pip install 'fcp-cli[mindspore]'"
+                "error: msrun is neither beside this Python nor on PATH; it comes with MindSpore: pip install 'mindspore>=2.7' 'numpy<2' 'pyarrow<26'"
             ]
         ),
     ),

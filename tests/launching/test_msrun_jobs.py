@@ -272,7 +272,7 @@ def test_without_msrun_one_line_says_what_to_install(no_msrun: None, folder: Pat
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == snapshot(
         "error: msrun is neither beside this Python nor on PATH; it comes with MindSpore: pip install "
-        "'fcp-cli[mindspore]'"
+        "'mindspore>=2.7' 'numpy<2' 'pyarrow<26'"
     )
     assert not (folder / "runs").exists()
 

@@ -227,7 +227,7 @@ def test_without_a_reader_of_videos_the_columns_that_help_are_named(
     source = write_tar(tmp_path / "s.tar", {"0.mp4": b"", "0.json": b'{"text_tokens": 7}'})
     with raises(
         snapshot(
-            "ManifestError: FOLDER/s.tar: 0.mp4: the headers of videos are read by PyAV; pip install 'fcp-cli[video]', or give 'width', 'height' and 'frames', or 'duration' in seconds and 'fps', beside the video"
+            "ManifestError: FOLDER/s.tar: 0.mp4: the headers of videos are read by PyAV; pip install 'av>=14', or give 'width', 'height' and 'frames', or 'duration' in seconds and 'fps', beside the video"
         )
     ):
         counted(source)

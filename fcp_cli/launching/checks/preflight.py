@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from fcp_cli.errors import FcpError, PlanError, RunError, UsageError
+from fcp_cli.extras import pip_install
 from fcp_cli.launching.job.job import Job
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
@@ -47,7 +48,7 @@ def check_trainer(metadata: PlanMetadata, plan: Path, *, needs_transformers: boo
     """
     if needs_transformers and importlib.util.find_spec("transformers") is None:
         raise RunError(
-            "transformers is not installed here, and the bundled trainer needs it; run: pip install 'fcp-cli[hf]'"
+            f"transformers is not installed here, and the bundled trainer needs it; run: {pip_install('hf')}"
         )
     if metadata.devices_per_rank > 1:
         raise RunError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from fcp_cli.extras import pip_install
 from fcp_cli.launching.checks.finding import Finding, error, warning
 from fcp_cli.launching.job.commands import interpreter_name
 from fcp_cli.launching.job.job import Job, argument
@@ -40,7 +41,7 @@ def torch_versions(job: Job, facts: Facts) -> Iterator[Finding]:
         wanted = ".".join(map(str, _release(torch)[:3]))
         yield error(f"torch_npu {torch_npu} is not made for torch {torch}; run: pip install 'torch_npu=={wanted}.*'")
     if torch is not None and torch_npu is None and job.stack == "npu" and job.needs_torch:
-        yield error("torch_npu is not installed; run: pip install 'fcp-cli[npu]'")
+        yield error(f"torch_npu is not installed; run: {pip_install('npu')}")
 
 
 def transformers_version(job: Job, facts: Facts) -> Iterator[Finding]:
@@ -56,7 +57,7 @@ def msrun(job: Job, facts: Facts) -> Iterator[Finding]:
         return
     if facts.programs.get("msrun") is None:
         yield error(
-            "msrun is neither beside this Python nor on PATH; it comes with MindSpore: pip install 'fcp-cli[mindspore]'"
+            f"msrun is neither beside this Python nor on PATH; it comes with MindSpore: {pip_install('mindspore')}"
         )
     name = interpreter_name(facts.python)
     python = facts.programs.get(name)

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.csv
 
 from fcp_cli.errors import ManifestError
+from fcp_cli.extras import pip_install
 from fcp_cli.files import read_json
 from fcp_cli.manifest.header import readable
 from fcp_cli.manifest.sources.jsonl import json_lines, json_record, size_of
@@ -249,7 +250,7 @@ def video_size(source: Path | IO[bytes], place: str) -> dict[str, float]:
         import av
     except ImportError as error:
         raise ManifestError(
-            f"{place}: the headers of videos are read by PyAV; pip install 'fcp-cli[video]', or give 'width', 'height' "
+            f"{place}: the headers of videos are read by PyAV; {pip_install('video')}, or give 'width', 'height' "
             "and 'frames', or 'duration' in seconds and 'fps', beside the video"
         ) from error
     try:

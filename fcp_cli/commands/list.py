@@ -1,0 +1,35 @@
+"""`fcp list`: the names of what comes with fcp."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from fcp_cli.command_line import takes
+from fcp_cli.console import print_json
+from fcp_cli.known import KINDS, Known, known_names
+from fcp_cli.options import Arg, Opt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListOptions:
+    """What to list."""
+
+    kind: Annotated[Known | None, Arg("models, clusters, solvers or targets; without it, all.")] = None
+    json: Annotated[bool, Opt("Print one JSON document on stdout.")] = False
+
+
+@takes(ListOptions, "fcp list models", "fcp list")
+def list_names(options: ListOptions) -> None:
+    """List the models, clusters, solvers and targets that options know by name, one a line."""
+    found = {kind: known_names(kind) for kind in KINDS if options.kind in (None, kind)}
+    if options.json:
+        print_json(found)
+        return
+    for kind, names in found.items():
+        if options.kind is None:
+            typer.echo(f"{kind}:")
+        for name in names:
+            typer.echo(name if options.kind else f"  {name}")

@@ -1,0 +1,30 @@
+"""The names that options take and that a user may not know by heart: for `fcp list` and the shell's completion."""
+
+from __future__ import annotations
+
+from typing import Final, Literal, get_args
+
+Known = Literal["models", "clusters", "solvers", "targets"]
+KINDS: Final[tuple[Known, ...]] = get_args(Known)
+OF_OPTION: Final[dict[str, Known]] = {
+    "model": "models",
+    "cluster": "clusters",
+    "solver": "solvers",
+    "solvers": "solvers",
+}
+"""Name of an option's field -> what it takes; options of few choices know them themselves."""
+
+
+def known_names(kind: Known) -> list[str]:
+    """Return the names of one kind, as they are typed."""
+    if kind == "solvers":
+        from fcp_cli.planning.solvers import solver_names
+
+        return solver_names()
+    if kind == "targets":
+        from fcp_cli.launching.request import Target
+
+        return list(get_args(Target))
+    from fcp_cli.models.descriptions import shipped_names
+
+    return shipped_names("model" if kind == "models" else "cluster")

@@ -1,0 +1,55 @@
+"""What is not installed is named with a line that installs it, whether or not an index has fcp itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fcp_cli import extras
+from fcp_cli.extras import pip_install, pip_install_module
+from tests.patience import PATIENCE_SECONDS
+
+
+@pytest.fixture(autouse=True)
+def requirements(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        "numpy>=1.24",
+        'torch>=2.7; extra == "hf"',
+        'tokenizers>=0.20; extra == "hf"',
+        "vl-convert-python>=1.7; extra == 'report'",
+    ]
+    monkeypatch.setattr(extras, "requires", lambda name: lines)
+    extras._of_extras.cache_clear()
+
+
+def test_the_packages_of_an_extra_are_named_by_themselves() -> None:
+    assert pip_install("hf") == "pip install 'torch>=2.7' 'tokenizers>=0.20'"
+    assert pip_install("hf", "tokenizers") == "pip install 'tokenizers>=0.20'"
+    assert pip_install("npu") == "pip install 'fcp-cli[npu]'"  # nothing else is known
+
+
+def test_a_module_is_installed_by_the_package_that_brings_it() -> None:
+    assert pip_install_module("vl_convert") == "pip install 'vl-convert-python>=1.7'"
+    assert pip_install_module("numpy") is None
+
+
+@pytest.mark.processes
+def test_a_command_without_its_library_ends_with_one_line(tmp_path: Path) -> None:
+    program = (
+        "import sys; from unittest import mock\n"
+        "sys.modules['torch'] = None\n"
+        "from fcp_cli import app, extras\n"
+        "extras.requires = lambda name: ['torch>=2.7; extra == \"torch\"']\n"
+        "sys.argv = ['fcp', 'verify']\n"
+        "app.main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
+    assert done.returncode == 1
+    assert (
+        done.stderr == "error: torch is not installed here, and this command needs it; run: pip install 'torch>=2.7'\n"
+    )
