@@ -98,6 +98,9 @@ SURFACE = {
     "selftest": """
         --device --ranks --nodes --devices-per-node --quick --model --limit --output -o --json
     """,
+    "list": """
+        KIND --json
+    """,
     "jobs": """
         --runs --json
     """,
