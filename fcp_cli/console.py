@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
+    from rich.table import Table
 
 
 @dataclass(slots=True)
@@ -28,6 +29,16 @@ def human() -> Console:
     from rich.console import Console
 
     return Console(stderr=True, quiet=verbosity.level < 0, highlight=False)
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table whose columns come by falling importance: those that have no room are left out, none is cut."""
+    wide = console.options.update(max_width=1 << 16)
+    for column in table.columns:
+        column.no_wrap = True
+    while len(table.columns) > 2 and table.__rich_measure__(console, wide).maximum > console.width:
+        table.columns.pop()
+    console.print(table)
 
 
 def note(message: str) -> None:

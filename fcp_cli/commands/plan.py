@@ -126,7 +126,7 @@ def note_compilation(solvers: Iterable[str], syncs: Iterable[Sync]) -> None:
     from fcp_cli.planning.fcp.solver import is_compiled
 
     if not all(map(is_compiled, syncs)):
-        note("compiling the planner: half a minute, once on this machine")
+        note("compiling the planner: about a minute, once on this machine")
 
 
 def _plan_to_file(
@@ -231,7 +231,7 @@ def _show(result: PlanResult, extra: dict[str, Any]) -> None:
     per_step = duration(extra["planning_milliseconds_per_step"] / 1e3)
     planning = f"{per_step} per step, {duration(extra['planning_seconds'])} in all"
     if extra["loading_seconds"] > _WORTH_SAYING_SECONDS:
-        planning += f", and {duration(extra['loading_seconds'])} to load the planner"
+        planning += f", and {duration(extra['loading_seconds'])} to load the planner, or compile it"
     lines = {"speed-up": static, "planning": planning}
     if "max_degree" in extra:
         lines["degree limit"] = f"no rings, which costs {extra['max_degree_price']:.2%} of the step time"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fcp_cli.command_line import takes
-from fcp_cli.console import human, note, print_json
+from fcp_cli.console import human, note, print_json, print_table
 from fcp_cli.options import Opt
 from fcp_cli.words import counted
 
@@ -90,7 +90,7 @@ def _show(verification: Verification) -> None:
             f"{step.gradient_difference:.1e}",
             "ok" if step.passed else "[bold red]differs[/]",
         )
-    human().print(table)
+    print_table(human(), table)
     if verification.order_fault is not None:
         note(f"operations out of order: {verification.order_fault}")
     verdict = "passed" if verification.passed else "FAILED"

@@ -33,6 +33,11 @@ class LengthTable:
     def __len__(self) -> int:
         return len(self.length_tokens)
 
+    @property
+    def argument(self) -> str:
+        """The word of a command line that names it: what came from a pipe comes from one again."""
+        return "-" if self.name == "stdin" else self.name
+
     def take(self, rows: IntArray) -> LengthTable:
         """Return the given rows, in the given order."""
         return LengthTable(

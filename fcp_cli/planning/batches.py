@@ -173,18 +173,19 @@ def _overlong_message(
     others = f" and {len(overlong) - _ROWS_NAMED} more" if len(overlong) > _ROWS_NAMED else ""
     most, longest = problem.num_ranks * problem.tokens_per_rank, int(lengths.max())
     fits = f"{problem.num_ranks} ranks of {problem.tokens_per_rank} tokens hold at most {most}"
-    hold = f"--max-length {longest} " if limit < most else ""
+    hold, more_ranks = f"--max-length {longest} " if limit < most else "", ""
     if limit < most:
         fits += f" and --max-length allows {limit}"
     if longest > most:
         least_ranks = -(-longest // problem.tokens_per_rank)
         hold += options_that_hold(longest) if options_that_hold else f"--ranks {least_ranks}"
+        more_ranks = "" if "--ranks" in hold else f", or more devices: --ranks {least_ranks}"
     shorter = lengths[lengths <= limit]
     kept = f"the longest of the others has {shorter.max()}" if len(shorter) else "no other is left"
     return (
         f"{table.name}: {len(overlong)} of {counted(len(table), 'sequence')} cannot be planned: {named}{others}; "
-        f"{fits}; {kept}; leave them out with 'fcp plan {table.name} --overlong drop' (truncate cuts them), or hold "
-        f"them with 'fcp plan {table.name} {hold.strip()}'"
+        f"{fits}; {kept}; leave them out with 'fcp plan {table.argument} --overlong drop' (truncate cuts them), or "
+        f"hold them with 'fcp plan {table.argument} {hold.strip()}'{more_ranks}"
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from fcp_cli.console import print_table
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.comparison import Contender
 from fcp_cli.planning.problem import Problem
@@ -22,7 +23,7 @@ def ranked(contenders: Sequence[Contender]) -> list[Contender]:
 
 def print_comparison(console: Console, contenders: Sequence[Contender], syncs: Sequence[Sync]) -> None:
     """Print a line per strategy, the quickest first, and below the table why a strategy has no figures."""
-    console.print(_table(ranked(contenders), syncs))
+    print_table(console, _table(ranked(contenders), syncs))
     for contender in contenders:
         if contender.refusal:
             console.print(contender.refusal, markup=False, soft_wrap=True)

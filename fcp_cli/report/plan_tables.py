@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from fcp_cli.console import print_table
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.peers import PeerCount
 from fcp_cli.plan.step import MicroBatch, StepPlan
@@ -31,7 +32,7 @@ def print_plan(
     for label, text in {**_headline(metadata, summary), **(extra or {})}.items():
         table.add_row(f"[bold]{label}[/]", text)
     console.print(table)
-    console.print(_degree_table(summary, console.options.ascii_only))
+    print_table(console, _degree_table(summary, console.options.ascii_only))
 
 
 def speedup_text(speedup: float, static_degree: int, sampled: int, steps: int) -> str:
@@ -116,8 +117,8 @@ def print_step(console: Console, metadata: PlanMetadata, step: StepPlan) -> None
         f"[bold]step {step.step}[/]: {step.makespan_seconds:.4g} s, lower bound {step.bound_seconds:.4g} s, "
         f"gap {step.gap:.2%}, idle {step.idle_fraction(metadata.num_ranks):.2%}"
     )
-    console.print(_step_table(step, metadata.sync == "microbatch"))
-    console.print(_rank_table(step, metadata.num_ranks, console.options.ascii_only))
+    print_table(console, _step_table(step, metadata.sync == "microbatch"))
+    print_table(console, _rank_table(step, metadata.num_ranks, console.options.ascii_only))
 
 
 def _step_table(step: StepPlan, has_waves: bool) -> Table:

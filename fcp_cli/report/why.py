@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from fcp_cli.console import print_table
 from fcp_cli.cost.model import group_seconds, ring_seconds
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.pricing import planned_sequences
@@ -198,7 +199,7 @@ def print_why(console: Console, explanation: Explanation) -> None:
     """Print an explanation in 80 columns."""
     for line in _introduction(explanation):
         console.print(line, markup=False)
-    console.print(_table(explanation))
+    print_table(console, _table(explanation))
     for reason in explanation.reasons:
         console.print(f"not {reason.degree}: [bold]{reason.bound}[/]: {reason.text}")
 
