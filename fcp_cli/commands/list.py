@@ -24,7 +24,7 @@ class ListOptions:
 @takes(ListOptions, "fcp list models", "fcp list")
 def list_names(options: ListOptions) -> None:
     """List the models, clusters, solvers and targets that options know by name, one a line."""
-    found = {kind: known_names(kind) for kind in KINDS if options.kind in (None, kind)}
+    found: dict[str, list[str]] = {kind: known_names(kind) for kind in KINDS if options.kind in (None, kind)}
     if options.json:
         print_json(found)
         return
