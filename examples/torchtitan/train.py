@@ -1,13 +1,15 @@
 """Trains torchtitan's debug model under a plan, with torchtitan's own model and sharding.
 
-fcp launch --plan plan.parquet -- examples/torchtitan/train.py
+fcp launch --plan plan.parquet -- examples/torchtitan/train.py [CHECKPOINTS]
 
 What fcp needs is `PlannedAttention` and the loop. torchtitan switches FSDP2's division of gradients off, which the loss
 accounts for. Weights that are gathered again for every micro-batch ("always") need a plan with --sync microbatch.
 """
 # mypy: disable-error-code="misc, no-untyped-call"
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,6 +64,14 @@ for module in model.modules():
         module.set_force_sum_reduction_for_comms(True)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
+checkpoints = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+saved = sorted(checkpoints.glob(f"*-rank{session.rank}.pt")) if checkpoints else []
+if saved:
+    state = torch.load(saved[-1])
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    session.load_state_dict(state["session"])  # the step to go on with
+
 losses = []
 for step in session.steps(model):
     for batch in step:
@@ -71,3 +81,7 @@ for step in session.steps(model):
         print(f"step {step.index}: loss {losses[-1]:.4f}")
     optimizer.step()
     optimizer.zero_grad()
+    if checkpoints:
+        checkpoints.mkdir(exist_ok=True)
+        parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "session": session.state_dict()}
+        torch.save(parts, checkpoints / f"{step.index:06}-rank{session.rank}.pt")

@@ -16,7 +16,7 @@ pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 
 
 @pytest.mark.parametrize("sync", SYNCS)
-def test_the_debug_model_trains_as_it_does_alone(sync: Sync, tmp_path: Path) -> None:
+def test_the_debug_model_trains_as_it_does_alone_also_resumed_from_its_checkpoint(sync: Sync, tmp_path: Path) -> None:
     write_plans(tmp_path)
     torchrun(
         "-m",
@@ -26,7 +26,11 @@ def test_the_debug_model_trains_as_it_does_alone(sync: Sync, tmp_path: Path) -> 
         num_ranks=NUM_RANKS,
         FCP_PLAN=str(tmp_path / f"{sync}.parquet"),
     )
-    planned, alone = (pickle.loads((tmp_path / f"{name}.pickle").read_bytes()) for name in ("planned", "alone"))
+    planned, resumed, alone = (
+        pickle.loads((tmp_path / f"{name}.pickle").read_bytes()) for name in ("planned", "resumed", "alone")
+    )
     assert isinstance(planned, Trained)
     assert len(planned.norms) == 3
     assert worst_difference(planned, alone) <= 2e-6
+    assert len(resumed.norms) == 2
+    assert worst_difference(resumed, alone.since(1)) <= 2e-6

@@ -1,6 +1,7 @@
 """The example of torchtitan on the ranks of a plan: `-m tests.runtime.workers.torchtitan_worker SCRIPT FOLDER`.
 
-Rank 0 then trains torchtitan's model alone on the same global batches. Leaves `planned.pickle` and `alone.pickle`.
+It trains once, and once more from the checkpoint after its first step. Rank 0 then trains torchtitan's model alone on the same global batches. Leaves
+`planned.pickle`, `resumed.pickle` and `alone.pickle`.
 """
 # mypy: disable-error-code="no-untyped-call"
 
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -24,7 +26,7 @@ from torchtitan.models.llama3 import model_registry
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runtime.loss import next_token_labels, token_loss_sum
 from tests.patience import PATIENCE_SECONDS
-from tests.runtime.loops.cases import Trained, flat
+from tests.runtime.loops.cases import NUM_RANKS, Trained, flat
 from tests.runtime.workers.leave import leave_job
 
 
@@ -35,7 +37,7 @@ def norm_of(model: nn.Module) -> float:
     return float(torch.cat(pieces).norm())
 
 
-def planned(script: str) -> tuple[Trained, Callable[[int], Tensor]]:
+def planned(script: str, checkpoints: Path) -> tuple[Trained, Callable[[int], Tensor]]:
     norms: list[float] = []
 
     def note_norm(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -43,6 +45,7 @@ def planned(script: str) -> tuple[Trained, Callable[[int], Tensor]]:
         norms.append(norm_of(holder))
 
     handle = register_optimizer_step_pre_hook(note_norm)
+    sys.argv = [script, str(checkpoints)]
     ended = runpy.run_path(script)
     handle.remove()
     return Trained(losses=ended["losses"], norms=norms, weights=flat(ended["model"])), ended["tokens_of"]
@@ -76,8 +79,16 @@ def alone(plan: Path, tokens_of: Callable[[int], Tensor]) -> Trained:
 def main(script: str, folder: Path) -> None:
     faulthandler.dump_traceback_later(PATIENCE_SECONDS, exit=True)
     torch.set_num_threads(1)
-    found, tokens_of = planned(script)
+    checkpoints = folder / "checkpoints"
+    found, tokens_of = planned(script, checkpoints)
+    dist.barrier()
     if os.environ["RANK"] == "0":
+        for later in sorted(checkpoints.iterdir())[NUM_RANKS:]:
+            later.unlink()
+    dist.barrier()
+    resumed, _ = planned(script, checkpoints)
+    if os.environ["RANK"] == "0":
+        (folder / "resumed.pickle").write_bytes(pickle.dumps(resumed))
         (folder / "planned.pickle").write_bytes(pickle.dumps(found))
         (folder / "alone.pickle").write_bytes(pickle.dumps(alone(Path(os.environ["FCP_PLAN"]), tokens_of)))
     leave_job()
