@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fcp_cli.manifest.sources.pictures import PictureRecords
 from fcp_cli.manifest.tokens import open_pictures
 from fcp_cli.plan.reader import PlanReader
+from fcp_cli.training.decoding import Decoder, Wanted
 from fcp_cli.training.optimizer import clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
 from fcp_cli.training.settings import TrainSettings
+from fcp_cli.vision.processors import Qwen25Vision
 from tests.manifest.datasets import build, write_jsonl
 from tests.manifest.picture_checkpoint import (
     PATCH,
@@ -23,6 +26,7 @@ from tests.manifest.picture_checkpoint import (
     odd_sizes,
     picture,
     processor,
+    write_clip,
     write_processor,
 )
 from tests.training.small_runs import NUM_RANKS, write_small_plan
@@ -60,21 +64,26 @@ def config(family: Family, tokenizer: Any) -> Any:
             image_seq_length=TILE_TOKENS,
             tie_word_embeddings=False,
         )
-    return transformers.Qwen3VLConfig(
+    kind: Any
+    tower: dict[str, Any] = {
+        "depth": 2,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_heads": 2,
+        "patch_size": PATCH,
+        "out_hidden_size": 32,
+    }
+    if family == "qwen2_5_vl":  # windows of 16 patches, whole and cut
+        kind, tower = transformers.Qwen2_5_VLConfig, {**tower, "window_size": 4 * PATCH, "fullatt_block_indexes": [1]}
+    else:
+        kind = transformers.Qwen3VLConfig
+        tower |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    return kind(
         text_config={
             **text,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
         },
-        vision_config={
-            "depth": 2,
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_heads": 2,
-            "patch_size": PATCH,
-            "out_hidden_size": 32,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0],
-        },
+        vision_config=tower,
         vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),
         vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
         **{name: tokenizer.convert_tokens_to_ids(token) for name, token in names.items()},
@@ -97,8 +106,8 @@ def write_vision_checkpoint(folder: Path, family: Family) -> Path:
     return folder
 
 
-def write_conversations(folder: Path) -> list[dict[str, Any]]:
-    """Of none to three images each, in the form of LLaVA and of chat by turns."""
+def write_conversations(folder: Path, *, clips: bool = False) -> list[dict[str, Any]]:
+    """Of none to three images each, in the form of LLaVA and of chat by turns; of some a clip, where there are clips."""
     sizes, records, number = odd_sizes(3 * ROWS, 2), [], 0
     for row in range(ROWS):
         names = []
@@ -107,6 +116,11 @@ def write_conversations(folder: Path) -> list[dict[str, Any]]:
             names.append(f"{number}.png")
             number += 1
         question, answer = f"<image> and {row}? " * len(names) + "Say.", "It is " + "so " * (row % 5)
+        if clips and row % 4 == 1:  # beside its one image
+            write_clip(folder / f"{row}.mp4", 6 + row, 40 + row, 64, 4)
+            turns = [{"from": "human", "value": f"<video> or {question}"}, {"from": "gpt", "value": answer}]
+            records.append({"conversations": turns, "image": names, "video": f"{row}.mp4"})
+            continue
         if row % 2:
             turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
             records.append({"conversations": turns, "image": names})
@@ -117,10 +131,12 @@ def write_conversations(folder: Path) -> list[dict[str, Any]]:
     return records
 
 
-def write_run(folder: Path, family: Family, *, steps: int, num_ranks: int = NUM_RANKS) -> list[dict[str, Any]]:
+def write_run(
+    folder: Path, family: Family, *, steps: int, num_ranks: int = NUM_RANKS, clips: bool = False
+) -> list[dict[str, Any]]:
     """Checkpoint, conversations, manifest and plan."""
     write_vision_checkpoint(folder / "checkpoint", family)
-    records = write_conversations(folder)
+    records = write_conversations(folder, clips=clips)
     build(folder / "data.jsonl", folder / "lengths.parquet", kind="media", processor=str(folder / "checkpoint"))
     write_small_plan(folder / "plan.parquet", folder / "lengths.parquet", steps=steps, num_ranks=num_ranks)
     return records
@@ -143,6 +159,29 @@ def processed(folder: Path, family: Family, record: Mapping[str, Any], own: Any)
     text = own.apply_chat_template(turns, tokenize=False)
     found = own(text=[text], images=images or None, return_tensors="pt")
     return {name: value for name, value in found.items() if name != "attention_mask"}
+
+
+def decoded(rows: PictureRecords, row: int, decode: Decoder, config: Any) -> dict[str, Tensor]:
+    """What transformers' processor would make of a row with a clip: its video processors do not load everywhere.
+
+    Where they load, the pixels that the decoder makes are theirs bit for bit (`test_decoding.py`).
+    """
+    found, pixels = rows.read(row), dict[str, list[Tensor]]()
+    for one, size, visual in zip(found.pictures, found.sizes, found.visuals, strict=True):
+        whole = visual.grid[0] * rows.processor.rows_per_part(visual)
+        (values,) = decode(Wanted(picture=one, size=size, visual=visual, ranges=((0, whole),)))
+        pixels.setdefault("video" if size.frames else "image", []).append(torch.from_numpy(values))
+    pairs = list(zip(found.sizes, found.visuals, strict=True))
+    ids = torch.from_numpy(found.encoded.tokens)[None]
+    types = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
+    inputs = {"input_ids": ids, "mm_token_type_ids": types}
+    for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        grids = [visual.grid for size, visual in pairs if bool(size.frames) == (kind == "video")]
+        inputs |= {name: torch.cat(pixels[kind]), f"{kind}_grid_thw": torch.tensor(grids)}
+    if isinstance(rows.processor, Qwen25Vision):
+        seconds = [visual.part_seconds for size, visual in pairs if size.frames]
+        inputs["second_per_grid_ts"] = torch.tensor(seconds, dtype=torch.float64)
+    return inputs
 
 
 def losses_of_one_process(
@@ -171,9 +210,18 @@ def losses_of_one_process(
     optimizer = make_optimizer(trained, settings)
     rows, own, losses = open_pictures(folder / "lengths.parquet"), processor(folder / "checkpoint", family), []
     assert rows is not None
+    decode = Decoder(folder / "checkpoint", rows.processor)
     steps = list(PlanReader(folder / "plan.parquet").steps())
     for number, step in enumerate(steps):
-        batch = [(processed(folder, family, records[row], own), rows(row)) for row in step.sequences.tolist()]
+        batch = [
+            (
+                decoded(rows, row, decode, model.config)
+                if "video" in records[row]
+                else processed(folder, family, records[row], own),
+                rows(row),
+            )
+            for row in step.sequences.tolist()
+        ]
         for (_, (_, labels)), row in zip(batch, step.sequences.tolist(), strict=True):
             if row in unlearned:
                 labels[:] = -100

@@ -55,6 +55,19 @@ def test_ranks_learn_of_pictures_what_one_process_learns(
 @pytest.mark.full
 @pytest.mark.distributed
 @pytest.mark.processes
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
+def test_ranks_learn_of_clips_beside_images_what_one_process_learns(family: Family, tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    records = write_run(tmp_path, family, steps=10, clips=True)
+    expected = losses_of_one_process(tmp_path, family, records)
+    found = [step["loss"] for step in train(tmp_path, "--decode-workers", "0")]
+    assert len(found) == 10
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+@pytest.mark.processes
 def test_ranks_skip_bad_rows_together(tmp_path: Path) -> None:
     records = write_run(tmp_path, "qwen3_vl", steps=STEPS)
     rows = [5, 14]
