@@ -103,7 +103,6 @@ def x_of(field: str, title: str, **more: Any) -> Spec:
 
 
 y_of = x_of
-STEPS_AXIS: Spec = {"tickMinStep": 1, "format": "d", "tickCount": 8, "grid": False}
 
 
 def tooltip(**fields: str) -> list[Spec]:
@@ -119,3 +118,10 @@ def chart(description: str, height: int, **parts: Any) -> Spec:
 def percent(field: str, title: str) -> Spec:
     """Show a share in a tooltip."""
     return {"field": field, "title": title, "type": "quantitative", "format": ".2%"}
+
+
+def steps_axis(steps: Columns) -> Spec:
+    """Return an axis whose ticks are steps that there are; `steps` has a column `step`."""
+    column = np.asarray(steps["step"], dtype=np.float64)
+    first, last = int(column.min()), int(column.max())
+    return {"values": list(range(first, last + 1, -(-(last + 1 - first) // 8))), "format": ",d", "grid": False}

@@ -8,12 +8,12 @@ from fcp_cli.report.chart_parts import (
     BOUND,
     MEASURED,
     PLANNED,
-    STEPS_AXIS,
     DegreeColours,
     Spec,
     chart,
     inline_csv,
     percent,
+    steps_axis,
     tooltip,
     x_of,
     y_of,
@@ -25,10 +25,11 @@ from fcp_cli.report.ranks_shown import RanksShown
 def step_chart(series: Columns, drift: Columns | None) -> Spec:
     """Draw planned seconds, lower bound and measured seconds over the steps."""
     names = [name for name in _SERIES if name != "measured" or drift is not None]
-    lines = [_line(series, "planned", "planned", names), _line(series, "bound", _BOUND_NAME, names)]
+    axis = steps_axis(series)  # one for all: measured steps may be fewer
+    lines = [_line(series, "planned", "planned", names, axis), _line(series, "bound", _BOUND_NAME, names, axis)]
     lines[1]["mark"]["strokeDash"] = [5, 5]  # a good plan lies on its bound; dashed, both show
     if drift is not None:
-        lines.append(_line(drift, "seconds", "measured", names))
+        lines.append(_line(drift, "seconds", "measured", names, axis))
     return chart("Step time over the steps of the plan", 200, layer=lines)
 
 
@@ -44,22 +45,22 @@ def loss_chart(losses: Columns) -> Spec:
         data=inline_csv(losses),
         mark={"type": "line", "strokeWidth": 1.8, "color": MEASURED, "point": len(losses["step"]) < 12},
         encoding={
-            "x": x_of("step", "step", axis=STEPS_AXIS, scale={"nice": False, "zero": False}),
+            "x": x_of("step", "step", axis=steps_axis(losses), scale={"nice": False, "zero": False}),
             "y": y_of("loss", "loss per token", scale={"zero": False}),
             "tooltip": tooltip(step="step", loss="loss"),
         },
     )
 
 
-def _line(columns: Columns, field: str, name: str, names: list[str]) -> Spec:
+def _line(columns: Columns, field: str, name: str, names: list[str], axis: Spec) -> Spec:
     scale = {"domain": names, "range": [_SERIES[name] for name in names]}
     return {
         "data": inline_csv({"step": columns["step"], field: columns[field]}),
         "mark": {"type": "line", "strokeWidth": 1.5, "point": len(columns["step"]) < 12},
         "encoding": {
-            "x": x_of("step", "step", axis=STEPS_AXIS, scale={"nice": False, "zero": False}),
+            "x": x_of("step", "step", axis=axis, scale={"nice": False, "zero": False}),
             "y": y_of(field, "seconds", scale={"zero": True}),
-            "color": {"datum": name, "scale": scale, "title": None},
+            "color": {"datum": name, "scale": scale, "title": None, "legend": {"columns": 2}},
         },
     }
 
@@ -166,7 +167,7 @@ def heat_chart(cells: Columns, *, ranks: RanksShown, most: float) -> Spec:
         ranks: of the job.
         most: idle share that has the full colour, from `largest_idle`.
     """
-    steps = STEPS_AXIS | {"values": _middles(cells), "labelExpr": "format(floor(datum.value), ',')", "ticks": False}
+    steps = {"grid": False, "values": _middles(cells), "labelExpr": "format(floor(datum.value), ',')", "ticks": False}
     return chart(
         "Heat map of idle time: ranks over steps",
         min(260, max(110, 12 * ranks.num_ranks)),

@@ -12,7 +12,7 @@ from fcp_cli.arrays import IntArray
 from fcp_cli.plan.metadata import PlanMetadata
 
 _MOST_RANKS = 512  # more rows than a screen has pixels for help nobody, and make the page large
-_MOST_NODE_LINES = 64
+_MOST_NODE_LINES = 33
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,4 +73,4 @@ class RanksShown:
         """Return what is left out, for a caption; "" where nothing is."""
         if self.every == 1:
             return ""
-        return f" {self.count:,} of {self.num_ranks:,} ranks are drawn: node 0 and each {self.every}th after it."
+        return f" {self.count:,} of {self.num_ranks:,} ranks are drawn: one node in {self.every}."

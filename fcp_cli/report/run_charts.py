@@ -7,12 +7,12 @@ import numpy as np
 from fcp_cli.report.chart_parts import (
     MEASURED,
     PLANNED,
-    STEPS_AXIS,
     DegreeColours,
     Spec,
     chart,
     inline_csv,
     percent,
+    steps_axis,
     tooltip,
     x_of,
     y_of,
@@ -75,7 +75,7 @@ def drift_chart(drift: Columns) -> Spec:
             "data": inline_csv({"step": drift["step"], field: drift[field]}),
             "mark": {"type": "line", "strokeWidth": 1.5, "point": len(drift["step"]) < 12},
             "encoding": {
-                "x": x_of("step", "step", axis=STEPS_AXIS, scale={"nice": False, "zero": False}),
+                "x": x_of("step", "step", axis=steps_axis(drift), scale={"nice": False, "zero": False}),
                 "y": y_of(field, "measured / predicted", scale={"zero": False}),
                 "color": {"datum": name, "scale": scale, "title": None},
             },
