@@ -49,7 +49,7 @@ wheel: $(STAMP)
 	rm -rf build/compiled dist
 	$(BIN)/python hatch_build.py
 	$(BIN)/python -m pip install --quiet build twine hatchling
-	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m build --no-isolation --sdist --wheel  # both of this folder: the sources alone have no build/
 	$(BIN)/python -m twine check --strict dist/*
 
 # The pictures of README and docs, from plans made on the spot; some minutes, nearly all for plans of 16,384 ranks.

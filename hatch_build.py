@@ -1,7 +1,7 @@
 """Puts the compiled planner into the wheel, where `python hatch_build.py` has made one; a wheel without is as good.
 
     $ python hatch_build.py      # in an environment with fcp: about a minute; then build the wheel
-    $ python -m build
+    $ python -m build --sdist --wheel
 
 The machine code is for one minor version of Python, one version of numba and one architecture, whatever the processor.
 On any other, `fcp` compiles its planner on the first plan, as it does from a checkout. Running this under several

@@ -177,7 +177,7 @@ def test_planning_imports_no_torch(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("column", "values", "message"),
     [
-        ("tokens", [1, 2], "length"),
+        ("characters", [1, 2], "length"),
         ("length", [5, 0, 7], "row 1"),
         ("length", [5, 6, -7], "row 2"),
         ("length", [None, 6], "row 0"),
