@@ -80,16 +80,17 @@ test-slurm: $(STAMP)
 	command -v slurmctld slurmd munged > /dev/null || { apt-get update -qq && apt-get install -y -qq slurm-wlm munge; }
 	$(BIN)/python -m pytest -m slurm tests/launching --durations=20
 
-# Training loops of other projects under a plan. DeepSpeed builds no kernels: CPU ranks need none.
+# Training loops of other projects under a plan. DeepSpeed builds no kernels: CPU ranks need none. By uv, since pip takes hours
+# to find releases that all of them allow.
 LOOPS_VENV  ?= .venv-loops
 LOOPS_STAMP := $(LOOPS_VENV)/.installed
 
 $(LOOPS_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(LOOPS_VENV)
 	$(LOOPS_VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(LOOPS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch setuptools wheel
-	DS_BUILD_OPS=0 $(LOOPS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt \
-		--editable ".[torch,hf,finetune]" --group dev --group loops
+	$(LOOPS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch setuptools wheel uv
+	DS_BUILD_OPS=0 $(LOOPS_VENV)/bin/uv pip install --quiet --python $(LOOPS_VENV)/bin/python --constraint constraints.txt \
+		--no-build-isolation-package deepspeed --editable ".[torch,hf,finetune]" --group dev --group loops
 	touch $(LOOPS_STAMP)
 
 test-loops: $(LOOPS_STAMP)
