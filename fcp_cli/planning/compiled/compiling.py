@@ -1,8 +1,9 @@
 """Compiles the planner's inner loops: on their first call, and kept on disk for later runs.
 
 Without fast-math and without threads: every machine computes the same bits, so every machine makes the same plan. And
-for any processor of an architecture, not for the one at hand: what a wheel brings compiled (`python -m
-fcp_cli.planning.precompile`), or a home folder that machines share, then serves all of them, and is as quick.
+for any processor of an architecture, not for the one at hand: what a wheel brings compiled (`make wheel`), or a home
+folder that machines share, then serves all of them, and is as quick. Other functions that numba compiles in this
+process are for any processor, too; `NUMBA_CPU_NAME=host` has all of them for the one at hand.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def _hook_accelerator(accelerator: ModuleType) -> None:
 
 
 def _hook_lightning(fit_loop: ModuleType) -> None:
-    from fcp_cli.runtime.integrations.lightning_hooks import hook_fit_loop
+    from fcp_cli.runtime.integrations.lightning.hooks import hook_fit_loop
 
     hook_fit_loop(fit_loop)
 

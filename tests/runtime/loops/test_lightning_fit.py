@@ -67,7 +67,7 @@ def test_what_cannot_be_followed_is_refused_on_every_rank_before_the_first_step(
 def test_a_lightning_without_a_function_that_is_hooked_is_refused(
     module: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fcp_cli.runtime.integrations.lightning_hooks import hook_fit_loop
+    from fcp_cli.runtime.integrations.lightning.hooks import hook_fit_loop
 
     owner: Any = importlib.import_module(f"lightning.pytorch.loops.{module}")
     *holders, name = path.split(".")

@@ -1,7 +1,7 @@
 """Make Lightning's Trainer follow the plan where it optimises by itself (automatic optimisation).
 
 Three functions are hooked: the one that prepares the loader of the training data, the one that makes what an optimizer
-step runs, and the one that ends a fit. A module that optimises by itself is given steps by `lightning.PlannedSteps`.
+step runs, and the one that ends a fit. A module that optimises by itself is given steps by `PlannedSteps`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _hook_loader(fit_loop: Any) -> None:
         own = process(trainer, trainer_fn, stage, dataloader)
         if not trainer.lightning_module.automatic_optimization:
             return own
-        from fcp_cli.runtime.integrations.hugging_face.lightning_fit import LightningFit
+        from fcp_cli.runtime.integrations.lightning.fit import LightningFit
 
         if _FIT not in vars(trainer):
             setattr(trainer, _FIT, LightningFit(trainer, own))
