@@ -1,4 +1,4 @@
-"""Make Lightning's Trainer follow a plan: unmodified scripts by hooks, modules that optimise by themselves by a loader."""
+"""Make Lightning's Trainer follow a plan: an unmodified script by hooks, a module that optimises itself by a loader."""
 
 from fcp_cli.runtime.integrations.lightning.loader import PlannedSteps
 
