@@ -154,7 +154,7 @@ class Session:
         self.fetch = fetch
         self._owns_process_group = owns_process_group
         self._steps_ahead = steps_ahead
-        self._next_step = 0
+        self._first_step = self._next_step = 0  # of a loop that begins, and of one that goes on from here
 
     @property
     def rank(self) -> int:
@@ -195,7 +195,7 @@ class Session:
         """
         if self.fetch is None:
             raise RunError("no data: pass fetch=..., a function from manifest row to tokens")
-        first_step = self._next_step if first_step is None else first_step
+        first_step = self._first_step if first_step is None else first_step
         agree_on_first_step(self.world, first_step)
         say_if_begun_again(first_step, self.metadata.first_step, self.rank)
         planned = self.metadata.recipe
@@ -256,7 +256,7 @@ class Session:
                 "the checkpoint's state of the session has no next_step, but "
                 f"{', '.join(map(str, state)) or 'nothing'}; save what session.state_dict() returns"
             )
-        self._next_step = state["next_step"]
+        self._first_step = self._next_step = state["next_step"]
 
     def outside(self) -> AbstractContextManager[None]:
         """Return `outside()`: a context in which models run beside the plan, as for evaluation and generation."""
