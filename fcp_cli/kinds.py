@@ -38,8 +38,13 @@ _HEAD_BYTES: Final = 4096  # every writer of ours states the format first
 _PARQUET_MAGIC: Final = b"PAR1"
 
 
-def another_kind(path: Path, wanted: Kind) -> str | None:
+def another_kind(path: Path, wanted: Kind, *, may_be_text: bool = False) -> str | None:
     """Describe a file that is of another kind than `wanted`, and what to do with it.
+
+    Args:
+        path: the file.
+        wanted: what it should be.
+        may_be_text: whether lengths or records in text of no format of ours will do, too.
 
     Returns:
         One line without a full stop; None where the file is of the wanted kind, is not recognized, or cannot be read:
@@ -59,7 +64,7 @@ def another_kind(path: Path, wanted: Kind) -> str | None:
         return None
     if known is not None:
         return f"{path} is {known.noun}, not {_noun(wanted)}; {known.use.format(path)}"
-    if is_parquet == (wanted in ("manifest", "plan")):
+    if is_parquet == (wanted in ("manifest", "plan")) or (may_be_text and not is_parquet):
         return None
     if not is_parquet and (not head.isascii() or not head.strip() or b"\0" in head):
         return None

@@ -12,7 +12,6 @@ from fcp_cli.console import note, print_json, progress
 from fcp_cli.errors import FcpError, RunError, UsageError
 from fcp_cli.options import Arg, Opt
 from fcp_cli.runs.folder import RunPaths
-from fcp_cli.runs.launch_record import followed_plan, read_launch
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
@@ -96,6 +95,8 @@ def _of_a_run(options: ReportOptions) -> ReportOptions:
         raise UsageError(f"{folder} is a folder of a run, which has its own metrics; leave --metrics out")
     plan, manifest = RunPaths(run_dir=folder).plan, options.manifest
     with suppress(RunError):  # a job that was started without `fcp launch` has no record
+        from fcp_cli.runs.launch_record import followed_plan, read_launch
+
         launched = read_launch(folder)
         plan = followed_plan(folder, launched)
         if manifest is None and launched.manifest and Path(launched.manifest).is_file():

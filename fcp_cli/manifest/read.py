@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.errors import ManifestError
+from fcp_cli.kinds import another_kind
 from fcp_cli.manifest.checks import (
     FACTORS,
     LONGEST_TOKENS,
@@ -57,6 +58,8 @@ def read_manifest(path: str | Path, *, length_column: str = "length") -> LengthT
         return read_lengths_jsonl(sys.stdin, length_column=length_column)
     files = manifest_files(path)
     if files[0].suffix in LINE_SUFFIXES:
+        if mistaken := another_kind(files[0], "manifest", may_be_text=True):
+            raise ManifestError(mistaken)
         try:
             with files[0].open(encoding="utf-8") as lines:
                 return read_lengths_jsonl(lines, length_column=length_column, place=str(path), name=path.name)

@@ -127,7 +127,7 @@ class Report:
         """Return the figures that count, planned beside measured wherever both are known."""
         summary, meta = self.plan.summary, self.metadata
         memory = planned_memory(meta, summary.peers.most if summary.peers is not None else 0)
-        takes = f"{memory.total_bytes(int(self.plan.peak_tokens.max())) / 1e9:.1f} GB" if memory is not None else ""
+        takes_bytes = memory.total_bytes(int(self.plan.peak_tokens.max())) if memory is not None else None
         if self.run is None or not has_measured_steps(self.run):
             rate = summary.tokens / summary.makespan_seconds
             rows = [
@@ -135,11 +135,13 @@ class Report:
                 ("Slowest step", seconds(summary.slowest_step_seconds)),
                 ("Tokens per second", f"{rate:,.0f}"),
                 ("Idle", f"{summary.idle_fraction:.2%}"),
-                *([("Fullest rank", takes)] if takes else []),
+                *([("Fullest rank", _gigabytes(takes_bytes))] if takes_bytes else []),
             ]
             figures = table(("", "planned"), rows, name="figures")
         else:
-            figures = table(("", "planned", "measured", "measured / planned"), self._compared(takes), name="figures")
+            figures = table(
+                ("", "planned", "measured", "measured / planned"), self._compared(takes_bytes), name="figures"
+            )
         gap = f"{summary.gap:.2%} above {seconds(summary.bound_seconds / summary.steps)}"
         beside = [
             ("Bound under this cost profile", gap),
@@ -149,7 +151,7 @@ class Report:
             beside.append(("Ranks that a rank exchanges with", f"{summary.peers.mean:.1f}, most {summary.peers.most}"))
         return f'<div class="numbers">{figures}{facts(beside)}</div>'
 
-    def _compared(self, takes: str) -> Iterator[tuple[str, str, str, str]]:
+    def _compared(self, takes_bytes: float | None) -> Iterator[tuple[str, str, str, str]]:
         assert self.run is not None
         totals = self.run.totals()
         for key, name in (("step_seconds", "Mean step"), ("slowest_seconds", "Slowest step")):
@@ -159,10 +161,17 @@ class Report:
         yield "Tokens per second", f"{planned:,.0f}", f"{measured:,.0f}", f"{measured / planned:.3f}"
         idle, planned_idle = totals["idle"], totals["predicted_idle"]
         yield "Idle", f"{planned_idle:.2%}", f"{idle:.2%}", f"{100 * (idle - planned_idle):+.1f} points"
-        peak = float(self.run.peak_bytes.max())
-        if takes or peak:
-            ratio = f"{peak / 1e9 / float(takes.removesuffix(' GB')):.3f}" if takes and peak else ""
-            yield "Fullest rank", takes, f"{peak / 1e9:.1f} GB" if peak else "not measured", ratio
+        peak_bytes = float(self.run.peak_bytes.max())
+        if takes_bytes or peak_bytes:
+            ratio = f"{peak_bytes / takes_bytes:.3f}" if takes_bytes and peak_bytes else ""
+            yield "Fullest rank", _gigabytes(takes_bytes), _gigabytes(peak_bytes) or "not measured", ratio
+
+
+def _gigabytes(count_bytes: float | None) -> str:
+    """Return bytes in GB, with as many digits as tell small ranks apart; nothing for what is not known."""
+    if not count_bytes:
+        return ""
+    return f"{count_bytes / 1e9:.1f} GB" if count_bytes >= 1e9 else f"{count_bytes / 1e9:.2g} GB"
 
 
 @cache

@@ -87,7 +87,7 @@ SURFACE = {
         RUN_DIR --every --interval --once --json
     """,
     "report": """
-        PLAN --metrics --output -o --manifest --json
+        PLAN|RUN_DIR --metrics --output -o --manifest --json
     """,
     "trace": """
         PLAN|RUN.jsonl --steps --output -o --json

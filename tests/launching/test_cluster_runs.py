@@ -122,7 +122,10 @@ def test_slurm_starts_msrun_on_both_nodes(folder: Path, cluster: FakeCluster) ->
     submitted = launch(folder, cluster, "--run-dir", "runs/msrun", *words)
     assert submitted.returncode == 0, submitted.stderr
     run_dir = folder / "runs" / "msrun"
-    assert (run_dir / "sbatch-output").read_text().splitlines()[-1] == """total 15 of local 2 ["it's"]"""
+    assert (run_dir / "sbatch-output").read_text().splitlines()[-2:] == [
+        """total 15 of local 2 ["it's"]""",
+        "done: no step was measured; logs in runs/msrun/logs",
+    ]
     logs = {path.name for path in run_dir.glob("logs/*/worker_*.log")}
     assert logs == {f"worker_{rank}.log" for rank in range(4)}
 

@@ -61,9 +61,10 @@ def make_solver(
     """
     problem = batches.problem
     if max_groups is None:
+        solver = solver_of(problem, max_degree=max_degree, max_peers=max_peers)
         if max_degree is not None:
             _require_no_long(batches)
-        return solver_of(problem, max_degree=max_degree, max_peers=max_peers)
+        return solver
     if max_degree is not None:
         raise UsageError(_TWO_LIMITS)
     if max_peers is not None:

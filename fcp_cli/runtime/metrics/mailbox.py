@@ -18,10 +18,11 @@ class Mailbox:
     Args:
         store: of torch.distributed.
         num_ranks: that leave messages.
+        loop: which of the job's loops they are of; messages of others, of steps of the same numbers, are not seen.
     """
 
-    def __init__(self, store: Any, num_ranks: int) -> None:
-        self._store: Any = dist.distributed_c10d.PrefixStore("fcp-metrics", store)
+    def __init__(self, store: Any, num_ranks: int, loop: int = 0) -> None:
+        self._store: Any = dist.distributed_c10d.PrefixStore(f"fcp-metrics/{loop}", store)
         self._num_ranks = num_ranks
         self._found: dict[int, RankMeasurement] = {}  # of the step that is being collected
 

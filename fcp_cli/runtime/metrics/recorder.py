@@ -8,6 +8,7 @@ rank 0 writes the step when all ranks have.
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import platform
 import sys
@@ -25,7 +26,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fcp_cli.cost.profile import parse_cost_profile
 from fcp_cli.errors import FcpError, ProfileError
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
@@ -138,6 +138,7 @@ class Recorder:
         self.utilisation: Callable[[StepPlan, float], float | None] = lambda plan, seconds: None
         self._plan, self._metadata, self._device = plan, metadata, device
         self._clock = clock_for(device)
+        self._store: Any = store
         self._mailbox: Mailbox | None = Mailbox(store, metadata.num_ranks)
         self._writer: MetricsWriter | None = None
         self._plans: Prefetched[StepPlan] | None = None
@@ -168,6 +169,8 @@ class Recorder:
             return
         self.flush()
         self._first_step = self._next_step = first_step
+        if self._mailbox is not None:  # a loop before may have left messages of the same steps
+            self._mailbox = Mailbox(self._store, self._metadata.num_ranks, loop=next(_loops))
         if self._hook is None:
             self._hook = register_optimizer_step_post_hook(_ends_step(weakref.ref(self)))
             atexit.register(close_all)
@@ -380,6 +383,7 @@ def close_all() -> None:
         recorder.close()
 
 
+_loops = itertools.count(1)  # of this process; all ranks run the same ones
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()  # two that write the same file would mix their steps
 
 
@@ -397,6 +401,8 @@ def _ends_step(recorder: weakref.ref[Recorder]) -> Callable[..., None]:
 
 def _planned_model(metadata: PlanMetadata) -> str | None:
     """Return the model of the plan's cost profile: a script's own is known to the script alone."""
+    from fcp_cli.cost.profile import parse_cost_profile  # ranks need nothing else of the cost model
+
     with suppress(ProfileError):
         return parse_cost_profile(metadata.cost_profile, name="the plan's cost profile").model
     return None

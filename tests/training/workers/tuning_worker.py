@@ -39,7 +39,7 @@ from tests.training.tuning_cases import (
 
 def train(case: Case, folder: Path, run_dir: Path, **changes: Any) -> None:
     settings = case.settings(folder, run_dir, **changes)
-    with start(settings.plan, fetch_of(case)) as session:
+    with start(settings.plan, fetch_of(case), metrics=run_dir / "metrics.jsonl") as session:
         held_out = None
         if settings.eval_every:
             plan = evaluation_plan_path(folder, case)
