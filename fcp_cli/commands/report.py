@@ -88,6 +88,8 @@ def _of_a_run(options: ReportOptions) -> ReportOptions:
     Raises:
         RunError: the folder has no plan.
     """
+    from fcp_cli.runs.launch_record import followed_plan, read_launch
+
     folder = options.plan
     if not folder.is_dir():
         return options
@@ -95,8 +97,6 @@ def _of_a_run(options: ReportOptions) -> ReportOptions:
         raise UsageError(f"{folder} is a folder of a run, which has its own metrics; leave --metrics out")
     plan, manifest = RunPaths(run_dir=folder).plan, options.manifest
     with suppress(RunError):  # a job that was started without `fcp launch` has no record
-        from fcp_cli.runs.launch_record import followed_plan, read_launch
-
         launched = read_launch(folder)
         plan = followed_plan(folder, launched)
         if manifest is None and launched.manifest and Path(launched.manifest).is_file():

@@ -67,6 +67,14 @@ def test_a_message_of_an_earlier_step_in_the_same_place_is_not_taken_for_a_later
     assert box.collect(8) is not None
 
 
+def test_a_message_of_an_earlier_loop_is_not_taken_for_the_same_step_of_a_later_one() -> None:
+    store = HashStore()
+    Mailbox(store, 2, loop=1).leave(1, measured(0))
+    later = Mailbox(store, 2, loop=2)
+    later.leave(0, measured(0))
+    assert later.collect(0) is None
+
+
 class LateClock:
     """A device that has passed what was marked only once somebody says so, and that nobody may wait for."""
 
