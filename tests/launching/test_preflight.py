@@ -67,7 +67,7 @@ def test_missing_torch_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> No
     hide(monkeypatch, "torch")
     with raises(
         snapshot(
-            "RunError: torch is not installed here, and training needs it; run: pip install 'pillow>=10' 'tokenizers>=0.20' 'torch>=2.7' 'transformers>=4.56'"
+            "RunError: torch is not installed here, and training needs it; run: pip install 'pillow>=10' 'scipy>=1.10' 'tokenizers>=0.20' 'torch>=2.7' 'transformers>=4.56'"
         )
     ):
         devices.find_machine()
@@ -78,7 +78,7 @@ def test_missing_transformers_names_the_pip_line(monkeypatch: pytest.MonkeyPatch
     metadata = preflight.check_plan(plan)
     with raises(
         snapshot(
-            "RunError: transformers is not installed here, and the bundled trainer needs it; run: pip install 'pillow>=10' 'tokenizers>=0.20' 'torch>=2.7' 'transformers>=4.56'"
+            "RunError: transformers is not installed here, and the bundled trainer needs it; run: pip install 'pillow>=10' 'scipy>=1.10' 'tokenizers>=0.20' 'torch>=2.7' 'transformers>=4.56'"
         )
     ):
         preflight.check_trainer(metadata, plan, needs_transformers=True)

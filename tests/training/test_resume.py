@@ -256,6 +256,7 @@ def test_the_loss_falls_on_real_text(straight: Path) -> None:
     assert losses[-1] < losses[0] - 1.0
 
 
+@pytest.mark.full  # test_zero.py resumes every stage, on as many ranks
 def test_a_sharded_run_resumes_bit_for_bit_and_on_more_ranks(folder: Path) -> None:
     words = ("launch", "--plan", "waves.parquet", "--model", "qwen3-tiny", "--checkpoint-every", "2")
     ended = run_fcp(*words, "--run-dir", "whole", folder=folder)
