@@ -27,7 +27,7 @@ def _sentences(verdict: Verdict) -> Iterator[str]:
         return
     gain = 1.0 - 1.0 / best.factor
     if gain >= _ALIKE:
-        yield f"Worth it: {verdict.solver} takes {gain:.0%} less time than {best.label}, the next best."
+        yield f"Worth it: {verdict.solver} takes {gain:.0%} less time than {best.label}."
     else:
         than = f"within {abs(gain):.1%}" if gain > -_ALIKE else f"{1 - best.factor:.0%} quicker"
         yield f"Not worth it: {best.label} is {than}: use it."

@@ -32,7 +32,7 @@ VERDICT = Verdict(solver="fcp", steps=25, device_hours=1620.0, rivals=(STATIC, M
 def test_a_plan_that_pays_says_what_it_saves_in_hours_and_money() -> None:
     verdict = replace(VERDICT, device_hour_price=2.5, remedy=replace(REMEDY, flags="--recompute none"), tried=3)
     assert verdict_lines(verdict) == [
-        "Worth it: fcp takes 26% less time than static degree 8, the next best.",
+        "Worth it: fcp takes 26% less time than static degree 8.",
         "Device-hours an epoch: fcp 1,620, static degree 8 2,187, Megatron's dynamic CP",
         "2,430 (on 8 steps); 1,418 saved at 2.5 each.",
         "What helps more: --recompute none (9,249 tokens a rank): 22% less.",
