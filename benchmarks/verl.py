@@ -24,8 +24,8 @@ from fcp_cli.arrays import IntArray
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.problem import Assignment, Batch
-from fcp_cli.planning.work import batch_work
+from fcp_cli.planning.batches import batch_of
+from fcp_cli.planning.problem import Assignment
 
 
 def rollout_lengths(sequences: int, longest: int, seed: int) -> IntArray:
@@ -53,14 +53,7 @@ def partitions_of_verl(lengths: IntArray, ranks: int, tokens_per_rank: int) -> l
 def seconds_of(packs_by_rank: list[list[list[int]]], lengths: IntArray, planner: Planner) -> float:
     """Predict the step time of packs that each run on one rank."""
     packs = [(rank, pack) for rank, its_packs in enumerate(packs_by_rank) for pack in its_packs]
-    table = LengthTable(name="lengths", length_tokens=lengths)
-    batch = Batch(
-        step=0,
-        rows=np.arange(len(lengths)),
-        lengths=lengths.astype(np.int32),
-        work=batch_work(table, planner.problem),
-        seed=0,
-    )
+    batch = batch_of(LengthTable(name="lengths", length_tokens=lengths), planner.problem)
     assignment = Assignment(
         wave=np.full(len(packs), -1, dtype=np.int32),
         rank_offsets=np.arange(len(packs) + 1),

@@ -121,11 +121,11 @@ class GlobalBatches:
         return self._epoch[1]
 
 
-def batch_of(sequences: LengthTable, problem: Problem) -> Batch:
-    """Return sequences that were planned before as a global batch again, under this problem's profile."""
+def batch_of(sequences: LengthTable, problem: Problem, *, step: int = 0) -> Batch:
+    """Return these sequences as one global batch, under this problem's profile; rows are positions among them."""
     lengths = sequences.length_tokens
     work = batch_work(sequences, problem)
-    return Batch(step=0, rows=np.arange(len(lengths)), lengths=lengths.astype(np.int32), work=work, seed=0)
+    return Batch(step=step, rows=np.arange(len(lengths)), lengths=lengths.astype(np.int32), work=work, seed=0)
 
 
 def _generator(seed: int, epoch: int) -> np.random.Generator:

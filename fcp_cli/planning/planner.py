@@ -14,13 +14,12 @@ from fcp_cli.manifest.checks import LONGEST_TOKENS, checked_table
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.planning.batches import step_seed
+from fcp_cli.planning.batches import batch_of
 from fcp_cli.planning.fcp.solver import solver_of
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.parallel import plan_step
-from fcp_cli.planning.problem import Batch, Problem
+from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.settings import resolve_problem
-from fcp_cli.planning.work import batch_work
 
 
 class Planner:
@@ -105,14 +104,7 @@ class Planner:
                 f"sequence {int(table.length_tokens.argmax())} of the batch has {longest} tokens; "
                 f"{self._who_holds()} at most {self._most_tokens}"
             )
-        batch = Batch(
-            step=step,
-            rows=np.arange(len(table), dtype=np.int64),
-            lengths=table.length_tokens.astype(np.int32),
-            work=batch_work(table, self.problem),
-            seed=step_seed(0, step),
-        )
-        return plan_step(batch, self.problem, self._solver)
+        return plan_step(batch_of(table, self.problem, step=step), self.problem, self._solver)
 
     def _who_holds(self) -> str:
         ranks, tokens = self.problem.num_ranks, self.problem.tokens_per_rank

@@ -66,14 +66,14 @@ class Verdict:
     device_hour_price: float | None = None
 
     @property
-    def next_best(self) -> Rival | None:
+    def quickest_rival(self) -> Rival | None:
         """The quickest of the rivals."""
         return min(self.rivals, key=lambda rival: rival.factor, default=None)
 
     @property
     def saved_device_hours(self) -> float:
-        """Device-hours an epoch less than the next best; negative where that is quicker."""
-        return self.device_hours * (self.next_best.factor - 1.0) if self.next_best else 0.0
+        """Device-hours an epoch less than the quickest rival; negative where that is quicker."""
+        return self.device_hours * (self.quickest_rival.factor - 1.0) if self.quickest_rival else 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values, for `--json`."""

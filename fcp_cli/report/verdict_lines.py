@@ -22,7 +22,7 @@ def verdict_lines(verdict: Verdict) -> list[str]:
 
 
 def _sentences(verdict: Verdict) -> Iterator[str]:
-    best = verdict.next_best
+    best = verdict.quickest_rival
     if best is None:
         return
     gain = 1.0 - 1.0 / best.factor
