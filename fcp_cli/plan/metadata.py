@@ -21,11 +21,12 @@ FORMAT: Final = "fcp-plan/1"
 METADATA_KEY: Final = b"fcp"
 # A reader must know these or refuse the plan, since steps, times and budgets mean something else with them. They are
 # left out where None, so that plans without them have the hash that they had before the keys existed.
-_OPTIONAL_KEYS: Final = ("continues", "padding_multiple", "recipe")
+_OPTIONAL_KEYS: Final = ("continues", "encoder_balance", "padding_multiple", "recipe")
 _OPTIONAL_RECIPE_KEYS: Final = ("lora", "freeze")
 
 Sync = Literal["iteration", "microbatch"]
 LastBatch = Literal["keep", "drop"]
+EncoderBalance = Literal["wave"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +94,7 @@ class PlanMetadata:
 
     Attributes:
         tokens_per_rank: the token budget, after head-room.
+        encoder_balance: who shares the work of a vision encoder: all ranks of a `wave`; None: those of a ring.
         padding_multiple: sequences count as `padding.padded_tokens` makes them; None: as they are.
         last_batch: what a last, partial batch did: `keep` plans it, `drop` leaves its sequences out.
         epochs: how often every sequence appears.
@@ -114,6 +116,7 @@ class PlanMetadata:
     global_batch_size: Count
     tokens_per_rank: Count
     padding_multiple: Count | None = None
+    encoder_balance: EncoderBalance | None = None
     seed: NonNegativeCount
     shuffle: bool
     epochs: Count = 1

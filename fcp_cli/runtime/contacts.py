@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -48,10 +49,14 @@ class Contact:
 def planned_hops(plan: Path) -> set[Hop]:
     """Return (from, to) of every message that rings of a plan send; its whole rows are read.
 
+    Where all ranks of a wave share the encoder's work, any two may meet.
+
     Raises:
         PlanError: the file is missing or damaged.
     """
     reader = PlanReader(plan)
+    if reader.metadata.encoder_balance is not None:
+        return set(permutations(range(reader.metadata.num_ranks), 2))
     groups = {group for step in reader.steps() for group in step.ring_groups()}
     per_node = reader.metadata.ranks_per_node
     ranks = (tuple(np.frombuffer(group, dtype=np.int32).tolist()) for group in groups)

@@ -32,6 +32,7 @@ class RankStep:
         tokens: of the global batch.
         loss_tokens: of the global batch, where the last token of each sequence has no next token to predict.
         sequences: of the global batch.
+        waves: with each of `rows` all micro-batches of its wave, where their ranks share the encoder's work; else none.
     """
 
     step: int
@@ -41,6 +42,7 @@ class RankStep:
     tokens: int
     loss_tokens: int
     sequences: int
+    waves: tuple[tuple[MicroBatch, ...], ...] = ()
 
 
 def orders_of_rank(plan: StepPlan, rank: int) -> IntArray:
@@ -121,7 +123,14 @@ class PlanCursor:
             tokens=tokens,
             loss_tokens=tokens - len(plan.lengths),
             sequences=len(plan.lengths),
+            waves=self._waves(plan, rows),
         )
+
+    def _waves(self, plan: StepPlan, rows: IntArray) -> tuple[tuple[MicroBatch, ...], ...]:
+        if self.metadata.encoder_balance is None:
+            return ()
+        wanted = plan.wave[rows]
+        return tuple(tuple(self._row(plan, i) for i in np.flatnonzero(plan.wave == wave).tolist()) for wave in wanted)
 
     def _row(self, plan: StepPlan, order: int) -> MicroBatch:
         row = plan.microbatch(order)

@@ -22,7 +22,7 @@ from fcp_cli.runtime.joined import JoinedSequences
 from fcp_cli.runtime.layout import ShardLayout, shard_layout
 from fcp_cli.runtime.loss import labelled_rows, next_token_labels
 from fcp_cli.runtime.step_agreement import PackDigest, digest
-from fcp_cli.runtime.visuals import VisualShard, begin_visual_shard
+from fcp_cli.runtime.visuals import VisualPack, VisualShard, begin_visual_shard
 from fcp_cli.vision.parts import VisualPart, VisualSequence
 
 Fetch: TypeAlias = Callable[[int], Any]
@@ -128,7 +128,11 @@ def _begin_step(
 ) -> Callable[[], LoadedStep]:
     """Load a step but for its pixels, which others may read; return what waits for them."""
     try:
-        begun = [begin_shard(row, fetch, rank=rank, labelled=labelled) for row in step.rows]
+        waves = step.waves or [()] * len(step.rows)
+        begun = [
+            begin_shard(row, fetch, rank=rank, labelled=labelled, wave=wave)
+            for row, wave in zip(step.rows, waves, strict=True)
+        ]
     except Exception as error:
         return partial(_raise, error)  # at its place: after the steps before it
     return partial(_finish_step, step, begun, device)
@@ -146,12 +150,7 @@ def _finish_step(step: RankStep, begun: Sequence[Callable[[], Shard]], device: t
             shard.layout.hops(shard.member, source, packed=device.type != "cpu")
     if device.type == "cuda":  # only from page-locked memory does a copy run beside the host
         shards = tuple(map(_pinned, shards))
-    problems = {
-        shard.row.sequences[place]: problem
-        for shard in shards
-        if shard.visuals is not None
-        for place, problem in shard.visuals.problems.items()
-    }
+    problems = {row: why for shard in shards if shard.visuals for row, why in shard.visuals.problems.items()}
     return LoadedStep(plan=step, shards=shards, labelled_tokens=_labelled_tokens(shards), problems=problems)
 
 
@@ -182,17 +181,44 @@ def load_shard(row: MicroBatch, fetch: Fetch, *, rank: int, labelled: bool = Fal
     return begin_shard(row, fetch, rank=rank, labelled=labelled)()
 
 
-def begin_shard(row: MicroBatch, fetch: Fetch, *, rank: int, labelled: bool = False) -> Callable[[], Shard]:
-    """Load this rank's part of one micro-batch but for its pixels; return what waits for them."""
+def begin_shard(
+    row: MicroBatch, fetch: Fetch, *, rank: int, labelled: bool = False, wave: Sequence[MicroBatch] = ()
+) -> Callable[[], Shard]:
+    """Load this rank's part of one micro-batch but for its pixels; return what waits for them.
+
+    Args:
+        row: the micro-batch.
+        fetch: where sequences come from.
+        rank: global rank.
+        labelled: whether `fetch` returns labels.
+        wave: all micro-batches whose ranks share the encoder's work, `row` among them; none: those of `row` alone.
+    """
     member = row.ranks.index(rank)
     sequences = [_sequence(fetch, at, length, labelled) for at, length in zip(row.sequences, row.lengths, strict=True)]
     layout = shard_layout(tuple(length for sequence in sequences for length in sequence.lengths), row.degree)
     place = partial(Shard, row=row, member=member, layout=layout, digest=_digest(row, member, sequences))
     # Joined sequences have no parts.
-    parts = [sequence.parts for sequence in sequences for _ in sequence.lengths]
-    visuals = begin_visual_shard(parts, layout, ranks=row.ranks, member=member)
+    own = VisualPack(
+        parts=[sequence.parts for sequence in sequences for _ in sequence.lengths],
+        rows=[at for at, sequence in zip(row.sequences, sequences, strict=True) for _ in sequence.lengths],
+        layout=layout,
+        ranks=row.ranks,
+    )
+    packs = [own if other.order == row.order else _pack_of_others(other, fetch) for other in wave] or [own]
+    visuals = begin_visual_shard(packs, rank=rank)
     shard = _tokens_of_shard(place, sequences, layout, member)
     return lambda: shard if visuals is None else replace(shard, visuals=visuals())
+
+
+def _pack_of_others(row: MicroBatch, fetch: Fetch) -> VisualPack:
+    """Return what the pack of another ring shows of its pictures."""
+    found = [fetch(at) for at in row.sequences]
+    return VisualPack(
+        parts=[one.parts if isinstance(one, VisualSequence) else () for one in found],
+        rows=row.sequences,
+        layout=shard_layout(row.lengths, row.degree),
+        ranks=row.ranks,
+    )
 
 
 def _tokens_of_shard(

@@ -1,21 +1,25 @@
-"""The images and videos of a micro-batch: which member of the ring encodes each, and whose tokens they become.
+"""The images and videos of a micro-batch: which rank encodes each, and whose tokens they become.
 
-Stage 1: every member encodes some parts (an image, a pair of frames, a tile), shared out so that their work is even,
-whatever tokens the member holds. Stage 2: an `exchange` takes each part's embeddings to the members that hold its
-tokens. Both follow from the sequences' tokens and sizes, which all members of a ring read; pixels are read only by the
-member that encodes them.
+Stage 1: every rank encodes some parts (an image, a pair of frames, a tile), shared out so that their work is even,
+whatever tokens the rank holds. Stage 2: an `exchange` takes each part's embeddings to the ranks that hold its
+tokens. Both follow from the sequences' tokens and sizes, which all ranks that share the work read; pixels are read only
+by the rank that encodes them.
+
+The work is shared by the members of one ring, or by all ranks of a wave: then the packs of all its rings are given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, groupby
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fcp_cli.arrays import IntArray
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.exchange import Route, route
 from fcp_cli.runtime.layout import ShardLayout
@@ -31,7 +35,7 @@ class VisualShard:
         pixels: their input, [patches, ...]; None where it encodes nothing.
         kinds: kind of each of the visual tokens that it holds, in the order of its tokens.
         route: takes the embeddings of its parts [their tokens, ...] to those of its tokens [len(kinds), ...].
-        problems: why the pictures of a sequence of the pack could not be read, by its place; they are blank then.
+        problems: why the pictures of a sequence could not be read, by its row of the data; they are blank then.
     """
 
     parts: tuple[VisualPart, ...]
@@ -45,79 +49,99 @@ class VisualShard:
         return self if self.pixels is None else replace(self, pixels=change(self.pixels))
 
 
-def visual_shard(
-    parts: Sequence[Sequence[VisualPart]], layout: ShardLayout, *, ranks: tuple[int, ...], member: int
-) -> VisualShard | None:
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class VisualPack:
+    """A pack as the sharing out of its pictures sees it.
+
+    Attributes:
+        parts: of each sequence. Of a part that the planned length cuts, the tokens left are filled; one beyond it is
+            not encoded.
+        rows: of each sequence, its row of the data.
+        layout: who holds which tokens.
+        ranks: global ranks of the members.
+    """
+
+    parts: Sequence[Sequence[VisualPart]]
+    rows: Sequence[int]
+    layout: ShardLayout
+    ranks: tuple[int, ...]
+
+    def kept(self) -> Iterator[tuple[VisualPart, int, int, int]]:
+        """Yield the parts that are encoded: with their sequence's first token and end in the pack, and its row."""
+        base = 0
+        for length, own, row in zip(self.layout.lengths, self.parts, self.rows, strict=True):
+            for part in _in_order(own):
+                if part.start_token < length:
+                    yield part, base, base + length, row
+            base += length
+
+    def holders(self) -> IntArray:
+        """Return [tokens] the member that holds each token."""
+        holders = np.empty(self.layout.total_tokens, dtype=np.int64)
+        for place in range(self.layout.degree):
+            holders[self.layout.index(place)] = place
+        return holders
+
+
+def visual_shard(packs: Sequence[VisualPack], *, rank: int) -> VisualShard | None:
     """Return what `begin_visual_shard` begins, with its pixels."""
-    begun = begin_visual_shard(parts, layout, ranks=ranks, member=member)
+    begun = begin_visual_shard(packs, rank=rank)
     return None if begun is None else begun()
 
 
-def begin_visual_shard(
-    parts: Sequence[Sequence[VisualPart]], layout: ShardLayout, *, ranks: tuple[int, ...], member: int
-) -> Callable[[], VisualShard] | None:
-    """Begin to read the pixels that one member encodes of a pack; None where the pack has no part.
+def begin_visual_shard(packs: Sequence[VisualPack], *, rank: int) -> Callable[[], VisualShard] | None:
+    """Begin to read the pixels that one rank encodes; None where there is no part.
 
     Args:
-        parts: of each sequence of the pack. Of a part that the planned length cuts, the tokens left are filled; one
-            beyond it is not encoded.
-        layout: who holds which tokens.
-        ranks: global ranks of the members.
-        member: this rank's place among them.
+        packs: of all rings whose ranks share the work, in an order that is the same on all of them; no rank is in two.
+        rank: global rank.
 
     Returns:
-        What waits for the pixels and returns the member's share.
+        What waits for the pixels and returns the rank's share.
 
     Raises:
         RunError: parts that lie beyond their sequence's start or overlap.
     """
-    lengths = np.asarray(layout.lengths, dtype=np.int64)
-    bases = np.cumsum(lengths) - lengths
-    kept = [
-        (part, base, length)
-        for base, length, own in zip(bases.tolist(), lengths.tolist(), parts, strict=True)
-        for part in _in_order(own)
-        if part.start_token < length
-    ]
+    ranks = tuple(chain.from_iterable(pack.ranks for pack in packs))
+    index = ranks.index(rank)
+    kept: list[tuple[VisualPart, int]] = []
+    consumers: list[IntArray] = []
+    homes: list[range] = []
+    first = 0  # place of the pack's first member among all ranks
+    for pack in packs:
+        found = list(pack.kept())
+        holders = pack.holders() if found else np.empty(0, dtype=np.int64)
+        for part, base, end, row in found:
+            kept.append((part, row))
+            homes.append(range(first, first + len(pack.ranks)))
+            # A part that the planned length cuts is encoded whole, but no rank needs its embeddings beyond the end.
+            tokens = base + np.arange(part.start_token, part.start_token + part.num_tokens)
+            consumers.append(np.where(tokens < end, first + holders[np.minimum(tokens, len(holders) - 1)], -1))
+        first += len(pack.ranks)
     if not kept:
         return None
-    encoders = share_out([part.work for part, _, _ in kept], layout.degree)
-    # One row per embedding that the encoders compute, in the order of the pack's tokens.
-    sizes = [part.num_tokens for part, _, _ in kept]
-    tokens = np.concatenate(
-        [
-            base + np.arange(part.start_token, part.start_token + size)
-            for (part, base, _), size in zip(kept, sizes, strict=True)
-        ]
-    )
-    ends = np.repeat([base + length for _, base, length in kept], sizes)
-    holders = np.empty(layout.total_tokens, dtype=np.int64)
-    for place in range(layout.degree):
-        holders[layout.index(place)] = place
-    # A part that the planned length cuts is encoded whole, but no rank needs its embeddings beyond the end.
-    consumers = np.where(tokens < ends, holders[np.minimum(tokens, layout.total_tokens - 1)], -1)
-    kinds = np.repeat(np.array([part.kind == "video" for part, _, _ in kept]), sizes)[consumers == member]
-    own = tuple((part, base) for (part, base, _), place in zip(kept, encoders.tolist(), strict=True) if place == member)
+    encoders = share_out([part.work for part, _ in kept], len(ranks), homes if len(packs) > 1 else None)
+    # One row per embedding that the encoders compute, in the order of the packs' tokens.
+    sizes = [part.num_tokens for part, _ in kept]
+    needed = np.concatenate(consumers)
+    kinds = np.repeat(np.array([part.kind == "video" for part, _ in kept]), sizes)[needed == index]
+    own = [found for found, place in zip(kept, encoders.tolist(), strict=True) if place == index]
     shard = VisualShard(
         parts=tuple(part for part, _ in own),
         pixels=None,
         kinds=tuple("video" if is_video else "image" for is_video in kinds.tolist()),
-        route=route(np.repeat(encoders, sizes), consumers, ranks=ranks, index=member),
+        route=route(np.repeat(encoders, sizes), needed, ranks=ranks, index=index),
     )
-    begun = [
-        (place, begin_reading([part for part, at in own if at == base]))
-        for place, base in enumerate(bases.tolist())
-        if any(at == base for _, at in own)
-    ]
+    begun = [(row, begin_reading([part for part, _ in of_row])) for row, of_row in groupby(own, key=lambda one: one[1])]
     return partial(_with_pixels, shard, begun)
 
 
 def _with_pixels(shard: VisualShard, begun: Sequence[tuple[int, Callable[[], PixelsRead]]]) -> VisualShard:
     """Wait for the pixels of each sequence; parts stand in the order of their sequences."""
-    read = [(place, wait()) for place, wait in begun]
-    rows = [tensor for _, found in read for tensor in found.rows]
-    problems = {place: found.problem for place, found in read if found.problem is not None}
-    return replace(shard, pixels=torch.cat(rows) if rows else None, problems=problems)
+    read = [(row, wait()) for row, wait in begun]
+    pixels = [tensor for _, found in read for tensor in found.rows]
+    problems = {row: found.problem for row, found in read if found.problem is not None}
+    return replace(shard, pixels=torch.cat(pixels) if pixels else None, problems=problems)
 
 
 def _in_order(parts: Sequence[VisualPart]) -> Sequence[VisualPart]:

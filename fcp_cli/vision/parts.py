@@ -131,17 +131,23 @@ def begin_reading(parts: Sequence[VisualPart]) -> Callable[[], PixelsRead]:
     return wait
 
 
-def share_out(work: Sequence[float], members: int) -> IntArray:
+def share_out(work: Sequence[float], members: int, homes: Sequence[range] | None = None) -> IntArray:
     """Return [parts] the member that encodes each part; the same on every rank.
 
     The heaviest first, each to whoever has least so far: the most loaded member then has at most 4/3 - 1/(3 members) of
     the least possible (Graham, 1969). Then its parts and those of another member are divided again between the
     two, as evenly as can be, as long as that lowers the larger load.
+
+    Args:
+        work: of each part.
+        members: who may encode any part.
+        homes: [parts] the members that hold a part's tokens: they keep what is not beyond their even share, so that
+            fewer embeddings travel. None: all members alike.
     """
-    encoders = _largest_first(work, members)
     weights = np.asarray(work, dtype=np.float64)
+    encoders = _largest_first(work, members, homes)
     loads = np.bincount(encoders, weights=weights, minlength=members)
-    for _ in range(_MOST_ROUNDS_PER_MEMBER * members):
+    for _ in range(min(_MOST_ROUNDS_PER_MEMBER * members, _MOST_TRIES // members)):
         heaviest = int(loads.argmax())
         if loads[heaviest] <= _EVEN_ENOUGH * loads.mean():
             break
@@ -164,17 +170,30 @@ def share_out(work: Sequence[float], members: int) -> IntArray:
 
 _EVEN_ENOUGH = 1.01  # largest over mean load at which dividing again ends
 _MOST_ROUNDS_PER_MEMBER = 8
+_MOST_TRIES = 1 << 15  # pairs of members whose parts are divided again: a second of a loader's time
 _LEVELS = 4096  # a half is sought among so many sums
 
 
-def _largest_first(work: Sequence[float], members: int) -> IntArray:
-    loads = [(0.0, member) for member in range(members)]
-    heapify(loads)
+def _largest_first(work: Sequence[float], members: int, homes: Sequence[range] | None) -> IntArray:
+    falling = sorted(range(len(work)), key=lambda i: -work[i])
     encoders = np.empty(len(work), dtype=np.int64)
-    for part in sorted(range(len(work)), key=lambda i: -work[i]):
-        load, member = loads[0]
+    loads = [0.0] * members
+    if homes is not None:
+        even, away = sum(work) / members, []
+        for part in falling:
+            member = min(homes[part], key=loads.__getitem__)
+            if loads[member] + work[part] > even * (1 + 1e-9):
+                away.append(part)
+                continue
+            encoders[part] = member
+            loads[member] += work[part]
+        falling = away
+    heap = [(load, member) for member, load in enumerate(loads)]
+    heapify(heap)
+    for part in falling:
+        load, member = heap[0]
         encoders[part] = member
-        heapreplace(loads, (load + work[part], member))
+        heapreplace(heap, (load + work[part], member))
     return encoders
 
 

@@ -22,7 +22,7 @@ from tests.runtime.plans import Row, write_plan
 pytest.importorskip("transformers")
 
 from tests.runtime.vision_models import FAMILIES, Family, VisionCase, alone, build, fetch, rows, unmodified
-from tests.runtime.workers.vision_worker import CASES, ITERATION, WAVES
+from tests.runtime.workers.vision_worker import CASES, ITERATION, SHARED_WAVES, WAVES
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
 
@@ -84,6 +84,25 @@ def test_threads_compute_the_gradients_of_one_process_in_an_order_that_cannot_de
     check_order({rank: record.operations for rank, (_, record) in enumerate(ranks)})
 
 
+def test_threads_that_share_the_encoder_over_a_wave_compute_the_gradients_of_one_process(tmp_path: Path) -> None:
+    case = VisionCase()
+    path = tmp_path / "plan.parquet"
+    plan = write_plan(path, waves(case.family), num_ranks=NUM_RANKS, sync="microbatch", encoder_balance="wave")
+    built = [build(case) for _ in range(NUM_RANKS)]
+
+    def run(meeting: Meeting, rank: int) -> tuple[Replayed, RecordingTransport]:
+        session = thread_session(plan, fetch(case), meeting, rank)
+        record = session.transport = RecordingTransport(session.transport)
+        return gradients_on_rank(session, *built[rank]), record
+
+    ranks = run_ranks(NUM_RANKS, run)
+    expected = alone(case, plan)
+    for found, _ in ranks:
+        assert np.abs(found.gradients - expected.gradients).max() <= 1e-12
+        assert np.abs(found.losses - expected.losses).max() <= 1e-12
+    check_order({rank: record.operations for rank, (_, record) in enumerate(ranks)})
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_reference_has_a_gradient_in_every_trained_parameter(family: Family, frozen: bool) -> None:
@@ -130,6 +149,13 @@ def write_plans(folder: Path) -> None:
     for family in FAMILIES:
         write_plan(folder / f"{family}-{ITERATION}", steps(family), num_ranks=NUM_RANKS)
         write_plan(folder / f"{family}-{WAVES}", waves(family), num_ranks=NUM_RANKS, sync="microbatch")
+        write_plan(
+            folder / f"{family}-{SHARED_WAVES}",
+            waves(family),
+            num_ranks=NUM_RANKS,
+            sync="microbatch",
+            encoder_balance="wave",
+        )
 
 
 @pytest.mark.distributed

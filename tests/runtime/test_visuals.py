@@ -10,7 +10,7 @@ import torch
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.layout import shard_layout
-from fcp_cli.runtime.visuals import VisualShard, visual_shard
+from fcp_cli.runtime.visuals import VisualPack, VisualShard, visual_shard
 from fcp_cli.verification.emulation import Meeting
 from fcp_cli.verification.replay import thread_session
 from fcp_cli.vision.parts import VisualPart, VisualSequence
@@ -32,10 +32,34 @@ def part(start_token: int, num_tokens: int, work: float = 1.0) -> VisualPart:
 
 
 def shards(lengths: Sequence[int], parts: Sequence[Sequence[VisualPart]], degree: int) -> list[VisualShard]:
-    layout = shard_layout(tuple(lengths), degree)
-    found = [visual_shard(parts, layout, ranks=tuple(range(degree)), member=member) for member in range(degree)]
+    return wave([pack(lengths, parts, range(degree))])
+
+
+def pack(lengths: Sequence[int], parts: Sequence[Sequence[VisualPart]], ranks: Sequence[int]) -> VisualPack:
+    layout = shard_layout(tuple(lengths), len(ranks))
+    return VisualPack(parts=parts, rows=range(len(parts)), layout=layout, ranks=tuple(ranks))
+
+
+def wave(packs: Sequence[VisualPack]) -> list[VisualShard]:
+    """The shards of all ranks, which are numbered as they stand in the packs."""
+    found = [visual_shard(packs, rank=rank) for rank in range(sum(len(pack.ranks) for pack in packs))]
     assert None not in found
     return [shard for shard in found if shard is not None]
+
+
+def test_ranks_of_a_wave_whose_sequences_have_no_images_encode_those_of_others() -> None:
+    frames = [part(10 * i, 10) for i in range(8)]
+    found = wave([pack([80], [frames], [0, 1]), pack([30], [[]], [2]), pack([], [], [3])])
+    assert [len(shard.parts) for shard in found] == [2, 2, 2, 2]
+    assert [len(shard.kinds) > 0 for shard in found] == [True, True, False, False]
+    assert sum(len(shard.kinds) for shard in found) == 80
+
+
+def test_of_a_wave_only_what_is_beyond_an_even_share_leaves_its_ring() -> None:
+    here, there = [part(10 * i, 10) for i in range(6)], [part(10 * i, 10) for i in range(2)]
+    found = wave([pack([60], [here], [0]), pack([20], [there], [1])])
+    assert [len(shard.parts) for shard in found] == [4, 4]
+    assert [found[0].route.sends[1].size, found[1].route.sends[0].size] == [0, 20]
 
 
 def test_the_members_of_a_ring_share_a_video_whoever_holds_its_tokens() -> None:
@@ -54,7 +78,7 @@ def test_an_image_may_span_several_shards_and_its_pixels_are_read_once() -> None
 
 
 def test_a_pack_without_images_has_no_share() -> None:
-    assert visual_shard([(), ()], shard_layout((5, 6), 2), ranks=(0, 1), member=0) is None
+    assert visual_shard([pack((5, 6), [(), ()], (0, 1))], rank=0) is None
 
 
 def test_of_a_sequence_that_the_plan_cuts_the_tokens_left_are_filled() -> None:

@@ -16,7 +16,7 @@ from fcp_cli.runtime.exchange import exchange
 from fcp_cli.runtime.layout import shard_layout
 from fcp_cli.runtime.loss import next_token_labels, token_loss_sum
 from fcp_cli.runtime.session import LocalMicroBatch
-from fcp_cli.runtime.visuals import visual_shard
+from fcp_cli.runtime.visuals import VisualPack, visual_shard
 from fcp_cli.verification.emulation import Meeting, ThreadTransport, run_ranks
 from fcp_cli.verification.replay import Replayed, take_gradient
 from fcp_cli.vision import families
@@ -135,7 +135,8 @@ def assert_exchange_keeps_encoder_gradients(family: Family, numbers: Sequence[in
     parts = [one.parts for one in found]
     case = VisionCase(family=family)
     models = [unmodified(case) for _ in range(members)]  # transformers sets dtypes globally: not on threads
-    alone_shard = visual_shard(parts, whole, ranks=(0,), member=0)
+    rows = range(len(parts))
+    alone_shard = visual_shard([VisualPack(parts=parts, rows=rows, layout=whole, ranks=(0,))], rank=0)
     assert alone_shard is not None
     reference = unmodified(case)
     encode = families.FAMILIES[family].encode
@@ -154,7 +155,8 @@ def assert_exchange_keeps_encoder_gradients(family: Family, numbers: Sequence[in
     at_token[visual_tokens] = np.arange(len(visual_tokens))
 
     def run(meeting: Meeting, rank: int) -> None:
-        shard = visual_shard(parts, layout, ranks=tuple(range(members)), member=rank)
+        pack = VisualPack(parts=parts, rows=rows, layout=layout, ranks=tuple(range(members)))
+        shard = visual_shard([pack], rank=rank)
         assert shard is not None
         embeddings = encode(models[rank].model, shard.parts, shard.pixels)
         arrived = exchange(embeddings, shard.route, ThreadTransport(meeting.mailbox, rank, 120.0))

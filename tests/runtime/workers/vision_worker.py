@@ -22,6 +22,7 @@ from tests.runtime.vision_models import VisionCase, build, fetch
 from tests.runtime.workers.leave import leave_job
 
 WAVES, ITERATION = "waves.parquet", "iteration.parquet"
+SHARED_WAVES = "shared-waves.parquet"  # all ranks of a wave share the encoder's work
 
 CASES: Mapping[str, tuple[str, VisionCase]] = {
     "plain": (ITERATION, VisionCase()),
@@ -33,6 +34,12 @@ CASES: Mapping[str, tuple[str, VisionCase]] = {
     "ddp": (ITERATION, VisionCase(wrapping="ddp", recompute="selective")),
     "ddp frozen": (ITERATION, VisionCase(wrapping="ddp", frozen=True)),
     "fsdp": (WAVES, VisionCase(wrapping="fsdp")),
+    "fsdp over the wave": (SHARED_WAVES, VisionCase(wrapping="fsdp")),
+    "fsdp frozen over the wave": (SHARED_WAVES, VisionCase(wrapping="fsdp", frozen=True)),
+    "internvl fsdp over the wave recomputed": (
+        SHARED_WAVES,
+        VisionCase(family="internvl", wrapping="fsdp", recompute="non-reentrant"),
+    ),
     "fsdp recomputed": (WAVES, VisionCase(wrapping="fsdp", recompute="non-reentrant")),
     "fsdp frozen": (WAVES, VisionCase(wrapping="fsdp", frozen=True)),
     "qwen2_5_vl": (ITERATION, VisionCase(family="qwen2_5_vl", labelled=True)),
