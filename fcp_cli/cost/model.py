@@ -54,12 +54,22 @@ def sequence_work(table: LengthTable, profile: CostProfile) -> Work:
     attention = c.attention_seconds_per_token2 * length * length
     if table.eta is not None:
         attention = attention * (1.0 + table.eta)
-    linear = c.linear_seconds_per_token * length
-    if table.vision_patches is not None:
-        linear = linear + c.vision_seconds_per_patch * table.vision_patches
-    if table.vision_patch_pairs is not None:
-        linear = linear + c.vision_seconds_per_patch2 * table.vision_patch_pairs
+    linear = _with_vision(c.linear_seconds_per_token * length, table, profile)
     return Work(attention_seconds=attention, linear_seconds=linear, tokens=table.length_tokens)
+
+
+def vision_seconds(table: LengthTable, profile: CostProfile) -> FloatArray:
+    """Return [n] the seconds that a vision encoder takes for each sequence on one rank."""
+    return _with_vision(np.zeros(len(table)), table, profile)
+
+
+def _with_vision(seconds: FloatArray, table: LengthTable, profile: CostProfile) -> FloatArray:
+    c = profile.coefficients
+    if table.vision_patches is not None:
+        seconds = seconds + c.vision_seconds_per_patch * table.vision_patches
+    if table.vision_patch_pairs is not None:
+        seconds = seconds + c.vision_seconds_per_patch2 * table.vision_patch_pairs
+    return seconds
 
 
 def group_seconds(

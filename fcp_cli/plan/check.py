@@ -132,6 +132,8 @@ def check_step(
 
 def _check_devices(metadata: PlanMetadata, profile: CostProfile) -> Iterator[Finding]:
     """Check that the times are those of ranks of as many devices, and that pipelines stay in step."""
+    if metadata.encoder_balance is not None and metadata.sync != "microbatch":
+        yield Finding(message=f"its encoder_balance needs sync microbatch, but sync is {metadata.sync}")
     if metadata.devices_per_rank == 1:
         return
     if metadata.pipeline_parallel > 1 and metadata.sync != "microbatch":
@@ -259,6 +261,7 @@ def _check_times(
         profile=profile,
         ranks_per_node=metadata.ranks_per_node,
         padding_multiple=metadata.padding_multiple,
+        encoder_shares=None if metadata.encoder_balance is None else metadata.num_ranks,
         manifest=manifest,
     )
     # Mask and vision columns, known from the manifest alone, only ever add time.

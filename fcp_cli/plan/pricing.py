@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
-from fcp_cli.cost.model import Work, group_seconds, sequence_work
+from fcp_cli.cost.model import Work, group_seconds, sequence_work, vision_seconds
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.padding import padded_tokens, padded_work
@@ -21,6 +21,7 @@ def profile_seconds(
     profile: CostProfile,
     ranks_per_node: int,
     padding_multiple: int | None = None,
+    encoder_shares: int | None = None,
     manifest: LengthTable | None = None,
 ) -> FloatArray:
     """Price the micro-batches of a planned step: [microbatches] seconds, 0 for an idle row.
@@ -30,10 +31,23 @@ def profile_seconds(
         profile: any cost profile, the plan's own or another.
         ranks_per_node: which ranks share the fast interconnect.
         padding_multiple: of the plan; see `padding`.
+        encoder_shares: ranks that share the encoder's work of a wave, whose micro-batches all wait for it; None: each
+            ring has its own, which is part of its work.
         manifest: gives `eta` and vision columns; without it every sequence counts as causal text.
     """
+    sequences = planned_sequences(step, manifest)
+    if encoder_shares is not None:
+        shared = wave_encoder_seconds(vision_seconds(sequences, profile), step.sequence_offsets, step.wave)
+        text = profile_seconds(
+            step,
+            profile=profile,
+            ranks_per_node=ranks_per_node,
+            padding_multiple=padding_multiple,
+            manifest=manifest and without_pictures(manifest),
+        )
+        return np.where(step.is_idle, 0.0, text + shared / encoder_shares)
     return microbatch_seconds(
-        single_rank_work(planned_sequences(step, manifest), profile, padding_multiple),
+        single_rank_work(sequences, profile, padding_multiple),
         step.sequence_offsets,
         rank_offsets=step.rank_offsets,
         ranks=step.ranks,
@@ -75,6 +89,23 @@ def microbatch_seconds(
         crosses_nodes=crosses_nodes(rank_offsets, ranks, ranks_per_node)[working],
     )
     return seconds
+
+
+def wave_encoder_seconds(encoder_seconds: FloatArray, offsets: IntArray, wave: Int32Array) -> FloatArray:
+    """Add up over waves: [microbatches] the seconds on one rank of all pictures of the wave of each micro-batch.
+
+    Args:
+        encoder_seconds: of the packs' sequences, back to back.
+        offsets: [microbatches + 1] pack i has the sequences `offsets[i]:offsets[i + 1]`.
+        wave: [microbatches] from 0.
+    """
+    of_wave = np.bincount(np.repeat(wave, sizes_of(offsets)), weights=encoder_seconds, minlength=int(wave.max()) + 1)
+    return np.asarray(of_wave[wave], dtype=np.float64)
+
+
+def without_pictures(sequences: LengthTable) -> LengthTable:
+    """Return the same sequences as if they were text."""
+    return replace(sequences, vision_patches=None, vision_patch_pairs=None)
 
 
 def single_rank_work(sequences: LengthTable, profile: CostProfile, padding_multiple: int | None) -> Work:

@@ -8,7 +8,7 @@ import numpy as np
 
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.plan.check import check_layout
-from fcp_cli.plan.pricing import microbatch_seconds
+from fcp_cli.plan.pricing import microbatch_seconds, wave_encoder_seconds
 from fcp_cli.plan.step import StepPlan, offsets_of, sizes_of
 from fcp_cli.plan.timeline import start_times
 from fcp_cli.planning.bounds import lower_bound_seconds
@@ -35,6 +35,10 @@ def assemble(assignment: Assignment, batch: Batch, problem: Problem, bound_secon
     step = _with_idle_rows(assignment, batch, problem)
     for finding in check_layout(step, problem):
         raise BrokenAssignmentError(f"defect in a solver: {finding}")
+    if bound_seconds is None:
+        bound_seconds = lower_bound_seconds(batch.work, problem)
+        if batch.encoder_seconds is not None:  # shared evenly in every wave, whatever stands beside it
+            bound_seconds += float(batch.encoder_seconds.sum()) / problem.num_ranks
     seconds = np.zeros(len(step))
     seconds[~step.is_idle] = assignment_seconds(assignment, batch, problem)
     start = start_times(
@@ -50,7 +54,7 @@ def assemble(assignment: Assignment, batch: Batch, problem: Problem, bound_secon
         start_seconds=start,
         seconds=seconds,
         makespan_seconds=float((start + seconds).max()),
-        bound_seconds=lower_bound_seconds(batch.work, problem) if bound_seconds is None else bound_seconds,
+        bound_seconds=bound_seconds,
     )
 
 
@@ -70,7 +74,7 @@ def makespan_seconds(assignment: Assignment, batch: Batch, problem: Problem) -> 
 
 def assignment_seconds(assignment: Assignment, batch: Batch, problem: Problem) -> FloatArray:
     """Predict the seconds of each micro-batch of an assignment, [microbatches]."""
-    return microbatch_seconds(
+    seconds = microbatch_seconds(
         batch.work.take(assignment.members),
         assignment.member_offsets,
         rank_offsets=assignment.rank_offsets,
@@ -79,6 +83,10 @@ def assignment_seconds(assignment: Assignment, batch: Batch, problem: Problem) -
         ranks_per_node=problem.ranks_per_node,
         padding_multiple=problem.padding_multiple,
     )
+    if batch.encoder_seconds is None:
+        return seconds
+    members = batch.encoder_seconds[assignment.members]
+    return seconds + wave_encoder_seconds(members, assignment.member_offsets, assignment.wave) / problem.num_ranks
 
 
 def _require_whole(assignment: Assignment, batch: Batch, problem: Problem) -> None:

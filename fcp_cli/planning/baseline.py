@@ -69,6 +69,7 @@ def _follows_profile(step: StepPlan, problem: Problem, manifest: LengthTable | N
         profile=problem.profile,
         ranks_per_node=problem.ranks_per_node,
         padding_multiple=problem.padding_multiple,
+        encoder_shares=None if problem.encoder_balance is None else problem.num_ranks,
         manifest=manifest,
     )
     return bool(np.allclose(seconds, step.seconds, rtol=1e-6))

@@ -18,7 +18,7 @@ from fcp_cli.errors import ManifestError, OverlongError
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import Continuation, OverlongReport, steps_per_epoch
 from fcp_cli.planning.problem import Batch, Problem
-from fcp_cli.planning.work import batch_work
+from fcp_cli.planning.work import batch_encoder_seconds, batch_work
 from fcp_cli.words import counted
 
 LastBatch = Literal["keep", "drop"]
@@ -110,6 +110,7 @@ class GlobalBatches:
             rows=rows,
             lengths=sequences.length_tokens.astype(np.int32),
             work=batch_work(sequences, self.problem),
+            encoder_seconds=batch_encoder_seconds(sequences, self.problem),
             seed=step_seed(self.settings.seed, step),
         )
 
@@ -124,8 +125,14 @@ class GlobalBatches:
 def batch_of(sequences: LengthTable, problem: Problem, *, step: int = 0) -> Batch:
     """Return these sequences as one global batch, under this problem's profile; rows are positions among them."""
     lengths = sequences.length_tokens
-    work = batch_work(sequences, problem)
-    return Batch(step=step, rows=np.arange(len(lengths)), lengths=lengths.astype(np.int32), work=work, seed=0)
+    return Batch(
+        step=step,
+        rows=np.arange(len(lengths)),
+        lengths=lengths.astype(np.int32),
+        work=batch_work(sequences, problem),
+        encoder_seconds=batch_encoder_seconds(sequences, problem),
+        seed=0,
+    )
 
 
 def _generator(seed: int, epoch: int) -> np.random.Generator:

@@ -93,7 +93,7 @@ def compare(
         outcomes: dict[Sync, Outcome] = {}
         try:
             for same in together:
-                batches = GlobalBatches(table, replace(problem, sync=same[0]), settings)
+                batches = GlobalBatches(table, replace(problem, sync=same[0], encoder_balance=None), settings)
                 outcomes |= _run(name, batches, same, milp_seconds, on_step)
         except PlanError as error:
             yield Contender(name=name, refusal=str(error))

@@ -18,7 +18,7 @@ from fcp_cli.plan.metadata import Continuation, OverlongReport, PlanMetadata, pa
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches, step_seed
 from fcp_cli.planning.problem import Batch, Problem
-from fcp_cli.planning.work import batch_work
+from fcp_cli.planning.work import batch_encoder_seconds, batch_work
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,11 +119,13 @@ class RemainingBatches(GlobalBatches):
         members = slice(self._remaining.offsets[step], self._remaining.offsets[step + 1])
         rows = self._remaining.rows[members]
         number = self._remaining.continues.first_step + step
+        sequences = self.table.take(rows)
         return Batch(
             step=number,
             rows=rows,
             lengths=self._remaining.lengths[members],
-            work=batch_work(self.table.take(rows), self.problem),
+            work=batch_work(sequences, self.problem),
+            encoder_seconds=batch_encoder_seconds(sequences, self.problem),
             seed=step_seed(self.settings.seed, number),
         )
 

@@ -61,6 +61,10 @@ class PlanRequest:
     padded_rings: Annotated[
         bool, Opt("Count the padding of rings of equal chunks (Transformer Engine, MindSpeed).", negatable=True)
     ] = False
+    encoder_balance: Annotated[
+        Literal["ring", "wave", "auto"],
+        Opt("Who shares a vision encoder's work: each ring's ranks, or under --sync microbatch all of a wave's."),
+    ] = "ring"
     recipe: Annotated[RecipeRequest, Group("Recipe that memory and times are of")] = field(
         default_factory=RecipeRequest
     )

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from fcp_cli.arrays import Int32Array, IntArray
+from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.cost.model import Work
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
-from fcp_cli.plan.metadata import PlanMetadata, Sync
+from fcp_cli.plan.metadata import EncoderBalance, PlanMetadata, Sync
 from fcp_cli.recipe import Recipe
 
 
@@ -24,6 +24,9 @@ class Problem:
     budget is then a multiple of it (`whole_budget`), which loses nothing. A `Batch` holds the work and the tokens of
     sequences padded for one rank; what wider groups add is in `work`.
 
+    Where all ranks of a wave share the encoder's work (`encoder_balance`), a `Batch` holds it apart: packs and rings
+    are chosen for the language model alone, since who is packed with whom changes nothing of what a rank encodes.
+
     `recipe` is what the token budget and the profile's times are of; None where the profile knows none.
     """
 
@@ -33,6 +36,7 @@ class Problem:
     pipeline_parallel: int = 1
     tokens_per_rank: int
     padding_multiple: int | None = None
+    encoder_balance: EncoderBalance | None = None
     sync: Sync
     profile: CostProfile
     recipe: Recipe | None = None
@@ -62,6 +66,7 @@ def problem_of(metadata: PlanMetadata, *, name: str) -> Problem:
         pipeline_parallel=metadata.pipeline_parallel,
         tokens_per_rank=whole_budget(metadata.tokens_per_rank, metadata.padding_multiple),
         padding_multiple=metadata.padding_multiple,
+        encoder_balance=metadata.encoder_balance,
         sync=metadata.sync,
         profile=parse_cost_profile(metadata.cost_profile, name=f"{name}: the plan's cost profile"),
         recipe=metadata.recipe,
@@ -77,6 +82,7 @@ class Batch:
         rows: [n] manifest rows.
         lengths: [n] tokens, after truncation.
         work: per sequence, on a single rank; with padding, see `work.batch_work`.
+        encoder_seconds: [n] of each sequence on a single rank, where all ranks of a wave share it; None: `work` has it.
         seed: differs per step, derived from the plan's seed; the only source of randomness.
     """
 
@@ -84,6 +90,7 @@ class Batch:
     rows: IntArray
     lengths: Int32Array
     work: Work
+    encoder_seconds: FloatArray | None = None
     seed: int
 
 

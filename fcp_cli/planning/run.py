@@ -143,6 +143,7 @@ def plan_metadata(table: LengthTable, batches: GlobalBatches, solver: Solver) ->
         global_batch_size=settings.global_batch_size,
         tokens_per_rank=problem.tokens_per_rank,
         padding_multiple=problem.padding_multiple,
+        encoder_balance=problem.encoder_balance,
         seed=settings.seed,
         shuffle=settings.shuffle,
         epochs=settings.epochs,

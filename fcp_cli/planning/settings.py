@@ -33,6 +33,7 @@ from fcp_cli.planning.budget import (
     say_what_offloading_costs,
 )
 from fcp_cli.planning.continuation import RemainingSteps, batches_to_plan, remaining_steps, settings_of
+from fcp_cli.planning.encoder_balance import balanced_encoder
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.problem import Problem, whole_budget
 from fcp_cli.planning.ranks import Ranks, devices_of_rank, ranks_on, ranks_under, unequal_pipelines
@@ -118,6 +119,7 @@ def resolve_continuation(
             pipeline_parallel=pipeline_parallel,
             tokens_per_rank=_whole_budget(_with_headroom(tokens, request.headroom), padding, origins),
             padding_multiple=padding,
+            encoder_balance=metadata.encoder_balance,
             sync=metadata.sync,
             profile=profile,
             recipe=continued_recipe(request, metadata, profile, shape, origins),
@@ -154,7 +156,7 @@ def resolve(request: PlanRequest, origins: Origins, *, most_peers: int | None = 
         origins.assume("--length-column", table.column, f"{request.manifest} has no column {request.length_column}")
     problem, budget = resolve_problem(request, origins, most_peers=most_peers)
     _warn_of_unpriced_vision(table, problem.profile, origins)
-    return PlanInputs(
+    inputs = PlanInputs(
         table=table,
         problem=problem,
         settings=BatchSettings(
@@ -169,6 +171,9 @@ def resolve(request: PlanRequest, origins: Origins, *, most_peers: int | None = 
         ),
         budget=budget,
     )
+    if request.encoder_balance == "ring":
+        return inputs
+    return replace(inputs, problem=balanced_encoder(inputs.batches(), request.encoder_balance, origins))
 
 
 def resolve_problem(request: PlanRequest, origins: Origins, *, most_peers: int | None = None) -> tuple[Problem, Budget]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy.typing as npt
 
-from fcp_cli.arrays import IntArray
-from fcp_cli.cost.model import Work
+from fcp_cli.arrays import FloatArray, IntArray
+from fcp_cli.cost.model import Work, vision_seconds
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan import pricing
 from fcp_cli.plan.padding import padded_work
@@ -13,8 +13,18 @@ from fcp_cli.planning.problem import Problem
 
 
 def batch_work(sequences: LengthTable, problem: Problem) -> Work:
-    """Return the work of each sequence on a single rank, padded for that."""
+    """Return the work of each sequence on a single rank, padded for that.
+
+    It is the language model's alone where all ranks of a wave share the encoder's (`batch_encoder_seconds`).
+    """
+    if problem.encoder_balance is not None:
+        sequences = pricing.without_pictures(sequences)
     return pricing.single_rank_work(sequences, problem.profile, problem.padding_multiple)
+
+
+def batch_encoder_seconds(sequences: LengthTable, problem: Problem) -> FloatArray | None:
+    """Return [n] what a wave's ranks share of each sequence, in seconds of one rank; None where they share nothing."""
+    return None if problem.encoder_balance is None else vision_seconds(sequences, problem.profile)
 
 
 def work_on(work: Work, degree: npt.ArrayLike, problem: Problem) -> Work:

@@ -55,6 +55,7 @@ def _headline(metadata: PlanMetadata, summary: PlanSummary) -> dict[str, str]:
         **({"devices": devices_text(metadata)} if metadata.devices_per_rank > 1 else {}),
         **({"recipe": metadata.recipe.describe()} if metadata.recipe is not None else {}),
         "sequences": f"{summary.sequences:,} with {counted(summary.tokens, 'token')}{left_out}",
+        **({"encoder": "shared by all ranks of a wave"} if metadata.encoder_balance is not None else {}),
         **({"padding": padding} if metadata.padding_multiple is not None else {}),
         "step time": f"{summary.mean_step_seconds:.4g} s mean, slowest {summary.slowest_step_seconds:.4g} s "
         f"(step {summary.slowest_step})",

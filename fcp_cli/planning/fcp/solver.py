@@ -190,7 +190,8 @@ class FcpSolver:
     def assign(self, batch: Batch) -> Assignment:
         """Plan one step; see `problem.Solver`."""
         with interrupts_deferred():
-            return self._assign(batch)
+            # What waves share of an encoder is the same for every answer, and no part of the kernels' seconds.
+            return self._assign(replace(batch, encoder_seconds=None))
 
     def _assign(self, batch: Batch) -> Assignment:
         order, sequences = by_falling_work(batch.work)

@@ -1,0 +1,55 @@
+"""Settles who shares the work of a vision encoder: the ranks of each ring, or all ranks of a wave."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from fcp_cli.console import Origins
+from fcp_cli.errors import UsageError
+from fcp_cli.planning.batches import GlobalBatches
+from fcp_cli.planning.parallel import plan_step
+from fcp_cli.planning.problem import Problem
+from fcp_cli.planning.solvers import make_solver
+
+Wanted = Literal["ring", "wave", "auto"]
+
+
+def balanced_encoder(batches: GlobalBatches, wanted: Wanted, origins: Origins) -> Problem:
+    """Return the batches' problem with the encoder shared as wanted; `auto` takes what the first step is sooner with.
+
+    Args:
+        batches: under a problem in which rings share the encoder's work.
+        wanted: the option.
+        origins: takes what `auto` chose.
+
+    Raises:
+        UsageError: waves are wanted where there are none.
+    """
+    problem = batches.problem
+    if wanted == "ring":
+        return problem
+    if problem.sync != "microbatch":
+        if wanted == "auto":
+            return problem
+        raise UsageError(
+            "--encoder-balance wave needs waves, in which all ranks meet; add --sync microbatch, or leave it out"
+        )
+    over_wave = replace(problem, encoder_balance="wave")
+    if wanted == "wave":
+        return over_wave
+    if batches.table.vision_patches is None:
+        origins.assume("--encoder-balance", "ring", f"{batches.table.name} has no images")
+        return problem
+    ring_seconds, wave_seconds = (_first_step_seconds(batches, each) for each in (problem, over_wave))
+    origins.assume(
+        "--encoder-balance",
+        "wave" if wave_seconds < ring_seconds else "ring",
+        f"the first step takes {ring_seconds:.4g} s over each ring, {wave_seconds:.4g} s over the wave",
+    )
+    return over_wave if wave_seconds < ring_seconds else problem
+
+
+def _first_step_seconds(batches: GlobalBatches, problem: Problem) -> float:
+    under = GlobalBatches(batches.table, problem, batches.settings)
+    return plan_step(under.batch(0), problem, make_solver("fcp", under)).makespan_seconds

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fcp_cli.console import Origins
+from fcp_cli.cost.profile import CostProfile, dump_cost_profile
+from fcp_cli.errors import UsageError
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.check import check_plan
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.writer import plan_writer
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.encoder_balance import balanced_encoder
+from fcp_cli.planning.problem import Problem
+from fcp_cli.planning.run import make_plan
+from fcp_cli.planning.settings import PlanInputs
+from tests.planning.examples import example_problem, long_tail
+
+SETTINGS = BatchSettings(global_batch_size=64, step_limit=2)
+
+
+def with_pictures() -> LengthTable:
+    """Every third sequence is made of patches."""
+    text = long_tail()
+    patches = np.where(np.arange(len(text)) % 3 == 0, 3 * text.length_tokens, 0)
+    return replace(text, vision_patches=patches)
+
+
+def seeing() -> CostProfile:
+    profile = example_problem().profile
+    seen = replace(profile, coefficients=replace(profile.coefficients, vision_seconds_per_patch=1e-4))
+    return replace(seen, text=dump_cost_profile(seen))
+
+
+def problem_over(balance: str | None) -> Problem:
+    return replace(example_problem("microbatch"), profile=seeing(), encoder_balance=balance)  # type: ignore[arg-type]
+
+
+def test_over_the_wave_each_micro_batch_waits_for_an_even_share_of_its_waves_pictures(tmp_path: Path) -> None:
+    table, plan = with_pictures(), tmp_path / "plan.parquet"
+    inputs = PlanInputs(table=table, problem=problem_over("wave"), settings=SETTINGS)
+    make_plan(plan, inputs, solver_name="fcp")
+    reader = PlanReader(plan)
+    assert reader.metadata.encoder_balance == "wave"
+    assert list(check_plan(plan, manifest=table)) == []
+    step = next(iter(reader.steps()))
+    make_plan(tmp_path / "text", replace(inputs, table=long_tail()), solver_name="fcp")
+    text = next(iter(PlanReader(tmp_path / "text").steps()))
+    assert np.array_equal(step.sequences, text.sequences)  # packs are those of the language model alone
+    assert table.vision_patches is not None
+    encoder_seconds = 1e-4 * table.vision_patches[step.sequences].sum() / 16
+    assert step.makespan_seconds == pytest.approx(text.makespan_seconds + encoder_seconds)
+    assert step.bound_seconds == pytest.approx(text.bound_seconds + encoder_seconds)
+
+
+def test_a_plan_over_waves_without_waves_is_found(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.parquet"
+    inputs = PlanInputs(table=with_pictures(), problem=problem_over("wave"), settings=SETTINGS)
+    make_plan(plan, replace(inputs, problem=replace(problem_over(None), sync="iteration")), solver_name="static")
+    assert list(check_plan(plan)) == []
+    metadata = replace(PlanReader(plan).metadata, encoder_balance="wave")
+    with plan_writer(tmp_path / "edited", metadata) as writer:
+        for step in PlanReader(plan).steps():
+            writer.append(step)
+    found = next(check_plan(tmp_path / "edited"))
+    assert str(found) == "its encoder_balance needs sync microbatch, but sync is iteration"
+
+
+def test_waves_are_refused_where_there_are_none_and_auto_takes_what_is_sooner() -> None:
+    iteration = GlobalBatches(with_pictures(), replace(problem_over(None), sync="iteration"), SETTINGS)
+    with pytest.raises(UsageError, match=r"^--encoder-balance wave needs waves, .* add --sync microbatch, or leave it"):
+        balanced_encoder(iteration, "wave", Origins())
+    assert balanced_encoder(iteration, "auto", Origins()).encoder_balance is None
+    origins = Origins()
+    batches = GlobalBatches(with_pictures(), problem_over(None), SETTINGS)
+    chosen = balanced_encoder(batches, "auto", origins)
+    said = origins.assumed["--encoder-balance"]
+    assert said.startswith(f"{chosen.encoder_balance or 'ring'} (the first step takes ")
+    text = GlobalBatches(long_tail(), problem_over(None), SETTINGS)
+    assert balanced_encoder(text, "auto", Origins()).encoder_balance is None
