@@ -78,7 +78,8 @@ class Submitted:
 
 def submit(slurm: SlurmCluster, folder: Path, *words: str, steps: int = LONG) -> Submitted:
     run_dir = f"run-{next(_NUMBERS)}"
-    job = ("--model", "qwen3-tiny", "--device", "cpu", "--nodes", "2", "--steps", str(steps), "--run-dir", run_dir)
+    job = ("--model", "qwen3-tiny", "--device", "cpu", "--nodes", "2", "--steps", str(steps), "--run-dir", run_dir,
+           "--checkpoint-every", "0")  # fmt: skip  # a quick machine comes to the hundredth step
     where = ("--target", "slurm", "--master-port", str(unused_port()))
     launched = run_fcp("launch", *job, *where, *words, folder=folder, **slurm.variables)
     found = re.search(r"Submitted batch job (\d+)", launched.stderr)

@@ -46,6 +46,8 @@ def install(environment: MutableMapping[str, str]) -> None:
             "accelerate.accelerator": _hook_accelerator,
             "lightning.pytorch.loops.fit_loop": _hook_lightning,
             "pytorch_lightning.loops.fit_loop": _hook_lightning,
+            "torchtitan.trainer": _refuse_torchtitan,
+            "torchtune.config._parse": _refuse_torchtune,
         }
     )
 
@@ -111,6 +113,18 @@ def _hook_lightning(fit_loop: ModuleType) -> None:
     from fcp_cli.runtime.integrations.lightning.hooks import hook_fit_loop
 
     hook_fit_loop(fit_loop)
+
+
+def _refuse_torchtitan(trainer: ModuleType) -> None:
+    from fcp_cli.runtime.integrations.own_loops import refuse_torchtitan
+
+    refuse_torchtitan(trainer)
+
+
+def _refuse_torchtune(parsing: ModuleType) -> None:
+    from fcp_cli.runtime.integrations.own_loops import refuse_torchtune
+
+    refuse_torchtune(parsing)
 
 
 def _watch_optimizers(optimizer: ModuleType) -> None:
