@@ -15,7 +15,7 @@ from fcp_cli.errors import UsageError
 from fcp_cli.files import refuse_to_overwrite
 from fcp_cli.options import Opt, Typed, options_of
 from fcp_cli.planning.options import PlanRequest
-from fcp_cli.words import duration
+from fcp_cli.words import counted, duration
 
 if TYPE_CHECKING:
     from fcp_cli.plan.metadata import Sync
@@ -67,6 +67,9 @@ def plan(options: PlanOptions) -> None:
         _continue(options, options.continue_from)
         return
     output, origins = options.output or _PLAN, Origins()
+    if options.manifest is None and options.resume:
+        _finish(output, options)
+        return
     if options.manifest is not None and str(output) == "-":
         if options.json:
             raise UsageError("--json and -o - both want stdout; write the plan to a file")
@@ -81,6 +84,22 @@ def plan(options: PlanOptions) -> None:
         _plan_to_stdout(inputs, options)
     else:
         _plan_to_file(inputs, options, output, origins)
+
+
+def _finish(output: Path, options: PlanOptions) -> None:
+    """Make a plan file of what a run that planned while it trained had planned when it was killed."""
+    from fcp_cli.plan.online import manifest_of
+    from fcp_cli.planning.online.journal import OnlineJournal
+
+    journal = OnlineJournal(output)
+    if not journal.exists:
+        raise UsageError(
+            f"no run that planned {output} while it trained was stopped; name the MANIFEST to resume planning"
+        )
+    metadata = journal.finish()
+    if options.json:
+        print_json({"plan": str(output), "plan_hash": metadata.plan_hash, "steps": metadata.steps})
+    note(f"wrote {output} of {counted(metadata.steps, 'step')}, and {manifest_of(output)}; next: fcp check {output}")
 
 
 # A continued run keeps its batches and its way of training: of what a plan is for, only this may differ.

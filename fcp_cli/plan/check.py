@@ -313,6 +313,8 @@ class _Coverage:
 
     def begin(self) -> Iterator[Finding]:
         """Check that a plan that continues a run counts as trained what the epoch's steps before it had."""
+        if not self._metadata.has_equal_batches:
+            return
         trained = int(self._seen.sum())
         due = self._metadata.first_step % max(self._steps_per_epoch, 1) * self._metadata.global_batch_size
         if trained != due:
@@ -326,12 +328,16 @@ class _Coverage:
         self._steps += 1
         yield from self._check_rows(step)
         size = self._metadata.global_batch_size
+        if not self._metadata.has_equal_batches and len(step.sequences) > size:
+            yield Finding(
+                step=step.step, message=f"{counted(len(step.sequences), 'sequence')}, where {size} are the most"
+            )
         index = (self._steps - 1) % max(self._steps_per_epoch, 1)
         wanted = min(size, self._planned_rows - index * size)
-        if len(step.sequences) != wanted:
+        if self._metadata.has_equal_batches and len(step.sequences) != wanted:
             message = f"{counted(len(step.sequences), 'sequence')} instead of {wanted}"
             yield Finding(step=step.step, message=message)
-        if index + 1 == self._steps_per_epoch:
+        if index + 1 == self._steps_per_epoch and self._metadata.has_equal_batches:
             self._seen[:] = False
 
     def _check_rows(self, step: StepPlan) -> Iterator[Finding]:
@@ -374,6 +380,11 @@ class _Coverage:
             if found != overlong.sequences:
                 message = f"its metadata counts {overlong.sequences} overlong sequences, its manifest has {found}"
                 yield Finding(message=message)
+        left = self._planned_rows - int(self._seen.sum())
+        if not self._metadata.has_equal_batches and self._metadata.step_limit is None and left:
+            yield Finding(
+                message=f"{counted(left, 'sequence')} of the manifest in no step, such as {_first(~self._seen)}"
+            )
         due = self._steps_per_epoch * self._metadata.epochs
         if self._metadata.step_limit is not None:
             due = min(due, self._metadata.step_limit)

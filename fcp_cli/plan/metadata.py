@@ -15,13 +15,15 @@ import numpy.typing as npt
 
 from fcp_cli.errors import PlanError
 from fcp_cli.recipe import Recipe
-from fcp_cli.validation import Count, NonNegativeCount, validated
+from fcp_cli.validation import Count, NonNegativeCount, Positive, validated
 
 FORMAT: Final = "fcp-plan/1"
 METADATA_KEY: Final = b"fcp"
 # A reader must know these or refuse the plan, since steps, times and budgets mean something else with them. They are
 # left out where None, so that plans without them have the hash that they had before the keys existed.
-_OPTIONAL_KEYS: Final = ("continues", "encoder_balance", "padding_multiple", "recipe")
+_OPTIONAL_KEYS: Final = (
+    *("batching", "continues", "encoder_balance", "padding_multiple", "rank_speeds", "recipe", "refits"),
+)
 _OPTIONAL_RECIPE_KEYS: Final = ("lora", "freeze")
 
 Sync = Literal["iteration", "microbatch"]
@@ -68,6 +70,40 @@ class Continuation:
     trained: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batching:
+    """How global batches were formed, where they are not simply `global_batch_size` sequences each.
+
+    Attributes:
+        by: `tokens`: the next sequences that have at most so many tokens together, one at least; `given`: the stream
+            gave whole batches; `sequences`: so many each.
+        tokens: most tokens of a batch by tokens; None by other rules.
+        reorder_window: so many batches in a row shared their sequences out anew; None: they are in the data's order.
+    """
+
+    by: Literal["sequences", "tokens", "given"] = "sequences"
+    tokens: Count | None = None
+    reorder_window: Count | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refit:
+    """The price of steps from `first_step` on, as measured times made it.
+
+    Attributes:
+        attention_factor, linear_factor, microbatch_factor: times the cost profile's coefficients.
+        rank_speeds: [num_ranks] as `PlanMetadata.rank_speeds`; None: all alike.
+        microbatches: measured ones that it was made from.
+    """
+
+    first_step: Count
+    attention_factor: Positive
+    linear_factor: Positive
+    microbatch_factor: Positive
+    rank_speeds: tuple[Positive, ...] | None = None
+    microbatches: NonNegativeCount = 0
+
+
 def pack_rows(mask: npt.NDArray[np.bool_]) -> str:
     """Encode a mask over the manifest's rows as text: base64 of zlib of one bit per row."""
     return base64.b64encode(zlib.compress(np.packbits(mask).tobytes(), 9)).decode()
@@ -99,6 +135,10 @@ class PlanMetadata:
         last_batch: what a last, partial batch did: `keep` plans it, `drop` leaves its sequences out.
         epochs: how often every sequence appears.
         step_limit: only that many first steps were planned; None: all.
+        batching: how batches were formed that are not of `global_batch_size` sequences in order, which is then the most
+            that one has; None: they are.
+        rank_speeds: [num_ranks] of each rank, where the cost profile's is 1; None: all have that.
+        refits: ascending; what measured times made of the cost profile, from some step on each; None: nothing.
         solver_options: whatever the solver was given beside the common settings.
         cost_profile: the whole text of the YAML.
         recipe: that the token budget and the times are of; None where the cost profile knew none.
@@ -122,6 +162,9 @@ class PlanMetadata:
     epochs: Count = 1
     last_batch: LastBatch = "keep"
     step_limit: Count | None = None
+    batching: Batching | None = None
+    rank_speeds: tuple[Positive, ...] | None = None
+    refits: tuple[Refit, ...] | None = None
     overlong: OverlongReport = field(default_factory=OverlongReport)
     solver: str
     solver_options: Mapping[str, Any] = field(default_factory=dict)
@@ -155,8 +198,15 @@ class PlanMetadata:
         return self.first_step + self.steps
 
     @property
+    def has_equal_batches(self) -> bool:
+        """Whether every global batch but an epoch's last has `global_batch_size` sequences."""
+        return self.batching is None or self.batching.by == "sequences"
+
+    @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of a whole epoch, whatever part of it is planned."""
+        if not self.has_equal_batches:  # one epoch, all of it planned
+            return self.end_step
         return steps_per_epoch(self.planned_rows, self.global_batch_size, self.last_batch)
 
     @property

@@ -32,6 +32,7 @@ class PlanWriter:
         self._pending_rows = 0
         self._steps = 0
         self._groups: set[bytes] = set()
+        self._most_sequences = 1
 
     def append(self, step: StepPlan) -> None:
         """Add the next step."""
@@ -42,6 +43,7 @@ class PlanWriter:
         self._pending.append(step)
         self._pending_rows += len(step)
         self._groups.update(step.ring_groups())
+        self._most_sequences = max(self._most_sequences, len(step.sequences))
         if self._pending_rows >= _ROWS_PER_ROW_GROUP:
             self._flush()
 
@@ -57,6 +59,8 @@ class PlanWriter:
         """Write what is pending, then the totals and the hash into the file's footer."""
         self._flush()
         metadata = self.metadata.with_totals(steps=self._steps, distinct_groups=len(self._groups))
+        if not metadata.has_equal_batches:
+            metadata = replace(metadata, global_batch_size=self._most_sequences)
         self.metadata = replace(
             metadata,
             plan_hash=self._hasher.hexdigest(metadata),

@@ -16,7 +16,8 @@ import numpy as np
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError, OverlongError
 from fcp_cli.manifest.table import LengthTable
-from fcp_cli.plan.metadata import Continuation, OverlongReport, steps_per_epoch
+from fcp_cli.plan.batching import offsets_by_tokens
+from fcp_cli.plan.metadata import Batching, Continuation, OverlongReport, steps_per_epoch
 from fcp_cli.planning.problem import Batch, Problem
 from fcp_cli.planning.work import batch_encoder_seconds, batch_work
 from fcp_cli.words import counted
@@ -39,6 +40,7 @@ class BatchSettings:
         max_length: sequences with more tokens are overlong; None: what all ranks together can hold.
         overlong: refuse overlong sequences, leave them out, or cut them to the limit.
         step_limit: plan only that many first steps; None: all.
+        batching: batches that are not of `global_batch_size` sequences; then there is one epoch.
     """
 
     global_batch_size: int
@@ -49,6 +51,7 @@ class BatchSettings:
     max_length: int | None = None
     overlong: OverlongPolicy = "error"
     step_limit: int | None = None
+    batching: Batching | None = None
 
 
 class GlobalBatches:
@@ -79,6 +82,10 @@ class GlobalBatches:
         self.settings = settings
         self.table, self.rows, self.overlong = _apply_length_limit(table, problem, settings, options_that_hold)
         self._epoch: tuple[int, IntArray] | None = None
+        self._offsets: IntArray | None = None  # of batches by tokens
+        if settings.batching is not None and settings.batching.tokens is not None:
+            lengths = self.table.length_tokens[self._epoch_rows(0)]
+            self._offsets = offsets_by_tokens(lengths, settings.batching.tokens)
         if not self.steps_per_epoch:
             raise ManifestError(_nothing_left(self))
 
@@ -90,6 +97,8 @@ class GlobalBatches:
     @property
     def steps_per_epoch(self) -> int:
         """Return the steps of one whole epoch, before any step limit."""
+        if self._offsets is not None:
+            return len(self._offsets) - 1
         return steps_per_epoch(len(self.rows), self.settings.global_batch_size, self.settings.last_batch)
 
     def __len__(self) -> int:
@@ -103,7 +112,10 @@ class GlobalBatches:
         """Make the global batch of one step."""
         epoch, index = divmod(step, self.steps_per_epoch)
         size = self.settings.global_batch_size
-        rows = self._epoch_rows(epoch)[index * size : (index + 1) * size]
+        first, end = index * size, (index + 1) * size
+        if self._offsets is not None:
+            first, end = self._offsets[index : index + 2].tolist()
+        rows = self._epoch_rows(epoch)[first:end]
         sequences = self.table.take(rows)
         return Batch(
             step=step,

@@ -87,6 +87,7 @@ def settings_of(metadata: PlanMetadata) -> BatchSettings:
         max_length=metadata.overlong.max_length,
         overlong=metadata.overlong.policy,
         step_limit=metadata.step_limit,
+        batching=metadata.batching,
     )
 
 

@@ -72,6 +72,9 @@ class PlanRequest:
     global_batch_size: Annotated[
         int | None, Opt("Sequences per optimizer step.", min=1, group="Global batches", unset="512")
     ] = None
+    global_batch_tokens: Annotated[
+        int | None, Opt("Most tokens per optimizer step, in place of a number of sequences.", min=1, unset="no limit")
+    ] = None
     steps: Annotated[int | None, Opt("Plan only the first N steps.", min=1, unset="all")] = None
     epochs: Annotated[int, Opt("Passes over the data.", min=1)] = 1
     seed: Annotated[int, Opt("Seed of shuffling and solver.", min=0)] = 0

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fcp_cli.console import Origins
-from fcp_cli.errors import ManifestError, OverlongError
+from fcp_cli.errors import ManifestError, OverlongError, UsageError
 from fcp_cli.manifest.checks import LONGEST_TOKENS, checked_table
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.online import OnlineOptions, OnlineSettings
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.batches import batch_of
 from fcp_cli.planning.fcp.solver import solver_of
+from fcp_cli.planning.online.settings import require_fitting, stream_batching, stream_metadata
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.parallel import plan_step
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.settings import resolve_problem
+from fcp_cli.validation import validated
 
 
 class Planner:
@@ -105,6 +109,32 @@ class Planner:
                 f"{self._who_holds()} at most {self._most_tokens}"
             )
         return plan_step(batch_of(table, self.problem, step=step), self.problem, self._solver)
+
+    def online(
+        self,
+        *,
+        global_batch_size: int | None = None,
+        global_batch_tokens: int | None = None,
+        reorder_window: int | None = None,
+        **options: Any,
+    ) -> OnlineSettings:
+        """Return what `fcp_cli.runtime.start` takes as `planner` beside a stream, where its defaults do not serve.
+
+        Args:
+            global_batch_size: sequences per optimizer step.
+            global_batch_tokens: most tokens per optimizer step instead. Neither: the stream gives whole batches.
+            reorder_window: so many batches in a row may share their sequences out anew; None: all keep their order.
+            options: fields of `OnlineOptions`: ahead, planner, stream_begins, refit_every.
+
+        Raises:
+            UsageError: both sizes are given, or a value cannot be used.
+        """
+        batching = stream_batching(global_batch_size, global_batch_tokens, reorder_window)
+        given = validated(options, OnlineOptions, where="the planner's settings cannot be used", error=UsageError)
+        require_fitting(batching, given)
+        return OnlineSettings(
+            metadata=stream_metadata(self.problem, self._solver, global_batch_size, batching), options=given
+        )
 
     def _who_holds(self) -> str:
         ranks, tokens = self.problem.num_ranks, self.problem.tokens_per_rank

@@ -149,6 +149,7 @@ def plan_metadata(table: LengthTable, batches: GlobalBatches, solver: Solver) ->
         epochs=settings.epochs,
         last_batch=settings.last_batch,
         step_limit=settings.step_limit,
+        batching=settings.batching,
         overlong=batches.overlong,
         solver=solver.name,
         solver_options=solver.options,

@@ -20,7 +20,7 @@ from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.cluster import EXAMPLE_CLUSTER, ClusterSpec, cluster_of, load_cluster
 from fcp_cli.models.model import load_model
 from fcp_cli.models.shipped import DEFAULT_MODEL
-from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.metadata import Batching, PlanMetadata
 from fcp_cli.plan.padding import padding_multiple
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
@@ -160,7 +160,7 @@ def resolve(request: PlanRequest, origins: Origins, *, most_peers: int | None = 
         table=table,
         problem=problem,
         settings=BatchSettings(
-            global_batch_size=_global_batch_size(request, len(table), origins),
+            global_batch_size=_global_batch_size(request, table, origins),
             seed=request.seed,
             shuffle=request.shuffle,
             epochs=request.epochs,
@@ -168,6 +168,7 @@ def resolve(request: PlanRequest, origins: Origins, *, most_peers: int | None = 
             max_length=request.max_length,
             overlong=request.overlong,
             step_limit=request.steps,
+            batching=_batching(request),
         ),
         budget=budget,
     )
@@ -347,7 +348,26 @@ def _whole_budget(tokens: int, padding: int | None, origins: Origins) -> int:
     return whole
 
 
-def _global_batch_size(request: PlanRequest, rows: int, origins: Origins) -> int:
+def _batching(request: PlanRequest) -> Batching | None:
+    """Return how batches are cut that are not of so many sequences.
+
+    Raises:
+        UsageError: another option says otherwise.
+    """
+    if request.global_batch_tokens is None:
+        return None
+    if request.global_batch_size is not None:
+        raise UsageError("--global-batch-tokens and --global-batch-size both say what a step trains; give one of them")
+    for flag, given in (("--epochs", request.epochs > 1), ("--last-batch drop", request.last_batch == "drop")):
+        if given:
+            raise UsageError(f"--global-batch-tokens plans one epoch and all of it; leave {flag} out")
+    return Batching(by="tokens", tokens=request.global_batch_tokens)
+
+
+def _global_batch_size(request: PlanRequest, table: LengthTable, origins: Origins) -> int:
+    rows = len(table)
+    if request.global_batch_tokens is not None:  # about; the plan's metadata will say what the most were
+        return max(1, round(request.global_batch_tokens / float(table.length_tokens.mean())))
     if request.global_batch_size is not None:
         return request.global_batch_size
     size = min(ASSUMED_GLOBAL_BATCH_SIZE, rows)

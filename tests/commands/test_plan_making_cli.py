@@ -43,9 +43,21 @@ def test_a_limit_on_peers_holds_and_its_price_is_shown(folder: Path) -> None:
     assert plan_peers(folder / "plan.parquet").to_json()["peers_mean"] == document["peers_mean"]
 
 
+def test_a_step_may_have_so_many_tokens_in_place_of_so_many_sequences(folder: Path) -> None:
+    ranks = EIGHT_RANKS[:-2]
+    result = fcp("plan", "dataset.parquet", *ranks, "--global-batch-tokens", "24000", "--json", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    reader = PlanReader(folder / "plan.parquet")
+    tokens = [int(step.lengths.sum()) for step in reader.steps()]
+    assert max(tokens) <= 24000 and sum(tokens) == json.loads(result.stdout)["tokens"]
+    assert fcp("check", "plan.parquet", "--manifest", "dataset.parquet", cwd=folder).returncode == 0
+    assert reader.metadata.steps_per_epoch == len(tokens) == reader.metadata.steps
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
+        (("--global-batch-tokens", "9"), 2, "--global-batch-tokens and --global-batch-size both say what a step"),
         (("--max-peers", "4", "--solver", "static"), 2, "--max-peers works with --solver fcp only"),
         (("--max-degree", "1", "--solver", "static"), 2, "--max-degree works with --solver fcp only"),
         (("--max-degree", "2"), 2, "--max-degree is 2; 1, which forbids rings, is the only limit"),

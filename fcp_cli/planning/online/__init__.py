@@ -1,0 +1,1 @@
+"""Planning beside a training that knows its sequences only when they come."""

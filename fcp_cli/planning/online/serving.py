@@ -1,0 +1,107 @@
+"""Answers a training job: windows of lengths in, planned steps out, and all of it kept in the journal of a plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pyarrow as pa
+
+from fcp_cli.errors import FcpError, PlanError
+from fcp_cli.plan.messages import Message, read_message, steps_bytes, table_of, write_message
+from fcp_cli.plan.online import OnlineSettings, settings_of_json
+from fcp_cli.planning.online.journal import OnlineJournal, table_of_columns
+from fcp_cli.planning.online.stream import StreamPlanner, Window
+
+
+def serve(received: IO[bytes], answers: IO[bytes]) -> None:
+    """Answer messages until the other end closes; what cannot be done is answered with one line."""
+    opening = read_message(received)
+    if opening is None:
+        return
+    try:
+        service = Service(opening.facts)
+        write_message(answers, {"kind": "opened", "first_sequence": service.first_sequence})
+        while (message := read_message(received)) is not None:
+            answer = service.answer(message)
+            if answer is not None:
+                write_message(answers, *answer)
+            if message.kind == "close":
+                return
+    except FcpError as error:
+        write_message(answers, {"kind": "error", "message": str(error)})
+    except BrokenPipeError:
+        pass  # the job has ended: the journal keeps what was planned
+
+
+class Service:
+    """One job's planning.
+
+    Attributes:
+        first_sequence: number of the first sequence that is still to be planned.
+    """
+
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        self.settings: OnlineSettings = settings_of_json(json.loads(facts["settings"]), name="the planning process")
+        self._planner = StreamPlanner(self.settings.metadata)
+        self._journal: OnlineJournal | None = None
+        self._kept: pa.Table | None = None
+        if facts["plan"] is not None:
+            self._journal = OnlineJournal(Path(facts["plan"]))
+            self._kept = self._journal.begin(self.settings.metadata, facts["first_step"])
+        self.first_sequence = 0 if self._kept is None else len(self._kept)
+
+    def answer(self, message: Message) -> tuple[dict[str, Any], bytes] | None:
+        """Return the answer to one message; None: it wants none.
+
+        Raises:
+            FcpError: it cannot be answered.
+        """
+        if message.kind == "window":
+            return self._plan(message)
+        if message.kind == "trained":
+            self._require_as_before(message)
+            return None
+        return self._close(message.facts["end_step"])
+
+    def _plan(self, message: Message) -> tuple[dict[str, Any], bytes]:
+        facts, columns = message.facts, table_of(message.table)
+        window = Window(
+            first_step=facts["first_step"],
+            first_sequence=facts["first_sequence"],
+            sizes=facts["sizes"],
+            table=table_of_columns(columns, name="the stream"),
+        )
+        steps = self._planner.plan(window)
+        if self._journal is not None:
+            self._journal.append(columns, steps)
+        return {"kind": "steps"}, steps_bytes(steps)
+
+    def _require_as_before(self, message: Message) -> None:
+        """Refuse a stream that begins with other sequences than were trained before it was begun again."""
+        if self._kept is None:
+            return
+        first = message.facts["first_sequence"]
+        again = table_of(message.table).column("length").to_numpy()
+        before = self._kept.column("length").to_numpy()[first : first + len(again)]
+        differs = np.flatnonzero(again[: len(before)] != before)
+        if len(differs) or len(before) < len(again):
+            at = int(differs[0]) if len(differs) else len(before)
+            found = f"{again[at]} tokens" + (
+                f", where it had {before[at]}" if len(differs) else ", where there was none"
+            )
+            raise PlanError(
+                f"the stream comes over again, but its sequence {first + at} has {found} when it was trained; give the "
+                "same stream, or begin where the run stopped with stream_begins='here'"
+            )
+
+    def _close(self, end_step: int) -> tuple[dict[str, Any], bytes]:
+        if self._journal is None:
+            return {"kind": "closed", "plan_hash": None}, b""
+        if not end_step:
+            self._journal.remove()
+            return {"kind": "closed", "plan_hash": None}, b""
+        return {"kind": "closed", "plan_hash": self._journal.finish(end_step).plan_hash}, b""

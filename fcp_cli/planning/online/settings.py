@@ -1,0 +1,74 @@
+"""What a stream is planned for, as the metadata of a plan that is yet to be made."""
+
+from __future__ import annotations
+
+from fcp_cli import __version__
+from fcp_cli.errors import UsageError
+from fcp_cli.plan.metadata import Batching, ManifestReference, PlanMetadata
+from fcp_cli.plan.online import OnlineOptions
+from fcp_cli.planning.problem import Problem, Solver
+
+
+def stream_batching(
+    global_batch_size: int | None, global_batch_tokens: int | None, reorder_window: int | None
+) -> Batching | None:
+    """Return how the batches of a stream are formed; None: of so many sequences, in order.
+
+    Raises:
+        UsageError: both sizes are given, or one is not positive.
+    """
+    given = {"global_batch_size": global_batch_size, "global_batch_tokens": global_batch_tokens}
+    for name, value in {**given, "reorder_window": reorder_window}.items():
+        if value is not None and value < 1:
+            raise UsageError(f"{name} is {value}; it must be a whole number of at least 1")
+    if global_batch_size is not None and global_batch_tokens is not None:
+        raise UsageError("global_batch_size and global_batch_tokens both say what a step trains; give one of them")
+    window = None if reorder_window in (None, 1) else reorder_window
+    if global_batch_tokens is not None:
+        return Batching(by="tokens", tokens=global_batch_tokens, reorder_window=window)
+    if global_batch_size is None:
+        return Batching(by="given", reorder_window=window)
+    return None if window is None else Batching(reorder_window=window)
+
+
+def require_fitting(batching: Batching | None, options: OnlineOptions) -> None:
+    """Refuse options that contradict each other.
+
+    Raises:
+        UsageError: they do.
+    """
+    if batching is not None and batching.reorder_window is not None:
+        if options.stream_begins == "here":
+            raise UsageError(
+                "reorder_window shares out sequences that a stream which goes on from here would not give again; leave "
+                "one of the two out"
+            )
+        if options.ahead == 0:
+            raise UsageError("ahead is 0, but reorder_window reads batches before the steps that train them")
+    if options.refit_every is not None and options.planner == "all":
+        raise UsageError("refit_every needs one planner, which knows the times of all ranks: planner is 'all'")
+
+
+def stream_metadata(
+    problem: Problem, solver: Solver, global_batch_size: int | None, batching: Batching | None
+) -> PlanMetadata:
+    """Return the metadata of a stream's plan, before totals, manifest and hash."""
+    return PlanMetadata(
+        fcp_version=__version__,
+        num_ranks=problem.num_ranks,
+        ranks_per_node=problem.ranks_per_node,
+        tensor_parallel=problem.tensor_parallel,
+        pipeline_parallel=problem.pipeline_parallel,
+        sync=problem.sync,
+        global_batch_size=global_batch_size or 1,
+        tokens_per_rank=problem.tokens_per_rank,
+        padding_multiple=problem.padding_multiple,
+        seed=0,
+        shuffle=False,
+        batching=batching,
+        solver=solver.name,
+        solver_options=solver.options,
+        manifest=ManifestReference(name="", rows=0, content_hash=""),
+        cost_profile=problem.profile.text,
+        recipe=problem.recipe,
+    )

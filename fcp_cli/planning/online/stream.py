@@ -1,0 +1,116 @@
+"""Plans the batches of a stream as they come, each exactly as `fcp plan` plans it from the stream's manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fcp_cli.arrays import IntArray
+from fcp_cli.errors import OverlongError, PlanError
+from fcp_cli.manifest.checks import checked_table
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.batching import offsets_by_tokens
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.step import StepPlan, offsets_of
+from fcp_cli.planning.batches import step_seed
+from fcp_cli.planning.fcp.solver import FcpSolver, solver_of
+from fcp_cli.planning.parallel import plan_step
+from fcp_cli.planning.problem import Batch, problem_of
+from fcp_cli.planning.work import batch_work
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """Batches that were read together, one or as many as `--reorder-window` says.
+
+    Attributes:
+        first_step: of its first batch.
+        first_sequence: number of its first sequence in the stream.
+        sizes: sequences of each batch.
+        table: [sequences] lengths and work factors.
+    """
+
+    first_step: int
+    first_sequence: int
+    sizes: Sequence[int]
+    table: LengthTable
+
+
+class StreamPlanner:
+    """Plans windows under the problem that a plan's metadata states.
+
+    Raises:
+        ProfileError: the cost profile in the metadata is damaged.
+    """
+
+    def __init__(self, metadata: PlanMetadata) -> None:
+        self.metadata = metadata
+        self._problem = problem_of(metadata, name="the stream")
+        self._solver: FcpSolver = solver_of(self._problem, max_degree=metadata.solver_options.get("max_degree"))
+
+    def plan(self, window: Window) -> list[StepPlan]:
+        """Plan the steps of a window.
+
+        Raises:
+            ManifestError: a length or a work factor that no sequence can have.
+            OverlongError: a sequence that the ranks cannot hold.
+            PlanError: a batch without sequences.
+        """
+        for place, size in enumerate(window.sizes):
+            if not size:
+                raise PlanError(f"batch {window.first_step + place} of the stream is empty; a step needs a sequence")
+        table = window.table
+        checked_table("the stream", "length", table.length_tokens, {})
+        self._require_room(window)
+        in_order = self._plan_batches(window, np.arange(len(table)), offsets_of(window.sizes))
+        if len(in_order) == 1:
+            return in_order
+        alike = self._plan_alike(window)
+        return alike if _seconds(alike) < _seconds(in_order) else in_order
+
+    def _plan_alike(self, window: Window) -> list[StepPlan]:
+        """Plan the window's sequences by falling work: a long sequence's ring is then waited for in few steps."""
+        work = batch_work(window.table, self._problem).total_seconds
+        order = np.argsort(-work, kind="stable")
+        offsets = offsets_of(window.sizes)
+        batching = self.metadata.batching
+        if batching is not None and batching.tokens is not None:
+            offsets = offsets_by_tokens(window.table.length_tokens[order], batching.tokens)
+        if len(offsets) != len(window.sizes) + 1:  # other numbers of steps are another schedule of learning rates
+            return self._plan_batches(window, np.arange(len(order)), offsets_of(window.sizes))
+        return self._plan_batches(window, order, offsets)
+
+    def _plan_batches(self, window: Window, order: IntArray, offsets: IntArray) -> list[StepPlan]:
+        steps = []
+        for place in range(len(offsets) - 1):
+            members = np.sort(order[offsets[place] : offsets[place + 1]])
+            sequences = window.table.take(members)
+            number = window.first_step + place
+            batch = Batch(
+                step=number,
+                rows=window.first_sequence + members,
+                lengths=sequences.length_tokens.astype(np.int32),
+                work=batch_work(sequences, self._problem),
+                seed=step_seed(self.metadata.seed, number),
+            )
+            steps.append(plan_step(batch, self._problem, self._solver))
+        return steps
+
+    def _require_room(self, window: Window) -> None:
+        ranks, tokens = self._problem.num_ranks, self._problem.tokens_per_rank
+        without_rings = "max_degree" in self._solver.options
+        lengths = window.table.length_tokens
+        longest = int(lengths.max())
+        if longest > tokens * (1 if without_rings else ranks):
+            holds = "without rings a rank holds" if without_rings else f"{ranks} ranks of {tokens} tokens hold"
+            most = tokens if without_rings else ranks * tokens
+            raise OverlongError(
+                f"sequence {window.first_sequence + int(lengths.argmax())} of the stream has {longest} tokens; {holds} "
+                f"at most {most}; leave it out of the stream, cut it, or plan with more tokens_per_rank or ranks"
+            )
+
+
+def _seconds(steps: Sequence[StepPlan]) -> float:
+    return sum(step.makespan_seconds for step in steps)
