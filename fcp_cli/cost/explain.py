@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 
 from fcp_cli.arrays import FloatArray
 from fcp_cli.cost.model import group_seconds
-from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile, Memory
+from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile, Memory, StepTerms
 
 Tier = Literal["intra_node", "inter_node"]
 
@@ -22,6 +22,7 @@ MEANINGS = {
     "microbatch_seconds": "beta1: fixed cost of one micro-batch",
     "ring_hop_seconds": "beta2: fixed cost of one hop, forward and backward, all layers",
     "exposed_ring_share": "of a ring's seconds, not hidden by attention",
+    "chunk_seconds_per_token": "that attention takes longer in a ring, per token and hop",
     "vision_seconds_per_patch": "vision encoder, per patch",
     "vision_seconds_per_patch2": "vision encoder's attention, per pair of patches of one image",
     "intra_node": "bytes per second in a ring inside a node",
@@ -29,7 +30,14 @@ MEANINGS = {
     "bytes_per_token": "activations of one token on a rank",
     "model_state_bytes": "weights, gradients and optimizer on a rank",
     "capacity_bytes": "memory of a rank that may be used",
+    "wave_floor_seconds": "least time of a wave: weights gathered, gradients scattered",
+    "tail_seconds": "gradients summed after the last micro-batch",
+    "update_seconds": "optimizer, and loading that nothing hides, per step",
+    "lockstep": "1: a wave waits for its slowest encoder before the language model",
 }
+
+
+_ONLY_WHERE_GIVEN: Final = ("chunk_seconds_per_token",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,16 +50,18 @@ class Figure:
 
 
 def figures_of(profile: CostProfile) -> list[Figure]:
-    """Return all numbers of a profile, in the order of the file."""
+    """Return all numbers of a profile, in the order of the file; of the terms of a step, those that are not 0."""
     blocks = (
         ("coefficients", Coefficients, profile.coefficients),
         ("bandwidth_bytes_per_second", Bandwidth, profile.bandwidth),
         ("memory", Memory, profile.memory),
+        ("step", StepTerms, profile.step),
     )
     return [
-        Figure(path=f"{block}.{f.name}", value=getattr(values, f.name), meaning=MEANINGS[f.name])
+        Figure(path=f"{block}.{f.name}", value=float(getattr(values, f.name)), meaning=MEANINGS[f.name])
         for block, kind, values in blocks
         for f in fields(kind)
+        if getattr(values, f.name) or not (block == "step" or f.name in _ONLY_WHERE_GIVEN)
     ]
 
 
@@ -118,5 +128,6 @@ class Difference:
 
 def differences(first: CostProfile, second: CostProfile) -> list[Difference]:
     """Put every number of two profiles side by side."""
-    pairs = zip(figures_of(first), figures_of(second), strict=True)
-    return [Difference(path=a.path, first=a.value, second=b.value) for a, b in pairs]
+    values = [{figure.path: figure.value for figure in figures_of(profile)} for profile in (first, second)]
+    paths = dict.fromkeys([*values[0], *values[1]])
+    return [Difference(path=path, first=values[0].get(path, 0.0), second=values[1].get(path, 0.0)) for path in paths]

@@ -85,7 +85,7 @@ def fit_profile(samples: Sequence[Sample], prior: CostProfile, *, held_out: Sequ
         ProfileError: too few samples, or too alike to tell the coefficients apart; the message says what is missing.
     """
     _require_enough(samples)
-    terms = _Terms.of(samples)
+    terms = _Terms.of(samples, chunk_seconds_per_token=prior.coefficients.chunk_seconds_per_token)
     tiers = [name for name, used in (("intra_node", terms.intra), ("inter_node", terms.inter)) if used.any()]
     profile = _fitted(terms, tiers, prior.on_common_ground(), with_share=False)
     held_out_percent: dict[str, float] = {}
@@ -161,6 +161,7 @@ class _Terms:
     """The factors of the coefficients; every array is [samples]."""
 
     attention: FloatArray
+    chunks: FloatArray  # seconds, as the prior knows them
     linear: FloatArray
     patches: FloatArray
     ring: FloatArray
@@ -170,7 +171,7 @@ class _Terms:
     seconds: FloatArray
 
     @classmethod
-    def of(cls, samples: Sequence[Sample]) -> _Terms:
+    def of(cls, samples: Sequence[Sample], *, chunk_seconds_per_token: float = 0.0) -> _Terms:
         degree = np.array([s.degree for s in samples], dtype=np.float64)
         tokens = np.array([sum(s.lengths) for s in samples], dtype=np.float64)
         squares = np.array([sum(length * length for length in s.lengths) for s in samples], dtype=np.float64)
@@ -178,6 +179,7 @@ class _Terms:
         rings = (degree > 1) & ~np.array([s.silent for s in samples], dtype=bool)
         return cls(
             attention=squares / degree,
+            chunks=chunk_seconds_per_token * tokens * (degree - 1) / degree,
             linear=tokens / degree,
             patches=np.array([s.patches for s in samples], dtype=np.float64) / degree,
             ring=rings * tokens * (degree - 1) / degree,
@@ -200,7 +202,7 @@ class _Terms:
         """Predict [samples] seconds; parameters = [alpha1, alpha2, beta1, v?, beta2?, r per tier, s?]."""
         columns = self.columns
         at = columns.shape[1]
-        attention = parameters[0] * self.attention
+        attention = parameters[0] * self.attention + self.chunks
         ring, share = np.zeros_like(attention), 0.0
         if tiers:
             ring += parameters[at] * self.hops

@@ -1,11 +1,12 @@
 """Predicted seconds of a pack on a group of degree d (Eq. 8-10 of the FCP paper with the degree written out).
 
-attention = sum_k alpha1 (1 + eta_k) length_k^2 / d
+attention = sum_k alpha1 (1 + eta_k) length_k^2 / d + chunk_seconds_per_token * tokens * (d - 1) / d
 linear    = sum_k alpha2 length_k / d + vision_k / d
 ring      = 0 if d = 1 else alpha3 * tokens * (d - 1) / d / bandwidth + ring_hop_seconds * (d - 1)
 T         = microbatch_seconds + linear + max(attention, (1 - s) ring) + s ring,     s = exposed_ring_share
 
-With s = 0, its default, attention may hide the whole ring; with s = 1 it hides nothing.
+With s = 0, its default, attention may hide the whole ring; with s = 1 it hides nothing. A rank of a ring runs d - 1
+kernels more over its tokens / d, on shorter chunks, and adds up what they return: hence the second term of attention.
 """
 
 from __future__ import annotations
@@ -72,6 +73,11 @@ def _with_vision(seconds: FloatArray, table: LengthTable, profile: CostProfile) 
     return seconds
 
 
+def encoder_seconds(work: Work, profile: CostProfile) -> FloatArray:
+    """Return the part of the linear seconds that the tokens do not explain: the vision encoder's."""
+    return np.maximum(work.linear_seconds - profile.coefficients.linear_seconds_per_token * work.tokens, 0.0)
+
+
 def group_seconds(
     profile: CostProfile,
     *,
@@ -93,7 +99,7 @@ def group_seconds(
     """
     c = profile.coefficients
     d = np.asarray(degree, dtype=np.float64)
-    attention = np.asarray(attention_seconds) / d
+    attention = np.asarray(attention_seconds) / d + c.chunk_seconds_per_token * np.asarray(tokens) * (d - 1.0) / d
     ring = ring_seconds(profile, tokens=tokens, degree=d, crosses_nodes=crosses_nodes)
     other = c.microbatch_seconds + np.asarray(linear_seconds) / d
     return overlapped_seconds(other, attention, ring, c.exposed_ring_share)

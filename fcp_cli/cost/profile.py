@@ -1,8 +1,9 @@
 """Cost profiles (contract `fcp-cost-profile/1`): the coefficients of the cost model, as YAML.
 
 Two keys are optional and come together: the coefficient `exposed_ring_share`, and the block `common_ground` with the
-fit of the same samples without it, for whatever compares strategies. Optional, too, are the block `recipe`, which times
-and memory are of, and `sync`, which its memory is of. A reader refuses every key that it does not know.
+fit of the same samples without it, for whatever compares strategies. Optional, too, are the coefficient
+`chunk_seconds_per_token`, the block `step` with what a step takes beside its micro-batches, the block `recipe`, which
+times and memory are of, and `sync`, which its memory is of. A reader refuses every key that it does not know.
 """
 
 from __future__ import annotations
@@ -41,6 +42,35 @@ class Coefficients:
     vision_seconds_per_patch: NonNegative = 0.0
     vision_seconds_per_patch2: NonNegative = 0.0
     exposed_ring_share: Share = 0.0  # of a ring's seconds, hidden by nothing
+    chunk_seconds_per_token: NonNegative = 0.0  # that attention takes longer in a ring, per token and hop
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTerms:
+    """What a step takes beside its micro-batches; without it nothing.
+
+    Attributes:
+        wave_floor_seconds: least seconds of a wave under `sync: microbatch`: what ZeRO-3 gathers and scatters for it,
+            hidden behind computation where that takes longer.
+        tail_seconds: gradients summed over ranks once the last micro-batch has ended; waves with a floor sum them
+            themselves.
+        update_seconds: of every step: the optimizer, and loading that nothing hides.
+        lockstep: the ranks of a wave meet layer by layer, so that all wait for the slowest vision encoder before the
+            language model begins.
+    """
+
+    wave_floor_seconds: NonNegative = 0.0
+    tail_seconds: NonNegative = 0.0
+    update_seconds: NonNegative = 0.0
+    lockstep: bool = False
+
+    def floor_seconds(self, sync: Sync) -> float:
+        """Return the least seconds of a wave."""
+        return self.wave_floor_seconds if sync == "microbatch" else 0.0
+
+    def closing_seconds(self, sync: Sync) -> float:
+        """Return what follows a step's last micro-batch, whatever the plan."""
+        return self.update_seconds + (0.0 if self.floor_seconds(sync) else self.tail_seconds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +110,7 @@ class CostProfile:
 
     Attributes:
         common_ground: given exactly where `coefficients` may have an `exposed_ring_share`.
+        step: what a step takes beside its micro-batches.
         recipe: that the times and the memory are of; None where nobody said.
         sync: that the memory is of: what is gathered and kept depends on it; None where nobody said.
         text: the YAML it was read from, kept whole for the plan's metadata.
@@ -92,6 +123,7 @@ class CostProfile:
     bandwidth: Bandwidth
     common_ground: CommonGround | None = None
     memory: Memory = field(default_factory=Memory)
+    step: StepTerms = field(default_factory=StepTerms)
     recipe: Recipe | None = None
     sync: Sync | None = None
     measurement: Mapping[str, Any] = field(default_factory=dict)
@@ -127,6 +159,7 @@ class _File(_Costs):
     cluster: str = "unknown"
     common_ground: _Costs | None = None
     memory: Memory | None = None
+    step: StepTerms | None = None
     recipe: Recipe | None = None
     sync: Sync | None = None
     measurement: Mapping[str, Any] | None = None
@@ -178,6 +211,7 @@ def parse_cost_profile(text: str, *, name: str) -> CostProfile:
         bandwidth=file.bandwidth_bytes_per_second,
         common_ground=None if ground is None else ground.as_common_ground(),
         memory=file.memory or Memory(),
+        step=file.step or StepTerms(),
         recipe=file.recipe,
         sync=file.sync,
         measurement=file.measurement or {},
@@ -197,6 +231,8 @@ def dump_cost_profile(profile: CostProfile) -> str:
     if profile.common_ground is not None:
         document["common_ground"] = _costs(profile.common_ground, with_share=False)
     document["memory"] = _numbers(profile.memory)
+    if profile.step != StepTerms():
+        document["step"] = {name: value for name, value in asdict(profile.step).items() if value}
     if profile.recipe is not None:
         document["recipe"] = {name: value for name, value in asdict(profile.recipe).items() if value is not None}
     if profile.sync is not None:
@@ -210,6 +246,8 @@ def _costs(holder: CostProfile | CommonGround, *, with_share: bool) -> dict[str,
     coefficients = _numbers(holder.coefficients)
     if not with_share:
         del coefficients["exposed_ring_share"]
+    if not coefficients["chunk_seconds_per_token"]:
+        del coefficients["chunk_seconds_per_token"]
     return {"coefficients": coefficients, "bandwidth_bytes_per_second": _numbers(holder.bandwidth)}
 
 

@@ -38,6 +38,9 @@ class ClusterSpec:
         intra_node_bytes_per_second, inter_node_bytes_per_second: point to point, one way, inside one ring.
         message_seconds: fixed cost of one message between neighbours of a ring: of one layer, in one direction.
         microbatch_seconds: fixed cost of one forward and backward.
+        links_per_node: network links that the devices of a node share, each as fast as `inter_node_bytes_per_second`;
+            None: not known, and what passes them is not priced.
+        memory_bytes_per_second: at which a device reads and writes its own memory; None: not known, not priced.
         sources: figure to where it was read; `assumed` where it was not measured.
     """
 
@@ -53,6 +56,8 @@ class ClusterSpec:
     inter_node_bytes_per_second: Positive
     message_seconds: NonNegative = 0.0
     microbatch_seconds: NonNegative = 0.0
+    links_per_node: Count | None = None
+    memory_bytes_per_second: Positive | None = None
     aliases: tuple[NonEmptyText, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
 

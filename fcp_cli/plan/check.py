@@ -20,10 +20,10 @@ from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import PlanMetadata, Sync, unpack_rows
 from fcp_cli.plan.padding import held_tokens
 from fcp_cli.plan.peers import PeerCount
-from fcp_cli.plan.pricing import profile_seconds
+from fcp_cli.plan.pricing import step_prices
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.plan.timeline import start_times
+from fcp_cli.plan.timeline import step_times
 from fcp_cli.words import counted
 
 _TOLERANCE = 1e-6  # relative, of predicted seconds
@@ -256,7 +256,7 @@ def _check_times(
         for order in np.flatnonzero(impossible)[:1].tolist():
             yield Finding(step=step.step, order=order, message=f"{name} is {values[order]}")
             return
-    price = profile_seconds(
+    price, encoder = step_prices(
         step,
         profile=profile,
         ranks_per_node=metadata.ranks_per_node,
@@ -272,16 +272,19 @@ def _check_times(
     for order in np.flatnonzero(wrong)[:1].tolist():
         message = f"{step.seconds[order]:.6g} s, but its cost profile gives {price[order]:.6g} s"
         yield Finding(step=step.step, order=order, message=message)
-    start = start_times(
+    if encoder is not None and manifest is None:  # whatever lengths do not explain is the encoder's
+        encoder = np.maximum(step.seconds - price, 0.0)
+    start, makespan = step_times(
         metadata.sync,
         wave=step.wave,
         rank_offsets=step.rank_offsets,
         ranks=step.ranks,
         seconds=step.seconds,
         num_ranks=metadata.num_ranks,
+        terms=profile.step,
+        encoder_seconds=encoder,
     )
     idle = np.diff(step.sequence_offsets) == 0  # takes no time, so that its start means nothing
-    makespan = float((start + step.seconds).max())
     scale = max(makespan, 1e-300)
     for order in np.flatnonzero(~idle & (np.abs(start - step.start_seconds) > _TOLERANCE * scale))[:1].tolist():
         message = f"starts at {step.start_seconds[order]:.6g} s, but its ranks are free at {start[order]:.6g} s"

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
-from fcp_cli.cost.model import Work, group_seconds, sequence_work, vision_seconds
+from fcp_cli.cost.model import Work, encoder_seconds, group_seconds, sequence_work, vision_seconds
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.padding import padded_tokens, padded_work
 from fcp_cli.plan.step import StepPlan, sizes_of
+
+
+class Prices(NamedTuple):
+    """What micro-batches cost.
+
+    Attributes:
+        seconds: [microbatches] 0 for a pack without sequences.
+        encoder_seconds: [microbatches] the part of a vision encoder; None where nobody waits for that part alone.
+    """
+
+    seconds: FloatArray
+    encoder_seconds: FloatArray | None = None
 
 
 def profile_seconds(
@@ -24,7 +37,27 @@ def profile_seconds(
     encoder_shares: int | None = None,
     manifest: LengthTable | None = None,
 ) -> FloatArray:
-    """Price the micro-batches of a planned step: [microbatches] seconds, 0 for an idle row.
+    """Return the seconds of `step_prices`."""
+    return step_prices(
+        step,
+        profile=profile,
+        ranks_per_node=ranks_per_node,
+        padding_multiple=padding_multiple,
+        encoder_shares=encoder_shares,
+        manifest=manifest,
+    ).seconds
+
+
+def step_prices(
+    step: StepPlan,
+    *,
+    profile: CostProfile,
+    ranks_per_node: int,
+    padding_multiple: int | None = None,
+    encoder_shares: int | None = None,
+    manifest: LengthTable | None = None,
+) -> Prices:
+    """Price the micro-batches of a planned step.
 
     Args:
         step: the planned step; lengths are its own, after truncation.
@@ -45,8 +78,8 @@ def profile_seconds(
             padding_multiple=padding_multiple,
             manifest=manifest and without_pictures(manifest),
         )
-        return np.where(step.is_idle, 0.0, text + shared / encoder_shares)
-    return microbatch_seconds(
+        return Prices(np.where(step.is_idle, 0.0, text + shared / encoder_shares))
+    return microbatch_prices(
         single_rank_work(sequences, profile, padding_multiple),
         step.sequence_offsets,
         rank_offsets=step.rank_offsets,
@@ -57,7 +90,7 @@ def profile_seconds(
     )
 
 
-def microbatch_seconds(
+def microbatch_prices(
     work: Work,
     offsets: IntArray,
     *,
@@ -66,8 +99,8 @@ def microbatch_seconds(
     profile: CostProfile,
     ranks_per_node: int,
     padding_multiple: int | None,
-) -> FloatArray:
-    """Price packs on groups of ranks: [microbatches] seconds, 0 for a pack without sequences.
+) -> Prices:
+    """Price packs on groups of ranks.
 
     Args:
         work: of the packs' sequences, back to back, on a single rank (`single_rank_work`).
@@ -88,7 +121,33 @@ def microbatch_seconds(
         degree=degree,
         crosses_nodes=crosses_nodes(rank_offsets, ranks, ranks_per_node)[working],
     )
-    return seconds
+    if not profile.step.lockstep:
+        return Prices(seconds)
+    encoder = np.zeros(len(seconds))
+    encoder[working] = encoder_seconds(pack, profile) / degree
+    return Prices(seconds, encoder)
+
+
+def microbatch_seconds(
+    work: Work,
+    offsets: IntArray,
+    *,
+    rank_offsets: IntArray,
+    ranks: Int32Array,
+    profile: CostProfile,
+    ranks_per_node: int,
+    padding_multiple: int | None,
+) -> FloatArray:
+    """Return the seconds of `microbatch_prices`."""
+    return microbatch_prices(
+        work,
+        offsets,
+        rank_offsets=rank_offsets,
+        ranks=ranks,
+        profile=profile,
+        ranks_per_node=ranks_per_node,
+        padding_multiple=padding_multiple,
+    ).seconds
 
 
 def wave_encoder_seconds(encoder_seconds: FloatArray, offsets: IntArray, wave: Int32Array) -> FloatArray:

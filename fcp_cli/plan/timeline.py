@@ -1,11 +1,57 @@
-"""Predicts when each micro-batch starts, from the seconds it takes and where ranks wait for each other."""
+"""Predicts when each micro-batch starts and the step ends: from seconds, where ranks wait, and the profile's terms."""
 
 from __future__ import annotations
+
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
+from fcp_cli.cost.profile import StepTerms
 from fcp_cli.plan.metadata import Sync
+
+NO_TERMS: Final = StepTerms()
+
+
+class Times(NamedTuple):
+    """When the micro-batches of a step start ([microbatches] seconds from its start), and when the step ends."""
+
+    start_seconds: FloatArray
+    makespan_seconds: float
+
+
+def step_times(
+    sync: Sync,
+    *,
+    wave: Int32Array,
+    rank_offsets: IntArray,
+    ranks: Int32Array,
+    seconds: FloatArray,
+    num_ranks: int,
+    terms: StepTerms = NO_TERMS,
+    encoder_seconds: FloatArray | None = None,
+) -> Times:
+    """Predict a step from its micro-batches in their global order.
+
+    Under `iteration` a micro-batch starts when the last of its ranks has finished its earlier ones; under `microbatch`
+    a wave starts when the wave before has ended (`wave_seconds`). What closes a step follows its last micro-batch.
+
+    Args:
+        sync: where ranks wait for each other.
+        wave, rank_offsets, ranks, seconds: of the micro-batches; `wave` ascends under `microbatch`.
+        num_ranks: of the job.
+        terms: of the cost profile.
+        encoder_seconds: [microbatches] the part of `seconds` that a vision encoder takes, which matters in lockstep.
+    """
+    closing = terms.closing_seconds(sync)
+    if sync == "microbatch":
+        first = _first_of_waves(wave)
+        lasts = wave_seconds(first, seconds, terms, encoder_seconds)
+        ends = np.cumsum(lasts)
+        start = np.repeat(np.concatenate(([0.0], ends[:-1])), np.diff(first, append=len(wave)))
+        return Times(start, float(ends[-1]) + closing)
+    start = list_schedule(rank_offsets, ranks, seconds, num_ranks)
+    return Times(start, float((start + seconds).max()) + closing)
 
 
 def start_times(
@@ -17,22 +63,31 @@ def start_times(
     seconds: FloatArray,
     num_ranks: int,
 ) -> FloatArray:
-    """Return [microbatches] the predicted start of each micro-batch, in seconds from the start of the step.
+    """Return the starts of `step_times` without the terms of a profile."""
+    return step_times(
+        sync, wave=wave, rank_offsets=rank_offsets, ranks=ranks, seconds=seconds, num_ranks=num_ranks
+    ).start_seconds
 
-    Under `iteration` a micro-batch starts when the last of its ranks has finished its earlier ones; under `microbatch`
-    a wave starts when the slowest micro-batch of the wave before has ended.
+
+def wave_seconds(
+    first: IntArray, seconds: FloatArray, terms: StepTerms = NO_TERMS, encoder_seconds: FloatArray | None = None
+) -> FloatArray:
+    """Return [waves] how long each lasts: as its slowest micro-batch, in lockstep as the slowest of each module.
+
+    Args:
+        first: [waves] the first micro-batch of each.
+        seconds, terms, encoder_seconds: as for `step_times`.
     """
-    if sync == "microbatch":
-        return wave_start_times(wave, seconds)
-    return list_schedule(rank_offsets, ranks, seconds, num_ranks)
+    if terms.lockstep and encoder_seconds is not None:
+        language = np.maximum.reduceat(seconds - encoder_seconds, first)
+        slowest = np.maximum.reduceat(encoder_seconds, first) + language
+    else:
+        slowest = np.maximum.reduceat(seconds, first)
+    return np.asarray(np.maximum(slowest, terms.floor_seconds("microbatch")))
 
 
-def wave_start_times(wave: Int32Array, seconds: FloatArray) -> FloatArray:
-    """Return the starts under `sync: microbatch`; `wave` ascends."""
-    first = np.flatnonzero(np.concatenate(([True], wave[1:] != wave[:-1])))  # row 0 begins a wave, too
-    slowest = np.maximum.reduceat(seconds, first)
-    starts = np.concatenate(([0.0], np.cumsum(slowest)[:-1]))
-    return np.repeat(starts, np.diff(first, append=len(wave)))
+def _first_of_waves(wave: Int32Array) -> IntArray:
+    return np.flatnonzero(np.concatenate(([True], wave[1:] != wave[:-1])))  # row 0 begins a wave, too
 
 
 def list_schedule(rank_offsets: IntArray, ranks: Int32Array, seconds: FloatArray, num_ranks: int) -> FloatArray:

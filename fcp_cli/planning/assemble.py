@@ -8,9 +8,9 @@ import numpy as np
 
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.plan.check import check_layout
-from fcp_cli.plan.pricing import microbatch_seconds, wave_encoder_seconds
+from fcp_cli.plan.pricing import Prices, microbatch_prices, wave_encoder_seconds
 from fcp_cli.plan.step import StepPlan, offsets_of, sizes_of
-from fcp_cli.plan.timeline import start_times
+from fcp_cli.plan.timeline import step_times
 from fcp_cli.planning.bounds import lower_bound_seconds
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 
@@ -36,45 +36,53 @@ def assemble(assignment: Assignment, batch: Batch, problem: Problem, bound_secon
     for finding in check_layout(step, problem):
         raise BrokenAssignmentError(f"defect in a solver: {finding}")
     if bound_seconds is None:
-        bound_seconds = lower_bound_seconds(batch.work, problem)
-        if batch.encoder_seconds is not None:  # shared evenly in every wave, whatever stands beside it
-            bound_seconds += float(batch.encoder_seconds.sum()) / problem.num_ranks
-    seconds = np.zeros(len(step))
-    seconds[~step.is_idle] = assignment_seconds(assignment, batch, problem)
-    start = start_times(
+        shared = batch.encoder_seconds  # evenly in every wave, whatever stands beside it
+        bound_seconds = lower_bound_seconds(
+            batch.work, problem, beside=0.0 if shared is None else float(shared.sum()) / problem.num_ranks
+        )
+    price = assignment_prices(assignment, batch, problem)
+    seconds, encoder = np.zeros(len(step)), None
+    seconds[~step.is_idle] = price.seconds
+    if price.encoder_seconds is not None:
+        encoder = np.zeros(len(step))
+        encoder[~step.is_idle] = price.encoder_seconds
+    start, makespan = step_times(
         problem.sync,
         wave=step.wave,
         rank_offsets=step.rank_offsets,
         ranks=step.ranks,
         seconds=seconds,
         num_ranks=problem.num_ranks,
+        terms=problem.profile.step,
+        encoder_seconds=encoder,
     )
     return replace(
         step,
         start_seconds=start,
         seconds=seconds,
-        makespan_seconds=float((start + seconds).max()),
+        makespan_seconds=makespan,
         bound_seconds=bound_seconds,
     )
 
 
 def makespan_seconds(assignment: Assignment, batch: Batch, problem: Problem) -> float:
     """Predict the seconds of the step, unchecked: for solvers that compare their own candidates."""
-    seconds = assignment_seconds(assignment, batch, problem)
-    start = start_times(
+    price = assignment_prices(assignment, batch, problem)
+    return step_times(
         problem.sync,
         wave=assignment.wave,
         rank_offsets=assignment.rank_offsets,
         ranks=assignment.ranks,
-        seconds=seconds,
+        seconds=price.seconds,
         num_ranks=problem.num_ranks,
-    )
-    return float((start + seconds).max())
+        terms=problem.profile.step,
+        encoder_seconds=price.encoder_seconds,
+    ).makespan_seconds
 
 
-def assignment_seconds(assignment: Assignment, batch: Batch, problem: Problem) -> FloatArray:
-    """Predict the seconds of each micro-batch of an assignment, [microbatches]."""
-    seconds = microbatch_seconds(
+def assignment_prices(assignment: Assignment, batch: Batch, problem: Problem) -> Prices:
+    """Price the micro-batches of an assignment."""
+    price = microbatch_prices(
         batch.work.take(assignment.members),
         assignment.member_offsets,
         rank_offsets=assignment.rank_offsets,
@@ -84,9 +92,15 @@ def assignment_seconds(assignment: Assignment, batch: Batch, problem: Problem) -
         padding_multiple=problem.padding_multiple,
     )
     if batch.encoder_seconds is None:
-        return seconds
+        return price
     members = batch.encoder_seconds[assignment.members]
-    return seconds + wave_encoder_seconds(members, assignment.member_offsets, assignment.wave) / problem.num_ranks
+    shared = wave_encoder_seconds(members, assignment.member_offsets, assignment.wave) / problem.num_ranks
+    return Prices(price.seconds + shared)  # all ranks of a wave encode as long: nobody waits for a slower encoder
+
+
+def assignment_seconds(assignment: Assignment, batch: Batch, problem: Problem) -> FloatArray:
+    """Predict the seconds of each micro-batch of an assignment, [microbatches]."""
+    return assignment_prices(assignment, batch, problem).seconds
 
 
 def _require_whole(assignment: Assignment, batch: Batch, problem: Problem) -> None:

@@ -18,8 +18,21 @@ from fcp_cli.planning.problem import Problem
 _CHUNK = 32  # sequences whose degrees are tried at once
 
 
-def lower_bound_seconds(work: Work, problem: Problem) -> float:
-    """Return the best proven bound: simple, tightened, and under `microbatch` that of the longest sequences' waves."""
+def lower_bound_seconds(work: Work, problem: Problem, *, beside: float = 0.0) -> float:
+    """Return the best proven bound: simple, tightened, and under `microbatch` that of waves.
+
+    What closes a step is added to it: it follows whatever comes before.
+
+    Args:
+        work: of the step's sequences.
+        problem: what they are planned for.
+        beside: seconds that waves take beside that work, in all of them together.
+    """
+    bound = max(_work_bound(work, problem) + beside, floored_bound_seconds(work, problem))
+    return bound + problem.profile.step.closing_seconds(problem.sync)
+
+
+def _work_bound(work: Work, problem: Problem) -> float:
     simple = simple_bound_seconds(work, problem)
     machine = machine_of(problem)
     _order, sequences = by_falling_work(work)
@@ -62,6 +75,15 @@ def longest_sequence_bound_seconds(work: Work, problem: Problem) -> float:
         feasible = degrees >= min_degree[chunk, None]
         best = max(best, float(np.where(feasible, seconds, np.inf).min(axis=1).max()))
     return best
+
+
+def floored_bound_seconds(work: Work, problem: Problem) -> float:
+    """Bound a step of waves by the floor of each: as few as hold all tokens, one as long as the longest sequence."""
+    floor = problem.profile.step.floor_seconds(problem.sync)
+    if not floor:
+        return 0.0
+    waves = max(1, -(-int(work.tokens.sum()) // (problem.num_ranks * problem.tokens_per_rank)))
+    return (waves - 1) * floor + max(floor, longest_sequence_bound_seconds(work, problem))
 
 
 def _alone_seconds(work: Work, index: Any, degree: IntArray, problem: Problem) -> FloatArray:

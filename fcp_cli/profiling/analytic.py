@@ -18,13 +18,18 @@ from fcp_cli.errors import UsageError
 from fcp_cli.memory.activations import vision_bytes
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.rank import rank_memory
+from fcp_cli.memory.state import State
 from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.memory.trained import backward_of, check_trained, trained_parameters
 from fcp_cli.models.cluster import ClusterSpec
 from fcp_cli.models.model import ModelSpec, VisionSpec
+from fcp_cli.profiling.step_terms import analytic_step_terms
 from fcp_cli.recipe import Recipe, check_recipe
 
 ATTENTION_BACKWARD = 2.5  # forwards
+# Bytes that a hop reads and writes per element of a token's queries and layer, beside its kernel: partial results are
+# added up, and queries, results and their gradients taken out and put back. Counted of the runtime's own operations.
+CHUNK_BYTES_FORWARD, CHUNK_BYTES_BACKWARD = 25.0, 26.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +144,7 @@ def analytic_profile(
             peers=peers,
         ).as_profile_memory(cluster.memory_bytes * (1 - RESERVE_FRACTION)),
         recipe=recipe,
+        step=analytic_step_terms(job.state, cluster, ranks=ranks),
         sync=sync,
         measurement=job.assumptions(),
     )
@@ -166,6 +172,26 @@ class _Job:
         check_trained(spec, self.recipe)
         if pipeline > spec.num_layers:
             raise UsageError(f"--pipeline-parallel {pipeline} exceeds the {spec.num_layers} layers of {spec.name}")
+
+    @property
+    def state(self) -> State:
+        return State(
+            spec=self.spec,
+            recipe=self.recipe,
+            precision=precision_of(self.recipe),
+            shards=self.recipe.shards(self.ranks),
+            tensor_parallel=self.tensor_parallel,
+            pipeline_parallel=self.pipeline_parallel,
+        )
+
+    def chunk_seconds_per_token(self, *, reached: float) -> float:
+        """Return what a hop takes beside its kernel, per token; 0 where the rate of the memory is not known."""
+        if self.cluster.memory_bytes_per_second is None:
+            return 0.0
+        forwards = 1 + reached * (self.recipe.recompute == "full")
+        elements = self.spec.num_layers * self.spec.num_heads * self.spec.head_dim
+        size = elements * (forwards * CHUNK_BYTES_FORWARD + reached * CHUNK_BYTES_BACKWARD)
+        return size / self.cluster.memory_bytes_per_second / (self.tensor_parallel * self.pipeline_parallel)
 
     def coefficients(self) -> Coefficients:
         spec, cluster, recipe = self.spec, self.cluster, self.recipe
@@ -198,6 +224,7 @@ class _Job:
             vision_seconds_per_patch2=(1 + vision.inputs * attention_backward)
             * operations.vision_per_patch2
             / attention_rate,
+            chunk_seconds_per_token=self.chunk_seconds_per_token(reached=backward.layers),
         )
 
     def assumptions(self) -> dict[str, Any]:

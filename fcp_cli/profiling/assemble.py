@@ -270,6 +270,8 @@ def _assumed(samples: SamplesFile, spec: ModelSpec, encoder: VisionFit | None) -
     if text_bytes_per_token(samples, spec) is None:
         assumed.append("memory.bytes_per_token: from the model's figures")
     assumed.append("memory.model_state_bytes: from the model's figures and the recipe")
+    if load_cluster(samples.subject.cluster).links_per_node is not None:
+        assumed.append("step, coefficients.chunk_seconds_per_token: from the figures of the model and the cluster")
     return assumed
 
 

@@ -8,8 +8,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fcp_cli.cost.fitting import Sample, error_percent, fit_profile, predicted_seconds
-from fcp_cli.cost.profile import CostProfile, dump_cost_profile, parse_cost_profile
+from fcp_cli.cost.profile import CostProfile, StepTerms, dump_cost_profile, parse_cost_profile
 from fcp_cli.errors import ProfileError
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.metadata import PlanMetadata
@@ -25,13 +27,18 @@ _ROUNDING = 1e-9  # relative; a smaller difference of seconds is no work of an e
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSamples:
-    """The micro-batches that a run timed, the plan it followed, and the cost profile that the plan was made with."""
+    """The micro-batches that a run timed, the plan it followed, and the cost profile that the plan was made with.
+
+    Attributes:
+        closing_seconds: of the steps that tell it, from the end of the last micro-batch to that of the step.
+    """
 
     samples: tuple[Sample, ...]
     steps: int
     metadata: PlanMetadata
     planned: CostProfile
     run: Mapping[str, Any]
+    closing_seconds: tuple[float, ...] = ()
 
     @property
     def hides_encoder(self) -> bool:
@@ -91,7 +98,31 @@ def samples_of_run(metrics: Path, *, plan: Path | None, skip_steps: int) -> RunS
     for step in reader.steps(min(measured)):
         if step.step in measured:
             samples.extend(_samples_of_step(step, measured[step.step], reader.metadata.ranks_per_node, planned))
-    return RunSamples(samples=tuple(samples), steps=len(measured), metadata=reader.metadata, planned=planned, run=run)
+    return RunSamples(
+        samples=tuple(samples),
+        steps=len(measured),
+        metadata=reader.metadata,
+        planned=planned,
+        run=run,
+        closing_seconds=tuple(_closing_seconds(measured.values())),
+    )
+
+
+def _closing_seconds(records: Iterable[Mapping[str, Any]]) -> Iterable[float]:
+    for record in records:
+        timings = [timing for rank in record["ranks"] for timing in rank["micro_batches"]]
+        if record.get("seconds") and all("start_seconds" in timing for timing in timings):
+            last = max(float(timing["start_seconds"]) + float(timing["seconds"]) for timing in timings)
+            yield max(0.0, float(record["seconds"]) - last)
+
+
+def _measured_step(runs: Sequence[RunSamples], before: StepTerms) -> StepTerms:
+    """Return the terms with the closing seconds that the runs had; what sums gradients is not told apart in them."""
+    found = [seconds for run in runs for seconds in run.closing_seconds]
+    if not found:
+        return before
+    summed = any(run.metadata.sync == "iteration" or not before.wave_floor_seconds for run in runs)
+    return replace(before, update_seconds=float(np.median(found)), tail_seconds=0.0 if summed else before.tail_seconds)
 
 
 def _steps_after_warm_up(
@@ -171,7 +202,8 @@ def refit(runs: Sequence[RunSamples], *, before: CostProfile | None = None) -> R
         "held_out_error_percent_by_model": {name: round(error, 3) for name, error in fit.held_out_percent.items()},
         "kept": list(fit.kept),
     }
-    profile = replace(fit.profile, origin="fitted", measurement=measurement)
+    step = _measured_step(runs, before.step)
+    profile = replace(fit.profile, origin="fitted", step=step, measurement=measurement)
     return Refit(
         profile=replace(profile, text=dump_cost_profile(profile)),
         before=before,

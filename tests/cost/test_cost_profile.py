@@ -186,6 +186,20 @@ def test_a_profile_survives_writing_and_reading() -> None:
     assert parse_cost_profile(dump_cost_profile(profile), name="x") == profile
 
 
+def test_the_terms_of_a_step_survive_and_are_absent_where_they_say_nothing() -> None:
+    step = {"wave_floor_seconds": 0.9, "tail_seconds": 0.3, "update_seconds": 0.05, "lockstep": True}
+    plain = parse_cost_profile(yaml.safe_dump(DOCUMENT), name="x")
+    assert plain.step.closing_seconds("iteration") == plain.step.floor_seconds("microbatch") == 0.0
+    assert "step" not in yaml.safe_load(dump_cost_profile(plain))
+    profile = parse_cost_profile(yaml.safe_dump({**DOCUMENT, "step": step}), name="x")
+    assert yaml.safe_load(dump_cost_profile(profile))["step"] == step
+    assert parse_cost_profile(dump_cost_profile(profile), name="x") == profile
+    # Waves that gather sum their own gradients; a step without waves, or with none to gather, sums them at its end.
+    assert profile.step.closing_seconds("microbatch") == 0.05
+    assert profile.step.closing_seconds("iteration") == pytest.approx(0.35)
+    assert profile.step.floor_seconds("iteration") == 0.0
+
+
 def test_recipe_and_sync_survive_writing_and_reading() -> None:
     recipe = {"zero_stage": 3, "shard_ranks": 8, "reduce": "step", "precision": "bf16", "recompute": "selective"}
     profile = parse_cost_profile(yaml.safe_dump({**DOCUMENT, "recipe": recipe, "sync": "microbatch"}), name="x")

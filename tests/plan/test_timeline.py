@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fcp_cli.arrays import FloatArray
+from fcp_cli.cost.profile import StepTerms
 from fcp_cli.plan.metadata import Sync
-from fcp_cli.plan.timeline import list_schedule, start_times, wave_start_times
+from fcp_cli.plan.timeline import list_schedule, start_times, step_times
 from tests.plan.steps import Row, jobs, make_step, planned_makespan
 
 
@@ -28,10 +29,50 @@ def test_a_microbatch_starts_when_the_last_of_its_ranks_is_free() -> None:
     assert starts.tolist() == [0.0, 0.0, 5.0, 0.0, 7.0]
 
 
+def waves_of(seconds: list[float], terms: StepTerms, encoder: list[float] | None = None) -> tuple[list[float], float]:
+    """Starts and end of three waves, of two ranks each but for the second."""
+    groups = [[0], [1], [0, 1], [0], [1]]
+    start, makespan = step_times(
+        "microbatch",
+        wave=np.array([0, 0, 1, 2, 2], dtype=np.int32),
+        rank_offsets=offsets(groups),
+        ranks=np.array(list(chain.from_iterable(groups)), dtype=np.int32),
+        seconds=np.array(seconds),
+        num_ranks=2,
+        terms=terms,
+        encoder_seconds=None if encoder is None else np.array(encoder),
+    )
+    return start.tolist(), makespan
+
+
 def test_a_wave_starts_when_the_slowest_of_the_wave_before_has_ended() -> None:
-    wave = np.array([0, 0, 1, 2, 2], dtype=np.int32)
-    starts = wave_start_times(wave, np.array([1.0, 3.0, 2.0, 4.0, 1.0]))
-    assert starts.tolist() == [0.0, 0.0, 3.0, 5.0, 5.0]
+    assert waves_of([1.0, 3.0, 2.0, 4.0, 1.0], StepTerms()) == ([0.0, 0.0, 3.0, 5.0, 5.0], 9.0)
+
+
+def test_no_wave_is_shorter_than_what_its_weights_take_to_gather() -> None:
+    terms = StepTerms(wave_floor_seconds=2.5, tail_seconds=100.0, update_seconds=0.5)
+    assert waves_of([1.0, 3.0, 2.0, 4.0, 1.0], terms) == ([0.0, 0.0, 3.0, 5.5, 5.5], 10.0)
+
+
+def test_in_lockstep_a_wave_takes_the_slowest_encoder_and_then_the_slowest_rest() -> None:
+    seconds, encoder = [3.0, 3.0, 2.0, 4.0, 1.0], [2.0, 0.5, 1.0, 0.0, 1.0]
+    assert waves_of(seconds, StepTerms(lockstep=True), encoder) == ([0.0, 0.0, 4.5, 6.5, 6.5], 11.5)
+    assert waves_of(seconds, StepTerms(), encoder) == ([0.0, 0.0, 3.0, 5.0, 5.0], 9.0)
+
+
+def test_a_step_without_waves_ends_with_its_gradients_and_its_update() -> None:
+    rows = [Row([0], 1.0, -1), Row([1], 3.0, -1)]
+    step, terms = make_step(rows), StepTerms(wave_floor_seconds=100.0, tail_seconds=0.25, update_seconds=0.5)
+    _start, makespan = step_times(
+        "iteration",
+        wave=step.wave,
+        rank_offsets=step.rank_offsets,
+        ranks=step.ranks,
+        seconds=step.seconds,
+        num_ranks=2,
+        terms=terms,
+    )
+    assert makespan == 3.75
 
 
 @settings(max_examples=60)

@@ -6,18 +6,18 @@ from typing import Any
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli.cost.profile import CostProfile, Sync, dump_cost_profile, parse_cost_profile
+from fcp_cli.cost.profile import CostProfile, StepTerms, Sync, dump_cost_profile, parse_cost_profile
 from fcp_cli.errors import UsageError
 from fcp_cli.memory.activations import patch_bytes
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.memory.state import COMMUNICATOR_BYTES
-from fcp_cli.models.cluster import load_cluster
+from fcp_cli.models.cluster import ClusterSpec, load_cluster
 from fcp_cli.models.descriptions import shipped_names
 from fcp_cli.models.model import load_model
 from fcp_cli.models.shipped import shipped_profile
 from fcp_cli.profiling.analytic import analytic_profile, forward_operations, ring_bytes_per_token
-from fcp_cli.recipe import Recipe, Recompute
+from fcp_cli.recipe import Recipe, Recompute, ZeroStage
 from tests.messages import raises
 
 ZERO_2 = Recipe(zero_stage=2)
@@ -25,6 +25,24 @@ ZERO_2 = Recipe(zero_stage=2)
 
 def _profile(model: str = "qwen3-8b", *, recipe: Recipe = ZERO_2, sync: Sync = "iteration", **cut: int) -> CostProfile:
     return analytic_profile(load_model(model), load_cluster("example-8x8"), recipe=recipe, sync=sync, ranks=64, **cut)
+
+
+def test_what_closes_a_step_and_floors_a_wave_follows_from_the_links_that_ranks_share() -> None:
+    spec, h100 = load_model("qwen3-8b"), load_cluster("h100-8x8")
+    one_link = replace(h100, links_per_node=1)
+
+    def step(cluster: ClusterSpec, sync: Sync, zero_stage: ZeroStage, **given: Any) -> StepTerms:
+        recipe = Recipe(zero_stage=zero_stage, **given)
+        return analytic_profile(spec, cluster, recipe=recipe, sync=sync, ranks=64).step
+
+    # Weights in bf16 for forward and backward, gradients in fp32: 8 bytes of 63 / 64 of the parameters over one link.
+    gathered = spec.parameters * 8 * 63 / 64 / 45e9
+    assert step(one_link, "microbatch", 3).wave_floor_seconds == pytest.approx(gathered, rel=1e-6)
+    assert step(h100, "microbatch", 3).wave_floor_seconds == pytest.approx(gathered * 45 / 300, rel=1e-6)  # NVLink
+    assert step(one_link, "iteration", 2).tail_seconds == pytest.approx(gathered * 6 / 8, rel=1e-6)
+    inside = step(one_link, "microbatch", 3, shard_ranks=8)  # weights never leave the node
+    assert inside.wave_floor_seconds < 0.5 * gathered
+    assert step(replace(h100, links_per_node=None), "microbatch", 3) == StepTerms()
 
 
 def test_operations_of_the_layers_are_those_of_the_papers_models() -> None:

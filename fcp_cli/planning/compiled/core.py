@@ -40,6 +40,8 @@ class Machine(NamedTuple):
         intra, inter: seconds in which the ring moves one token, inside a node and across nodes.
         hop: seconds of a ring hop beside its bytes.
         exposed: share of a ring's seconds that no attention hides.
+        chunk: seconds that attention takes longer in a ring, per token and hop.
+        floor: least seconds of a wave.
         padding: what a rank's share of a sequence is padded to a multiple of, in tokens; 0: of nothing.
         padding_seconds: of one token of padding, beside attention.
         group_first, group_ranks: the groups that rings may use, back to back, widest first; none: any.
@@ -55,6 +57,8 @@ class Machine(NamedTuple):
     inter: float
     hop: float
     exposed: float
+    chunk: float
+    floor: float
     padding: int
     padding_seconds: float
     group_first: IntArray
@@ -101,7 +105,8 @@ def pack_seconds(attention: float, linear: float, tokens: int, degree: int, cros
         return machine.beta + linear + attention
     ring = ring_seconds(tokens, degree, crosses, machine)
     exposed = machine.exposed * ring
-    return machine.beta + linear / degree + max(attention / degree, ring - exposed) + exposed
+    computed = attention / degree + machine.chunk * tokens * (degree - 1.0) / degree
+    return machine.beta + linear / degree + max(computed, ring - exposed) + exposed
 
 
 @inlined

@@ -59,7 +59,8 @@ class Waves(NamedTuple):
 def _bound(work: float, tokens: int, machine: Machine) -> float:
     """Return the least seconds for so much work and so many tokens: all ranks busy, waves as few as tokens allow."""
     wave_tokens = machine.num_ranks * machine.tokens_per_rank
-    return work / machine.num_ranks + machine.beta * ((tokens + wave_tokens - 1) // wave_tokens)
+    waves = (tokens + wave_tokens - 1) // wave_tokens
+    return float(max(work / machine.num_ranks + machine.beta * waves, machine.floor * waves))
 
 
 @kernel
@@ -83,12 +84,12 @@ def _alone(i: int, degree: int, sequences: Sequences, machine: Machine) -> float
 
 @kernel
 def _shortest(i: int, sequences: Sequences, machine: Machine) -> float:
-    """Return the seconds of sequence i alone on the degree that suits it best."""
+    """Return the seconds of a wave of sequence i alone, on the degree that suits it best."""
     best = np.inf
     lowest = (sequences.tokens[i] + machine.tokens_per_rank - 1) // machine.tokens_per_rank
     for degree in range(lowest, machine.num_ranks + 1):
         best = min(best, _alone(i, degree, sequences, machine))
-    return best
+    return float(max(best, machine.floor))
 
 
 @kernel
@@ -131,7 +132,7 @@ def candidates(count: int, out: FloatArray, pool: Pool, sequences: Sequences, ma
     n, previous = 0, np.inf
     first = (sequences.tokens[longest] + machine.tokens_per_rank - 1) // machine.tokens_per_rank
     for degree in range(first, machine.num_ranks + 1):
-        seconds = _alone(longest, degree, sequences, machine)
+        seconds = max(_alone(longest, degree, sequences, machine), machine.floor)
         if seconds <= highest + 1e-12 and seconds < previous * 0.97 and n < len(out) // 2:
             out[n] = seconds
             n += 1

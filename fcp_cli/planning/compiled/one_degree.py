@@ -125,7 +125,7 @@ def share_out(degree: int, waves: bool, pack_of: IntArray, packs: int, sequences
         if waves:
             if group == 0:
                 done += longest
-                longest = 0.0
+                longest = machine.floor
             longest = max(longest, taken)
         else:
             ends[group] += taken

@@ -370,7 +370,8 @@ def _free_seconds(g: int, target: float, machine: Machine, wave: Wave) -> float:
     """Return the rank-seconds that group g has left, where attention hides of its ring what it can."""
     degree = wave.degree[g]
     exposed = machine.exposed * ring_seconds(wave.tokens[g], degree, wave.crosses[g] > 0, machine)
-    return float(degree * (target - machine.beta - exposed) - wave.attention[g] - wave.linear[g])
+    chunks = machine.chunk * wave.tokens[g] * (degree - 1)
+    return float(degree * (target - machine.beta - exposed) - wave.attention[g] - wave.linear[g] - chunks)
 
 
 @kernel
@@ -535,8 +536,8 @@ def fill_wave(
 
 @kernel
 def wave_seconds(machine: Machine, wave: Wave) -> float:
-    """Return the seconds of the slowest group of the wave."""
-    slowest = 0.0
+    """Return the seconds of the slowest group of the wave, or the least that a wave takes."""
+    slowest = machine.floor
     for g in range(wave.groups[0]):
         if wave.tokens[g]:
             slowest = max(

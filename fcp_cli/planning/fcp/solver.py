@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
+from fcp_cli.cost.model import Work, encoder_seconds
 from fcp_cli.errors import UsageError
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.step import offsets_of
@@ -194,12 +195,31 @@ class FcpSolver:
             return self._assign(replace(batch, encoder_seconds=None))
 
     def _assign(self, batch: Batch) -> Assignment:
-        order, sequences = by_falling_work(batch.work)
+        found = [self._planned_by(batch.work, batch)]
+        if self.problem.sync == "microbatch" and self.problem.profile.step.lockstep:
+            # Waves wait for the slowest encoder and then for the slowest rest: more even in the one, or in the other.
+            encoder = encoder_seconds(batch.work, self.problem.profile)
+            if encoder.any():
+                linear = batch.work.linear_seconds
+                found += [
+                    self._planned_by(replace(batch.work, linear_seconds=changed), batch)
+                    for changed in (linear - encoder, linear + encoder)
+                ]
+        if len(found) == 1:
+            return found[0]
+        return min(found, key=lambda assignment: makespan_seconds(assignment, batch, self.problem))
+
+    def _planned_by(self, work: Work, batch: Batch) -> Assignment:
+        """Plan the batch as if it had this work."""
+        batch = replace(batch, work=work)
+        order, sequences = by_falling_work(work)
         if self.problem.sync == "microbatch":
             found = _assign_waves(order, sequences, self.machine)
         else:
             found = self._assign_timelines(batch, order, sequences)
-        return self._static(batch, makespan_seconds(found, batch, self.problem)) or found
+        # The compiled core knows nothing of what closes a step.
+        closing = self.problem.profile.step.closing_seconds(self.problem.sync)
+        return self._static(batch, makespan_seconds(found, batch, self.problem) - closing) or found
 
     def _assign_timelines(self, batch: Batch, order: IntArray, sequences: Sequences) -> Assignment:
         """Plan timelines or, where few ranks leave a wide gap, waves if they are quicker: a valid order, too."""

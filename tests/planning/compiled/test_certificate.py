@@ -38,6 +38,8 @@ coefficients:
   microbatch_seconds: {beta}
   ring_hop_seconds: {hop}
   exposed_ring_share: {exposed}
+  chunk_seconds_per_token: {chunk}
+step: {{wave_floor_seconds: {floor}}}
 bandwidth_bytes_per_second: {{intra_node: {intra}, inter_node: {inter}}}
 common_ground:
   coefficients:
@@ -79,7 +81,7 @@ class Exhaustive:
         if degree > 1:
             speed = bandwidth.inter_node if crosses else bandwidth.intra_node
             ring = c.ring_bytes_per_token * tokens * (degree - 1) / degree / speed + c.ring_hop_seconds * (degree - 1)
-        attention = float(work.attention_seconds.sum()) / degree
+        attention = (float(work.attention_seconds.sum()) + c.chunk_seconds_per_token * tokens * (degree - 1)) / degree
         linear = float(work.linear_seconds.sum()) / degree
         exposed = c.exposed_ring_share * ring
         return c.microbatch_seconds + linear + max(attention, ring - exposed) + exposed
@@ -104,9 +106,10 @@ class Exhaustive:
 
         @cache
         def waves(todo: int) -> float:
-            return min((wave(part, self.all_ranks) + waves(todo & ~part) for part in _subsets(todo)), default=0.0)
+            lasts = ((max(floor, wave(part, self.all_ranks)), part) for part in _subsets(todo))
+            return min((seconds + waves(todo & ~part) for seconds, part in lasts), default=0.0)
 
-        seconds = cache(self.seconds)
+        seconds, floor = cache(self.seconds), self.problem.profile.step.wave_floor_seconds
         return waves(self.everything)
 
     def best_timelines(self, incumbent: float) -> float:
@@ -154,6 +157,8 @@ def test_no_schedule_beats_the_bound_and_the_planner_is_one_of_them(sync: Sync, 
         beta=data.draw(st.sampled_from(["0.0", "0.3", "3.0"]), label="beta"),
         hop=data.draw(st.sampled_from(["0.0", "0.2"]), label="hop"),
         exposed=data.draw(st.sampled_from(["0.0", "0.3", "1.0"]), label="exposed"),
+        chunk=data.draw(st.sampled_from(["0.0", "0.1"]), label="chunk"),
+        floor=data.draw(st.sampled_from(["0.0", "1.0", "4.0"]), label="floor"),
         intra=data.draw(st.sampled_from(["10.0", "2.0"]), label="intra"),
         inter=data.draw(st.sampled_from(["10.0", "1.0", "0.5"]), label="inter"),
     )

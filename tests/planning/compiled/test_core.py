@@ -32,6 +32,7 @@ def packs(draw: st.DrawFn, bandwidths: st.SearchStrategy[float]) -> tuple[Proble
         microbatch_seconds=draw(st.floats(0.0, 1.0)),
         ring_hop_seconds=draw(st.floats(0.0, 1.0)),
         exposed_ring_share=draw(st.floats(0.0, 1.0)),
+        chunk_seconds_per_token=draw(st.floats(0.0, 1e-3)),
     )
     bandwidth = replace(problem.profile.bandwidth, intra_node=draw(bandwidths), inter_node=draw(bandwidths))
     problem = replace(problem, profile=replace(problem.profile, coefficients=coefficients, bandwidth=bandwidth))
