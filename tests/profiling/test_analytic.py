@@ -40,8 +40,9 @@ def test_what_closes_a_step_and_floors_a_wave_follows_from_the_links_that_ranks_
     assert step(one_link, "microbatch", 3).wave_floor_seconds == pytest.approx(gathered, rel=1e-6)
     assert step(h100, "microbatch", 3).wave_floor_seconds == pytest.approx(gathered * 45 / 300, rel=1e-6)  # NVLink
     assert step(one_link, "iteration", 2).tail_seconds == pytest.approx(gathered * 6 / 8, rel=1e-6)
-    inside = step(one_link, "microbatch", 3, shard_ranks=8)  # weights never leave the node
-    assert inside.wave_floor_seconds < 0.5 * gathered
+    inside = step(one_link, "microbatch", 3, shard_ranks=8, reduce="step")  # no wave sends anything out of its node
+    assert inside.wave_floor_seconds == pytest.approx(spec.parameters * 4 * 7 / 8 / 300e9, rel=1e-6)
+    assert inside.update_seconds > 0.5 * gathered
     assert step(replace(h100, links_per_node=None), "microbatch", 3) == StepTerms()
 
 
