@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=30, help="0: only decode")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cases", nargs="*", help="only these, as 'frozen encoder' 'frozen and cached'")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -57,13 +58,21 @@ def _train(folder: Path, arguments: argparse.Namespace) -> None:
     _write_data(folder, arguments.rows)
     _plan(folder, "real", arguments.ranks)
     _plan(folder, "sizes", arguments.ranks)
-    cases = {"made up": ("sizes", "--random-weights"), "trainer's thread": ("real", "0"), "one process": ("real", "1")}
+    frozen = ("--decode-workers", "0", "--freeze-vision")
+    cases = {
+        "made up": ("sizes", ("--random-weights",)),
+        "trainer's thread": ("real", ("--decode-workers", "0")),
+        "one process": ("real", ("--decode-workers", "1")),
+        "frozen encoder": ("real", frozen),
+        "frozen and cached": ("real", (*frozen, "--cache-embeddings", "cache")),
+    }
+    if arguments.cases:
+        cases = {case: cases[case] for case in arguments.cases}
     seconds: dict[str, list[float]] = {case: [] for case in cases}
     for number in range(arguments.rounds):
         for case, (data, words) in cases.items():
-            more = ("--decode-workers", words) if data == "real" else (words,)
             run = f"{case}-{number}".replace(" ", "-")
-            seconds[case].append(_median_step(folder, run, data, arguments, more))
+            seconds[case].append(_median_step(folder, run, data, arguments, words))
     print(f"{MODEL}, {arguments.ranks} ranks on CPUs, {arguments.steps} steps, median of {arguments.rounds} runs each")
     for case, found in seconds.items():
         each = ", ".join(f"{one:.3f}" for one in found)

@@ -25,7 +25,12 @@ from fcp_cli.runs.launch_record import read_launch
 from fcp_cli.training.optional import require_libraries
 from fcp_cli.training.settings import TrainSettings
 
-_PATHS: Final = ("weights", "eval_manifest", "eval_plan")  # among the settings; a launch record holds them as text
+_PATHS: Final = (
+    "weights",
+    "eval_manifest",
+    "eval_plan",
+    "cache_embeddings",
+)  # among the settings; a launch record holds them as text
 
 
 def trainer_settings(request: LaunchRequest, job: Job, assumed: Origins) -> TrainSettings:
@@ -45,7 +50,7 @@ def trainer_settings(request: LaunchRequest, job: Job, assumed: Origins) -> Trai
     model = _model(request.model, metadata, assumed)
     if request.plan is None and not is_assumed(metadata):
         assumed.assume("--plan", plan, "it is in this folder")
-    evaluation = _evaluation(request)
+    evaluation, cache = _evaluation(request), request.training.get("cache_embeddings")
     settings = TrainSettings(
         plan=plan.absolute(),
         model=model,
@@ -56,6 +61,7 @@ def trainer_settings(request: LaunchRequest, job: Job, assumed: Origins) -> Trai
         **{name: value for name, value in request.training.items() if name not in _PATHS},
         eval_manifest=evaluation.get("eval_manifest"),
         eval_plan=evaluation.get("eval_plan"),
+        cache_embeddings=Path(cache).absolute() if cache else None,
     )
     recipe = settings.recipe(metadata.recipe, sync=metadata.sync, device=job.machine.device)
     if runs_here:
@@ -143,7 +149,7 @@ def _evaluation(request: LaunchRequest) -> dict[str, Path]:
     from fcp_cli.manifest.tokens import open_media
     from fcp_cli.training.data import has_tokens
 
-    found = {name: Path(request.training[name]).absolute() for name in _PATHS[1:] if request.training.get(name)}
+    found = {name: Path(request.training[name]).absolute() for name in _PATHS[1:3] if request.training.get(name)}
     manifest, plan = found.get("eval_manifest"), found.get("eval_plan")
     if plan is not None:
         preflight.check_plan(plan)

@@ -261,6 +261,7 @@ def _check_times(
         profile=profile,
         ranks_per_node=metadata.ranks_per_node,
         padding_multiple=metadata.padding_multiple,
+        cached_from_step=metadata.cached_from_step,
         encoder_shares=None if metadata.encoder_balance is None else metadata.num_ranks,
         manifest=manifest,
     )

@@ -22,7 +22,16 @@ METADATA_KEY: Final = b"fcp"
 # A reader must know these or refuse the plan, since steps, times and budgets mean something else with them. They are
 # left out where None, so that plans without them have the hash that they had before the keys existed.
 _OPTIONAL_KEYS: Final = (
-    *("batching", "continues", "encoder_balance", "padding_multiple", "rank_speeds", "recipe", "refits"),
+    *(
+        "batching",
+        "cached_from_step",
+        "continues",
+        "encoder_balance",
+        "padding_multiple",
+        "rank_speeds",
+        "recipe",
+        "refits",
+    ),
 )
 _OPTIONAL_RECIPE_KEYS: Final = ("lora", "freeze")
 
@@ -131,6 +140,8 @@ class PlanMetadata:
     Attributes:
         tokens_per_rank: the token budget, after head-room.
         encoder_balance: who shares the work of a vision encoder: all ranks of a `wave`; None: those of a ring.
+        cached_from_step: optimizer step from which on a frozen encoder's embeddings are read and not computed; None: no
+            step.
         padding_multiple: sequences count as `padding.padded_tokens` makes them; None: as they are.
         last_batch: what a last, partial batch did: `keep` plans it, `drop` leaves its sequences out.
         epochs: how often every sequence appears.
@@ -157,6 +168,7 @@ class PlanMetadata:
     tokens_per_rank: Count
     padding_multiple: Count | None = None
     encoder_balance: EncoderBalance | None = None
+    cached_from_step: Count | None = None
     seed: NonNegativeCount
     shuffle: bool
     epochs: Count = 1

@@ -35,6 +35,7 @@ def profile_seconds(
     ranks_per_node: int,
     padding_multiple: int | None = None,
     encoder_shares: int | None = None,
+    cached_from_step: int | None = None,
     manifest: LengthTable | None = None,
 ) -> FloatArray:
     """Return the seconds of `step_prices`."""
@@ -66,9 +67,10 @@ def step_prices(
         padding_multiple: of the plan; see `padding`.
         encoder_shares: ranks that share the encoder's work of a wave, whose micro-batches all wait for it; None: each
             ring has its own, which is part of its work.
+        cached_from_step: of the plan; see `encoded_at`.
         manifest: gives `eta` and vision columns; without it every sequence counts as causal text.
     """
-    sequences = planned_sequences(step, manifest)
+    sequences = planned_sequences(step, manifest, cached_from_step)
     if encoder_shares is not None:
         shared = wave_encoder_seconds(vision_seconds(sequences, profile), step.sequence_offsets, step.wave)
         text = profile_seconds(
@@ -195,12 +197,17 @@ def pack_work(
     )
 
 
-def planned_sequences(step: StepPlan, manifest: LengthTable | None) -> LengthTable:
+def encoded_at(step: int, sequences: LengthTable, cached_from_step: int | None) -> LengthTable:
+    """Return a step's sequences with the pictures that are encoded: none where all embeddings are kept from before."""
+    return without_pictures(sequences) if cached_from_step is not None and step >= cached_from_step else sequences
+
+
+def planned_sequences(step: StepPlan, manifest: LengthTable | None, cached_from_step: int | None = None) -> LengthTable:
     """Return the sequences of a step in its own order, with its own lengths and, if given, the manifest's factors."""
     lengths = step.lengths.astype(np.int64)
     if manifest is None:
         return LengthTable(name="", length_tokens=lengths)
-    rows = manifest.take(step.sequences)
+    rows = encoded_at(step.step, manifest.take(step.sequences), cached_from_step)
     return LengthTable(
         name=manifest.name,
         length_tokens=lengths,

@@ -18,6 +18,7 @@ from fcp_cli.errors import ManifestError, OverlongError
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.batching import offsets_by_tokens
 from fcp_cli.plan.metadata import Batching, Continuation, OverlongReport, steps_per_epoch
+from fcp_cli.plan.pricing import encoded_at
 from fcp_cli.planning.problem import Batch, Problem
 from fcp_cli.planning.work import batch_encoder_seconds, batch_work
 from fcp_cli.words import counted
@@ -116,7 +117,7 @@ class GlobalBatches:
         if self._offsets is not None:
             first, end = self._offsets[index : index + 2].tolist()
         rows = self._epoch_rows(epoch)[first:end]
-        sequences = self.table.take(rows)
+        sequences = encoded_at(step, self.table.take(rows), self.problem.cached_from_step)
         return Batch(
             step=step,
             rows=rows,

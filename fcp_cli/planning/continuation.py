@@ -15,6 +15,7 @@ from fcp_cli.arrays import Int32Array, IntArray
 from fcp_cli.errors import OverlongError
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import Continuation, OverlongReport, PlanMetadata, pack_rows, unpack_rows
+from fcp_cli.plan.pricing import encoded_at
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches, step_seed
 from fcp_cli.planning.problem import Batch, Problem
@@ -120,7 +121,7 @@ class RemainingBatches(GlobalBatches):
         members = slice(self._remaining.offsets[step], self._remaining.offsets[step + 1])
         rows = self._remaining.rows[members]
         number = self._remaining.continues.first_step + step
-        sequences = self.table.take(rows)
+        sequences = encoded_at(number, self.table.take(rows), self.problem.cached_from_step)
         return Batch(
             step=number,
             rows=rows,

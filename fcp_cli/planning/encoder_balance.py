@@ -1,4 +1,4 @@
-"""Settles who shares the work of a vision encoder: the ranks of each ring, or all ranks of a wave."""
+"""Settles who shares the work of a vision encoder, the ranks of each ring or of a wave, and whether it is done once."""
 
 from __future__ import annotations
 
@@ -48,6 +48,21 @@ def balanced_encoder(batches: GlobalBatches, wanted: Wanted, origins: Origins) -
         f"the first step takes {ring_seconds:.4g} s over each ring, {wave_seconds:.4g} s over the wave",
     )
     return over_wave if wave_seconds < ring_seconds else problem
+
+
+def with_cached_embeddings(problem: Problem, steps_per_epoch: int) -> Problem:
+    """Return the problem of a run that keeps a frozen encoder's embeddings, and reads them from the second epoch on.
+
+    Raises:
+        UsageError: the recipe trains the encoder.
+    """
+    recipe = problem.recipe
+    if recipe is not None and not (recipe.freeze_vision or recipe.freeze or recipe.lora):
+        raise UsageError(
+            "--embeddings-cached counts what a frozen vision encoder computes once, but the recipe trains it; add "
+            "--freeze-vision, or leave --embeddings-cached out"
+        )
+    return replace(problem, cached_from_step=steps_per_epoch)
 
 
 def _first_step_seconds(batches: GlobalBatches, problem: Problem) -> float:

@@ -65,6 +65,9 @@ class PlanRequest:
         Literal["ring", "wave", "auto"],
         Opt("Who shares a vision encoder's work: each ring's ranks, or under --sync microbatch all of a wave's."),
     ] = "ring"
+    embeddings_cached: Annotated[
+        bool, Opt("Count a frozen vision encoder in the first epoch only: fcp launch --cache-embeddings DIR.")
+    ] = False
     recipe: Annotated[RecipeRequest, Group("Recipe that memory and times are of")] = field(
         default_factory=RecipeRequest
     )

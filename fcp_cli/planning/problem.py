@@ -27,6 +27,8 @@ class Problem:
     Where all ranks of a wave share the encoder's work (`encoder_balance`), a `Batch` holds it apart: packs and rings
     are chosen for the language model alone, since who is packed with whom changes nothing of what a rank encodes.
 
+    From `cached_from_step` on pictures cost no encoding (`pricing.encoded_at`).
+
     `recipe` is what the token budget and the profile's times are of; None where the profile knows none.
     """
 
@@ -37,6 +39,7 @@ class Problem:
     tokens_per_rank: int
     padding_multiple: int | None = None
     encoder_balance: EncoderBalance | None = None
+    cached_from_step: int | None = None
     sync: Sync
     profile: CostProfile
     recipe: Recipe | None = None
@@ -67,6 +70,7 @@ def problem_of(metadata: PlanMetadata, *, name: str) -> Problem:
         tokens_per_rank=whole_budget(metadata.tokens_per_rank, metadata.padding_multiple),
         padding_multiple=metadata.padding_multiple,
         encoder_balance=metadata.encoder_balance,
+        cached_from_step=metadata.cached_from_step,
         sync=metadata.sync,
         profile=parse_cost_profile(metadata.cost_profile, name=f"{name}: the plan's cost profile"),
         recipe=metadata.recipe,

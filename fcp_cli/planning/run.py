@@ -144,6 +144,7 @@ def plan_metadata(table: LengthTable, batches: GlobalBatches, solver: Solver) ->
         tokens_per_rank=problem.tokens_per_rank,
         padding_multiple=problem.padding_multiple,
         encoder_balance=problem.encoder_balance,
+        cached_from_step=problem.cached_from_step,
         seed=settings.seed,
         shuffle=settings.shuffle,
         epochs=settings.epochs,

@@ -33,7 +33,7 @@ from fcp_cli.planning.budget import (
     say_what_offloading_costs,
 )
 from fcp_cli.planning.continuation import RemainingSteps, batches_to_plan, remaining_steps, settings_of
-from fcp_cli.planning.encoder_balance import balanced_encoder
+from fcp_cli.planning.encoder_balance import balanced_encoder, with_cached_embeddings
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.problem import Problem, whole_budget
 from fcp_cli.planning.ranks import Ranks, devices_of_rank, ranks_on, ranks_under, unequal_pipelines
@@ -98,7 +98,7 @@ def resolve_continuation(
         origins.assume("--ranks-per-node", ranks_per_node, f"the run had {metadata.ranks_per_node}")
     if request.tokens_per_rank is None:
         origins.assume("--tokens-per-rank", metadata.tokens_per_rank, "the run's plan")
-    tokens = request.tokens_per_rank or metadata.tokens_per_rank
+    tokens, padding = request.tokens_per_rank or metadata.tokens_per_rank, metadata.padding_multiple
     profile = _profile_of_run(request.profile, plan, metadata, origins)
     tensor_parallel, pipeline_parallel = devices_of_rank(
         profile, metadata.tensor_parallel, metadata.pipeline_parallel, origins
@@ -109,7 +109,6 @@ def resolve_continuation(
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
     )
-    padding = metadata.padding_multiple
     return PlanInputs(
         table=table,
         problem=Problem(
@@ -120,6 +119,7 @@ def resolve_continuation(
             tokens_per_rank=_whole_budget(_with_headroom(tokens, request.headroom), padding, origins),
             padding_multiple=padding,
             encoder_balance=metadata.encoder_balance,
+            cached_from_step=metadata.cached_from_step,
             sync=metadata.sync,
             profile=profile,
             recipe=continued_recipe(request, metadata, profile, shape, origins),
@@ -172,9 +172,13 @@ def resolve(request: PlanRequest, origins: Origins, *, most_peers: int | None = 
         ),
         budget=budget,
     )
-    if request.encoder_balance == "ring":
+    if request.encoder_balance == "ring" and not request.embeddings_cached:
         return inputs
-    return replace(inputs, problem=balanced_encoder(inputs.batches(), request.encoder_balance, origins))
+    batches = inputs.batches()
+    problem = balanced_encoder(batches, request.encoder_balance, origins)
+    if request.embeddings_cached:
+        problem = with_cached_embeddings(problem, batches.steps_per_epoch)
+    return replace(inputs, problem=problem)
 
 
 def resolve_problem(request: PlanRequest, origins: Origins, *, most_peers: int | None = None) -> tuple[Problem, Budget]:

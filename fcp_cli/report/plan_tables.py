@@ -55,7 +55,7 @@ def _headline(metadata: PlanMetadata, summary: PlanSummary) -> dict[str, str]:
         **({"devices": devices_text(metadata)} if metadata.devices_per_rank > 1 else {}),
         **({"recipe": metadata.recipe.describe()} if metadata.recipe is not None else {}),
         "sequences": f"{summary.sequences:,} with {counted(summary.tokens, 'token')}{left_out}",
-        **({"encoder": "shared by all ranks of a wave"} if metadata.encoder_balance is not None else {}),
+        **_encoder_line(metadata),
         **({"padding": padding} if metadata.padding_multiple is not None else {}),
         "step time": f"{summary.mean_step_seconds:.4g} s mean, slowest {summary.slowest_step_seconds:.4g} s "
         f"(step {summary.slowest_step})",
@@ -72,6 +72,13 @@ def _headline(metadata: PlanMetadata, summary: PlanSummary) -> dict[str, str]:
         lines["options"] = ", ".join(f"{name} {value}" for name, value in metadata.solver_options.items())
     lines["hash"] = metadata.plan_hash[:16]
     return lines
+
+
+def _encoder_line(metadata: PlanMetadata) -> dict[str, str]:
+    said = ["shared by all ranks of a wave"] if metadata.encoder_balance is not None else []
+    if metadata.cached_from_step is not None:
+        said.append(f"embeddings cached from step {metadata.cached_from_step} on")
+    return {"encoder": ", ".join(said)} if said else {}
 
 
 def peers_text(peers: PeerCount, *, on_hosts: bool) -> str:

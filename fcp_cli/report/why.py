@@ -106,7 +106,8 @@ def _priced(
     step: StepPlan, microbatch: MicroBatch, degree: int, problem: Problem, manifest: LengthTable | None
 ) -> Alternative:
     members = slice(int(step.sequence_offsets[microbatch.order]), int(step.sequence_offsets[microbatch.order + 1]))
-    work = work_on(batch_work(planned_sequences(step, manifest), problem), degree, problem)
+    sequences = planned_sequences(step, manifest, problem.cached_from_step)
+    work = work_on(batch_work(sequences, problem), degree, problem)
     attention, linear = work.attention_seconds[members].sum(), work.linear_seconds[members].sum()
     tokens = int(work.tokens[members].sum())
     size = problem.ranks_per_node

@@ -17,6 +17,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.cursor import RankStep
+from fcp_cli.runtime.embedding_cache import EmbeddingCache
 from fcp_cli.runtime.followed_step import IGNORED, require_length
 from fcp_cli.runtime.joined import JoinedSequences
 from fcp_cli.runtime.layout import ShardLayout, shard_layout
@@ -99,7 +100,13 @@ class LoadedStep:
 
 
 def load_steps(
-    steps: Iterable[RankStep], fetch: Fetch, *, rank: int, labelled: bool, device: torch.device
+    steps: Iterable[RankStep],
+    fetch: Fetch,
+    *,
+    rank: int,
+    labelled: bool,
+    device: torch.device,
+    cache: EmbeddingCache | None = None,
 ) -> Iterator[LoadedStep]:
     """Load this rank's shards step by step.
 
@@ -109,6 +116,7 @@ def load_steps(
         rank: global rank.
         labelled: whether `fetch` returns labels, of which the ranks must have the same opinion.
         device: where the shards will go: for CUDA they are put in page-locked memory.
+        cache: of the encoder's embeddings; None: there is none.
 
     Raises:
         RunError: a sequence is shorter than in the plan; its labels are not as long as its tokens, or come against
@@ -117,22 +125,21 @@ def load_steps(
     # What a rank encodes is read by others meanwhile: a step ahead is asked for before one is waited for.
     begun: deque[Callable[[], LoadedStep]] = deque()
     for step in steps:
-        begun.append(_begin_step(step, fetch, rank=rank, labelled=labelled, device=device))
+        begun.append(
+            _begin_step(step, partial(begin_shard, fetch=fetch, rank=rank, labelled=labelled, cache=cache), device)
+        )
         if len(begun) > 1:
             yield begun.popleft()()
     yield from (finish() for finish in begun)
 
 
 def _begin_step(
-    step: RankStep, fetch: Fetch, *, rank: int, labelled: bool, device: torch.device
+    step: RankStep, begin: Callable[..., Callable[[], Shard]], device: torch.device
 ) -> Callable[[], LoadedStep]:
     """Load a step but for its pixels, which others may read; return what waits for them."""
     try:
         waves = step.waves or [()] * len(step.rows)
-        begun = [
-            begin_shard(row, fetch, rank=rank, labelled=labelled, wave=wave)
-            for row, wave in zip(step.rows, waves, strict=True)
-        ]
+        begun = [begin(row, wave=wave) for row, wave in zip(step.rows, waves, strict=True)]
     except Exception as error:
         return partial(_raise, error)  # at its place: after the steps before it
     return partial(_finish_step, step, begun, device)
@@ -182,7 +189,13 @@ def load_shard(row: MicroBatch, fetch: Fetch, *, rank: int, labelled: bool = Fal
 
 
 def begin_shard(
-    row: MicroBatch, fetch: Fetch, *, rank: int, labelled: bool = False, wave: Sequence[MicroBatch] = ()
+    row: MicroBatch,
+    fetch: Fetch,
+    *,
+    rank: int,
+    labelled: bool = False,
+    wave: Sequence[MicroBatch] = (),
+    cache: EmbeddingCache | None = None,
 ) -> Callable[[], Shard]:
     """Load this rank's part of one micro-batch but for its pixels; return what waits for them.
 
@@ -192,6 +205,7 @@ def begin_shard(
         rank: global rank.
         labelled: whether `fetch` returns labels.
         wave: all micro-batches whose ranks share the encoder's work, `row` among them; none: those of `row` alone.
+        cache: of the encoder's embeddings; None: there is none.
     """
     member = row.ranks.index(rank)
     sequences = [_sequence(fetch, at, length, labelled) for at, length in zip(row.sequences, row.lengths, strict=True)]
@@ -205,7 +219,7 @@ def begin_shard(
         ranks=row.ranks,
     )
     packs = [own if other.order == row.order else _pack_of_others(other, fetch) for other in wave] or [own]
-    visuals = begin_visual_shard(packs, rank=rank)
+    visuals = begin_visual_shard(packs, rank=rank, cache=cache)
     shard = _tokens_of_shard(place, sequences, layout, member)
     return lambda: shard if visuals is None else replace(shard, visuals=visuals())
 

@@ -50,6 +50,7 @@ from fcp_cli.runtime.rows import add, add_pair, merge, take, take_pair, take_wit
 from fcp_cli.runtime.transport import Handle, Transport, Waits, drive
 
 if TYPE_CHECKING:
+    from fcp_cli.runtime.embedding_cache import EmbeddingCache
     from fcp_cli.runtime.loss import Labels
     from fcp_cli.runtime.visuals import VisualShard
 
@@ -64,6 +65,7 @@ class Ring(RingMember):
     Attributes:
         transport: carries the hops; None is enough for degree 1.
         visuals: this member's part in the pack's images and videos; None where the pack has none.
+        embedding_cache: keeps what a frozen vision encoder computes for them; None where nothing does.
         grad_dtype: in which gradients of keys and values travel; see `GradRingDtype`.
         backward_calls: how often the backward of its attention calls ran.
         backward_forbidden: why its backward must not run now, since ranks would wait for each other; "" where it may.
@@ -82,6 +84,7 @@ class Ring(RingMember):
         "__weakref__",
         "backward_calls",
         "backward_forbidden",
+        "embedding_cache",
         "encoder_calls",
         "forward_calls",
         "grad_dtype",
@@ -103,12 +106,14 @@ class Ring(RingMember):
         ranks: tuple[int, ...] = (0,),
         transport: Transport | None = None,
         visuals: VisualShard | None = None,
+        embedding_cache: EmbeddingCache | None = None,
         grad_dtype: GradRingDtype = "fp32",
     ) -> None:
         super().__init__(layout, index, ranks)
         assert len(ranks) == 1 or transport is not None, "a ring of several members needs a transport"
         self.transport = transport
         self.visuals = visuals
+        self.embedding_cache = embedding_cache
         self.grad_dtype = grad_dtype
         self.backward_calls = 0
         self.backward_forbidden = ""

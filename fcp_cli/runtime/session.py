@@ -28,6 +28,7 @@ from fcp_cli.recipe import Reduce
 from fcp_cli.runtime.agreement import agree_on_plan
 from fcp_cli.runtime.contacts import open_contacts, report_to_stderr
 from fcp_cli.runtime.cursor import PlanCursor
+from fcp_cli.runtime.embedding_cache import EmbeddingCache
 from fcp_cli.runtime.finite import LossWatch
 from fcp_cli.runtime.followed_step import FollowedStep, plan_path
 from fcp_cli.runtime.grad_ring import GradRingDtype, agreed_grad_dtype
@@ -127,6 +128,7 @@ class Session:
         skip_bad_rows: learn nothing of a row whose pictures cannot be read, in place of ending.
         watch: says where this rank waits; None where nobody would read it.
         recorder: measures the steps; None where nobody asked for metrics.
+        embedding_cache: keeps what a frozen vision encoder computes; may be set until `steps` is called.
     """
 
     def __init__(
@@ -151,6 +153,7 @@ class Session:
         self.skip_bad_rows = False
         self.watch: Watch | None = None
         self.recorder: Recorder | None = None
+        self.embedding_cache: EmbeddingCache | None = None
         self.fetch = fetch
         self._owns_process_group = owns_process_group
         self._steps_ahead = steps_ahead
@@ -205,7 +208,14 @@ class Session:
         cursor = PlanCursor(self.plan, self.rank, first_step=first_step, ahead=self._steps_ahead)
         labelled = fetches_labels(self.plan, first_step, self.fetch)
         loaded = Prefetched(
-            load_steps(cursor, self.fetch, rank=self.rank, labelled=labelled, device=self.device),
+            load_steps(
+                cursor,
+                self.fetch,
+                rank=self.rank,
+                labelled=labelled,
+                device=self.device,
+                cache=self.embedding_cache,
+            ),
             depth=self._steps_ahead,
             name="fcp-loader",
         )
@@ -505,6 +515,7 @@ class Step(FollowedStep):
             transport=session.transport,
             visuals=None if shard.visuals is None else shard.visuals.map_pixels(session.to_device),
             grad_dtype=session.grad_ring_dtype,
+            embedding_cache=session.embedding_cache,
         )
         ring.place = self._guards.place(self.index, shard.row)
         self._guards.expect_as_before(ring)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, groupby
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import RunError
+from fcp_cli.runtime.embedding_cache import CachedRows, EmbeddingCache
 from fcp_cli.runtime.exchange import Route, route
 from fcp_cli.runtime.layout import ShardLayout
 from fcp_cli.vision.parts import Kind, PixelsRead, VisualPart, begin_reading, share_out
@@ -32,6 +34,8 @@ class VisualShard:
 
     Attributes:
         parts: what it encodes, in order.
+        cached: embeddings of further parts that it need not compute, and where they belong; None where there are none.
+        keys: of `parts`, under which their embeddings are kept; None of those that are not, empty where nothing is.
         pixels: their input, [patches, ...]; None where it encodes nothing.
         kinds: kind of each of the visual tokens that it holds, in the order of its tokens.
         route: takes the embeddings of its parts [their tokens, ...] to those of its tokens [len(kinds), ...].
@@ -43,10 +47,23 @@ class VisualShard:
     kinds: tuple[Kind, ...]
     route: Route
     problems: Mapping[int, str] = field(default_factory=dict)
+    cached: CachedRows | None = None
+    keys: tuple[str | None, ...] = ()
 
     def map_pixels(self, change: Callable[[Tensor], Tensor]) -> VisualShard:
         """Return the same with changed pixels: on another device, in page-locked memory."""
         return self if self.pixels is None else replace(self, pixels=change(self.pixels))
+
+    def embeddings(self, computed: Tensor, cache: EmbeddingCache | None) -> Tensor:
+        """Return the embeddings of all of this rank's parts, and keep what is new.
+
+        Args:
+            computed: of `parts` [their tokens, ...]; of a blank patch where there are none.
+            cache: where to keep them; None: nowhere.
+        """
+        if cache is not None and self.parts:
+            cache.write(self.keys, computed.split([part.num_tokens for part in self.parts]))
+        return computed if self.cached is None else self.cached.beside(computed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -83,18 +100,21 @@ class VisualPack:
         return holders
 
 
-def visual_shard(packs: Sequence[VisualPack], *, rank: int) -> VisualShard | None:
+def visual_shard(packs: Sequence[VisualPack], *, rank: int, cache: EmbeddingCache | None = None) -> VisualShard | None:
     """Return what `begin_visual_shard` begins, with its pixels."""
-    begun = begin_visual_shard(packs, rank=rank)
+    begun = begin_visual_shard(packs, rank=rank, cache=cache)
     return None if begun is None else begun()
 
 
-def begin_visual_shard(packs: Sequence[VisualPack], *, rank: int) -> Callable[[], VisualShard] | None:
+def begin_visual_shard(
+    packs: Sequence[VisualPack], *, rank: int, cache: EmbeddingCache | None = None
+) -> Callable[[], VisualShard] | None:
     """Begin to read the pixels that one rank encodes; None where there is no part.
 
     Args:
         packs: of all rings whose ranks share the work, in an order that is the same on all of them; no rank is in two.
         rank: global rank.
+        cache: of embeddings that are not to be computed again; None: there is none.
 
     Returns:
         What waits for the pixels and returns the rank's share.
@@ -126,22 +146,57 @@ def begin_visual_shard(packs: Sequence[VisualPack], *, rank: int) -> Callable[[]
     needed = np.concatenate(consumers)
     kinds = np.repeat(np.array([part.kind == "video" for part, _ in kept]), sizes)[needed == index]
     own = [found for found, place in zip(kept, encoders.tolist(), strict=True) if place == index]
+    own, cached, keys = _looked_up(own, cache)
     shard = VisualShard(
         parts=tuple(part for part, _ in own),
+        cached=cached,
+        keys=keys,
         pixels=None,
         kinds=tuple("video" if is_video else "image" for is_video in kinds.tolist()),
         route=route(np.repeat(encoders, sizes), needed, ranks=ranks, index=index),
     )
     begun = [(row, begin_reading([part for part, _ in of_row])) for row, of_row in groupby(own, key=lambda one: one[1])]
-    return partial(_with_pixels, shard, begun)
+    return partial(_with_pixels, shard, begun, [row for _, row in own])
 
 
-def _with_pixels(shard: VisualShard, begun: Sequence[tuple[int, Callable[[], PixelsRead]]]) -> VisualShard:
-    """Wait for the pixels of each sequence; parts stand in the order of their sequences."""
+_Parts: TypeAlias = list[tuple[VisualPart, int]]
+
+
+def _looked_up(own: _Parts, cache: EmbeddingCache | None) -> tuple[_Parts, CachedRows | None, tuple[str | None, ...]]:
+    """Divide a rank's parts: what is to be encoded, the embeddings of the others, and the keys of the former."""
+    if cache is None:
+        return own, None, ()
+    keys = [_key_of(part, cache) for part, _ in own]
+    found = [None if key is None else cache.read(key) for key in keys]
+    missing = [number for number, rows in enumerate(found) if rows is None]
+    kept = [rows for rows in found if rows is not None]
+    cached = None
+    if kept:
+        sizes = [part.num_tokens for part, _ in own]
+        is_kept = np.repeat([rows is not None for rows in found], sizes)
+        # Those computed stand first, each kind in its own order.
+        order = np.empty(len(is_kept), dtype=np.int64)
+        order[np.argsort(is_kept, kind="stable")] = np.arange(len(is_kept))
+        cached = CachedRows(rows=torch.cat(kept), order=torch.from_numpy(order))
+    return [own[number] for number in missing], cached, tuple(keys[number] for number in missing)
+
+
+def _key_of(part: VisualPart, cache: EmbeddingCache) -> str | None:
+    try:
+        return cache.key(part)
+    except RunError:  # a bad picture, which reading its pixels will tell of
+        return None
+
+
+def _with_pixels(
+    shard: VisualShard, begun: Sequence[tuple[int, Callable[[], PixelsRead]]], rows: Sequence[int]
+) -> VisualShard:
+    """Wait for the pixels of each sequence; parts stand in the order of their sequences, whose rows are given."""
     read = [(row, wait()) for row, wait in begun]
     pixels = [tensor for _, found in read for tensor in found.rows]
     problems = {row: found.problem for row, found in read if found.problem is not None}
-    return replace(shard, pixels=torch.cat(pixels) if pixels else None, problems=problems)
+    keys = tuple(None if row in problems else key for key, row in zip(shard.keys, rows, strict=False))
+    return replace(shard, pixels=torch.cat(pixels) if pixels else None, problems=problems, keys=keys)
 
 
 def _in_order(parts: Sequence[VisualPart]) -> Sequence[VisualPart]:

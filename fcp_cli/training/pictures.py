@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,8 @@ import torch
 from torch import Tensor
 
 from fcp_cli.arrays import IntArray
+from fcp_cli.errors import ManifestError, RunError
+from fcp_cli.manifest.sources.picture_refs import Picture
 from fcp_cli.manifest.sources.pictures import PictureRecords, PictureRow
 from fcp_cli.runtime.followed_step import require_length
 from fcp_cli.training.decoding import BadPictureError, Values, Wanted
@@ -35,6 +39,7 @@ class PictureVisuals:
         self._lengths = lengths
         self._config = config
         self._pool = pool
+        self._processor_digest = _digest_of(records.folder)
 
     def __call__(self, row: int) -> VisualSequence:
         found = self._records.read(row)
@@ -61,7 +66,7 @@ class PictureVisuals:
         chosen = [
             index for index, size in enumerate(found.sizes) if is_video is None or (size.frames is not None) == is_video
         ]
-        return RowPixels(row, found, chosen, self._records.processor, self._pool)
+        return RowPixels(row, found, chosen, self._records.processor, self._pool, self._processor_digest)
 
     def close(self) -> None:
         """End the processes that decode."""
@@ -78,8 +83,15 @@ class RowPixels:
     """Pixels of some pictures of one row, one after the other: a `PixelReader`."""
 
     def __init__(
-        self, row: int, found: PictureRow, chosen: Sequence[int], processor: VisionProcessor, pool: PixelPool
+        self,
+        row: int,
+        found: PictureRow,
+        chosen: Sequence[int],
+        processor: VisionProcessor,
+        pool: PixelPool,
+        processor_digest: str,
     ) -> None:
+        self._processor_digest = processor_digest
         self._row = row
         self._found = found
         self._pool = pool
@@ -107,6 +119,13 @@ class RowPixels:
                 begun.append((own, index, self._pool.begin(wanted)))
         return partial(self._finish, ranges, begun)
 
+    def content_key(self, start: int, stop: int) -> str:
+        """Return what decides rows of one picture: the bytes of its file, the processor's files, and their place."""
+        first, _, index = next(one for one in self._starts if one[0] <= start < one[1])
+        size = self._found.sizes[index]
+        content = content_digest(self._found.pictures[index])
+        return f"{self._processor_digest} {content} {size} {start - first} {stop - first}"
+
     def _finish(
         self, ranges: Sequence[tuple[int, int]], begun: Sequence[tuple[list[int], int, Callable[[], list[Values]]]]
     ) -> PixelsRead:
@@ -132,3 +151,36 @@ def _found(wait: Callable[[], list[Values]]) -> list[Values] | str:
         return wait()
     except BadPictureError as error:
         return str(error)
+
+
+def content_digest(picture: Picture) -> str:
+    """Return a digest of the bytes of a picture; a file that has not changed is read once.
+
+    Raises:
+        RunError: they cannot be read.
+    """
+    try:
+        content = picture.content()
+        if isinstance(content, Path):
+            found = content.stat()
+            return _digest_of_file(content, found.st_mtime_ns, found.st_size)
+        return blake2b(content.getvalue(), digest_size=16).hexdigest()
+    except (ManifestError, OSError) as error:
+        raise RunError(f"{picture.name}: {error}") from error
+
+
+@lru_cache(maxsize=1 << 16)
+def _digest_of_file(path: Path, _changed_ns: int, _size_bytes: int) -> str:
+    with path.open("rb") as stream:
+        digest = blake2b(digest_size=16)
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _digest_of(folder: Path) -> str:
+    """Return a digest of the files by which a checkpoint's processor changes pixels."""
+    digest = blake2b(digest_size=16)
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"):
+        digest.update(name.encode() + ((folder / name).read_bytes() if (folder / name).is_file() else b""))
+    return digest.hexdigest()

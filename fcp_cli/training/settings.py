@@ -61,6 +61,7 @@ class TrainSettings(RecipeRequest):
         checkpoint_every: steps between checkpoints; 0 saves only at the end and on Ctrl-C.
         keep: the newest so many checkpoints stay.
         async_save: copy what a checkpoint holds, and write it while training goes on.
+        cache_embeddings: folder that keeps what a frozen vision encoder computes, and shares it over epochs and runs.
         wandb: project of Weights & Biases that gets the curves, beside TensorBoard.
         log_every: steps between two lines of progress where there is no terminal.
         quiet: no progress; whoever started the run shows it from the metrics.
@@ -114,6 +115,14 @@ class TrainSettings(RecipeRequest):
     decode_workers: Annotated[
         int | None, Opt("Processes per rank that decode pictures; 0: none.", min=0, unset="the rank's share of cores")
     ] = None
+    cache_embeddings: Annotated[
+        Path | None,
+        Opt(
+            "Keep a frozen encoder's embeddings here, so that each picture is encoded once.",
+            metavar="DIR",
+            unset="none",
+        ),
+    ] = None
     wandb: Annotated[
         str | None, Opt("Project of Weights & Biases to log to, too.", metavar="PROJECT", unset="none")
     ] = None
@@ -143,6 +152,11 @@ class TrainSettings(RecipeRequest):
         """
         recipe = self.applied_to(recipe_to_follow(planned, sync=sync, device=device))
         check_recipe(recipe, sync=sync)
+        if self.cache_embeddings is not None and not (recipe.freeze_vision or recipe.freeze or recipe.lora):
+            raise UsageError(
+                "--cache-embeddings keeps what a frozen vision encoder computes, but this run trains it; add "
+                "--freeze-vision, or leave --cache-embeddings out"
+            )
         return recipe
 
     def argv(self) -> list[str]:

@@ -29,6 +29,7 @@ from fcp_cli.recipe import check_shard_ranks
 from fcp_cli.runs.checkpoint_header import CheckpointHeader, check_header, checkpoints, read_header
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runtime import Fetch, LocalMicroBatch, Session, Step, start
+from fcp_cli.runtime.embedding_cache import EmbeddingCache
 from fcp_cli.runtime.metrics.recorder import device_name
 from fcp_cli.runtime.weight_types import WEIGHT_DTYPES
 from fcp_cli.runtime.world import World
@@ -162,6 +163,7 @@ class Trainer:
         self.holding = self._hold()
         if self.is_sharded:
             self._fill(weights)
+        self._keep_embeddings()
         self.offload = open_offload(self.recipe, settings.model, metadata, session.device)
         self.optimizer = make_optimizer(self.holding.trained, settings)
         self.saver = CheckpointSaver(
@@ -198,6 +200,18 @@ class Trainer:
             return Replica(self.model, session.world, shares, dtype)
         shard_model(self.model, shares.mesh, dtype=dtype, keeps_weights=recipe.zero_stage == 2)
         return ShardedModel(self.model, shares)
+
+    def _keep_embeddings(self) -> None:
+        """Keep what the frozen encoder computes, where the settings name a folder for it. Every rank calls it."""
+        if self.settings.cache_embeddings is None:
+            return
+        cache = EmbeddingCache(
+            self.settings.cache_embeddings, about=f"{self.recipe.precision} {self.session.device.type}"
+        )
+        cache.bind(self.model)
+        self.session.embedding_cache = cache
+        if self.held_out is not None:
+            self.held_out.embedding_cache = cache
 
     def run(self, stop: StopRequest) -> bool:
         """Train until the last step, or until a rank is asked to stop; a checkpoint is there either way."""

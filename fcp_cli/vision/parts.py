@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from heapq import heapify, heapreplace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -38,6 +39,18 @@ class PixelReader(Protocol):
 
     def begin(self, ranges: Sequence[tuple[int, int]]) -> Callable[[], PixelsRead]:
         """Begin to read rows from start to stop, several such at once; return what waits for them."""
+
+
+@runtime_checkable
+class KeyedReader(PixelReader, Protocol):
+    """One that can tell pictures apart without preprocessing them."""
+
+    def content_key(self, start: int, stop: int) -> str:
+        """Return what decides rows start to stop: the picture's content, its processor, and the rows' place in it.
+
+        Raises:
+            RunError: the picture cannot be read.
+        """
 
 
 Pixels: TypeAlias = "Tensor | Callable[[int, int], Tensor] | PixelReader"
@@ -103,6 +116,16 @@ class VisualSequence:
     labels: Any = None
     parts: tuple[VisualPart, ...] = ()
     position_ids: IntArray | None = None
+
+
+def content_key(part: VisualPart) -> str:
+    """Return what decides a part's pixels: as its reader tells it, else a digest of the pixels themselves."""
+    rows = part.pixels
+    if isinstance(rows, PixelRows) and isinstance(rows.pixels, KeyedReader):
+        return rows.pixels.content_key(rows.start, rows.stop)
+    values = rows()
+    host: Any = values.cpu().contiguous()
+    return f"{values.dtype} {tuple(values.shape)} {blake2b(host.numpy().tobytes(), digest_size=16).hexdigest()}"
 
 
 def begin_reading(parts: Sequence[VisualPart]) -> Callable[[], PixelsRead]:

@@ -47,7 +47,8 @@ SURFACE = {
     """,
     "plan": """
         MANIFEST --profile --model --cluster --ranks --ranks-per-node --tokens-per-rank --sync --headroom
-        --tensor-parallel --pipeline-parallel --padded-rings --no-padded-rings --encoder-balance --zero --shard-ranks --reduce
+        --tensor-parallel --pipeline-parallel --padded-rings --no-padded-rings --encoder-balance
+        --embeddings-cached --zero --shard-ranks --reduce
         --precision --recompute --loss --offload --freeze-vision --lora --freeze --global-batch-size --steps --epochs --seed
         --shuffle --no-shuffle --max-length --overlong --last-batch --length-column --output -o --solver --resume
         --continue-from --max-degree --max-groups --max-peers --workers --json
@@ -66,6 +67,7 @@ SURFACE = {
         --shard-ranks --reduce --precision --recompute --loss --offload --max-grad-norm --freeze-vision
         --on-nan --grad-ring-dtype --seed
         --checkpoint-every --keep --async-save --no-async-save --length-column --log-every --bad-rows --decode-workers
+        --cache-embeddings
     """,
     "check": """
         PLAN --manifest --length-column --json
@@ -75,7 +77,8 @@ SURFACE = {
     """,
     "compare": """
         MANIFEST --profile --model --cluster --ranks --ranks-per-node --tokens-per-rank --sync --headroom
-        --tensor-parallel --pipeline-parallel --padded-rings --no-padded-rings --encoder-balance --zero --shard-ranks --reduce
+        --tensor-parallel --pipeline-parallel --padded-rings --no-padded-rings --encoder-balance
+        --embeddings-cached --zero --shard-ranks --reduce
         --precision --recompute --loss --offload --freeze-vision --lora --freeze --global-batch-size --steps --epochs --seed
         --shuffle --no-shuffle --max-length --overlong --last-batch --length-column --solvers --milp-seconds --json
         --device-hour-price

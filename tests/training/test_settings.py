@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,6 +79,16 @@ def test_impossible_settings_are_one_line(name: str, value: object, message: str
     with pytest.raises(UsageError) as error:
         TrainSettings(**{**REQUIRED, name: value})
     assert str(error.value) == message
+
+
+def test_embeddings_of_a_trained_encoder_are_not_kept() -> None:
+    settings = TrainSettings(**{**REQUIRED, "cache_embeddings": Path("cache")})
+    with pytest.raises(UsageError) as error:
+        settings.recipe(None, sync="iteration", device="cpu")
+    assert str(error.value) == snapshot(
+        "--cache-embeddings keeps what a frozen vision encoder computes, but this run trains it; add --freeze-vision, or leave --cache-embeddings out"
+    )
+    assert replace(settings, freeze_vision=True).recipe(None, sync="iteration", device="cpu").freeze_vision
 
 
 def test_adapters_and_frozen_patterns_exclude_each_other() -> None:

@@ -221,6 +221,7 @@ def _bring_embeddings(
     ring.encoder_calls += 1
     if visuals is None:
         return args, {**kwargs, "mm_encoder_outputs": family.encoder_outputs(embeddings[:0], ())}
+    embeddings = visuals.embeddings(embeddings, ring.embedding_cache)
     arrived = exchange(embeddings, visuals.route, ring.transport)
     return args, {**kwargs, "mm_encoder_outputs": family.encoder_outputs(arrived, visuals.kinds)}
 
