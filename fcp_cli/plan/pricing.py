@@ -45,6 +45,7 @@ def profile_seconds(
         ranks_per_node=ranks_per_node,
         padding_multiple=padding_multiple,
         encoder_shares=encoder_shares,
+        cached_from_step=cached_from_step,
         manifest=manifest,
     ).seconds
 
@@ -56,6 +57,7 @@ def step_prices(
     ranks_per_node: int,
     padding_multiple: int | None = None,
     encoder_shares: int | None = None,
+    cached_from_step: int | None = None,
     manifest: LengthTable | None = None,
 ) -> Prices:
     """Price the micro-batches of a planned step.
