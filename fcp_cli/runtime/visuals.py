@@ -62,7 +62,7 @@ class VisualShard:
             cache: where to keep them; None: nowhere.
         """
         if cache is not None and self.parts:
-            cache.write(self.keys, computed.split([part.num_tokens for part in self.parts]))
+            cache.write(self.keys, torch.split(computed, [part.num_tokens for part in self.parts]))
         return computed if self.cached is None else self.cached.beside(computed)
 
 
