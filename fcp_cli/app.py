@@ -36,6 +36,7 @@ from fcp_cli.config import read_config, unknown_variables
 from fcp_cli.console import note, print_error, verbosity
 from fcp_cli.errors import FcpError
 from fcp_cli.extras import pip_install_module
+from fcp_cli.words import first_line
 
 app = App(
     name="fcp",
@@ -108,6 +109,9 @@ def main() -> None:
         if install is None:
             raise
         print_error(f"{error.name} is not installed here, and this command needs it; run: {install}")
+        sys.exit(1)
+    except MemoryError as error:
+        print_error(f"not enough memory: {first_line(error)}; what was given states or holds too much for this machine")
         sys.exit(1)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of a pipe is gone

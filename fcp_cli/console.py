@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from fcp_cli.words import one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,7 +46,7 @@ def print_table(console: Console, table: Table) -> None:
 
 def note(message: str) -> None:
     """Print a line about what was assumed or chosen; silent under -q."""
-    human().print(message, markup=False, soft_wrap=True)
+    human().print(one_line(message), markup=False, soft_wrap=True)
 
 
 def print_error(message: str) -> None:
@@ -53,13 +56,25 @@ def print_error(message: str) -> None:
     console = human()
     console.quiet = False
     # In one piece: the ranks and nodes of a job share a terminal.
-    console.print(Text.assemble(("error:", "bold red"), f" {message}"), soft_wrap=True)
+    console.print(Text.assemble(("error:", "bold red"), f" {one_line(message)}"), soft_wrap=True)
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    """Print the one document of `--json` on stdout."""
-    sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
+    """Print the one document of `--json` on stdout; a figure that is none, as a profile of zeros gives, is null."""
+    try:
+        text = json.dumps(document, indent=2, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_without_nan(document), indent=2, allow_nan=False)
+    sys.stdout.write(text + "\n")
     sys.stdout.flush()
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def progress(*, transient: bool = True) -> Progress:

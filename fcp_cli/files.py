@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from fcp_cli.errors import FcpError, UsageError
 
@@ -55,20 +53,6 @@ def write_text_atomically(path: Path, text: str) -> None:
     """Write a small text file whole or not at all."""
     with replaced_atomically(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
-
-
-def read_json(path: Path, *, error: type[FcpError]) -> Any:
-    """Return what a JSON file holds.
-
-    Raises:
-        FcpError: of the class `error`: the file cannot be read, or is not JSON.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as failure:
-        raise error(f"cannot read {path}: {failure.strerror or failure}") from failure
-    except ValueError as failure:
-        raise error(f"{path} is not JSON: {failure}") from failure
 
 
 def shipped(kind: str) -> Path:

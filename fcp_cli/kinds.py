@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
@@ -83,11 +82,10 @@ def _format_in_text(head: bytes) -> str | None:
 
 def _format_in_footer(path: Path) -> str | None:
     """Return the format that the footer of a Parquet file states under the key `fcp`."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    from fcp_cli.reading.parquet import FAILURES, footer_document, open_footer
 
     try:
-        header = json.loads((pq.read_metadata(path).metadata or {}).get(b"fcp", b"{}"))
-        return str(header.get("format")).partition("/")[0]
-    except (pa.ArrowException, OSError, ValueError, AttributeError):
+        header = footer_document(open_footer(path).metadata)
+    except FAILURES:
         return None
+    return str(header.get("format"))[:80].partition("/")[0] if isinstance(header, dict) else None

@@ -28,6 +28,8 @@ from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get
 from fcp_cli.errors import UsageError
 
 T = TypeVar("T")
+MOST_RANKS: Final = 1 << 20
+"""Plans of tens of thousands are made in minutes; what is far beyond is a slip."""
 _METAVARS: Final[dict[Any, str]] = {int: "N", float: "X", str: "NAME", Path: "FILE"}
 
 

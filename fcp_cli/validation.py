@@ -7,30 +7,33 @@ quickest to import (24 ms; attrs with cattrs 37, pydantic 34 to 50), fills our o
 
 from __future__ import annotations
 
+import math
 import re
 import reprlib
-import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Annotated, Any, Final, NamedTuple, TypeVar
 
 import msgspec
-import yaml
 from msgspec import Meta
 from msgspec import inspect as types
 
 from fcp_cli.errors import FcpError
+from fcp_cli.options import MOST_RANKS
 from fcp_cli.words import nearest
 
 T = TypeVar("T")
 
-# The bound excludes infinity; msgspec's comparisons let no NaN through.
-_FINITE: Final = sys.float_info.max
-Positive = Annotated[float, Meta(gt=0, le=_FINITE, description="a positive number")]
-NonNegative = Annotated[float, Meta(ge=0, le=_FINITE, description="a non-negative number")]
+# Products and quotients of such figures are finite; msgspec's comparisons let no NaN through.
+_MOST: Final = 1e30
+_LEAST: Final = 1e-30
+_MOST_WHOLE: Final = 2**63 - 1
+Positive = Annotated[float, Meta(ge=_LEAST, le=_MOST, description="a positive number")]
+NonNegative = Annotated[float, Meta(ge=0, le=_MOST, description="a non-negative number")]
 Share = Annotated[float, Meta(ge=0, le=1, description="a share from 0 to 1")]
-Count = Annotated[int, Meta(ge=1, description="a whole number of at least 1")]
-NonNegativeCount = Annotated[int, Meta(ge=0, description="a whole number of at least 0")]
+Count = Annotated[int, Meta(ge=1, le=_MOST_WHOLE, description="a whole number of at least 1")]
+RankCount = Annotated[int, Meta(ge=1, le=MOST_RANKS, description="a whole number of at least 1")]
+NonNegativeCount = Annotated[int, Meta(ge=0, le=_MOST_WHOLE, description="a whole number of at least 0")]
 NonEmptyText = Annotated[str, Meta(min_length=1, description="a text")]
 
 _PLACE: Final = re.compile(r" - at `\$\.?(.*)`$")
@@ -47,27 +50,6 @@ _PLAIN_TYPES: Final = {
 }
 _ABBREVIATED: Final = reprlib.Repr()
 _ABBREVIATED.maxstring = _ABBREVIATED.maxother = 80
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads 50e9 (no dot, no sign) as the number that YAML 1.2 takes it for; YAML 1.1 has it as text."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
-def parse_yaml(text: str, *, name: str, error: type[FcpError]) -> Any:
-    """Return the document of a YAML text; `name` stands for the file in the message.
-
-    Raises:
-        FcpError: of the given class: it is not YAML.
-    """
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as failure:
-        raise error(f"{name} is not valid YAML: {' '.join(str(failure).split())}") from failure
 
 
 def validated(document: Any, kind: type[T], *, where: str, error: type[FcpError], remedy: str = "") -> T:
@@ -92,6 +74,18 @@ def validated(document: Any, kind: type[T], *, where: str, error: type[FcpError]
         message = str(failure) if isinstance(failure, _UnknownKeyError) else _explanation(failure, places)
         separator = " " if message.endswith("?") else "; "
         raise error(f"{where}: {message}{remedy and separator + remedy}") from failure
+
+
+def require_shape(document: Any, kind: type[Any]) -> None:
+    """Check the values that a dataclass names, and pass over all others: for records that others add to.
+
+    Raises:
+        ValueError: one is missing, or is none of its kind; the message is short and has its path.
+    """
+    try:
+        msgspec.convert(document, kind)
+    except msgspec.ValidationError as failure:
+        raise ValueError(str(failure)) from failure
 
 
 # Cached, since a file may hold thousands of lines of one kind.
@@ -150,8 +144,33 @@ def _explanation(failure: msgspec.ValidationError, places: Mapping[str, _Place])
         return f"the block {path} is missing" if is_block else f"{path} is missing"
     if path not in places:  # a key of a mapping, not its value
         return text
-    value = "" if "[...]" in path else f" is {_ABBREVIATED.repr(places[path].value)}; it"
-    return f"{path or 'the file'}{value} must be {_allowed(places[path].rules)}"
+    value = places[path].value
+    return f"{path or 'the file'}{'' if '[...]' in path else f' is {shown(value)}; it'} must be {_wanted(places[path])}"
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message holds it: never long."""
+    return _ABBREVIATED.repr(value)
+
+
+def _wanted(place: _Place) -> str:
+    """Return what a value must be: within which limit, where that is what is wrong with it."""
+    allowed = _allowed(place.rules)
+    limits = _limits(place.rules)
+    if limits is None or isinstance(place.value, bool) or not isinstance(place.value, int | float):
+        return allowed
+    if math.isfinite(place.value) and place.value > limits.le > 1:
+        return f"{allowed}, at most {limits.le}"
+    return f"{allowed}, at least {limits.ge}" if 0 < place.value < limits.ge < 1 else allowed
+
+
+def _limits(rules: types.Type) -> Any:
+    """Return the kind of number that a value may be, with its limits; None where it may be none."""
+    if isinstance(rules, types.Metadata):
+        return _limits(rules.type)
+    if isinstance(rules, types.UnionType):
+        return next(filter(None, map(_limits, rules.types)), None)
+    return rules if isinstance(rules, types.IntType | types.FloatType) and rules.le is not None else None
 
 
 def _allowed(rules: types.Type) -> str:

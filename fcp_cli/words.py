@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -10,6 +11,15 @@ def counted(count: int, noun: str) -> str:
     """Write a count with its noun: "1 step", "1,200 steps"."""
     ending = "" if count == 1 else "es" if noun.endswith(("ch", "s", "x")) else "s"
     return f"{count:,} {noun}{ending}"
+
+
+def one_line(text: str, *, most: int = 1200) -> str:
+    """Return a message as one line for any terminal; a long one is cut in its middle, after which its help stands."""
+    line = _CONTROL.sub(" ", text.encode(errors="backslashreplace").decode()).strip()
+    return line if len(line) <= most else f"{line[: most * 2 // 3]} [...] {line[-(most // 3) :]}"
+
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 
 
 def first_line(error: BaseException) -> str:

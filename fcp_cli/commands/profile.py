@@ -269,11 +269,11 @@ def _finish(found: CostProfile, output: Path, json: bool, origins: Origins) -> N
     print_errors(console, found)
     _write(found, output)
     if json:
-        import yaml
-
         from fcp_cli.cost.profile import dump_cost_profile
+        from fcp_cli.reading.documents import parse_yaml
 
-        print_json({"output": str(output), "profile": yaml.safe_load(dump_cost_profile(found))})
+        document = parse_yaml(dump_cost_profile(found), name="the profile", error=ProfileError)
+        print_json({"output": str(output), "profile": document})
 
 
 def _refuse_two_documents(output: Path, json: bool) -> None:

@@ -12,15 +12,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import yaml
+from msgspec import Meta
 
 from fcp_cli.errors import ProfileError
 from fcp_cli.kinds import another_kind
+from fcp_cli.reading.documents import parse_yaml, read_text
 from fcp_cli.recipe import Recipe
-from fcp_cli.validation import NonNegative, Positive, Share, parse_yaml, validated
-from fcp_cli.words import first_sentence
+from fcp_cli.validation import NonNegative, Positive, Share, validated
 
 FORMAT: Final = "fcp-cost-profile/1"
 # The two models that a fit tries, as `measurement` names them.
@@ -28,6 +29,10 @@ HIDDEN_RING: Final = "hidden_ring"  # attention may hide the whole ring
 EXPOSED_RING: Final = "exposed_ring_share"
 Origin = Literal["measured", "fitted", "analytic", "assumed"]
 Sync = Literal["iteration", "microbatch"]
+# Beside what is fixed, tokens must still show in a sum of doubles: a thousandth of the quickest models' and devices'.
+_LEAST_PER_TOKEN: Final = 1e-12
+_LEAST_PER_TOKEN2: Final = 1e-16
+Overhead = Annotated[float, Meta(ge=0, le=1e4, description="a non-negative number")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +42,8 @@ class Coefficients:
     attention_seconds_per_token2: NonNegative  # alpha1
     linear_seconds_per_token: NonNegative  # alpha2
     ring_bytes_per_token: NonNegative  # alpha3: K/V forward, K/V and dK/dV backward, all layers
-    microbatch_seconds: NonNegative  # beta1
-    ring_hop_seconds: NonNegative = 0.0  # beta2, per hop
+    microbatch_seconds: Overhead  # beta1
+    ring_hop_seconds: Overhead = 0.0  # beta2, per hop
     vision_seconds_per_patch: NonNegative = 0.0
     vision_seconds_per_patch2: NonNegative = 0.0
     exposed_ring_share: Share = 0.0  # of a ring's seconds, hidden by nothing
@@ -173,13 +178,9 @@ def load_cost_profile(path: Path) -> CostProfile:
     """
     if mistaken := another_kind(path, "cost profile"):
         raise ProfileError(mistaken)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise ProfileError(f"there is no cost profile {path}; make one with 'fcp profile -o {path}'") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(f"cannot read the cost profile {path}: {first_sentence(error)}") from error
-    return parse_cost_profile(text, name=str(path))
+    if not path.exists():
+        raise ProfileError(f"there is no cost profile {path}; make one with 'fcp profile -o {path}'")
+    return parse_cost_profile(read_text(path, error=ProfileError, what="the cost profile "), name=str(path))
 
 
 def parse_cost_profile(text: str, *, name: str) -> CostProfile:
@@ -203,6 +204,9 @@ def parse_cost_profile(text: str, *, name: str) -> CostProfile:
             f"{name}: common_ground.coefficients.exposed_ring_share is {share}; it must be absent, since the common "
             "ground is the fit without one"
         )
+    for place, costs in (("", file), ("common_ground.", ground)):
+        if costs is not None:
+            _require_time(costs.coefficients, f"{name}: {place}coefficients")
     return CostProfile(
         model=file.model,
         cluster=file.cluster,
@@ -217,6 +221,16 @@ def parse_cost_profile(text: str, *, name: str) -> CostProfile:
         measurement=file.measurement or {},
         text=text,
     )
+
+
+def _require_time(coefficients: Coefficients, where: str) -> None:
+    """Check that tokens take time: planning compares, and divides by, times of packs."""
+    attention, linear = coefficients.attention_seconds_per_token2, coefficients.linear_seconds_per_token
+    if attention < _LEAST_PER_TOKEN2 and linear < _LEAST_PER_TOKEN:
+        raise ProfileError(
+            f"{where}.attention_seconds_per_token2 is {attention:g} and .linear_seconds_per_token {linear:g}: tokens "
+            "take no time, so that no plan is quicker than another; 'fcp profile --analytic' computes them"
+        )
 
 
 def dump_cost_profile(profile: CostProfile) -> str:

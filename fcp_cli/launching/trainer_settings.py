@@ -6,10 +6,8 @@ import importlib.util
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
 from fcp_cli.console import Origins
-from fcp_cli.errors import ProfileError, RunError, UsageError
+from fcp_cli.errors import PlanError, ProfileError, RunError, UsageError
 from fcp_cli.launching.assumed_plan import is_assumed
 from fcp_cli.launching.checks import preflight
 from fcp_cli.launching.checks.memory import check_recipe_of_plan
@@ -18,6 +16,7 @@ from fcp_cli.launching.request import LOCAL, LaunchRequest
 from fcp_cli.models.model import load_model
 from fcp_cli.models.weights import find_weights, has_weights
 from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.reading.documents import parse_yaml
 from fcp_cli.recipe import check_shard_ranks
 from fcp_cli.runs.checkpoint_header import checkpoints
 from fcp_cli.runs.folder import RunPaths, next_run_dir
@@ -178,8 +177,8 @@ def _note_vision(metadata: PlanMetadata, settings: TrainSettings, assumed: Origi
 def _planned_profile(metadata: PlanMetadata) -> dict[str, Any]:
     """Return the cost profile that the plan carries, as it was written; empty where it carries none."""
     try:
-        profile = yaml.safe_load(metadata.cost_profile)
-    except yaml.YAMLError:
+        profile = parse_yaml(metadata.cost_profile, name="the plan's cost profile", error=PlanError)
+    except PlanError:
         return {}
     return profile if isinstance(profile, dict) else {}
 

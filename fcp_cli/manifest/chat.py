@@ -28,7 +28,7 @@ import numpy as np
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.extras import pip_install
-from fcp_cli.files import read_json
+from fcp_cli.reading.documents import read_json
 from fcp_cli.vision.processors import Marks, VisionProcessor, Visual
 from fcp_cli.words import first_line
 

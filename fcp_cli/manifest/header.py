@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from fcp_cli.errors import ManifestError
 from fcp_cli.kinds import another_kind
-from fcp_cli.words import first_sentence
+from fcp_cli.reading.parquet import FAILURES, FOOTER_KEY, footer_document, open_footer, reason_of
 
-METADATA_KEY: Final = b"fcp"
+METADATA_KEY: Final = FOOTER_KEY
 MANIFEST_FORMAT: Final = "fcp-manifest/1"
 LEARNED_COLUMN: Final = "learned_tokens"
 """Column of chat data: tokens of a sequence that are learned."""
@@ -34,8 +30,8 @@ def readable(path: Path, *, kind: str = "Parquet") -> Iterator[None]:
     """
     try:
         yield
-    except (pa.ArrowException, OSError) as error:
-        reason = first_sentence(error)
+    except FAILURES as error:
+        reason = reason_of(error)
         raise ManifestError(
             f"{path} cannot be read as {kind} ({reason}): truncated, damaged or another format; copy or make it again"
         ) from error
@@ -77,7 +73,7 @@ def read_footer(file: Path) -> Any:
     if mistaken := another_kind(file, "manifest"):
         raise ManifestError(mistaken)
     with readable(file):
-        footer = pq.read_metadata(file)
+        footer = open_footer(file)
     format_name = str(read_header(footer).get("format", MANIFEST_FORMAT))
     if format_name != MANIFEST_FORMAT:
         raise ManifestError(f"{file} has the format {format_name!r}; this version of fcp reads {MANIFEST_FORMAT!r}")
@@ -86,9 +82,8 @@ def read_footer(file: Path) -> Any:
 
 def read_header(footer: Any) -> dict[str, Any]:
     """Return the header that `fcp` wrote into a footer; empty for a foreign file."""
-    text = (footer.metadata or {}).get(METADATA_KEY)
     try:
-        header = json.loads(text or "{}")
+        header = footer_document(footer.metadata)
     except ValueError:
         return {}
     return header if isinstance(header, dict) else {}

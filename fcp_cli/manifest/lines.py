@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from array import array
 from collections.abc import Iterable
@@ -14,6 +13,8 @@ from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.checks import FACTORS, checked_table, length_column_of
 from fcp_cli.manifest.table import LengthTable
+from fcp_cli.reading.documents import decode_record
+from fcp_cli.validation import shown
 
 _STDIN: Final = "standard input"
 
@@ -68,7 +69,7 @@ def _lines(stream: Iterable[str], place: str) -> Iterable[tuple[int, str]]:
 
 def _record(line: str, where: str, length_column: str) -> dict[str, Any]:
     try:
-        value = json.loads(line)
+        value = decode_record(line)
     except ValueError as error:
         raise ManifestError(
             f"{where} is not JSON: {line.strip()[:60]!r}; write one length per line (texts: `fcp manifest build`)"
@@ -89,11 +90,14 @@ def _whole(value: Any, where: str, name: str) -> int:
         return len(value)
     whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     if not whole or isinstance(value, bool) or abs(value) >= 2**63:
-        raise ManifestError(f"{where}: {name} is {value!r}, not a whole number of 64 bits")
+        raise ManifestError(f"{where}: {name} is {shown(value)}, not a whole number of 64 bits")
     return int(value)
 
 
 def _number(value: Any, where: str, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ManifestError(f"{where}: {name} is {value!r}, not a number")
-    return float(value)
+        raise ManifestError(f"{where}: {name} is {shown(value)}, not a number")
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ManifestError(f"{where}: {name} is {shown(value)}, too large a number") from error

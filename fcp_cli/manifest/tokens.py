@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import pyarrow.parquet as pq
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
@@ -30,6 +29,7 @@ from fcp_cli.manifest.sources.pictures import PICTURES_COLUMN, PictureData, Pict
 from fcp_cli.manifest.sources.shards import open_shard
 from fcp_cli.manifest.sources.text import TextTokens
 from fcp_cli.manifest.tokenizer import open_tokenizer
+from fcp_cli.reading.parquet import open_parquet
 from fcp_cli.vision.processors import open_processor, recorded_processor
 
 
@@ -139,7 +139,7 @@ def open_media(manifest_path: str | Path) -> MediaRecords | None:
     root, remedy = Path(source["path"]), f"build and plan again: {build_command(source, path)}"
     if not root.exists():
         raise ManifestError(f"{path} was built from {root}, which is gone; {remedy}")
-    if "byte_offset" not in pq.read_schema(path).names:
+    if "byte_offset" not in open_shard(path).schema.names:
         raise ManifestError(f"{path} does not record where its records are in {root}; {remedy}")
     return MediaRecords(root, recorded_processor(source["processor"]), _column(path, "byte_offset").to_numpy())
 
@@ -178,7 +178,7 @@ def _has_pixels(source: dict[str, Any]) -> bool:
 
 
 def _picture_records(path: Path, root: Path, source: dict[str, Any], remedy: str) -> PictureRecords:
-    missing = {"shard", "record", PICTURES_COLUMN} - set(pq.read_schema(path).names)
+    missing = {"shard", "record", PICTURES_COLUMN} - set(open_shard(path).schema.names)
     if missing:
         raise ManifestError(f"{path} has no column {min(missing)!r}, which says where pictures are; {remedy}")
     processor, folder = recorded_processor(source["processor"]), Path(source["tokenizer"])
@@ -248,4 +248,4 @@ def _tokenizer(source: dict[str, Any]) -> Any:
 
 def _column(path: Path, name: str) -> Any:
     with readable(path):
-        return pq.read_table(path, columns=[name]).column(name).combine_chunks()
+        return open_parquet(path).read(columns=[name]).column(name).combine_chunks()

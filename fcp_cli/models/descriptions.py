@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from fcp_cli.errors import ProfileError
 from fcp_cli.files import shipped
-from fcp_cli.validation import parse_yaml
+from fcp_cli.reading.documents import parse_yaml, read_text
 from fcp_cli.words import nearest_words
 
 Kind = Literal["model", "cluster"]
@@ -21,10 +21,7 @@ def read_description(path: Path, *, kind: Kind) -> dict[str, Any]:
     Raises:
         ProfileError: it cannot be read, is not YAML, or has not the format `fcp-<kind>/1`.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(f"cannot read the {kind} {path}: {getattr(error, 'strerror', None) or error}") from error
+    text = read_text(path, error=ProfileError, what=f"the {kind} ")
     document = parse_yaml(text, name=str(path), error=ProfileError)
     found = document.pop("format", None) if isinstance(document, dict) else type(document).__name__
     if not isinstance(document, dict) or found != f"fcp-{kind}/1":

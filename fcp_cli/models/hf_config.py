@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from fcp_cli.errors import ProfileError
+from fcp_cli.reading.documents import kind_of, read_json
 
 _ARCHITECTURES: Final[Mapping[str, Literal["qwen3", "qwen2", "llama"]]] = {
     "qwen3": "qwen3",
@@ -41,22 +41,33 @@ def read_hf_config(path: Path) -> HfConfig:
     Raises:
         ProfileError: unreadable, or not a dense model of a known architecture.
     """
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ProfileError(f"cannot read the model configuration {path}: {reason}") from error
-    except ValueError as error:
-        raise ProfileError(f"{path} is not valid JSON: {error}") from error
+    document = read_json(path, error=ProfileError, what="the model configuration ")
     if not isinstance(document, dict):
         raise ProfileError(f"{path} is not a model configuration: expected a JSON object")
-    text = document.get("text_config") or document.get("llm_config") or document
+    text = _block(document, "text_config", path) or _block(document, "llm_config", path) or document
     figures = _text_figures(document, text, where=str(path))
     return HfConfig(
-        name=Path(document.get("_name_or_path") or path.resolve().parent.name).name or path.stem,
+        name=Path(_named(document) or path.resolve().parent.name).name or path.stem,
         architecture=_architecture(document, text, where=str(path)),
         figures={key: value for key, value in figures.items() if value is not None},
     )
+
+
+def _block(document: Mapping[str, Any], key: str, path: Path | str) -> dict[str, Any]:
+    """Return a block of a configuration; empty where it has none.
+
+    Raises:
+        ProfileError: something else stands in its place.
+    """
+    block = document.get(key) or {}
+    if not isinstance(block, dict):
+        raise ProfileError(f"{path}: {key} is {kind_of(block)}; it must be a mapping")
+    return block
+
+
+def _named(document: Mapping[str, Any]) -> str:
+    name = document.get("_name_or_path")
+    return name if isinstance(name, str) else ""
 
 
 def _architecture(
@@ -78,7 +89,7 @@ def _text_figures(document: Mapping[str, Any], text: Mapping[str, Any], *, where
                 f"{where}: head_dim is missing and hidden_size {hidden} is not divisible by num_attention_heads {heads}"
             )
         head_dim = hidden // heads
-    rope = text.get("rope_parameters") or {}
+    rope = _block(text, "rope_parameters", where)
     model_type = str(text.get("model_type", document.get("model_type")))
     is_qwen2_5 = model_type in {"qwen2_5_vl", "qwen2_5_vl_text"}  # untied where it does not say
     return {

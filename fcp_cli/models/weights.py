@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fcp_cli.errors import RunError
-from fcp_cli.files import read_json
+from fcp_cli.reading.documents import read_json
 from fcp_cli.words import first_line
 
 INDEX: Final = "model.safetensors.index.json"

@@ -14,11 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from fcp_cli.errors import PlanError
+from fcp_cli.reading.documents import kind_of
+from fcp_cli.reading.parquet import FOOTER_KEY, footer_document
 from fcp_cli.recipe import Recipe
-from fcp_cli.validation import Count, NonNegativeCount, Positive, validated
+from fcp_cli.validation import Count, NonNegativeCount, Positive, RankCount, validated
 
 FORMAT: Final = "fcp-plan/1"
-METADATA_KEY: Final = b"fcp"
+METADATA_KEY: Final = FOOTER_KEY
 # A reader must know these or refuse the plan, since steps, times and budgets mean something else with them. They are
 # left out where None, so that plans without them have the hash that they had before the keys existed.
 _OPTIONAL_KEYS: Final = (
@@ -125,7 +127,9 @@ def unpack_rows(text: str, rows: int) -> npt.NDArray[np.bool_]:
         ValueError: it is damaged, or of another number of rows.
     """
     try:
-        packed = np.frombuffer(zlib.decompress(base64.b64decode(text, validate=True)), dtype=np.uint8)
+        # No more than one byte too many: what is damaged may unpack to anything.
+        unpacked = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), -(-rows // 8) + 1)
+        packed = np.frombuffer(unpacked, dtype=np.uint8)
     except (binascii.Error, zlib.error) as error:
         raise ValueError(str(error)) from error
     if len(packed) != -(-rows // 8):
@@ -159,8 +163,8 @@ class PlanMetadata:
     """
 
     fcp_version: str
-    num_ranks: Count
-    ranks_per_node: Count
+    num_ranks: RankCount
+    ranks_per_node: RankCount
     tensor_parallel: Count = 1
     pipeline_parallel: Count = 1
     sync: Sync
@@ -254,13 +258,15 @@ def parse_metadata(raw: Mapping[bytes, bytes] | None, *, name: str) -> PlanMetad
     Raises:
         PlanError: the file is not a plan, or of another format; its metadata is damaged, or has a key that is unknown.
     """
-    if not raw or METADATA_KEY not in raw:
-        raise PlanError(f"{name} is a Parquet file but not a plan; make one with 'fcp plan MANIFEST -o plan.parquet'")
     try:
-        document = json.loads(raw[METADATA_KEY])
-        found = document.pop("format", None)
-    except (ValueError, AttributeError) as error:
+        document = footer_document(raw)
+    except ValueError as error:
         raise PlanError(f"{name}: the plan's metadata is damaged: {error}") from error
+    if document is None:
+        raise PlanError(f"{name} is a Parquet file but not a plan; make one with 'fcp plan MANIFEST -o plan.parquet'")
+    if not isinstance(document, dict):
+        raise PlanError(f"{name}: the plan's metadata is damaged: it is {kind_of(document)}, not a mapping")
+    found = document.pop("format", None)
     if found != FORMAT:
         raise PlanError(f"{name} has format {found!r}; this fcp reads {FORMAT}; make it again with 'fcp plan'")
     metadata = validated(

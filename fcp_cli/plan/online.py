@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fcp_cli.errors import RunError
-from fcp_cli.files import read_json
 from fcp_cli.plan.metadata import METADATA_KEY, PlanMetadata, parse_metadata
+from fcp_cli.reading.documents import read_json
 from fcp_cli.validation import Count, NonNegativeCount, validated
 
 PlannerPlace = Literal["rank0", "all"]

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.errors import PlanError
@@ -17,7 +16,7 @@ from fcp_cli.plan.hashing import PlanHasher
 from fcp_cli.plan.metadata import PlanMetadata, parse_metadata
 from fcp_cli.plan.schema import SCHEMA, steps_from_arrow
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.words import first_sentence
+from fcp_cli.reading.parquet import FAILURES, open_parquet, reason_of
 
 
 class PlanReader:
@@ -32,14 +31,14 @@ class PlanReader:
         if mistaken := another_kind(path, "plan"):
             raise PlanError(mistaken)
         try:
-            self._file = pq.ParquetFile(path)
+            self._file = open_parquet(path)
         except FileNotFoundError as error:
             raise PlanError(f"there is no plan {path}; make one with 'fcp plan MANIFEST -o {path}'") from error
-        except (pa.ArrowException, OSError) as error:
+        except FAILURES as error:
             if path.is_dir():
                 raise PlanError(f"{path} is a folder, not a plan; name the plan file in it") from error
             raise PlanError(
-                f"{path} cannot be read as Parquet ({first_sentence(error)}): it is truncated, damaged or not a plan; "
+                f"{path} cannot be read as Parquet ({reason_of(error)}): it is truncated, damaged or not a plan; "
                 "make one with 'fcp plan MANIFEST'"
             ) from error
         self.metadata: PlanMetadata = parse_metadata(self._file.metadata.metadata, name=str(path))
@@ -75,8 +74,8 @@ class PlanReader:
         """
         try:
             table = self._file.read(columns=["step", "step_seconds"])
-        except (pa.ArrowException, OSError) as error:
-            raise PlanError(f"{self.path} is damaged ({first_sentence(error)})") from error
+        except FAILURES as error:
+            raise PlanError(f"{self.path} is damaged ({reason_of(error)})") from error
         steps, rows = np.unique(table.column("step").to_numpy(), return_index=True)
         return steps, table.column("step_seconds").to_numpy()[rows]
 
@@ -90,9 +89,9 @@ class PlanReader:
                 skippable = statistics is not None and statistics.has_min_max and statistics.max < first
                 if meta.num_rows and not skippable:
                     yield self._without_nulls(self._file.read_row_group(group, columns=SCHEMA.names))
-        except (pa.ArrowException, OSError) as error:
+        except FAILURES as error:
             raise PlanError(
-                f"{self.path} is damaged ({first_sentence(error)}); make it again with 'fcp plan' or copy it again"
+                f"{self.path} is damaged ({reason_of(error)}); make it again with 'fcp plan' or copy it again"
             ) from error
 
     def _without_nulls(self, table: pa.Table) -> pa.Table:

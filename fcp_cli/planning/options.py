@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from fcp_cli.options import Arg, Group, Opt
+from fcp_cli.options import MOST_RANKS, Arg, Group, Opt
 from fcp_cli.recipe import RecipeRequest
 
 
@@ -36,8 +36,10 @@ class PlanRequest:
             unset="the accelerators here, else example-8x8",
         ),
     ] = None
-    ranks: Annotated[int | None, Opt("Model replicas.", min=1, unset="the cluster's")] = None
-    ranks_per_node: Annotated[int | None, Opt("Ranks that share a node.", min=1, unset="the cluster's")] = None
+    ranks: Annotated[int | None, Opt("Model replicas.", min=1, max=MOST_RANKS, unset="the cluster's")] = None
+    ranks_per_node: Annotated[
+        int | None, Opt("Ranks that share a node.", min=1, max=MOST_RANKS, unset="the cluster's")
+    ] = None
     tokens_per_rank: Annotated[
         int | None, Opt("Most tokens of a rank in a micro-batch.", min=1, unset="what the recipe leaves room for")
     ] = None

@@ -173,7 +173,7 @@ def _memory_figures(samples: SamplesFile, spec: ModelSpec, recipe: Recipe, sync:
         subject.cluster,
         ranks=subject.ranks,
         nodes=subject.nodes,
-        device_bytes=float(environment["device_memory_bytes"]),
+        device_bytes=float(environment.get("device_memory_bytes", 0.0)),
         on_cpu=environment.get("device", "cpu") == "cpu",
     )
     return MemoryFigures(spec=spec, recipe=recipe, sync=sync, place=place, samples=samples)
@@ -284,7 +284,7 @@ def _circumstances(samples: SamplesFile, environment: Mapping[str, Any]) -> dict
     }
     described = {key: value for key, value in environment.items() if key not in ("kind", "at") and value is not None}
     return {
-        "date": environment["at"],
+        "date": environment.get("at"),
         "fcp": __version__,
         **described,
         **_clocks(samples),

@@ -10,9 +10,9 @@ from typing import Any
 
 from fcp_cli.cost.profile import Sync
 from fcp_cli.errors import ProfileError
-from fcp_cli.files import read_json
 from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.profiling.points import Point, VisionPoint, measurement_points, vision_points
+from fcp_cli.reading.documents import decode_json, read_json
 from fcp_cli.recipe import Recipe
 from fcp_cli.validation import Count, NonEmptyText, validated
 
@@ -115,7 +115,7 @@ def read_measurement(path: Path) -> Measurement:
 def model_figures(model: str) -> Mapping[str, Any]:
     """Return the figures of a model as JSON holds them: samples of other figures are of another model."""
     spec = asdict(load_model(model))
-    figures: Mapping[str, Any] = json.loads(
+    figures: Mapping[str, Any] = decode_json(
         json.dumps({key: value for key, value in spec.items() if key not in ("sources", "aliases")})
     )
     return figures

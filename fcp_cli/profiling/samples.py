@@ -19,7 +19,8 @@ from fcp_cli.errors import ProfileError
 from fcp_cli.kinds import another_kind
 from fcp_cli.profiling.measurement import Measurement, Subject, model_figures, timed_settings
 from fcp_cli.profiling.points import P, Point
-from fcp_cli.validation import Count, NonEmptyText, NonNegative, Share, validated
+from fcp_cli.reading.documents import decode_json, read_text
+from fcp_cli.validation import Count, NonEmptyText, NonNegative, Share, require_shape, validated
 
 FORMAT: Final = "fcp-samples/1"
 
@@ -49,7 +50,44 @@ class _Step:
     optimizer_share: Share = 1.0
 
 
-# The kinds of lines whose figures are fitted; the others only describe the measurement.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Memory:
+    tokens: NonNegative
+    peak_bytes: NonNegative
+    layers: Count | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _VisionMemory:
+    patches: NonNegative
+    peak_bytes: NonNegative
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Environment:
+    at: str = ""
+    device_memory_bytes: NonNegative = 0.0
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Clocks:
+    when: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _FirstContact:
+    tier: str
+    seconds: tuple[NonNegative, ...]
+    bytes: tuple[NonNegative, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _LeftOut:
+    points: tuple[str, ...]
+
+
+# The kinds of lines whose figures are fitted; the others describe the measurement, with whatever else.
 _FITTED_LINES: Final[Mapping[str, type]] = {"observation": _Observation, "transfer": _Transfer, "step": _Step}
 
 
@@ -121,6 +159,16 @@ class SamplesFile:
         return found
 
 
+_DESCRIBING_LINES: Final[Mapping[str, type]] = {
+    "memory": _Memory,
+    "vision_memory": _VisionMemory,
+    "environment": _Environment,
+    "clocks": _Clocks,
+    "first_contact": _FirstContact,
+    "left_out": _LeftOut,
+}
+
+
 def prepare_samples(measurement: Measurement, *, fresh: bool) -> bool:
     """Begin a samples file, or find one to resume; true if it is resumed. One with enough points begins again.
 
@@ -180,10 +228,7 @@ def read_samples(path: Path) -> SamplesFile:
     """
     if mistaken := another_kind(path, "samples"):
         raise ProfileError(mistaken)
-    try:
-        rows = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(f"cannot read the samples {path}: {getattr(error, 'strerror', None) or error}") from error
+    rows = read_text(path, error=ProfileError, what="the samples ").splitlines()
     header, *lines = [_parse(row) for row in rows] or [None]
     if header is None or header.pop("format", None) != FORMAT:
         raise ProfileError(f"{path} holds no samples of 'fcp profile' ({FORMAT}); give another --samples, or remove it")
@@ -192,14 +237,20 @@ def read_samples(path: Path) -> SamplesFile:
     remedy = "give another --samples, or begin again with --fresh"
     subject = validated(header, Subject, where=f"{path}, first line", error=ProfileError, remedy=remedy)
     for number, line in enumerate(lines, start=2):
-        if line is not None and (rules := _FITTED_LINES.get(line.get("kind", ""))):
-            validated(line, rules, where=f"{path}, line {number}", error=ProfileError, remedy=remedy)
+        where, kind = f"{path}, line {number}", "" if line is None else str(line.get("kind"))
+        if rules := _FITTED_LINES.get(kind):
+            validated(line, rules, where=where, error=ProfileError, remedy=remedy)
+        if shape := _DESCRIBING_LINES.get(kind):
+            try:
+                require_shape(line, shape)
+            except ValueError as error:
+                raise ProfileError(f"{where}: {error}; {remedy}") from error
     return SamplesFile(subject=subject, figures=figures, lines=[line for line in lines if line is not None], path=path)
 
 
 def _parse(row: str) -> dict[str, Any] | None:
     try:
-        line = json.loads(row)
+        line = decode_json(row)
     except ValueError:
         return None
     return line if isinstance(line, dict) else None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.reading.documents import read_object
+from fcp_cli.validation import Count, NonNegativeCount, shown, validated
 
 FORMAT = "fcp-checkpoint/2"
 PREFIX = "step-"
@@ -25,13 +26,13 @@ class CheckpointHeader:
         shards: how many shares; None, in older checkpoints: as many as ranks.
     """
 
-    step: int
+    step: NonNegativeCount
     plan_hash: str
-    num_ranks: int
+    num_ranks: Count
     sharding: Sharding
     model: str
     torch: str
-    shards: int | None = None
+    shards: Count | None = None
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -46,14 +47,15 @@ def read_header(checkpoint: Path) -> CheckpointHeader:
         RunError: it is damaged or of another format.
     """
     path = checkpoint / "checkpoint.json"
+    remedy = f"remove {checkpoint} to resume from the one before"
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        found = document.pop("format", None)
-        if found != FORMAT:
-            raise RunError(f"{path} has format {found!r}; this fcp reads {FORMAT!r}")
-        return CheckpointHeader(**document)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise RunError(f"{path} is damaged ({error}); remove {checkpoint} to resume from the one before") from error
+        document = read_object(path, error=RunError)
+    except RunError as error:
+        raise RunError(f"{error}; {remedy}") from error
+    found = document.pop("format", None)
+    if found != FORMAT:
+        raise RunError(f"{path} has format {shown(found)}; this fcp reads {FORMAT!r}")
+    return validated(document, CheckpointHeader, where=f"{path} is damaged", error=RunError, remedy=remedy)
 
 
 def check_header(header: CheckpointHeader, wanted: CheckpointHeader, plan: PlanMetadata, *, checkpoint: Path) -> None:

@@ -17,8 +17,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
+from fcp_cli.errors import RunError
 from fcp_cli.files import write_text_atomically
 from fcp_cli.machine import processes
+from fcp_cli.reading.documents import read_object
 
 FORMAT = "fcp-heartbeat/1"
 End = Literal["finished", "interrupted", "failed"]
@@ -107,7 +109,7 @@ def beating(path: Path | None) -> Iterator[Pulse]:
 def read_heartbeat(path: Path) -> Heartbeat | None:
     """Read the heartbeat of a run; None where there is none, as for a job that `fcp launch` did not start."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_object(path, error=RunError)
         age = time.time() - path.stat().st_mtime
         if document["format"] != FORMAT:
             return None
@@ -119,5 +121,5 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
             ended=document["ended"],
             age_seconds=max(0.0, age),
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (RunError, OSError, ValueError, KeyError, TypeError):
         return None

@@ -10,6 +10,7 @@ from typing import Any
 
 from fcp_cli.errors import RunError
 from fcp_cli.files import write_text_atomically
+from fcp_cli.reading.documents import read_json
 from fcp_cli.runs.folder import RUNS, RunPaths
 from fcp_cli.validation import Count, validated
 
@@ -81,8 +82,8 @@ def read_launch(run_dir: Path) -> LaunchRecord:
     """
     path = RunPaths(run_dir=run_dir).launch
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        document = read_json(path, error=RunError)
+    except RunError as error:
         raise RunError(f"{run_dir} is not a run that can be resumed: it has no readable {path.name}") from error
     if not isinstance(document, Mapping) or document.get("format") != FORMAT:
         raise RunError(f"{path} is not a launch record of format {FORMAT!r}")

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from fcp_cli.errors import RunError
 from fcp_cli.files import write_text_atomically
+from fcp_cli.reading.documents import decode_record, read_text
 
 FORMAT = "fcp-metrics/1"
 _OF_STEPS = ("step", "eval")
@@ -191,12 +192,12 @@ def records_of(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises:
         RunError: another line is not JSON.
     """
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = read_text(path, error=RunError, what="the metrics ", most_bytes=1 << 36).split("\n")
     for number, line in enumerate(lines, start=1):
         if not line:
             continue
         try:
-            yield line, json.loads(line)
+            yield line, decode_record(line)
         except ValueError as error:
             if number == len(lines):
                 return

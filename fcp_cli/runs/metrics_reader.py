@@ -6,14 +6,13 @@ outside, and `read_metrics`, for fitting, refuses damage.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -21,9 +20,11 @@ from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.errors import RunError
 from fcp_cli.kinds import another_kind
 from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.reading.documents import decode_record
 from fcp_cli.runs.follower import FileFollower
 from fcp_cli.runs.metrics import FORMAT, records_of
-from fcp_cli.words import counted, first_sentence
+from fcp_cli.validation import Count, NonNegative, NonNegativeCount, Positive, require_shape
+from fcp_cli.words import counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +57,70 @@ class RunStep:
     peak_bytes: IntArray
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """Of a `run` record, what is read, if it is there; what else it says is shown as it is."""
+
+    num_ranks: Count = 1
+    started: str = ""
+    steps: NonNegativeCount = 0
+    first_step: NonNegativeCount = 0
+    plan_hash: str | None = None
+    plan: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Timing:
+    order: NonNegativeCount
+    seconds: NonNegative
+    degree: Count = 1
+    tokens: NonNegativeCount = 0
+    predicted_seconds: NonNegative = 0.0
+    start_seconds: NonNegative = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rank:
+    rank: NonNegativeCount
+    micro_batches: list[_Timing]
+    idle_seconds: NonNegative = 0.0
+    peak_memory_bytes: NonNegativeCount | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    step: NonNegativeCount
+    ranks: list[_Rank]
+    seconds: Positive = 1.0
+    predicted_seconds: Positive = 1.0
+    loss: float | None = None
+    tokens: NonNegativeCount = 0
+    idle_fraction: NonNegative = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Evaluation:
+    step: NonNegativeCount
+    loss: float | None
+    tokens: NonNegativeCount
+    seconds: NonNegative
+
+
+_SHAPES: Final = {"run": _Run, "step": _Step, "eval": _Evaluation}
+
+
+def require_record(record: Any) -> None:
+    """Check what is read of a record, whatever else it holds; a kind that is not known holds anything.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    if not isinstance(record, dict):
+        raise ValueError("it is no record")
+    if (shape := _SHAPES.get(str(record.get("kind")))) is not None:
+        require_shape(record, shape)
+
+
 _TIMING_FIELDS = ("order", "degree", "tokens", "predicted_seconds", "start_seconds", "seconds")
 
 
@@ -67,8 +132,9 @@ def run_step(record: dict[str, Any], *, num_ranks: int | None = None) -> RunStep
         num_ranks: of the job, where it is known.
 
     Raises:
-        KeyError, TypeError, ValueError: it is not one, or holds what no run can have measured.
+        ValueError: it is not one, or holds what no run can have measured.
     """
+    require_shape(record, _Step)
     rows = [
         (rank["rank"], *(timing[name] for name in _TIMING_FIELDS))
         for rank in record["ranks"]
@@ -159,14 +225,15 @@ class RunFile:
     def _parse(self, line: str) -> RunStep | dict[str, Any] | None:
         """Return a step, a record of another kind, or None for damage; a `run` record becomes current."""
         try:
-            record = json.loads(line)
+            record = decode_record(line)
+            require_record(record)
             if record["kind"] == "step":
                 return run_step(record, num_ranks=self.num_ranks)
             if record["kind"] == "run":
                 # Both raise here where they are missing or no numbers, so that the record counts as damaged.
                 int(record["num_ranks"]), int(record["ranks_per_node"])
                 self.run = record
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return None
         return dict(record)
 
@@ -240,10 +307,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     if mistaken := another_kind(path, "metrics"):
         raise RunError(mistaken)
-    try:
-        records = [record for _, record in records_of(path)]
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunError(f"cannot read the metrics {path}: {first_sentence(error)}") from error
+    records: list[dict[str, Any]] = []
+    for _, record in records_of(path):
+        try:
+            require_record(record)
+        except ValueError as error:
+            raise RunError(f"{path}, record {len(records) + 1}: the metrics are damaged ({error})") from error
+        records.append(record)
     if not records or not isinstance(records[0], dict) or records[0].get("format") != FORMAT:
         raise RunError(f'{path} is not the metrics of a run: expected a first line with "format": "{FORMAT}"')
     return records
@@ -280,8 +350,9 @@ class MetricsTail:
         """
         records: list[dict[str, Any]] = []
         for line in self._latest_lines():
-            with suppress(KeyError, TypeError, ValueError):
-                record = json.loads(line)
+            with suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):
+                record = decode_record(line)
+                require_record(record)
                 if record["kind"] == "run":
                     self._is_live = record.get("started", "") >= self._since
                 elif record["kind"] == "step":
@@ -318,8 +389,8 @@ def _plan_hashes(path: Path) -> set[str]:
     for _, line in _lines(path):
         if '"kind":"run"' in line or '"kind": "run"' in line:
             try:
-                hashes.add(str(json.loads(line).get("plan_hash")))
-            except ValueError:
+                hashes.add(str(decode_record(line).get("plan_hash")))
+            except (ValueError, AttributeError):
                 continue
     return hashes
 

@@ -7,7 +7,9 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from fcp_cli.errors import RunError
 from fcp_cli.files import write_text_atomically
+from fcp_cli.reading.documents import read_object
 
 FORMAT = "fcp-step-position/1"
 
@@ -50,9 +52,9 @@ def write_position(path: Path, position: StepPosition) -> None:
 def read_position(path: Path) -> StepPosition | None:
     """Read where a run is; None where it has had no long step."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_object(path, error=RunError)
         if document.pop("format") != FORMAT:
             return None
         return StepPosition(**document)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (RunError, KeyError, TypeError):
         return None

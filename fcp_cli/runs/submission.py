@@ -6,7 +6,9 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from fcp_cli.errors import RunError
 from fcp_cli.files import write_text_atomically
+from fcp_cli.reading.documents import read_object
 from fcp_cli.runs.folder import RunPaths
 
 FORMAT = "fcp-job/1"
@@ -43,7 +45,7 @@ def write_submission(run_dir: Path, submission: Submission) -> None:
 def read_submission(run_dir: Path) -> Submission | None:
     """Read what a run was handed to; None where it ran on the machine that launched it."""
     try:
-        document = json.loads(RunPaths(run_dir=run_dir).job.read_text(encoding="utf-8"))
+        document = read_object(RunPaths(run_dir=run_dir).job, error=RunError)
         return Submission(**document) if document.pop("format") == FORMAT else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (RunError, KeyError, TypeError):
         return None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fcp_cli.reading.documents import decode_record
 from fcp_cli.runs.checkpoint_header import checkpoints
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.words import duration, short_count
@@ -72,8 +72,8 @@ def summary_of(metrics: Path) -> RunSummary:
     summary = RunSummary()
     with suppress(OSError), metrics.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            with suppress(ValueError, KeyError, TypeError):
-                summary.feed(json.loads(line))
+            with suppress(ValueError, KeyError, TypeError, OverflowError):
+                summary.feed(decode_record(line))
     return summary
 
 

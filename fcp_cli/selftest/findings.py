@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fcp_cli import __version__
+from fcp_cli.reading.documents import decode_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +105,7 @@ class Diary:
         """Read what is there; a last line that is being written is left out."""
         text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
         whole = text[: text.rfind("\n") + 1]
-        return _progress([json.loads(line) for line in whole.splitlines()])
+        return _progress([decode_json(line) for line in whole.splitlines()])
 
 
 def _progress(lines: Sequence[Mapping[str, Any]]) -> Progress:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fcp_cli.errors import RunError
-from fcp_cli.files import read_json
+from fcp_cli.reading.documents import read_json
 from fcp_cli.selftest.findings import Diary
 
 

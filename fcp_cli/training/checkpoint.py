@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fcp_cli.errors import RunError
+from fcp_cli.reading.documents import decode_record
 from fcp_cli.runs.checkpoint_header import CheckpointHeader
 from fcp_cli.training.shares import Shares
 from fcp_cli.words import first_line
@@ -222,7 +223,7 @@ def _restore_tensors(state: TrainState, saved: Sequence[Any], shares: Shares) ->
 def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: Sequence[Any], shares: Shares) -> None:
     """Load what this rank's optimizer keeps; moments of FSDP2's parameters become shards again."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = json.loads(saved[0].metadata()[_STATE_KEY])
+    numbers = decode_record(saved[0].metadata()[_STATE_KEY])
     groups = numbers["param_groups"]
     for group, live in zip(groups, optimizer.param_groups, strict=True):
         group.update(fused=live["fused"], foreach=live["foreach"])  # of the devices, not of the run

@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from fcp_cli.errors import ManifestError, RunError
 from fcp_cli.extras import pip_install
-from fcp_cli.files import read_json
 from fcp_cli.manifest.sources.picture_refs import Picture
 from fcp_cli.manifest.sources.pictures import PictureSize
+from fcp_cli.reading.documents import read_json
 from fcp_cli.vision.processors import InternVision, VisionProcessor, Visual
 from fcp_cli.words import counted, first_line
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
@@ -14,8 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from fcp_cli.errors import ProfileError
 from fcp_cli.models.model import load_model
 from fcp_cli.models.transformers_config import whole_config
+from fcp_cli.reading.documents import read_object
 from fcp_cli.recipe import Recompute
 from fcp_cli.training.initial import draw_weights
 
@@ -112,7 +113,7 @@ def model_config(name: str) -> Any:
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     if path.suffix == ".json":
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_object(path, error=ProfileError)
         if document.get("model_type") not in ("qwen3_vl", "qwen2_5_vl", "internvl"):
             document = document.get("text_config") or document.get("llm_config") or document
         model_type, arguments = document.pop("model_type"), document

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fcp_cli.errors import RunError
-from fcp_cli.files import read_json
+from fcp_cli.reading.documents import read_json
 from fcp_cli.training.weights import copy_companions
 
 _NAMES = "tensor-names.json"

@@ -12,19 +12,24 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Annotated, Any, Final, Protocol
 
 import numpy as np
+from msgspec import Meta
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
-from fcp_cli.files import read_json
+from fcp_cli.reading.documents import kind_of, read_json
+from fcp_cli.validation import Count, Positive, validated
 
 _MAX_ASPECT: Final = 200
 _DEFAULT_FPS: Final = 24.0  # what the Qwen3-VL processor takes for a video without a rate
+
+
+Tiles = Annotated[int, Meta(ge=1, le=1000, description="a whole number from 1 to 1000")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,16 +196,16 @@ class QwenVision(_QwenPixels):
     """Qwen3-VL: the whole picture at its own aspect ratio; a video as pairs of frames with time stamps."""
 
     name: str = "qwen3-vl"
-    patch_size: int = 16
-    merge_size: int = 2
-    temporal_patch_size: int = 2
-    image_min_pixels: int = 65_536
-    image_max_pixels: int = 16_777_216
-    video_min_pixels: int = 4_096
-    video_max_pixels: int = 25_165_824
-    frames_per_second: float = 2.0
-    min_frames: int = 4
-    max_frames: int = 768
+    patch_size: Count = 16
+    merge_size: Count = 2
+    temporal_patch_size: Count = 2
+    image_min_pixels: Count = 65_536
+    image_max_pixels: Count = 16_777_216
+    video_min_pixels: Count = 4_096
+    video_max_pixels: Count = 25_165_824
+    frames_per_second: Positive = 2.0
+    min_frames: Count = 4
+    max_frames: Count = 768
 
     @property
     def factor(self) -> int:
@@ -258,16 +263,16 @@ class Qwen25Vision(_QwenPixels):
     """
 
     name: str = "qwen2.5-vl"
-    patch_size: int = 14
-    merge_size: int = 2
-    temporal_patch_size: int = 2
-    image_min_pixels: int = 3_136
-    image_max_pixels: int = 12_845_056
-    frame_min_pixels: int = 100_352
-    frame_max_pixels: int = 602_112
-    frames_per_second: float | None = 2.0
-    min_frames: int = 4
-    max_frames: int = 768
+    patch_size: Count = 14
+    merge_size: Count = 2
+    temporal_patch_size: Count = 2
+    image_min_pixels: Count = 3_136
+    image_max_pixels: Count = 12_845_056
+    frame_min_pixels: Count = 100_352
+    frame_max_pixels: Count = 602_112
+    frames_per_second: Positive | None = 2.0
+    min_frames: Count = 4
+    max_frames: Count = 768
 
     def describe(self) -> dict[str, Any]:
         return asdict(self)
@@ -308,11 +313,11 @@ class InternVision:
     """InternVL 2.5 and 3: square tiles in the grid that is closest in aspect ratio, and a thumbnail."""
 
     name: str = "internvl"
-    tile_pixels: int = 448
-    patch_size: int = 14
-    tokens_per_tile: int = 256
-    min_tiles: int = 1
-    max_tiles: int = 12
+    tile_pixels: Count = 448
+    patch_size: Count = 14
+    tokens_per_tile: Count = 256
+    min_tiles: Tiles = 1
+    max_tiles: Tiles = 12
 
     @property
     def template_marks(self) -> int:
@@ -427,7 +432,7 @@ def recorded_processor(settings: Mapping[str, Any]) -> VisionProcessor:
     family: type[QwenVision] | type[Qwen25Vision] | type[InternVision] = InternVision
     if "merge_size" in settings:
         family = Qwen25Vision if "frame_min_pixels" in settings else QwenVision
-    return family(**settings)
+    return validated(dict(settings), family, where="the manifest's processor", error=ManifestError)
 
 
 _PUBLISHED: Final[Mapping[str, VisionProcessor]] = {
@@ -449,12 +454,23 @@ def open_processor(name: str) -> VisionProcessor:
     images = _config(folder, "preprocessor_config.json", "image_processor")
     kind = str(images.get("image_processor_type", ""))
     if kind.startswith("Qwen2VLImageProcessor"):
-        return _qwen(folder, images)
+        return _checked(_qwen(folder, images), str(folder))
     if kind.startswith("GotOcr2ImageProcessor"):
-        return _intern(folder, images)
+        return _checked(_intern(folder, images), str(folder))
     raise ManifestError(
         f"{folder} has the image processor {kind or 'of no name'!r}; fcp knows Qwen-VL's and InternVL's"
     )
+
+
+def _checked(processor: VisionProcessor, where: str) -> VisionProcessor:
+    """Check the figures of a processor that a file describes.
+
+    Raises:
+        ManifestError: one is none.
+    """
+    kind: Any = type(processor)
+    figures = {field.name: getattr(processor, field.name) for field in fields(kind)}
+    return validated(figures, kind, where=where, error=ManifestError)  # type: ignore[no-any-return]
 
 
 def _qwen(folder: Path, images: dict[str, Any]) -> VisionProcessor:
@@ -483,10 +499,10 @@ def _qwen3(folder: Path, images: dict[str, Any], videos: dict[str, Any]) -> Qwen
         patch_size=images["patch_size"],
         merge_size=images["merge_size"],
         temporal_patch_size=videos["temporal_patch_size"],
-        image_min_pixels=images["size"]["shortest_edge"],
-        image_max_pixels=images["size"]["longest_edge"],
-        video_min_pixels=videos["size"]["shortest_edge"],
-        video_max_pixels=videos["size"]["longest_edge"],
+        image_min_pixels=_block(images, "size")["shortest_edge"],
+        image_max_pixels=_block(images, "size")["longest_edge"],
+        video_min_pixels=_block(videos, "size")["shortest_edge"],
+        video_max_pixels=_block(videos, "size")["longest_edge"],
         frames_per_second=videos.get("fps", 2),
         min_frames=videos.get("min_frames", 4),
         max_frames=videos.get("max_frames", 768),
@@ -516,7 +532,7 @@ def _qwen2_5(folder: Path, images: dict[str, Any], videos: dict[str, Any]) -> Qw
 def _pixel_limits(settings: dict[str, Any]) -> tuple[int, int]:
     """Return least and most pixels: older files name them, newer ones have them in `size`; names come first."""
     pair = (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
-    least, most = (settings["size"][new] if settings.get(old) is None else settings[old] for old, new in pair)
+    least, most = (_block(settings, "size")[new] if settings.get(old) is None else settings[old] for old, new in pair)
     return least, most
 
 
@@ -524,7 +540,7 @@ def _intern(folder: Path, images: dict[str, Any]) -> InternVision:
     model = _config(folder, "processor_config.json")
     return InternVision(
         name=str(folder.resolve()),
-        tile_pixels=images["size"]["height"],
+        tile_pixels=_block(images, "size")["height"],
         patch_size=_intern_patch(folder),
         tokens_per_tile=model["image_seq_length"],
         min_tiles=images["min_patches"],
@@ -536,8 +552,8 @@ def _intern_patch(folder: Path) -> int:
     """Return the encoder's patch size, which only the model's own file has; where there is none, the published one."""
     if not (folder / "config.json").is_file():
         return InternVision().patch_size
-    size = _config(folder, "config.json").get("vision_config", {}).get("patch_size", InternVision().patch_size)
-    return int(size[0] if isinstance(size, list) else size)
+    size = _block(_config(folder, "config.json"), "vision_config").get("patch_size", InternVision().patch_size)
+    return size[0] if isinstance(size, list) and size else size  # type: ignore[no-any-return]
 
 
 class _Settings(dict[str, Any]):
@@ -551,10 +567,17 @@ class _Settings(dict[str, Any]):
         raise ManifestError(f"{self._file} has no {key!r}, which the number of visual tokens depends on")
 
 
+def _block(settings: dict[str, Any], key: str) -> dict[str, Any]:
+    block = settings[key]
+    if not isinstance(block, dict):
+        raise ManifestError(f"{getattr(settings, '_file', 'the processor')}: {key} is {kind_of(block)}, not a mapping")
+    return block
+
+
 def _config(folder: Path, name: str, section: str | None = None) -> dict[str, Any]:
     """Read a JSON file of a checkpoint, or its section of `processor_config.json`, where newer checkpoints have it."""
     file = folder / name
     if section is not None and not file.exists() and (folder / "processor_config.json").exists():
-        return _config(folder, "processor_config.json")[section]  # type: ignore[no-any-return]
+        return _block(_config(folder, "processor_config.json"), section)
     values = read_json(file, error=ManifestError)
     return _Settings(file, values if isinstance(values, dict) else {})

@@ -78,3 +78,34 @@ def functions() -> Iterator[tuple[str, int, int]]:
                 arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 counted = [argument for argument in arguments if argument.arg not in ("self", "cls")]
                 yield f"{module}.{node.name}", node.end_lineno - node.lineno + 1, len(counted)
+
+
+# What reads foreign text and files by itself, instead of through `fcp_cli/reading/`.
+_RAW_READERS = {
+    "json.load",
+    "json.loads",
+    "yaml.load",
+    "yaml.safe_load",
+    "tarfile.open",
+    "pq.ParquetFile",
+    "pq.read_metadata",
+}
+_RAW_READERS |= {"pq.read_schema", "pq.read_table"}
+# What processes of one fcp tell each other.
+_OF_OURSELVES = {
+    "fcp_cli/launching/supervision/guard.py",
+    "fcp_cli/plan/messages.py",
+    "fcp_cli/plan/online.py",
+    "fcp_cli/planning/online/serving.py",
+}
+
+
+def test_what_others_wrote_is_read_in_one_folder_alone() -> None:
+    found = {
+        f"{path.relative_to(ROOT)}: {ast.unparse(node.func)}"
+        for path in PACKAGE.rglob("*.py")
+        if path.parent.name != "reading" and str(path.relative_to(ROOT)) not in _OF_OURSELVES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in _RAW_READERS
+    }
+    assert found == set()

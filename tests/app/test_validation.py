@@ -14,7 +14,8 @@ import pytest
 from inline_snapshot import snapshot
 
 from fcp_cli.errors import FcpError, ProfileError
-from fcp_cli.validation import Count, NonEmptyText, NonNegative, Positive, Share, parse_yaml, validated
+from fcp_cli.reading.documents import parse_yaml
+from fcp_cli.validation import Count, NonEmptyText, NonNegative, Positive, Share, validated
 from tests.messages import raises
 
 

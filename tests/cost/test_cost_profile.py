@@ -64,14 +64,14 @@ def _text(path: str, value: Any) -> str:
             "coefficients.linear_seconds_per_token",
             math.nan,
             snapshot(
-                "ProfileError: profile.yaml: coefficients.linear_seconds_per_token is nan; it must be a non-negative number; 'fcp profile show' lists a whole profile"
+                "ProfileError: profile.yaml: coefficients.linear_seconds_per_token is nan; it must be a finite number"
             ),
         ),
         (
             "coefficients.linear_seconds_per_token",
             math.inf,
             snapshot(
-                "ProfileError: profile.yaml: coefficients.linear_seconds_per_token is inf; it must be a non-negative number; 'fcp profile show' lists a whole profile"
+                "ProfileError: profile.yaml: coefficients.linear_seconds_per_token is inf; it must be a finite number"
             ),
         ),
         (
@@ -307,3 +307,18 @@ def test_measured_points_are_written_one_a_line() -> None:
 def test_numbers_that_yaml_reads_as_text_are_numbers() -> None:
     text = _text("coefficients.ring_bytes_per_token", "5e5").replace("'5e5'", "5e5")
     assert parse_cost_profile(text, name="x").coefficients.ring_bytes_per_token == 5e5
+
+
+@pytest.mark.parametrize("least", [0.0, 1e-320])
+def test_a_profile_under_which_tokens_take_no_time_is_refused(least: float) -> None:
+    attention, linear = "coefficients.attention_seconds_per_token2", "coefficients.linear_seconds_per_token"
+    for path in (attention, linear):
+        assert parse_cost_profile(_text(path, least), name="profile.yaml")
+    free = yaml.safe_load(_text(attention, least))
+    free["coefficients"]["linear_seconds_per_token"] = least
+    with raises(
+        f"ProfileError: profile.yaml: coefficients.attention_seconds_per_token2 is {least:g} and "
+        f".linear_seconds_per_token {least:g}: tokens take no time, so that no plan is quicker than another; 'fcp profile "
+        "--analytic' computes them"
+    ):
+        parse_cost_profile(yaml.safe_dump(free), name="profile.yaml")

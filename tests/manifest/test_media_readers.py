@@ -260,7 +260,7 @@ def test_a_bad_sample_of_a_tar_is_named(files: dict[str, bytes], message: str, t
         (
             "s.json",
             b"{}",
-            snapshot("ManifestError: FOLDER/s.json is not a list of records with 'conversations'"),
+            snapshot("ManifestError: FOLDER/s.json is not a list of records; one record per line is .jsonl"),
         ),
         (
             "s.json",

@@ -101,7 +101,7 @@ def _document(**changes: Any) -> dict[str, Any]:
         ({"ffn_size": None}, "text.ffn_size is None; it must be a whole number of at least 1"),
         ({"qk_norm": 1}, "text.qk_norm is 1; it must be true or false"),
         ({"fnn_size": 3}, "unknown key text.fnn_size; did you mean text.ffn_size?"),
-        ({"norm_eps": float("nan")}, "text.norm_eps is nan; it must be a positive number"),
+        ({"norm_eps": float("nan")}, "text.norm_eps is nan; it must be a finite number"),
     ],
 )
 def test_figures_that_cannot_be_are_rejected_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import yaml
-
-from fcp_cli.errors import ProfileError, RunError, UsageError
+from fcp_cli.errors import PlanError, ProfileError, RunError, UsageError
 from fcp_cli.machine.devices import Machine
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.reading.documents import parse_yaml
 
 THIS_MACHINE = "this-machine"
 
@@ -44,8 +43,8 @@ def planned_nodes(metadata: PlanMetadata) -> int:
 def planned_cluster(metadata: PlanMetadata) -> str:
     """Return the cluster that the plan's cost profile names; "" where there is none."""
     try:
-        profile = yaml.safe_load(metadata.cost_profile)
-    except yaml.YAMLError:
+        profile = parse_yaml(metadata.cost_profile, name="the plan's cost profile", error=PlanError)
+    except PlanError:
         return ""
     return str(profile.get("cluster") or "") if isinstance(profile, dict) else ""
 

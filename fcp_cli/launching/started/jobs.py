@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from fcp_cli.errors import FcpError, RunError
 from fcp_cli.launching.started.outside import Outside
+from fcp_cli.reading.documents import decode_json
 from fcp_cli.runs.folder import RUNS, RunPaths
 from fcp_cli.runs.heartbeat import read_heartbeat
 from fcp_cli.runs.submission import Submission, read_submission
@@ -98,7 +98,7 @@ def _own_state(run_dir: Path) -> str | None:
 
 def _asked(submission: Submission, outside: Outside) -> str:
     if submission.target != "slurm":
-        return _state_on_kubernetes(json.loads(outside.run((*_kubectl(submission, "get"), "--output=json"))))
+        return _state_on_kubernetes(decode_json(outside.run((*_kubectl(submission, "get"), "--output=json"))))
     queued = outside.run(("squeue", f"--jobs={submission.job_id}", "--noheader", "--states=all", "--format=%T %r"))
     if queued.strip():
         state, _, reason = queued.strip().splitlines()[0].partition(" ")

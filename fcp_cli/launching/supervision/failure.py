@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from fcp_cli.errors import RunError
 from fcp_cli.launching.supervision.blame import FailedRank, failed_ranks, meeting_problem
 from fcp_cli.machine import processes
+from fcp_cli.reading.documents import read_json
 
 _LAST_LINES = 20
 
@@ -137,9 +138,9 @@ def _recorded_error(folder: Path) -> tuple[str, ...]:
     does not, nor does a rank that a signal ended: of those the printed lines are all there is.
     """
     try:
-        message = json.loads((folder / "error.json").read_text(encoding="utf-8"))["message"]
+        message = read_json(folder / "error.json", error=RunError)["message"]
         line, stack = str(message["message"]), str(message["extraInfo"]["py_callstack"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (RunError, KeyError, TypeError):
         return ()
     # fcp's own errors are one line without a traceback.
     lines = [f"error: {line}"] if stack == line else stack.splitlines()

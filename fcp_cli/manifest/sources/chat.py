@@ -14,12 +14,12 @@ import pyarrow as pa
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
-from fcp_cli.files import read_json
 from fcp_cli.manifest.chat import ChatEncoder, Encoded
 from fcp_cli.manifest.header import LEARNED_COLUMN
 from fcp_cli.manifest.sources.base import RowBatch, grouped
 from fcp_cli.manifest.sources.jsonl import json_lines, json_record, line_at, size_of
-from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, PARQUET_SUFFIXES, Shard, open_shard
+from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, PARQUET_SUFFIXES, Shard, open_shard, python_rows
+from fcp_cli.reading.documents import read_records
 
 _BATCH_RECORDS: Final = 1 << 10
 _BATCH_BYTES: Final = 8 << 20
@@ -134,7 +134,7 @@ def chat_records(file: Path) -> Iterator[ChatRecord]:
         return
     shard, number = open_shard(file), 0
     for batch in shard.batches(list(shard.schema.names), _BATCH_RECORDS):
-        for record in batch.to_pylist():
+        for record in python_rows(batch, file):
             yield ChatRecord(record=record, place=f"{file}, row {number}", at=number, done=1)
             number += 1
 
@@ -166,10 +166,7 @@ def record_at(file: Path, at: int, place: str) -> dict[str, Any]:
 
 
 def _json_list(file: Path) -> list[dict[str, Any]]:
-    document = read_json(file, error=ManifestError)
-    if not isinstance(document, list) or not all(isinstance(record, dict) for record in document):
-        raise ManifestError(f"{file} is not a list of records; one record per line is .jsonl")
-    return document
+    return read_records(file, error=ManifestError)
 
 
 class _Table:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import pyarrow.parquet as pq
-
 from fcp_cli.errors import ManifestError, UsageError
 from fcp_cli.manifest.chat import PICTURE_FIELDS, ChatEncoder, TrainOn, has_pictures, is_chat
 from fcp_cli.manifest.header import read_header, readable
@@ -24,6 +22,7 @@ from fcp_cli.manifest.sources.pictures import PictureData
 from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, PARQUET_SUFFIXES, open_shard
 from fcp_cli.manifest.sources.text import TextTree
 from fcp_cli.manifest.tokenizer import FileTokenizer, open_tokenizer
+from fcp_cli.reading.parquet import open_footer
 from fcp_cli.vision.processors import open_processor, words_of
 
 _SUFFIXES: Final = {
@@ -202,5 +201,5 @@ def _shard_paths(folder: Path, kind: str) -> list[Path]:
 def _made_by_fcp(file: Path) -> bool:
     """Return whether a file is a manifest or a plan, which beside the data are no part of it."""
     with suppress(ManifestError), readable(file):
-        return bool(read_header(pq.read_metadata(file)))
+        return bool(read_header(open_footer(file)))
     return False  # its faults are reported when it is opened

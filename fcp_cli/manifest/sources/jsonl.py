@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.sources.base import RowBatch, grouped
 from fcp_cli.manifest.tokenizer import Tokenizer, utf8
+from fcp_cli.reading.documents import decode_record
 
 _USUAL_FIELDS: Final = ("text", "input_ids", "tokens", "token_ids", "content")
 _BATCH_LINES: Final = 16_384
@@ -147,7 +147,7 @@ def json_record(line: bytes, place: str) -> dict[str, Any]:
         ManifestError: it is none.
     """
     try:
-        record = json.loads(line)
+        record = decode_record(line)
     except ValueError as error:
         raise ManifestError(f"{place} is not JSON: {line.strip()[:60]!r}") from error
     if not isinstance(record, dict):

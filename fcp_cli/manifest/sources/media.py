@@ -11,7 +11,6 @@ tokenizer counts; the marks of a ChatML template are then added.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,9 +21,11 @@ import pyarrow as pa
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
+from fcp_cli.manifest.checks import LONGEST_TOKENS
 from fcp_cli.manifest.sources.base import RowBatch, grouped
 from fcp_cli.manifest.sources.jsonl import json_record, line_at
 from fcp_cli.manifest.sources.media_readers import TEXT_COLUMNS, Found, media_units, read_media
+from fcp_cli.validation import shown
 from fcp_cli.vision.processors import VisionProcessor, Visual
 
 _BATCH_RECORDS: Final = 16_384
@@ -127,7 +128,7 @@ def _turns(record: dict[str, Any], place: str) -> list[str]:
     if "conversations" not in record:
         caption = record["caption"] if "caption" in record else record["text"]
         if not isinstance(caption, str):
-            raise ManifestError(f"{place}: 'caption' or 'text' is {json.dumps(caption)[:40]}; it must be a text")
+            raise ManifestError(f"{place}: 'caption' or 'text' is {shown(caption)}; it must be a text")
         return ["", caption]
     turns = record["conversations"]
     if not isinstance(turns, list) or not all(isinstance(t, dict) and isinstance(t.get("value"), str) for t in turns):
@@ -166,6 +167,8 @@ def _visual(size: dict[str, Any], processor: VisionProcessor, place: str) -> Vis
         raise ManifestError(f"{place}: {error}; leave the record out") from error
 
 
+_MOST_RATE: Final = 1e6
+_MOST_FRAMES: Final = 1_000_000
 _SCHEMA: Final = pa.schema(
     [("id", pa.string())]
     + [
@@ -194,9 +197,11 @@ def _sizes(record: dict[str, Any], kind: str, place: str) -> list[dict[str, Any]
 
 def _whole(record: dict[str, Any], name: str, place: str, *, least: int) -> int:
     value = record.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        shown = "missing" if name not in record else json.dumps(value)
-        raise ManifestError(f"{place}: {name!r} is {shown}; it must be a whole number >= {least}")
+    most = _MOST_FRAMES if name == "frames" else LONGEST_TOKENS
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        no_larger = f" and at most {most}" if isinstance(value, int) and value > most else ""
+        found = "missing" if name not in record else shown(value)
+        raise ManifestError(f"{place}: {name!r} is {found}; it must be a whole number >= {least}{no_larger}")
     return value
 
 
@@ -204,6 +209,6 @@ def _rate(size: dict[str, Any], place: str) -> float | None:
     fps = size.get("fps")
     if fps is None:
         return None
-    if isinstance(fps, bool) or not isinstance(fps, int | float) or not fps > 0:
-        raise ManifestError(f"{place}: 'fps' is {json.dumps(fps)}; it must be a number > 0")
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps <= _MOST_RATE:
+        raise ManifestError(f"{place}: 'fps' is {shown(fps)}; it must be a number > 0")
     return float(fps)

@@ -6,7 +6,7 @@ Every reader gives the same records (see `media`); no pixel is read, of pictures
 from __future__ import annotations
 
 import io
-import tarfile
+import tarfile  # for its types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -18,10 +18,11 @@ import pyarrow.csv
 
 from fcp_cli.errors import ManifestError
 from fcp_cli.extras import pip_install
-from fcp_cli.files import read_json
 from fcp_cli.manifest.header import readable
 from fcp_cli.manifest.sources.jsonl import json_lines, json_record, size_of
-from fcp_cli.manifest.sources.shards import open_shard
+from fcp_cli.manifest.sources.shards import open_shard, python_rows
+from fcp_cli.reading.documents import read_records
+from fcp_cli.reading.tar import tar_content, tar_files
 
 TABLE_SUFFIXES: Final = (".csv", ".tsv", ".parquet", ".pq", ".arrow", ".feather")
 TEXT_COLUMNS: Final = ("text_tokens", "conversations", "caption", "text")
@@ -91,7 +92,7 @@ def _table(path: Path) -> Iterator[Found]:
     """Read a table: a row is an image, or where it has frames or a duration, a video."""
     start = 0
     for batch in _table_batches(path):
-        for row, values in enumerate(batch.to_pylist(), start=start + 1):
+        for row, values in enumerate(python_rows(batch, path), start=start + 1):
             place = f"{path}, row {row}"
             yield Found(record=_from_metadata(values, place), place=place, done=1)
         start += batch.num_rows
@@ -133,9 +134,7 @@ def _integer(value: Any) -> Any:
 
 def _llava(path: Path) -> Iterator[Found]:
     """Read a JSON list of conversations with the paths of their images, beside the file or below it."""
-    document = read_json(path, error=ManifestError)
-    if not isinstance(document, list) or not all(isinstance(record, dict) for record in document):
-        raise ManifestError(f"{path} is not a list of records with 'conversations'")
+    document = read_records(path, error=ManifestError)
     share, rest = divmod(size_of(path), max(len(document), 1))
     for number, record in enumerate(document, start=1):
         place = f"{path}, record {number}"
@@ -166,10 +165,8 @@ def _names(record: dict[str, Any], kind: str) -> list[str]:
 def _tar(path: Path) -> Iterator[Found]:
     """Read a tar of WebDataset: a sample is the files that share a name up to the first dot; they follow each other."""
     key, sample, begun = "", dict[str, Any](), 0
-    with opened_tar(path) as archive:
-        for member in archive:
-            if not member.isfile():
-                continue
+    with path.open("rb") as stream:
+        for archive, member in tar_files(path, stream, error=ManifestError):
             name, suffix = split_member(member.name)
             if name != key and sample:
                 yield _sample(archive, path, key, sample, member.offset - begun)
@@ -178,18 +175,6 @@ def _tar(path: Path) -> Iterator[Found]:
             sample |= _member(archive, member, suffix, f"{path}: {member.name}")
         if sample:
             yield _sample(archive, path, key, sample, size_of(path) - begun)
-
-
-def opened_tar(path: Path, stream: IO[bytes] | None = None) -> tarfile.TarFile:
-    """Open a tar, from where `stream` stands in it.
-
-    Raises:
-        ManifestError: it is no uncompressed tar.
-    """
-    try:
-        return tarfile.open(path, "r:", fileobj=stream)  # without compression, so that a seek passes over the pixels
-    except (OSError, tarfile.TarError) as error:
-        raise ManifestError(f"{path} cannot be read as an uncompressed tar: {error}") from error
 
 
 def split_member(name: str) -> tuple[str, str]:
@@ -203,11 +188,15 @@ def _member(archive: tarfile.TarFile, member: tarfile.TarInfo, suffix: str, plac
     """Return the fields that one file adds to its sample: the size of a picture, a caption, or metadata."""
     last = "." + suffix.rpartition(".")[2]
     if last in IMAGE_SUFFIXES:
-        return {f"size {suffix}": image_size(io.BytesIO(_content(archive, member, HEADER_BYTES)), place)}
+        return {
+            f"size {suffix}": image_size(
+                io.BytesIO(tar_content(archive, member, error=ManifestError, most_bytes=HEADER_BYTES)), place
+            )
+        }
     if last == ".txt":
-        return {"caption": _content(archive, member).decode("utf-8", "replace")}
+        return {"caption": tar_content(archive, member, error=ManifestError).decode("utf-8", "replace")}
     if last == ".json":
-        return {"metadata": json_record(_content(archive, member), place)}
+        return {"metadata": json_record(tar_content(archive, member, error=ManifestError), place)}
     return {f"video {suffix}": member} if last in VIDEO_SUFFIXES else {"other": True}
 
 
@@ -215,11 +204,6 @@ def _opened(archive: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
     opened = archive.extractfile(member)
     assert opened is not None  # only files are asked for
     return opened
-
-
-def _content(archive: tarfile.TarFile, member: tarfile.TarInfo, most_bytes: int = -1) -> bytes:
-    opened = _opened(archive, member)
-    return opened.read(most_bytes) if most_bytes >= 0 else opened.read()
 
 
 def _sample(archive: tarfile.TarFile, path: Path, key: str, sample: dict[str, Any], done: int) -> Found:

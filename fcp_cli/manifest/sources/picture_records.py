@@ -23,9 +23,10 @@ from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.chat import PICTURE_FIELDS
 from fcp_cli.manifest.sources.chat import chat_records, record_at
 from fcp_cli.manifest.sources.jsonl import json_record, size_of
-from fcp_cli.manifest.sources.media_readers import IMAGE_SUFFIXES, VIDEO_SUFFIXES, opened_tar, split_member
+from fcp_cli.manifest.sources.media_readers import IMAGE_SUFFIXES, VIDEO_SUFFIXES, split_member
 from fcp_cli.manifest.sources.picture_refs import CellPicture, Picture, TarPicture, refer
-from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, PARQUET_SUFFIXES, open_shard
+from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, PARQUET_SUFFIXES, open_shard, python_rows
+from fcp_cli.reading.tar import tar_content, tar_files
 from fcp_cli.words import counted
 
 _TABLES: Final = (*PARQUET_SUFFIXES, *ARROW_SUFFIXES)
@@ -64,7 +65,7 @@ def read_conversations(file: Path) -> Iterator[Conversation]:
     elif file.suffix in _TABLES:
         shard, number = open_shard(file), 0
         for batch in shard.batches(list(shard.schema.names), _BATCH_ROWS):
-            for record in batch.to_pylist():
+            for record in python_rows(batch, file):
                 yield _conversation(record, file, f"{file}, row {number}", number, 1)
                 number += 1
     else:
@@ -136,18 +137,15 @@ def _samples(path: Path, start: int) -> Iterator[tuple[dict[str, Any], int, int,
     try:
         with path.open("rb") as stream:
             stream.seek(start)
-            with opened_tar(path, stream) as archive:
-                for member in archive:
-                    if not member.isfile():
-                        continue
-                    name, suffix = split_member(member.name)
-                    if name != key and sample:
-                        yield sample, begun, member.offset - begun, f"{path}: {key}"
-                        sample, begun = {}, member.offset
-                    key = name
-                    _add_member(sample, archive, member, suffix, path)
-    except (OSError, tarfile.TarError) as error:
-        raise ManifestError(f"{path}: cannot read the tar: {error}") from error
+            for archive, member in tar_files(path, stream, error=ManifestError):
+                name, suffix = split_member(member.name)
+                if name != key and sample:
+                    yield sample, begun, member.offset - begun, f"{path}: {key}"
+                    sample, begun = {}, member.offset
+                key = name
+                _add_member(sample, archive, member, suffix, path)
+    except OSError as error:
+        raise ManifestError(f"cannot read {path}: {error.strerror or error}") from error
     if sample:
         yield sample, begun, size_of(path) - begun, f"{path}: {key}"
 
@@ -161,9 +159,7 @@ def _add_member(
         picture = TarPicture(path=path, member=member.name, byte_offset=member.offset_data, size_bytes=member.size)
         sample.setdefault(kind, []).append(picture)
     elif last in (".txt", ".json"):
-        opened = archive.extractfile(member)
-        assert opened is not None  # only files are asked for
-        content = opened.read()
+        content = tar_content(archive, member, error=ManifestError)
         if last == ".txt":
             sample["caption"] = content.decode("utf-8", "replace")
         else:

@@ -10,11 +10,11 @@ from typing import Any, Final, Protocol
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv as csv
-import pyarrow.parquet as pq
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.header import readable
+from fcp_cli.reading.parquet import open_footer, open_parquet, require_names
 
 PARQUET_SUFFIXES: Final = (".parquet", ".pq")
 ARROW_SUFFIXES: Final = (".arrow", ".feather", ".ipc")
@@ -50,7 +50,7 @@ class ParquetShard:
     def __init__(self, path: Path) -> None:
         self.path = path
         with readable(path):
-            self._footer = pq.read_metadata(path)
+            self._footer = open_footer(path)
         self.schema = self._footer.schema.to_arrow_schema()
 
     @cached_property
@@ -58,11 +58,11 @@ class ParquetShard:
         return np.array([self._footer.row_group(i).num_rows for i in range(self._footer.num_row_groups)], np.int64)
 
     def read_group(self, group: int, column: str) -> Any:
-        with readable(self.path), pq.ParquetFile(self.path, metadata=self._footer) as file:
+        with readable(self.path), open_parquet(self.path, self._footer) as file:
             return file.read_row_group(group, columns=[column]).column(column).combine_chunks()
 
     def batches(self, columns: list[str], rows: int) -> Iterator[Any]:
-        with readable(self.path), pq.ParquetFile(self.path, metadata=self._footer) as file:
+        with readable(self.path), open_parquet(self.path, self._footer) as file:
             yield from file.iter_batches(batch_size=rows, columns=columns)
 
 
@@ -91,6 +91,7 @@ class ArrowShard:
                 if not batches:
                     raise ManifestError(f"{path} has no rows") from None
                 self.schema, self._count, self._batch = batches[0].schema, len(batches), batches.__getitem__
+            require_names(self.schema)
 
     @cached_property
     def group_rows(self) -> IntArray:
@@ -127,6 +128,7 @@ class CsvShard:
             file.seek(0)
             read = csv.ReadOptions(column_names=["length"] if is_number else None)
             self._table = csv.read_csv(file, read_options=read, parse_options=parse)
+            require_names(self._table.schema)
         self.schema = self._table.schema
 
     @cached_property
@@ -143,3 +145,20 @@ class CsvShard:
 def open_shard(path: Path) -> Shard:
     """Open a file by its suffix."""
     return ArrowShard(path) if path.suffix in ARROW_SUFFIXES else ParquetShard(path)
+
+
+def python_rows(batch: Any, path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a record batch as Python values; times and dates, which may be finer or further than Python's,
+    are texts.
+
+    Raises:
+        ManifestError: a column holds what Python has no value for.
+    """
+    with readable(path, kind="rows"):
+        columns = [column.cast(pa.string()) if _is_time(column.type) else column for column in batch.columns]
+        rows: list[dict[str, Any]] = pa.RecordBatch.from_arrays(columns, names=batch.schema.names).to_pylist()
+        return rows
+
+
+def _is_time(kind: Any) -> bool:
+    return bool(pa.types.is_temporal(kind) and not pa.types.is_interval(kind))

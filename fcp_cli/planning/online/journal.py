@@ -31,6 +31,8 @@ from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.schema import SCHEMA, steps_from_arrow, steps_to_arrow
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.writer import plan_writer
+from fcp_cli.reading.documents import decode_json
+from fcp_cli.reading.parquet import open_parquet
 
 _BEGINS: Final = b"fcp-begins"
 
@@ -165,7 +167,7 @@ class OnlineJournal:
         """Make a journal of a plan that is whole: its run was over, and goes on."""
         reader = PlanReader(self.path)  # its message says that there is none
         manifest = read_manifest(manifest_of(self.path))
-        ids = pq.read_table(manifest_of(self.path), columns=None)
+        ids = open_parquet(manifest_of(self.path)).read()
         self.folder.mkdir(parents=True, exist_ok=True)
         metadata = replace(
             reader.metadata,
@@ -249,8 +251,8 @@ def _batches(part: Path) -> Iterator[pa.RecordBatch]:
 
 def _begins_of(part: Path) -> dict[str, int]:
     """Return the step and the sequence that a file begins with; beyond all others where it has none."""
-    with suppress(pa.ArrowInvalid, OSError), pa.memory_map(str(part)) as source:
-        found: dict[str, int] = json.loads(pa.ipc.open_stream(source).schema.metadata[_BEGINS])
+    with suppress(ValueError, KeyError, OSError), pa.memory_map(str(part)) as source:
+        found: dict[str, int] = decode_json(pa.ipc.open_stream(source).schema.metadata[_BEGINS])
         return found
     return {"first_step": np.iinfo(np.int64).max, "first_sequence": np.iinfo(np.int64).max}
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fcp_cli.errors import RunError
+from fcp_cli.reading.documents import read_object
 from fcp_cli.runtime.followed_step import plan_path
 from fcp_cli.runtime.integrations.hugging_face.checks import check_global_batch
 from fcp_cli.runtime.integrations.hugging_face.planned_model import PlannedModel
@@ -145,7 +146,7 @@ class AcceleratedLoop:
         path = folder / _POSITION
         if not path.is_file():
             raise RunError(f"{folder} holds no {_POSITION}: it was not saved under a plan; start from the beginning")
-        self.next_step = int(json.loads(path.read_text())["next_step"])
+        self.next_step = int(read_object(path, error=RunError)["next_step"])
 
     def check_skipped(self, num_batches: int) -> None:
         """Raise RunError where a resumed script skips to another step than the one that its state was saved before."""

@@ -1,0 +1,261 @@
+"""Reads text, JSON and YAML that anybody may have written: bounded in size, depth and number of values.
+
+What comes out holds nothing but mappings with finite numbers, texts that UTF-8 can hold, lists, truth values
+and nulls, at most `MOST_DEPTH` deep, whatever went in: whoever works on it meets no surprise by its form.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from fcp_cli.errors import FcpError
+from fcp_cli.words import first_sentence
+
+MOST_DEPTH: Final = 64
+MOST_VALUES: Final = 5_000_000
+MOST_BYTES: Final = 1 << 28
+MOST_YAML_BYTES: Final = 1 << 19  # the reader takes seconds for so much
+MOST_YAML_VALUES: Final = 200_000  # aliases make many of few
+_MOST_BITS: Final = 1000  # whatever is no larger is a finite float, too; checkpoints hold numbers beyond 64 bits
+
+
+class DamagedError(ValueError):
+    """A text is not what it should be; the message is one short line without the name of the file."""
+
+
+class ImpossibleValueError(DamagedError):
+    """A value, named by its path, that no document of fcp may hold, though JSON or YAML would."""
+
+
+def read_text(path: Path, *, error: type[FcpError], what: str = "", most_bytes: int = MOST_BYTES) -> str:
+    """Return a text file, which is UTF-8.
+
+    Args:
+        path: the file.
+        error: the class to raise.
+        what: stands before the path in messages, with a space behind it: "the model ".
+        most_bytes: more are refused before they are read.
+
+    Raises:
+        FcpError: of the class `error`: it cannot be read, is no UTF-8, or is larger.
+    """
+    try:
+        with path.open("rb") as file:
+            content = bytearray()
+            while piece := file.read(1 << 20):  # one may be of a device without an end
+                content += piece
+                if len(content) > most_bytes:
+                    raise DamagedError(f"it is larger than {most_bytes >> 20} MiB")
+        return content.decode()
+    except (OSError, ValueError) as failure:
+        reason = "it is not UTF-8 text" if isinstance(failure, UnicodeDecodeError) else first_sentence(failure)
+        raise error(f"cannot read {what}{path}: {reason}") from failure
+
+
+def decode_json(text: str | bytes, *, most_values: int = MOST_VALUES) -> Any:
+    """Return the document of a JSON text.
+
+    Raises:
+        DamagedError: it is not JSON, or holds more than the bounds of this file allow.
+    """
+    return bounded(_loaded(text, parse_constant=_refuse_constant), most_values=most_values)
+
+
+def decode_record(line: str | bytes) -> Any:
+    """Return the JSON value of one record of a data set; numbers are left for whoever uses them: data may hold NaN.
+
+    Raises:
+        DamagedError: it is not JSON, or is nested too deeply.
+    """
+    value = _loaded(line)
+    brackets = (b"[", b"{") if isinstance(line, bytes) else ("[", "{")
+    if sum(map(line.count, brackets)) > MOST_DEPTH:  # type: ignore[arg-type]  # only then can it be nested deeply
+        bounded(value, checks_values=False)
+    return value
+
+
+def read_json(path: Path, *, error: type[FcpError], what: str = "") -> Any:
+    """Return what a JSON file holds.
+
+    Raises:
+        FcpError: of the class `error`: the file cannot be read, or is not JSON.
+    """
+    text = read_text(path, error=error, what=what)
+    try:
+        return decode_json(text)
+    except ImpossibleValueError as failure:
+        raise error(f"{path}: {failure}") from failure
+    except DamagedError as failure:
+        raise error(f"{path} is not JSON: {failure}") from failure
+
+
+def read_object(path: Path, *, error: type[FcpError], what: str = "") -> dict[str, Any]:
+    """Return the JSON object that a file holds.
+
+    Raises:
+        FcpError: of the class `error`: the file cannot be read, or holds something else.
+    """
+    document = read_json(path, error=error, what=what)
+    if not isinstance(document, dict):
+        raise error(f"{path} is not a JSON object but {kind_of(document)}")
+    return document
+
+
+def read_records(path: Path, *, error: type[FcpError]) -> list[dict[str, Any]]:
+    """Return the records of a data set that is one JSON list, however large.
+
+    Raises:
+        FcpError: of the class `error`: the file cannot be read, or is no list of objects.
+    """
+    text = read_text(path, error=error, most_bytes=1 << 40)
+    try:
+        document = decode_record(text)
+    except DamagedError as failure:
+        raise error(f"{path} is not JSON: {failure}") from failure
+    if not isinstance(document, list) or not all(isinstance(record, dict) for record in document):
+        raise error(f"{path} is not a list of records; one record per line is .jsonl")
+    return document
+
+
+def parse_yaml(text: str, *, name: str, error: type[FcpError]) -> Any:
+    """Return the document of a YAML text; `name` stands for the file in the message.
+
+    Raises:
+        FcpError: of the given class: it is not YAML, or holds more than the bounds of this file allow.
+    """
+    try:
+        if len(text) > MOST_YAML_BYTES:
+            raise DamagedError(f"it is larger than {MOST_YAML_BYTES >> 10} KiB")
+        return bounded(yaml.load(text, Loader=_Loader), most_values=MOST_YAML_VALUES)
+    except yaml.MarkedYAMLError as failure:
+        mark = failure.problem_mark
+        where = "" if mark is None else f" at line {mark.line + 1}, column {mark.column + 1}"
+        raise error(f"{name} is not valid YAML: {failure.problem or failure.context}{where}") from failure
+    except ImpossibleValueError as failure:
+        raise error(f"{name}: {failure}") from failure
+    except (yaml.YAMLError, DamagedError) as failure:
+        raise error(f"{name} is not valid YAML: {' '.join(str(failure).split())}") from failure
+    except RecursionError as failure:
+        raise error(f"{name} is not valid YAML: {_TOO_DEEP}") from failure
+
+
+def bounded(document: Any, *, most_values: int = MOST_VALUES, checks_values: bool = True) -> Any:
+    """Return a document as it is, if it is within the bounds of this file.
+
+    Args:
+        document: of JSON or YAML; one value may stand in many places, or within itself.
+        most_values: in all, each counted where it stands.
+        checks_values: whether numbers must be finite, and texts such as UTF-8 can hold.
+
+    Raises:
+        DamagedError: it is not; the message has the path of the place.
+    """
+    # Of each mapping or list: itself, and the keys that lead to it, the nearest first.
+    waiting: deque[tuple[Any, int, _Place]] = deque([([document], 0, None)])
+    while waiting:
+        holder, depth, place = waiting.popleft()
+        most_values -= len(holder)
+        if depth > MOST_DEPTH + 1:
+            raise DamagedError(_TOO_DEEP)
+        if most_values < 0:
+            raise DamagedError("it has too many values")
+        items: Iterable[tuple[Any, Any]] = holder.items() if isinstance(holder, dict) else enumerate(holder)
+        for key, value in items:
+            if isinstance(value, dict | list):
+                waiting.append((value, depth + 1, (place, key)))
+            elif checks_values and (wrong := _wrong(value) or (isinstance(key, str) and _wrong(key))):
+                raise ImpossibleValueError(f"{_path_of((place, key))} is {wrong}")
+    return document
+
+
+def kind_of(value: Any) -> str:
+    """Return what a value of a document is, for messages: "a list", "a text"."""
+    kinds = {dict: "a mapping", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
+    return kinds.get(type(value), "a number")
+
+
+_Place = tuple[Any, Any] | None  # (place of the holder, key in it)
+_TOO_DEEP: Final = f"it is nested more than {MOST_DEPTH} deep"
+
+
+def _loaded(text: str | bytes, **hooks: Any) -> Any:
+    try:
+        return json.loads(text, **hooks)
+    except RecursionError as failure:
+        raise DamagedError(_TOO_DEEP) from failure
+    except UnicodeDecodeError as failure:
+        raise DamagedError("it is not UTF-8 text") from failure
+    except ValueError as failure:
+        many_digits = "integer string conversion" in str(failure)
+        raise DamagedError("a number has thousands of digits" if many_digits else first_sentence(failure)) from failure
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _wrong(value: Any) -> str | None:
+    """Return what is wrong with a value that is neither mapping nor list."""
+    if isinstance(value, float):
+        return None if math.isfinite(value) else f"{value}; it must be a finite number"
+    if isinstance(value, int):
+        return None if value.bit_length() < _MOST_BITS else "too large for a float"
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return "a text that UTF-8 cannot hold"
+    return None
+
+
+def _path_of(place: _Place) -> str:
+    keys: list[Any] = []
+    while place is not None:
+        place, key = place
+        keys.append(key)
+    # The first is the place of the whole document in a list of its own.
+    written = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys[-2::-1])
+    return written.removeprefix(".").encode(errors="backslashreplace").decode() or "it"
+
+
+class _Loader(yaml.SafeLoader):
+    """Makes what JSON knows, too, and nothing else: a date stays the text that it is.
+
+    50e9 (no dot, no sign) is the number that YAML 1.2 takes it for; YAML 1.1 has it as text.
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [(tag, pattern) for tag, pattern in found if not tag.endswith(":timestamp")]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def flatten_mapping(self, node: Any) -> None:
+        """Take in what `<<` names, which may double with every level."""
+        super().flatten_mapping(node)
+        if len(node.value) > MOST_YAML_VALUES:
+            raise yaml.constructor.ConstructorError(None, None, "it has too many values", node.start_mark)
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        """Make a value; what does not fit its tag is a fault of the text, with its place."""
+        try:
+            kind = node.tag.rpartition(":")[2]
+            if node.tag.startswith("tag:yaml.org,2002:") and kind not in _YAML_KINDS:
+                raise ValueError
+            return super().construct_object(node, deep=deep)
+        except (ValueError, KeyError, AttributeError, TypeError, OverflowError) as failure:
+            value = f"{node.value[:40]!r} is no {kind}" if isinstance(node.value, str) else f"there is no {kind} here"
+            raise yaml.constructor.ConstructorError(None, None, value, node.start_mark) from failure
+
+
+_YAML_KINDS: Final = ("null", "bool", "int", "float", "str", "seq", "map", "merge", "value")
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
