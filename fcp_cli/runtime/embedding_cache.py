@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fcp_cli.console import note
 from fcp_cli.errors import FcpError, RunError
 from fcp_cli.files import replaced_atomically
+from fcp_cli.reading.documents import decode_json
 from fcp_cli.vision.parts import VisualPart, content_key
 
 _DIGEST_BYTES = 16
@@ -114,7 +115,7 @@ class EmbeddingCache:
             content = b""
         head, _, rows = content.partition(b"\n")
         try:
-            described = json.loads(head or "{}")
+            described = decode_json(head or "{}")
             found = torch.frombuffer(bytearray(rows), dtype=getattr(torch, described["dtype"]))
             found = found.view(described["shape"])
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError):
