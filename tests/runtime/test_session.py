@@ -38,7 +38,7 @@ from fcp_cli.verification.replay import (
 from tests.runtime.launch import torchrun
 from tests.runtime.models import VOCAB_SIZE, Case, assert_agrees, build, expected
 from tests.runtime.plans import Row, random_steps, write_plan
-from tests.runtime.workers.session_worker import GRADIENT_CASES, ITERATION, WAVES
+from tests.runtime.workers.session_worker import GRADIENT_CASES, ITERATION, MORE_CASES, WAVES
 
 pytestmark = pytest.mark.torch
 
@@ -326,14 +326,14 @@ def write_copies(copies: Path, plan: Path, rank: int) -> None:
 
 
 @cache
-def gloo_job() -> dict[str, list[Any]]:
-    """Case -> what each rank left."""
+def gloo_job(*, full: bool) -> dict[str, list[Any]]:
+    """Case -> what each rank left, of the examples or of what they cover."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_inputs(folder)
-        torchrun("-m", "tests.runtime.workers.session_worker", name, num_ranks=NUM_RANKS)
+        torchrun("-m", "tests.runtime.workers.session_worker", name, *(["full"] if full else []), num_ranks=NUM_RANKS)
         found: dict[str, list[Any]] = {}
         for path in sorted(folder.glob("*.pickle")):
             found.setdefault(path.stem.rpartition("-")[0], []).append(pickle.loads(path.read_bytes()))
@@ -341,14 +341,16 @@ def gloo_job() -> dict[str, list[Any]]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", GRADIENT_CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name in MORE_CASES else ()) for name in GRADIENT_CASES]
+)
 def test_gloo_ranks_compute_the_gradients_of_one_process(name: str, tmp_path: Path) -> None:
     plan, case = GRADIENT_CASES[name]
     if case.family != "tiny":
         pytest.importorskip("transformers")
     write_inputs(tmp_path)
     alone = expected(case, tmp_path / plan)
-    ranks = gloo_job()[name]
+    ranks = gloo_job(full=name in MORE_CASES)[name]
     assert len(ranks) == NUM_RANKS
     for rank in ranks:
         assert_agrees(case, rank, alone)
@@ -439,7 +441,7 @@ ERRORS = {
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ERRORS)
 def test_what_would_train_wrong_stops_every_rank_with_one_line(name: str) -> None:
-    messages = gloo_job()[name]
+    messages = gloo_job(full=name in MORE_CASES)[name]
     for message, pattern in zip(messages, ERRORS[name], strict=True):
         assert re.search(pattern, message), message
         assert "\n" not in message

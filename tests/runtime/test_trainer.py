@@ -10,7 +10,7 @@ from tests.runtime.trainer_plans import write_plans
 
 pytestmark = [pytest.mark.hf, pytest.mark.distributed]
 
-_CASES = ("ddp", "accumulation", "resumed, evaluated", "lora")
+_CASES = ("ddp", "resumed, evaluated", "lora")
 _REFUSALS = {
     "own loss": "OwnLoss computes its own loss (compute_loss), which a plan would leave out: a rank has a part of each",
     "other batch": "the script trains on 4 sequences a step (per_device_train_batch_size 2 x gradient_accumulation_steps 1 "
@@ -21,6 +21,7 @@ _REFUSALS = {
     "grouped": "the script groups rows by group_by_length, but a plan balances the steps itself; leave it out",
 }
 _REMAINING = (
+    "accumulation",
     "ddp waves",
     "recomputed",
     "smoothed",

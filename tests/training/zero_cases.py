@@ -121,6 +121,15 @@ COARSE: Mapping[str, Case] = {
     for name in names
 }
 CASES: Mapping[str, Case] = {**EXACT, **SINGLE, **COARSE}
+# Every stage, sync, precision and way to reduce once; the marker `full` runs all of them.
+EXAMPLES = frozenset(
+    {
+        *("0 iteration", "2 iteration", "1 hsdp iteration", "1 waves", "3 waves", "2 hsdp waves"),
+        "3 hsdp waves, reduced once",
+        *("2 iteration, fp32", "3 waves, fp32"),
+        *("0 iteration, bf16", "1 iteration, bf16", "3 waves, bf16", "0 iteration, amp", "2 iteration, amp"),
+    }
+)
 
 # What saves after two of three steps of the waves, in the precision that has master weights, and what resumes from it.
 SAVED_STEPS = 2
@@ -130,6 +139,9 @@ SAVING: Mapping[str, Case] = {
 RESUMING = (
     *((name, name) for name in SAVING),
     *(("0", "1"), ("1", "0"), ("1", "2"), ("2", "1"), ("2", "3"), ("3", "0"), ("1 hsdp", "3"), ("0", "3 hsdp")),
+)
+RESUMING_EXAMPLES = frozenset(
+    {("1", "1"), ("3", "3"), ("0", "1"), ("1", "2"), ("2", "3"), ("3", "0"), ("1 hsdp", "3"), ("0", "3 hsdp")}
 )
 # In the second of three steps one rank's loss, or every rank's gradient, is not finite.
 NOT_FINITE: Sequence[tuple[str, Case, OnNan]] = (

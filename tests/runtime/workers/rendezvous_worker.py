@@ -1,6 +1,6 @@
 """One rank of jobs under NCCL's semantics (`tests.runtime.rendezvous`), each of which is a process of its own.
 
-Run by torchrun as `-m tests.runtime.workers.rendezvous_worker FOLDER`. The folder holds the plans. What each case
+Run by torchrun as `-m tests.runtime.workers.rendezvous_worker FOLDER [full]`: the jobs, or what they cover by example. The folder holds the plans. What each case
 computed and issued is left as `CASE-RANK.pickle`; where a job hangs, the rank's error as `JOB-RANK.hang`.
 """
 
@@ -34,9 +34,8 @@ from tests.runtime.workers import session_worker, vision_worker
 from tests.runtime.workers.leave import leave_hanging, leave_job
 
 LATE, TRAINED, TRAINED_WAVES = "late.parquet", "trained.parquet", "trained-waves.parquet"
-WRAPPED = (
-    "ddp", "ddp views", "ddp waves", "fsdp recomputed", "fsdp step", "fsdp kept", "hsdp", "hsdp kept",
-)  # fmt: skip
+WRAPPED = ("ddp", "ddp waves", "fsdp recomputed", "fsdp kept", "hsdp")
+MORE_WRAPPED = ("ddp views", "fsdp step", "hsdp kept")
 WITH_IMAGES = ("ddp", "fsdp recomputed")
 TRAINERS: Mapping[str, tuple[str, str]] = {
     "trainer": (TRAINED, "2"),
@@ -96,10 +95,14 @@ def trained(folder: Path, name: str) -> None:
     assert train([*words, "--run-dir", str(folder / name), "--zero", zero, "--steps", "2", "--quiet"]) == 0
 
 
+def wrapped(*names: str) -> tuple[int, Mapping[str, Run]]:
+    return 1, {name: partial(session_worker.gradient_case, name=name) for name in names}
+
+
 Run = Callable[[Path], Any]
 # Name of a job: hardware queues, and the cases that each rank runs. The first must end, the others not all.
 ENDING: Mapping[str, tuple[int | None, Mapping[str, Run]]] = {
-    "wrapped": (1, {name: partial(session_worker.gradient_case, name=name) for name in WRAPPED}),
+    "wrapped": wrapped(*WRAPPED),
     "images": (1, {f"images {name}": partial(with_images, name=name) for name in WITH_IMAGES}),
     "trainer": (1, {name: partial(trained, name=name) for name in TRAINERS}),
     "inside backward on many queues": (None, {"inside backward on many queues": inside_backward}),
@@ -149,13 +152,14 @@ def run_jobs(
     return [job for child, job in children.items() if os.waitpid(child, 0)[1]]
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *, full: bool) -> None:
     torch.set_num_threads(1)
     # Where nothing should hang, a busy machine must not look as if something did.
-    failed = [*run_jobs(folder, ENDING, PATIENCE_SECONDS / 4), *run_jobs(folder, HANGING, HANG_SECONDS)]
+    ending, hanging = ({"wrapped": wrapped(*MORE_WRAPPED)}, {}) if full else (ENDING, HANGING)
+    failed = [*run_jobs(folder, ending, PATIENCE_SECONDS / 4), *run_jobs(folder, hanging, HANG_SECONDS)]
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), full="full" in sys.argv[2:])

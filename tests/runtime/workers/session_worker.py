@@ -1,6 +1,6 @@
 """One rank of a job that runs many cases in turn on one process group; each leaves `CASE-RANK.pickle` in a folder.
 
-Run by torchrun as `-m tests.runtime.workers.session_worker FOLDER`. The folder holds the plans.
+Run by torchrun as `-m tests.runtime.workers.session_worker FOLDER [full]`. The folder holds the plans.
 """
 
 from __future__ import annotations
@@ -90,6 +90,14 @@ GRADIENT_CASES: Mapping[str, tuple[str, Case]] = {
     ),
     "llama fsdp fp32": (WAVES, Case(family="llama", wrapping="fsdp", dtype=torch.float32)),
 }
+# What the others cover by example.
+MORE_CASES = frozenset(
+    {
+        *("plain fp32", "labels", "ddp", "ddp fp32", "fsdp", "fsdp fp32", "hsdp step", "hsdp kept waves"),
+        *("fsdp kept", "fsdp kept fp32", "fsdp kept labels", "fsdp kept waves"),
+        *("qwen3 fsdp kept", "qwen3 fsdp", "qwen3 chunked", "qwen3 ddp chunked", "llama fsdp fp32"),
+    }
+)
 
 
 def gradients(plan: Path, case: Case) -> Replayed:
@@ -149,7 +157,7 @@ def error_cases(folder: Path, rank: int) -> Mapping[str, Callable[[], Any]]:
     }
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *, full: bool) -> None:
     faulthandler.dump_traceback_later(PATIENCE_SECONDS, exit=True)
     torch.set_num_threads(1)
     chunked_loss.LOGITS_BYTES = 600  # several blocks of a small vocabulary
@@ -160,9 +168,9 @@ def main(folder: Path) -> None:
     def leave(name: str, result: Any) -> None:
         (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(result))
 
-    for name in GRADIENT_CASES:
+    for name in [name for name in GRADIENT_CASES if (name in MORE_CASES) == full]:
         leave(name, gradient_case(folder, name))
-    for name, run in error_cases(folder, rank).items():
+    for name, run in ({} if full else error_cases(folder, rank)).items():
         try:
             run()
             leave(name, "no error")
@@ -172,4 +180,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), full="full" in sys.argv[2:])

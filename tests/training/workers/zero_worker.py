@@ -1,6 +1,7 @@
-"""One rank that trains every case of `zero_cases` in turn on one process group; rank 0 leaves `CASE.pickle` files.
+"""One rank that trains cases of `zero_cases` in turn on one process group; rank 0 leaves `CASE.pickle` files.
 
-Run by torchrun as `-m tests.training.workers.zero_worker FOLDER`. The folder holds the plans and the model.
+Run by torchrun as `-m tests.training.workers.zero_worker FOLDER [full]`: the examples, or every case. The folder holds
+the plans and the model.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import pickle
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -32,7 +33,20 @@ from fcp_cli.training.settings import TrainSettings
 from fcp_cli.training.trainer import Trainer
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.workers.leave import leave_job
-from tests.training.zero_cases import CASES, NOT_FINITE, RESUMING, SAVED_STEPS, SAVING, STEPS, VOCAB_SIZE, Case, Trained
+from tests.training.zero_cases import (
+    CASES,
+    EXACT,
+    EXAMPLES,
+    NOT_FINITE,
+    RESUMING,
+    RESUMING_EXAMPLES,
+    SAVED_STEPS,
+    SAVING,
+    STEPS,
+    VOCAB_SIZE,
+    Case,
+    Trained,
+)
 
 FORWARD = "forward"  # a mark in the record of collectives
 
@@ -75,14 +89,17 @@ class WatchedTrainer(Trainer):
         self.saved[finished] = self.state()
 
     def state(self) -> Trained:
-        """What training has come to."""
-        weights = self.whole(self.holding.weights)
+        """What training has come to; one message for all of it, since this is asked for some hundred times."""
+        states = [self.optimizer.state.get(parameter, {}) for parameter in self.holding.trained]
+        names = ("exp_avg", "exp_avg_sq")
+        held = {f"{i} {name}": state.get(name) for i, state in enumerate(states) for name in names}
+        found = self.whole({**self.holding.weights, **held})
+        weights = {name: found[name] for name in self.holding.weights}
         for name, parameter in self.model.named_parameters():  # a replica computes with what was updated
             if not isinstance(parameter, DTensor):
                 held = torch.as_tensor(weights[name]).to(parameter.dtype)
                 assert torch.equal(parameter.detach(), held), name
-        states = [self.optimizer.state.get(parameter, {}) for parameter in self.holding.trained]
-        moments = [self.whole({name: state.get(name) for name in ("exp_avg", "exp_avg_sq")}) for state in states]
+        moments = [{name: found[f"{i} {name}"] for name in names if f"{i} {name}" in found} for i in range(len(states))]
         return Trained(gradients=[], norms=[], weights=weights, moments=moments)
 
     def whole(self, parts: Mapping[str, Tensor | None]) -> dict[str, np.ndarray]:
@@ -108,8 +125,8 @@ def trainer_of(settings: TrainSettings) -> Iterator[WatchedTrainer]:
         yield trainer
 
 
-def train(trainer: WatchedTrainer) -> Trained:
-    with trainer.record:
+def train(trainer: WatchedTrainer, *, recorded: bool = False) -> Trained:
+    with trainer.record if recorded else nullcontext():  # a record looks at every operation of PyTorch
         assert trainer.run(StopRequest())
     return replace(trainer.state(), gradients=trainer.gradients, norms=trainer.norms)
 
@@ -117,7 +134,7 @@ def train(trainer: WatchedTrainer) -> Trained:
 def train_case(folder: Path, name: str, case: Case) -> tuple[Trained, list[list[list[str]]]]:
     """What came out, and the collectives of each step of each rank."""
     with trainer_of(case.settings(folder, folder / name, checkpoint_every=0)) as trainer:
-        after = train(trainer)
+        after = train(trainer, recorded=name in EXACT)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, trainer.collectives)
         return after, everyone
@@ -168,7 +185,7 @@ def not_finite(folder: Path, name: str, case: Case, on_nan: OnNan) -> dict[str, 
         return {"saved": trainer.saved, "after": after}
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *, full: bool) -> None:
     faulthandler.dump_traceback_later(PATIENCE_SECONDS, exit=True)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
@@ -178,11 +195,13 @@ def main(folder: Path) -> None:
             (folder / f"{name}.pickle").write_bytes(pickle.dumps(result))
 
     for name, case in CASES.items():
-        leave(name, train_case(folder, name, case))
+        if full or name in EXAMPLES:
+            leave(name, train_case(folder, name, case))
     for name, case in SAVING.items():
         leave(f"saved {name}", save(folder, name, case))
     for then, now in RESUMING:
-        leave(f"{then} to {now}", resume(folder, then, now))
+        if full or (then, now) in RESUMING_EXAMPLES:
+            leave(f"{then} to {now}", resume(folder, then, now))
     for name, case, on_nan in NOT_FINITE:
         leave(f"{name} {case.zero} {on_nan}", not_finite(folder, name, case, on_nan))
     try:
@@ -193,4 +212,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), full="full" in sys.argv[2:])
