@@ -46,7 +46,7 @@ def jobs(options: JobsOptions) -> None:
         return
     table = Table(box=None, pad_edge=False)
     for heading in ("run", "where", "state", "steps"):
-        table.add_column(heading, overflow="fold")
+        table.add_column(heading, overflow="fold", no_wrap=heading == "steps")
     for job in found:
         table.add_row(str(job.run_dir), job.where, job.state, str(job.steps))
     human().print(table)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from fcp_cli.command_line import App, takes
-from fcp_cli.console import human, note, print_json, progress
+from fcp_cli.console import human, note, print_json, print_table, progress
 from fcp_cli.files import refuse_to_overwrite
 from fcp_cli.options import Arg, Opt, Typed
 from fcp_cli.words import counted
@@ -25,6 +25,8 @@ manifest_app = App(
 )
 
 _BAR_CELLS: Final = 22
+_BIN_COLUMNS: Final = 11  # of a span of lengths in the histogram
+_SHARE_COLUMNS: Final = 10  # of a share beside its bar, with the space between columns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,7 +256,9 @@ def _print_summary(console: Console, source: dict[str, Any] | None, summary: Man
     facts.add_row("longest 1 %", f"{summary.longest_percent_token_share:.1%} of all tokens")
     facts.add_row("source", _source_text(source))
     console.print(facts)
-    console.print(_histogram(summary, ascii_only=console.options.ascii_only))
+    room = console.width - _BIN_COLUMNS - 2 * _SHARE_COLUMNS
+    bars = max(1, min(_BAR_CELLS, room // 2))
+    print_table(console, _histogram(summary, bars, ascii_only=console.options.ascii_only))
 
 
 def _source_text(source: dict[str, Any] | None) -> str:
@@ -264,7 +268,7 @@ def _source_text(source: dict[str, Any] | None) -> str:
     return f"{place}, tokens by {source['tokenizer']}" if source.get("tokenizer") else place
 
 
-def _histogram(summary: ManifestSummary, *, ascii_only: bool) -> Any:
+def _histogram(summary: ManifestSummary, bar_cells: int, *, ascii_only: bool) -> Any:
     from rich import box
     from rich.table import Table
 
@@ -273,11 +277,11 @@ def _histogram(summary: ManifestSummary, *, ascii_only: bool) -> Any:
     chart = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
     chart.add_column("length", justify="right", no_wrap=True)
     for title in ("% of sequences", "% of tokens"):
-        chart.add_column(title, no_wrap=True, min_width=7 + _BAR_CELLS)
+        chart.add_column(title, no_wrap=True, min_width=7 + bar_cells)
     shares = [(span.sequences / summary.rows, span.tokens / summary.tokens) for span in summary.bins]
     largest = max(max(pair) for pair in shares)
     for span, pair in zip(summary.bins, shares, strict=True):
-        bars = [f"{share:6.1%} {bar(share / largest, _BAR_CELLS, ascii_only=ascii_only)}" for share in pair]
+        bars = [f"{share:6.1%} {bar(share / largest, bar_cells, ascii_only=ascii_only)}" for share in pair]
         chart.add_row(f"{_short(span.from_tokens)} - {_short(span.to_tokens)}", *bars)
     return chart
 

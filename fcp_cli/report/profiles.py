@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fcp_cli.console import print_table
 from fcp_cli.cost.explain import (
     Difference,
     break_even_tokens,
@@ -36,7 +37,7 @@ def print_profile(console: Console, profile: CostProfile, *, lengths: Sequence[i
     table = _table("seconds at length", *(f"degree {degree}" for degree in degrees))
     for length, seconds in zip(lengths, seconds_table(profile, lengths, degrees).tolist(), strict=True):
         table.add_row(f"{length:,}", *(f"{value:.4g}" for value in seconds))
-    console.print(table)
+    print_table(console, table)
     print_errors(console, profile)
 
 
@@ -143,23 +144,23 @@ def print_errors(console: Console, profile: CostProfile) -> None:
     rows: Any = profile.measurement.get("error_by_degree")
     if not rows:
         return
-    table = _table("degree", "points", "error fitted", "held out", "error held out")
+    table = _table("degree", "error held out", "error fitted", "held out", "points")
     for row in rows:
         held_out = row.get("held_out_percent")
         table.add_row(
             str(row["degree"]),
-            str(row["points"]),
+            "-" if held_out is None else f"{held_out:.2f} %",
             f"{row['fitted_percent']:.2f} %",
             str(row["held_out_points"]),
-            "-" if held_out is None else f"{held_out:.2f} %",
+            str(row["points"]),
         )
     total = profile.measurement.get("held_out_error_percent")
     if total is not None:
         fitted = profile.measurement["fitted_error_percent"]
         table.add_section()
-        table.add_row("all", "", f"{fitted:.2f} %", "", f"{total:.2f} %")
+        table.add_row("all", f"{total:.2f} %", f"{fitted:.2f} %", "", "")
     _add_encoder_errors(table, profile.measurement.get("vision_encoder") or {})
-    console.print(table)
+    print_table(console, table)
 
 
 def _add_encoder_errors(table: Table, encoder: Mapping[str, Any]) -> None:
@@ -171,10 +172,10 @@ def _add_encoder_errors(table: Table, encoder: Mapping[str, Any]) -> None:
         held_out = fit.get("held_out_error_percent")
         table.add_row(
             f"encoder, {name}",
-            str(fit["fitted_points"]),
+            "-" if held_out is None else f"{held_out:.2f} %",
             f"{fit['fitted_error_percent']:.2f} %",
             str(fit["held_out_points"]),
-            "-" if held_out is None else f"{held_out:.2f} %",
+            str(fit["fitted_points"]),
         )
 
 
@@ -186,7 +187,7 @@ def print_differences(console: Console, first: CostProfile, second: CostProfile,
     for row in rows:
         ratio = "same" if row.first == row.second else "-" if row.ratio is None else f"{row.ratio:.3f}"
         table.add_row(row.path.split(".")[-1], f"{row.first:.4g}", f"{row.second:.4g}", ratio)
-    console.print(table)
+    print_table(console, table)
 
 
 def _table(*columns: str, left: Sequence[int] = (0,)) -> Table:
@@ -195,5 +196,6 @@ def _table(*columns: str, left: Sequence[int] = (0,)) -> Table:
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for position, column in enumerate(columns):
-        table.add_column(column, justify="left" if position in left else "right")
+        is_text = position > 0 and position in left  # only sentences go on in another line, no name and no figure
+        table.add_column(column, justify="left" if position in left else "right", no_wrap=not is_text)
     return table

@@ -12,7 +12,7 @@ from fcp_cli.command_line import takes
 from fcp_cli.commands.launch.cluster import launch_on_cluster
 from fcp_cli.commands.launch.options import LaunchOptions
 from fcp_cli.commands.launch.running import run_here
-from fcp_cli.console import Origins, human, note, print_error, print_json
+from fcp_cli.console import Origins, human, note, print_error, print_json, print_table
 from fcp_cli.errors import FcpError, RunError, UsageError
 from fcp_cli.words import counted
 
@@ -173,7 +173,7 @@ def _show_memory(memory: JobMemory | None) -> None:
 
     if memory is not None:
         note(f"memory of {memory.title()}")
-        human().print(memory_table(memory))
+        print_table(human(), memory_table(memory))
 
 
 def _show_findings(findings: list[Finding], *, starts: bool = True) -> None:
@@ -216,4 +216,5 @@ def _explain(job: Job, *, json: bool) -> None:
     if json:
         print_json(explanation_document(job))
     else:
-        Console(highlight=False).print(explanation_table(job))
+        console = Console(highlight=False)
+        console.print(explanation_table(job, console.width))

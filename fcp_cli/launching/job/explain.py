@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from fcp_cli.launching.job.job import (
     METRICS_VARIABLE,
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 # What fcp sets for every job: reason and source.
+_FULL_WIDTH: Final = 80  # columns of a terminal that has room for the whole table
 _OWN = {
     PLAN_VARIABLE: ("the plan that all ranks follow", "--plan, or the folder"),
     METRICS_VARIABLE: ("where rank 0 writes what it measured", "the run directory"),
@@ -53,17 +54,19 @@ def explanation_document(job: Job) -> dict[str, Any]:
     }
 
 
-def explanation_table(job: Job) -> Table:
-    """Return three columns that fit 80 characters; a long value is folded below its name."""
+def explanation_table(job: Job, width: int) -> Table:
+    """Return three columns that fit 80 characters, two where there are fewer; a long value is folded below its name."""
     from rich.box import SIMPLE_HEAD
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
-    table.add_column("variable", width=28, overflow="fold")
-    table.add_column("why", width=25)
-    table.add_column("value from", width=23)
+    table.add_column("variable", width=31, overflow="fold")
+    table.add_column("why", width=24 if width >= _FULL_WIDTH else None)
+    if width >= _FULL_WIDTH:
+        table.add_column("value from", width=21)
     for variable in explained(job):
         value = variable.value or "(found on the node)"
-        table.add_row(f"{variable.name}\n{escape(value)}", escape(variable.reason), escape(variable.source))
+        cells = (f"{variable.name}\n{escape(value)}", escape(variable.reason), escape(variable.source))
+        table.add_row(*cells[: len(table.columns)])
     return table

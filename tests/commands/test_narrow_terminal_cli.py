@@ -1,0 +1,46 @@
+"""Tables in a terminal of 60 columns: columns are left out, and no figure or name is broken."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fcp_cli.app import app
+from fcp_cli.cost.explain import figures_of
+from fcp_cli.cost.profile import load_cost_profile
+
+PROFILES = Path(__file__).parents[2] / "profiles" / "cost"
+ONE, OTHER = (str(PROFILES / f"{model}-example-8x8.yaml") for model in ("qwen3-vl-8b", "qwen3-8b"))
+
+
+def shown(*words: str) -> str:
+    done = CliRunner().invoke(app, words, env={"COLUMNS": "60", "NO_COLOR": "1"})
+    assert done.exit_code == 0, done.stderr
+    return done.stderr
+
+
+def test_a_profile_keeps_its_figures_whole() -> None:
+    said = shown("profile", "show", ONE)
+    figures = figures_of(load_cost_profile(Path(ONE)))
+    for figure in figures:
+        name = figure.path.split(".")[-1]
+        assert re.search(rf"^ *{name} +{re.escape(f'{figure.value:.4g}')} ", said, re.MULTILINE), name
+    assert "…" not in said
+
+
+def test_two_profiles_side_by_side_lose_the_ratio_first() -> None:
+    said = shown("profile", "diff", ONE, OTHER)
+    assert "…" not in said
+    assert max(map(len, said.splitlines()[2:])) <= 60
+
+
+@pytest.mark.parametrize("lengths", [[3, 900_000], [70_000] * 9])
+def test_the_histogram_of_a_manifest_has_shorter_bars(tmp_path: Path, lengths: list[int]) -> None:
+    (tmp_path / "lengths.txt").write_text("\n".join(map(str, lengths)))
+    said = shown("manifest", "show", str(tmp_path / "lengths.txt"))
+    assert "…" not in said
+    assert re.search(r"64k - 128k +100\.0% █+ +100\.0% █+|512k - 1M +50\.0% █+ +100\.0% █+", said)
+    assert max(len(line) for line in said.splitlines() if "%" in line) <= 60
