@@ -62,9 +62,9 @@ def explanation_table(job: Job, width: int) -> Table:
 
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
     table.add_column("variable", width=31, overflow="fold")
-    table.add_column("why", width=24 if width >= _FULL_WIDTH else None)
+    table.add_column("why", width=22 if width >= _FULL_WIDTH else None)
     if width >= _FULL_WIDTH:
-        table.add_column("value from", width=21)
+        table.add_column("value from", width=23)
     for variable in explained(job):
         value = variable.value or "(found on the node)"
         cells = (f"{variable.name}\n{escape(value)}", escape(variable.reason), escape(variable.source))
