@@ -6,6 +6,7 @@ The samples file outlives whatever happens: a worker that dies or a Ctrl-C leave
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import tempfile
@@ -14,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from fcp_cli.machine.processes import kill_tree
 from fcp_cli.machine.torchrun import torchrun_argv
@@ -112,6 +114,9 @@ def _run(
             process.wait()
 
 
+_KILLED: Final = re.compile(r"exitcode *: *-9\b")  # of torchrun's table of failed ranks
+
+
 def reason_in_log(log: Path) -> str:
     """Return the last line of the log that names an error of a rank's own, else one that names any; else its last line.
 
@@ -120,4 +125,7 @@ def reason_in_log(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line and "elastic" not in line]
     own = [line for line in errors if "Connection closed by peer" not in line]
+    if not own and any(_KILLED.search(line) for line in lines):
+        return "a rank was killed (SIGKILL), as systems do where memory runs out; a smaller --model, or --analytic, needs less"
+    lines = [line for line in lines if line.strip("=-")]  # torchrun ends with a rule
     return (own or errors or lines or ["it printed nothing"])[-1][:300]

@@ -92,8 +92,8 @@ class WatchedTrainer(Trainer):
         """What training has come to; one message for all of it, since this is asked for some hundred times."""
         states = [self.optimizer.state.get(parameter, {}) for parameter in self.holding.trained]
         names = ("exp_avg", "exp_avg_sq")
-        held = {f"{i} {name}": state.get(name) for i, state in enumerate(states) for name in names}
-        found = self.whole({**self.holding.weights, **held})
+        moments_held = {f"{i} {name}": state.get(name) for i, state in enumerate(states) for name in names}
+        found = self.whole({**self.holding.weights, **moments_held})
         weights = {name: found[name] for name in self.holding.weights}
         for name, parameter in self.model.named_parameters():  # a replica computes with what was updated
             if not isinstance(parameter, DTensor):
