@@ -126,6 +126,6 @@ def reason_in_log(log: Path) -> str:
     errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line and "elastic" not in line]
     own = [line for line in errors if "Connection closed by peer" not in line]
     if not own and any(_KILLED.search(line) for line in lines):
-        return "a rank was killed (SIGKILL), as systems do where memory runs out; a smaller --model, or --analytic, needs less"
+        return "a rank was killed (SIGKILL), as where memory runs out; a smaller --model, or --analytic, needs less"
     lines = [line for line in lines if line.strip("=-")]  # torchrun ends with a rule
     return (own or errors or lines or ["it printed nothing"])[-1][:300]
