@@ -60,7 +60,8 @@ def compare(options: CompareOptions) -> None:
     names, origins = _names(options.solvers), Origins()
     inputs = resolve(options, origins)
     origins.report()
-    syncs = SYNCS if options.sync is None and inputs.problem.pipeline_parallel == 1 else (inputs.problem.sync,)
+    is_open = options.sync is None and options.virtual_stages == 1
+    syncs = SYNCS if is_open else (inputs.problem.sync,)
     if inputs.problem.profile.common_ground is not None:
         note("strategies are compared under the profile's common_ground, without exposed_ring_share; fcp plan uses all")
         inputs = replace(inputs, problem=replace(inputs.problem, profile=inputs.problem.profile.on_common_ground()))

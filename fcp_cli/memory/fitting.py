@@ -36,6 +36,7 @@ class Place:
         ranks, ranks_per_node: of the job.
         capacity_bytes: of a device, less what is left to allocator and back ends.
         tensor_parallel, pipeline_parallel: devices of a rank.
+        virtual_stages: blocks of layers on each stage of a pipeline.
         on_cpu: the ranks run on hosts.
         most_peers: ranks that one may meet in rings; None: as many as plans usually have.
         measured_bytes_per_token: what a token takes, where that was measured; None: by the memory model.
@@ -46,6 +47,7 @@ class Place:
     capacity_bytes: float
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    virtual_stages: int = 1
     on_cpu: bool = False
     most_peers: int | None = None
     measured_bytes_per_token: float | None = None
@@ -75,6 +77,8 @@ class Place:
         if self.measured_bytes_per_token:
             room = self.capacity_bytes - memory.binding(self.capacity_bytes).fixed_bytes
             tokens = max(0, math.floor(room / self.measured_bytes_per_token))
+        if self.virtual_stages > 1:  # P V blocks of layers are in flight on the first stage, and P - 1 more
+            tokens = int(tokens / (1 + (self.pipeline_parallel - 1) / (self.pipeline_parallel * self.virtual_stages)))
         return Fit(recipe=recipe, sync=sync, memory=memory, tokens=tokens, wanted_tokens=wanted_tokens)
 
 
@@ -182,7 +186,7 @@ def _cost(recipe: Recipe, sync: Sync, place: Place) -> tuple[int, ...]:
 def _syncs(place: Place, sync: Sync | None) -> tuple[Sync, ...]:
     if sync is not None:
         return (sync,)
-    return _SYNCS if place.pipeline_parallel == 1 else ("microbatch",)
+    return _SYNCS if place.virtual_stages == 1 else ("microbatch",)
 
 
 def _shardings(given: Mapping[str, Any], place: Place, sync: Sync) -> Iterator[tuple[ZeroStage, int | None]]:

@@ -20,10 +20,11 @@ from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import PlanMetadata, Sync, unpack_rows
 from fcp_cli.plan.padding import held_tokens
 from fcp_cli.plan.peers import PeerCount
-from fcp_cli.plan.pricing import step_prices
+from fcp_cli.plan.pipeline import Pipeline
+from fcp_cli.plan.pricing import Prices, step_prices
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.plan.timeline import step_times
+from fcp_cli.plan.timeline import priced_times
 from fcp_cli.words import counted
 
 _TOLERANCE = 1e-6  # relative, of predicted seconds
@@ -108,6 +109,10 @@ class Limits(Protocol):
     def padding_multiple(self) -> int | None: ...
     @property
     def sync(self) -> Sync: ...
+    @property
+    def pipeline_parallel(self) -> int: ...
+    @property
+    def pipeline(self) -> Pipeline | None: ...
 
 
 def check_layout(step: StepPlan, limits: Limits) -> Iterator[Finding]:
@@ -137,10 +142,16 @@ def _check_devices(metadata: PlanMetadata, profile: CostProfile) -> Iterator[Fin
     if metadata.devices_per_rank == 1:
         return
     if metadata.pipeline_parallel > 1 and metadata.sync != "microbatch":
-        yield Finding(
-            message=f"pipeline_parallel is {metadata.pipeline_parallel}, which needs sync microbatch, but sync is "
-            f"{metadata.sync}"
-        )
+        if metadata.pipeline is None:
+            yield Finding(
+                message=f"pipeline_parallel is {metadata.pipeline_parallel}, which without the key pipeline needs sync "
+                f"microbatch, but sync is {metadata.sync}"
+            )
+        elif metadata.pipeline.virtual_stages > 1:
+            yield Finding(
+                message=f"virtual_stages is {metadata.pipeline.virtual_stages}, which needs sync microbatch, but sync "
+                f"is {metadata.sync}"
+            )
     for key in ("tensor_parallel", "pipeline_parallel"):
         planned, priced = getattr(metadata, key), profile.measurement.get(key)
         if isinstance(priced, int) and priced != planned:
@@ -237,10 +248,16 @@ def _check_waves(step: StepPlan, limits: Limits) -> Iterator[Finding]:
     if step.wave[0] != 0 or ((rises != 0) & (rises != 1)).any():
         yield Finding(step=step.step, message="waves do not count up from 0")
         return
+    waves = int(step.wave[-1]) + 1
+    if limits.pipeline is not None and limits.pipeline.missing_waves(waves, limits.pipeline_parallel):
+        message = (
+            f"{counted(waves, 'wave')}, not a multiple of the {limits.pipeline_parallel} stages, with virtual stages"
+        )
+        yield Finding(step=step.step, message=message)
     # How often each pair of wave and rank occurs, numbered as wave * num_ranks + rank.
     uses = np.bincount(
         np.repeat(step.wave.astype(np.int64), step.degrees) * limits.num_ranks + step.ranks,
-        minlength=(int(step.wave[-1]) + 1) * limits.num_ranks,
+        minlength=waves * limits.num_ranks,
     )
     for at in np.flatnonzero(uses != 1)[:1].tolist():
         wave, rank = divmod(at, limits.num_ranks)
@@ -256,7 +273,7 @@ def _check_times(
         for order in np.flatnonzero(impossible)[:1].tolist():
             yield Finding(step=step.step, order=order, message=f"{name} is {values[order]}")
             return
-    price, encoder = step_prices(
+    prices = step_prices(
         step,
         profile=profile,
         ranks_per_node=metadata.ranks_per_node,
@@ -267,24 +284,39 @@ def _check_times(
     )
     # Mask and vision columns, known from the manifest alone, only ever add time.
     # Relative, not exact: a foreign writer may add up in another order.
+    price = prices.seconds
     wrong = ~np.isclose(step.seconds, price, rtol=_TOLERANCE) & (
         np.full(len(step), True) if manifest is not None else step.seconds < price
     )
     for order in np.flatnonzero(wrong)[:1].tolist():
         message = f"{step.seconds[order]:.6g} s, but its cost profile gives {price[order]:.6g} s"
         yield Finding(step=step.step, order=order, message=message)
-    if encoder is not None and manifest is None:  # whatever lengths do not explain is the encoder's
-        encoder = np.maximum(step.seconds - price, 0.0)
-    start, makespan = step_times(
-        metadata.sync,
-        wave=step.wave,
-        rank_offsets=step.rank_offsets,
-        ranks=step.ranks,
-        seconds=step.seconds,
-        num_ranks=metadata.num_ranks,
-        terms=profile.step,
-        encoder_seconds=encoder,
+    if prices.encoder_seconds is not None and manifest is None:  # whatever lengths do not explain is the encoder's
+        prices = prices._replace(encoder_seconds=np.maximum(step.seconds - price, 0.0))
+    yield from _check_starts(step, metadata, profile, prices._replace(seconds=step.seconds), knows=manifest is not None)
+    if not 0 < step.bound_seconds <= step.makespan_seconds * (1 + _TOLERANCE):
+        message = f"its lower bound of {step.bound_seconds:.6g} s is not within its {step.makespan_seconds:.6g} s"
+        yield Finding(step=step.step, message=message)
+
+
+def _check_starts(
+    step: StepPlan, metadata: PlanMetadata, profile: CostProfile, prices: Prices, *, knows: bool
+) -> Iterator[Finding]:
+    """Check starts and makespan against ranks, sync and pipelines.
+
+    An encoder makes a pipeline's first stage longer, by what the manifest alone `knows`.
+    """
+    times = priced_times(
+        metadata, prices, profile.step, wave=step.wave, rank_offsets=step.rank_offsets, ranks=step.ranks
     )
+    if times.stuck:
+        message = f"the pipelines of {counted(len(times.stuck), 'micro-batch')} wait for each other in a circle"
+        yield Finding(step=step.step, order=times.stuck[0], message=message)
+        return
+    costs = profile.coefficients
+    if metadata.pipeline is not None and not knows and costs.vision_seconds_per_patch + costs.vision_seconds_per_patch2:
+        return
+    start, makespan = times.start_seconds, times.makespan_seconds
     idle = np.diff(step.sequence_offsets) == 0  # takes no time, so that its start means nothing
     scale = max(makespan, 1e-300)
     for order in np.flatnonzero(~idle & (np.abs(start - step.start_seconds) > _TOLERANCE * scale))[:1].tolist():
@@ -292,9 +324,6 @@ def _check_times(
         yield Finding(step=step.step, order=order, message=message)
     if not abs(step.makespan_seconds - makespan) <= _TOLERANCE * scale:  # "not <=", so that NaN is caught
         message = f"it takes {makespan:.6g} s, not the {step.makespan_seconds:.6g} s that it states"
-        yield Finding(step=step.step, message=message)
-    if not 0 < step.bound_seconds <= step.makespan_seconds * (1 + _TOLERANCE):
-        message = f"its lower bound of {step.bound_seconds:.6g} s is not within its {step.makespan_seconds:.6g} s"
         yield Finding(step=step.step, message=message)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fcp_cli.errors import PlanError
+from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.reading.documents import kind_of
 from fcp_cli.reading.parquet import FOOTER_KEY, footer_document
 from fcp_cli.recipe import Recipe
@@ -30,6 +31,7 @@ _OPTIONAL_KEYS: Final = (
         "continues",
         "encoder_balance",
         "padding_multiple",
+        "pipeline",
         "rank_speeds",
         "recipe",
         "refits",
@@ -147,6 +149,7 @@ class PlanMetadata:
         cached_from_step: optimizer step from which on a frozen encoder's embeddings are read and not computed; None: no
             step.
         padding_multiple: sequences count as `padding.padded_tokens` makes them; None: as they are.
+        pipeline: under which pipelines were timed; None: there are none, or they were planned as waves.
         last_batch: what a last, partial batch did: `keep` plans it, `drop` leaves its sequences out.
         epochs: how often every sequence appears.
         step_limit: only that many first steps were planned; None: all.
@@ -167,6 +170,7 @@ class PlanMetadata:
     ranks_per_node: RankCount
     tensor_parallel: Count = 1
     pipeline_parallel: Count = 1
+    pipeline: Pipeline | None = None
     sync: Sync
     global_batch_size: Count
     tokens_per_rank: Count

@@ -21,11 +21,25 @@ class Prices(NamedTuple):
 
     Attributes:
         seconds: [microbatches] 0 for a pack without sequences.
-        encoder_seconds: [microbatches] the part of a vision encoder; None where nobody waits for that part alone.
+        encoder_seconds: [microbatches] the part of a vision encoder; None where all ranks of a wave share it.
+        language_seconds: [microbatches] the part of the language model's matrices; None as above.
+        rank_tokens: [microbatches] that each of the ranks holds; None as above.
     """
 
     seconds: FloatArray
     encoder_seconds: FloatArray | None = None
+    language_seconds: FloatArray | None = None
+    rank_tokens: FloatArray | None = None
+
+    def spread(self, working: npt.NDArray[np.bool_]) -> Prices:
+        """Return the prices of more micro-batches, of which these are the working ones in their order; else 0."""
+
+        def spread(values: FloatArray) -> FloatArray:
+            found = np.zeros(len(working))
+            found[working] = values
+            return found
+
+        return Prices(*(None if values is None else spread(values) for values in self))  # type: ignore[arg-type]
 
 
 def profile_seconds(
@@ -116,7 +130,7 @@ def microbatch_prices(
     # Packs without sequences take no room in `work`: the others lie back to back without them.
     degree = sizes_of(rank_offsets)[working]
     pack = pack_work(work, np.append(offsets[working], offsets[-1:]), degree, profile, padding_multiple)
-    seconds = np.zeros(len(offsets) - 1)
+    seconds, encoder, language, held = np.zeros((4, len(offsets) - 1))
     seconds[working] = group_seconds(
         profile,
         attention_seconds=pack.attention_seconds,
@@ -125,11 +139,10 @@ def microbatch_prices(
         degree=degree,
         crosses_nodes=crosses_nodes(rank_offsets, ranks, ranks_per_node)[working],
     )
-    if not profile.step.lockstep:
-        return Prices(seconds)
-    encoder = np.zeros(len(seconds))
     encoder[working] = encoder_seconds(pack, profile) / degree
-    return Prices(seconds, encoder)
+    held[working] = pack.tokens / degree
+    language[working] = profile.coefficients.linear_seconds_per_token * held[working]
+    return Prices(seconds, encoder, language, held)
 
 
 def microbatch_seconds(

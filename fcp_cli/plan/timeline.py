@@ -2,22 +2,64 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.cost.profile import StepTerms
 from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.pipeline import Pipeline
+from fcp_cli.plan.pricing import Prices
 
 NO_TERMS: Final = StepTerms()
 
 
 class Times(NamedTuple):
-    """When the micro-batches of a step start ([microbatches] seconds from its start), and when the step ends."""
+    """When the micro-batches of a step start ([microbatches] seconds from its start), and when the step ends.
+
+    In pipelines a micro-batch starts with the forward of its first block; `stuck` are those that never end, because
+    their replicas wait for each other in a circle, and the step's end is infinite where there are any.
+    """
 
     start_seconds: FloatArray
     makespan_seconds: float
+    stuck: tuple[int, ...] = ()
+
+
+class Waiting(Protocol):
+    """Where ranks wait for each other: both a plan's metadata and a planning problem say it."""
+
+    @property
+    def num_ranks(self) -> int: ...
+    @property
+    def sync(self) -> Sync: ...
+    @property
+    def pipeline_parallel(self) -> int: ...
+    @property
+    def pipeline(self) -> Pipeline | None: ...
+
+
+def priced_times(
+    waiting: Waiting, prices: Prices, terms: StepTerms, *, wave: Int32Array, rank_offsets: IntArray, ranks: Int32Array
+) -> Times:
+    """Predict a step from what its micro-batches cost, idle rows among them: as pipelines where ranks have stages."""
+    if waiting.pipeline is not None:
+        run = waiting.pipeline.run(
+            rank_offsets, ranks, prices, stages=waiting.pipeline_parallel, num_ranks=waiting.num_ranks
+        )
+        ends = run.makespan_seconds + terms.closing_seconds(waiting.sync)
+        return Times(run.forward_start[:, 0], ends, tuple(run.stuck.tolist()))
+    return step_times(
+        waiting.sync,
+        wave=wave,
+        rank_offsets=rank_offsets,
+        ranks=ranks,
+        seconds=prices.seconds,
+        num_ranks=waiting.num_ranks,
+        terms=terms,
+        encoder_seconds=prices.encoder_seconds,
+    )
 
 
 def step_times(

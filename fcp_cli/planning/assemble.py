@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
+from fcp_cli.errors import PlanError
 from fcp_cli.plan.check import check_layout
 from fcp_cli.plan.pricing import Prices, microbatch_prices, wave_encoder_seconds
 from fcp_cli.plan.step import StepPlan, offsets_of, sizes_of
-from fcp_cli.plan.timeline import step_times
+from fcp_cli.plan.timeline import priced_times
 from fcp_cli.planning.bounds import lower_bound_seconds
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 
@@ -19,17 +20,22 @@ class BrokenAssignmentError(RuntimeError):
     """A solver broke its contract: a defect of fcp, never of the user's input."""
 
 
+class StuckError(PlanError):
+    """A strategy's rings make pipelines wait for each other; waves never do."""
+
+
 def assemble(assignment: Assignment, batch: Batch, problem: Problem, bound_seconds: float | None = None) -> StepPlan:
     """Turn an assignment into a step of a plan.
 
     Args:
         assignment: groups and packs in the step's global order, without idle rows; waves ascend under `microbatch`.
         batch: the global batch that was assigned.
-        problem: ranks, token budget, sync and cost profile.
+        problem: ranks, token budget, sync, pipelines and cost profile.
         bound_seconds: a lower bound that the caller has already; computed where None.
 
     Raises:
         BrokenAssignmentError: the assignment breaks the rules of a plan on token budget, coverage, ranks or waves.
+        StuckError: its pipelines would wait for each other for ever.
     """
     _require_whole(assignment, batch, problem)
     step = _with_idle_rows(assignment, batch, problem)
@@ -40,43 +46,36 @@ def assemble(assignment: Assignment, batch: Batch, problem: Problem, bound_secon
         bound_seconds = lower_bound_seconds(
             batch.work, problem, beside=0.0 if shared is None else float(shared.sum()) / problem.num_ranks
         )
-    price = assignment_prices(assignment, batch, problem)
-    seconds, encoder = np.zeros(len(step)), None
-    seconds[~step.is_idle] = price.seconds
-    if price.encoder_seconds is not None:
-        encoder = np.zeros(len(step))
-        encoder[~step.is_idle] = price.encoder_seconds
-    start, makespan = step_times(
-        problem.sync,
-        wave=step.wave,
-        rank_offsets=step.rank_offsets,
-        ranks=step.ranks,
-        seconds=seconds,
-        num_ranks=problem.num_ranks,
-        terms=problem.profile.step,
-        encoder_seconds=encoder,
+    prices = assignment_prices(assignment, batch, problem).spread(~step.is_idle)
+    times = priced_times(
+        problem, prices, problem.profile.step, wave=step.wave, rank_offsets=step.rank_offsets, ranks=step.ranks
     )
+    if times.stuck:
+        raise StuckError(
+            f"step {step.step}: the pipelines of {len(times.stuck)} micro-batches would wait for each other in a "
+            "circle, since between two rings some ranks have more micro-batches than others; add --sync microbatch"
+        )
     return replace(
         step,
-        start_seconds=start,
-        seconds=seconds,
-        makespan_seconds=makespan,
+        start_seconds=times.start_seconds,
+        seconds=prices.seconds,
+        makespan_seconds=times.makespan_seconds,
         bound_seconds=bound_seconds,
     )
 
 
 def makespan_seconds(assignment: Assignment, batch: Batch, problem: Problem) -> float:
-    """Predict the seconds of the step, unchecked: for solvers that compare their own candidates."""
-    price = assignment_prices(assignment, batch, problem)
-    return step_times(
-        problem.sync,
-        wave=assignment.wave,
-        rank_offsets=assignment.rank_offsets,
-        ranks=assignment.ranks,
-        seconds=price.seconds,
-        num_ranks=problem.num_ranks,
-        terms=problem.profile.step,
-        encoder_seconds=price.encoder_seconds,
+    """Predict the seconds of the step, unchecked: for solvers that compare their own candidates.
+
+    Infinite where pipelines would wait for each other for ever.
+    """
+    prices = assignment_prices(assignment, batch, problem)
+    rows: Assignment | StepPlan = assignment
+    if problem.pipeline is not None and problem.sync == "microbatch":  # idle rows keep replicas in step
+        rows = _with_idle_rows(assignment, batch, problem)
+        prices = prices.spread(~rows.is_idle)
+    return priced_times(
+        problem, prices, problem.profile.step, wave=rows.wave, rank_offsets=rows.rank_offsets, ranks=rows.ranks
     ).makespan_seconds
 
 
@@ -129,11 +128,16 @@ def _require(holds: bool, otherwise: str) -> None:
 def _with_idle_rows(assignment: Assignment, batch: Batch, problem: Problem) -> StepPlan:
     """Make the rows of a step, with one without sequences for every rank that a wave (or the step) has no work for.
 
+    Where pipelines are interleaved, whole waves of idle rows follow until their number is a multiple of the stages.
+
     Times are left at 0. The idle rows of a wave follow its others, by rank.
     """
     degrees = sizes_of(assignment.rank_offsets)
     begins = np.concatenate(([True], assignment.wave[1:] != assignment.wave[:-1]))
     waves, wave_of = assignment.wave[begins], np.cumsum(begins) - 1  # under `iteration` one, numbered -1
+    if problem.pipeline is not None:
+        missing = problem.pipeline.missing_waves(len(waves), problem.pipeline_parallel)
+        waves = np.append(waves, waves[-1] + 1 + np.arange(missing, dtype=np.int32))
     used = np.zeros((len(waves), problem.num_ranks), dtype=np.bool_)
     used[np.repeat(wave_of, degrees), assignment.ranks] = True
     idle_wave, idle_rank = np.nonzero(~used)

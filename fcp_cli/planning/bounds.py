@@ -5,12 +5,14 @@ The simple bounds stand here, the tightened ones with their proofs in `certifica
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.model import Work, group_seconds
+from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.planning.compiled.certificate import area_bound, crowd_bound, wave_bound
 from fcp_cli.planning.kernel_inputs import by_falling_work, machine_of
 from fcp_cli.planning.problem import Problem
@@ -28,6 +30,10 @@ def lower_bound_seconds(work: Work, problem: Problem, *, beside: float = 0.0) ->
         problem: what they are planned for.
         beside: seconds that waves take beside that work, in all of them together.
     """
+    if problem.pipeline is not None:
+        whole = replace(problem, pipeline=None, sync="iteration")  # rings hold devices as long, if not at a stretch
+        bound = max(_work_bound(work, whole), pipeline_bound_seconds(work, problem, problem.pipeline))
+        return bound + problem.profile.step.closing_seconds(problem.sync)
     bound = max(_work_bound(work, problem) + beside, floored_bound_seconds(work, problem))
     return bound + problem.profile.step.closing_seconds(problem.sync)
 
@@ -41,6 +47,30 @@ def _work_bound(work: Work, problem: Problem) -> float:
     if not waves:
         return float(bound)
     return crowd_bound(max(bound, wave_bound(sequences, machine)), sequences, machine)
+
+
+def pipeline_bound_seconds(work: Work, problem: Problem, pipeline: Pipeline) -> float:
+    """Bound a step of pipelines by their stages and by their longest path.
+
+    A micro-batch goes through P stages forwards and back again, in P times its mean seconds and 2 (L - 1) messages, so
+    the longest sequence alone bounds the step. And all work of a stage s is shared by N devices at best, of which one
+    that works begins with the forwards of s stages behind it, of some micro-batch, and ends with as many backwards to
+    go. No micro-batch takes less on a stage than the fixed seconds and its part of the least sequence on all ranks.
+    """
+    stages, n = problem.pipeline_parallel, problem.num_ranks
+    blocks = stages * pipeline.virtual_stages
+    messages = 2 * (blocks - 1) * pipeline.send_seconds
+    best = stages * longest_sequence_bound_seconds(work, problem) + messages
+    c = problem.profile.coefficients
+    language = c.linear_seconds_per_token * work.tokens
+    vision, head = np.maximum(work.linear_seconds - language, 0.0), pipeline.head_share * language
+    even = work.total_seconds - vision - head
+    microbatches = max(1.0, float(work.tokens.sum()) / (n * problem.tokens_per_rank))
+    of_stage = np.full(stages, float(even.sum()) / n + c.microbatch_seconds * microbatches)
+    of_stage[0] += stages * float(vision.sum()) / n
+    of_stage[-1] += stages * float(head.sum()) / n
+    least = (c.microbatch_seconds + float(even.min()) / n) / pipeline.virtual_stages + 2 * pipeline.send_seconds
+    return max(best, float((of_stage + np.arange(stages) * least).max()))
 
 
 def simple_bound_seconds(work: Work, problem: Problem) -> float:

@@ -101,7 +101,7 @@ def _can_run(recipe: Recipe, sync: Sync, place: Place) -> bool:
         check_recipe(recipe, sync=sync)
     except UsageError:
         return False
-    return (sync == "microbatch" or place.pipeline_parallel == 1) and not place.ranks % recipe.shards(place.ranks)
+    return (sync == "microbatch" or place.virtual_stages == 1) and not place.ranks % recipe.shards(place.ranks)
 
 
 def computed_budget(spec: ModelSpec, request: PlanRequest, place: Place, origins: Origins) -> Budget:
@@ -128,7 +128,7 @@ def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: Ranks, or
     Raises:
         UsageError: nothing fits, or what was asked for contradicts itself or the profile.
     """
-    sync: Sync = request.sync or ("iteration" if ranks.pipeline_parallel == 1 else "microbatch")
+    sync: Sync = request.sync or ("iteration" if ranks.virtual_stages == 1 else "microbatch")
     spec = _known_model(profile.model)
     if profile.recipe is None and not request.recipe.given():
         return Budget(tokens_per_rank=_tokens_of_block(request, profile, origins), sync=sync)

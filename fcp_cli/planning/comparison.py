@@ -15,7 +15,7 @@ from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.padding import held_tokens
 from fcp_cli.plan.summary import PlanSummary
-from fcp_cli.planning.assemble import assemble
+from fcp_cli.planning.assemble import StuckError, assemble
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
 from fcp_cli.planning.solvers import make_solver
@@ -52,7 +52,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contender:
-    """One strategy: its outcome per sync, or why it cannot plan these batches."""
+    """One strategy: its outcome per sync, without those in which pipelines would be stuck, or why there is none."""
 
     name: str
     outcomes: dict[Sync, Outcome] = field(default_factory=dict)
@@ -91,14 +91,17 @@ def compare(
     for name in names:
         together = [syncs] if name in _BLIND_TO_SYNC else [[sync] for sync in syncs]
         outcomes: dict[Sync, Outcome] = {}
-        try:
-            for same in together:
-                batches = GlobalBatches(table, replace(problem, sync=same[0], encoder_balance=None), settings)
+        refusal = ""
+        for same in together:
+            batches = GlobalBatches(table, replace(problem, sync=same[0], encoder_balance=None), settings)
+            try:
                 outcomes |= _run(name, batches, same, milp_seconds, on_step)
-        except PlanError as error:
-            yield Contender(name=name, refusal=str(error))
-        else:
-            yield Contender(name=name, outcomes=outcomes)
+            except StuckError as error:  # the other sync may do
+                refusal = refusal or str(error)
+            except PlanError as error:
+                outcomes, refusal = {}, str(error)
+                break
+        yield Contender(name=name, outcomes=outcomes, refusal="" if outcomes else refusal)
 
 
 def _run(

@@ -29,11 +29,13 @@ def balanced_encoder(batches: GlobalBatches, wanted: Wanted, origins: Origins) -
     problem = batches.problem
     if wanted == "ring":
         return problem
-    if problem.sync != "microbatch":
+    if problem.sync != "microbatch" or problem.pipeline is not None:
         if wanted == "auto":
             return problem
         raise UsageError(
             "--encoder-balance wave needs waves, in which all ranks meet; add --sync microbatch, or leave it out"
+            if problem.pipeline is None
+            else "--encoder-balance wave needs waves, in which all ranks meet, as pipelines do not; leave it out"
         )
     over_wave = replace(problem, encoder_balance="wave")
     if wanted == "wave":

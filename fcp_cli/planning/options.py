@@ -46,7 +46,7 @@ class PlanRequest:
     sync: Annotated[
         Literal["iteration", "microbatch"] | None,
         Opt(
-            "Where ranks wait: at the end of a step (DDP, ZeRO-1/2), or after each wave (FSDP, pipelines).",
+            "Where ranks wait: at the end of a step (DDP, ZeRO-1/2), or after each wave (FSDP, virtual stages).",
             unset="iteration where that fits",
         ),
     ] = None
@@ -60,6 +60,9 @@ class PlanRequest:
     pipeline_parallel: Annotated[
         int | None, Opt("Stages of a pipeline.", metavar="P", min=1, unset="the profile's")
     ] = None
+    virtual_stages: Annotated[
+        int, Opt("Blocks of layers on each stage, run interleaved (Megatron's virtual pipeline).", metavar="V", min=1)
+    ] = 1
     padded_rings: Annotated[
         bool, Opt("Count the padding of rings of equal chunks (Transformer Engine, MindSpeed).", negatable=True)
     ] = False

@@ -10,6 +10,7 @@ from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.cost.model import Work
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.plan.metadata import EncoderBalance, PlanMetadata, Sync
+from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.recipe import Recipe
 
 
@@ -18,7 +19,8 @@ class Problem:
     """All that is the same for every step of a plan. `tokens_per_rank` is the token budget E of the papers.
 
     A rank is a model replica of `tensor_parallel` x `pipeline_parallel` devices: the profile's times and memory are
-    those of such a rank, so no solver looks at the two.
+    those of such a rank. `pipeline` says how its devices run a step one after the other; None where there is one stage,
+    or an old plan took pipelines for waves.
 
     Where rings need equal chunks, `padding_multiple` says what sequences are padded to (`plan.padding`); the token
     budget is then a multiple of it (`whole_budget`), which loses nothing. A `Batch` holds the work and the tokens of
@@ -36,6 +38,7 @@ class Problem:
     ranks_per_node: int
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    pipeline: Pipeline | None = None
     tokens_per_rank: int
     padding_multiple: int | None = None
     encoder_balance: EncoderBalance | None = None
@@ -67,6 +70,7 @@ def problem_of(metadata: PlanMetadata, *, name: str) -> Problem:
         ranks_per_node=metadata.ranks_per_node,
         tensor_parallel=metadata.tensor_parallel,
         pipeline_parallel=metadata.pipeline_parallel,
+        pipeline=metadata.pipeline,
         tokens_per_rank=whole_budget(metadata.tokens_per_rank, metadata.padding_multiple),
         padding_multiple=metadata.padding_multiple,
         encoder_balance=metadata.encoder_balance,

@@ -22,6 +22,7 @@ class Ranks:
     ranks_per_node: int
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    virtual_stages: int = 1
     most_peers: int | None = None
 
     def place(self, *, capacity_bytes: float, on_cpu: bool, measured_bytes_per_token: float | None = None) -> Place:
@@ -31,6 +32,7 @@ class Ranks:
             capacity_bytes=capacity_bytes,
             tensor_parallel=self.tensor_parallel,
             pipeline_parallel=self.pipeline_parallel,
+            virtual_stages=self.virtual_stages,
             on_cpu=on_cpu,
             measured_bytes_per_token=measured_bytes_per_token,
             most_peers=self.most_peers,
@@ -46,18 +48,29 @@ def ranks_under(profile: CostProfile, request: PlanRequest, origins: Origins) ->
     tensor_parallel, pipeline_parallel = devices_of_rank(
         profile, request.tensor_parallel, request.pipeline_parallel, origins
     )
-    if pipeline_parallel > 1 and request.sync == "iteration":
-        raise unequal_pipelines(pipeline_parallel)
+    require_pipelines(request, pipeline_parallel)
     is_whole = request.ranks is not None and request.ranks_per_node is not None
     cluster = None if is_whole else _cluster(profile, request)
     return ranks_on(request, cluster, tensor_parallel, pipeline_parallel, origins)
 
 
-def unequal_pipelines(pipeline_parallel: int) -> UsageError:
-    return UsageError(
-        f"pipeline parallel is {pipeline_parallel}, whose ranks must run equally many micro-batches; add "
-        "--sync microbatch"
-    )
+def require_pipelines(request: PlanRequest, pipeline_parallel: int) -> None:
+    """Refuse virtual stages without a pipeline, or where ranks may run unequal numbers of micro-batches.
+
+    Raises:
+        UsageError: with what mends it.
+    """
+    if request.virtual_stages == 1:
+        return
+    if pipeline_parallel == 1:
+        raise UsageError(
+            f"--virtual-stages is {request.virtual_stages}, but there is no pipeline: --pipeline-parallel is 1"
+        )
+    if request.sync == "iteration":
+        raise UsageError(
+            f"--virtual-stages is {request.virtual_stages}, whose ranks must run equally many micro-batches; add "
+            "--sync microbatch"
+        )
 
 
 def devices_of_rank(
@@ -131,6 +144,7 @@ def ranks_on(
         ranks_per_node=ranks_per_node,
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
+        virtual_stages=request.virtual_stages,
     )
 
 

@@ -139,6 +139,7 @@ def plan_metadata(table: LengthTable, batches: GlobalBatches, solver: Solver) ->
         ranks_per_node=problem.ranks_per_node,
         tensor_parallel=problem.tensor_parallel,
         pipeline_parallel=problem.pipeline_parallel,
+        pipeline=problem.pipeline,
         sync=problem.sync,
         global_batch_size=settings.global_batch_size,
         tokens_per_rank=problem.tokens_per_rank,

@@ -35,8 +35,9 @@ from fcp_cli.planning.budget import (
 from fcp_cli.planning.continuation import RemainingSteps, batches_to_plan, remaining_steps, settings_of
 from fcp_cli.planning.encoder_balance import balanced_encoder, with_cached_embeddings
 from fcp_cli.planning.options import PlanRequest
+from fcp_cli.planning.pipelines import pipeline_of
 from fcp_cli.planning.problem import Problem, whole_budget
-from fcp_cli.planning.ranks import Ranks, devices_of_rank, ranks_on, ranks_under, unequal_pipelines
+from fcp_cli.planning.ranks import Ranks, devices_of_rank, ranks_on, ranks_under, require_pipelines
 from fcp_cli.profiling.analytic import analytic_profile
 from fcp_cli.words import counted
 
@@ -116,6 +117,7 @@ def resolve_continuation(
             ranks_per_node=ranks_per_node,
             tensor_parallel=tensor_parallel,
             pipeline_parallel=pipeline_parallel,
+            pipeline=metadata.pipeline,
             tokens_per_rank=_whole_budget(_with_headroom(tokens, request.headroom), padding, origins),
             padding_multiple=padding,
             encoder_balance=metadata.encoder_balance,
@@ -188,8 +190,6 @@ def resolve_problem(request: PlanRequest, origins: Origins, *, most_peers: int |
         ProfileError: the cost profile cannot be used.
         UsageError: settings that contradict each other or cannot be assumed.
     """
-    if request.sync == "iteration" and (request.pipeline_parallel or 1) > 1:
-        raise unequal_pipelines(request.pipeline_parallel or 1)
     profile = _profile_at_hand(request, origins)
     if profile is None:
         profile, ranks, budget = computed_basis(request, origins, most_peers=most_peers)
@@ -217,6 +217,7 @@ def problem_under(request: PlanRequest, inputs: PlanInputs) -> Problem:
         ranks_per_node=now.ranks_per_node,
         tensor_parallel=now.tensor_parallel,
         pipeline_parallel=now.pipeline_parallel,
+        virtual_stages=now.pipeline.virtual_stages if now.pipeline else 1,
         most_peers=known.room.place.most_peers if known and known.room else None,
     )
     if known is None or known.cluster is None:
@@ -227,6 +228,7 @@ def problem_under(request: PlanRequest, inputs: PlanInputs) -> Problem:
         ranks_per_node=ranks.ranks_per_node,
         tensor_parallel=ranks.tensor_parallel,
         pipeline_parallel=ranks.pipeline_parallel,
+        virtual_stages=ranks.virtual_stages,
     )
     basis = computed_basis(request, origins, cluster=known.cluster, most_peers=ranks.most_peers)
     return _problem(request, *basis, origins)
@@ -240,6 +242,7 @@ def _problem(request: PlanRequest, profile: CostProfile, ranks: Ranks, budget: B
         ranks_per_node=ranks.ranks_per_node,
         tensor_parallel=ranks.tensor_parallel,
         pipeline_parallel=ranks.pipeline_parallel,
+        pipeline=pipeline_of(profile, ranks, budget.recipe),
         tokens_per_rank=_whole_budget(tokens, padding, origins),
         padding_multiple=padding,
         sync=budget.sync,
@@ -299,6 +302,7 @@ def computed_basis(
         origins.assume("--model", spec.name, "and what 'fcp launch' trains under the plan; name yours")
     cluster = given = cluster or _cluster_to_plan_for(request, origins)
     tensor_parallel, pipeline_parallel = request.tensor_parallel or 1, request.pipeline_parallel or 1
+    require_pipelines(request, pipeline_parallel)
     ranks = replace(ranks_on(request, cluster, tensor_parallel, pipeline_parallel, origins), most_peers=most_peers)
     if cluster.is_host:  # whose cores share one memory, however many ranks run on them
         cluster = replace(cluster, memory_bytes=cluster.memory_bytes * cluster.num_devices / ranks.num_ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -145,7 +146,9 @@ def _planned_again(sequences: Sequence[LengthTable], problem: Problem) -> Iterat
     for solver in solvers if sequences else []:
         batches = [batch_of(each, problem) for each in sequences]
         with suppress(PlanError):  # degrees of powers of two cannot hold all that fcp can
-            yield solver.name, sum(makespan_seconds(solver.assign(batch), batch, problem) for batch in batches)
+            seconds = sum(makespan_seconds(solver.assign(batch), batch, problem) for batch in batches)
+            if math.isfinite(seconds):  # its pipelines would be stuck
+                yield solver.name, seconds
 
 
 def compared_verdict(

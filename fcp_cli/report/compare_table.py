@@ -53,7 +53,7 @@ def _cells(contender: Contender, syncs: Sequence[Sync], fastest_seconds: float) 
     if best is None:
         return ["-"] * (len(syncs) + 6)
     return [
-        *(f"{contender.outcomes[sync].step_seconds:#.4g}" for sync in syncs),
+        *(f"{found.step_seconds:#.4g}" if (found := contender.outcomes.get(sync)) else "-" for sync in syncs),
         f"{best.step_seconds / fastest_seconds:.2f}x",
         _percent(best.gap),
         _percent(best.idle_fraction),

@@ -120,7 +120,10 @@ def test_ranks_of_a_cpu_compute_in_fp32_and_keep_replicas() -> None:
 
 def test_ranks_of_several_devices_share_out_the_optimizer() -> None:
     found = fit(where=place(tensor_parallel=4, pipeline_parallel=2))
-    assert (found.recipe.zero_stage, found.sync) == (1, "microbatch")
+    assert (found.recipe.zero_stage, found.sync) == (1, "iteration")
+    interleaved = fit(where=place(tensor_parallel=4, pipeline_parallel=2, virtual_stages=2))
+    assert (interleaved.recipe.zero_stage, interleaved.sync) == (1, "microbatch")
+    assert interleaved.tokens == pytest.approx(found.tokens / 1.25, rel=0.01)  # more are in flight
 
 
 def test_what_contradicts_itself_is_one_line() -> None:

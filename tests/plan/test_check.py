@@ -329,7 +329,7 @@ def test_a_damaged_cost_profile_is_refused(plan: Path) -> None:
 def test_a_pipeline_needs_waves_and_the_times_of_its_own_devices(plan: Path, waves: Path) -> None:
     assert findings(rewritten(waves, tensor_parallel=2, pipeline_parallel=2)) == []
     assert findings(rewritten(plan, pipeline_parallel=2)) == snapshot(
-        ["pipeline_parallel is 2, which needs sync microbatch, but sync is iteration"]
+        ["pipeline_parallel is 2, which without the key pipeline needs sync microbatch, but sync is iteration"]
     )
     profile = PROFILE + "\nmeasurement: {tensor_parallel: 4, pipeline_parallel: 1}\n"
     assert findings(rewritten(plan, tensor_parallel=2, cost_profile=profile)) == snapshot(

@@ -18,8 +18,11 @@ from fcp_cli.machine.accelerators import Accelerators
 from fcp_cli.memory.fitting import LEAST_TOKENS, Place
 from fcp_cli.models.model import load_model
 from fcp_cli.models.shipped import DEFAULT_MODEL
+from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.planning import settings
 from fcp_cli.planning.options import PlanRequest
+from fcp_cli.planning.pipelines import pipeline_of
+from fcp_cli.planning.ranks import Ranks
 from fcp_cli.planning.settings import resolve
 from fcp_cli.recipe import Recipe, RecipeRequest
 from tests.messages import raises
@@ -312,11 +315,29 @@ def test_a_profile_of_other_devices_is_refused_with_the_command_that_makes_the_r
     )
 
 
-def test_a_pipeline_asks_for_waves(folder: Path) -> None:
-    with pytest.raises(UsageError, match="equally many micro-batches; add --sync microbatch"):
-        resolve(PlanRequest(manifest=DATASET, profile=of_devices(folder, 1, 2), sync="iteration"), Origins())
-    problem = resolve(PlanRequest(manifest=DATASET, profile=of_devices(folder, 1, 2)), Origins()).problem
-    assert problem.sync == "microbatch"
+def test_virtual_stages_ask_for_waves_and_a_pipeline_does_not(folder: Path) -> None:
+    request = PlanRequest(manifest=DATASET, profile=of_devices(folder, 1, 2))
+    plain = resolve(request, Origins()).problem
+    assert plain.sync == "iteration" and plain.pipeline is not None and plain.pipeline.virtual_stages == 1
+    interleaved = resolve(replace(request, virtual_stages=2), Origins()).problem
+    assert interleaved.sync == "microbatch" and interleaved.pipeline is not None
+    with pytest.raises(UsageError, match="--virtual-stages is 2, whose ranks must run equally many micro-batches; add"):
+        resolve(replace(request, virtual_stages=2, sync="iteration"), Origins())
+    with pytest.raises(UsageError, match="2 stages of 20 blocks of layers each exceed the 36 layers of qwen3-8b"):
+        resolve(replace(request, virtual_stages=20), Origins())
+    with pytest.raises(UsageError, match="--virtual-stages is 2, but there is no pipeline"):
+        resolve(PlanRequest(manifest=DATASET, profile=of_devices(folder, 2, 1), virtual_stages=2), Origins())
+
+
+def test_a_pipeline_takes_its_shares_from_model_recipe_and_cluster() -> None:
+    profile, ranks = parse_cost_profile(PROFILE, name="it"), Ranks(num_ranks=8, ranks_per_node=8, pipeline_parallel=2)
+    whole, again = (pipeline_of(profile, ranks, Recipe(recompute=recompute)) for recompute in ("none", "full"))
+    assert whole is not None and again is not None
+    assert (whole.forward_share, again.forward_share) == (1 / 3, 1 / 4)
+    assert whole.head_share == pytest.approx(0.082, abs=1e-3)  # of Qwen3-8B's matrices
+    assert whole.send_seconds_per_token == pytest.approx(2 * 4096 / profile.bandwidth.inter_node)
+    unknown = pipeline_of(replace(profile, model="mine"), ranks, None)
+    assert unknown == Pipeline(forward_share=1 / 3)
 
 
 def test_images_under_a_profile_without_an_encoder_are_warned_of(folder: Path) -> None:

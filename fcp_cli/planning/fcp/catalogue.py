@@ -67,7 +67,7 @@ def tree_groups(max_groups: int, *, num_ranks: int, ranks_per_node: int) -> list
     """
     if max_groups < 1:
         raise UsageError(f"--max-groups is {max_groups}; at least one group, of all ranks, is needed")
-    tree = _by_level(num_ranks, ranks_per_node)
+    tree = tree_blocks(num_ranks, ranks_per_node)
     wide = [block for block in tree if len(block) >= ranks_per_node]
     narrow = [block for block in tree if len(block) < ranks_per_node]
     return _widest_first([*wide, *_three_quarters(num_ranks, ranks_per_node), *narrow][:max_groups])
@@ -109,7 +109,7 @@ def _candidates(num_ranks: int, per_node: int) -> list[range]:
     return groups
 
 
-def _by_level(num_ranks: int, per_node: int) -> list[range]:
+def tree_blocks(num_ranks: int, per_node: int) -> list[range]:
     """List the blocks of the tree that hold two ranks or more, level by level."""
     blocks: list[range] = []
     level = [range(num_ranks)]

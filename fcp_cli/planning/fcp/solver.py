@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from fcp_cli.planning.compiled.one_degree import quickest
 from fcp_cli.planning.compiled.sand import CLOSED
 from fcp_cli.planning.fcp.catalogue import Trial, choose_groups
 from fcp_cli.planning.fcp.peer_limit import placement_for
+from fcp_cli.planning.fcp.pipelines import blocks_of, like_lengths, plain_problems, quickest_of
 from fcp_cli.planning.interrupts import interrupts_deferred
 from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, machine_of
 from fcp_cli.planning.problem import Assignment, Batch, Problem
@@ -195,6 +196,8 @@ class FcpSolver:
             return self._assign(replace(batch, encoder_seconds=None))
 
     def _assign(self, batch: Batch) -> Assignment:
+        if self.problem.pipeline is not None:
+            return quickest_of(self._for_pipelines(batch), batch, self.problem)
         found = [self._planned_by(batch.work, batch)]
         if self.problem.sync == "microbatch" and self.problem.profile.step.lockstep:
             # Waves wait for the slowest encoder and then for the slowest rest: more even in the one, or in the other.
@@ -220,6 +223,17 @@ class FcpSolver:
         # The compiled core knows nothing of what closes a step.
         closing = self.problem.profile.step.closing_seconds(self.problem.sync)
         return self._static(batch, makespan_seconds(found, batch, self.problem) - closing) or found
+
+    def _for_pipelines(self, batch: Batch) -> Iterator[Assignment]:
+        """Yield steps for pipelines: of micro-batches of like length, and as waves or timelines alone would have it."""
+        if self.options.get("max_degree") != 1:
+            yield from like_lengths(batch, self.problem, blocks_of(self.problem, self.machine))
+        for plain in plain_problems(self.problem, int(batch.work.tokens.max())):
+            machine = self.machine._replace(tokens_per_rank=plain.tokens_per_rank)
+            found = FcpSolver(problem=plain, machine=machine, degrees=self.degrees).assign(batch)
+            if self.problem.sync == "iteration":
+                found = replace(found, wave=np.full_like(found.wave, -1))
+            yield found
 
     def _assign_timelines(self, batch: Batch, order: IntArray, sequences: Sequences) -> Assignment:
         """Plan timelines or, where few ranks leave a wide gap, waves if they are quicker: a valid order, too."""

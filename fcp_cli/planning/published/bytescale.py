@@ -9,6 +9,9 @@ different numbers of micro-batches. Where a choice was left:
 - A chunk holds the token budget or its half, quarter or eighth, whichever gives the quicker step (the paper's
   selective offloading, which changes how much a rank holds, is not modelled).
 - The ranks of a long sequence are the least loaded ones of one node where it fits in a node.
+- PP-Balance, for pipelines: sequences in falling order of length are dealt out in buckets of equal time, each bucket to
+  ranks of its own, so that what follows each other in a pipeline takes about as long; short buckets run more
+  micro-batches. The quicker of this and of DP-Balance counts.
 - Under `microbatch`, where ranks cannot run different numbers of micro-batches, the same micro-batches are put into
   waves longest first, each into the first wave with enough ranks left (as PP-Balance groups what takes equally long),
   or kept on their ranks in their order; the quicker of the two counts.
@@ -50,10 +53,12 @@ class ByteScale:
         longest = int(batch.lengths.max())
         for tokens_per_rank in shard_sizes(self._problem.tokens_per_rank):
             if -(-longest // tokens_per_rank) <= self._problem.num_ranks:
-                drafts = balance(batch, self._problem, tokens_per_rank)
-                yield assign(drafts, self._problem.sync)
-                if self._problem.sync == "microbatch":
-                    yield in_waves_of_like_time(drafts, batch, self._problem)
+                balances = (balance,) if self._problem.pipeline is None else (balance, balance_pipelines)
+                for balanced in balances:
+                    drafts = balanced(batch, self._problem, tokens_per_rank)
+                    yield assign(drafts, self._problem.sync)
+                    if self._problem.sync == "microbatch":
+                        yield in_waves_of_like_time(drafts, batch, self._problem)
 
 
 def balance(batch: Batch, problem: Problem, tokens_per_rank: int) -> list[Draft]:
@@ -68,6 +73,42 @@ def balance(batch: Batch, problem: Problem, tokens_per_rank: int) -> list[Draft]
         Draft([rank], pack) for rank, members in enumerate(short_of_rank) for pack in packs_of(members, batch, problem)
     ]
     return drafts + packs
+
+
+def balance_pipelines(batch: Batch, problem: Problem, tokens_per_rank: int) -> list[Draft]:
+    """PP-Balance: falling lengths to one set of ranks after the other, each until it has its share of the time."""
+    lengths, total = batch.lengths.tolist(), batch.work.total_seconds
+    order = sorted(range(len(lengths)), key=lambda member: -lengths[member])
+    share = float(total.sum()) / problem.num_ranks
+    loads, drafts = [0.0] * problem.num_ranks, []
+    of_rank: list[list[int]] = [[] for _ in loads]
+    ranks: list[int] = []
+    for member in order:
+        degree = -(-lengths[member] // tokens_per_rank)
+        seconds = _seconds(member, range(degree), batch, problem)
+        is_full = bool(ranks) and loads[ranks[0]] + seconds / 2 > share
+        if len(ranks) != degree or is_full:  # another bucket: the emptiest ranks that lie side by side
+            ranks = _emptiest(loads, degree, problem.ranks_per_node)
+        for rank in ranks:
+            loads[rank] += seconds
+        if degree > 1:
+            drafts.append(Draft(ranks, [member]))
+        else:
+            of_rank[ranks[0]].append(member)
+    packs = [Draft([rank], pack) for rank, members in enumerate(of_rank) for pack in packs_of(members, batch, problem)]
+    return drafts + packs
+
+
+def _emptiest(loads: Sequence[float], degree: int, ranks_per_node: int) -> list[int]:
+    """Return the block of ranks, aligned to its degree within a node, or to nodes, whose fullest is the emptiest."""
+    step = degree if degree <= ranks_per_node else ranks_per_node
+    firsts = [
+        first
+        for first in range(0, len(loads) - degree + 1, step)
+        if degree > ranks_per_node or first // ranks_per_node == (first + degree - 1) // ranks_per_node
+    ]
+    first = min(firsts or [len(loads) - degree], key=lambda first: max(loads[first : first + degree]))
+    return list(range(first, first + degree))
 
 
 def in_waves_of_like_time(drafts: Sequence[Draft], batch: Batch, problem: Problem) -> Assignment:
@@ -93,21 +134,25 @@ def _place_long(
     for member in members:
         degree = -(-int(batch.lengths[member]) // tokens_per_rank)
         ranks = _least_loaded(loads, degree, problem.ranks_per_node)
-        crosses_nodes = ranks[0] // problem.ranks_per_node != ranks[-1] // problem.ranks_per_node
-        work = work_on(batch.work.take(member), degree, problem)
-        seconds = group_seconds(
-            problem.profile,
-            attention_seconds=work.attention_seconds,
-            linear_seconds=work.linear_seconds,
-            tokens=work.tokens,
-            degree=degree,
-            crosses_nodes=crosses_nodes,
-        )
-        end = max(loads[rank] for rank in ranks) + float(seconds)
+        end = max(loads[rank] for rank in ranks) + _seconds(member, ranks, batch, problem)
         for rank in ranks:
             loads[rank] = end
         drafts.append(Draft(ranks, [member]))
     return drafts
+
+
+def _seconds(member: int, ranks: Sequence[int], batch: Batch, problem: Problem) -> float:
+    """Predict the seconds of a sequence alone on ascending ranks."""
+    work = work_on(batch.work.take(member), len(ranks), problem)
+    seconds = group_seconds(
+        problem.profile,
+        attention_seconds=work.attention_seconds,
+        linear_seconds=work.linear_seconds,
+        tokens=work.tokens,
+        degree=len(ranks),
+        crosses_nodes=ranks[0] // problem.ranks_per_node != ranks[-1] // problem.ranks_per_node,
+    )
+    return float(seconds)
 
 
 def _least_loaded(loads: Sequence[float], degree: int, ranks_per_node: int) -> list[int]:

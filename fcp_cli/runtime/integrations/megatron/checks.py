@@ -228,9 +228,9 @@ def attention_layers(model: Any) -> list[Any]:
     return layers
 
 
-def check_waves(pipeline_parallel: int, expert_parallel: int, sync: str) -> None:
-    """Raise RunError if ranks would wait for each other in a circle."""
-    for kind, size in (("pipeline", pipeline_parallel), ("expert", expert_parallel)):
+def check_waves(pipeline_parallel: int, expert_parallel: int, sync: str, *, times_pipelines: bool = False) -> None:
+    """Raise RunError if ranks would wait for each other in a circle; where a plan times pipelines, none do."""
+    for kind, size in (("pipeline", 1 if times_pipelines else pipeline_parallel), ("expert", expert_parallel)):
         if size > 1 and sync != "microbatch":
             raise RunError(
                 f"the job has {kind} parallel {size}, whose ranks must run equally many micro-batches, but the plan "

@@ -82,7 +82,8 @@ class Follower:
             pipeline_parallel=pipeline_parallel,
         )
         expert_parallel = parallel_state.get_expert_model_parallel_world_size()
-        checks.check_waves(pipeline_parallel, expert_parallel, self.metadata.sync)
+        times_pipelines = self.metadata.pipeline is not None
+        checks.check_waves(pipeline_parallel, expert_parallel, self.metadata.sync, times_pipelines=times_pipelines)
         if pipeline_parallel > 1:
             self._config.variable_seq_lengths = True  # stages exchange the shapes, which now differ
         # The processes that hold the same part of the model, one per rank of the plan.
