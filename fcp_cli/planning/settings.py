@@ -101,22 +101,15 @@ def resolve_continuation(
         origins.assume("--tokens-per-rank", metadata.tokens_per_rank, "the run's plan")
     tokens, padding = request.tokens_per_rank or metadata.tokens_per_rank, metadata.padding_multiple
     profile = _profile_of_run(request.profile, plan, metadata, origins)
-    tensor_parallel, pipeline_parallel = devices_of_rank(
-        profile, metadata.tensor_parallel, metadata.pipeline_parallel, origins
-    )
-    shape = Ranks(
-        num_ranks=ranks,
-        ranks_per_node=ranks_per_node,
-        tensor_parallel=tensor_parallel,
-        pipeline_parallel=pipeline_parallel,
-    )
+    tensor, pipeline = devices_of_rank(profile, metadata.tensor_parallel, metadata.pipeline_parallel, origins)
+    shape = Ranks(num_ranks=ranks, ranks_per_node=ranks_per_node, tensor_parallel=tensor, pipeline_parallel=pipeline)
     return PlanInputs(
         table=table,
         problem=Problem(
             num_ranks=ranks,
             ranks_per_node=ranks_per_node,
-            tensor_parallel=tensor_parallel,
-            pipeline_parallel=pipeline_parallel,
+            tensor_parallel=tensor,
+            pipeline_parallel=pipeline,
             pipeline=metadata.pipeline,
             tokens_per_rank=_whole_budget(_with_headroom(tokens, request.headroom), padding, origins),
             padding_multiple=padding,

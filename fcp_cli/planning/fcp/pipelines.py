@@ -35,6 +35,7 @@ from fcp_cli.planning.work import work_on
 # Lengths of micro-batches, as shares of the least that a step can take; no powers, whose last bit differs by machine.
 _SHARES = 0.02, 0.026, 0.034, 0.044, 0.057, 0.073, 0.095, 0.12, 0.16, 0.21, 0.27, 0.35, 0.45, 0.6
 _BUDGETS = 1.0, 0.7, 0.5, 0.35, 0.25  # parts of the token budget that plainer plans are made for
+_NEAR = 1.5  # of the least that a ring can take: wider ones cost more than they save
 _ROUNDS = 3  # of laying everything again with what the timeline found
 
 
@@ -66,22 +67,40 @@ def quickest_of(candidates: Iterator[Assignment], batch: Batch, problem: Problem
 
 
 def like_lengths(batch: Batch, problem: Problem, blocks: Blocks) -> Iterator[Assignment]:
-    """Yield what the module's description makes of a batch, for each length of a micro-batch and in each round."""
-    assert problem.pipeline is not None
-    seconds = _seconds_by_degree(batch, problem, blocks)
-    if not np.isfinite(seconds).any(axis=1).all():
+    """Yield what the module's description makes of a batch, for each length of rings and of other micro-batches.
+
+    First rings and the rest get one length, then each of the two another beside the best of the other.
+    """
+    table = _seconds_by_degree(batch, problem, blocks)
+    if not np.isfinite(table).any(axis=1).all():
         return  # some sequence fits in no block
     least = float(batch.work.total_seconds.sum()) / problem.num_ranks
     beta = problem.profile.coefficients.microbatch_seconds
-    for length in (beta + least * share for share in _SHARES):
-        rings = _rings(seconds, length, blocks)
-        plan = _Layout(batch=batch, problem=problem, blocks=blocks, length=length, rings=rings)
-        late = np.zeros(problem.num_ranks)
+    lengths = [beta + least * share for share in _SHARES]
+    found: dict[tuple[float, float], float] = {}
+
+    def tried(ring: float, short: float) -> Iterator[Assignment]:
+        if (ring, short) in found:
+            return
+        layout = _Layout.of(batch, problem, blocks, table, ring, short)
+        late, best = [0.0] * problem.num_ranks, np.inf
         for _ in range(_ROUNDS):
-            assignment, loads = plan.lay(late)
+            assignment, loads = layout.lay(late)
             yield assignment
             ends = rank_ends(assignment, batch, problem)
-            late = np.maximum(ends - loads, 0.0)
+            best = min(best, float(ends.max()))
+            late = np.maximum(ends - np.array(loads), 0.0).tolist()
+        found[ring, short] = best
+
+    for length in lengths:
+        yield from tried(length, length)
+    for _ in range(2):
+        ring, short = min(found, key=found.__getitem__)
+        for length in lengths:
+            yield from tried(ring, length)
+        ring, short = min(found, key=found.__getitem__)
+        for length in lengths:
+            yield from tried(length, short)
 
 
 def rank_ends(assignment: Assignment, batch: Batch, problem: Problem) -> FloatArray:
@@ -119,54 +138,70 @@ def _seconds_by_degree(batch: Batch, problem: Problem, blocks: Blocks) -> FloatA
     return np.stack(columns, axis=1)
 
 
-def _rings(seconds: FloatArray, length: float, blocks: Blocks) -> list[int]:
-    """Return [sequences] the degree of each: the narrowest that runs it in `length`, or near its least if none does."""
-    enough = np.maximum(length, 1.1 * seconds.min(axis=1))
-    return [blocks.degrees[at] for at in np.argmax(seconds <= enough[:, None], axis=1).tolist()]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Layout:
-    """Micro-batches of one length: `rings` is the degree of each sequence."""
+    """A batch whose micro-batches outside rings take about `length` seconds.
 
-    batch: Batch
+    Attributes:
+        degrees, seconds: [sequences] of the ring of each, and its seconds there; degree 1 is none.
+        work, tokens: [sequences] on one rank.
+    """
+
     problem: Problem
     blocks: Blocks
     length: float
-    rings: list[int]
+    degrees: list[int]
+    seconds: list[float]
+    work: list[float]
+    tokens: list[int]
 
-    def lay(self, late: FloatArray) -> tuple[Assignment, FloatArray]:
-        """Return everything laid out, and [num_ranks] the seconds that each rank computes; `late` counts before."""
-        computing, loads = np.zeros(self.problem.num_ranks), late.copy()
-        groups: list[tuple[range, list[int]]] = []
-        total = self.batch.work.total_seconds
-        by_width = sorted(
-            (k for k, degree in enumerate(self.rings) if degree > 1), key=lambda k: (-self.rings[k], -total[k], k)
+    @classmethod
+    def of(
+        cls, batch: Batch, problem: Problem, blocks: Blocks, table: FloatArray, ring: float, length: float
+    ) -> _Layout:
+        """Lay out with rings of about `ring` seconds: the narrowest that take no longer, or near their least."""
+        enough = np.maximum(ring, _NEAR * table.min(axis=1))
+        at = np.argmax(table <= enough[:, None], axis=1)
+        return cls(
+            problem=problem,
+            blocks=blocks,
+            length=length,
+            degrees=[blocks.degrees[i] for i in at.tolist()],
+            seconds=table[np.arange(len(table)), at].tolist(),
+            work=batch.work.total_seconds.tolist(),
+            tokens=batch.work.tokens.tolist(),
         )
-        for k in by_width:
-            degree = self.rings[k]
-            block = min(self.blocks.of_degree[degree], key=lambda one: loads[one.start : one.stop].max())
-            seconds = self._seconds([k], degree)
-            loads[block.start : block.stop] = loads[block.start : block.stop].max() + seconds
-            computing[block.start : block.stop] += seconds
+
+    def lay(self, late: list[float]) -> tuple[Assignment, list[float]]:
+        """Return everything laid out, and [num_ranks] the seconds that each rank computes; `late` counts before."""
+        computing, loads = [0.0] * self.problem.num_ranks, list(late)
+        groups: list[tuple[range, list[int]]] = []
+        rings = [k for k, degree in enumerate(self.degrees) if degree > 1]
+        for k in sorted(rings, key=lambda k: (-self.degrees[k], -self.work[k], k)):
+            block = min(self.blocks.of_degree[self.degrees[k]], key=lambda one: max(loads[one.start : one.stop]))
+            end = max(loads[block.start : block.stop]) + self.seconds[k]
+            for rank in block:
+                loads[rank] = end
+                computing[rank] += self.seconds[k]
             groups.append((block, [k]))
+        beta = self.problem.profile.coefficients.microbatch_seconds
         for rank, members in enumerate(self._share_out(loads)):
             packs = self._packs(members)
-            computing[rank] += sum(self._seconds(pack, 1) for pack in packs)
+            computing[rank] += sum(self.work[k] for k in members) + beta * len(packs)
             groups += [(range(rank, rank + 1), pack) for pack in packs]
         return assignment_of(groups, self.problem), computing
 
-    def _share_out(self, loads: FloatArray) -> list[list[int]]:
+    def _share_out(self, loads: list[float]) -> list[list[int]]:
         """Return the sequences of each rank that run without a ring."""
-        total, beta = self.batch.work.total_seconds, self.problem.profile.coefficients.microbatch_seconds
-        short = sorted((k for k, degree in enumerate(self.rings) if degree == 1), key=lambda k: (-total[k], k))
+        beta = self.problem.profile.coefficients.microbatch_seconds
+        short = sorted((k for k, degree in enumerate(self.degrees) if degree == 1), key=lambda k: (-self.work[k], k))
         overhead = 1.0 + beta / max(self.length - beta, 1e-12)  # of a second of work, its part of a micro-batch's
         of_rank: list[list[int]] = [[] for _ in loads]
-        heap = [(load, rank) for rank, load in enumerate(loads.tolist())]
+        heap = [(load, rank) for rank, load in enumerate(loads)]
         heapq.heapify(heap)
         for k in short:
             load, rank = heap[0]
-            heapq.heapreplace(heap, (load + float(total[k]) * overhead, rank))
+            heapq.heapreplace(heap, (load + self.work[k] * overhead, rank))
             of_rank[rank].append(k)
         return of_rank
 
@@ -174,38 +209,25 @@ class _Layout:
         """Return a rank's sequences, longest first, as micro-batches of like length within the token budget."""
         if not members:
             return []
-        total, tokens = self.batch.work.total_seconds, self.batch.work.tokens
         most, room = self.length - self.problem.profile.coefficients.microbatch_seconds, self.problem.tokens_per_rank
-        work = float(total[members].sum())
-        count = max(1, round(work / most), -(-int(tokens[members].sum()) // room))
+        count = max(
+            1, round(sum(self.work[k] for k in members) / most), -(-sum(self.tokens[k] for k in members) // room)
+        )
         packs: list[list[int]] = [[] for _ in range(count)]
-        work_of, tokens_of = [0.0] * count, [0] * count
+        work, tokens = [0.0] * count, [0] * count
         for k in members:
-            with_room = [i for i in range(len(packs)) if tokens_of[i] + int(tokens[k]) <= room]
+            with_room = [i for i, held in enumerate(tokens) if held + self.tokens[k] <= room]
             if not with_room:
                 with_room = [len(packs)]
                 packs.append([])
-                work_of.append(0.0)
-                tokens_of.append(0)
-            at = min(with_room, key=work_of.__getitem__)
+                work.append(0.0)
+                tokens.append(0)
+            at = min(with_room, key=work.__getitem__)
             packs[at].append(k)
-            work_of[at] += float(total[k])
-            tokens_of[at] += int(tokens[k])
-        order = sorted((i for i in range(len(packs)) if packs[i]), key=lambda i: -work_of[i])
+            work[at] += self.work[k]
+            tokens[at] += self.tokens[k]
+        order = sorted((i for i, pack in enumerate(packs) if pack), key=lambda i: -work[i])
         return [packs[i] for i in order]
-
-    def _seconds(self, members: list[int], degree: int) -> float:
-        work = work_on(self.batch.work.take(np.array(members)), degree, self.problem)
-        return float(
-            group_seconds(
-                self.problem.profile,
-                attention_seconds=work.attention_seconds.sum(),
-                linear_seconds=work.linear_seconds.sum(),
-                tokens=work.tokens.sum(),
-                degree=degree,
-                crosses_nodes=degree > self.problem.ranks_per_node,
-            )
-        )
 
 
 def assignment_of(groups: Sequence[tuple[range, list[int]]], problem: Problem) -> Assignment:
