@@ -32,7 +32,7 @@ def test_a_microbatch_starts_when_the_last_of_its_ranks_is_free() -> None:
 def waves_of(seconds: list[float], terms: StepTerms, encoder: list[float] | None = None) -> tuple[list[float], float]:
     """Starts and end of three waves, of two ranks each but for the second."""
     groups = [[0], [1], [0, 1], [0], [1]]
-    start, makespan = step_times(
+    start, makespan, _stuck = step_times(
         "microbatch",
         wave=np.array([0, 0, 1, 2, 2], dtype=np.int32),
         rank_offsets=offsets(groups),
@@ -63,7 +63,7 @@ def test_in_lockstep_a_wave_takes_the_slowest_encoder_and_then_the_slowest_rest(
 def test_a_step_without_waves_ends_with_its_gradients_and_its_update() -> None:
     rows = [Row([0], 1.0, -1), Row([1], 3.0, -1)]
     step, terms = make_step(rows), StepTerms(wave_floor_seconds=100.0, tail_seconds=0.25, update_seconds=0.5)
-    _start, makespan = step_times(
+    _start, makespan, _stuck = step_times(
         "iteration",
         wave=step.wave,
         rank_offsets=step.rank_offsets,
