@@ -2,8 +2,8 @@
 
 fcp launch --plan plan.parquet -- examples/torchtune/train.py
 
-What fcp needs is `planned_attention` and the loop. A model that `shard_model` of torchtune shards is given to `steps`,
-too.
+What fcp needs is `planned_attention` and the loop. A model that torchtune's `shard_model` has sharded is given to
+`steps` as this one is.
 """
 # mypy: disable-error-code="no-untyped-call"
 

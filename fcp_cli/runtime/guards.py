@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.finite import LossWatch
+from fcp_cli.runtime.first_passes import FirstPasses
 from fcp_cli.runtime.gradients import GradientSync
 from fcp_cli.runtime.loader import Shard
 from fcp_cli.runtime.on_nan import OnNan
@@ -53,6 +54,7 @@ class Guards:
         self._world = world
         self._watch = watch
         self._most_forwards = self._most_backwards = 0
+        self._first_passes: FirstPasses | None = FirstPasses(world)
         self._is_model_missing = model is None
         self._is_walked = world.size == 1  # then there is nothing to sum
 
@@ -66,15 +68,27 @@ class Guards:
             return None
         return SameData(self._world, step, [shard.digest for shard in shards if shard.digest is not None])
 
-    def expect_as_before(self, ring: Ring) -> None:
-        """Let a ring be used as often as the rank's rings before: ranks that differ would wait for each other."""
+    def expect_as_before(self, ring: Ring, order: int) -> None:
+        """Let a ring be used as often as the rank's rings before: ranks that differ would wait for each other.
+
+        Args:
+            ring, order: of a micro-batch.
+        """
         ring.most_forwards, ring.most_backwards = self._most_forwards, self._most_backwards
+        if self._first_passes is not None:
+            self._first_passes.watch(ring, order)
 
     def note_forwards(self, ring: Ring) -> None:
+        """Note the forwards of a micro-batch that is over."""
         self._most_forwards = max(self._most_forwards, ring.forward_calls)
+        if self._first_passes is not None:
+            self._first_passes.end_microbatch()
 
     def note_backwards(self, rings: Iterable[Ring]) -> None:
         """Note the backwards of a step that is over: a loop may hold them back until its last micro-batch."""
+        if self._first_passes is not None:
+            self._first_passes.end_step()
+            self._first_passes = None
         self._most_backwards = max(self._most_backwards, *(ring.backward_calls for ring in rings))
 
     def look(self) -> None:

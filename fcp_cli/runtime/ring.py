@@ -29,7 +29,7 @@ transport and, in one process, as all members in lock step.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -73,6 +73,7 @@ class Ring(RingMember):
         forward_calls: how often attention ran on it, leaving out what backward computes again.
         most_forwards, most_backwards: how often either ran on a ring before, where the loop is to run them as often on
             every one; 0: any number.
+        begin_pass: compares a pass that begins, and its number, with those of other ranks; None where these are known.
         encoder_calls: how often a vision encoder ran for it.
         model_tokens: that the model is called with, padding included; None where any number of at least `tokens` is.
         place: step, micro-batch and rank, for messages; "" where there is no step.
@@ -84,6 +85,7 @@ class Ring(RingMember):
         "__weakref__",
         "backward_calls",
         "backward_forbidden",
+        "begin_pass",
         "embedding_cache",
         "encoder_calls",
         "forward_calls",
@@ -118,6 +120,7 @@ class Ring(RingMember):
         self.backward_calls = 0
         self.backward_forbidden = ""
         self.loss_missing = ""
+        self.begin_pass: Callable[[str, int], None] | None = None
         self.forward_calls = self.most_forwards = self.most_backwards = 0
         self.model_tokens: int | None = None
         self.place = ""
@@ -182,6 +185,8 @@ def _checked_ring(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Ring:
     if torch._C._current_graph_task_id() == -1:  # else it is computed again inside backward
         ring.forward_calls += 1
         _require_expected(ring, ring.forward_calls, ring.most_forwards, "forward")
+    elif ring.begin_pass is not None:
+        ring.begin_pass("recomputed forward", ring.attention_calls)
     if ring.model_tokens not in (None, q.shape[2]):
         raise RunError(
             f"{ring.place}: the model was called with {q.shape[2]} tokens, but its shard of the micro-batch has "
@@ -233,6 +238,8 @@ def _require_expected(ring: Ring, calls: int, most: int, what: str) -> None:
             "and the other ranks of its ring may not run it: run the model equally often in each micro-batch on every "
             "rank, and what only some need in 'with fcp.outside():'"
         )
+    if ring.begin_pass is not None:
+        ring.begin_pass(what, calls)
 
 
 _CURRENT = torch.tensor(

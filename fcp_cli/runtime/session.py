@@ -518,7 +518,7 @@ class Step(FollowedStep):
             embedding_cache=session.embedding_cache,
         )
         ring.place = self._guards.place(self.index, shard.row)
-        self._guards.expect_as_before(ring)
+        self._guards.expect_as_before(ring, shard.row.order)
         current_ring.set(ring)
         microbatch = LocalMicroBatch(
             shard, ring, session.device, is_last=is_last, guards=self._guards, divisor=self._divisor

@@ -43,6 +43,10 @@ class World(Protocol):
         """Begin to sum a tensor in host memory, for what ranks tell each other beside the devices' work."""
         ...
 
+    def swap(self, told: Tensor, to: int, heard: Tensor, source: int) -> None:
+        """Tell one rank a tensor in host memory, and hear one from another, which does the same."""
+        ...
+
 
 class ProcessWorld:
     """The default process group of torch.distributed."""
@@ -65,11 +69,21 @@ class ProcessWorld:
         dist.broadcast(tensor, src=0)
 
     def start_sum(self, tensor: Tensor) -> Waitable:
+        work: Waitable = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._hosts(), async_op=True)
+        return work
+
+    def swap(self, told: Tensor, to: int, heard: Tensor, source: int) -> None:
+        group = self._hosts()  # hops of rings have a group of their own
+        both = [dist.P2POp(dist.isend, told, to, group), dist.P2POp(dist.irecv, heard, source, group)]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+
+    def _hosts(self) -> dist.ProcessGroup | None:
+        """Return the group of the hosts; every rank asks for it first in a sum, since it may have to be made."""
         backends = dist.get_backend_config()
         if self._host_group is None and "cpu:" not in backends and any(kind in backends for kind in ("nccl", "hccl")):
             self._host_group = dist.new_group(backend="gloo")  # the script's own group carries nothing of the host's
-        work: Waitable = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._host_group, async_op=True)
-        return work
+        return self._host_group
 
 
 def _msrun_store(rank: int, size: int, seconds: int) -> Any:

@@ -133,6 +133,7 @@ class Meeting:
         self.size = size
         self.barrier = threading.Barrier(size)
         self.mailbox = Mailbox()
+        self.swaps = Mailbox()
         self.slots: list[Tensor | None] = [None] * size
         self.result = torch.empty(0)
 
@@ -140,6 +141,7 @@ class Meeting:
         """Release every rank that waits for one that failed."""
         self.barrier.abort()
         self.mailbox.abort()
+        self.swaps.abort()
 
 
 class Done:
@@ -173,6 +175,9 @@ class ThreadWorld:
     def start_sum(self, tensor: Tensor) -> Done:
         self.all_reduce_sum(tensor)
         return Done()
+
+    def swap(self, told: Tensor, to: int, heard: Tensor, source: int) -> None:
+        ThreadTransport(self._meeting.swaps, self._rank).start("word", told, to, heard, source).wait()
 
     def _exchange(self, tensor: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> None:
         meeting = self._meeting

@@ -324,3 +324,6 @@ class RecordingWorld:
 
     def start_sum(self, tensor: Tensor) -> Waitable:
         return self._inner.start_sum(tensor)  # of the hosts, beside what the devices' queues hold
+
+    def swap(self, told: Tensor, to: int, heard: Tensor, source: int) -> None:
+        self._inner.swap(told, to, heard, source)

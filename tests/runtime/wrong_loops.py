@@ -130,6 +130,44 @@ def one_more_forward(at: Rank) -> None:
             backward(batch.loss(at.logits(batch)))
 
 
+def one_more_forward_at_once(at: Rank) -> None:
+    """In the first micro-batch, where no number is known from others before."""
+    for step in at.session.steps(at.model):
+        for batch in step:
+            if at.rank == 1 and step.index == 0 and batch.row.order == 0:
+                at.logits(batch)
+            backward(batch.loss(at.logits(batch)))
+
+
+def one_more_forward_after_its_backward(at: Rank) -> None:
+    for step in at.session.steps(at.model):
+        for batch in step:
+            backward(batch.loss(at.logits(batch)))
+            if at.rank == 1 and step.index == 0 and batch.row.order == 0:
+                at.logits(batch)
+
+
+def one_more_backward_at_once(at: Rank) -> None:
+    for step in at.session.steps(at.model):
+        for batch in step:
+            loss = batch.loss(at.logits(batch))
+            if at.rank == 1 and batch.row.order == 0:
+                backward(loss, retain_graph=True)
+            backward(loss)
+
+
+def one_more_forward_before_all_backwards(at: Rank) -> None:
+    """In a loop that holds its backwards back."""
+    for step in at.session.steps(at.model):
+        losses = []
+        for batch in step:
+            if at.rank == 1 and batch.row.order == 0:
+                at.logits(batch)
+            losses.append(batch.loss(at.logits(batch)))
+            if batch.is_last:
+                backward(torch.stack(losses).sum())
+
+
 def one_more_backward(at: Rank) -> None:
     for step in at.session.steps(at.model):
         for batch in step:
@@ -163,7 +201,11 @@ LOOPS: Mapping[str, Loop] = {
         no_model,
         evaluation_inside,
         one_more_forward,
+        one_more_forward_at_once,
+        one_more_forward_after_its_backward,
+        one_more_forward_before_all_backwards,
         one_more_backward,
+        one_more_backward_at_once,
         other_first_step,
         infinite_loss,
     )
