@@ -27,7 +27,7 @@ Family = Literal["tiny", "qwen3", "llama"]
 Wrapping = Literal[
     "none", "ddp", "ddp views", "ddp hook", "ddp static", "ddp ignoring",
     "ddp in a shell", "ddp beside a parameter", "composable ddp", "data parallel", "tensor parallel",
-    "fsdp", "fsdp kept", "hsdp", "hsdp kept", "fsdp over half", "fsdp of a part",
+    "fsdp", "fsdp kept", "hsdp", "hsdp kept", "hsdp without names", "fsdp over half", "fsdp of a part",
     "fsdp undivided", "fsdp kept undivided", "fsdp divided twice", "fsdp1 of a part", "replicate",
 ]  # fmt: skip
 Recomputation = Literal["off", "selective", "non-reentrant", "reentrant"]
@@ -183,6 +183,8 @@ def shard(model: nn.Module, wrapping: Wrapping, layers: list[nn.Module]) -> None
     size = torch.distributed.get_world_size()
     if wrapping in ("hsdp", "hsdp kept", "fsdp over half"):
         mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    elif wrapping == "hsdp without names":
+        mesh = init_device_mesh("cpu", (2, size // 2))
     else:
         mesh = init_device_mesh("cpu", (size,))
     if wrapping == "fsdp over half":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,48 @@ def test_a_model_without_weights_yet_is_judged_by_its_modules() -> None:
     model.model.layers[1].mlp = nn.Sequential(nn.Conv1d(32, 32, 4))
     with pytest.raises(RunError, match=r"mixes tokens .*; its model.layers.1.mlp.0 is one$"):
         probe(model, model.config, _check_call)
+
+
+@pytest.mark.full
+@pytest.mark.processes  # one looks for a compiler
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_without_weights_yet_is_judged_as_with_them(name: str) -> None:
+    with torch.device("meta"):
+        model = FAMILIES[name].build()
+    try:
+        prepare(model)
+    except RunError as refused:
+        said = str(refused)
+        assert FAMILIES[name].refused is not None, said
+        assert "\n" not in said
+    else:
+        assert FAMILIES[name].refused is None
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("llama", None),
+        ("llama4_text, tuned", "scales its queries by positions that it counts itself"),
+        ("llama, dynamic", "asks for rope_type dynamic"),
+    ],
+)
+def test_a_model_of_full_size_is_judged_before_its_weights_are_there(name: str, said: str | None) -> None:
+    family = FAMILIES[name]
+    large = {"hidden_size": 4096, "num_attention_heads": 32, "head_dim": 128, "vocab_size": 128_256,
+             "max_position_embeddings": 8192}  # fmt: skip
+    before = torch.random.get_rng_state()
+    with torch.device("meta"):
+        model = replace(family, settings={**family.settings, **large}).build()
+    torch.random.set_rng_state(before)
+    if said is None:
+        prepare(model)
+    else:
+        with pytest.raises(RunError, match=said):
+            prepare(model)
+    assert torch.random.get_rng_state().equal(before)
+    assert model.get_input_embeddings().weight.is_meta
 
 
 def test_a_prepared_model_evaluates_and_generates_outside_the_plan(tmp_path: Path) -> None:

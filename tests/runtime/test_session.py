@@ -401,6 +401,7 @@ ERRORS = {
     "a loss that is no number": [rf"^step 0, micro-batch {rank}, rank {rank}: the loss is nan" for rank in range(4)],
     "fsdp over half": [r"the parameter .* is sharded by FSDP2 over 2 of 4 ranks; give fully_shard a mesh of all ranks"]
     * 4,
+    "hsdp without names": [r"^Please init the 2D mesh for HSDP with mesh_dim_names specified$"] * 4,
     "fsdp of a part": [r"only parts of the model are sharded with FSDP2; call fully_shard on the whole model too"] * 4,
     "ddp beside a parameter": [
         r"^the model's part inner is a DistributedDataParallel, which does not hold the parameter head.weight and 1 more; "

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from fcp_cli.errors import FcpError, RunError
+from fcp_cli.runtime.integrations.transformers_twin import twin_of
 
 _NAME = "fcp-probe"
 _TOKENS = 16
@@ -64,7 +65,7 @@ _weights_to_come: ContextVar[bool] = ContextVar("weights_to_come", default=False
 
 @contextmanager
 def weights_to_come() -> Iterator[None]:
-    """Judge models by their modules alone: what their memory holds before weights are read into it is no model."""
+    """Judge models without running them: what their memory holds before weights are read into it is no model."""
     token = _weights_to_come.set(True)
     try:
         yield
@@ -75,7 +76,8 @@ def weights_to_come() -> Iterator[None]:
 def probe(model: transformers.PreTrainedModel, config: Any, check: Callable[..., None]) -> None:
     """Raise RunError if a plan cannot split a model's sequences, judged by what it computes.
 
-    A model whose weights are not there yet (on the meta device, fake, `weights_to_come`) is judged by its modules.
+    A model whose weights are not there yet (on the meta device, `weights_to_come`) is judged by its modules and by what
+    a small one of its class and config computes, where one can be made; a vision-language model by its modules alone.
 
     Args:
         model: before it is wrapped; its attention implementation is left as it was.
@@ -86,8 +88,16 @@ def probe(model: transformers.PreTrainedModel, config: Any, check: Callable[...,
         raise RunError(_NO_POSITIONS.format(name=config.model_type))
     if _weights_to_come.get() or any(_is_unreal(parameter) for parameter in model.parameters()):
         _require_no_mixing_modules(model, config)
+        twin = twin_of(model) if config is model.config else None
+        if twin is not None:
+            with suppress(_NotRunError):
+                _Probe(twin, twin.config, check).run()
         return
     _Probe(model, config, check).run()
+
+
+class _NotRunError(RunError):
+    """A model's own code failed on a few tokens."""
 
 
 class _Probe:
@@ -141,7 +151,8 @@ class _Probe:
         except FcpError:
             raise
         except Exception as error:  # whatever a model's own code says
-            self._refuse(_FAILED, f"{type(error).__name__}: {error}".splitlines()[0])
+            said = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise _NotRunError(_FAILED.format(name=self._config.model_type, remedy=said)) from None
         rows: Tensor = (out.logits if hasattr(out, "logits") else out.last_hidden_state)[0]
         return rows.float() if rows.dtype != torch.float64 else rows
 

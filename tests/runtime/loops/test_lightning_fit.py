@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +26,8 @@ _REFUSALS = {
     "other batch": "the script trains on 4 sequences a step (batch_size 2 x accumulate_grad_batches 1 x 2 ranks), but the "
     "plan on 8; plan with 'fcp plan --global-batch-size 4', or give the script the plan's",
     "more epochs": "the script trains 6 steps (max_epochs 2), but the plan",
+    "fsdp2": "the trainer's strategy is ModelParallelStrategy, with which automatic optimisation cannot follow a plan; use "
+    "strategy='ddp', or a loop on Fabric (docs/how-to/training-loop.md)",
     "limited": "limit_train_batches and overfit_batches leave rows out that the plan has; leave them out",
 }
 
@@ -52,6 +54,20 @@ def test_what_cannot_be_followed_is_refused_on_every_rank_before_the_first_step(
         for found in outcomes("planned", name):
             assert message in found, (name, found)
             assert "\n" not in found
+
+
+@pytest.mark.parametrize("kind", ["FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"])
+def test_a_strategy_that_shards_is_refused_before_a_plan_is_read(kind: str) -> None:
+    """Lightning makes the first two on accelerators only."""
+    from lightning.pytorch import strategies
+
+    from fcp_cli.runtime.integrations.lightning.fit import LightningFit
+
+    strategy = object.__new__(getattr(strategies, kind))
+    trainer = SimpleNamespace(strategy=strategy)
+    with pytest.raises(RunError) as refused:
+        LightningFit(trainer, loader=None)
+    assert str(refused.value) == _REFUSALS["fsdp2"].replace("ModelParallelStrategy", kind)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import lightning
 import lightning.pytorch.loops.fit_loop
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -43,6 +44,9 @@ class Module(lightning.LightningModule):  # type: ignore[misc]
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.log("eval_loss", self.model(**batch).loss, sync_dist=True)
+
+    def configure_model(self) -> None:
+        """Nothing to do; strategies that shard ask for it."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -133,6 +137,7 @@ REFUSALS: Cases = {
     "head": (ITERATION, partial(fit, module={"head": True})),
     "other batch": (ITERATION, partial(fit, batch=2)),
     "more epochs": (ITERATION, partial(fit, max_epochs=2)),
+    "fsdp2": (ITERATION, lambda folder: fit(folder, strategy=ModelParallelStrategy())),
     "limited": (ITERATION, partial(fit, limit_train_batches=0.5)),
 }
 

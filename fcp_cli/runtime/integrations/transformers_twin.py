@@ -1,0 +1,69 @@
+"""A small model of the same class and kind as one whose weights are not there yet, to be run in its place."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import transformers
+from torch._subclasses.fake_tensor import FakeTensor
+
+_LAYERS = 6  # that a twin has at most; kinds of layers take turns in fewer
+_HEADS = 4
+_GROUPS = 2
+_SIZES = {
+    "vocab_size": 64,
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 48,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "shared_intermediate_size": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+def twin_of(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel | None:
+    """Return a model of a few thousand weights that computes as a given one does: with its kinds of layers and experts,
+    its rotations and scales, in another width; None where its class or its config does not allow to make one.
+    """
+    if any(isinstance(parameter, FakeTensor) for parameter in model.parameters()):
+        return None  # nothing is real where it is made
+    try:
+        config = _small(model.config)
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.manual_seed(0)
+            twin = type(model)(config)
+        is_whole = all(bool(torch.isfinite(parameter).all()) for parameter in twin.parameters())
+        return twin.float() if is_whole else None
+    except Exception:  # whatever a model's own code says of sizes that nobody has tried
+        return None
+
+
+def _small(config: Any) -> Any:
+    """Return a copy of a decoder's config with its sizes made small; rotations keep the size of a head."""
+    small = copy.deepcopy(config)
+    layers = config.num_hidden_layers
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == layers:
+            setattr(small, name, value[:_LAYERS])
+        elif name in _SIZES and isinstance(value, int):
+            setattr(small, name, min(value, _SIZES[name]))
+        elif name in _TOKENS and value is not None:
+            setattr(small, name, _TOKENS.index(name))
+    small.num_hidden_layers = min(layers, _LAYERS)
+    groups = getattr(config, "num_key_value_heads", None)
+    small.num_attention_heads = _HEADS
+    if groups is not None:
+        small.num_key_value_heads = _HEADS if groups == config.num_attention_heads else _GROUPS
+    small.hidden_size = _HEADS * head_dim
+    return small
