@@ -16,7 +16,7 @@ from fcp_cli.runs.metrics import MetricsWriter
 from fcp_cli.runs.metrics_reader import open_run, read_metrics
 from fcp_cli.runs.step_position import read_position
 from fcp_cli.runtime.metrics import recorder as recording
-from fcp_cli.runtime.metrics.mailbox import Mailbox
+from fcp_cli.runtime.metrics.mailbox import Mailbox, MessageLostError
 from fcp_cli.runtime.metrics.message import RankMeasurement, decode, mean_loss, planned_timings
 from fcp_cli.runtime.metrics.recorder import Recorder
 from tests.training.small_runs import write_manifest, write_small_plan
@@ -64,6 +64,17 @@ def test_a_message_of_an_earlier_step_in_the_same_place_is_not_taken_for_a_later
     box.leave(0, measured(8))
     assert box.collect(8) is None
     box.leave(1, measured(8))
+    assert box.collect(8) is not None
+
+
+def test_a_message_that_was_overwritten_costs_its_step_and_no_other() -> None:
+    box = Mailbox(HashStore(), 2)
+    for step in (0, 8):  # in the same place
+        box.leave(1, measured(step))
+    box.leave(0, measured(0))
+    with pytest.raises(MessageLostError):
+        box.collect(0)
+    box.leave(0, measured(8))
     assert box.collect(8) is not None
 
 
@@ -195,6 +206,25 @@ def test_a_full_disk_ends_the_metrics_and_not_the_training(
         run_step(recorder, step)
     recorder.close()
     assert capsys.readouterr().err == f"fcp: the metrics {recorder.path} end here: [Errno 28] No space left on device\n"
+
+
+def test_a_rank_that_says_nothing_costs_the_steps_it_kept_for_itself_and_is_named(
+    plan: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(recording, "_LAST_SECONDS", 0.05)
+    recorder = alone(plan)
+    recorder.open(0)
+    box = Mailbox(recorder._store, 2, loop=1)
+    recorder._mailbox = box
+    run_step(recorder, 0)
+    recorder.end()
+    recorder.flush()
+    said = capsys.readouterr().err
+    assert said == f"fcp: the metrics {recorder.path} lack step 0: no word of it from rank 1 in 0.05 s\n"
+    box.leave(1, measured(1))
+    run_step(recorder, 1)
+    recorder.close()
+    assert [one["step"] for one in read_metrics(recorder.path) if one["kind"] == "step"] == [1]
 
 
 def test_the_run_names_the_plan_and_its_model(plan: Path) -> None:

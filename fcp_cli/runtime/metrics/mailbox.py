@@ -9,7 +9,12 @@ import torch.distributed as dist
 
 from fcp_cli.runtime.metrics.message import RankMeasurement, decode
 
-_SLOTS = 8  # messages of a rank that are kept; ranks are never so many steps apart, since each step sums gradients
+# Messages of a rank that are kept. Ranks are at most a step apart, since each step compares what they were given.
+_SLOTS = 8
+
+
+class MessageLostError(Exception):
+    """A rank went so far ahead that its message of a step was overwritten by that of a later one."""
 
 
 class Mailbox:
@@ -24,26 +29,43 @@ class Mailbox:
     def __init__(self, store: Any, num_ranks: int, loop: int = 0) -> None:
         self._store: Any = dist.distributed_c10d.PrefixStore(f"fcp-metrics/{loop}", store)
         self._num_ranks = num_ranks
-        self._found: dict[int, RankMeasurement] = {}  # of the step that is being collected
+        self._step = -1  # that is being collected
+        self._found: dict[int, RankMeasurement] = {}
 
     def leave(self, rank: int, measured: RankMeasurement) -> None:
         """Leave a rank's message for rank 0: a few packets, which nobody answers."""
         self._store.set(_key(rank, measured.step), measured.encode())
 
     def collect(self, step: int) -> dict[int, RankMeasurement] | None:
-        """Return what all ranks left of a step, by rank; None while one is missing. Steps come in order."""
+        """Return what all ranks left of a step, by rank; None while one is missing. Steps come in order.
+
+        Raises:
+            MessageLostError: that of a rank is there no more, and never will be.
+        """
+        if step != self._step:
+            self._step, self._found = step, {}
         missing = [rank for rank in range(self._num_ranks) if rank not in self._found]
         keys = [_key(rank, step) for rank in missing]
         if not self._store.check(keys):  # or reading would wait
             return None
         for rank, message in zip(missing, self._read(keys), strict=True):
             measured = decode(message)
+            if measured.step > step:
+                raise MessageLostError
             if measured.step == step:  # else it is older
                 self._found[rank] = measured
         if len(self._found) < self._num_ranks:
             return None
         found, self._found = self._found, {}
         return dict(sorted(found.items()))
+
+    def silent_ranks(self) -> list[int]:
+        """Return the ranks that have not left a message of the step that is being collected."""
+        return [rank for rank in range(self._num_ranks) if rank not in self._found and not self._has_left(rank)]
+
+    def _has_left(self, rank: int) -> bool:
+        key = _key(rank, self._step)
+        return bool(self._store.check([key])) and decode(self._store.get(key)).step == self._step
 
     def _read(self, keys: list[str]) -> list[bytes]:
         if self._store.has_extended_api():

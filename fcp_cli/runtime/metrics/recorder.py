@@ -32,7 +32,7 @@ from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import MicroBatch, StepPlan
 from fcp_cli.runs.metrics import FORMAT, MetricsWriter, StepMeasurement, drop_steps_from
 from fcp_cli.runs.step_position import StepPosition, write_position
-from fcp_cli.runtime.metrics.mailbox import Mailbox, job_store
+from fcp_cli.runtime.metrics.mailbox import Mailbox, MessageLostError, job_store
 from fcp_cli.runtime.metrics.memory import peak_memory_bytes
 from fcp_cli.runtime.metrics.message import RankMeasurement, mean_loss, planned_timings
 from fcp_cli.runtime.prefetch import Prefetched
@@ -42,7 +42,7 @@ METRICS_VARIABLE = "FCP_METRICS"
 _MODEL_VARIABLE = "FCP_MODEL"
 _POSITION_SECONDS = 5.0  # between two notes of where a long step is
 _LOOK_SECONDS = 0.5  # between two looks of rank 0 for messages, while a step runs
-_LAST_SECONDS = 10.0  # that rank 0 waits for the other ranks' last messages when the loop is over
+_LAST_SECONDS = 30.0  # that rank 0 waits for the other ranks' last messages when the loop is over
 _PLANS_AHEAD = 2
 
 
@@ -257,6 +257,11 @@ class Recorder:
         while self._uncollected and time.monotonic() < until:
             time.sleep(1e-3)
             self._collect()
+        if self._uncollected and self._mailbox is not None:
+            steps = " and ".join(str(record.step) for record in self._uncollected)
+            ranks = ", ".join(map(str, self._mailbox.silent_ranks()[:4]))
+            _say(f"the metrics {self.path} lack step {steps}: no word of it from rank {ranks} in {_LAST_SECONDS:g} s")
+            self._uncollected.clear()
 
     def close(self) -> None:
         """Write what is over, and let go of the file. A rank that failed is not waited for."""
@@ -294,7 +299,11 @@ class Recorder:
     def _collect(self) -> None:
         try:
             while self._uncollected and self._mailbox is not None:
-                ranks = self._mailbox.collect(self._uncollected[0].step)
+                try:
+                    ranks = self._mailbox.collect(self._uncollected[0].step)
+                except MessageLostError:  # one step less, and those after it as before
+                    self._uncollected.popleft()
+                    continue
                 if ranks is None:
                     return
                 self._write(self._measurement(self._uncollected.popleft(), ranks).record())
@@ -334,7 +343,7 @@ class Recorder:
         """End the metrics with one line: they are no reason to end a training."""
         if self._mailbox is not None and self.rank == 0:
             line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            print(f"fcp: the metrics {self.path} end here: {line}", file=sys.stderr, flush=True)
+            _say(f"the metrics {self.path} end here: {line}")
         self._mailbox = None
         self._waiting.clear()
         self._uncollected.clear()
@@ -397,6 +406,10 @@ def _ends_step(recorder: weakref.ref[Recorder]) -> Callable[..., None]:
             found.note_update(groups[0].get("lr") if groups else None)
 
     return hook
+
+
+def _say(line: str) -> None:
+    print(f"fcp: {line}", file=sys.stderr, flush=True)
 
 
 def _planned_model(metadata: PlanMetadata) -> str | None:
