@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +222,7 @@ def test_a_rank_that_says_nothing_costs_the_steps_it_kept_for_itself_and_is_name
     recorder.flush()
     said = capsys.readouterr().err
     assert said == f"fcp: the metrics {recorder.path} lack step 0: no word of it from rank 1 in 0.05 s\n"
-    box.leave(1, measured(1))
+    box.leave(1, replace(measured(1), timings=[]))
     run_step(recorder, 1)
     recorder.close()
     assert [one["step"] for one in read_metrics(recorder.path) if one["kind"] == "step"] == [1]

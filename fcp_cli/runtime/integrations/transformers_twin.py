@@ -31,7 +31,7 @@ _SIZES = {
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
-def twin_of(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel | None:
+def twin_of(model: transformers.PreTrainedModel) -> Any:
     """Return a model of a few thousand weights that computes as a given one does: with its kinds of layers and experts,
     its rotations and scales, in another width; None where its class or its config does not allow to make one.
     """
@@ -41,9 +41,9 @@ def twin_of(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel
         config = _small(model.config)
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(0)
-            twin = type(model)(config)
+            twin: Any = type(model)(config)
         is_whole = all(bool(torch.isfinite(parameter).all()) for parameter in twin.parameters())
-        return twin.float() if is_whole else None
+        return twin.float() if is_whole else None  # a script may build in 16 bits
     except Exception:  # whatever a model's own code says of sizes that nobody has tried
         return None
 
