@@ -38,6 +38,9 @@ class CompareOptions(PlanRequest):
         str | None,
         Opt("Strategies, as fcp,static, or all.", group="Options", metavar="NAME,...", unset="all but flexsp"),
     ] = None
+    stress: Annotated[
+        bool, Opt("Also time each strategy under noise, a slow rank, links that rings share, and slow launches.")
+    ] = False
     milp_seconds: Annotated[
         float, Opt("Time limit of each of flexsp's integer programs, as its authors have it.", min=0.01)
     ] = 5.0
@@ -54,18 +57,20 @@ def compare(options: CompareOptions) -> None:
     from fcp_cli.planning.comparison import SYNCS
     from fcp_cli.planning.settings import resolve
     from fcp_cli.planning.verdict import compared_verdict
-    from fcp_cli.report.compare_table import comparison_document, print_comparison
+    from fcp_cli.report.compare_table import comparison_document, print_comparison, print_stress
     from fcp_cli.report.verdict_lines import verdict_lines
 
     names, origins = _names(options.solvers), Origins()
     inputs = resolve(options, origins)
+    if options.stress and inputs.problem.pipeline is not None:
+        raise UsageError("--stress knows no pipelines; leave it out, or compare without --pipeline-parallel")
     origins.report()
     is_open = options.sync is None and options.virtual_stages == 1
     syncs = SYNCS if is_open else (inputs.problem.sync,)
     if inputs.problem.profile.common_ground is not None:
         note("strategies are compared under the profile's common_ground, without exposed_ring_share; fcp plan uses all")
         inputs = replace(inputs, problem=replace(inputs.problem, profile=inputs.problem.profile.on_common_ground()))
-    contenders, batches = _run(inputs, names, syncs, options.milp_seconds)
+    contenders, batches = _run(inputs, names, syncs, options.milp_seconds, options.stress)
     verdict = compared_verdict(contenders, inputs, options, batches)
     if options.json:
         document = comparison_document(contenders, inputs.problem, steps=len(batches))
@@ -73,6 +78,8 @@ def compare(options: CompareOptions) -> None:
         return
     human().print(_headline(inputs, len(batches)), markup=False, soft_wrap=True)
     print_comparison(human(), contenders, syncs)
+    if options.stress:
+        print_stress(human(), contenders)
     for line in verdict_lines(verdict) if verdict is not None else ():
         note(line)
     if "flexsp" in names:
@@ -97,7 +104,7 @@ def _names(solvers: str | None) -> list[str]:
 
 
 def _run(
-    inputs: PlanInputs, names: list[str], syncs: Sequence[Sync], milp_seconds: float
+    inputs: PlanInputs, names: list[str], syncs: Sequence[Sync], milp_seconds: float, stress: bool
 ) -> tuple[list[Contender], GlobalBatches]:
     """Return the outcome of each strategy, and the batches that were compared on."""
     from fcp_cli.planning.batches import GlobalBatches
@@ -116,6 +123,7 @@ def _run(
                 names=names,
                 syncs=syncs,
                 milp_seconds=milp_seconds,
+                stress=stress,
                 on_step=lambda name: bar.update(task, advance=1, description=f"planning: {name}"),
             )
         )

@@ -46,6 +46,9 @@ class PlanOptions(PlanRequest):
     max_peers: Annotated[
         int | None, Opt("Most ranks that a rank ever has beside it in rings.", min=1, unset="no limit")
     ] = None
+    robust: Annotated[
+        bool, Opt("Of answers within 0.5 % choose the one that noise, a slow rank and shared links hurt least.")
+    ] = False
     workers: Annotated[int | None, Opt("Planning processes.", min=1, unset="as many as pay")] = None
     json: Annotated[bool, Opt("Print the summary as one JSON document on stdout.")] = False
     typed: Annotated[frozenset[str], Typed()] = frozenset()
@@ -205,6 +208,7 @@ def _make_with_progress(inputs: PlanInputs, options: PlanOptions, output: Path) 
             max_degree=options.max_degree,
             max_groups=options.max_groups,
             max_peers=options.max_peers,
+            robust=options.robust,
             workers=options.workers,
             resume=options.resume,
             on_step=on_step,

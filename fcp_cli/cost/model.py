@@ -99,10 +99,19 @@ def group_seconds(
     """
     c = profile.coefficients
     d = np.asarray(degree, dtype=np.float64)
-    attention = np.asarray(attention_seconds) / d + c.chunk_seconds_per_token * np.asarray(tokens) * (d - 1.0) / d
+    attention = attention_part(profile, attention_seconds=attention_seconds, tokens=tokens, degree=d)
     ring = ring_seconds(profile, tokens=tokens, degree=d, crosses_nodes=crosses_nodes)
     other = c.microbatch_seconds + np.asarray(linear_seconds) / d
     return overlapped_seconds(other, attention, ring, c.exposed_ring_share)
+
+
+def attention_part(
+    profile: CostProfile, *, attention_seconds: npt.ArrayLike, tokens: npt.ArrayLike, degree: npt.ArrayLike
+) -> FloatArray:
+    """Predict what attention takes of a pack on each rank of its group, chunks included. All arguments broadcast."""
+    d = np.asarray(degree, dtype=np.float64)
+    chunks = profile.coefficients.chunk_seconds_per_token * np.asarray(tokens) * (d - 1.0) / d
+    return np.asarray(np.asarray(attention_seconds) / d + chunks)
 
 
 def overlapped_seconds(

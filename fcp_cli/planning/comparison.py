@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +20,7 @@ from fcp_cli.planning.assemble import StuckError, assemble
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
 from fcp_cli.planning.solvers import make_solver
+from fcp_cli.planning.stress import stressed_seconds
 
 SYNCS: tuple[Sync, ...] = ("microbatch", "iteration")
 _BLIND_TO_SYNC = ("flexsp",)  # plans waves whatever the sync; slow enough not to be asked twice
@@ -37,6 +39,7 @@ class Outcome:
         over_budget: micro-batches with more tokens than their ranks may hold.
         setup_seconds: tuning ahead of the first step.
         planning_seconds: per step, the median; what the first call compiles does not show in it.
+        stress: name of an effect to the mean step time under it / the predicted; empty where nobody asked.
     """
 
     sync: Sync
@@ -48,6 +51,7 @@ class Outcome:
     over_budget: int
     setup_seconds: float
     planning_seconds: float
+    stress: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +76,7 @@ def compare(
     names: Sequence[str],
     syncs: Sequence[Sync] = SYNCS,
     milp_seconds: float,
+    stress: bool = False,
     on_step: Callable[[str], None] | None = None,
 ) -> Iterator[Contender]:
     """Let strategies plan the same steps.
@@ -83,6 +88,7 @@ def compare(
         names: of solvers.
         syncs: each strategy plans for all of them.
         milp_seconds: time limit of each of FlexSP's integer programs.
+        stress: whether each step is also timed under what the cost model leaves out.
         on_step: called with the strategy's name after each planned step.
 
     Raises:
@@ -95,7 +101,7 @@ def compare(
         for same in together:
             batches = GlobalBatches(table, replace(problem, sync=same[0], encoder_balance=None), settings)
             try:
-                outcomes |= _run(name, batches, same, milp_seconds, on_step)
+                outcomes |= _run(name, batches, same, milp_seconds, stress, on_step)
             except StuckError as error:  # the other sync may do
                 refusal = refusal or str(error)
             except PlanError as error:
@@ -109,13 +115,14 @@ def _run(
     batches: GlobalBatches,
     syncs: Sequence[Sync],
     milp_seconds: float,
+    stress: bool,
     on_step: Callable[[str], None] | None,
 ) -> dict[Sync, Outcome]:
     """Plan all batches under their sync, which is the first of `syncs`; the others keep the same micro-batches."""
     started = time.perf_counter()
     solver = _make_solver(name, batches, milp_seconds)
     setup_seconds = time.perf_counter() - started
-    tallies = {sync: _Tally(replace(batches.problem, sync=sync)) for sync in syncs}
+    tallies = {sync: _Tally(replace(batches.problem, sync=sync), stress) for sync in syncs}
     planning_seconds = []
     for batch in batches:
         started = time.perf_counter()
@@ -136,6 +143,7 @@ def _run(
             over_budget=tally.over_budget,
             setup_seconds=setup_seconds,
             planning_seconds=statistics.median(planning_seconds),
+            stress={name: seconds / tally.summary.makespan_seconds for name, seconds in tally.stressed.items()},
         )
         for sync, tally in tallies.items()
     }
@@ -152,8 +160,9 @@ def _make_solver(name: str, batches: GlobalBatches, milp_seconds: float) -> Solv
 class _Tally:
     """Totals over the steps of one strategy under one sync."""
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+    def __init__(self, problem: Problem, stress: bool) -> None:
+        self._problem, self._stress = problem, stress
+        self.stressed = Counter[str]()
         self.summary = PlanSummary(num_ranks=problem.num_ranks, padding_multiple=problem.padding_multiple)
         self.groups: set[bytes] = set()
         self.over_budget = 0
@@ -163,6 +172,8 @@ class _Tally:
             assignment = replace(assignment, wave=np.full_like(assignment.wave, -1))
         step = assemble(assignment, batch, self._problem)
         self.summary.add(step)
+        if self._stress:
+            self.stressed.update(stressed_seconds(assignment, batch, self._problem))
         # Counted from the planned step, whatever its strategy believed.
         held = held_tokens(step, self._problem.padding_multiple)
         self.over_budget += int((held > step.degrees * self._problem.tokens_per_rank).sum())

@@ -56,6 +56,7 @@ def make_plan(
     on_step: OnStep | None = None,
     workers: int | None = None,
     resume: bool = False,
+    robust: bool = False,
     **limits: int | None,
 ) -> PlanResult:
     """Plan every step and write the plan; a plan that stood at `path` is replaced only when the new one is whole.
@@ -69,6 +70,7 @@ def make_plan(
         on_step: called after each planned step, for progress.
         workers: processes that plan; None: as many as pay. The plan does not depend on it.
         resume: continue from the journal of an interrupted run with the same inputs; the plan is the same.
+        robust: of answers that are as quick choose the one that suffers least from noise and contention.
         limits: over the whole plan: max_degree, max_groups or max_peers; see `solvers.make_solver`.
 
     Raises:
@@ -78,7 +80,7 @@ def make_plan(
     """
     started = time.perf_counter()
     batches = inputs.batches()
-    solver = make_solver(solver_name, batches, **limits)
+    solver = make_solver(solver_name, batches, robust=robust, **limits)
     metadata = plan_metadata(inputs.table, batches, solver)
     journal = Journal(path, metadata) if resume or len(batches) >= _JOURNAL_FROM_STEPS else None
     summary = PlanSummary.of(metadata)

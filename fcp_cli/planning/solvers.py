@@ -38,6 +38,7 @@ def make_solver(
     max_degree: int | None = None,
     max_groups: int | None = None,
     max_peers: int | None = None,
+    robust: bool = False,
 ) -> Solver:
     """Make the named solver for these batches.
 
@@ -47,9 +48,10 @@ def make_solver(
         max_degree: 1 forbids rings; None: no limit.
         max_groups: most groups of degree > 1 over the whole plan; None: no limit.
         max_peers: most ranks that a rank has beside it in rings over the whole plan; None: no limit.
+        robust: of answers that are as quick choose the one that suffers least from noise and contention.
 
     Raises:
-        UsageError: no such solver, one that knows no such limit, or a limit that cannot be kept.
+        UsageError: no such solver, one that knows no such limit or choice, or a limit that cannot be kept.
     """
     if name not in _FACTORIES:
         raise UsageError(f"--solver is {name!r}; it must be one of {', '.join(solver_names())}")
@@ -57,8 +59,22 @@ def make_solver(
     make = getattr(import_module(module), factory)
     limits = {"max_degree": max_degree, "max_groups": max_groups, "max_peers": max_peers}
     given = [limit for limit, value in limits.items() if value is not None]
+    if robust:
+        return _robust(name, given, batches)
     if not given:
         return cast(SolverFactory, make)(batches)
     if name != "fcp":
         raise UsageError(f"--{given[0].replace('_', '-')} works with --solver fcp only, not with {name}")
     return cast(Solver, make(batches, **limits))
+
+
+def _robust(name: str, limits: list[str], batches: GlobalBatches) -> Solver:
+    if name != "fcp" or limits:
+        other = f"--{limits[0].replace('_', '-')}" if limits else f"--solver {name}"
+        raise UsageError(f"--robust chooses among all answers of --solver fcp, which {other} rules out; leave one out")
+    if batches.problem.pipeline is not None:
+        raise UsageError("--robust knows no pipelines; leave it out, or plan without --pipeline-parallel")
+    from fcp_cli.planning.fcp.robust import RobustSolver
+    from fcp_cli.planning.fcp.solver import solver_of
+
+    return RobustSolver(plain=solver_of(batches.problem))

@@ -35,6 +35,7 @@ _TARGETS_PER_WAVE = 24  # candidate targets looked at for each wave
 _FILLS_PER_WAVE = 16  # of which so many are filled
 _PORTFOLIO_RANKS = 128  # up to so many ranks plainer schedules are tried too,
 _CLOSE_ENOUGH = 0.01, 0.03  # where the gap to the proven bound is larger than this: up to 32 ranks, and above
+_FLOOR_SHARES = 0.0, 1 / 8, 1 / 4, 1 / 2  # of a wave's floor, by which micro-batches are made dearer in turn
 _CHOOSING_STEPS = 16  # planned again and again to choose groups under a limit
 _PRICED_STEPS = 16  # planned with and without a limit
 _NEVER_PAYS_SECONDS = 1e9  # of a hop: far above any step, and far below what rounds seconds away
@@ -198,19 +199,32 @@ class FcpSolver:
     def _assign(self, batch: Batch) -> Assignment:
         if self.problem.pipeline is not None:
             return quickest_of(self._for_pipelines(batch), batch, self.problem)
-        found = [self._planned_by(batch.work, batch)]
-        if self.problem.sync == "microbatch" and self.problem.profile.step.lockstep:
+        found = self._planned_by(batch.work, batch)
+        terms = self.problem.profile.step
+        if self.problem.sync == "iteration" or not (terms.wave_floor_seconds or terms.lockstep):
+            return found
+        seconds = makespan_seconds(found, batch, self.problem)
+        enough = lower_bound_seconds(batch.work, self.problem) * (1.0 + _CLOSE_ENOUGH[0])
+        for machine, work in self._led_otherwise(batch.work):
+            if seconds <= enough:
+                break
+            other = replace(self, machine=machine)._planned_by(work, batch)
+            if (takes := makespan_seconds(other, batch, self.problem)) < seconds:
+                found, seconds = other, takes
+        return found
+
+    def _led_otherwise(self, work: Work) -> Iterator[tuple[Machine, Work]]:
+        """Yield machines and work by which the greedy search over waves goes other ways."""
+        encoder = encoder_seconds(work, self.problem.profile)
+        if self.problem.profile.step.lockstep and encoder.any():
             # Waves wait for the slowest encoder and then for the slowest rest: more even in the one, or in the other.
-            encoder = encoder_seconds(batch.work, self.problem.profile)
-            if encoder.any():
-                linear = batch.work.linear_seconds
-                found += [
-                    self._planned_by(replace(batch.work, linear_seconds=changed), batch)
-                    for changed in (linear - encoder, linear + encoder)
-                ]
-        if len(found) == 1:
-            return found[0]
-        return min(found, key=lambda assignment: makespan_seconds(assignment, batch, self.problem))
+            for linear in (work.linear_seconds - encoder, work.linear_seconds + encoder):
+                yield self.machine, replace(work, linear_seconds=linear)
+        if self.machine.floor:
+            for share in _FLOOR_SHARES:
+                dearer = self.machine._replace(beta=self.machine.beta + share * self.machine.floor)
+                yield dearer, work
+                yield dearer._replace(floor=0.0), work
 
     def _planned_by(self, work: Work, batch: Batch) -> Assignment:
         """Plan the batch as if it had this work."""

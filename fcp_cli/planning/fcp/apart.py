@@ -1,0 +1,49 @@
+"""Keeps rings across nodes apart: waves with the same groups, on ranks where few of such rings share a node's network.
+
+A ring across nodes takes whole nodes, and its rest the node with the fewest other such rings; all other groups stay
+inside nodes, as long as one has room. Another group may have to cross then than before: the price has to be asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from fcp_cli.arrays import IntArray
+from fcp_cli.planning.problem import Assignment
+
+
+def kept_apart(answer: Assignment, *, num_ranks: int, ranks_per_node: int) -> Assignment:
+    """Place the groups of each wave anew."""
+    ranks, degrees = answer.ranks.copy(), np.diff(answer.rank_offsets)
+    bounds = [0, *(np.flatnonzero(np.diff(answer.wave)) + 1).tolist(), len(answer.wave)]
+    for first, stop in pairwise(bounds):
+        placed = _placed(degrees[first:stop], num_ranks, ranks_per_node)
+        ranks[answer.rank_offsets[first] : answer.rank_offsets[stop]] = np.concatenate(placed)
+    return replace(answer, ranks=ranks)
+
+
+def _placed(degrees: IntArray, num_ranks: int, per_node: int) -> list[IntArray]:
+    """Return ascending ranks for each group of a wave."""
+    nodes = [list(range(at, min(at + per_node, num_ranks))) for at in range(0, num_ranks, per_node)]
+    rings = [0] * len(nodes)  # across nodes, that touch each node
+    groups: list[IntArray] = [np.empty(0, dtype=np.int64)] * len(degrees)
+    for group in np.argsort(-degrees, kind="stable").tolist():
+        degree = int(degrees[group])
+        inside = degree <= per_node
+        taken: list[int] = []
+        while degree:
+            room = [node for node in range(len(nodes)) if len(nodes[node]) >= min(degree, per_node)]
+            if not room:  # over the nodes with the most room
+                inside, room = False, [max(range(len(nodes)), key=lambda at: len(nodes[at]))]
+            # Whole nodes are all alike; a rest goes where few rings cross, a group inside where it leaves least.
+            node = min(room, key=lambda at: (0 if inside else rings[at], len(nodes[at]), at))
+            part = min(degree, len(nodes[node]))
+            taken += nodes[node][:part]
+            del nodes[node][:part]
+            rings[node] += not inside
+            degree -= part
+        groups[group] = np.array(sorted(taken))
+    return groups

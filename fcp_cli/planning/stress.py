@@ -1,0 +1,54 @@
+"""Compares answers of solvers under what the cost model leaves out; see `simulation.effects`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from fcp_cli.cost.model import attention_part, encoder_seconds, ring_seconds
+from fcp_cli.plan.pricing import crosses_nodes, pack_work, wave_encoder_seconds
+from fcp_cli.plan.step import sizes_of
+from fcp_cli.planning.problem import Assignment, Batch, Problem
+from fcp_cli.simulation.effects import EFFECTS, Execution
+
+
+def execution_of(assignment: Assignment, batch: Batch, problem: Problem) -> Execution:
+    """Take the seconds of an answer apart."""
+    profile, offsets = problem.profile, assignment.member_offsets
+    degree = sizes_of(assignment.rank_offsets)
+    pack = pack_work(batch.work.take(assignment.members), offsets, degree, profile, problem.padding_multiple)
+    waves = problem.sync == "microbatch"
+    encoder = np.zeros(len(degree))
+    if waves and profile.step.lockstep:
+        encoder = encoder_seconds(pack, profile) / degree
+    other = profile.coefficients.microbatch_seconds + pack.linear_seconds / degree - encoder
+    if batch.encoder_seconds is not None:
+        shared = wave_encoder_seconds(batch.encoder_seconds[assignment.members], offsets, assignment.wave)
+        encoder = shared / problem.num_ranks
+    return Execution(
+        waves=waves,
+        num_ranks=problem.num_ranks,
+        ranks_per_node=problem.ranks_per_node,
+        wave=assignment.wave,
+        rank_offsets=assignment.rank_offsets,
+        ranks=assignment.ranks,
+        encoder=encoder,
+        other=other,
+        attention=attention_part(profile, attention_seconds=pack.attention_seconds, tokens=pack.tokens, degree=degree),
+        ring=ring_seconds(
+            profile,
+            tokens=pack.tokens,
+            degree=degree,
+            crosses_nodes=crosses_nodes(assignment.rank_offsets, assignment.ranks, problem.ranks_per_node),
+        ),
+        exposed=profile.coefficients.exposed_ring_share,
+        floor_seconds=profile.step.floor_seconds(problem.sync),
+        closing_seconds=profile.step.closing_seconds(problem.sync),
+    )
+
+
+def stressed_seconds(assignment: Assignment, batch: Batch, problem: Problem) -> Mapping[str, float]:
+    """Return the seconds of a step under each effect alone."""
+    execution = execution_of(assignment, batch, problem)
+    return {name: effect(execution) for name, effect in EFFECTS.items()}

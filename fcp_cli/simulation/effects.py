@@ -1,0 +1,201 @@
+"""Runs a planned step under what its prediction leaves out: noise, a slow rank, shared links, slow launches.
+
+A micro-batch is `other + max(attention, (1 - s) ring) + s ring` seconds long, as the cost model has it. Its start
+follows from its ranks' earlier micro-batches, or from the wave before. Rings across nodes may share each node's
+network: of k that run at a time, each moves its bytes k times as slowly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from fcp_cli.arrays import FloatArray, Int32Array, IntArray
+
+NOISE: Final = 0.05
+SLOW_RANK: Final = 1.2
+LAUNCH_SECONDS: Final = 0.02
+"""What the host may take to launch the kernels of one hop in all layers, forward and backward: 36 layers of 0.55 ms."""
+_DRAWS: Final = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Execution:
+    """The micro-batches of one step, in their global order, and what their seconds are made of.
+
+    Attributes:
+        waves: ranks wait for each other after each wave; else a micro-batch starts once its ranks are free.
+        num_ranks, ranks_per_node: ranks r with equal r // ranks_per_node share a node.
+        wave: [microbatches] ascending where there are waves.
+        rank_offsets, ranks: of the micro-batches' groups.
+        encoder: [microbatches] what ranks that go in lockstep finish first; else 0 and part of `other`.
+        other, attention, ring: [microbatches] seconds; attention hides all of the ring but the exposed share.
+        exposed: share of the ring that nothing hides.
+        floor_seconds: least time of a wave.
+        closing_seconds: after the last micro-batch.
+    """
+
+    waves: bool
+    num_ranks: int
+    ranks_per_node: int
+    wave: Int32Array
+    rank_offsets: IntArray
+    ranks: Int32Array
+    encoder: FloatArray
+    other: FloatArray
+    attention: FloatArray
+    ring: FloatArray
+    exposed: float = 0.0
+    floor_seconds: float = 0.0
+    closing_seconds: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.other)
+
+    @property
+    def degrees(self) -> IntArray:
+        """[microbatches] ranks of each."""
+        return np.diff(self.rank_offsets)
+
+    def seconds(self, sharing: npt.ArrayLike = 1.0) -> FloatArray:
+        """Return [microbatches] seconds without the encoder's, where each ring is one of `sharing` on its links."""
+        ring = self.ring * sharing
+        exposed = self.exposed * ring
+        return np.asarray(self.other + np.maximum(self.attention, ring - exposed) + exposed, dtype=np.float64)
+
+    def slowed(self, factor: FloatArray) -> Execution:
+        """Return the same with all that micro-batches compute [microbatches] times as slow."""
+        return replace(
+            self, encoder=self.encoder * factor, other=self.other * factor, attention=self.attention * factor
+        )
+
+
+def step_seconds(execution: Execution, *, shared_links: bool = False) -> float:
+    """Return the end of the step.
+
+    Args:
+        execution: what runs.
+        shared_links: rings across nodes share each node's network instead of having it to themselves.
+    """
+    run = _shared if shared_links else _alone
+    if not execution.waves:
+        return run(execution, np.arange(len(execution)), execution.encoder) + execution.closing_seconds
+    end = 0.0
+    for rows in _rows_of_waves(execution.wave):
+        lasts = float(execution.encoder[rows].max()) + run(execution, rows, np.zeros(len(execution)))
+        end += max(execution.floor_seconds, lasts)
+    return end + execution.closing_seconds
+
+
+def _rows_of_waves(wave: Int32Array) -> Iterator[IntArray]:
+    bounds = np.flatnonzero(np.diff(wave)) + 1
+    yield from np.split(np.arange(len(wave)), bounds)
+
+
+def _groups(execution: Execution, rows: IntArray) -> list[list[int]]:
+    offsets, ranks = execution.rank_offsets, execution.ranks
+    return [ranks[offsets[row] : offsets[row + 1]].tolist() for row in rows.tolist()]
+
+
+def _alone(execution: Execution, rows: IntArray, before: FloatArray) -> float:
+    """Return when the last of some micro-batches ends, each with its links to itself."""
+    free = [0.0] * execution.num_ranks
+    lasts = (execution.seconds() + before)[rows].tolist()
+    for group, seconds in zip(_groups(execution, rows), lasts, strict=True):
+        end = max(free[rank] for rank in group) + seconds
+        for rank in group:
+            free[rank] = end
+    return max(free)
+
+
+def _shared(execution: Execution, rows: IntArray, before: FloatArray) -> float:
+    """Return the same where rings across nodes share links: from event to event, each goes on at its own pace.
+
+    A ring is one of as many as cross on the node where most do.
+    """
+    groups = _groups(execution, rows)
+    nodes = [{rank // execution.ranks_per_node for rank in group} for group in groups]
+    crosses = [len(on) > 1 for on in nodes]
+    first_rows = _queues(groups, execution.num_ranks)
+    waiting_for = [len(group) for group in groups]  # ranks that are not there yet
+    left = [1.0] * len(groups)
+    alone = (execution.seconds() + before)[rows]
+    now, active = 0.0, set[int]()
+    heads = [queue[0] for queue in first_rows if queue]
+    place = [0] * execution.num_ranks
+    for row in heads:
+        waiting_for[row] -= 1
+        if waiting_for[row] == 0:
+            active.add(row)
+    while active:
+        crossing = [on for row in active if crosses[row] for on in nodes[row]]
+        rings_on = np.bincount(crossing) if crossing else np.zeros(0, dtype=np.int64)
+        running = sorted(active)
+        sharing = np.array([max(rings_on[list(nodes[row])]) if crosses[row] else 1 for row in running])
+        own = alone[running]
+        for at in np.flatnonzero(sharing > 1).tolist():
+            row = int(rows[running[at]])
+            own[at] = execution.seconds(float(sharing[at]))[row] + before[row]
+        remaining = own * np.array([left[row] for row in running])
+        step = float(remaining.min())
+        now += step
+        for row, seconds, rest in zip(running, own.tolist(), remaining.tolist(), strict=True):
+            if rest > step * (1 + 1e-12):
+                left[row] -= step / seconds
+                continue
+            active.discard(row)
+            for rank in groups[row]:
+                place[rank] += 1
+                if place[rank] < len(first_rows[rank]):
+                    following = first_rows[rank][place[rank]]
+                    waiting_for[following] -= 1
+                    if waiting_for[following] == 0:
+                        active.add(following)
+    return now
+
+
+def _queues(groups: list[list[int]], num_ranks: int) -> list[list[int]]:
+    """Return what each rank runs, in order."""
+    queues: list[list[int]] = [[] for _ in range(num_ranks)]
+    for row, group in enumerate(groups):
+        for rank in group:
+            queues[rank].append(row)
+    return queues
+
+
+def _noise(execution: Execution) -> float:
+    """Every micro-batch scatters by 5 %; the mean over draws that are the same for every step of as many rows."""
+    ends = []
+    for draw in range(_DRAWS):
+        scatter = np.random.default_rng((draw, len(execution))).standard_normal(len(execution))
+        ends.append(step_seconds(execution.slowed(np.exp(NOISE * scatter - NOISE * NOISE / 2.0))))
+    return float(np.mean(ends))
+
+
+def _slow_rank(execution: Execution) -> float:
+    """One rank computes 20 % slower, and with it each of its rings; the mean over ranks all over the job."""
+    ends = []
+    for rank in np.linspace(0, execution.num_ranks, _DRAWS, endpoint=False).astype(int).tolist():
+        meets = np.logical_or.reduceat(execution.ranks == rank, execution.rank_offsets[:-1])
+        ends.append(step_seconds(execution.slowed(np.where(meets, SLOW_RANK, 1.0))))
+    return float(np.mean(ends))
+
+
+def _launches(execution: Execution) -> float:
+    """No hop's attention takes less than its launch."""
+    degrees = execution.degrees
+    hops = np.where(degrees > 1, degrees, 0)
+    return step_seconds(replace(execution, attention=np.maximum(execution.attention, hops * LAUNCH_SECONDS)))
+
+
+EFFECTS: Final[Mapping[str, Callable[[Execution], float]]] = {
+    "noise": _noise,
+    "slow rank": _slow_rank,
+    "shared link": lambda execution: step_seconds(execution, shared_links=True),
+    "launches": _launches,
+}
+"""Name to the seconds that a step takes under it."""
