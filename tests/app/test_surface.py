@@ -51,7 +51,7 @@ SURFACE = {
         --embeddings-cached --zero --shard-ranks --reduce
         --precision --recompute --loss --offload --freeze-vision --lora --freeze --global-batch-size --steps --epochs --seed
         --shuffle --no-shuffle --max-length --overlong --last-batch --length-column --output -o --solver --resume
-        --continue-from --max-degree --max-groups --max-peers --workers --json
+        --continue-from --max-degree --max-groups --max-peers --robust --workers --json
         --device-hour-price
     """,
     "launch": """
@@ -80,7 +80,7 @@ SURFACE = {
         --tensor-parallel --pipeline-parallel --virtual-stages --padded-rings --no-padded-rings --global-batch-tokens --encoder-balance
         --embeddings-cached --zero --shard-ranks --reduce
         --precision --recompute --loss --offload --freeze-vision --lora --freeze --global-batch-size --steps --epochs --seed
-        --shuffle --no-shuffle --max-length --overlong --last-batch --length-column --solvers --milp-seconds --json
+        --shuffle --no-shuffle --max-length --overlong --last-batch --length-column --solvers --stress --milp-seconds --json
         --device-hour-price
     """,
     "verify": """
