@@ -65,7 +65,11 @@ def profile_of(cluster: str, sync: Sync, *, links: int | None = None) -> CostPro
 
 def terms() -> Iterator[Term]:
     """The terms, one by one."""
-    for name, sync in (("gathers, one link a node", "microbatch"), ("gradients' tail, one link a node", "iteration")):
+    shared: tuple[tuple[str, Sync], ...] = (
+        ("gathers, one link a node", "microbatch"),
+        ("gradients' tail, one link a node", "iteration"),
+    )
+    for name, sync in shared:
         yield Term(name=name, sync=sync, profiles={c: profile_of(c, sync, links=1) for c in CLUSTERS})
     for sync in SYNCS:
         plain = {cluster: profile_of(cluster, sync) for cluster in CLUSTERS}

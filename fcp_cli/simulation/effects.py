@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 
@@ -61,7 +60,7 @@ class Execution:
         """[microbatches] ranks of each."""
         return np.diff(self.rank_offsets)
 
-    def seconds(self, sharing: npt.ArrayLike = 1.0) -> FloatArray:
+    def seconds(self, sharing: float = 1.0) -> FloatArray:
         """Return [microbatches] seconds without the encoder's, where each ring is one of `sharing` on its links."""
         ring = self.ring * sharing
         exposed = self.exposed * ring
