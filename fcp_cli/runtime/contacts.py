@@ -22,6 +22,7 @@ import torch
 
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.ring_order import ring_hops
+from fcp_cli.plan.step import StepPlan
 from fcp_cli.runtime.transport import Transport
 from fcp_cli.words import counted, duration
 
@@ -58,9 +59,13 @@ def planned_hops(plan: Path) -> set[Hop]:
     if reader.metadata.encoder_balance is not None:
         return set(permutations(range(reader.metadata.num_ranks), 2))
     groups = {group for step in reader.steps() for group in step.ring_groups()}
-    per_node = reader.metadata.ranks_per_node
-    ranks = (tuple(np.frombuffer(group, dtype=np.int32).tolist()) for group in groups)
-    return {hop for members in ranks for hop in ring_hops(members, per_node)}
+    return hops_of(groups, reader.metadata.ranks_per_node)
+
+
+def hops_of(groups: Iterable[bytes], ranks_per_node: int) -> set[Hop]:
+    """Return (from, to) of every message of the rings of groups, as `StepPlan.ring_groups` gives them."""
+    ranks = (tuple(np.frombuffer(group, dtype=np.int32).tolist()) for group in set(groups))
+    return {hop for members in ranks for hop in ring_hops(members, ranks_per_node)}
 
 
 def rounds_of(hops: Iterable[Hop]) -> Mapping[Hop, int]:
@@ -115,8 +120,56 @@ def open_contacts(
     Raises:
         PlanError: the plan is missing or damaged.
     """
-    hops = planned_hops(plan)
-    contacts = contacts_of(rank, hops)
+    met = Contacts(transport, rank=rank, device=device, peers=peers)
+    met.meet(planned_hops(plan), report=report)
+    return met.peers_met
+
+
+class Contacts:
+    """Whom a rank has met, where rings become known while it trains.
+
+    Before each step, the pairs that its rings join for the first time meet as all pairs of a plan do before the first
+    step: between steps, in rounds, so that no rank waits for a connection in the midst of a ring while another waits
+    for that rank in the next.
+
+    Args:
+        transport: carries the rings.
+        rank: of the plan.
+        device: where messages lie.
+        peers: see `open_contacts`.
+    """
+
+    def __init__(
+        self, transport: Transport, *, rank: int, device: torch.device, peers: tuple[int, ...] | None = None
+    ) -> None:
+        self._transport, self._rank, self._device, self._peers = transport, rank, device, peers
+        self._met: set[Hop] = set()
+        self.peers_met = 0
+
+    def meet_for(self, step: StepPlan, ranks_per_node: int) -> None:
+        """Meet over the ways that a step's rings are the first to use. Every rank calls it, before the step."""
+        self.meet(hops_of(step.ring_groups(), ranks_per_node))
+
+    def meet(self, hops: set[Hop], *, report: Callable[[str], None] | None = None) -> None:
+        """Send one number over each way that was not used before. Every rank calls it, with the same ways."""
+        new = hops - self._met
+        self._met |= new
+        contacts = contacts_of(self._rank, new)
+        self.peers_met += len(contacts)
+        _exchange(contacts, new, self._transport, self._rank, self._device, self._peers, report)
+
+
+def _exchange(
+    contacts: list[Contact],
+    hops: set[Hop],
+    transport: Transport,
+    rank: int,
+    device: torch.device,
+    peers: tuple[int, ...] | None,
+    report: Callable[[str], None] | None,
+) -> None:
+    if not hops:
+        return
     rounds = 1 + max(rounds_of(hops).values(), default=-1)
     started = reported = time.monotonic()
     for done, contact in enumerate(contacts):
@@ -129,11 +182,10 @@ def open_contacts(
             report(f"connecting ranks: {done + 1} of {len(contacts)} peers of rank {rank}")
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
-    if report is not None and hops:
+    if report is not None:
         pairs = counted(len({frozenset(hop) for hop in hops}), "pair")
         taken = duration(time.monotonic() - started)
         report(f"connected {pairs} of ranks in {counted(rounds, 'round')}, {taken} on rank {rank}")
-    return len(contacts)
 
 
 def report_to_stderr(rank: int, device: torch.device) -> Callable[[str], None] | None:

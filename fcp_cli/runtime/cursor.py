@@ -52,6 +52,55 @@ def orders_of_rank(plan: StepPlan, rank: int) -> IntArray:
     return orders
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankView:
+    """Sees planned steps as one rank runs them.
+
+    Attributes:
+        path, metadata: of the plan.
+        rank: global rank.
+        ascending: leave the ranks of groups ascending, as torch has them in a process group.
+    """
+
+    path: Path
+    metadata: PlanMetadata
+    rank: int
+    ascending: bool = False
+
+    def step(self, plan: StepPlan) -> RankStep:
+        """Return a planned step as the rank runs it.
+
+        Raises:
+            RunError: the step has no row for the rank.
+        """
+        rows = orders_of_rank(plan, self.rank)
+        if not len(rows):
+            raise RunError(
+                f"{self.path}: step {plan.step} has no micro-batch for rank {self.rank}; see 'fcp check {self.path}'"
+            )
+        tokens = int(plan.lengths.sum(dtype=np.int64))
+        return RankStep(
+            step=plan.step,
+            rows=tuple(self._row(plan, int(i)) for i in rows),
+            makespan_seconds=plan.makespan_seconds,
+            bound_seconds=plan.bound_seconds,
+            tokens=tokens,
+            loss_tokens=tokens - len(plan.lengths),
+            sequences=len(plan.lengths),
+            waves=self._waves(plan, rows),
+        )
+
+    def _waves(self, plan: StepPlan, rows: IntArray) -> tuple[tuple[MicroBatch, ...], ...]:
+        if self.metadata.encoder_balance is None:
+            return ()
+        wanted = plan.wave[rows]
+        return tuple(tuple(self._row(plan, i) for i in np.flatnonzero(plan.wave == wave).tolist()) for wave in wanted)
+
+    def _row(self, plan: StepPlan, order: int) -> MicroBatch:
+        row = plan.microbatch(order)
+        return row if self.ascending else replace(row, ranks=ring_order(row.ranks, self.metadata.ranks_per_node))
+
+
 class PlanCursor:
     """An iterator over this rank's steps from `first_step` on, read ahead by a few steps in a background thread.
 
@@ -73,7 +122,7 @@ class PlanCursor:
         self, path: Path, rank: int, *, first_step: int = 0, ahead: int = _STEPS_AHEAD, ascending: bool = False
     ) -> None:
         self._reader = PlanReader(path)
-        self._ascending = ascending
+        self._view = RankView(path=path, metadata=self._reader.metadata, rank=rank, ascending=ascending)
         note_follower(path)
         self.path = path
         self.rank = rank
@@ -105,33 +154,5 @@ class PlanCursor:
         for plan in self._reader.steps(first_step):
             if plan.step != expected:
                 raise RunError(f"{self.path}: step {expected} is missing; see 'fcp check {self.path}'")
-            yield self._rank_step(plan)
+            yield self._view.step(plan)
             expected += 1
-
-    def _rank_step(self, plan: StepPlan) -> RankStep:
-        rows = orders_of_rank(plan, self.rank)
-        if not len(rows):
-            raise RunError(
-                f"{self.path}: step {plan.step} has no micro-batch for rank {self.rank}; see 'fcp check {self.path}'"
-            )
-        tokens = int(plan.lengths.sum(dtype=np.int64))
-        return RankStep(
-            step=plan.step,
-            rows=tuple(self._row(plan, int(i)) for i in rows),
-            makespan_seconds=plan.makespan_seconds,
-            bound_seconds=plan.bound_seconds,
-            tokens=tokens,
-            loss_tokens=tokens - len(plan.lengths),
-            sequences=len(plan.lengths),
-            waves=self._waves(plan, rows),
-        )
-
-    def _waves(self, plan: StepPlan, rows: IntArray) -> tuple[tuple[MicroBatch, ...], ...]:
-        if self.metadata.encoder_balance is None:
-            return ()
-        wanted = plan.wave[rows]
-        return tuple(tuple(self._row(plan, i) for i in np.flatnonzero(plan.wave == wave).tolist()) for wave in wanted)
-
-    def _row(self, plan: StepPlan, order: int) -> MicroBatch:
-        row = plan.microbatch(order)
-        return row if self._ascending else replace(row, ranks=ring_order(row.ranks, self.metadata.ranks_per_node))

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,8 +13,7 @@ import torch
 from torch import Tensor
 
 from fcp_cli.errors import RunError
-from fcp_cli.plan.reader import PlanReader
-from fcp_cli.plan.step import MicroBatch
+from fcp_cli.plan.step import MicroBatch, StepPlan
 from fcp_cli.runtime.cursor import RankStep
 from fcp_cli.runtime.embedding_cache import EmbeddingCache
 from fcp_cli.runtime.followed_step import IGNORED, require_length
@@ -107,6 +105,7 @@ def load_steps(
     labelled: bool,
     device: torch.device,
     cache: EmbeddingCache | None = None,
+    looks_ahead: bool = True,
 ) -> Iterator[LoadedStep]:
     """Load this rank's shards step by step.
 
@@ -117,6 +116,7 @@ def load_steps(
         labelled: whether `fetch` returns labels, of which the ranks must have the same opinion.
         device: where the shards will go: for CUDA they are put in page-locked memory.
         cache: of the encoder's embeddings; None: there is none.
+        looks_ahead: whether the step after may be asked for before one is there.
 
     Raises:
         RunError: a sequence is shorter than in the plan; its labels are not as long as its tokens, or come against
@@ -128,7 +128,7 @@ def load_steps(
         begun.append(
             _begin_step(step, partial(begin_shard, fetch=fetch, rank=rank, labelled=labelled, cache=cache), device)
         )
-        if len(begun) > 1:
+        if len(begun) > 1 or not looks_ahead:
             yield begun.popleft()()
     yield from (finish() for finish in begun)
 
@@ -176,9 +176,9 @@ def _unlearned(shard: Shard, rows: Collection[int]) -> Shard:
     return replace(shard, labels=labels, labelled=labelled_rows(labels))
 
 
-def fetches_labels(path: Path, first_step: int, fetch: Fetch) -> bool:
+def fetches_labels(steps: Iterable[StepPlan], fetch: Fetch) -> bool:
     """Return whether `fetch` returns labels, judged by the first sequence to be trained; the same on every rank."""
-    for step in PlanReader(path).steps(first_step):
+    for step in steps:
         return _has_labels(fetch(int(step.sequences[0])))
     return False
 

@@ -11,7 +11,7 @@ for step in session.steps(model):
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -23,10 +23,12 @@ from torch import Tensor, nn
 
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.online import OnlineSettings
+from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.recipe import Reduce
 from fcp_cli.runtime.agreement import agree_on_plan
-from fcp_cli.runtime.contacts import open_contacts, report_to_stderr
+from fcp_cli.runtime.contacts import Contacts, open_contacts, report_to_stderr
 from fcp_cli.runtime.cursor import PlanCursor
 from fcp_cli.runtime.embedding_cache import EmbeddingCache
 from fcp_cli.runtime.finite import LossWatch
@@ -38,6 +40,9 @@ from fcp_cli.runtime.loader import Fetch, LoadedStep, Shard, fetches_labels, loa
 from fcp_cli.runtime.loss import Labels, head_loss_sum, token_loss_sum
 from fcp_cli.runtime.metrics.recorder import Recorder, StepRecord, recorder_of
 from fcp_cli.runtime.on_nan import OnNan
+from fcp_cli.runtime.online.control import ProcessControl
+from fcp_cli.runtime.online.cursor import PlansStreams, StreamCursor, online_settings, stream_plan_path
+from fcp_cli.runtime.online.source import StreamSource
 from fcp_cli.runtime.outside import outside
 from fcp_cli.runtime.prefetch import Prefetched
 from fcp_cli.runtime.restarts import say_if_begun_again
@@ -64,6 +69,8 @@ def start(
     plan: str | Path | None = None,
     fetch: Fetch | None = None,
     *,
+    stream: Iterable[Any] | None = None,
+    planner: PlansStreams | OnlineSettings | None = None,
     device: torch.device | None = None,
     grad_ring_dtype: GradRingDtype | None = None,
     skip_bad_rows: bool = False,
@@ -73,7 +80,11 @@ def start(
 
     Args:
         plan: plan file; by default what `fcp launch` put into FCP_PLAN.
-        fetch: from a manifest row to its tokens, or to (tokens, labels); see `loader.Fetch`.
+        fetch: from a manifest row to its tokens, or to (tokens, labels); see `loader.Fetch`. Of a stream: from an id or
+            a row that it gave.
+        stream: sequences that are planned while the job trains, as (id, length) or as rows; `plan` is then written.
+        planner: plans a stream: a `fcp_cli.Planner` or what its `online` returns; by default what `fcp launch --online`
+            says.
         device: where tensors go; by default the local rank's accelerator, else the CPU.
         grad_ring_dtype: type in which gradients of keys and values travel; by default what FCP_GRAD_RING_DTYPE says,
             else fp32. See `GradRingDtype`.
@@ -85,13 +96,15 @@ def start(
         PlanError: the plan is missing, damaged or was edited.
         RunError: ranks have different plans, or the plan is for another number of ranks; on all ranks.
     """
-    path = plan_path(plan)
+    online = None if stream is None else online_settings(planner)
+    path = plan_path(plan) if online is None else stream_plan_path(plan)
     device = device or local_device()
     owns_process_group = join_process_group(device)
     world = ProcessWorld()
-    metadata = agree_on_plan(world, path, device)
+    metadata = agree_on_plan(world, path, device) if online is None else online.metadata
     transport = ProcessTransport.create(device)
-    open_contacts(path, transport, rank=world.rank, device=device, report=report_to_stderr(world.rank, device))
+    if online is None:
+        open_contacts(path, transport, rank=world.rank, device=device, report=report_to_stderr(world.rank, device))
     session = Session(
         plan=path,
         metadata=metadata,
@@ -101,6 +114,9 @@ def start(
         device=device,
         owns_process_group=owns_process_group,
     )
+    if online is not None and stream is not None:
+        session.source = StreamSource(stream, online, path, ProcessControl(online.options.planner), fetch)
+        session.contacts = Contacts(transport, rank=world.rank, device=device)
     session.watch = watch_for(session.rank, session.clock, device)
     session.watch.start()
     session.grad_ring_dtype = agreed_grad_dtype(world, device, grad_ring_dtype)
@@ -110,10 +126,16 @@ def start(
 
 
 def steps(
-    plan: str | Path | None = None, fetch: Fetch | None = None, model: nn.Module | None = None, first_step: int = 0
+    plan: str | Path | None = None,
+    fetch: Fetch | None = None,
+    model: nn.Module | None = None,
+    first_step: int = 0,
+    *,
+    stream: Iterable[Any] | None = None,
+    planner: PlansStreams | OnlineSettings | None = None,
 ) -> Generator[Step, None, None]:
     """Return `start(plan, fetch).steps(model, first_step=first_step)`, for a loop that needs nothing else."""
-    return start(plan, fetch).steps(model, first_step=first_step)
+    return start(plan, fetch, stream=stream, planner=planner).steps(model, first_step=first_step)
 
 
 class Session:
@@ -129,6 +151,8 @@ class Session:
         watch: says where this rank waits; None where nobody would read it.
         recorder: measures the steps; None where nobody asked for metrics.
         embedding_cache: keeps what a frozen vision encoder computes; may be set until `steps` is called.
+        source: plans the steps of a stream; None where they are planned already.
+        contacts: whom the rank has met over a stream's rings.
     """
 
     def __init__(
@@ -154,6 +178,8 @@ class Session:
         self.watch: Watch | None = None
         self.recorder: Recorder | None = None
         self.embedding_cache: EmbeddingCache | None = None
+        self.source: StreamSource | None = None
+        self.contacts: Contacts | None = None
         self.fetch = fetch
         self._owns_process_group = owns_process_group
         self._steps_ahead = steps_ahead
@@ -196,7 +222,8 @@ class Session:
             RunError: no `fetch`, a model that cannot follow the plan, a step beyond it, ranks that begin with different
                 ones; while iterating, a loop that goes wrong, data that does not match the plan or differs over ranks.
         """
-        if self.fetch is None:
+        fetch = self.fetch if self.source is None else self.source.fetch
+        if fetch is None:
             raise RunError("no data: pass fetch=..., a function from manifest row to tokens")
         first_step = self._first_step if first_step is None else first_step
         agree_on_first_step(self.world, first_step)
@@ -205,36 +232,49 @@ class Session:
         reduce = reduce or (planned.reduce if planned is not None else "wave")
         sync = gradient_sync(model, self.world, self.metadata.sync, reduce)
         guards = Guards(self.world, sync, model=model, on_nan=on_nan, watch=LossWatch(self.clock))
-        cursor = PlanCursor(self.plan, self.rank, first_step=first_step, ahead=self._steps_ahead)
-        labelled = fetches_labels(self.plan, first_step, self.fetch)
+        cursor, labelled = self._begin_following(first_step, fetch)
         loaded = Prefetched(
             load_steps(
                 cursor,
-                self.fetch,
+                fetch,
                 rank=self.rank,
                 labelled=labelled,
                 device=self.device,
                 cache=self.embedding_cache,
+                looks_ahead=self.source is None or self.source.settings.options.ahead > 0,
             ),
             depth=self._steps_ahead,
             name="fcp-loader",
         )
         counting: Literal["rows", "labels"] | None = "rows" if mean_over == "rows" else "labels" if labelled else None
-        followed = self._follow(cursor, loaded, guards, counting)
+        return self._recorded(self._follow(cursor, loaded, guards, counting), first_step)
+
+    def _recorded(self, followed: Generator[Step, None, None], first_step: int) -> Generator[Step, None, None]:
         if self.recorder is None:
             return followed
+        if self.source is not None:
+            self.recorder.followed = self.source.followed
         self.recorder.open(first_step)
         return self.recorder.recorded(followed)
 
+    def _begin_following(self, first_step: int, fetch: Fetch) -> tuple[PlanCursor | StreamCursor, bool]:
+        """Return this rank's steps of the plan or of the stream, and whether `fetch` gives labels."""
+        if self.source is None:
+            cursor = PlanCursor(self.plan, self.rank, first_step=first_step, ahead=self._steps_ahead)
+            return cursor, fetches_labels(PlanReader(self.plan).steps(first_step), fetch)
+        self._next_step = first_step
+        planned = StreamCursor(self.source, self.rank, first_step=first_step, end_step=lambda: self._next_step)
+        return planned, fetches_labels(planned.first(), fetch)
+
     def _follow(
         self,
-        cursor: PlanCursor,
+        cursor: PlanCursor | StreamCursor,
         loaded: Prefetched[LoadedStep],
         guards: Guards,
         counting: Literal["rows", "labels"] | None,
     ) -> Generator[Step, None, None]:
         try:
-            for found in loaded:
+            while (found := self._next_loaded(loaded)) is not None:
                 bad = self._bad_rows(found)
                 item = found.without(bad) if bad else found
                 tokens: int | Tensor = item.plan.loss_tokens
@@ -250,6 +290,17 @@ class Session:
         finally:
             cursor.close()
             loaded.close()
+
+    def _next_loaded(self, loaded: Prefetched[LoadedStep]) -> LoadedStep | None:
+        """Return the next step; of a stream, let more be planned, and meet the ranks that its rings join first."""
+        if self.source is None:
+            return next(loaded, None)
+        self.source.want(self._next_step)
+        found = next(loaded, None)
+        if found is not None and self.contacts is not None:
+            plan = self.source.hand_out(found.plan.step)
+            self.contacts.meet_for(plan, self.metadata.ranks_per_node)
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step that comes next, for a checkpoint of any framework: the one after the last that was run."""

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fcp_cli.errors import RunError
+from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.cursor import PlanCursor
 from fcp_cli.runtime.followed_step import IGNORED
@@ -107,8 +108,8 @@ def test_all_ranks_ask_the_first_sequence_whether_there_are_labels(tmp_path: Pat
         asked.append(row)
         return ([1, 2, 3], [1, 2, 3]) if row == 1 else [1, 2, 3]
 
-    assert fetches_labels(plan, 1, fetch)
-    assert not fetches_labels(plan, 0, fetch)
+    assert fetches_labels(PlanReader(plan).steps(1), fetch)
+    assert not fetches_labels(PlanReader(plan).steps(), fetch)
     assert asked == [1, 0]
 
 

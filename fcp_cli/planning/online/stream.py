@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,10 +14,10 @@ from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.batching import offsets_by_tokens
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.step import StepPlan, offsets_of
-from fcp_cli.planning.batches import step_seed
+from fcp_cli.planning.batches import batch_of, step_seed
 from fcp_cli.planning.fcp.solver import FcpSolver, solver_of
 from fcp_cli.planning.parallel import plan_step
-from fcp_cli.planning.problem import Batch, problem_of
+from fcp_cli.planning.problem import problem_of
 from fcp_cli.planning.work import batch_work
 
 
@@ -88,11 +88,9 @@ class StreamPlanner:
             members = np.sort(order[offsets[place] : offsets[place + 1]])
             sequences = window.table.take(members)
             number = window.first_step + place
-            batch = Batch(
-                step=number,
+            batch = replace(
+                batch_of(sequences, self._problem, step=number),
                 rows=window.first_sequence + members,
-                lengths=sequences.length_tokens.astype(np.int32),
-                work=batch_work(sequences, self._problem),
                 seed=step_seed(self.metadata.seed, number),
             )
             steps.append(plan_step(batch, self._problem, self._solver))

@@ -15,7 +15,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -127,6 +127,7 @@ class Recorder:
 
     Attributes:
         listeners: called on rank 0 with each record that was written.
+        followed: steps of a stream, as they are followed; None: they are read from the plan.
         utilisation: on rank 0, from a step's plan and seconds to the share of the devices' peak, where it is known.
     """
 
@@ -135,6 +136,7 @@ class Recorder:
     ) -> None:
         self.path, self.rank = path, rank
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
+        self.followed: deque[StepPlan] | None = None
         self.utilisation: Callable[[StepPlan, float], float | None] = lambda plan, seconds: None
         self._plan, self._metadata, self._device = plan, metadata, device
         self._clock = clock_for(device)
@@ -180,7 +182,10 @@ class Recorder:
         self._writer = self._writer or MetricsWriter(self.path)
         if self._plans is not None:
             self._plans.close()
-        self._plans = Prefetched(PlanReader(self._plan).steps(first_step), depth=_PLANS_AHEAD, name="fcp-metrics")
+        # Of a stream the steps exist when they are followed, and in memory: nothing is to be read ahead.
+        is_planned = self.followed is None
+        plans = PlanReader(self._plan).steps(first_step) if self.followed is None else _taken(self.followed)
+        self._plans = Prefetched(plans, depth=_PLANS_AHEAD if is_planned else 0, name="fcp-metrics")
         self.write({**self._run_record(first_step), **facts})
 
     def recorded(self, steps: Generator[AnyStep, None, None]) -> Generator[AnyStep, None, None]:
@@ -390,6 +395,11 @@ def close_all() -> None:
     """Write what is over in every loop of this process, before the job ends."""
     for recorder in list(_recorders):
         recorder.close()
+
+
+def _taken(steps: deque[StepPlan]) -> Iterator[StepPlan]:
+    while steps:
+        yield steps.popleft()
 
 
 _loops = itertools.count(1)  # of this process; all ranks run the same ones

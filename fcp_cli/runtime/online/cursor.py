@@ -1,0 +1,81 @@
+"""Follow the steps of a stream as one rank sees them, as `runtime.cursor` follows those of a plan file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Final, Protocol
+
+from fcp_cli.errors import RunError
+from fcp_cli.plan.online import OnlineSettings, read_online_settings
+from fcp_cli.plan.step import StepPlan
+from fcp_cli.runtime.cursor import RankStep, RankView
+from fcp_cli.runtime.online.source import StreamSource
+
+ONLINE_VARIABLE: Final = "FCP_ONLINE"
+_PLAN: Final = "plan.parquet"
+
+
+class PlansStreams(Protocol):
+    """A `fcp_cli.Planner`."""
+
+    def online(self) -> OnlineSettings: ...
+
+
+def online_settings(planner: PlansStreams | OnlineSettings | None) -> OnlineSettings:
+    """Return what a stream is planned for: by the planner, or by `fcp launch --online`.
+
+    Raises:
+        FcpError: there is no planner, or it cannot be used.
+    """
+    if isinstance(planner, OnlineSettings):
+        return planner
+    if planner is not None:
+        return planner.online()
+    path = os.environ.get(ONLINE_VARIABLE)
+    if not path:
+        raise RunError(
+            "a stream needs a planner: pass planner=Planner(...), or start the script with 'fcp launch --online'"
+        )
+    return read_online_settings(Path(path))
+
+
+def stream_plan_path(given: str | Path | None) -> Path:
+    """Return where a stream's plan is written: as given, where `fcp launch` says, else here."""
+    return Path(given or os.environ.get("FCP_PLAN") or _PLAN)
+
+
+class StreamCursor:
+    """An iterator over this rank's steps of a stream.
+
+    Args:
+        source: plans the steps; opened here.
+        rank: global rank.
+        first_step: optimizer step to begin with.
+        end_step: says the step that comes after the last one that was trained.
+
+    Raises:
+        RunError: the stream cannot be planned, on all ranks alike; also while iterating.
+    """
+
+    def __init__(self, source: StreamSource, rank: int, *, first_step: int, end_step: Callable[[], int]) -> None:
+        self._source, self._end_step = source, end_step
+        self._view = RankView(path=source.path, metadata=source.settings.metadata, rank=rank)
+        source.open(first_step)
+        self._steps = source.steps()
+
+    def first(self) -> Iterator[StepPlan]:
+        """Yield the first step, which is still to come when iterating; nothing where the stream has none."""
+        step = next(self._steps, None)
+        if step is not None:
+            self._steps = chain([step], self._steps)
+            yield step
+
+    def __iter__(self) -> Iterator[RankStep]:
+        return map(self._view.step, self._steps)
+
+    def close(self) -> None:
+        """Leave the stream; what was trained is written as a plan."""
+        self._source.close(self._end_step())

@@ -1,0 +1,356 @@
+"""One rank's part in planning while training: windows of a stream in, planned steps out, the same on all ranks.
+
+Three threads: one reads the stream, one has windows planned and agrees on them with the other ranks, and the training
+loop takes steps. Both others go ahead of the loop by as many steps as it is allowed, counted from the step that it asks
+for: all ranks ask for the same steps, so all ranks tell each other equally often, and a rank that leaves its loop
+leaves none waiting.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import queue
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from fcp_cli.arrays import IntArray
+from fcp_cli.errors import FcpError, RunError
+from fcp_cli.plan.hashing import PlanHasher
+from fcp_cli.plan.messages import steps_bytes, steps_of
+from fcp_cli.plan.online import OnlineSettings
+from fcp_cli.plan.schema import steps_to_arrow
+from fcp_cli.plan.step import StepPlan
+from fcp_cli.runtime.followed_plans import note_follower
+from fcp_cli.runtime.loader import Fetch
+from fcp_cli.runtime.online.control import Control
+from fcp_cli.runtime.online.items import ReadWindow, read_windows, row_of
+from fcp_cli.runtime.online.process import PlanningProcess
+
+_STEPS, _END, _FAULT, _LEFT = range(4)  # what a rank has of the next window
+_LEAVING_SECONDS: Final = 10.0  # that a rank waits for the others when it leaves its loop
+_LOOK_SECONDS: Final = 0.05
+
+
+class StreamSource:
+    """The steps of a stream, planned a few ahead of the training loop.
+
+    Args:
+        stream: what gives the sequences; see `items`.
+        settings: what to plan for, and how.
+        path: of the plan that is to be.
+        control: what ranks tell each other by.
+        fetch: from an id, or a row, to what the loader takes; None: rows are taken as they are.
+
+    Attributes:
+        followed: steps that the loop has asked for, oldest first, for whoever measures them; nobody else takes them.
+    """
+
+    def __init__(
+        self, stream: Iterable[Any], settings: OnlineSettings, path: Path, control: Control, fetch: Fetch | None
+    ) -> None:
+        self.settings, self.path, self._control, self._fetch = settings, path, control, fetch
+        self.followed: deque[StepPlan] = deque(maxlen=64)
+        self._stream = stream
+        self._process: PlanningProcess | None = None
+        self._planned: queue.SimpleQueue[StepPlan | BaseException | None] = queue.SimpleQueue()
+        self._windows: queue.SimpleQueue[ReadWindow | BaseException | None] = queue.SimpleQueue()
+        self._given: dict[int, tuple[Any, bool]] = {}  # sequence -> id or row, and whether it is a row
+        self._wanted = -1  # step that may be planned
+        self._changed = threading.Condition()
+        self._is_left = False
+        self._handed: deque[StepPlan] = deque()
+        self._threads: list[threading.Thread] = []
+        self._reads: Callable[[], None] | None = None
+
+    def open(self, first_step: int) -> None:
+        """Begin with a step; every rank calls it, with the same one.
+
+        Raises:
+            RunError: ranks plan for different things, or this step cannot be begun with; on all ranks.
+        """
+        self._agree_on_settings()
+        window = self.settings.window
+        begins = first_step - first_step % window
+        opened = self._on_rank_0(lambda: self._begin_process(begins))
+        if self._control.plans and self._control.rank:
+            self._process = PlanningProcess(self.settings, None, begins)
+        note_follower(self.path)
+        self._first_step, self._begins = first_step, begins
+        self._reads = self._reader(begins, int(opened["first_sequence"]))
+        if self._control.plans:
+            self._start(self._reads, "fcp-stream")
+        self._start(self._agree, "fcp-planner")
+        self.want(first_step)
+
+    def want(self, step: int) -> None:
+        """Let steps be planned up to as many ahead of this one as the settings say."""
+        with self._changed:
+            self._wanted = max(self._wanted, step + self.settings.options.ahead)
+            self._changed.notify_all()
+
+    def steps(self) -> Iterator[StepPlan]:
+        """Yield the steps as they are planned.
+
+        Raises:
+            RunError: one cannot be planned, or ranks differ.
+        """
+        while (found := self._planned.get()) is not None:
+            if isinstance(found, BaseException):
+                raise found
+            self._handed.append(found)
+            yield found
+
+    def fetch(self, sequence: int) -> Any:
+        """Return what the loader takes of one sequence of a planned step that is not trained yet."""
+        given, is_row = self._given[sequence]
+        if self._fetch is not None:
+            return self._fetch(given)
+        if not is_row:
+            raise RunError("no data: pass fetch=..., a function from an id of the stream to tokens")
+        return row_of(given)
+
+    def hand_out(self, step: int) -> StepPlan:
+        """Return the plan of a step that the loop now trains, and forget the sequences of those before."""
+        while self._handed[0].step < step:
+            for sequence in self._handed.popleft().sequences.tolist():
+                self._given.pop(sequence, None)
+        self.followed.append(self._handed[0])
+        return self._handed[0]
+
+    def close(self, end_step: int) -> None:
+        """Leave the loop after the steps before `end_step`; rank 0 has their plan written."""
+        with self._changed:
+            if self._is_left:
+                return
+            self._is_left = True
+            self._changed.notify_all()
+        self._planned.put(None)
+        for thread in self._threads:
+            if thread.name == "fcp-planner":
+                thread.join(_LEAVING_SECONDS)
+        if self._process is None:
+            return
+        try:
+            self._process.close(end_step)
+        except FcpError as error:
+            if self._control.rank == 0:
+                print(f"fcp: {error}; 'fcp plan --resume -o {self.path}' makes the plan", file=sys.stderr, flush=True)
+
+    def _start(self, run: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _agree_on_settings(self) -> None:
+        digest = _word(self.settings.to_json().encode())
+        told = self._control.table([digest])[:, 0]
+        others = [rank for rank, word in enumerate(told.tolist()) if word != told[0]]
+        if others:
+            raise RunError(
+                f"rank {others[0]} plans for something else than rank 0{_and_more(others)}: give every rank the same "
+                "planner"
+            )
+        if self.settings.metadata.num_ranks != self._control.size:
+            raise RunError(
+                f"the planner is for {self.settings.metadata.num_ranks} ranks but {self._control.size} were launched; "
+                f"launch as many, or plan for them: Planner(..., ranks={self._control.size})"
+            )
+
+    def _on_rank_0(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Run something on rank 0 and return its result, or raise its error, on all ranks."""
+        told: dict[str, Any] = {}
+        if self._control.rank == 0:
+            try:
+                told = {"found": run()}
+            except FcpError as error:
+                told = {"error": str(error)}
+        told = json.loads(self._control.from_rank(0, json.dumps(told).encode()))
+        if "error" in told:
+            raise RunError(told["error"])
+        found: dict[str, Any] = told["found"]
+        return found
+
+    def _begin_process(self, begins: int) -> dict[str, Any]:
+        self._process = PlanningProcess(self.settings, self.path, begins)
+        return {"first_sequence": self._process.first_sequence}
+
+    def _is_allowed(self, step: int) -> bool:
+        """Wait until a window that begins with this step may be planned; False once the loop is left before that."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._wanted >= step or self._is_left)
+            return self._wanted >= step
+
+    def _reader(self, begins: int, first_sequence: int) -> Callable[[], None]:
+        over = self.settings.options.stream_begins == "over"
+        step, sequence = (0, 0) if over else (begins, first_sequence)
+
+        def read() -> None:
+            try:
+                windows = read_windows(self._stream, self.settings, step=step, sequence=sequence)
+                due = step
+                while self._is_allowed(max(due, begins)):
+                    window = next(windows, None)
+                    if window is None:
+                        break
+                    due = window.first_step + len(window.batches)
+                    self._windows.put(window)
+                self._windows.put(None)
+            except BaseException as error:  # whatever the stream raised: the job must not wait for it
+                self._windows.put(error)
+
+        return read
+
+    def _agree(self) -> None:
+        """Have one window after the other planned, on all ranks, until the stream ends or one of them fails."""
+        due = self._begins
+        try:
+            while self._is_allowed(due):
+                steps = self._next_window(due)
+                if steps is None:
+                    break
+                for step in steps:
+                    if step.step >= self._first_step:
+                        self._planned.put(step)
+                due = steps[-1].step + 1
+            if due == 0 and not self._is_left:
+                raise RunError("the stream ended before its first sequence; a run needs a step to train")
+            self._planned.put(None)
+        except BaseException as error:
+            self._planned.put(error)
+
+    def _next_window(self, due: int) -> list[StepPlan] | None:
+        """Return the next window's steps; None where the stream has ended or the loop was left. Every rank calls it."""
+        told = self._plan_window() if self._control.plans else b""
+        facts, table = _split(self._control.spread(told))
+        state, fault = int(facts["state"]), str(facts.get("fault", ""))
+        steps = steps_of(table) if state == _STEPS else []
+        if state in (_STEPS, _END):
+            try:
+                self._note_given(facts, steps, due)
+            except Exception as error:
+                state, fault = _FAULT, _line(error)
+        digest = _digest(steps, facts.get("ids"))
+        words = self._control.table([state, digest])
+        self._require_agreement(words, fault, due)
+        return steps if state == _STEPS and not (words[:, 0] == _LEFT).any() else None
+
+    def _plan_window(self) -> bytes:
+        """Return the planned window as a message, or why there is none."""
+        assert self._process is not None
+        try:
+            window = self._take_window()
+            while window is not None and window.first_step + len(window.batches) <= self._begins:
+                self._process.compare(window)
+                window = self._take_window()
+            if window is None:
+                return _join({"state": _LEFT if self._is_left else _END})
+            steps = self._process.plan(window)
+        except Exception as error:
+            return _join({"state": _FAULT, "fault": _line(error)})
+        items = window.items
+        for place, item in enumerate(items):
+            self._given[window.first_sequence + place] = (item.given, item.is_row)
+        ids = None if items and items[0].is_row else [item.given for item in items]
+        facts = {"state": _STEPS, "ids": ids, "first_sequence": window.first_sequence}
+        return _join(facts, steps_bytes(steps))
+
+    def _take_window(self) -> ReadWindow | None:
+        """Return the window that was read next; None at the end, or when the loop is left before it is there."""
+        while True:
+            try:
+                found = self._windows.get(timeout=_LOOK_SECONDS if self._is_left else 0.5)
+            except queue.Empty:
+                if self._is_left:
+                    return None
+                continue
+            if isinstance(found, BaseException):
+                raise found
+            return found
+
+    def _note_given(self, facts: dict[str, Any], steps: list[StepPlan], due: int) -> None:
+        """Note what the sequences of a window are; a rank that does not plan reads its own rows."""
+        if self._control.plans:
+            return
+        if facts.get("ids") is not None:
+            for place, given in enumerate(facts["ids"]):
+                self._given[facts["first_sequence"] + place] = (given, False)
+            return
+        if not steps and self._reads is not None:  # it ends with ids, or before any row
+            return
+        if self._reads is not None:
+            self._start(self._reads, "fcp-stream")
+            self._reads = None
+        window = self._take_window()
+        while window is not None and window.first_step + len(window.batches) <= self._begins:
+            window = self._take_window()
+        if (window is None) != (not steps) and not self._is_left:
+            ends, goes_on = (self._control.rank, 0) if window is None else (0, self._control.rank)
+            raise RunError(f"the stream of rank {ends} ends before step {due}, that of rank {goes_on} goes on; {_SAME}")
+        if window is None:
+            return
+        lengths = {
+            int(row): int(length) for step in steps for row, length in zip(step.sequences, step.lengths, strict=True)
+        }
+        for place, item in enumerate(window.items):
+            number = window.first_sequence + place
+            if lengths.get(number) != item.length:
+                raise RunError(
+                    f"sequence {number} of the stream of rank {self._control.rank} has {item.length} tokens, where the "
+                    f"plan has {lengths.get(number, 'none')}; {_SAME}"
+                )
+            self._given[number] = (item.given, item.is_row)
+
+    def _require_agreement(self, words: IntArray, fault: str, due: int) -> None:
+        """Raise, on every rank alike, what a rank could not do, or that ranks have planned different steps."""
+        states = words[:, 0].tolist()
+        if _FAULT in states:
+            raise RunError(self._control.from_rank(states.index(_FAULT), fault.encode()).decode())
+        if _LEFT in states:
+            return
+        others = [rank for rank, row in enumerate(words.tolist()) if row != words[0].tolist()]
+        if others:
+            what = "ends" if _END in (states[others[0]], states[0]) else "is planned otherwise"
+            where = f"step {due} {what} on rank {others[0]} than on rank 0{_and_more(others)}"
+            if what == "ends":
+                ends = others[0] if states[others[0]] == _END else 0
+                goes_on = 0 if ends else others[0]
+                where = f"the stream of rank {ends} ends before step {due}, that of rank {goes_on} goes on"
+            raise RunError(f"{where}; {_SAME}")
+
+
+_SAME: Final = "give every rank the same stream: the same data, seed and order"
+
+
+def _and_more(others: list[int]) -> str:
+    return f" ({len(others)} ranks differ from it)" if len(others) > 1 else ""
+
+
+def _digest(steps: list[StepPlan], ids: Any) -> int:
+    if not steps:
+        return 0
+    hasher = PlanHasher()
+    hasher.update(steps_to_arrow(steps))
+    return _word(hasher.rows_digest() + json.dumps(ids).encode())
+
+
+def _word(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 1
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if isinstance(error, FcpError) else f"the stream failed: {type(error).__name__}: {text}"
+
+
+def _join(facts: dict[str, Any], table: bytes = b"") -> bytes:
+    return json.dumps(facts).encode() + b"\n" + table
+
+
+def _split(message: bytes) -> tuple[dict[str, Any], bytes]:
+    facts, _, table = message.partition(b"\n")
+    return json.loads(facts), table

@@ -1,0 +1,74 @@
+"""A job that plans while it trains: the losses of the plan made before, on ranks that provably follow the same plan."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fcp_cli.manifest.read import read_manifest
+from fcp_cli.plan.check import check_plan
+from fcp_cli.plan.online import manifest_of
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.verification.model import TinyLanguageModel, plain_attend
+from fcp_cli.verification.replay import gradients_alone
+from tests.planning.examples import PROFILE
+from tests.runtime.launch import torchrun
+from tests.runtime.workers.online_worker import CONFIG, tokens_of
+
+pytestmark = [pytest.mark.torch, pytest.mark.distributed, pytest.mark.full]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What four ranks left of all cases."""
+    folder = tmp_path_factory.mktemp("online")
+    (folder / "profile.yaml").write_text(PROFILE)
+    torchrun("-m", "tests.runtime.workers.online_worker", str(folder), num_ranks=4)
+    return folder
+
+
+def left(folder: Path, case: str) -> list[dict[str, Any]]:
+    return [pickle.loads((folder / f"{case}-{rank}.pickle").read_bytes()) for rank in range(4)]
+
+
+def test_lengths_drawn_at_run_time_train_as_under_the_plan_made_before_and_as_in_one_process(folder: Path) -> None:
+    plan = folder / "online.parquet"
+    assert len({len(row.ranks) for step in PlanReader(plan).steps() for row in step.microbatches()}) > 1
+    with torch.random.fork_rng():
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        model = TinyLanguageModel(CONFIG, plain_attend)
+        alone = gradients_alone(plan, tokens_of, model, model)
+        torch.set_default_dtype(before)
+    for online, offline in zip(left(folder, "online"), left(folder, "offline"), strict=True):
+        assert len(online["losses"]) == 6 and online["lengths"] == offline["lengths"]
+        assert online["losses"] == offline["losses"]
+        for one, other in zip(online["gradients"], offline["gradients"], strict=True):
+            assert one.tobytes() == other.tobytes()
+        np.testing.assert_allclose(online["losses"], alone.losses, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(np.stack(online["gradients"]), alone.gradients, rtol=0, atol=1e-12)
+
+
+def test_what_was_planned_is_a_plan_and_a_run_begun_again_ends_with_the_same(folder: Path) -> None:
+    whole, restarted = folder / "online.parquet", folder / "restarted.parquet"
+    assert list(check_plan(whole, manifest=read_manifest(manifest_of(whole)))) == []
+    assert left(folder, "restarted")[1]["losses"] == left(folder, "online")[1]["losses"]
+    steps = [list(PlanReader(path).steps()) for path in (whole, restarted)]
+    assert [step.to_dict() for step in steps[0]] == [step.to_dict() for step in steps[1]]
+
+
+def test_a_batch_that_depends_on_the_step_before_is_not_asked_for_before_it(folder: Path) -> None:
+    assert [found["trained"] for found in left(folder, "policy")] == 4 * [[0, 1, 2, 3]]
+    assert [len(step.sequences) for step in PlanReader(folder / "policy.parquet").steps()] == [2, 3, 4, 5]
+
+
+def test_rows_of_a_data_loader_with_a_shuffle_buffer_are_trained_as_they_come(folder: Path) -> None:
+    found = left(folder, "rows")
+    assert len({tuple(rank["losses"]) for rank in found}) == 1 and len(found[0]["losses"]) == 6
+    lengths = np.sort(read_manifest(manifest_of(folder / "rows.parquet")).length_tokens)
+    assert lengths.tolist() == sorted(len(tokens_of(number)) for number in range(36))

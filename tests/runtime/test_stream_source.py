@@ -1,0 +1,286 @@
+"""Ranks agree on every step of a stream, or all stop with one line; here ranks are threads, planning is in process."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fcp_cli import Planner
+from fcp_cli.arrays import IntArray
+from fcp_cli.errors import FcpError, RunError
+from fcp_cli.plan.messages import Message, steps_of, table_bytes
+from fcp_cli.plan.online import OnlineSettings, PlannerPlace
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.ring_order import ring_order
+from fcp_cli.plan.step import StepPlan
+from fcp_cli.planning.online.serving import Service
+from fcp_cli.runtime.contacts import Contacts
+from fcp_cli.runtime.online import source
+from fcp_cli.runtime.online.items import ReadWindow
+from fcp_cli.runtime.online.source import StreamSource
+from fcp_cli.verification.emulation import Meeting, ThreadTransport, run_ranks
+from fcp_cli.verification.order import check_order
+from fcp_cli.verification.recording import RecordingTransport
+from tests.planning.examples import PROFILE
+from tests.runtime.plans import make_step, random_steps
+
+pytestmark = pytest.mark.torch
+
+RANKS = 4
+
+
+class Table:
+    """Where threads tell each other something: all give, all take what all gave."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(RANKS, timeout=60)
+        self._told: list[Any] = [None] * RANKS
+
+    def tell(self, rank: int, value: Any) -> list[Any]:
+        self._told[rank] = value
+        self._barrier.wait()
+        found = list(self._told)
+        self._barrier.wait()
+        return found
+
+
+class ThreadControl:
+    """A `Control` of threads on nodes of two ranks."""
+
+    def __init__(self, table: Table, rank: int, place: PlannerPlace) -> None:
+        self._table, self.rank, self.size = table, rank, RANKS
+        self._planner = 0 if place == "rank0" else rank - rank % 2
+
+    @property
+    def plans(self) -> bool:
+        return self.rank == self._planner
+
+    def spread(self, message: bytes) -> bytes:
+        return bytes(self._table.tell(self.rank, message)[self._planner])
+
+    def from_rank(self, rank: int, message: bytes) -> bytes:
+        return bytes(self._table.tell(self.rank, message)[rank])
+
+    def table(self, words: list[int]) -> IntArray:
+        return np.array(self._table.tell(self.rank, words), dtype=np.int64)
+
+
+class PlanningInProcess:
+    """The planning process without a process."""
+
+    def __init__(self, given: OnlineSettings, plan: Path | None, first_step: int) -> None:
+        facts = {"settings": given.to_json(), "plan": plan and str(plan), "first_step": first_step}
+        self._service = Service(json.loads(json.dumps(facts)))
+        self.first_sequence = self._service.first_sequence
+
+    def plan(self, window: ReadWindow) -> list[StepPlan]:
+        answer = self._service.answer(self._message("window", window))
+        assert answer is not None
+        return steps_of(answer[1])
+
+    def compare(self, window: ReadWindow) -> None:
+        self._service.answer(self._message("trained", window))
+
+    def close(self, end_step: int) -> None:
+        self._service.answer(Message({"kind": "close", "end_step": end_step}, b""))
+
+    def _message(self, kind: str, window: ReadWindow) -> Message:
+        facts = {"first_step": window.first_step, "first_sequence": window.first_sequence, "sizes": window.sizes}
+        return Message({"kind": kind, **facts}, table_bytes(window.columns()))
+
+
+@pytest.fixture
+def planner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planner:
+    monkeypatch.setattr(source, "PlanningProcess", PlanningInProcess)
+    (tmp_path / "profile.yaml").write_text(PROFILE)
+    return Planner(tmp_path / "profile.yaml", ranks=RANKS, ranks_per_node=2, tokens_per_rank=100, sync="iteration")
+
+
+Stream = Callable[[int], Iterable[Any]]
+
+
+def follow(plan: Path, stream: Stream, online: OnlineSettings, *, first: int = 0, most: int = 99) -> list[Any]:
+    """Return what each rank followed: its steps with what it fetched, or its error."""
+    table = Table()
+
+    def run(_meeting: Meeting, rank: int) -> Any:
+        control = ThreadControl(table, rank, online.options.planner)
+        mine = StreamSource(stream(rank), online, plan, control, lambda given: given)
+        steps: list[Any] = []
+        try:
+            mine.open(first)
+            for step in mine.steps():
+                mine.hand_out(step.step)
+                steps.append((step.to_dict(), [mine.fetch(int(row)) for row in step.sequences]))
+                if len(steps) == most:
+                    break
+                mine.want(step.step + 1)
+        except FcpError as error:
+            return str(error)
+        mine.close(first + len(steps))
+        return steps
+
+    return run_ranks(RANKS, run)
+
+
+def lengths(rank: int, count: int = 14, seed: int = 0) -> Iterable[tuple[int, int]]:
+    drawn = np.random.default_rng(seed).integers(1, 150, count)
+    return ((100 + place, int(length)) for place, length in enumerate(drawn))
+
+
+@pytest.mark.parametrize("place", ["rank0", "all"])
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_all_ranks_follow_the_same_steps_and_know_the_ids_of_their_sequences(
+    tmp_path: Path, planner: Planner, place: PlannerPlace, ahead: int
+) -> None:
+    online = planner.online(global_batch_size=4, planner=place, ahead=ahead)
+    found = follow(tmp_path / "plan.parquet", lengths, online)
+    assert all(rank == found[0] for rank in found) and [len(ids) for _, ids in found[0]] == [4, 4, 4, 2]
+    for number, (_step, ids) in enumerate(found[0]):
+        assert sorted(ids) == list(range(100 + 4 * number, 100 + min(4 * number + 4, 14)))
+    written = [step.to_dict() for step in PlanReader(tmp_path / "plan.parquet").steps()]
+    assert written == [step for step, _ in found[0]]
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_run_that_is_left_and_begun_again_follows_the_same_steps(
+    tmp_path: Path, planner: Planner, window: int
+) -> None:
+    plan, rule = tmp_path / "plan.parquet", {"global_batch_size": 3, "reorder_window": window}
+    whole = follow(tmp_path / "whole.parquet", lengths, planner.online(**rule))[0]
+    for place in ("rank0", "all"):
+        online = planner.online(**rule, planner=place)
+        before = follow(plan, lengths, online, most=3)
+        after = follow(plan, lengths, online, first=3)
+        assert [rank[:3] + later for rank, later in zip(before, after, strict=True)] == RANKS * [whole]
+        assert [step.to_dict() for step in PlanReader(plan).steps()] == [step for step, _ in whole]
+
+
+def test_a_stream_that_goes_on_from_here_is_numbered_on(tmp_path: Path, planner: Planner) -> None:
+    plan, online = tmp_path / "plan.parquet", planner.online(stream_begins="here")
+    follow(plan, lambda rank: [[(1, 5), (2, 6)], [(3, 7)]], online)
+    (step, ids), *_ = follow(plan, lambda rank: [[(9, 8)]], online, first=2)[1]
+    assert ids == [9] and step["step"] == 2
+    assert [step.sequences.tolist() for step in PlanReader(plan).steps()][1:] == [[2], [3]]
+
+
+def rows(rank: int, *, odd: int | None = None, short: bool = False) -> list[dict[str, Any]]:
+    found = [{"input_ids": [7] * length} for _, length in lengths(rank)]
+    if rank == odd:
+        found[5] = {"input_ids": [7] * 3}
+    return found[:8] if short and rank == 2 else found
+
+
+@pytest.mark.parametrize(
+    ("stream", "options", "line"),
+    [
+        (
+            lambda rank: [(0, 5), (1, 401)],
+            {"global_batch_size": 1},
+            "sequence 1 of the stream has 401 tokens; 4 ranks of 100 tokens hold at most 400; leave it out of the stream, "
+            "cut it, or plan with more tokens_per_rank or ranks",
+        ),
+        (lambda rank: [[(0, 5)], []], {}, "batch 1 of the stream is empty; a step needs a sequence"),
+        (lambda rank: [], {}, "the stream ended before its first sequence; a run needs a step to train"),
+        (
+            lambda rank: [(0, 5), (1, "x")],
+            {"global_batch_size": 1},
+            "sequence 1 of the stream has the id 1 and the length 'x'; an id is a number or a text, a length a number of "
+            "tokens",
+        ),
+        (
+            lambda rank: lengths(rank),
+            {},
+            "the stream gives (100, 127) where a batch is due; name global_batch_size or global_batch_tokens for a "
+            "stream of single sequences: planner.online(global_batch_size=...)",
+        ),
+        (
+            lambda rank: lengths(rank, seed=rank // 2),
+            {"global_batch_size": 4, "planner": "all"},
+            "step 0 is planned otherwise on rank 2 than on rank 0 (2 ranks differ from it); give every rank the same "
+            "stream: the same data, seed and order",
+        ),
+        (
+            lambda rank: lengths(rank, count=14 - 6 * (rank // 2)),
+            {"global_batch_size": 4, "planner": "all"},
+            "the stream of rank 2 ends before step 2, that of rank 0 goes on; give every rank the same stream: the same "
+            "data, seed and order",
+        ),
+        (
+            partial(rows, odd=1),
+            {"global_batch_size": 4},
+            "sequence 5 of the stream of rank 1 has 3 tokens, where the plan has 7; give every rank the same stream: "
+            "the same data, seed and order",
+        ),
+        (
+            partial(rows, short=True),
+            {"global_batch_size": 4},
+            "the stream of rank 2 ends before step 2, that of rank 0 goes on; give every rank the same stream: the same "
+            "data, seed and order",
+        ),
+        (
+            lambda rank: (1 // 0 for _ in range(3)),
+            {"global_batch_size": 4},
+            "the stream failed: ZeroDivisionError: integer division or modulo by zero",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line_on_all_ranks(
+    tmp_path: Path, planner: Planner, stream: Stream, options: dict[str, Any], line: str
+) -> None:
+    assert follow(tmp_path / "plan.parquet", stream, planner.online(**options)) == RANKS * [line]
+
+
+def test_another_stream_or_another_planner_after_a_restart_is_one_line(tmp_path: Path, planner: Planner) -> None:
+    plan, online = tmp_path / "plan.parquet", planner.online(global_batch_size=2)
+    follow(plan, lengths, online, most=3)
+    (line,) = set(follow(plan, partial(lengths, seed=1), online, first=2))
+    assert line == (
+        "the stream comes over again, but its sequence 0 has 71 tokens, where it had 127 when it was trained; give the "
+        "same stream, or begin where the run stopped with stream_begins='here'"
+    )
+    others = follow(plan, lengths, planner.online(global_batch_size=3), first=2)
+    assert len(set(others)) == 1 and "was begun for other ranks, another cost profile or other batches" in others[0]
+
+
+@settings(max_examples=12)
+@given(st.integers(2, 7), st.integers(0, 10**6))
+def test_meeting_before_each_step_keeps_an_order_that_ends_where_every_operation_blocks(ranks: int, seed: int) -> None:
+    rows_of_steps = random_steps(ranks, 3, sync="iteration", seed=seed)
+    planned = [make_step(rows, step=number, first_sequence=0) for number, rows in enumerate(rows_of_steps)]
+
+    def run(meeting: Meeting, rank: int) -> Any:
+        transport = RecordingTransport(ThreadTransport(meeting.mailbox, rank, timeout_seconds=20.0))
+        contacts = Contacts(transport, rank=rank, device=torch.device("cpu"))
+        met: set[int] = set()
+        for step in planned:
+            contacts.meet_for(step, ranks)
+            met |= {one.peer for one in transport.operations if one.content == "contact"}
+            for row in step.microbatches():
+                if rank in row.ranks and row.degree > 1:
+                    around = ring_order(row.ranks, ranks)
+                    at = around.index(rank)
+                    to, source_rank = around[(at + 1) % row.degree], around[at - 1]
+                    assert {to, source_rank} <= met
+                    transport.start("kv", torch.zeros(2), to, torch.empty(2), source_rank).wait()
+        return tuple(transport.operations)
+
+    check_order(dict(enumerate(run_ranks(ranks, run))))
+
+
+def test_a_stream_without_a_planner_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fcp_cli.runtime.online.cursor import online_settings
+
+    monkeypatch.delenv("FCP_ONLINE", raising=False)
+    with pytest.raises(RunError, match=r"^a stream needs a planner: pass planner=Planner\(\.\.\.\), or start"):
+        online_settings(None)
