@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from fcp_cli.options import Arg, Group, Opt
+from fcp_cli.plan.online import PlannerPlace
 from fcp_cli.training.settings import Device, TrainSettings
 
 Launcher: TypeAlias = Literal["torchrun", "msrun"]
@@ -88,6 +89,17 @@ class LaunchRequest:
         Path | None, Opt("Folder of metrics, checkpoints and logs.", metavar="DIR", unset="a new runs/NAME-NNN")
     ] = None
     resume: Annotated[bool, Opt("Continue from the newest checkpoint, with the settings of the run.")] = False
+    online: Annotated[bool, Opt("Plan the stream of a script of yours while it trains, in place of a plan.")] = False
+    planner: Annotated[PlannerPlace, Opt("One planning process of an online job, or one on each node.")] = "rank0"
+    profile: Annotated[Path | None, Opt("Cost profile of an online job.", unset="profile.yaml here, else computed")] = (
+        None
+    )
+    global_batch_size: Annotated[
+        int | None, Opt("Sequences per step of an online job.", min=1, unset="the stream gives whole batches")
+    ] = None
+    global_batch_tokens: Annotated[
+        int | None, Opt("Most tokens per step of an online job.", min=1, unset="no limit")
+    ] = None
     inject: Annotated[Inject | None, Opt("How a script of yours is made to follow the plan.", unset="entry")] = None
     probe: Annotated[
         bool | None,

@@ -16,6 +16,7 @@ from fcp_cli.launching.job.environment import job_variables, set_by_fcp
 from fcp_cli.launching.job.inject import OwnCommand, own_command, probe_variable
 from fcp_cli.launching.job.job import ADDRESS_TO_FILL_IN, MODEL_VARIABLE, Job, Variable
 from fcp_cli.launching.job.nodes import check_ranks, place, planned_nodes
+from fcp_cli.launching.online import online_settings
 from fcp_cli.launching.program import for_mindspore, is_mindspore, program_name, started_program
 from fcp_cli.launching.request import LOCAL, LaunchRequest, NumaBinding
 from fcp_cli.launching.targets.options import (
@@ -54,9 +55,15 @@ def resolve(request: LaunchRequest, find_machine: Callable[[], Machine], assumed
         request = _as_before(request, assumed)
     if is_mindspore(request):
         request = for_mindspore(request, assumed)
-    plan, metadata = _plan(request, assumed)
-    check_ranks(plan, metadata, request.ranks)
+    online = online_settings(request, choose_target(request.cluster), assumed)
+    if online is None:
+        plan, metadata = _plan(request, assumed)
+        check_ranks(plan, metadata, request.ranks)
+    else:
+        plan, metadata = DEFAULT_PLAN, online.metadata
     job = _with_program(request, _placed(request, plan, metadata, find_machine, assumed), assumed)
+    if online is not None:
+        job = replace(job, online=online, plan=job.paths.plan)
     # Only a node itself knows its interfaces; a machine that prints commands for others does not.
     is_one_of_several = job.num_nodes > 1 and job.node_rank is not None
     interface = interface_towards(job.master_addr) if is_one_of_several else None

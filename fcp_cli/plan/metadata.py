@@ -18,24 +18,14 @@ from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.reading.documents import kind_of
 from fcp_cli.reading.parquet import FOOTER_KEY, footer_document
 from fcp_cli.recipe import Recipe
-from fcp_cli.validation import Count, NonNegativeCount, Positive, RankCount, validated
+from fcp_cli.validation import Count, NonNegativeCount, RankCount, validated
 
 FORMAT: Final = "fcp-plan/1"
 METADATA_KEY: Final = FOOTER_KEY
 # A reader must know these or refuse the plan, since steps, times and budgets mean something else with them. They are
 # left out where None, so that plans without them have the hash that they had before the keys existed.
 _OPTIONAL_KEYS: Final = (
-    *(
-        "batching",
-        "cached_from_step",
-        "continues",
-        "encoder_balance",
-        "padding_multiple",
-        "pipeline",
-        "rank_speeds",
-        "recipe",
-        "refits",
-    ),
+    *("batching", "cached_from_step", "continues", "encoder_balance", "padding_multiple", "pipeline", "recipe"),
 )
 _OPTIONAL_RECIPE_KEYS: Final = ("lora", "freeze")
 
@@ -99,24 +89,6 @@ class Batching:
     reorder_window: Count | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Refit:
-    """The price of steps from `first_step` on, as measured times made it.
-
-    Attributes:
-        attention_factor, linear_factor, microbatch_factor: times the cost profile's coefficients.
-        rank_speeds: [num_ranks] as `PlanMetadata.rank_speeds`; None: all alike.
-        microbatches: measured ones that it was made from.
-    """
-
-    first_step: Count
-    attention_factor: Positive
-    linear_factor: Positive
-    microbatch_factor: Positive
-    rank_speeds: tuple[Positive, ...] | None = None
-    microbatches: NonNegativeCount = 0
-
-
 def pack_rows(mask: npt.NDArray[np.bool_]) -> str:
     """Encode a mask over the manifest's rows as text: base64 of zlib of one bit per row."""
     return base64.b64encode(zlib.compress(np.packbits(mask).tobytes(), 9)).decode()
@@ -155,8 +127,6 @@ class PlanMetadata:
         step_limit: only that many first steps were planned; None: all.
         batching: how batches were formed that are not of `global_batch_size` sequences in order, which is then the most
             that one has; None: they are.
-        rank_speeds: [num_ranks] of each rank, where the cost profile's is 1; None: all have that.
-        refits: ascending; what measured times made of the cost profile, from some step on each; None: nothing.
         solver_options: whatever the solver was given beside the common settings.
         cost_profile: the whole text of the YAML.
         recipe: that the token budget and the times are of; None where the cost profile knew none.
@@ -183,8 +153,6 @@ class PlanMetadata:
     last_batch: LastBatch = "keep"
     step_limit: Count | None = None
     batching: Batching | None = None
-    rank_speeds: tuple[Positive, ...] | None = None
-    refits: tuple[Refit, ...] | None = None
     overlong: OverlongReport = field(default_factory=OverlongReport)
     solver: str
     solver_options: Mapping[str, Any] = field(default_factory=dict)

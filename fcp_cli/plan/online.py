@@ -11,7 +11,7 @@ from typing import Any, Literal
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import METADATA_KEY, PlanMetadata, parse_metadata
 from fcp_cli.reading.documents import read_json
-from fcp_cli.validation import Count, NonNegativeCount, validated
+from fcp_cli.validation import NonNegativeCount, validated
 
 PlannerPlace = Literal["rank0", "all"]
 """One process that plans for the whole job, or one on each node, which must all plan the same."""
@@ -26,13 +26,11 @@ class OnlineOptions:
         planner: who plans; see `PlannerPlace`.
         stream_begins: after a restart the stream comes `over` again from its first sequence, or goes on from `here`, as
             rollouts do.
-        refit_every: steps after which measured times change the price of later ones; None: never.
     """
 
     ahead: NonNegativeCount = 2
     planner: PlannerPlace = "rank0"
     stream_begins: Literal["over", "here"] = "over"
-    refit_every: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -52,6 +52,11 @@ class RunPaths:
         return self.run_dir / "plan.parquet"
 
     @property
+    def online(self) -> Path:
+        """What a job plans for that plans while it trains."""
+        return self.run_dir / "online.json"
+
+    @property
     def evaluation_plan(self) -> Path:
         """The plan over the held-out rows, where the run made it."""
         return self.run_dir / "eval-plan.parquet"

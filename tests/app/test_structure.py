@@ -97,6 +97,7 @@ _OF_OURSELVES = {
     "fcp_cli/plan/messages.py",
     "fcp_cli/plan/online.py",
     "fcp_cli/planning/online/serving.py",
+    "fcp_cli/runtime/online/source.py",
 }
 
 

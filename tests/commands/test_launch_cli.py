@@ -482,3 +482,44 @@ def test_an_error_of_the_preflight_stops_the_launch_before_anything_is_written(
             }
         ]
     )
+
+
+def test_a_script_that_plans_while_it_trains_is_told_what_for_and_where_its_plan_goes(fcp: Fcp) -> None:
+    Path("mine.py").write_text("")
+    words = ("--online", "--model", "qwen3-tiny", "--ranks", "2", "--global-batch-size", "8", "--run-dir", "r")
+    printed = shlex.split(fcp(*words, "--planner", "all", "--dry-run", "--", "mine.py").out)
+    variables = dict(word.split("=", 1) for word in printed if word.startswith("FCP_"))
+    assert Path(variables["FCP_ONLINE"]).parts[-2:] == ("r", "online.json")
+    assert Path(variables["FCP_PLAN"]).parts[-2:] == ("r", "plan.parquet")
+    assert not Path("r").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ("--online",),
+            "error: --online is for a script of your own, given after --; the bundled trainer knows its lengths before: "
+            "plan them with 'fcp plan'",
+        ),
+        (
+            ("--online", "--plan", "plan.parquet", "--", "mine.py"),
+            "error: --plan is followed, --online makes one in the run directory; give one of them",
+        ),
+        (
+            ("--online", "--target", "slurm", "--", "mine.py"),
+            "error: --online starts a job from here; leave --target slurm out, or start it on each node",
+        ),
+        (
+            ("--global-batch-size", "8", "--dry-run", "--", "mine.py"),
+            "error: --global-batch-size is for --online; a plan has its own: fcp plan MANIFEST --global-batch-size ...",
+        ),
+        (
+            ("--online", "--inject", "env", "--", "mine.py"),
+            "error: --online is for jobs that fcp starts, --inject env for commands that start their own ranks",
+        ),
+    ],
+)
+def test_what_planning_while_training_cannot_do_is_one_line(fcp: Fcp, words: tuple[str, ...], line: str) -> None:
+    result = fcp(*words)
+    assert (result.status, " ".join(result.err.split())) == (2, line)

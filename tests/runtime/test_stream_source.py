@@ -31,6 +31,7 @@ from fcp_cli.runtime.online.source import StreamSource
 from fcp_cli.verification.emulation import Meeting, ThreadTransport, run_ranks
 from fcp_cli.verification.order import check_order
 from fcp_cli.verification.recording import RecordingTransport
+from tests.patience import PATIENCE_SECONDS
 from tests.planning.examples import PROFILE
 from tests.runtime.plans import make_step, random_steps
 
@@ -43,7 +44,7 @@ class Table:
     """Where threads tell each other something: all give, all take what all gave."""
 
     def __init__(self) -> None:
-        self._barrier = threading.Barrier(RANKS, timeout=60)
+        self._barrier = threading.Barrier(RANKS, timeout=PATIENCE_SECONDS)
         self._told: list[Any] = [None] * RANKS
 
     def tell(self, rank: int, value: Any) -> list[Any]:

@@ -56,6 +56,8 @@ def _refuse_unused(options: LaunchOptions) -> None:
             )
     if options.probe and options.inject == "none":
         raise UsageError("--probe needs the hooks that --inject none leaves out")
+    if options.inject == "env" and options.online:
+        raise UsageError("--online is for jobs that fcp starts, --inject env for commands that start their own ranks")
     if options.inject == "env" and (options.explain or options.preflight):
         flag = "--explain" if options.explain else "--preflight"
         raise UsageError(f"{flag} is for jobs that fcp starts; --inject env sets what --dry-run shows")

@@ -27,6 +27,7 @@ def run_here(job: Job, *, json: bool) -> None:
         Interrupted: the job was stopped before its time.
         RunError: a rank failed.
     """
+    from fcp_cli.files import write_text_atomically
     from fcp_cli.launching.checks.preflight import check_run_dir
     from fcp_cli.launching.job.document import launch_record, resume_command
     from fcp_cli.launching.job.prediction import predicted_time
@@ -36,6 +37,8 @@ def run_here(job: Job, *, json: bool) -> None:
     node_rank = job.node_rank or 0
     check_run_dir(job)
     if node_rank == 0:
+        if job.online is not None:
+            write_text_atomically(job.paths.online, job.online.to_json())
         write_record(job.run_dir, job.plan, job.metadata)
         write_launch(job.run_dir, launch_record(job))
     where = "this machine" if job.num_nodes == 1 else f"node {node_rank} of {job.num_nodes}"

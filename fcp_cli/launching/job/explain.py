@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from fcp_cli.launching.job.job import (
     METRICS_VARIABLE,
     MODEL_VARIABLE,
+    ONLINE_VARIABLE,
     PLAN_VARIABLE,
     RUN_DIR_VARIABLE,
     Job,
@@ -22,6 +23,7 @@ _OWN = {
     PLAN_VARIABLE: ("the plan that all ranks follow", "--plan, or the folder"),
     METRICS_VARIABLE: ("where rank 0 writes what it measured", "the run directory"),
     RUN_DIR_VARIABLE: ("where everything of the run goes", "--run-dir, or a new one"),
+    ONLINE_VARIABLE: ("what your script plans for while it trains", "--online"),
     MODEL_VARIABLE: ("the model, for your script", "--model"),
 }
 

@@ -15,6 +15,7 @@ from fcp_cli.launching.request import LOCAL, Launcher, NumaBinding
 from fcp_cli.machine.devices import Machine
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.online import OnlineSettings
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.training.settings import TrainSettings
 
@@ -24,6 +25,7 @@ METRICS_VARIABLE = "FCP_METRICS"
 RUN_DIR_VARIABLE = "FCP_RUN_DIR"
 MODEL_VARIABLE = "FCP_MODEL"  # set for a script when --model was given
 PROBE_VARIABLE = "FCP_PROBE"  # for a script: 1 compares numbers before the first step, 0 does not
+ONLINE_VARIABLE = "FCP_ONLINE"  # for a script that plans while it trains: a file that says what for
 TIMEOUT_VARIABLE = "FCP_RANK_TIMEOUT"  # seconds
 
 TRAINER = ("-m", "fcp_cli.training.train")
@@ -131,6 +133,7 @@ class Job:
         launcher: what starts the ranks of each node.
         target: `LOCAL`, or one of `targets.catalog.TARGETS`.
         cluster: what a target's files need besides; None for `LOCAL`.
+        online: what a script plans for while it trains; None: it follows a plan.
     """
 
     plan: Path
@@ -159,6 +162,7 @@ class Job:
     launcher: Launcher = "torchrun"
     target: str = LOCAL
     cluster: Cluster | None = None
+    online: OnlineSettings | None = None
 
     @property
     def stack(self) -> str:
@@ -209,6 +213,7 @@ class Job:
             PLAN_VARIABLE: str(self.plan.absolute()),
             METRICS_VARIABLE: str(self.paths.metrics),
             RUN_DIR_VARIABLE: str(self.run_dir),
+            **({} if self.online is None else {ONLINE_VARIABLE: str(self.paths.online)}),
             **self.environment,
         }
 

@@ -261,4 +261,4 @@ def _what(metadata: PlanMetadata) -> bytes:
     """Return all of the metadata that does not change while a run plans."""
     batch_size = metadata.global_batch_size if metadata.has_equal_batches else 1
     same = ManifestReference(name="", rows=0, content_hash="")
-    return replace(metadata, manifest=same, global_batch_size=batch_size, refits=None, fcp_version="").hashed_json()
+    return replace(metadata, manifest=same, global_batch_size=batch_size, fcp_version="").hashed_json()

@@ -45,8 +45,6 @@ def require_fitting(batching: Batching | None, options: OnlineOptions) -> None:
             )
         if options.ahead == 0:
             raise UsageError("ahead is 0, but reorder_window reads batches before the steps that train them")
-    if options.refit_every is not None and options.planner == "all":
-        raise UsageError("refit_every needs one planner, which knows the times of all ranks: planner is 'all'")
 
 
 def stream_metadata(
@@ -59,6 +57,7 @@ def stream_metadata(
         ranks_per_node=problem.ranks_per_node,
         tensor_parallel=problem.tensor_parallel,
         pipeline_parallel=problem.pipeline_parallel,
+        pipeline=problem.pipeline,
         sync=problem.sync,
         global_batch_size=global_batch_size or 1,
         tokens_per_rank=problem.tokens_per_rank,

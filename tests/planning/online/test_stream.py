@@ -210,5 +210,3 @@ def test_settings_that_contradict_each_other_are_one_line(profile: Path) -> None
         settings_for(profile, global_batch_size=1, global_batch_tokens=1)
     with raises("UsageError: ahead is 0, but reorder_window reads batches before the steps that train them"):
         settings_for(profile, global_batch_size=1, reorder_window=3, ahead=0)
-    with raises("UsageError: refit_every needs one planner, which knows the times of all ranks: planner is 'all'"):
-        settings_for(profile, planner="all", refit_every=3)

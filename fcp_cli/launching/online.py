@@ -1,0 +1,51 @@
+"""What a job plans for that plans while it trains, from the options of `fcp launch --online`."""
+
+from __future__ import annotations
+
+from fcp_cli.console import Origins
+from fcp_cli.errors import UsageError
+from fcp_cli.launching.request import LOCAL, LaunchRequest
+from fcp_cli.plan.online import OnlineOptions, OnlineSettings
+from fcp_cli.planning.fcp.solver import solver_of
+from fcp_cli.planning.online.settings import require_fitting, stream_batching, stream_metadata
+from fcp_cli.planning.options import PlanRequest
+from fcp_cli.planning.settings import resolve_problem
+
+
+def online_settings(request: LaunchRequest, target: str, assumed: Origins) -> OnlineSettings | None:
+    """Return what a script's stream is planned for; None for a job that follows a plan.
+
+    Args:
+        request: what was typed.
+        target: where the job runs.
+        assumed: receives what was filled in.
+
+    Raises:
+        FcpError: the profile, the model or the command line is at fault.
+    """
+    if not request.online:
+        _refuse_without_online(request)
+        return None
+    if not request.program:
+        raise UsageError(
+            "--online is for a script of your own, given after --; the bundled trainer knows its lengths before: "
+            "plan them with 'fcp plan'"
+        )
+    if request.plan is not None:
+        raise UsageError("--plan is followed, --online makes one in the run directory; give one of them")
+    if target != LOCAL:
+        raise UsageError(f"--online starts a job from here; leave --target {target} out, or start it on each node")
+    wanted = PlanRequest(profile=request.profile, model=request.model, ranks=request.ranks)
+    problem, _budget = resolve_problem(wanted, assumed)
+    batching = stream_batching(request.global_batch_size, request.global_batch_tokens, None)
+    options = OnlineOptions(planner=request.planner)
+    require_fitting(batching, options)
+    metadata = stream_metadata(problem, solver_of(problem), request.global_batch_size, batching)
+    return OnlineSettings(metadata=metadata, options=options)
+
+
+def _refuse_without_online(request: LaunchRequest) -> None:
+    given = {name: getattr(request, name) for name in ("profile", "global_batch_size", "global_batch_tokens")}
+    for name in (name for name, value in given.items() if value is not None):
+        flag = name.replace("_", "-")
+        raise UsageError(f"--{flag} is for --online; a plan has its own: fcp plan MANIFEST --{flag} ...")
