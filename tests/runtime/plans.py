@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fcp_cli.plan.metadata import EncoderBalance, ManifestReference, PlanMetadata, Sync
+from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.writer import plan_writer
 
@@ -33,6 +34,7 @@ def write_plan(
     pipeline_parallel: int = 1,
     rows: int = 1 << 20,
     encoder_balance: EncoderBalance | None = None,
+    pipeline: Pipeline | None = None,
 ) -> Path:
     """Write a plan whose sequences are numbered in order of appearance, of a manifest of so many rows."""
     sequences = 0
@@ -41,6 +43,7 @@ def write_plan(
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
         encoder_balance=encoder_balance,
+        pipeline=pipeline,
     )
     with plan_writer(path, metadata) as writer:
         for number, step in enumerate(steps):

@@ -46,6 +46,7 @@ finalize: Any = sys.modules["megatron.core.distributed.finalize_model_grads"]  #
 
 SWITCHING, EQUAL_SHAPES, WAVES = "switching.parquet", "equal_shapes.parquet", "waves.parquet"
 TENSOR, PIPELINE = "tensor.parquet", "pipeline.parquet"
+UNEQUAL, STAGES = "unequal.parquet", "stages.parquet"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,6 +153,13 @@ PARALLEL_CASES: Mapping[str, Case] = {
     "pipeline": Case(plan=PIPELINE, pipeline_parallel=2, settings={"pipeline_model_parallel_size": 2}),
     "pipeline recomputed": Case(
         plan=PIPELINE, pipeline_parallel=2, settings={"pipeline_model_parallel_size": 2, **FULL}
+    ),
+    "unequal pipelines": Case(plan=UNEQUAL, pipeline_parallel=2, settings={"pipeline_model_parallel_size": 2}),
+    "unequal pipelines recomputed": Case(
+        plan=UNEQUAL, pipeline_parallel=2, settings={"pipeline_model_parallel_size": 2, **FULL}
+    ),
+    "four stages": Case(
+        plan=STAGES, pipeline_parallel=4, settings={"pipeline_model_parallel_size": 4, "num_layers": 4}
     ),
     "engine pipeline": Case(
         plan=PIPELINE, pipeline_parallel=2, settings={"pipeline_model_parallel_size": 2, **FULL}, engine=True

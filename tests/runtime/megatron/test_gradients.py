@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fcp_cli.plan.pipeline import Pipeline
 from tests.runtime.launch import torchrun
 from tests.runtime.plans import Row, write_plan
 
@@ -42,14 +43,32 @@ PIPELINE = (
     (Row([0, 1], [7, 30], 0), Row([0], [5], 1), Row([1], [13], 1)),
     (Row([0], [9], 0), Row([1], [21], 0), Row([0, 1], [1, 6], 1), Row([0], (), 2), Row([1], (), 2)),
 )
+# Two pipelines of two stages that meet in rings, with unequal numbers of micro-batches, in an order without a circle.
+UNEQUAL = (
+    (Row([0, 1], [7, 30]), Row([0], [5]), Row([1], [13]), Row([1], [2]), Row([1], [9, 1]), Row([1], [4])),
+    (Row([0], [9]), Row([0, 1], [21]), Row([0, 1], [1, 6]), Row([1], [3]), Row([1], [8]), Row([0], [2]), Row([0], [5])),
+    (Row([0], [9, 3]), Row([0], [4]), Row([0], [11, 2, 1]), Row([0], [6]), Row([0], [7]), Row([1])),
+)
+# One pipeline of four stages.
+STAGES = (
+    tuple(Row([0], lengths) for lengths in ([2], [30, 5], [17], [9, 1], [12], [3])),
+    (Row([0], [9, 8, 7]), Row([0], [6, 5, 4, 3, 2])),
+)
 _EXPERTS = {"num_moe_experts": 4}
 EQUAL = ("plain", "core attention recomputed", "two forwards recomputed", "overlapped", "gathering in waves", "mrope",
          "engine two forwards recomputed")  # fmt: skip
-SHARES = ("sequence", "pipeline recomputed", "engine sequence", "balanced experts in a pipeline", "expert parallel")
+SHARES = (
+    "sequence",
+    "pipeline recomputed",
+    "unequal pipelines recomputed",
+    "engine sequence",
+    "balanced experts in a pipeline",
+    "expert parallel",
+)
 # What other cases cover by example.
 MORE_EQUAL = ("recomputed", "two forwards", "distributed optimizer", "gathering", "waves", "yarn", "engine",
               "engine core attention recomputed")  # fmt: skip
-MORE_SHARES = ("tensor", "tensor recomputed", "pipeline", "engine pipeline", "experts", "balanced experts",
+MORE_SHARES = ("tensor", "tensor recomputed", "pipeline", "unequal pipelines", "four stages", "engine pipeline", "experts", "balanced experts",
                "balanced experts recomputed", "balanced experts in sequence")  # fmt: skip
 WRONG = ("without rotary", "without binding", "without positions")
 # Name: settings of the transformer, and what is said of them.
@@ -134,6 +153,9 @@ def run(folder: Path, *cases: str) -> Path:
     write_plan(folder / "waves.parquet", WAVES, num_ranks=NUM_RANKS, sync="microbatch", rows=16)
     write_plan(folder / "tensor.parquet", TENSOR, num_ranks=2, rows=12, tensor_parallel=2)
     write_plan(folder / "pipeline.parquet", PIPELINE, num_ranks=2, rows=8, sync="microbatch", pipeline_parallel=2)
+    timed = Pipeline(forward_share=1 / 3)
+    write_plan(folder / "unequal.parquet", UNEQUAL, num_ranks=2, rows=24, pipeline_parallel=2, pipeline=timed)
+    write_plan(folder / "stages.parquet", STAGES, num_ranks=1, rows=16, pipeline_parallel=4, pipeline=timed)
     (folder / "settings.json").write_text(json.dumps({name: given for name, (given, _) in SETTINGS.items()}))
     torchrun("-m", "tests.runtime.megatron.gradient_worker", str(folder), *cases, num_ranks=NUM_RANKS)
     return folder
