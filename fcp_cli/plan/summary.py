@@ -29,11 +29,13 @@ class PlanSummary:
 
     Attributes:
         peers: of the ranks; None where nobody asks for them.
+        busiest_seconds: of the rank that computes most in each step, added up; None where ranks have no stages.
     """
 
     num_ranks: int
     padding_multiple: int | None = None
     peers: PeerCount | None = None
+    busiest_seconds: float | None = None
     steps: int = 0
     sequences: int = 0
     tokens: int = 0
@@ -52,6 +54,7 @@ class PlanSummary:
             num_ranks=metadata.num_ranks,
             padding_multiple=metadata.padding_multiple,
             peers=PeerCount(num_ranks=metadata.num_ranks, ranks_per_node=metadata.ranks_per_node),
+            busiest_seconds=None if metadata.pipeline is None else 0.0,
         )
 
     def add(self, step: StepPlan) -> None:
@@ -67,6 +70,8 @@ class PlanSummary:
         self.busy_rank_seconds += float((step.seconds * step.degrees).sum())
         if step.makespan_seconds > self.slowest_step_seconds:
             self.slowest_step, self.slowest_step_seconds = step.step, step.makespan_seconds
+        if self.busiest_seconds is not None:
+            self.busiest_seconds += float(step.busy_seconds(self.num_ranks).max())
         self._add_degrees(step)
 
     def _add_degrees(self, step: StepPlan) -> None:
@@ -97,6 +102,13 @@ class PlanSummary:
         return 1.0 - self.busy_rank_seconds / total if total else 0.0
 
     @property
+    def bubble_fraction(self) -> float | None:
+        """Share of the steps in which even the rank that computes most waits; None where ranks have no stages."""
+        if self.busiest_seconds is None:
+            return None
+        return 1.0 - self.busiest_seconds / self.makespan_seconds if self.makespan_seconds else 0.0
+
+    @property
     def padding_fraction(self) -> float:
         """Tokens with padding / tokens - 1."""
         return self.held_tokens / max(self.tokens, 1) - 1.0
@@ -120,6 +132,7 @@ class PlanSummary:
             "mean_bound_seconds": self.bound_seconds / max(self.steps, 1),
             "gap": self.gap,
             "idle_fraction": self.idle_fraction,
+            **({} if self.bubble_fraction is None else {"bubble_fraction": self.bubble_fraction}),
             **({} if self.peers is None else self.peers.to_json()),
             "degrees": {
                 str(degree): {

@@ -86,7 +86,7 @@ def _gain(plan: PlanPicture, ours: StepPlan, static: StepPlan, colours: DegreeCo
     at = [ours.makespan_seconds, static.makespan_seconds]
     ends: Columns = {"at": np.array(at), "what": ["this plan ends", "static ends"]}
     for place, step in (("chart-static", static), ("chart-ours", ours)):
-        bars = bars_of(step, plan.shown)
+        bars = bars_of(step, plan.shown, plan.metadata)
         chart = charts.gantt_chart(bars, ends, colours, shown=plan.shown)
         rectangles, rules = chart["layer"][0]["encoding"], chart["layer"][-1]["encoding"]
         # One legend above both charts and one below, of what they show.

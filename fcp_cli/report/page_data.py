@@ -13,6 +13,7 @@ from fcp_cli.plan.padding import held_tokens
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.summary import PlanSummary
 from fcp_cli.report.ranks_shown import RanksShown
+from fcp_cli.report.stage_bars import stage_bars
 
 _HEAT_COLUMNS = 125  # cells along the steps
 _HEAT_ROWS = 64  # cells along the ranks
@@ -33,8 +34,13 @@ def evenly_spaced(total: int, count: int) -> list[int]:
     return sorted({round(i * (total - 1) / max(count - 1, 1)) for i in range(count)})
 
 
-def bars_of(step: StepPlan, shown: RanksShown) -> Columns:
-    """Return a step as rectangles: one per micro-batch and run of neighbouring rows, without idle ones."""
+def bars_of(step: StepPlan, shown: RanksShown, metadata: PlanMetadata | None = None) -> Columns:
+    """Return a step as rectangles: one per micro-batch and run of neighbouring rows, without idle ones.
+
+    Where `metadata` is that of a plan of pipelines, one per forward and backward of every stage: see `stage_bars`.
+    """
+    if metadata is not None and metadata.pipeline is not None:
+        return {**stage_bars(step, shown, metadata, metadata.pipeline)}
     global_ranks = step.ranks.astype(np.int64)
     wanted = shown.are_shown(global_ranks)
     rows = np.repeat(np.arange(len(step)), step.degrees)[wanted]
@@ -152,11 +158,13 @@ class PlanPicture:
 
     def _keep_bars(self, step: StepPlan) -> None:
         if self._chosen_steps is None:
-            count = max(3, min(_MOST_GANTT_STEPS, _GANTT_BARS // max(len(bars_of(step, self.shown)["order"]), 1)))
+            count = max(
+                3, min(_MOST_GANTT_STEPS, _GANTT_BARS // max(len(bars_of(step, self.shown, self.metadata)["order"]), 1))
+            )
             read = -(-self.metadata.steps // self.every)
             self._chosen_steps = {self.metadata.first_step + i * self.every for i in evenly_spaced(read, count)}
         if step.step in self._chosen_steps:
-            self._chosen[step.step] = bars_of(step, self.shown)
+            self._chosen[step.step] = bars_of(step, self.shown, self.metadata)
 
     def compare(self, step: StepPlan) -> None:
         """Keep a step, wanted or not, if it is the slowest or the farthest above its bound so far."""
@@ -169,7 +177,7 @@ class PlanPicture:
         """Return the steps that the page can show as a Gantt chart: evenly spaced ones, and the worst."""
         for step in (self._slowest, self._widest):
             if step is not None:
-                self._chosen.setdefault(step.step, bars_of(step, self.shown))
+                self._chosen.setdefault(step.step, bars_of(step, self.shown, self.metadata))
         return dict(sorted(self._chosen.items()))
 
     def worst_steps(self) -> tuple[StepPlan, StepPlan]:

@@ -61,6 +61,7 @@ def _headline(metadata: PlanMetadata, summary: PlanSummary) -> dict[str, str]:
         f"(step {summary.slowest_step})",
         "gap": f"{summary.gap:.2%} over the lower bound of {summary.bound_seconds / max(summary.steps, 1):.4g} s",
         "idle": f"{summary.idle_fraction:.2%} of all rank-seconds",
+        **({} if summary.bubble_fraction is None else {"bubble": _bubble_text(summary.bubble_fraction, metadata)}),
         "groups": f"{counted(metadata.distinct_groups, 'distinct group')} of degree > 1",
     }
     if summary.peers is not None:
@@ -72,6 +73,13 @@ def _headline(metadata: PlanMetadata, summary: PlanSummary) -> dict[str, str]:
         lines["options"] = ", ".join(f"{name} {value}" for name, value in metadata.solver_options.items())
     lines["hash"] = metadata.plan_hash[:16]
     return lines
+
+
+def _bubble_text(fraction: float, metadata: PlanMetadata) -> str:
+    virtual = metadata.pipeline.virtual_stages if metadata.pipeline is not None else 1
+    blocks = f" of {virtual} blocks" if virtual > 1 else ""
+    stages = f"{metadata.pipeline_parallel} stages{blocks}"
+    return f"{fraction:.2%} of the step, in which even the rank that computes most waits for its {stages}"
 
 
 def _encoder_line(metadata: PlanMetadata) -> dict[str, str]:

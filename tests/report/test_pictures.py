@@ -2,17 +2,24 @@ from __future__ import annotations
 
 import csv
 import io
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.plan.reader import PlanReader
+from fcp_cli.planning.batches import BatchSettings
+from fcp_cli.planning.run import make_plan
+from fcp_cli.planning.settings import PlanInputs
 from fcp_cli.report.chart_parts import DegreeColours, inline_csv
 from fcp_cli.report.page_data import HeatMap, PlanPicture, bars_of, evenly_spaced
 from fcp_cli.report.ranks_shown import RanksShown
 from fcp_cli.report.run_picture import RunPicture, measured_bars
 from fcp_cli.runs.metrics_reader import run_step
+from tests.planning.examples import example_problem, long_tail
 from tests.report.runs import SLOW_FACTOR, SLOW_RANK, make_example_plan, measured
 
 EVERY_RANK = RanksShown(num_ranks=8, ranks_per_node=4)
@@ -51,6 +58,22 @@ def test_the_bars_of_a_step_cover_its_busy_time(reader: PlanReader) -> None:
         bars = {name: np.asarray(column) for name, column in bars_of(step, EVERY_RANK).items()}
         assert area(bars) == pytest.approx(step.busy_seconds(8).sum())
         assert bars["end"].max() == pytest.approx(step.makespan_seconds)
+
+
+def test_the_bars_of_pipelines_show_every_forward_and_backward_of_every_stage(tmp_path: Path) -> None:
+    problem = replace(
+        example_problem(num_ranks=8, tokens_per_rank=16_384),
+        pipeline_parallel=4,
+        pipeline=Pipeline(forward_share=1 / 3, head_share=0.1),
+    )
+    inputs = PlanInputs(table=long_tail(40), problem=problem, settings=BatchSettings(global_batch_size=43))
+    result = make_plan(tmp_path / "pipelines.parquet", inputs, solver_name="fcp")
+    step = next(PlanReader(tmp_path / "pipelines.parquet").steps())
+    bars = {name: np.asarray(column) for name, column in bars_of(step, EVERY_RANK, result.metadata).items()}
+    assert len(bars["order"]) == 2 * 4 * step.degrees[~step.is_idle].sum()
+    assert area(bars) == pytest.approx(step.busy_seconds(8).sum())
+    assert bars["end"].max() == pytest.approx(step.makespan_seconds)
+    assert result.summary.bubble_fraction == pytest.approx(1 - step.busy_seconds(8).max() / step.makespan_seconds)
 
 
 def test_measured_bars_cover_every_working_rank(reader: PlanReader) -> None:
