@@ -1,9 +1,9 @@
 """Strategies on ranks that are pipelines: `python -m benchmarks.pipelines`.
 
-Every family is planned for 64 ranks of P stages (and V blocks of layers on each), under Qwen3-8B's example profile, by every strategy
-at several token budgets. All are priced by the same timeline, which is exact. Per strategy: the seconds of a step at its best
-budget and sync, over `fcp`'s, and the idle share; and `waves`, which is what fcp planned when it took pipelines for waves,
-at the whole budget.
+Every family is planned for 64 ranks of P stages (and V blocks of layers on each), under Qwen3-8B's example profile, by
+every strategy at several token budgets. All are priced by the same timeline, which is exact. Per strategy: the seconds
+of a step at its best budget and sync, over `fcp`'s, and the idle share; and `waves`, which is what fcp planned when it
+took pipelines for waves, at the whole budget.
 """
 
 from __future__ import annotations

@@ -68,7 +68,8 @@ SHARES = (
 # What other cases cover by example.
 MORE_EQUAL = ("recomputed", "two forwards", "distributed optimizer", "gathering", "waves", "yarn", "engine",
               "engine core attention recomputed")  # fmt: skip
-MORE_SHARES = ("tensor", "tensor recomputed", "pipeline", "unequal pipelines", "four stages", "engine pipeline", "experts", "balanced experts",
+MORE_SHARES = ("tensor", "tensor recomputed", "pipeline", "unequal pipelines", "four stages", "engine pipeline",
+               "experts", "balanced experts",
                "balanced experts recomputed", "balanced experts in sequence")  # fmt: skip
 WRONG = ("without rotary", "without binding", "without positions")
 # Name: settings of the transformer, and what is said of them.
