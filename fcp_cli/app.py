@@ -118,7 +118,11 @@ def main() -> None:
         sys.exit(141)
     except OSError as error:
         if error.errno != errno.ENOSPC:
-            raise
+            if error.filename is None:
+                raise
+            # A name that is too long, or a folder that is not ours to read.
+            print_error(f"cannot use {os.fsdecode(error.filename)}: {error.strerror}")
+            sys.exit(1)
         print_error("cannot write to standard output: no space left on device")
         # What is left in the buffer would fail again, with a traceback, when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

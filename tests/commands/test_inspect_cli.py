@@ -77,3 +77,10 @@ def test_an_edited_plan_is_shown_with_a_warning(planned: Path, tmp_path: Path) -
         assert result.stderr.splitlines()[-1].startswith("warning: edited.parquet was edited: ")
         document = json.loads(fcp("inspect", "edited.parquet", *arguments, "--json", cwd=tmp_path).stdout)
         assert len(document["warnings"]) == 1
+
+
+def test_a_name_that_the_system_refuses_is_one_short_line(tmp_path: Path) -> None:
+    error = assert_one_error_line(fcp("inspect", "k" * 5000, cwd=tmp_path), 1)
+    assert error.startswith("error: cannot use kkkk")
+    assert error.endswith("kkkk: File name too long")
+    assert len(error) < 1300
