@@ -15,7 +15,9 @@ import pytest
 from fcp_cli.errors import FcpError, ManifestError, PlanError
 from fcp_cli.manifest.header import read_footer
 from fcp_cli.manifest.read import read_manifest
+from fcp_cli.manifest.sources.columnar import columnar
 from fcp_cli.manifest.sources.shards import open_shard, python_rows
+from fcp_cli.manifest.tokenizer import open_tokenizer
 from fcp_cli.plan.reader import PlanReader
 from tests import messages
 
@@ -112,6 +114,10 @@ def test_unsigned_lengths_beyond_64_bits_with_sign_are_refused_by_their_row(tmp_
     file = written(tmp_path / "lengths.parquet", pa.table({"length": pa.array([5, 2**64 - 1], pa.uint64())}))
     with pytest.raises(ManifestError, match="row 1 of column 'length' is"):
         read_manifest(file)
+    with pytest.raises(
+        ManifestError, match=r"column 'length': Integer value 18446744073709551615 not in range: .*drop"
+    ):
+        list(columnar(file, [open_shard(file)], "length", open_tokenizer("bytes")).batches())
 
 
 def test_any_cut_of_a_file_is_refused_in_one_line(tmp_path: Path) -> None:

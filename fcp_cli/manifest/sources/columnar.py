@@ -19,6 +19,7 @@ from fcp_cli.manifest.checks import FACTORS, is_list
 from fcp_cli.manifest.sources.base import RowBatch
 from fcp_cli.manifest.sources.shards import Shard
 from fcp_cli.manifest.tokenizer import Tokenizer
+from fcp_cli.words import first_sentence
 
 _USUAL_COLUMNS: Final = ("input_ids", "tokens", "text", "content", "length", "num_tokens")
 _BATCH_ROWS: Final = 1 << 10
@@ -73,7 +74,11 @@ class Columnar:
     def _count(self, shard: Shard, column: Any, *, row: int) -> tuple[Any, int]:
         """Return lengths and the largest token of a part of a file that begins at its `row`."""
         if self.content == "lengths":
-            lengths = pc.fill_null(column.cast(pa.int64()), 0)
+            try:
+                lengths = pc.fill_null(column.cast(pa.int64()), 0)
+            except pa.ArrowInvalid as error:  # whole numbers without a sign may be beyond those with one
+                where = f"{shard.path}: column {self.column!r}"
+                raise ManifestError(f"{where}: {first_sentence(error)}; correct or drop that row") from error
             negative = pc.index(pc.less(lengths, 0), True).as_py()
             if negative >= 0:
                 where = f"{shard.path}: row {row + negative} of column {self.column!r}"
