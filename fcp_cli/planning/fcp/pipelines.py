@@ -251,6 +251,38 @@ def assignment_of(groups: Sequence[tuple[range, list[int]]], problem: Problem) -
     )
 
 
+def wave_orders(waves: Assignment, batch: Batch, problem: Problem) -> Iterator[Assignment]:
+    """Yield the same waves in other orders by their length: as found, rising, longest in the middle, and at both ends.
+
+    Without waves in the answer (`iteration`), each rank keeps to the order that they gave it.
+    """
+    seconds = assignment_prices(waves, batch, problem).seconds
+    lasts = np.zeros(int(waves.wave.max()) + 1)
+    np.maximum.at(lasts, waves.wave, seconds)
+    rising = np.argsort(lasts, kind="stable").tolist()
+    middle = rising[0::2] + rising[1::2][::-1]
+    falling = rising[::-1]
+    ends = falling[0::2] + falling[1::2][::-1]
+    for order in (list(range(len(lasts))), rising, middle, ends):
+        place = np.empty(len(order), dtype=np.int64)
+        place[order] = np.arange(len(order))
+        yield _reordered(waves, place[waves.wave], keeps_waves=problem.sync == "microbatch")
+
+
+def _reordered(assignment: Assignment, place: IntArray, *, keeps_waves: bool) -> Assignment:
+    """Return the micro-batches by these places, which become their waves."""
+    order = np.argsort(place, kind="stable").tolist()
+    ranks = np.split(assignment.ranks, assignment.rank_offsets[1:-1])
+    members = np.split(assignment.members, assignment.member_offsets[1:-1])
+    return Assignment(
+        wave=(place[order] if keeps_waves else np.full(len(order), -1)).astype(np.int32),
+        rank_offsets=offsets_of([len(ranks[i]) for i in order]),
+        ranks=np.concatenate([ranks[i] for i in order]),
+        member_offsets=offsets_of([len(members[i]) for i in order]),
+        members=np.concatenate([members[i] for i in order]),
+    )
+
+
 def plain_problems(problem: Problem, longest_tokens: int) -> Iterator[Problem]:
     """Yield what the step may be planned as without pipelines: at parts of the token budget, as waves or timelines."""
     multiple = problem.padding_multiple or 1

@@ -24,7 +24,7 @@ from fcp_cli.planning.compiled.one_degree import quickest
 from fcp_cli.planning.compiled.sand import CLOSED
 from fcp_cli.planning.fcp.catalogue import Trial, choose_groups
 from fcp_cli.planning.fcp.peer_limit import placement_for
-from fcp_cli.planning.fcp.pipelines import blocks_of, like_lengths, plain_problems, quickest_of
+from fcp_cli.planning.fcp.pipelines import blocks_of, like_lengths, plain_problems, quickest_of, wave_orders
 from fcp_cli.planning.interrupts import interrupts_deferred
 from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, machine_of
 from fcp_cli.planning.problem import Assignment, Batch, Problem
@@ -245,9 +245,10 @@ class FcpSolver:
         for plain in plain_problems(self.problem, int(batch.work.tokens.max())):
             machine = self.machine._replace(tokens_per_rank=plain.tokens_per_rank)
             found = FcpSolver(problem=plain, machine=machine, degrees=self.degrees).assign(batch)
-            if self.problem.sync == "iteration":
-                found = replace(found, wave=np.full_like(found.wave, -1))
-            yield found
+            if plain.sync == "microbatch":
+                yield from wave_orders(found, batch, self.problem)
+            else:
+                yield found
 
     def _assign_timelines(self, batch: Batch, order: IntArray, sequences: Sequences) -> Assignment:
         """Plan timelines or, where few ranks leave a wide gap, waves if they are quicker: a valid order, too."""
