@@ -26,6 +26,8 @@ from fcp_cli.runs.metrics import FORMAT, records_of
 from fcp_cli.validation import Count, NonNegative, NonNegativeCount, Positive, require_shape
 from fcp_cli.words import counted
 
+_MADE_MEANWHILE = ""  # plan hash of a run that planned while it trained: its plan was not whole yet
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStep:
@@ -238,7 +240,7 @@ class RunFile:
         return dict(record)
 
     def _reason_against(self, step: RunStep, before: int) -> str | None:
-        if self.plan_hash is not None and self.run.get("plan_hash") != self.plan_hash:
+        if self.plan_hash is not None and self.run.get("plan_hash") not in (self.plan_hash, _MADE_MEANWHILE):
             return "another plan's"
         if self.plan_steps is not None and step.step not in self.plan_steps:
             return "not in the plan"
@@ -281,7 +283,7 @@ def open_run(path: Path, *, plan: PlanMetadata | None = None) -> RunFile:
         raise RunError(f'{path} is not the metrics of a run: expected a first line with "format": "{FORMAT}"')
     if plan is not None:
         run.plan_hash, run.plan_steps = plan.plan_hash, range(plan.first_step, plan.end_step)
-        if plan.plan_hash not in _plan_hashes(path):
+        if not {plan.plan_hash, _MADE_MEANWHILE} & set(_plan_hashes(path)):
             theirs = str(run.run.get("plan_hash"))[:12]
             raise RunError(f"{path} is of another plan: its hash is {theirs}, this plan's {plan.plan_hash[:12]}")
     return run
