@@ -54,7 +54,7 @@ class CompareOptions(PlanRequest):
 )
 def compare(options: CompareOptions) -> None:
     """Compare every strategy on the same sequences and cost profile, each in its best setting."""
-    from fcp_cli.planning.comparison import SYNCS
+    from fcp_cli.planning.comparison import SYNCS, colocated, encoder_placements
     from fcp_cli.planning.settings import resolve
     from fcp_cli.planning.verdict import compared_verdict
     from fcp_cli.report.compare_table import comparison_document, print_comparison, print_stress
@@ -71,7 +71,9 @@ def compare(options: CompareOptions) -> None:
         note("strategies are compared under the profile's common_ground, without exposed_ring_share; fcp plan uses all")
         inputs = replace(inputs, problem=replace(inputs.problem, profile=inputs.problem.profile.on_common_ground()))
     contenders, batches = _run(inputs, names, syncs, options.milp_seconds, options.stress)
-    verdict = compared_verdict(contenders, inputs, options, batches)
+    beside = replace(inputs, problem=colocated(inputs.problem))
+    verdict = compared_verdict(contenders, beside, options, batches)
+    contenders += list(encoder_placements(inputs.table, inputs.problem, inputs.settings))
     if options.json:
         document = comparison_document(contenders, inputs.problem, steps=len(batches))
         print_json({**document, "verdict": verdict and verdict.to_json()})

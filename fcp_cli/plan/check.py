@@ -21,7 +21,7 @@ from fcp_cli.plan.metadata import PlanMetadata, Sync, unpack_rows
 from fcp_cli.plan.padding import held_tokens
 from fcp_cli.plan.peers import PeerCount
 from fcp_cli.plan.pipeline import Pipeline
-from fcp_cli.plan.pricing import Prices, step_prices
+from fcp_cli.plan.pricing import Prices, encoder_shares, step_prices
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.timeline import priced_times
@@ -130,9 +130,21 @@ def check_step(
     """Check one step against all rules."""
     findings = list(check_layout(step, metadata))
     yield from findings
+    yield from _check_encoder_ranks(step, metadata)
     # Times follow from ranks; a broken budget or wave hides no wrong time.
     if not findings or next(_check_ranks(step, metadata), None) is None:
         yield from _check_times(step, metadata, profile, manifest)
+
+
+def _check_encoder_ranks(step: StepPlan, metadata: PlanMetadata) -> Iterator[Finding]:
+    """Check that ranks which only encode hold no sequences."""
+    if metadata.encoder_ranks is None:
+        return
+    encodes = step.ranks >= metadata.num_ranks - metadata.encoder_ranks
+    busy = encodes & ~np.repeat(step.is_idle, step.degrees)
+    for at in np.flatnonzero(busy)[:1].tolist():
+        message = f"rank {step.ranks[at]} only encodes, but has sequences"
+        yield Finding(step=step.step, order=_row_of_rank(step, at), message=message)
 
 
 def _check_devices(metadata: PlanMetadata, profile: CostProfile) -> Iterator[Finding]:
@@ -279,7 +291,7 @@ def _check_times(
         ranks_per_node=metadata.ranks_per_node,
         padding_multiple=metadata.padding_multiple,
         cached_from_step=metadata.cached_from_step,
-        encoder_shares=None if metadata.encoder_balance is None else metadata.num_ranks,
+        encoder_shares=encoder_shares(metadata, metadata.encoder_ranks),
         manifest=manifest,
     )
     # Mask and vision columns, known from the manifest alone, only ever add time.

@@ -25,7 +25,8 @@ METADATA_KEY: Final = FOOTER_KEY
 # A reader must know these or refuse the plan, since steps, times and budgets mean something else with them. They are
 # left out where None, so that plans without them have the hash that they had before the keys existed.
 _OPTIONAL_KEYS: Final = (
-    *("batching", "cached_from_step", "continues", "encoder_balance", "padding_multiple", "pipeline", "recipe"),
+    *("batching", "cached_from_step", "continues", "encoder_balance", "encoder_ranks"),
+    *("padding_multiple", "pipeline", "recipe"),
 )
 _OPTIONAL_RECIPE_KEYS: Final = ("lora", "freeze")
 
@@ -118,6 +119,7 @@ class PlanMetadata:
     Attributes:
         tokens_per_rank: the token budget, after head-room.
         encoder_balance: who shares the work of a vision encoder: all ranks of a `wave`; None: those of a ring.
+        encoder_ranks: the last so many ranks run nothing but the encoder, ahead of the others; None: there are none.
         cached_from_step: optimizer step from which on a frozen encoder's embeddings are read and not computed; None: no
             step.
         padding_multiple: sequences count as `padding.padded_tokens` makes them; None: as they are.
@@ -146,6 +148,7 @@ class PlanMetadata:
     tokens_per_rank: Count
     padding_multiple: Count | None = None
     encoder_balance: EncoderBalance | None = None
+    encoder_ranks: Count | None = None
     cached_from_step: Count | None = None
     seed: NonNegativeCount
     shuffle: bool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +12,86 @@ from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.cost.model import Work, encoder_seconds, group_seconds, sequence_work, vision_seconds
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.metadata import EncoderBalance
 from fcp_cli.plan.padding import padded_tokens, padded_work
 from fcp_cli.plan.step import StepPlan, sizes_of
+from fcp_cli.recipe import Recipe
+
+
+class EncoderShares(NamedTuple):
+    """Who encodes the pictures of a wave.
+
+    Attributes:
+        ranks: that share the work.
+        runs_ahead: they do nothing else, and encode a wave while the others run the one before.
+        forward_share: of the encoder's seconds; the rest is its backward, once gradients have come back.
+    """
+
+    ranks: int
+    runs_ahead: bool = False
+    forward_share: float = 1.0
+
+
+class Sharing(Protocol):
+    """What says who encodes: a plan's metadata and a planning problem."""
+
+    @property
+    def encoder_balance(self) -> EncoderBalance | None: ...
+    @property
+    def num_ranks(self) -> int: ...
+    @property
+    def recipe(self) -> Recipe | None: ...
+
+
+def encoder_shares(of: Sharing, encoder_ranks: int | None) -> EncoderShares | None:
+    """Return who encodes the pictures of a wave; None where each ring encodes its own.
+
+    Args:
+        of: the plan or problem.
+        encoder_ranks: of it.
+    """
+    if of.encoder_balance is None:
+        return None
+    if not encoder_ranks:
+        return EncoderShares(of.num_ranks)
+    is_frozen = of.recipe is not None and of.recipe.freeze_vision
+    return EncoderShares(encoder_ranks, runs_ahead=True, forward_share=1.0 if is_frozen else _FORWARD_SHARE)
+
+
+_FORWARD_SHARE = 1 / 3  # a backward multiplies twice as much
+
+
+def beside_language(
+    shares: EncoderShares, encoder_seconds: FloatArray, language_seconds: FloatArray, wave: Int32Array
+) -> FloatArray:
+    """Return [microbatches] the seconds that each waits for its wave's pictures, beside its own work.
+
+    Ranks that do nothing else hold one wave ahead: they send a wave's embeddings, encode the next, and run the backward
+    of the wave before, whose gradients have come meanwhile. The last wave's backward closes the step.
+
+    Args:
+        shares: who encodes.
+        encoder_seconds: [microbatches] of the pictures of each one's wave, on one rank.
+        language_seconds: [microbatches] without them.
+        wave: [microbatches] ascending from 0; all working micro-batches of a wave have the same `encoder_seconds`.
+    """
+    if not shares.runs_ahead:
+        return encoder_seconds / shares.ranks
+    first = np.flatnonzero(np.concatenate(([True], wave[1:] != wave[:-1])))
+    encoder = (np.maximum.reduceat(encoder_seconds, first) / shares.ranks).tolist()
+    language = np.maximum.reduceat(language_seconds, first).tolist()
+    forward, backward = shares.forward_share, 1.0 - shares.forward_share
+    start = end = 0.0  # of a wave's language model
+    waits = []
+    for number, (encoding, computing) in enumerate(zip(encoder, language, strict=True)):
+        before = backward * encoder[number - 2] if number > 1 else 0.0
+        ready = start + forward * encoding + before
+        start = max(end, ready)
+        waits.append(start - end)
+        end = start + computing
+    before = backward * encoder[-2] if len(encoder) > 1 else 0.0
+    waits[-1] += max(end, start + before) + backward * encoder[-1] - end
+    return np.repeat(np.array(waits), np.diff(first, append=len(wave)))
 
 
 class Prices(NamedTuple):
@@ -48,7 +126,7 @@ def profile_seconds(
     profile: CostProfile,
     ranks_per_node: int,
     padding_multiple: int | None = None,
-    encoder_shares: int | None = None,
+    encoder_shares: EncoderShares | None = None,
     cached_from_step: int | None = None,
     manifest: LengthTable | None = None,
 ) -> FloatArray:
@@ -70,7 +148,7 @@ def step_prices(
     profile: CostProfile,
     ranks_per_node: int,
     padding_multiple: int | None = None,
-    encoder_shares: int | None = None,
+    encoder_shares: EncoderShares | None = None,
     cached_from_step: int | None = None,
     manifest: LengthTable | None = None,
 ) -> Prices:
@@ -81,8 +159,8 @@ def step_prices(
         profile: any cost profile, the plan's own or another.
         ranks_per_node: which ranks share the fast interconnect.
         padding_multiple: of the plan; see `padding`.
-        encoder_shares: ranks that share the encoder's work of a wave, whose micro-batches all wait for it; None: each
-            ring has its own, which is part of its work.
+        encoder_shares: who shares the encoder's work of a wave, whose micro-batches all wait for it; None: each ring
+            has its own, which is part of its work.
         cached_from_step: of the plan; see `encoded_at`.
         manifest: gives `eta` and vision columns; without it every sequence counts as causal text.
     """
@@ -96,7 +174,7 @@ def step_prices(
             padding_multiple=padding_multiple,
             manifest=manifest and without_pictures(manifest),
         )
-        return Prices(np.where(step.is_idle, 0.0, text + shared / encoder_shares))
+        return Prices(np.where(step.is_idle, 0.0, text + beside_language(encoder_shares, shared, text, step.wave)))
     return microbatch_prices(
         single_rank_work(sequences, profile, padding_multiple),
         step.sequence_offsets,

@@ -9,7 +9,7 @@ import numpy as np
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.errors import PlanError
 from fcp_cli.plan.check import check_layout
-from fcp_cli.plan.pricing import Prices, microbatch_prices, wave_encoder_seconds
+from fcp_cli.plan.pricing import Prices, beside_language, encoder_shares, microbatch_prices, wave_encoder_seconds
 from fcp_cli.plan.step import StepPlan, offsets_of, sizes_of
 from fcp_cli.plan.timeline import priced_times
 from fcp_cli.planning.bounds import lower_bound_seconds
@@ -39,13 +39,16 @@ def assemble(assignment: Assignment, batch: Batch, problem: Problem, bound_secon
     """
     _require_whole(assignment, batch, problem)
     step = _with_idle_rows(assignment, batch, problem)
-    for finding in check_layout(step, problem):
+    for finding in check_layout(step, replace(problem, num_ranks=problem.all_ranks)):
         raise BrokenAssignmentError(f"defect in a solver: {finding}")
     if bound_seconds is None:
-        shared = batch.encoder_seconds  # evenly in every wave, whatever stands beside it
-        bound_seconds = lower_bound_seconds(
-            batch.work, problem, beside=0.0 if shared is None else float(shared.sum()) / problem.num_ranks
-        )
+        shares = encoder_shares(problem, problem.encoder_ranks)
+        # Shared evenly in every wave, whatever stands beside it.
+        work = batch.encoder_seconds
+        shared = 0.0 if work is None or shares is None else float(work.sum()) / shares.ranks
+        ahead = shares is not None and shares.runs_ahead
+        bound_seconds = lower_bound_seconds(batch.work, problem, beside=0.0 if ahead else shared)
+        bound_seconds = max(bound_seconds, shared)
     prices = assignment_prices(assignment, batch, problem).spread(~step.is_idle)
     times = priced_times(
         problem, prices, problem.profile.step, wave=step.wave, rank_offsets=step.rank_offsets, ranks=step.ranks
@@ -93,8 +96,11 @@ def assignment_prices(assignment: Assignment, batch: Batch, problem: Problem) ->
     if batch.encoder_seconds is None:
         return price
     members = batch.encoder_seconds[assignment.members]
-    shared = wave_encoder_seconds(members, assignment.member_offsets, assignment.wave) / problem.num_ranks
-    return Prices(price.seconds + shared)  # all ranks of a wave encode as long: nobody waits for a slower encoder
+    shared = wave_encoder_seconds(members, assignment.member_offsets, assignment.wave)
+    shares = encoder_shares(problem, problem.encoder_ranks)
+    assert shares is not None
+    # All ranks of a wave encode as long: nobody waits for a slower encoder.
+    return Prices(price.seconds + beside_language(shares, shared, price.seconds, assignment.wave))
 
 
 def assignment_seconds(assignment: Assignment, batch: Batch, problem: Problem) -> FloatArray:
@@ -138,7 +144,7 @@ def _with_idle_rows(assignment: Assignment, batch: Batch, problem: Problem) -> S
     if problem.pipeline is not None:
         missing = problem.pipeline.missing_waves(len(waves), problem.pipeline_parallel)
         waves = np.append(waves, waves[-1] + 1 + np.arange(missing, dtype=np.int32))
-    used = np.zeros((len(waves), problem.num_ranks), dtype=np.bool_)
+    used = np.zeros((len(waves), problem.all_ranks), dtype=np.bool_)
     used[np.repeat(wave_of, degrees), assignment.ranks] = True
     idle_wave, idle_rank = np.nonzero(~used)
     wave = np.concatenate((assignment.wave, waves[idle_wave])).astype(np.int32)

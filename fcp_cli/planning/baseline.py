@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fcp_cli.manifest.table import LengthTable
-from fcp_cli.plan.pricing import planned_sequences, profile_seconds
+from fcp_cli.plan.pricing import encoder_shares, planned_sequences, profile_seconds
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble, makespan_seconds
 from fcp_cli.planning.batches import batch_of, spread_steps
@@ -70,7 +70,7 @@ def _follows_profile(step: StepPlan, problem: Problem, manifest: LengthTable | N
         ranks_per_node=problem.ranks_per_node,
         padding_multiple=problem.padding_multiple,
         cached_from_step=problem.cached_from_step,
-        encoder_shares=None if problem.encoder_balance is None else problem.num_ranks,
+        encoder_shares=encoder_shares(problem, problem.encoder_ranks),
         manifest=manifest,
     )
     return bool(np.allclose(seconds, step.seconds, rtol=1e-6))

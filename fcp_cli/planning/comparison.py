@@ -99,7 +99,7 @@ def compare(
         outcomes: dict[Sync, Outcome] = {}
         refusal = ""
         for same in together:
-            batches = GlobalBatches(table, replace(problem, sync=same[0], encoder_balance=None), settings)
+            batches = GlobalBatches(table, replace(colocated(problem), sync=same[0]), settings)
             try:
                 outcomes |= _run(name, batches, same, milp_seconds, stress, on_step)
             except StuckError as error:  # the other sync may do
@@ -108,6 +108,29 @@ def compare(
                 outcomes, refusal = {}, str(error)
                 break
         yield Contender(name=name, outcomes=outcomes, refusal="" if outcomes else refusal)
+
+
+def colocated(problem: Problem) -> Problem:
+    """Return the same ranks with the encoder beside the language model on each, shared by the ranks of each ring."""
+    return replace(problem, num_ranks=problem.all_ranks, encoder_balance=None, encoder_ranks=None)
+
+
+def encoder_placements(table: LengthTable, problem: Problem, settings: BatchSettings) -> Iterator[Contender]:
+    """Plan the same steps by fcp with the encoder's work placed in other ways; nothing where it stays with the rings.
+
+    Args:
+        table, settings: as for `compare`.
+        problem: shares the encoder's work over waves, or sets ranks aside for it.
+    """
+    if problem.encoder_balance is None:
+        return
+    over_wave = replace(colocated(problem), encoder_balance="wave")
+    placements = {"fcp over the wave": over_wave}
+    if problem.encoder_ranks is not None:
+        placements[f"fcp, {problem.encoder_ranks} encode"] = problem
+    for name, placed in placements.items():
+        batches = GlobalBatches(table, placed, settings)
+        yield Contender(name=name, outcomes=_run("fcp", batches, ["microbatch"], 1.0, None))
 
 
 def _run(
@@ -163,7 +186,7 @@ class _Tally:
     def __init__(self, problem: Problem, stress: bool) -> None:
         self._problem, self._stress = problem, stress
         self.stressed = Counter[str]()
-        self.summary = PlanSummary(num_ranks=problem.num_ranks, padding_multiple=problem.padding_multiple)
+        self.summary = PlanSummary(num_ranks=problem.all_ranks, padding_multiple=problem.padding_multiple)
         self.groups: set[bytes] = set()
         self.over_budget = 0
 

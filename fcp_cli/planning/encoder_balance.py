@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Literal
 
 from fcp_cli.console import Origins
+from fcp_cli.cost.model import vision_seconds
 from fcp_cli.errors import UsageError
 from fcp_cli.planning.batches import GlobalBatches
 from fcp_cli.planning.parallel import plan_step
@@ -50,6 +51,57 @@ def balanced_encoder(batches: GlobalBatches, wanted: Wanted, origins: Origins) -
         f"the first step takes {ring_seconds:.4g} s over each ring, {wave_seconds:.4g} s over the wave",
     )
     return over_wave if wave_seconds < ring_seconds else problem
+
+
+def with_encoder_ranks(batches: GlobalBatches, wanted: str, origins: Origins) -> Problem:
+    """Return the batches' problem with some of its ranks set aside for the encoder.
+
+    Args:
+        batches: under a problem in which all ranks run the whole model.
+        wanted: how many, or `auto`: those that the first step is soonest with.
+        origins: takes what `auto` chose.
+
+    Raises:
+        UsageError: there are no waves, FSDP2 keeps the ranks in step, or too few ranks would be left.
+    """
+    problem, most = batches.problem, batches.problem.num_ranks - 1
+    if problem.sync != "microbatch":
+        raise UsageError("--encoder-ranks sends embeddings wave by wave; add --sync microbatch, or leave it out")
+    if problem.recipe is not None and problem.recipe.zero_stage > 1:
+        raise UsageError(
+            f"--encoder-ranks run ahead of the others, which FSDP2 (--zero {problem.recipe.zero_stage}) keeps in step; "
+            "add --zero 1, or leave it out"
+        )
+    if wanted == "auto":
+        found = {count: _first_step_seconds(batches, set_aside(problem, count)) for count in _likely_counts(batches)}
+        count = min(found, key=found.__getitem__)
+        origins.assume("--encoder-ranks", count, f"the first step takes {found[count]:.4g} s then, the least of some")
+        return set_aside(problem, count)
+    if not wanted.isascii() or not wanted.isdigit() or not 0 < int(wanted) <= most:
+        raise UsageError(f"--encoder-ranks is {wanted!r}; it must be auto, or 1 to {most} of {most + 1} ranks")
+    return set_aside(problem, int(wanted))
+
+
+def set_aside(problem: Problem, count: int) -> Problem:
+    """Return the same ranks with the last `count` of them for the encoder alone."""
+    ranks = problem.all_ranks - count
+    return replace(
+        problem,
+        num_ranks=ranks,
+        ranks_per_node=min(problem.ranks_per_node, ranks),
+        encoder_balance="wave",
+        encoder_ranks=count,
+    )
+
+
+def _likely_counts(batches: GlobalBatches) -> list[int]:
+    """Return counts around the encoder's share of all work, with whom the longest sequence fits still."""
+    problem, batch = batches.problem, batches.batch(0)
+    encoder = float(vision_seconds(batches.table.take(batch.rows), problem.profile).sum())
+    even = problem.num_ranks * encoder / float(batch.work.total_seconds.sum())
+    least_left = -(-int(batches.table.length_tokens.max()) // problem.tokens_per_rank)
+    most = max(1, problem.num_ranks - max(least_left, 1))
+    return sorted({min(max(1, round(even * factor)), most) for factor in (0.75, 0.9, 1.0, 1.1, 1.3, 1.6)})
 
 
 def with_cached_embeddings(problem: Problem, steps_per_epoch: int) -> Problem:

@@ -70,6 +70,10 @@ class PlanRequest:
         Literal["ring", "wave", "auto"],
         Opt("Who shares a vision encoder's work: each ring's ranks, or under --sync microbatch all of a wave's."),
     ] = "ring"
+    encoder_ranks: Annotated[
+        str | None,
+        Opt("Of --ranks, so many only encode pictures, ahead of the others; auto: as many as pay.", metavar="K|auto"),
+    ] = None
     embeddings_cached: Annotated[
         bool, Opt("Count a frozen vision encoder in the first epoch only: fcp launch --cache-embeddings DIR.")
     ] = False

@@ -29,6 +29,8 @@ class Problem:
     Where all ranks of a wave share the encoder's work (`encoder_balance`), a `Batch` holds it apart: packs and rings
     are chosen for the language model alone, since who is packed with whom changes nothing of what a rank encodes.
 
+    Beside `num_ranks` there may be `encoder_ranks`, which hold no sequences: they follow in number.
+
     From `cached_from_step` on pictures cost no encoding (`pricing.encoded_at`).
 
     `recipe` is what the token budget and the profile's times are of; None where the profile knows none.
@@ -42,10 +44,16 @@ class Problem:
     tokens_per_rank: int
     padding_multiple: int | None = None
     encoder_balance: EncoderBalance | None = None
+    encoder_ranks: int | None = None
     cached_from_step: int | None = None
     sync: Sync
     profile: CostProfile
     recipe: Recipe | None = None
+
+    @property
+    def all_ranks(self) -> int:
+        """Ranks of the job, with those that only encode."""
+        return self.num_ranks + (self.encoder_ranks or 0)
 
     def __post_init__(self) -> None:
         if self.tokens_per_rank != whole_budget(self.tokens_per_rank, self.padding_multiple):
@@ -66,7 +74,7 @@ def problem_of(metadata: PlanMetadata, *, name: str) -> Problem:
         ProfileError: the cost profile in the metadata is damaged.
     """
     return Problem(
-        num_ranks=metadata.num_ranks,
+        num_ranks=metadata.num_ranks - (metadata.encoder_ranks or 0),
         ranks_per_node=metadata.ranks_per_node,
         tensor_parallel=metadata.tensor_parallel,
         pipeline_parallel=metadata.pipeline_parallel,
@@ -74,6 +82,7 @@ def problem_of(metadata: PlanMetadata, *, name: str) -> Problem:
         tokens_per_rank=whole_budget(metadata.tokens_per_rank, metadata.padding_multiple),
         padding_multiple=metadata.padding_multiple,
         encoder_balance=metadata.encoder_balance,
+        encoder_ranks=metadata.encoder_ranks,
         cached_from_step=metadata.cached_from_step,
         sync=metadata.sync,
         profile=parse_cost_profile(metadata.cost_profile, name=f"{name}: the plan's cost profile"),

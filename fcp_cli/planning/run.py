@@ -137,7 +137,7 @@ def plan_metadata(table: LengthTable, batches: GlobalBatches, solver: Solver) ->
     problem, settings = batches.problem, batches.settings
     return PlanMetadata(
         fcp_version=__version__,
-        num_ranks=problem.num_ranks,
+        num_ranks=problem.all_ranks,
         ranks_per_node=problem.ranks_per_node,
         tensor_parallel=problem.tensor_parallel,
         pipeline_parallel=problem.pipeline_parallel,
@@ -147,6 +147,7 @@ def plan_metadata(table: LengthTable, batches: GlobalBatches, solver: Solver) ->
         tokens_per_rank=problem.tokens_per_rank,
         padding_multiple=problem.padding_multiple,
         encoder_balance=problem.encoder_balance,
+        encoder_ranks=problem.encoder_ranks,
         cached_from_step=problem.cached_from_step,
         seed=settings.seed,
         shuffle=settings.shuffle,

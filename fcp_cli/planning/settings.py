@@ -33,7 +33,7 @@ from fcp_cli.planning.budget import (
     say_what_offloading_costs,
 )
 from fcp_cli.planning.continuation import RemainingSteps, batches_to_plan, remaining_steps, settings_of
-from fcp_cli.planning.encoder_balance import balanced_encoder, with_cached_embeddings
+from fcp_cli.planning.encoder_balance import balanced_encoder, with_cached_embeddings, with_encoder_ranks
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.pipelines import pipeline_of
 from fcp_cli.planning.problem import Problem, whole_budget
@@ -167,10 +167,12 @@ def resolve(request: PlanRequest, origins: Origins, *, most_peers: int | None = 
         ),
         budget=budget,
     )
-    if request.encoder_balance == "ring" and not request.embeddings_cached:
+    if request.encoder_balance == "ring" and request.encoder_ranks is None and not request.embeddings_cached:
         return inputs
     batches = inputs.batches()
     problem = balanced_encoder(batches, request.encoder_balance, origins)
+    if request.encoder_ranks is not None:
+        problem = with_encoder_ranks(batches, request.encoder_ranks, origins)
     if request.embeddings_cached:
         problem = with_cached_embeddings(problem, batches.steps_per_epoch)
     return replace(inputs, problem=problem)

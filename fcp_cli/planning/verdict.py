@@ -93,7 +93,7 @@ class Verdict:
 
 def _device_hours(problem: Problem, step_seconds: float, steps: int) -> float:
     """Return what so many steps of the same mean seconds take."""
-    devices = problem.num_ranks * problem.tensor_parallel * problem.pipeline_parallel
+    devices = problem.all_ranks * problem.tensor_parallel * problem.pipeline_parallel
     return devices * step_seconds * steps / 3600.0
 
 

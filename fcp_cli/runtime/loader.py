@@ -106,6 +106,7 @@ def load_steps(
     device: torch.device,
     cache: EmbeddingCache | None = None,
     looks_ahead: bool = True,
+    encoders: Sequence[int] = (),
 ) -> Iterator[LoadedStep]:
     """Load this rank's shards step by step.
 
@@ -117,6 +118,7 @@ def load_steps(
         device: where the shards will go: for CUDA they are put in page-locked memory.
         cache: of the encoder's embeddings; None: there is none.
         looks_ahead: whether the step after may be asked for before one is there.
+        encoders: ranks that only encode; none: all ranks of a ring, or of a wave, do.
 
     Raises:
         RunError: a sequence is shorter than in the plan; its labels are not as long as its tokens, or come against
@@ -124,10 +126,9 @@ def load_steps(
     """
     # What a rank encodes is read by others meanwhile: a step ahead is asked for before one is waited for.
     begun: deque[Callable[[], LoadedStep]] = deque()
+    begin = partial(begin_shard, fetch=fetch, rank=rank, labelled=labelled, cache=cache, encoders=encoders)
     for step in steps:
-        begun.append(
-            _begin_step(step, partial(begin_shard, fetch=fetch, rank=rank, labelled=labelled, cache=cache), device)
-        )
+        begun.append(_begin_step(step, begin, device))
         if len(begun) > 1 or not looks_ahead:
             yield begun.popleft()()
     yield from (finish() for finish in begun)
@@ -196,6 +197,7 @@ def begin_shard(
     labelled: bool = False,
     wave: Sequence[MicroBatch] = (),
     cache: EmbeddingCache | None = None,
+    encoders: Sequence[int] = (),
 ) -> Callable[[], Shard]:
     """Load this rank's part of one micro-batch but for its pixels; return what waits for them.
 
@@ -206,6 +208,7 @@ def begin_shard(
         labelled: whether `fetch` returns labels.
         wave: all micro-batches whose ranks share the encoder's work, `row` among them; none: those of `row` alone.
         cache: of the encoder's embeddings; None: there is none.
+        encoders: ranks that only encode; none: all that share the work do.
     """
     member = row.ranks.index(rank)
     sequences = [_sequence(fetch, at, length, labelled) for at, length in zip(row.sequences, row.lengths, strict=True)]
@@ -219,7 +222,7 @@ def begin_shard(
         ranks=row.ranks,
     )
     packs = [own if other.order == row.order else _pack_of_others(other, fetch) for other in wave] or [own]
-    visuals = begin_visual_shard(packs, rank=rank, cache=cache)
+    visuals = begin_visual_shard(packs, rank=rank, cache=cache, encoders=encoders)
     shard = _tokens_of_shard(place, sequences, layout, member)
     return lambda: shard if visuals is None else replace(shard, visuals=visuals())
 

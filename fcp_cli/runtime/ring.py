@@ -51,6 +51,7 @@ from fcp_cli.runtime.transport import Handle, Transport, Waits, drive
 
 if TYPE_CHECKING:
     from fcp_cli.runtime.embedding_cache import EmbeddingCache
+    from fcp_cli.runtime.encoder_rank import EncoderAhead
     from fcp_cli.runtime.loss import Labels
     from fcp_cli.runtime.visuals import VisualShard
 
@@ -65,6 +66,7 @@ class Ring(RingMember):
     Attributes:
         transport: carries the hops; None is enough for degree 1.
         visuals: this member's part in the pack's images and videos; None where the pack has none.
+        encoder_ahead: encodes on a rank that does nothing else; None on others.
         embedding_cache: keeps what a frozen vision encoder computes for them; None where nothing does.
         grad_dtype: in which gradients of keys and values travel; see `GradRingDtype`.
         backward_calls: how often the backward of its attention calls ran.
@@ -87,6 +89,7 @@ class Ring(RingMember):
         "backward_forbidden",
         "begin_pass",
         "embedding_cache",
+        "encoder_ahead",
         "encoder_calls",
         "forward_calls",
         "grad_dtype",
@@ -109,6 +112,7 @@ class Ring(RingMember):
         transport: Transport | None = None,
         visuals: VisualShard | None = None,
         embedding_cache: EmbeddingCache | None = None,
+        encoder_ahead: EncoderAhead | None = None,
         grad_dtype: GradRingDtype = "fp32",
     ) -> None:
         super().__init__(layout, index, ranks)
@@ -116,6 +120,7 @@ class Ring(RingMember):
         self.transport = transport
         self.visuals = visuals
         self.embedding_cache = embedding_cache
+        self.encoder_ahead = encoder_ahead
         self.grad_dtype = grad_dtype
         self.backward_calls = 0
         self.backward_forbidden = ""

@@ -31,6 +31,7 @@ from fcp_cli.runtime.agreement import agree_on_plan
 from fcp_cli.runtime.contacts import Contacts, open_contacts, report_to_stderr
 from fcp_cli.runtime.cursor import PlanCursor
 from fcp_cli.runtime.embedding_cache import EmbeddingCache
+from fcp_cli.runtime.encoder_rank import EncoderAhead, require_ranks_apart
 from fcp_cli.runtime.finite import LossWatch
 from fcp_cli.runtime.followed_step import FollowedStep, plan_path
 from fcp_cli.runtime.grad_ring import GradRingDtype, agreed_grad_dtype
@@ -189,6 +190,12 @@ class Session:
     def rank(self) -> int:
         return self.world.rank
 
+    @property
+    def encoders(self) -> range:
+        """Return the ranks that only encode; none where all ranks do."""
+        ranks = self.world.size
+        return range(ranks - (self.metadata.encoder_ranks or 0), ranks)
+
     def to_device(self, tensor: Tensor) -> Tensor:
         """Copy what the loader prepared, without waiting where it is in page-locked memory."""
         return tensor.to(self.device, non_blocking=True)
@@ -231,18 +238,11 @@ class Session:
         planned = self.metadata.recipe
         reduce = reduce or (planned.reduce if planned is not None else "wave")
         sync = gradient_sync(model, self.world, self.metadata.sync, reduce)
+        require_ranks_apart(sync, self.metadata.encoder_ranks)
         guards = Guards(self.world, sync, model=model, on_nan=on_nan, watch=LossWatch(self.clock))
         cursor, labelled = self._begin_following(first_step, fetch)
         loaded = Prefetched(
-            load_steps(
-                cursor,
-                fetch,
-                rank=self.rank,
-                labelled=labelled,
-                device=self.device,
-                cache=self.embedding_cache,
-                looks_ahead=self.source is None or self.source.settings.options.ahead > 0,
-            ),
+            self._loaded(cursor, fetch, labelled=labelled),
             depth=self._steps_ahead,
             name="fcp-loader",
         )
@@ -265,6 +265,18 @@ class Session:
         self._next_step = first_step
         planned = StreamCursor(self.source, self.rank, first_step=first_step, end_step=lambda: self._next_step)
         return planned, fetches_labels(planned.first(), fetch)
+
+    def _loaded(self, cursor: PlanCursor | StreamCursor, fetch: Fetch, *, labelled: bool) -> Iterator[LoadedStep]:
+        return load_steps(
+            cursor,
+            fetch,
+            rank=self.rank,
+            labelled=labelled,
+            device=self.device,
+            cache=self.embedding_cache,
+            encoders=self.encoders,
+            looks_ahead=self.source is None or self.source.settings.options.ahead > 0,
+        )
 
     def _follow(
         self,
@@ -476,6 +488,10 @@ class Step(FollowedStep):
         self._divisor = tokens.clamp(min=1) if isinstance(tokens, Tensor) else max(tokens, 1)
         self._microbatches: list[LocalMicroBatch] = []
         self._marks: list[tuple[Any, Any]] = []
+        self._encoder_ahead: EncoderAhead | None = None
+        if session.rank in session.encoders:
+            shown = [shard.visuals and shard.visuals.map_pixels(session.to_device) for shard in self._shards]
+            self._encoder_ahead = EncoderAhead(shown)
         self.bad_rows: tuple[int, ...] = ()
         self.problems = loaded.problems
 
@@ -524,6 +540,8 @@ class Step(FollowedStep):
                 self._num_run += 1
                 if place is not None:
                     place.end = self._marks[-1][1]
+            if self._encoder_ahead is not None:
+                self._encoder_ahead.run_backward()
             self._require_calls()
             self._guards.note_backwards(microbatch.ring for microbatch in self._microbatches)
             place = None if watch is None else watch.begin(self.index, None)
@@ -567,6 +585,7 @@ class Step(FollowedStep):
             visuals=None if shard.visuals is None else shard.visuals.map_pixels(session.to_device),
             grad_dtype=session.grad_ring_dtype,
             embedding_cache=session.embedding_cache,
+            encoder_ahead=self._encoder_ahead,
         )
         ring.place = self._guards.place(self.index, shard.row)
         self._guards.expect_as_before(ring, shard.row.order)

@@ -100,14 +100,16 @@ class VisualPack:
         return holders
 
 
-def visual_shard(packs: Sequence[VisualPack], *, rank: int, cache: EmbeddingCache | None = None) -> VisualShard | None:
+def visual_shard(
+    packs: Sequence[VisualPack], *, rank: int, cache: EmbeddingCache | None = None, encoders: Sequence[int] = ()
+) -> VisualShard | None:
     """Return what `begin_visual_shard` begins, with its pixels."""
-    begun = begin_visual_shard(packs, rank=rank, cache=cache)
+    begun = begin_visual_shard(packs, rank=rank, cache=cache, encoders=encoders)
     return None if begun is None else begun()
 
 
 def begin_visual_shard(
-    packs: Sequence[VisualPack], *, rank: int, cache: EmbeddingCache | None = None
+    packs: Sequence[VisualPack], *, rank: int, cache: EmbeddingCache | None = None, encoders: Sequence[int] = ()
 ) -> Callable[[], VisualShard] | None:
     """Begin to read the pixels that one rank encodes; None where there is no part.
 
@@ -115,6 +117,7 @@ def begin_visual_shard(
         packs: of all rings whose ranks share the work, in an order that is the same on all of them; no rank is in two.
         rank: global rank.
         cache: of embeddings that are not to be computed again; None: there is none.
+        encoders: global ranks that encode, among those of the packs; none: all of them do.
 
     Returns:
         What waits for the pixels and returns the rank's share.
@@ -140,12 +143,16 @@ def begin_visual_shard(
         first += len(pack.ranks)
     if not kept:
         return None
-    encoders = share_out([part.work for part, _ in kept], len(ranks), homes if len(packs) > 1 else None)
+    work = [part.work for part, _ in kept]
+    if encoders:
+        places = np.array([ranks.index(one) for one in encoders])[share_out(work, len(encoders))]
+    else:
+        places = share_out(work, len(ranks), homes if len(packs) > 1 else None)
     # One row per embedding that the encoders compute, in the order of the packs' tokens.
     sizes = [part.num_tokens for part, _ in kept]
     needed = np.concatenate(consumers)
     kinds = np.repeat(np.array([part.kind == "video" for part, _ in kept]), sizes)[needed == index]
-    own = [found for found, place in zip(kept, encoders.tolist(), strict=True) if place == index]
+    own = [found for found, place in zip(kept, places.tolist(), strict=True) if place == index]
     own, cached, keys = _looked_up(own, cache)
     shard = VisualShard(
         parts=tuple(part for part, _ in own),
@@ -153,7 +160,7 @@ def begin_visual_shard(
         keys=keys,
         pixels=None,
         kinds=tuple("video" if is_video else "image" for is_video in kinds.tolist()),
-        route=route(np.repeat(encoders, sizes), needed, ranks=ranks, index=index),
+        route=route(np.repeat(places, sizes), needed, ranks=ranks, index=index),
     )
     begun = [(row, begin_reading([part for part, _ in of_row])) for row, of_row in groupby(own, key=lambda one: one[1])]
     return partial(_with_pixels, shard, begun, [row for _, row in own])

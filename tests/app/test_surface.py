@@ -48,7 +48,7 @@ SURFACE = {
     "plan": """
         MANIFEST --profile --model --cluster --ranks --ranks-per-node --tokens-per-rank --sync --headroom
         --tensor-parallel --pipeline-parallel --virtual-stages --padded-rings --no-padded-rings --global-batch-tokens --encoder-balance
-        --embeddings-cached --zero --shard-ranks --reduce
+        --encoder-ranks --embeddings-cached --zero --shard-ranks --reduce
         --precision --recompute --loss --offload --freeze-vision --lora --freeze --global-batch-size --steps --epochs --seed
         --shuffle --no-shuffle --max-length --overlong --last-batch --length-column --output -o --solver --resume
         --continue-from --max-degree --max-groups --max-peers --robust --workers --json
@@ -78,7 +78,7 @@ SURFACE = {
     "compare": """
         MANIFEST --profile --model --cluster --ranks --ranks-per-node --tokens-per-rank --sync --headroom
         --tensor-parallel --pipeline-parallel --virtual-stages --padded-rings --no-padded-rings --global-batch-tokens --encoder-balance
-        --embeddings-cached --zero --shard-ranks --reduce
+        --encoder-ranks --embeddings-cached --zero --shard-ranks --reduce
         --precision --recompute --loss --offload --freeze-vision --lora --freeze --global-batch-size --steps --epochs --seed
         --shuffle --no-shuffle --max-length --overlong --last-batch --length-column --solvers --stress --milp-seconds --json
         --device-hour-price

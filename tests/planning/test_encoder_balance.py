@@ -10,12 +10,14 @@ from fcp_cli.console import Origins
 from fcp_cli.cost.profile import CostProfile, dump_cost_profile
 from fcp_cli.errors import UsageError
 from fcp_cli.manifest.table import LengthTable
-from fcp_cli.plan.check import check_plan
+from fcp_cli.plan.check import check_plan, check_step
+from fcp_cli.plan.pricing import EncoderShares, beside_language
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.writer import plan_writer
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.encoder_balance import balanced_encoder, with_cached_embeddings
-from fcp_cli.planning.problem import Problem
+from fcp_cli.planning.comparison import colocated, encoder_placements
+from fcp_cli.planning.encoder_balance import balanced_encoder, with_cached_embeddings, with_encoder_ranks
+from fcp_cli.planning.problem import Problem, problem_of
 from fcp_cli.planning.run import make_plan
 from fcp_cli.planning.settings import PlanInputs
 from fcp_cli.recipe import Recipe
@@ -82,6 +84,84 @@ def test_a_trained_encoder_is_not_cached() -> None:
         with_cached_embeddings(trained, 10)
     frozen = replace(trained, recipe=Recipe(freeze_vision=True))
     assert with_cached_embeddings(frozen, 10).cached_from_step == 10
+
+
+def test_ranks_that_only_encode_hold_no_sequences(tmp_path: Path) -> None:
+    table, plan = with_pictures(), tmp_path / "plan.parquet"
+    batches = GlobalBatches(table, problem_over(None), replace(SETTINGS, global_batch_size=200))
+    problem = with_encoder_ranks(batches, "4", Origins())
+    assert (problem.num_ranks, problem.encoder_ranks, problem.all_ranks) == (12, 4, 16)
+    make_plan(plan, PlanInputs(table=table, problem=problem, settings=batches.settings), solver_name="static")
+    metadata = PlanReader(plan).metadata
+    assert (metadata.num_ranks, metadata.encoder_ranks) == (16, 4)
+    assert problem_of(metadata, name="plan") == problem
+    assert list(check_plan(plan, manifest=table)) == []
+    step = next(iter(PlanReader(plan).steps()))
+    assert len(np.unique(step.wave)) > 1
+    assert all(row.is_idle for row in step.microbatches() if row.ranks[0] >= 12)
+    found = [str(one) for one in check_step(step, replace(metadata, encoder_ranks=5), problem.profile, None)]
+    assert any(message.endswith("rank 11 only encodes, but has sequences") for message in found), found
+
+
+@pytest.mark.parametrize("forward_share", [1.0, 1 / 3])
+def test_others_wait_for_ranks_that_encode_as_two_machines_that_meet(forward_share: float) -> None:
+    draw = np.random.default_rng(0)
+    for _ in range(50):
+        waves = int(draw.integers(1, 6))
+        encoder = 3 * draw.integers(0, 30, waves).astype(np.float64)
+        language = draw.integers(1, 60, waves).astype(np.float64)
+        shares = EncoderShares(1, runs_ahead=True, forward_share=forward_share)
+        found = beside_language(shares, encoder, language, np.arange(waves, dtype=np.int32)) + language
+        assert found.sum() == pytest.approx(two_machines(encoder.tolist(), language.tolist(), forward_share))
+
+
+def two_machines(encoder: list[float], language: list[float], forward_share: float) -> float:
+    """When both have run their lists: seconds to compute, and names at which they meet."""
+    forward, backward = forward_share, 1 - forward_share
+    waves = range(len(encoder))
+    encodes: list[float | str] = [forward * encoder[0]]
+    for w in waves:
+        encodes += [f"embeddings {w}", *(forward * encoder[w + 1] for _ in waves[w + 1 : w + 2])]
+        encodes += [*(backward * encoder[w - 1] for _ in waves[:w][-1:]), f"gradients {w}"]
+    encodes.append(backward * encoder[-1])
+    speaks: list[float | str] = [one for w in waves for one in (f"embeddings {w}", language[w], f"gradients {w}")]
+    clocks = [0.0, 0.0]
+    lists = [list(reversed(encodes)), list(reversed(speaks))]
+    while any(lists):
+        for machine, todo in enumerate(lists):
+            while todo and not isinstance(todo[-1], str):
+                clocks[machine] += float(todo.pop())
+        if lists[0] and lists[1]:
+            assert lists[0].pop() == lists[1].pop()
+            clocks = [max(clocks)] * 2
+    return max(clocks)
+
+
+def test_encoder_ranks_are_refused_where_they_cannot_run_ahead_and_auto_counts_them() -> None:
+    batches = GlobalBatches(with_pictures(), problem_over(None), SETTINGS)
+    for wanted in ("0", "16", "-1", "few"):
+        with pytest.raises(UsageError, match="it must be auto, or 1 to 15 of 16 ranks"):
+            with_encoder_ranks(batches, wanted, Origins())
+    iteration = GlobalBatches(with_pictures(), replace(problem_over(None), sync="iteration"), SETTINGS)
+    with pytest.raises(UsageError, match=r"sends embeddings wave by wave; add --sync microbatch, or leave it out"):
+        with_encoder_ranks(iteration, "2", Origins())
+    sharded = GlobalBatches(with_pictures(), replace(problem_over(None), recipe=Recipe(zero_stage=3)), SETTINGS)
+    with pytest.raises(UsageError, match=r"FSDP2 \(--zero 3\) keeps in step; add --zero 1, or leave it out"):
+        with_encoder_ranks(sharded, "2", Origins())
+    origins = Origins()
+    problem = with_encoder_ranks(batches, "auto", origins)
+    assert problem.encoder_ranks is not None and 1 <= problem.encoder_ranks < 12
+    assert origins.assumed["--encoder-ranks"].startswith(f"{problem.encoder_ranks} (the first step takes ")
+
+
+def test_placements_of_the_encoder_are_compared() -> None:
+    batches = GlobalBatches(with_pictures(), problem_over(None), replace(SETTINGS, step_limit=1))
+    problem = with_encoder_ranks(batches, "3", Origins())
+    found = list(encoder_placements(batches.table, problem, batches.settings))
+    assert [one.name for one in found] == ["fcp over the wave", "fcp, 3 encode"]
+    assert all(list(one.outcomes) == ["microbatch"] for one in found)
+    assert list(encoder_placements(batches.table, problem_over(None), batches.settings)) == []
+    assert colocated(problem) == problem_over(None)
 
 
 def test_a_plan_over_waves_without_waves_is_found(tmp_path: Path) -> None:

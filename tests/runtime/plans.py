@@ -35,6 +35,7 @@ def write_plan(
     rows: int = 1 << 20,
     encoder_balance: EncoderBalance | None = None,
     pipeline: Pipeline | None = None,
+    encoder_ranks: int | None = None,
 ) -> Path:
     """Write a plan whose sequences are numbered in order of appearance, of a manifest of so many rows."""
     sequences = 0
@@ -44,6 +45,7 @@ def write_plan(
         pipeline_parallel=pipeline_parallel,
         encoder_balance=encoder_balance,
         pipeline=pipeline,
+        encoder_ranks=encoder_ranks,
     )
     with plan_writer(path, metadata) as writer:
         for number, step in enumerate(steps):

@@ -22,7 +22,7 @@ from tests.runtime.plans import Row, write_plan
 pytest.importorskip("transformers")
 
 from tests.runtime.vision_models import FAMILIES, Family, VisionCase, alone, build, fetch, rows, unmodified
-from tests.runtime.workers.vision_worker import CASES, ITERATION, SHARED_WAVES, WAVES
+from tests.runtime.workers.vision_worker import APART, CASES, ITERATION, SHARED_WAVES, WAVES
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
 
@@ -49,6 +49,18 @@ def waves(family: Family) -> list[list[Row]]:
         make(([0, 1, 2, 3], [4, 0, 1, 2, 3, 4]), first=9, wave=0),
         [*make(([1, 2, 3], [0]), first=15, wave=0), Row([0], wave=0)],
     ]
+
+
+def apart(family: Family) -> list[list[Row]]:
+    """Three ranks hold sequences, the last one none: a wave of text, waves with pictures on some ranks or all."""
+    make = partial(rows, family=family)
+    one = [
+        [*make(([0, 2], [0, 1, 2]), ([1], [3, 4]), wave=0), Row([3], wave=0)],
+        [*make(([0, 1, 2], [0]), first=5, wave=1), Row([3], wave=1)],
+        [*make(([0], [1]), ([1, 2], [2, 3, 4]), first=6, wave=2), Row([3], wave=2)],
+    ]
+    another = [[*make(([0, 1, 2], [0, 1, 2, 3, 4]), first=11 - 1, wave=0), Row([3], wave=0)]]
+    return [[row for wave in step for row in wave] for step in (one, another)]
 
 
 def assert_agrees(found: Replayed, expected: Replayed) -> None:
@@ -84,10 +96,19 @@ def test_threads_compute_the_gradients_of_one_process_in_an_order_that_cannot_de
     check_order({rank: record.operations for rank, (_, record) in enumerate(ranks)})
 
 
-def test_threads_that_share_the_encoder_over_a_wave_compute_the_gradients_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("encoder_ranks", [None, 1])
+def test_threads_that_share_the_encoder_over_a_wave_compute_the_gradients_of_one_process(
+    encoder_ranks: int | None, tmp_path: Path
+) -> None:
     case = VisionCase()
-    path = tmp_path / "plan.parquet"
-    plan = write_plan(path, waves(case.family), num_ranks=NUM_RANKS, sync="microbatch", encoder_balance="wave")
+    plan = write_plan(
+        tmp_path / "plan.parquet",
+        apart(case.family) if encoder_ranks else waves(case.family),
+        num_ranks=NUM_RANKS,
+        sync="microbatch",
+        encoder_balance="wave",
+        encoder_ranks=encoder_ranks,
+    )
     built = [build(case) for _ in range(NUM_RANKS)]
 
     def run(meeting: Meeting, rank: int) -> tuple[Replayed, RecordingTransport]:
@@ -149,6 +170,14 @@ def write_plans(folder: Path) -> None:
     for family in FAMILIES:
         write_plan(folder / f"{family}-{ITERATION}", steps(family), num_ranks=NUM_RANKS)
         write_plan(folder / f"{family}-{WAVES}", waves(family), num_ranks=NUM_RANKS, sync="microbatch")
+        write_plan(
+            folder / f"{family}-{APART}",
+            apart(family),
+            num_ranks=NUM_RANKS,
+            sync="microbatch",
+            encoder_balance="wave",
+            encoder_ranks=1,
+        )
         write_plan(
             folder / f"{family}-{SHARED_WAVES}",
             waves(family),

@@ -51,6 +51,8 @@ def engine_sync(engine: Any, world: World, sync: Sync, reduce: Reduce) -> Engine
 class EngineSync(GradientSync):
     """A DeepSpeed engine, whose gradients are reduced once a step, after all backwards, or in every wave."""
 
+    lets_ranks_run_apart = False
+
     def __init__(self, engine: Any, *, reduces_waves: bool) -> None:
         self._engine = engine
         self._reduces_waves = reduces_waves

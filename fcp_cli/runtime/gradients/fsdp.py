@@ -52,6 +52,8 @@ class _FsdpSync(GradientSync):
     divisor is read anew for each micro-batch.
     """
 
+    lets_ranks_run_apart = False
+
     def __init__(self, model: nn.Module, world: World) -> None:
         self._model: Any = model
         self._world = world

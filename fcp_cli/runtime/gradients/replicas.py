@@ -82,6 +82,8 @@ class DdpSync(PlainSync):
     of our calls, and may be left at any point.
     """
 
+    lets_ranks_run_apart = False
+
     def __init__(self, model: DistributedDataParallel, world: World) -> None:
         _check_reduces_plainly(model)
         super().__init__(model.module, world)

@@ -39,6 +39,7 @@ from fcp_cli.runtime.integrations.transformers_probe import probe
 from fcp_cli.runtime.outside import switch_outside
 from fcp_cli.runtime.recompute import recomputed
 from fcp_cli.runtime.ring import Ring, attention, current_ring
+from fcp_cli.runtime.visuals import VisualShard
 from fcp_cli.vision.families import FAMILIES
 
 NAME = "fcp"
@@ -216,14 +217,21 @@ def _bring_embeddings(
     # A frozen tower and projector need no graph, which would keep their activations until the backward.
     parts = [part for name, part in module.named_children() if name != "language_model"]
     is_trained = any(parameter.requires_grad for part in parts for parameter in part.parameters())
-    with torch.set_grad_enabled(torch.is_grad_enabled() and is_trained):
-        embeddings = family.encode(module, visuals.parts if visuals else (), visuals.pixels if visuals else None)
+    has_graph = torch.is_grad_enabled() and is_trained
+
+    def encode(shown: VisualShard | None) -> Tensor:
+        with torch.set_grad_enabled(has_graph):
+            embeddings = family.encode(module, shown.parts if shown else (), shown.pixels if shown else None)
+        return embeddings if shown is None else shown.embeddings(embeddings, ring.embedding_cache)
+
     ring.encoder_calls += 1
-    if visuals is None:
-        return args, {**kwargs, "mm_encoder_outputs": family.encoder_outputs(embeddings[:0], ())}
-    embeddings = visuals.embeddings(embeddings, ring.embedding_cache)
-    arrived = exchange(embeddings, visuals.route, ring.transport)
-    return args, {**kwargs, "mm_encoder_outputs": family.encoder_outputs(arrived, visuals.kinds)}
+    if ring.encoder_ahead is not None:
+        arrived = ring.encoder_ahead.bring(encode, ring.transport)
+    elif visuals is None:
+        arrived = encode(None)[:0]
+    else:
+        arrived = exchange(encode(visuals), visuals.route, ring.transport)
+    return args, {**kwargs, "mm_encoder_outputs": family.encoder_outputs(arrived, visuals.kinds if visuals else ())}
 
 
 def _attention_forward(

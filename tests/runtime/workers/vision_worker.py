@@ -22,6 +22,7 @@ from tests.runtime.vision_models import VisionCase, build, fetch
 from tests.runtime.workers.leave import leave_job
 
 WAVES, ITERATION = "waves.parquet", "iteration.parquet"
+APART = "apart.parquet"  # the last rank only encodes
 SHARED_WAVES = "shared-waves.parquet"  # all ranks of a wave share the encoder's work
 
 CASES: Mapping[str, tuple[str, VisionCase]] = {
@@ -40,6 +41,9 @@ CASES: Mapping[str, tuple[str, VisionCase]] = {
         SHARED_WAVES,
         VisionCase(family="internvl", wrapping="fsdp", recompute="non-reentrant"),
     ),
+    "encoder rank": (APART, VisionCase(recompute="non-reentrant")),
+    "encoder rank frozen": (APART, VisionCase(frozen=True)),
+    "encoder rank internvl": (APART, VisionCase(family="internvl")),
     "fsdp recomputed": (WAVES, VisionCase(wrapping="fsdp", recompute="non-reentrant")),
     "fsdp frozen": (WAVES, VisionCase(wrapping="fsdp", frozen=True)),
     "qwen2_5_vl": (ITERATION, VisionCase(family="qwen2_5_vl", labelled=True)),
