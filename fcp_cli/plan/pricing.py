@@ -12,7 +12,6 @@ from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.cost.model import Work, encoder_seconds, group_seconds, sequence_work, vision_seconds
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.manifest.table import LengthTable
-from fcp_cli.plan.metadata import EncoderBalance
 from fcp_cli.plan.padding import padded_tokens, padded_work
 from fcp_cli.plan.step import StepPlan, sizes_of
 from fcp_cli.recipe import Recipe
@@ -36,7 +35,7 @@ class Sharing(Protocol):
     """What says who encodes: a plan's metadata and a planning problem."""
 
     @property
-    def encoder_balance(self) -> EncoderBalance | None: ...
+    def encoder_balance(self) -> str | None: ...
     @property
     def num_ranks(self) -> int: ...
     @property
