@@ -130,7 +130,7 @@ def encoder_placements(table: LengthTable, problem: Problem, settings: BatchSett
         placements[f"fcp, {problem.encoder_ranks} encode"] = problem
     for name, placed in placements.items():
         batches = GlobalBatches(table, placed, settings)
-        yield Contender(name=name, outcomes=_run("fcp", batches, ["microbatch"], 1.0, None))
+        yield Contender(name=name, outcomes=_run("fcp", batches, ["microbatch"], 1.0, False, None))
 
 
 def _run(
