@@ -94,7 +94,7 @@ class FileTokenizer:
 
     def count_inside(self, text: str) -> int:
         """Count the tokens of a piece inside a longer text: the post-processor's special tokens are left out."""
-        return len(self._tokenizer.encode(text, add_special_tokens=False))
+        return len(self._tokenizer.encode(_text(utf8(text)), add_special_tokens=False))
 
 
 def open_tokenizer(name: str) -> Tokenizer:

@@ -23,6 +23,7 @@ from fcp_cli.manifest.sources.jsonl import json_lines, json_record, size_of
 from fcp_cli.manifest.sources.shards import open_shard, python_rows
 from fcp_cli.reading.documents import read_records
 from fcp_cli.reading.tar import tar_content, tar_files
+from fcp_cli.validation import shown
 
 TABLE_SUFFIXES: Final = (".csv", ".tsv", ".parquet", ".pq", ".arrow", ".feather")
 TEXT_COLUMNS: Final = ("text_tokens", "conversations", "caption", "text")
@@ -147,19 +148,22 @@ def _with_sizes(record: dict[str, Any], folder: Path, place: str) -> dict[str, A
     """Add the sizes of the pictures that a record names, from its own fields or else from their headers."""
     if "video" in record and record.get("width") is not None:
         return _from_metadata(record, place)
-    names = _names(record, "image")
+    names = _names(record, "image", place)
     if len(names) == 1 and record.get("width") is not None:
         return _from_metadata(record, place)
     images = [image_size(folder / name, f"{place}: {name}") for name in names]
-    videos = [video_size(folder / name, f"{place}: {name}") for name in _names(record, "video")]
+    videos = [video_size(folder / name, f"{place}: {name}") for name in _names(record, "video", place)]
     texts = {name: record[name] for name in ("id", *TEXT_COLUMNS) if name in record}
     return texts | {"images": images, "videos": videos}
 
 
-def _names(record: dict[str, Any], kind: str) -> list[str]:
+def _names(record: dict[str, Any], kind: str, place: str) -> list[str]:
     """Return a list of one path or several."""
-    named = record.get(kind, [])
-    return [named] if isinstance(named, str) else named
+    named = record.get(kind) or []
+    names = [named] if isinstance(named, str) else named
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ManifestError(f"{place}: {kind!r} is {shown(named)}; it must be a path or a list of paths")
+    return names
 
 
 def _tar(path: Path) -> Iterator[Found]:
