@@ -10,28 +10,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
-from fcp_cli.arrays import IntArray
 from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import GlobalBatches, spread_steps
-from fcp_cli.planning.compiled.core import Sequences
-from fcp_cli.planning.compiled.one_degree import even_count, even_packs, full_packs, longest_first, share_out
+from fcp_cli.planning.compiled.core import Machine, Sequences
+from fcp_cli.planning.compiled.one_degree import FULL, Packs, longest_first, packed, share_out
 from fcp_cli.planning.kernel_inputs import in_batch_order, machine_of
 from fcp_cli.planning.packing import members_by_pack
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 from fcp_cli.planning.work import work_on
 
-Packing = Literal["full", "even"]
+Packing = Literal["full", "even", "level"]
+PACKINGS: Final[tuple[Packing, ...]] = ("full", "even", "level")  # as `one_degree` numbers them
 _TUNING_STEPS = 32  # evenly spaced steps on which degree and packing are tuned
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StaticSolver:
-    """Plans every step with one degree. `packing`: `full` fills packs up, `even` spreads tokens over like packs."""
+    """Plans every step with one degree.
+
+    `packing`: `full` fills packs up, `even` spreads tokens over like packs, `level` spreads work over the groups first.
+    """
 
     problem: Problem
     degree: int
@@ -46,14 +49,16 @@ class StaticSolver:
         """Pack, sort the packs by cost, share them out over the groups."""
         sequences = in_batch_order(work_on(batch.work, self.degree, self.problem))
         machine = machine_of(self.problem)
-        pack_of, packs = self._pack(sequences)
         waves = self.problem.sync == "microbatch"
-        _seconds, by, group = share_out(self.degree, waves, pack_of, packs, sequences, machine)
-        offsets, members = members_by_pack(pack_of, packs)
-        wave = np.arange(packs) // self.num_groups if waves else np.full(packs, -1)
+        packs = self._pack(sequences, machine, waves)
+        _seconds, by, group, turn = share_out(self.degree, waves, packs, sequences, machine)
+        offsets, members = members_by_pack(packs.of, packs.number)
+        if waves:  # which are shared out by falling time
+            ascending = np.argsort(turn, kind="stable")
+            by, group, turn = by[ascending], group[ascending], turn[ascending]
         return Assignment(
-            wave=wave.astype(np.int32),
-            rank_offsets=np.arange(packs + 1, dtype=np.int64) * self.degree,
+            wave=(turn if waves else np.full(packs.number, -1)).astype(np.int32),
+            rank_offsets=np.arange(packs.number + 1, dtype=np.int64) * self.degree,
             ranks=(group[:, None] * self.degree + np.arange(self.degree)).ravel().astype(np.int32),
             member_offsets=offsets_of(np.diff(offsets)[by]),
             members=np.concatenate([members[offsets[pack] : offsets[pack + 1]] for pack in by.tolist()]),
@@ -63,14 +68,12 @@ class StaticSolver:
     def num_groups(self) -> int:
         return self.problem.num_ranks // self.degree
 
-    def _pack(self, sequences: Sequences) -> tuple[IntArray, int]:
-        pack_tokens, by_tokens = self.degree * self.problem.tokens_per_rank, longest_first(sequences)
-        pack_of, packs = full_packs(pack_tokens, by_tokens, sequences)
-        if self.packing == "even":
-            even_of, even = even_packs(even_count(packs, self.num_groups), pack_tokens, by_tokens, sequences)
-            if even:
-                return even_of, even
-        return pack_of, packs
+    def _pack(self, sequences: Sequences, machine: Machine, waves: bool) -> Packs:
+        by_tokens = longest_first(sequences)
+        packs = packed(PACKINGS.index(self.packing), self.degree, waves, by_tokens, sequences, machine)
+        if packs.number:
+            return packs  # type: ignore[no-any-return]
+        return packed(FULL, self.degree, waves, by_tokens, sequences, machine)  # type: ignore[no-any-return]
 
 
 def make_solver(batches: GlobalBatches) -> StaticSolver:

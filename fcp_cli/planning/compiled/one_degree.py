@@ -5,11 +5,11 @@ No array overflows: there are at most as many packs as sequences, and every grou
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fcp_cli.arrays import IntArray
+from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.planning.compiled.compiling import inlined, kernel
 from fcp_cli.planning.compiled.core import (
     NONE,
@@ -24,7 +24,18 @@ from fcp_cli.planning.compiled.core import (
     total_of,
 )
 
+FULL, EVEN, LEVEL = 0, 1, 2  # how sequences become packs
+_EXCHANGES = 300_000  # pairs of sequences compared for one degree
+_LEVEL_ENOUGH = 1e-4  # relative; groups as busy as that are not evened out further
 _MARGIN = 1e-9  # relative; by so much a bound may be rounded up
+
+
+class Packs(NamedTuple):
+    """Sequences in packs: [sequences] the pack of each, how many there are, and [packs] their groups, or none yet."""
+
+    of: IntArray
+    number: int
+    group_of: IntArray
 
 
 @kernel
@@ -91,46 +102,146 @@ def _padded_for_all(degree: int, sequences: Sequences, machine: Machine) -> Any:
 
 
 @kernel
-def share_out(degree: int, waves: bool, pack_of: IntArray, packs: int, sequences: Sequences, machine: Machine) -> Any:
+def share_out(degree: int, waves: bool, packs: Packs, sequences: Sequences, machine: Machine) -> Any:
     """Give the packs to the groups, longest first: under waves in turns, else each to the group that is free first.
 
-    Group g has the ranks from g * degree on; the sequences are padded for that degree.
+    Group g has the ranks from g * degree on; the sequences are padded for that degree. Packs that have a group keep it.
 
     Returns:
-        Predicted seconds of the step, [packs] packs in that order, and [packs] the group of each of them.
+        Predicted seconds of the step, [packs] packs in that order, and [packs] group and turn of each of them.
     """
-    attention, linear, tokens = np.zeros(packs), np.zeros(packs), np.zeros(packs, dtype=np.int64)
-    for i in range(len(pack_of)):
-        attention[pack_of[i]] += sequences.attention[i]
-        linear[pack_of[i]] += sequences.linear[i]
-        tokens[pack_of[i]] += sequences.tokens[i]
+    count = packs.number
+    attention, linear, tokens = np.zeros(count), np.zeros(count), np.zeros(count, dtype=np.int64)
+    for i in range(len(packs.of)):
+        attention[packs.of[i]] += sequences.attention[i]
+        linear[packs.of[i]] += sequences.linear[i]
+        tokens[packs.of[i]] += sequences.tokens[i]
     # Groups of a degree that does not divide a node lie partly across two: packs are ranked as if all did.
     crosses = machine.ranks_per_node % degree != 0
-    seconds = np.empty(packs)
-    for p in range(packs):
+    seconds = np.empty(count)
+    for p in range(count):
         seconds[p] = pack_seconds(attention[p], linear[p], tokens[p], degree, crosses, machine)
-    by, group_of = np.argsort(-seconds, kind="mergesort"), np.empty(packs, dtype=np.int64)
+    by = np.argsort(-seconds, kind="mergesort")
+    group_of, turn_of = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
     groups = machine.num_ranks // degree
-    ends, expected = np.zeros(groups), make_tree(groups)
+    ends, turns, expected = np.zeros(groups), np.zeros(groups, dtype=np.int64), make_tree(groups)
     for group in range(groups):
         set_room(expected, group, 0.0, 0)
-    done, longest = 0.0, 0.0
-    for k in range(packs):
+    longest = np.full(count, machine.floor)  # by turn
+    for k in range(count):
         p = by[k]
         group = k % groups if waves else roomiest(expected)
-        group_of[k] = group
+        if len(packs.group_of):
+            group = packs.group_of[p]
+        group_of[k], turn_of[k] = group, turns[group]
+        turns[group] += 1
         first = group * degree
         crosses = first // machine.ranks_per_node != (first + degree - 1) // machine.ranks_per_node
         taken = pack_seconds(attention[p], linear[p], tokens[p], degree, crosses, machine)
+        longest[turn_of[k]] = max(longest[turn_of[k]], taken)
+        ends[group] += taken
+        set_room(expected, group, expected.seconds[(len(expected.seconds) >> 1) + group] - seconds[p], 0)
+    return (total_of(longest[: turns.max()]) if waves else ends.max()), by, group_of, turn_of
+
+
+@kernel
+def level_packs(degree: int, waves: bool, group_tokens: int, sequences: Sequences, machine: Machine) -> Any:
+    """Spread the sequences over the groups by work, then each group's over as few packs as its tokens need.
+
+    As verl balances (`published.karmarkar_karp`), but greedily: most work first, to whom has the least. Under waves all
+    groups have equally many packs, each of like work.
+
+    Returns:
+        The packs, with their groups.
+    """
+    groups = machine.num_ranks // degree
+    by_work = np.argsort(-sequences.work, kind="mergesort")
+    group_of, load = np.empty(len(by_work), dtype=np.int64), np.zeros(groups)
+    room = make_tree(groups)
+    for group in range(groups):
+        set_room(room, group, 0.0, 0)
+    for i in by_work:
+        group = roomiest(room)
+        group_of[i] = group
+        load[group] += sequences.work[i]
+        set_room(room, group, -load[group], 0)
+    _exchange(load, group_of, sequences)
+    held = np.zeros(groups, dtype=np.int64)
+    for i in by_work:
+        held[group_of[i]] += sequences.tokens[i]
+    counts = -(-held // group_tokens)
+    pack_of = np.empty(len(by_work), dtype=np.int64)
+    while True:
         if waves:
-            if group == 0:
-                done += longest
-                longest = machine.floor
-            longest = max(longest, taken)
-        else:
-            ends[group] += taken
-            set_room(expected, group, expected.seconds[(len(expected.seconds) >> 1) + group] - seconds[p], 0)
-    return (done + longest if waves else ends.max()), by, group_of
+            counts[:] = counts.max()
+        failed = _pack_level(group_tokens, by_work, group_of, counts, pack_of, sequences)
+        if failed == NONE:
+            break
+        counts[failed] += 1
+    # Groups may have packs that nothing went to.
+    number, group_of_pack, used = np.full(counts.sum(), NONE), np.repeat(np.arange(groups), counts), 0
+    for i in range(len(pack_of)):
+        if number[pack_of[i]] == NONE:
+            group_of_pack[used], number[pack_of[i]] = group_of[i], used
+            used += 1
+        pack_of[i] = number[pack_of[i]]
+    return Packs(pack_of, used, group_of_pack[:used])
+
+
+@kernel
+def _exchange(load: FloatArray, group_of: IntArray, sequences: Sequences) -> None:
+    """Give sequences of the busiest group away, or exchange them for lighter ones, while that makes it less busy."""
+    mean, left = load.sum() / len(load), _EXCHANGES
+    while left > 0:
+        busiest, idlest = int(np.argmax(load)), int(np.argmin(load))
+        best, giver, taker, other = load[busiest], NONE, NONE, NONE
+        if best <= mean * (1.0 + _LEVEL_ENOUGH):
+            return
+        for i in range(len(group_of)):
+            if group_of[i] != busiest:
+                continue
+            left -= len(group_of)
+            work = sequences.work[i]
+            if max(load[busiest] - work, load[idlest] + work) < best:
+                best, giver, taker, other = max(load[busiest] - work, load[idlest] + work), i, NONE, idlest
+            for j in range(len(group_of)):
+                if group_of[j] == busiest or sequences.work[j] >= work:
+                    continue
+                moved = work - sequences.work[j]
+                after = max(load[busiest] - moved, load[group_of[j]] + moved)
+                if after < best:
+                    best, giver, taker, other = after, i, j, group_of[j]
+        if giver == NONE:
+            return
+        moved = sequences.work[giver]
+        if taker != NONE:
+            moved -= sequences.work[taker]
+            group_of[taker] = busiest
+        group_of[giver] = other
+        load[busiest] -= moved
+        load[other] += moved
+
+
+@kernel
+def _pack_level(
+    group_tokens: int, by_work: IntArray, group_of: IntArray, counts: IntArray, pack_of: IntArray, sequences: Sequences
+) -> int:
+    """Give each sequence the pack of its group with the least work among those with room; return a group without."""
+    first = np.zeros(len(counts) + 1, dtype=np.int64)
+    first[1:] = np.cumsum(counts)
+    work, tokens = np.zeros(first[-1]), np.zeros(first[-1], dtype=np.int64)
+    for i in by_work:
+        best = NONE
+        for pack in range(first[group_of[i]], first[group_of[i] + 1]):
+            has_room = tokens[pack] + sequences.tokens[i] <= group_tokens
+            if has_room and (best == NONE or work[pack] < work[best]):
+                best = pack
+        if best == NONE:
+            return int(group_of[i])
+        pack_of[i] = best
+        work[best] += sequences.work[i]
+        tokens[best] += sequences.tokens[i]
+    return NONE
 
 
 @inlined
@@ -152,11 +263,11 @@ def _alone(i: int, degree: int, sequences: Sequences, machine: Machine) -> float
 
 @kernel
 def quickest(seconds: float, degrees: IntArray, waves: bool, sequences: Sequences, machine: Machine) -> Any:
-    """Return the degree that takes fewer than these seconds and fewest of all: seconds, degree, whether packs are even.
+    """Return the degree that takes fewer than these seconds and fewest of all: seconds, degree, how it is packed.
 
     Degree 0: none does. A degree is left out unseen where its work, or its longest sequence, takes as long.
     """
-    best_degree, best_even = 0, False
+    best_degree, best_packing = 0, FULL
     by_tokens = longest_first(sequences)
     attention, linear, tokens = total_of(sequences.attention), total_of(sequences.linear), sequences.tokens.sum()
     for degree in degrees:
@@ -172,14 +283,24 @@ def quickest(seconds: float, degrees: IntArray, waves: bool, sequences: Sequence
         if machine.padding:
             padded = _padded_for_all(degree, sequences, machine)
             longest = longest_first(padded)
-        pack_of, packs = full_packs(group_tokens, longest, padded)
-        groups = machine.num_ranks // degree
-        for even in (False, True):
-            if even:
-                pack_of, packs = even_packs(even_count(packs, groups), group_tokens, longest, padded)
-            if packs == 0:
+        for packing in (FULL, EVEN, LEVEL):
+            packs = packed(packing, degree, waves, longest, padded, machine)
+            if packs.number == 0:
                 continue
-            found, _by, _group_of = share_out(degree, waves, pack_of, packs, padded, machine)
+            found, _by, _group_of, _turn_of = share_out(degree, waves, packs, padded, machine)
             if found < seconds:
-                seconds, best_degree, best_even = found, degree, even
-    return seconds, best_degree, best_even
+                seconds, best_degree, best_packing = found, degree, packing
+    return seconds, best_degree, best_packing
+
+
+@kernel
+def packed(packing: int, degree: int, waves: bool, by_tokens: IntArray, sequences: Sequences, machine: Machine) -> Any:
+    """Pack sequences, padded for this degree, in one of three ways: FULL, EVEN or LEVEL; 0 packs if one overflows."""
+    group_tokens = degree * machine.tokens_per_rank
+    if packing == LEVEL:
+        return level_packs(degree, waves, group_tokens, sequences, machine)
+    pack_of, count = full_packs(group_tokens, by_tokens, sequences)
+    if packing == EVEN:
+        count = even_count(count, machine.num_ranks // degree)
+        pack_of, count = even_packs(count, group_tokens, by_tokens, sequences)
+    return Packs(pack_of, count, np.empty(0, dtype=np.int64))

@@ -25,16 +25,16 @@ from fcp_cli.planning.compiled.sand import CLOSED
 from fcp_cli.planning.fcp.catalogue import Trial, choose_groups
 from fcp_cli.planning.fcp.peer_limit import placement_for
 from fcp_cli.planning.fcp.pipelines import blocks_of, like_lengths, plain_problems, quickest_of, wave_orders
+from fcp_cli.planning.fcp.tiny import assign_tiny, is_tiny
 from fcp_cli.planning.interrupts import interrupts_deferred
 from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, machine_of
 from fcp_cli.planning.problem import Assignment, Batch, Problem
-from fcp_cli.planning.static import StaticSolver, static_degrees
+from fcp_cli.planning.static import PACKINGS, StaticSolver, static_degrees
 
 # Amounts of work, counted so that no result depends on how fast the machine is.
 _TARGETS_PER_WAVE = 24  # candidate targets looked at for each wave
 _FILLS_PER_WAVE = 16  # of which so many are filled
-_PORTFOLIO_RANKS = 128  # up to so many ranks plainer schedules are tried too,
-_CLOSE_ENOUGH = 0.01, 0.03  # where the gap to the proven bound is larger than this: up to 32 ranks, and above
+_CLOSE_ENOUGH = 0.005  # waves are tried for timelines, too, where the gap to the proven bound is larger
 _FLOOR_SHARES = 0.0, 1 / 8, 1 / 4, 1 / 2  # of a wave's floor, by which micro-batches are made dearer in turn
 _CHOOSING_STEPS = 16  # planned again and again to choose groups under a limit
 _PRICED_STEPS = 16  # planned with and without a limit
@@ -236,7 +236,8 @@ class FcpSolver:
             found = self._assign_timelines(batch, order, sequences)
         # The compiled core knows nothing of what closes a step.
         closing = self.problem.profile.step.closing_seconds(self.problem.sync)
-        return self._static(batch, makespan_seconds(found, batch, self.problem) - closing) or found
+        found = self._static(batch, makespan_seconds(found, batch, self.problem) - closing) or found
+        return self._exact(batch, found) if not self.options and is_tiny(batch, self.problem) else found
 
     def _for_pipelines(self, batch: Batch) -> Iterator[Assignment]:
         """Yield steps for pipelines: of micro-batches of like length, and as waves or timelines alone would have it."""
@@ -251,25 +252,30 @@ class FcpSolver:
                 yield found
 
     def _assign_timelines(self, batch: Batch, order: IntArray, sequences: Sequences) -> Assignment:
-        """Plan timelines or, where few ranks leave a wide gap, waves if they are quicker: a valid order, too."""
+        """Plan timelines or, where they leave a wide gap, waves if they are quicker: a valid order, too."""
         found = _assign_timelines(simple_bound_seconds(batch.work, self.problem), order, sequences, self.machine)
-        if self.problem.num_ranks > _PORTFOLIO_RANKS:
-            return found
         seconds = makespan_seconds(found, batch, self.problem)
-        close_enough = _CLOSE_ENOUGH[0 if self.problem.num_ranks <= 32 else 1]
-        if seconds <= lower_bound_seconds(batch.work, self.problem) * (1.0 + close_enough):
+        if seconds <= lower_bound_seconds(batch.work, self.problem) * (1.0 + _CLOSE_ENOUGH):
             return found
         waves = _assign_waves(order, sequences, self.machine)
         waves = replace(waves, wave=np.full_like(waves.wave, -1))
         return waves if makespan_seconds(waves, batch, self.problem) < seconds else found
 
+    def _exact(self, batch: Batch, found: Assignment) -> Assignment:
+        """Return the best step of all, or the one that was found; in rounding, what was found wins."""
+        seconds = makespan_seconds(found, batch, self.problem)
+        if seconds <= lower_bound_seconds(batch.work, self.problem):
+            return found
+        exact = assign_tiny(batch, self.problem, seconds)
+        return exact if exact and makespan_seconds(exact, batch, self.problem) < seconds else found
+
     def _static(self, batch: Batch, seconds: float) -> Assignment | None:
         """Return the best step of one degree if it takes fewer than these seconds; rings keep to the allowed groups."""
         waves = self.problem.sync == "microbatch"
-        _seconds, degree, even = quickest(seconds, self.degrees, waves, in_batch_order(batch.work), self.machine)
+        _seconds, degree, packing = quickest(seconds, self.degrees, waves, in_batch_order(batch.work), self.machine)
         if not degree:
             return None
-        return StaticSolver(problem=self.problem, degree=degree, packing="even" if even else "full").assign(batch)
+        return StaticSolver(problem=self.problem, degree=degree, packing=PACKINGS[packing]).assign(batch)
 
 
 def _assign_waves(order: IntArray, sequences: Sequences, machine: Machine) -> Assignment:

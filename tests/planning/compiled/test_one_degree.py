@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fcp_cli.planning.compiled.core import Sequences
-from fcp_cli.planning.compiled.one_degree import even_count, even_packs, full_packs, longest_first
+from fcp_cli.planning.compiled.one_degree import even_count, even_packs, full_packs, level_packs, longest_first
+from fcp_cli.planning.kernel_inputs import machine_of
 from fcp_cli.planning.packing import first_fit_decreasing, spread_evenly
+from tests.planning.fcp.test_solver import a_problem
 
 
 def of_lengths(lengths: list[int]) -> Sequences:
@@ -48,3 +50,21 @@ def test_even_packs_have_like_tokens_or_are_refused(lengths: list[int], packs: i
 
 def test_every_group_gets_the_same_number_of_even_packs() -> None:
     assert [even_count(packs, 4) for packs in (1, 4, 5)] == [4, 4, 8]
+
+
+@pytest.mark.boundscheck
+@settings(max_examples=50)
+@given(lengths=lists_of_lengths, groups=st.integers(1, 6), waves=st.booleans())
+def test_level_packs_stay_within_budget_and_group_and_leave_no_group_that_could_give_work_away(
+    lengths: list[int], groups: int, waves: bool
+) -> None:
+    degree, budget = 2, 1000
+    sequences = of_lengths(lengths)
+    machine = machine_of(a_problem("iteration", num_ranks=degree * groups, ranks_per_node=degree, budget=budget))
+    packs = level_packs(degree, waves, degree * budget, sequences, machine)
+
+    assert np.bincount(packs.of, weights=sequences.tokens, minlength=packs.number).max() <= degree * budget
+    assert np.bincount(packs.of, minlength=packs.number).min() > 0
+    load = np.bincount(packs.group_of[packs.of], weights=sequences.work, minlength=groups)
+    of_busiest = sequences.work[packs.group_of[packs.of] == load.argmax()]
+    assert load.max() <= load.mean() * 1.0001 or (load.min() + of_busiest >= load.max()).all()

@@ -17,6 +17,7 @@ from fcp_cli.planning.assemble import assemble, makespan_seconds
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.fcp.solver import make_solver
 from fcp_cli.planning.problem import Problem
+from fcp_cli.planning.published import karmarkar_karp
 from fcp_cli.planning.static import static_candidates
 
 _PROFILE = """\
@@ -158,3 +159,27 @@ def test_a_limit_on_rank_sets_leaves_the_static_degrees_that_need_no_others() ->
     batches = one_batch([1000] * 64, a_problem("microbatch"))
     assert make_solver(batches).degrees.tolist() == [1, 2, 4, 8, 16]
     assert make_solver(batches, max_groups=1).degrees.tolist() == [1, 16]
+
+
+@pytest.mark.parametrize("sync", ["iteration", "microbatch"])
+@pytest.mark.parametrize("kind", ["uniform", "pareto", "bimodal", "equal", "just over a budget", "a giant and dust"])
+def test_number_partitioning_is_never_quicker_by_more_than_a_thousandth(kind: str, sync: Sync) -> None:
+    budget, random = 16384, np.random.default_rng(5)
+    lengths = {
+        "uniform": random.integers(100, 4 * budget, 128),
+        "pareto": np.minimum((random.pareto(1.2, 128) + 1) * 800, 12 * budget).astype(np.int64),
+        "bimodal": np.concatenate((random.integers(200, 900, 112), random.integers(30_000, 60_000, 16))),
+        "equal": np.full(128, budget // 2 + 1),
+        "just over a budget": random.integers(budget + 1, budget + 200, 128),
+        "a giant and dust": np.concatenate((random.integers(20, 300, 127), [12 * budget])),
+    }[kind]
+    problem = a_problem(sync, num_ranks=32, ranks_per_node=8, budget=budget, hop="1e-5")
+    batches = one_batch(lengths.tolist(), problem)
+    batch = batches.batch(0)
+
+    ours, theirs = (
+        makespan_seconds(make(batches).assign(batch), batch, problem)
+        for make in (make_solver, karmarkar_karp.make_solver)
+    )
+
+    assert ours <= theirs * 1.001
