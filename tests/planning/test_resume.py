@@ -47,7 +47,7 @@ def make(
 def small_journal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep a journal of every plan, in parts of a few steps."""
     monkeypatch.setattr(run, "_JOURNAL_FROM_STEPS", 1)
-    monkeypatch.setattr(journal, "_ROWS_PER_PART", 100)
+    monkeypatch.setattr(journal, "_ROWS_PER_PART", 50)
 
 
 @pytest.mark.processes

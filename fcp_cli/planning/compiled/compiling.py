@@ -8,7 +8,10 @@ process are for any processor, too; `NUMBA_CPU_NAME=host` has all of them for th
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -97,7 +100,24 @@ class _PackageCache(FunctionCache):
 def _compiled(function: Any, **options: Any) -> Any:
     compiled = njit(nogil=True, **options)(function)
     if hasattr(compiled, "enable_caching"):
-        # A RuntimeError: numba found no folder to write to, as in a container with a read-only file system.
-        with suppress(RuntimeError):
-            compiled._cache = _PackageCache(function)  # as `enable_caching` does with numba's own
+        # An OSError: not even a temporary folder can be made.
+        with suppress(RuntimeError, OSError):
+            compiled._cache = _package_cache(function)  # as `enable_caching` does with numba's own
     return compiled
+
+
+def _package_cache(function: Any) -> _PackageCache:
+    try:
+        return _PackageCache(function)
+    except RuntimeError:
+        # numba found no folder to write to, as in a container with a read-only file system. What the wheel brought is
+        # read all the same; what is compiled is not kept, since other users might write to a folder that all can find.
+        _CONFIG.CACHE_DIR = _folder_of_this_process()
+        return _PackageCache(function)
+
+
+@cache
+def _folder_of_this_process() -> str:
+    folder = tempfile.mkdtemp(prefix="fcp-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder

@@ -34,7 +34,7 @@ from fcp_cli.planning.static import PACKINGS, StaticSolver, static_degrees
 # Amounts of work, counted so that no result depends on how fast the machine is.
 _TARGETS_PER_WAVE = 24  # candidate targets looked at for each wave
 _FILLS_PER_WAVE = 16  # of which so many are filled
-_CLOSE_ENOUGH = 0.005  # waves are tried for timelines, too, where the gap to the proven bound is larger
+_CLOSE_ENOUGH = 0.005  # where the gap to the proven bound is larger, other ways are tried: for timelines, waves
 _FLOOR_SHARES = 0.0, 1 / 8, 1 / 4, 1 / 2  # of a wave's floor, by which micro-batches are made dearer in turn
 _CHOOSING_STEPS = 16  # planned again and again to choose groups under a limit
 _PRICED_STEPS = 16  # planned with and without a limit
@@ -194,17 +194,19 @@ class FcpSolver:
         """Plan one step; see `problem.Solver`."""
         with interrupts_deferred():
             # What waves share of an encoder is the same for every answer, and no part of the kernels' seconds.
-            return self._assign(replace(batch, encoder_seconds=None))
+            batch = replace(batch, encoder_seconds=None)
+            if self.problem.pipeline is not None:
+                return quickest_of(self._for_pipelines(batch), batch, self.problem)
+            found = self._assign(batch)
+            return self._exact(batch, found) if not self.options and is_tiny(batch, self.problem) else found
 
     def _assign(self, batch: Batch) -> Assignment:
-        if self.problem.pipeline is not None:
-            return quickest_of(self._for_pipelines(batch), batch, self.problem)
         found = self._planned_by(batch.work, batch)
         terms = self.problem.profile.step
         if self.problem.sync == "iteration" or not (terms.wave_floor_seconds or terms.lockstep):
             return found
         seconds = makespan_seconds(found, batch, self.problem)
-        enough = lower_bound_seconds(batch.work, self.problem) * (1.0 + _CLOSE_ENOUGH[0])
+        enough = lower_bound_seconds(batch.work, self.problem) * (1.0 + _CLOSE_ENOUGH)
         for machine, work in self._led_otherwise(batch.work):
             if seconds <= enough:
                 break
@@ -236,8 +238,7 @@ class FcpSolver:
             found = self._assign_timelines(batch, order, sequences)
         # The compiled core knows nothing of what closes a step.
         closing = self.problem.profile.step.closing_seconds(self.problem.sync)
-        found = self._static(batch, makespan_seconds(found, batch, self.problem) - closing) or found
-        return self._exact(batch, found) if not self.options and is_tiny(batch, self.problem) else found
+        return self._static(batch, makespan_seconds(found, batch, self.problem) - closing) or found
 
     def _for_pipelines(self, batch: Batch) -> Iterator[Assignment]:
         """Yield steps for pipelines: of micro-batches of like length, and as waves or timelines alone would have it."""
