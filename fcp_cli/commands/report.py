@@ -147,6 +147,7 @@ def _draw_run(
     every = max(1, run.path.stat().st_size // _METRICS_BYTES)
     for step in run.steps(every=every):
         measured.add(step)
+    measured.evaluations = run.evaluations
     warnings = list(run.problems)
     if every > 1:
         warnings.append(f"{run.path} is large: each {every}th measured step is shown")

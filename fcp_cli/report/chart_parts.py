@@ -29,6 +29,7 @@ CONFIG: Spec = {
         "labelFontSize": 11,
         "titleFontSize": 11,
         "titlePadding": 8,
+        "labelSeparation": 5,
         **dict.fromkeys(("labelColor", "titleColor", "domainColor", "tickColor", "gridColor"), "currentColor"),
         "gridOpacity": 0.13,
         "domainOpacity": 0.5,

@@ -37,19 +37,26 @@ _BOUND_NAME = "bound under this cost profile"
 _SERIES = {"planned": PLANNED, _BOUND_NAME: BOUND, "measured": MEASURED}
 
 
-def loss_chart(losses: Columns) -> Spec:
-    """Draw the training loss over the steps."""
-    return chart(
-        "Training loss over the steps",
-        180,
-        data=inline_csv(losses),
-        mark={"type": "line", "strokeWidth": 1.8, "color": MEASURED, "point": len(losses["step"]) < 12},
-        encoding={
-            "x": x_of("step", "step", axis=steps_axis(losses), scale={"nice": False, "zero": False}),
-            "y": y_of("loss", "loss per token", scale={"zero": False}),
-            "tooltip": tooltip(step="step", loss="loss"),
-        },
-    )
+def loss_chart(losses: Columns, held_out: Columns | None) -> Spec:
+    """Draw the training loss over the steps, and that of held-out rows where the run was evaluated."""
+    colours = {"training": MEASURED, "held out": "currentColor"}
+    lines = {"training": losses, **({"held out": held_out} if held_out is not None else {})}
+    scale = {"domain": [*lines], "range": [colours[name] for name in lines]}
+    axis = steps_axis(losses)
+    layers = [
+        {
+            "data": inline_csv(line),
+            "mark": {"type": "line", "strokeWidth": 1.8, "point": len(line["step"]) < 12},
+            "encoding": {
+                "x": x_of("step", "step", axis=axis, scale={"nice": False, "zero": False}),
+                "y": y_of("loss", "loss per token", scale={"zero": False}),
+                "color": {"datum": name, "scale": scale, "title": None, "legend": {} if len(lines) > 1 else None},
+                "tooltip": tooltip(step="step", loss=f"{name} loss"),
+            },
+        }
+        for name, line in lines.items()
+    ]
+    return chart("Loss over the steps", 200, layer=layers)
 
 
 def _line(columns: Columns, field: str, name: str, names: list[str], axis: Spec) -> Spec:
@@ -121,7 +128,7 @@ def _node_rules(shown: RanksShown) -> list[Spec]:
     lines = [{"row": row} for row in shown.node_lines()]
     if not lines:
         return []
-    mark = {"type": "rule", "color": "currentColor", "strokeWidth": 1.2, "opacity": 0.75, "aria": False}
+    mark = {"type": "rule", "color": "currentColor", "strokeWidth": 1, "opacity": 0.45, "aria": False}
     return [{"data": {"values": lines}, "mark": mark, "encoding": {"y": {"field": "row", "type": "quantitative"}}}]
 
 

@@ -52,6 +52,6 @@ def memory_sentence(metadata: PlanMetadata, memory: RankMemory) -> str:
     assert metadata.recipe is not None, "the memory model needs one"
     tokens = metadata.tokens_per_rank
     items = [f"{name} {size / 1e9:.1f}" for name, size in memory.items(tokens).items()]
-    named = ", ".join([*items[:_ITEMS_NAMED], *(["..."] if len(items) > _ITEMS_NAMED else [])])
+    named = ", ".join(items[:_ITEMS_NAMED]) + (" and more" if len(items) > _ITEMS_NAMED else "")
     takes = f"{memory.total_bytes(tokens) / 1e9:.1f} GB under {metadata.recipe.describe()}"
     return f"By the memory model, a rank with the whole token budget takes {takes}: {named}."

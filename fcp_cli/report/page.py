@@ -142,13 +142,14 @@ class Report:
             figures = table(
                 ("", "planned", "measured", "measured / planned"), self._compared(takes_bytes), name="figures"
             )
-        gap = f"{summary.gap:.2%} above {seconds(summary.bound_seconds / summary.steps)}"
         beside = [
-            ("Bound under this cost profile", gap),
+            ("Above the bound under this cost profile", f"{summary.gap:.2%}"),
             ("Groups of degree over 1", f"{meta.distinct_groups:,} distinct"),
         ]
         if summary.peers is not None:
             beside.append(("Ranks that a rank exchanges with", f"{summary.peers.mean:.1f}, most {summary.peers.most}"))
+        if self.run is not None and self.run.warm_up_steps:
+            beside.append(("Left out of both columns", counted(self.run.warm_up_steps, "warm-up step")))
         return f'<div class="numbers">{figures}{facts(beside)}</div>'
 
     def _compared(self, takes_bytes: float | None) -> Iterator[tuple[str, str, str, str]]:

@@ -55,7 +55,7 @@ def charts_of(plan: PlanPicture, run: RunPicture | None, ours: StepPlan | None, 
     drift = measured.drift() if measured is not None else None
     yield "chart-steps", charts.step_chart(plan.step_series(), drift)
     if run is not None and (losses := run.losses()) is not None:
-        yield "chart-loss", charts.loss_chart(losses)
+        yield "chart-loss", charts.loss_chart(losses, run.held_out_losses())
     yield from _inside_a_step(plan, run, colours)
     maps, most = idle_maps(plan, run)
     for place, cells in maps.items():

@@ -20,7 +20,7 @@ def sections_of(
 ) -> Iterator[str]:
     """Yield the sections whose charts are drawn."""
     yield _gain(metadata, plan, speedup)
-    yield _over_the_steps(metadata, plan, drawn)
+    yield _over_the_steps(metadata, plan, drawn, run)
     yield _inside_a_step(metadata, plan, drawn)
     yield _waiting(plan.heat, drawn, idle_maps(plan, run)[1])
     yield _data_and_degrees(plan)
@@ -53,7 +53,7 @@ def _in_figures(name: str, step: StepPlan, ranks: int) -> str:
     return f"{name}: {seconds(step.makespan_seconds)}, ranks wait {step.idle_fraction(ranks):.1%}"
 
 
-def _over_the_steps(metadata: PlanMetadata, plan: PlanPicture, drawn: frozenset[str]) -> str:
+def _over_the_steps(metadata: PlanMetadata, plan: PlanPicture, drawn: frozenset[str], run: RunPicture | None) -> str:
     caption = (
         "The bound is what no schedule can beat under this cost profile. Where the cluster is quicker than its profile "
         "says, a measured step may lie below it."
@@ -61,10 +61,12 @@ def _over_the_steps(metadata: PlanMetadata, plan: PlanPicture, drawn: frozenset[
     if plan.every > 1:
         read = f"{plan.summary.steps:,} of {metadata.steps:,}"
         caption += f" The plan is large: this page reads each {plan.every}th step, {read}."
-    if "chart-loss" not in drawn:
+    if run is None or "chart-loss" not in drawn:
         return section("Step by step", caption, figure("chart-steps"))
     loss = "Token losses of the global batch over its predicted tokens."
-    pair = side_by_side(part("Time of a step", "", "chart-steps"), part("Training loss", loss, "chart-loss"))
+    if run.evaluations:
+        loss += f" Held out: rows that are not trained on, in {counted(len(run.evaluations), 'evaluation')}."
+    pair = side_by_side(part("Time of a step", "", "chart-steps"), part("Loss", loss, "chart-loss"))
     return section("Step by step", caption, pair)
 
 

@@ -27,7 +27,7 @@ def scatter_chart(points: Columns, colours: DegreeColours) -> Spec:
     scale = {"type": "log", "nice": False, "domain": [low * 0.9, high * 1.1]}
     dots = {
         "data": inline_csv(colours.with_labels(points)),
-        "mark": {"type": "point", "filled": True, "size": 14, "opacity": 0.6},
+        "mark": {"type": "point", "filled": True, "size": 14 if len(planned) > 300 else 36, "opacity": 0.7},
         "encoding": {
             "x": x_of("planned", "predicted seconds", scale=scale, axis={"labelOverlap": True}),
             "y": y_of("measured", "measured seconds", scale=scale, axis={"labelOverlap": True}),
@@ -40,7 +40,7 @@ def scatter_chart(points: Columns, colours: DegreeColours) -> Spec:
         "mark": {"type": "line", "color": "currentColor", "strokeDash": [4, 3], "strokeWidth": 1},
         "encoding": {"x": x_of("planned", "predicted seconds"), "y": y_of("measured", "measured seconds")},
     }
-    return chart("Predicted against measured seconds of each micro-batch", 320, layer=[dots, diagonal])
+    return chart("Predicted against measured seconds of each micro-batch", 300, layer=[dots, diagonal])
 
 
 def residual_chart(quantiles: Columns) -> Spec:
@@ -50,7 +50,7 @@ def residual_chart(quantiles: Columns) -> Spec:
     tips = [*tooltip(degree="degree", micro_batches="micro-batches"), percent("median", "median")]
     return chart(
         "Residuals of the predicted seconds per degree: 10th to 90th percentile, quartiles and median",
-        220,
+        300,
         data=inline_csv(quantiles),
         layer=[
             {"mark": {"type": "rule", "opacity": 0.6}, "encoding": {"x": x, "y": y, "y2": {"field": "p90"}}},
@@ -84,7 +84,7 @@ def drift_chart(drift: Columns) -> Spec:
     ]
     one = {"data": {"values": [{"at": 1.0}]}, "mark": {"type": "rule", "strokeDash": [4, 3]}}
     rule = {**one, "encoding": {"y": {"field": "at", "type": "quantitative"}}}
-    return chart("Measured time over predicted time along the run", 200, layer=[*lines, rule])
+    return chart("Measured time over predicted time along the run", 260, layer=[*lines, rule])
 
 
 def slowest_chart(ranks: Columns) -> Spec:

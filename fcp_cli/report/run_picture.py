@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,6 +28,7 @@ class RunPicture:
         chosen: the steps whose measured Gantt charts are wanted.
         steps: measured steps that were given, warm-up included.
         bars, ends: of the chosen steps, their rectangles and their seconds.
+        evaluations: step -> loss of the held-out rows after it.
     """
 
     plan: PlanMetadata
@@ -35,6 +37,7 @@ class RunPicture:
     warm_up_steps: int = 0
     bars: dict[int, Columns] = field(default_factory=dict)
     ends: dict[int, float] = field(default_factory=dict)
+    evaluations: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         meta = self.plan
@@ -94,11 +97,11 @@ class RunPicture:
 
     def losses(self) -> Columns | None:
         """Return the loss over the steps, averaged where there are more steps than points; None: it is not known."""
-        if len(self._losses) < 2:
-            return None
-        table = np.array(self._losses)
-        step, loss = np.array([part.mean(axis=0) for part in _parts(table)]).T
-        return {"step": step, "loss": loss}
+        return _over_steps(self._losses) if len(self._losses) > 1 else None
+
+    def held_out_losses(self) -> Columns | None:
+        """Return the loss of the held-out rows over the steps, as `losses` does; None: the run was not evaluated."""
+        return _over_steps([*self.evaluations.items()]) if self.evaluations else None
 
     def drift(self) -> Columns:
         """Return measured / planned over the steps: of whole steps, and of the micro-batches alone."""
@@ -137,6 +140,11 @@ class RunPicture:
         ratio[self._planned == 0] = 0.0
         ranks = np.argsort(-ratio, kind="stable")[:_RANKS_SHOWN]
         return {"rank": ranks, "ratio": ratio[ranks], "place": np.arange(len(ranks))}
+
+
+def _over_steps(losses: Sequence[tuple[float, float]]) -> Columns:
+    step, loss = np.array([part.mean(axis=0) for part in _parts(np.array(losses))]).T
+    return {"step": step, "loss": loss}
 
 
 def _parts(table: FloatArray) -> list[FloatArray]:

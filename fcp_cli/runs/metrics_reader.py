@@ -185,6 +185,7 @@ class RunFile:
         plan_hash: where given, steps that another plan drove are left out.
         plan_steps: where given, steps that are not among these are left out.
         problems: one line each, complete once the steps have been read.
+        evaluations: step -> loss of the held-out rows after it, complete once the steps have been read.
     """
 
     path: Path
@@ -192,6 +193,7 @@ class RunFile:
     plan_hash: str | None = None
     plan_steps: range | None = None
     problems: list[str] = field(default_factory=list)
+    evaluations: dict[int, float] = field(default_factory=dict)
 
     @property
     def num_ranks(self) -> int:
@@ -204,6 +206,7 @@ class RunFile:
     def steps(self, *, every: int = 1) -> Iterator[RunStep]:
         """Yield the steps in the file's order; with `every` = k only each k-th is parsed."""
         self.problems.clear()
+        self.evaluations.clear()
         damaged: list[int] = []
         left_out: Counter[str] = Counter()
         found, before = 0, -1
@@ -216,13 +219,19 @@ class RunFile:
             if record is None:
                 damaged.append(number)
             elif isinstance(record, RunStep):
-                reason = self._reason_against(record, before)
+                reason = self._reason_against(record.step, before)
                 if reason is None:
                     before = record.step
                     yield record
                 else:
                     left_out[reason] += 1
+            elif record["kind"] == "eval":
+                self._add_evaluation(record["step"], record["loss"])
         self._report(damaged, left_out, found)
+
+    def _add_evaluation(self, step: int, loss: float | None) -> None:
+        if loss is not None and self._reason_against(step, before=-1) is None:
+            self.evaluations[step] = loss
 
     def _parse(self, line: str) -> RunStep | dict[str, Any] | None:
         """Return a step, a record of another kind, or None for damage; a `run` record becomes current."""
@@ -239,12 +248,12 @@ class RunFile:
             return None
         return dict(record)
 
-    def _reason_against(self, step: RunStep, before: int) -> str | None:
+    def _reason_against(self, step: int, before: int) -> str | None:
         if self.plan_hash is not None and self.run.get("plan_hash") not in (self.plan_hash, _MADE_MEANWHILE):
             return "another plan's"
-        if self.plan_steps is not None and step.step not in self.plan_steps:
+        if self.plan_steps is not None and step not in self.plan_steps:
             return "not in the plan"
-        return "repeated or out of order" if step.step <= before else None
+        return "repeated or out of order" if step <= before else None
 
     def _report(self, damaged: list[int], left_out: Counter[str], found: int) -> None:
         if damaged:

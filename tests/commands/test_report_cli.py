@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from fcp_cli.report.chart_parts import CONFIG
+from fcp_cli.runs.metrics import EvaluationMeasurement, LengthBucket
 from tests.commands import planning_folder
 from tests.patience import PATIENCE_SECONDS
 from tests.report.edited_plans import change_column, edited
@@ -105,6 +106,27 @@ def test_the_page_names_model_cluster_and_where_its_times_come_from_and_no_path(
     assert "cost profile of qwen3-8b on example-8x8: assumed" in page
     assert "bound under this cost profile" in page
     assert "metrics.jsonl" not in page and "/tmp" not in page
+
+
+def test_losses_of_held_out_rows_stand_beside_those_of_the_training(plan: Path, tmp_path: Path) -> None:
+    bucket = LengthBucket(up_to_tokens=64, tokens=10, loss_sum=42.0)
+    evaluations = [EvaluationMeasurement(step=step, seconds=1.0, buckets=[bucket]) for step in (1, 3, 7)]
+    run = write_run(tmp_path / "metrics.jsonl", plan)
+    run.write_text(run.read_text() + "".join(json.dumps(one.record()) + "\n" for one in evaluations))
+    assert fcp("report", plan, "--metrics", tmp_path, "-o", tmp_path / "report.html").returncode == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "rows that are not trained on, in 2 evaluations." in page, "the plan has no step 7"
+    training, held_out = charts_of(page)["loss"]["layer"]
+    assert len(training["data"]["values"].splitlines()) == 1 + 4
+    assert held_out["data"]["values"] == "step,loss\n1,4.2\n3,4.2\n"
+    spec = {**charts_of(page)["loss"], "width": 600}
+    assert vl_convert.vegalite_to_svg(spec, config=CONFIG).count(">held out<") == 1
+
+
+def test_the_plan_is_never_shown_quicker_than_its_bound(page: str) -> None:
+    # The bound is one of all steps, and the columns are without the warm-up: a share alone holds for both.
+    assert re.search(r"<dt>Above the bound under this cost profile</dt><dd>[\d.]+%</dd>", page)
+    assert "<dt>Left out of both columns</dt><dd>1 warm-up step</dd>" in page
 
 
 def test_a_run_is_shown_by_its_folder_alone(plan: Path, tmp_path: Path) -> None:
