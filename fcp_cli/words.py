@@ -15,7 +15,7 @@ def counted(count: int, noun: str) -> str:
 
 def one_line(text: str, *, most: int = 1200) -> str:
     """Return a message as one line for any terminal; a long one is cut in its middle, after which its help stands."""
-    line = _CONTROL.sub(" ", text.encode(errors="backslashreplace").decode()).strip()
+    line = _CONTROL.sub(" ", text.strip("\n").encode(errors="backslashreplace").decode()).rstrip()
     return line if len(line) <= most else f"{line[: most * 2 // 3]} [...] {line[-(most // 3) :]}"
 
 

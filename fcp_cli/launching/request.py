@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from fcp_cli.options import Arg, Group, Opt
-from fcp_cli.plan.online import PlannerPlace
+from fcp_cli.plan.planner_place import PlannerPlace
 from fcp_cli.training.settings import Device, TrainSettings
 
 Launcher: TypeAlias = Literal["torchrun", "msrun"]

@@ -10,11 +10,9 @@ from typing import Any, Literal
 
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import METADATA_KEY, PlanMetadata, parse_metadata
+from fcp_cli.plan.planner_place import PlannerPlace
 from fcp_cli.reading.documents import read_json
 from fcp_cli.validation import NonNegativeCount, validated
-
-PlannerPlace = Literal["rank0", "all"]
-"""One process that plans for the whole job, or one on each node, which must all plan the same."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -68,6 +68,7 @@ SURFACE = {
         --on-nan --grad-ring-dtype --seed
         --checkpoint-every --keep --async-save --no-async-save --length-column --log-every --bad-rows --decode-workers
         --cache-embeddings
+        --online --planner --profile --global-batch-size --global-batch-tokens
     """,
     "check": """
         PLAN --manifest --length-column --json

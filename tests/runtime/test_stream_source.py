@@ -19,7 +19,8 @@ from fcp_cli import Planner
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import FcpError, RunError
 from fcp_cli.plan.messages import Message, steps_of, table_bytes
-from fcp_cli.plan.online import OnlineSettings, PlannerPlace
+from fcp_cli.plan.online import OnlineSettings
+from fcp_cli.plan.planner_place import PlannerPlace
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.ring_order import ring_order
 from fcp_cli.plan.step import StepPlan
