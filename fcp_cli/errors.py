@@ -9,14 +9,24 @@ FcpError                     exit status 1: the input, the plan or the run is at
 ├── UsageError               exit status 2: the command line is at fault
 └── Interrupted              exit status 130: Ctrl-C
 
-Each carries one line: what was wrong, the value, where, and the command or flag that helps.
+Each carries one line: what was wrong, the value, where, and the command or flag that helps. Pages of the documentation
+are named as they lie in the sources, or where the site is that FCP_DOCS_URL names.
 """
+
+import os
+import re
+
+_PAGE = re.compile(r"\bdocs/([a-z/-]+)\.md\b")
 
 
 class FcpError(Exception):
     """The input is at fault; the message is for the user and no traceback is shown."""
 
     exit_status = 1
+
+    def __str__(self) -> str:
+        message, site = super().__str__(), os.environ.get("FCP_DOCS_URL", "").rstrip("/")
+        return _PAGE.sub(lambda page: f"{site}/{page[1]}.html", message) if site else message
 
 
 class ManifestError(FcpError):

@@ -9,6 +9,13 @@ from pathlib import Path
 
 from fcp_cli.errors import FcpError, UsageError
 
+USUAL_MANIFESTS = ("lengths.parquet", "dataset.parquet")
+
+
+def manifest_here() -> Path | None:
+    """Return the manifest of a usual name in the current folder, which messages then name; None: there is none."""
+    return next((Path(name) for name in USUAL_MANIFESTS if Path(name).is_file()), None)
+
 
 @contextmanager
 def replaced_atomically(path: Path) -> Iterator[Path]:

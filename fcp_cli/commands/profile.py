@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -84,7 +85,7 @@ def profile(options: ProfileOptions) -> None:
 class ShowOptions:
     """Which profile to explain, and at which lengths."""
 
-    path: Annotated[Path, Arg("Cost profile.", metavar="PROFILE")] = _OUTPUT
+    path: Annotated[Path, Arg("Cost profile, or a model with an example of one.", metavar="PROFILE")] = _OUTPUT
     lengths: Annotated[
         tuple[int, ...], Opt("Lengths to give times for, as 4096,65536.", commas=True, unset="around the break-even")
     ] = ()
@@ -96,14 +97,25 @@ class ShowOptions:
 @takes(ShowOptions, "fcp profile show", "fcp profile show profile.yaml --lengths 4096,65536 --degrees 1,8")
 def show(options: ShowOptions) -> None:
     """Explain a profile: each coefficient, where attention overtakes linear work, times of example lengths."""
-    from fcp_cli.cost.profile import load_cost_profile
     from fcp_cli.report.profiles import print_profile
 
-    loaded, lengths, degrees = load_cost_profile(options.path), list(options.lengths), list(options.degrees)
+    loaded, lengths, degrees = _named(options.path), list(options.lengths), list(options.degrees)
     if options.json:
         print_json(_explained(loaded, lengths, degrees))
     else:
         print_profile(human(), loaded, lengths=lengths, degrees=degrees)
+
+
+def _named(path: Path) -> CostProfile:
+    """Return the profile of a file; where there is none of that name, the one that travels with fcp for that model."""
+    from fcp_cli.cost.profile import load_cost_profile
+    from fcp_cli.models.shipped import EXAMPLE_CLUSTER, shipped_profile_path
+
+    if not path.exists() and not path.suffix.startswith(".y"):
+        with suppress(ProfileError):  # no such model: the error names the file then
+            path = shipped_profile_path(str(path).removesuffix(f"-{EXAMPLE_CLUSTER}"))
+            note(f"there is no file of that name; this is the example {path.name}")
+    return load_cost_profile(path)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -283,14 +295,14 @@ def _refuse_two_documents(output: Path, json: bool) -> None:
 
 def _write(found: CostProfile, output: Path) -> None:
     from fcp_cli.cost.profile import dump_cost_profile
-    from fcp_cli.files import write_text_atomically
+    from fcp_cli.files import manifest_here, write_text_atomically
 
     text = dump_cost_profile(found)
     if str(output) == "-":
         sys.stdout.write(text)
         return
     write_text_atomically(output, text)
-    plan = "fcp plan dataset.parquet" + ("" if output == _OUTPUT else f" --profile {output}")
+    plan = f"fcp plan {manifest_here() or 'MANIFEST'}" + ("" if output == _OUTPUT else f" --profile {output}")
     note(f"wrote {output} ({found.origin}); next: fcp profile show {output}, or {plan}")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fcp_cli.console import Origins
 from fcp_cli.errors import PlanError, RunError, UsageError
+from fcp_cli.files import USUAL_MANIFESTS, manifest_here
 from fcp_cli.launching.assumed_plan import assumed_plan
 from fcp_cli.launching.checks import preflight
 from fcp_cli.launching.job.environment import job_variables, set_by_fcp
@@ -37,7 +38,6 @@ DEFAULT_PLAN = Path("plan.parquet")
 # Of the recipe, what is another plan's to say; what is trained stays as it was in all of a run.
 _RECIPE_SETTINGS = frozenset(field.name for field in fields(RecipeRequest)) - {"freeze_vision", "lora", "freeze"}
 # What a manifest is called by `fcp manifest build` and in the documentation.
-_USUAL_MANIFESTS = ("lengths.parquet", "dataset.parquet")
 
 
 def resolve(request: LaunchRequest, find_machine: Callable[[], Machine], assumed: Origins) -> Job:
@@ -216,10 +216,10 @@ def _plan(request: LaunchRequest, assumed: Origins) -> tuple[Path, PlanMetadata]
     if request.plan is not None or DEFAULT_PLAN.is_file():
         plan = request.plan or DEFAULT_PLAN
         return plan, preflight.check_plan(plan)
-    manifest = request.manifest or next((Path(name) for name in _USUAL_MANIFESTS if Path(name).is_file()), None)
+    manifest = request.manifest or manifest_here()
     if request.dry_run and request.model is not None:
         return DEFAULT_PLAN, assumed_plan(
-            DEFAULT_PLAN, request.model, request.ranks, manifest or Path(_USUAL_MANIFESTS[0]), assumed
+            DEFAULT_PLAN, request.model, request.ranks, manifest or Path(USUAL_MANIFESTS[0]), assumed
         )
     raise PlanError(
         f"there is no {DEFAULT_PLAN} here; make one with 'fcp plan {manifest or 'MANIFEST'} -o {DEFAULT_PLAN}', "

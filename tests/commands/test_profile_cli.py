@@ -80,9 +80,17 @@ def test_a_profile_can_go_to_stdout(tmp_path: Path, fcp: Fcp) -> None:
 def test_the_next_command_uses_a_profile_of_another_name(fcp: Fcp) -> None:
     done = fcp("profile", "--analytic", "-o", "mine.yaml")
     assert done.err.splitlines()[-1] == snapshot(
-        "wrote mine.yaml (analytic); next: fcp profile show mine.yaml, or fcp plan dataset.parquet --profile mine.yaml"
+        "wrote mine.yaml (analytic); next: fcp profile show mine.yaml, or fcp plan MANIFEST --profile mine.yaml"
     )
-    assert fcp("profile", "--analytic").err.splitlines()[-1].endswith(", or fcp plan dataset.parquet")
+    Path("lengths.parquet").touch()
+    assert fcp("profile", "--analytic").err.splitlines()[-1].endswith(", or fcp plan lengths.parquet")
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl-8b", "Qwen/Qwen3-VL-8B", "qwen3-vl-8b-example-8x8"])
+def test_show_finds_the_example_of_a_model_by_its_name(fcp: Fcp, name: str) -> None:
+    shown = fcp("profile", "show", name).err
+    assert shown.startswith("there is no file of that name; this is the example qwen3-vl-8b-example-8x8.yaml\n")
+    assert "qwen3-vl-8b on example-8x8" in shown
 
 
 def test_show_explains_each_figure_and_the_break_even_length(tmp_path: Path, fcp: Fcp) -> None:
