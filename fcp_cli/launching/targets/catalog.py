@@ -36,9 +36,27 @@ class Target:
     start: Callable[[Path], tuple[str, ...]]
 
 
-def _name(job: Job) -> str:
-    assert job.cluster is not None
-    return job.cluster.name
+def _on_kubernetes(template: str, *, rank: str, first_node: str) -> Target:
+    """Return a target whose one file an operator of Kubernetes takes.
+
+    Args:
+        template: of the file.
+        rank: the variable that holds a node's number.
+        first_node: its address, where {name} stands for the job's name.
+    """
+
+    def node(job: Job) -> NodeFacts:
+        assert job.cluster is not None
+        name = job.cluster.name
+        log_name = f"{name}-node{variable(rank)}"
+        return NodeFacts(rank=variable(rank), master_addr=first_node.format(name=name), log_name=log_name)
+
+    return Target(
+        template=template,
+        node=node,
+        ready=shell.kubernetes_word,
+        start=lambda folder: ("kubectl", "apply", "-f", str(folder / template)),
+    )
 
 
 TARGETS = {
@@ -61,38 +79,11 @@ TARGETS = {
         ),
         start=lambda folder: ("sbatch", str(folder / "job.sbatch")),
     ),
-    "pytorchjob": Target(
-        template="pytorchjob.yaml",
-        node=lambda job: NodeFacts(
-            rank=variable("RANK"),
-            master_addr=variable("MASTER_ADDR"),
-            log_name=f"{_name(job)}-node{variable('RANK')}",
-        ),
-        ready=shell.kubernetes_word,
-        start=lambda folder: ("kubectl", "apply", "-f", str(folder / "pytorchjob.yaml")),
-    ),
-    "jobset": Target(
-        template="jobset.yaml",
-        node=lambda job: NodeFacts(
-            rank=variable("JOB_COMPLETION_INDEX"),
-            # JobSet gives every pod a name: set-job-number-index.set
-            master_addr=f"{_name(job)}-node-0-0.{_name(job)}",
-            log_name=f"{_name(job)}-node{variable('JOB_COMPLETION_INDEX')}",
-        ),
-        ready=shell.kubernetes_word,
-        start=lambda folder: ("kubectl", "apply", "-f", str(folder / "jobset.yaml")),
-    ),
-    "volcano": Target(
-        template="volcano.yaml",
-        node=lambda job: NodeFacts(
-            rank=variable("VC_TASK_INDEX"),
-            # The svc plugin gives every pod this name: job-task-index.job
-            master_addr=f"{_name(job)}-node-0.{_name(job)}",
-            log_name=f"{_name(job)}-node{variable('VC_TASK_INDEX')}",
-        ),
-        ready=shell.kubernetes_word,
-        start=lambda folder: ("kubectl", "apply", "-f", str(folder / "volcano.yaml")),
-    ),
+    "pytorchjob": _on_kubernetes("pytorchjob.yaml", rank="RANK", first_node=variable("MASTER_ADDR")),
+    # JobSet gives every pod a name: set-job-number-index.set
+    "jobset": _on_kubernetes("jobset.yaml", rank="JOB_COMPLETION_INDEX", first_node="{name}-node-0-0.{name}"),
+    # The svc plugin gives every pod this name: job-task-index.job
+    "volcano": _on_kubernetes("volcano.yaml", rank="VC_TASK_INDEX", first_node="{name}-node-0.{name}"),
 }
 
 
