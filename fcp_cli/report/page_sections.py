@@ -75,7 +75,7 @@ def _inside_a_step(metadata: PlanMetadata, plan: PlanPicture, drawn: frozenset[s
     whole = "" if len(chosen) == steps else f" {len(chosen)} of {steps:,} steps can be chosen here; fcp trace has all."
     has_measured = "chart-measured" in drawn
     axis = " Both charts have the same time axis." if has_measured else ""
-    nodes = " Strong lines part nodes." if plan.shown.node_lines() else ""
+    nodes = " Level lines part nodes." if plan.shown.node_lines() else ""
     caption = f"Who computes when; lines mark the ends.{nodes}{axis}{whole}{plan.shown.in_words()}"
     figures = figure("chart-gantt")
     if has_measured:
