@@ -7,9 +7,7 @@ at all raises PlanError.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -17,10 +15,9 @@ import pyarrow.compute as pc
 
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.manifest.table import LengthTable
-from fcp_cli.plan.metadata import PlanMetadata, Sync, unpack_rows
-from fcp_cli.plan.padding import held_tokens
+from fcp_cli.plan.layout import Finding, check_layout, check_ranks, first_of, row_of_rank
+from fcp_cli.plan.metadata import PlanMetadata, unpack_rows
 from fcp_cli.plan.peers import PeerCount
-from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.plan.pricing import Prices, encoder_shares, step_prices
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
@@ -28,20 +25,6 @@ from fcp_cli.plan.timeline import priced_times
 from fcp_cli.words import counted
 
 _TOLERANCE = 1e-6  # relative, of predicted seconds
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """A broken rule. `step` and `order` give its place; None where it concerns the whole plan or the whole step."""
-
-    message: str
-    step: int | None = None
-    order: int | None = None
-
-    def __str__(self) -> str:
-        where = "" if self.step is None else f"step {self.step}: "
-        where += "" if self.order is None else f"order {self.order}: "
-        return where + self.message
 
 
 def check_plan(path: Path, *, manifest: LengthTable | None = None) -> Iterator[Finding]:
@@ -98,32 +81,6 @@ def _check_peers(groups: set[bytes], metadata: PlanMetadata) -> Iterator[Finding
         yield Finding(message=f"a rank has {peers.most} peers, its metadata states at most {limit}")
 
 
-class Limits(Protocol):
-    """The limits of a step's rows: both a plan's metadata and a planning problem have them."""
-
-    @property
-    def num_ranks(self) -> int: ...
-    @property
-    def tokens_per_rank(self) -> int: ...
-    @property
-    def padding_multiple(self) -> int | None: ...
-    @property
-    def sync(self) -> Sync: ...
-    @property
-    def pipeline_parallel(self) -> int: ...
-    @property
-    def pipeline(self) -> Pipeline | None: ...
-
-
-def check_layout(step: StepPlan, limits: Limits) -> Iterator[Finding]:
-    """Check who runs what in a step: ranks, token budget and waves; times are left aside."""
-    rank_findings = list(_check_ranks(step, limits))
-    yield from rank_findings
-    yield from _check_budget(step, limits)
-    if not rank_findings:
-        yield from _check_waves(step, limits)
-
-
 def check_step(
     step: StepPlan, metadata: PlanMetadata, profile: CostProfile, manifest: LengthTable | None
 ) -> Iterator[Finding]:
@@ -132,7 +89,7 @@ def check_step(
     yield from findings
     yield from _check_encoder_ranks(step, metadata)
     # Times follow from ranks; a broken budget or wave hides no wrong time.
-    if not findings or next(_check_ranks(step, metadata), None) is None:
+    if not findings or next(check_ranks(step, metadata), None) is None:
         yield from _check_times(step, metadata, profile, manifest)
 
 
@@ -144,7 +101,7 @@ def _check_encoder_ranks(step: StepPlan, metadata: PlanMetadata) -> Iterator[Fin
     busy = encodes & ~np.repeat(step.is_idle, step.degrees)
     for at in np.flatnonzero(busy)[:1].tolist():
         message = f"rank {step.ranks[at]} only encodes, but has sequences"
-        yield Finding(step=step.step, order=_row_of_rank(step, at), message=message)
+        yield Finding(step=step.step, order=row_of_rank(step, at), message=message)
 
 
 def _check_devices(metadata: PlanMetadata, profile: CostProfile) -> Iterator[Finding]:
@@ -201,79 +158,6 @@ def _check_order(reader: PlanReader) -> Iterator[Finding]:
 
 def _sizes(table: pa.Table, column: str) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
     return np.asarray(pc.list_value_length(table.column(column)).to_numpy(), dtype=np.int64)
-
-
-def _check_ranks(step: StepPlan, limits: Limits) -> Iterator[Finding]:
-    """Check that every row has ranks, ascending and in range, and that every rank has a row."""
-    if (step.degrees < 1).any():
-        yield Finding(step=step.step, order=_first(step.degrees < 1), message="no ranks")
-        return
-    outside = (step.ranks < 0) | (step.ranks >= limits.num_ranks)
-    if outside.any():
-        at = _first(outside)
-        message = f"rank {step.ranks[at]} of a job of {limits.num_ranks}"
-        yield Finding(step=step.step, order=_row_of_rank(step, at), message=message)
-        return
-    falls = step.ranks[1:] <= step.ranks[:-1]
-    falls[step.rank_offsets[1:-1] - 1] = False  # from one row's last rank to the next row's first
-    if falls.any():
-        yield Finding(step=step.step, order=_row_of_rank(step, _first(falls)), message="its ranks do not ascend")
-    absent = np.flatnonzero(np.bincount(step.ranks, minlength=limits.num_ranks) == 0)
-    if len(absent):
-        message = f"rank {absent[0]} has no row ({len(absent)} ranks have none); an idle rank needs an idle row"
-        yield Finding(step=step.step, message=message)
-    odd = step.is_idle & ((step.degrees != 1) | (step.seconds != 0))
-    if odd.any():
-        yield Finding(
-            step=step.step, order=_first(odd), message="an idle row has one rank and takes no time; this one does not"
-        )
-
-
-def _row_of_rank(step: StepPlan, at: int) -> int:
-    """Return the row to which entry `at` of the step's ranks belongs."""
-    return int(np.searchsorted(step.rank_offsets, at, side="right")) - 1
-
-
-def _check_budget(step: StepPlan, limits: Limits) -> Iterator[Finding]:
-    room = limits.tokens_per_rank * step.degrees
-    held = held_tokens(step, limits.padding_multiple)
-    for order in np.flatnonzero(held > room)[:1].tolist():
-        tokens, ranks = counted(held[order], "token"), counted(step.degrees[order], "rank")
-        padded = "" if limits.padding_multiple is None else ", with padding,"
-        message = f"{tokens}{padded} on {ranks}, where {room[order]:,} fit"
-        yield Finding(step=step.step, order=order, message=message)
-
-
-def _check_waves(step: StepPlan, limits: Limits) -> Iterator[Finding]:
-    """Check waves: none under `iteration`; counting from 0, each with every rank once, under `microbatch`."""
-    if limits.sync == "iteration":
-        if (step.wave != -1).any():
-            order = _first(step.wave != -1)
-            yield Finding(step=step.step, order=order, message=f"wave {step.wave[order]} under sync iteration, not -1")
-        rows = np.bincount(step.ranks, minlength=limits.num_ranks)
-        needless = step.is_idle & (rows[step.ranks[step.rank_offsets[:-1]]] > 1)
-        for order in np.flatnonzero(needless)[:1].tolist():
-            rank = step.ranks[step.rank_offsets[order]]
-            yield Finding(step=step.step, order=order, message=f"an idle row for rank {rank}, which has other rows")
-        return
-    rises = step.wave[1:] - step.wave[:-1]
-    if step.wave[0] != 0 or ((rises != 0) & (rises != 1)).any():
-        yield Finding(step=step.step, message="waves do not count up from 0")
-        return
-    waves = int(step.wave[-1]) + 1
-    if limits.pipeline is not None and limits.pipeline.missing_waves(waves, limits.pipeline_parallel):
-        message = (
-            f"{counted(waves, 'wave')}, not a multiple of the {limits.pipeline_parallel} stages, with virtual stages"
-        )
-        yield Finding(step=step.step, message=message)
-    # How often each pair of wave and rank occurs, numbered as wave * num_ranks + rank.
-    uses = np.bincount(
-        np.repeat(step.wave.astype(np.int64), step.degrees) * limits.num_ranks + step.ranks,
-        minlength=waves * limits.num_ranks,
-    )
-    for at in np.flatnonzero(uses != 1)[:1].tolist():
-        wave, rank = divmod(at, limits.num_ranks)
-        yield Finding(step=step.step, message=f"wave {wave} uses rank {rank} {uses[at]} times, not once")
 
 
 def _check_times(
@@ -388,7 +272,7 @@ class _Coverage:
     def _check_rows(self, step: StepPlan) -> Iterator[Finding]:
         rows = step.sequences
         if not self.knows(step):
-            row = rows[_first((rows < 0) | (rows >= len(self._seen)))]
+            row = rows[first_of((rows < 0) | (rows >= len(self._seen)))]
             yield Finding(step=step.step, message=f"sequence {row} of a manifest of {counted(len(self._seen), 'row')}")
             return
         values, counts = np.unique(rows, return_counts=True)
@@ -400,7 +284,7 @@ class _Coverage:
 
     def _check_lengths(self, step: StepPlan) -> Iterator[Finding]:
         if (step.lengths < 1).any():
-            row = step.sequences[_first(step.lengths < 1)]
+            row = step.sequences[first_of(step.lengths < 1)]
             yield Finding(step=step.step, message=f"sequence {row} has no tokens")
         overlong = self._metadata.overlong
         over = step.lengths > (overlong.max_length or np.inf)
@@ -428,14 +312,10 @@ class _Coverage:
         left = self._planned_rows - int(self._seen.sum())
         if not self._metadata.has_equal_batches and self._metadata.step_limit is None and left:
             yield Finding(
-                message=f"{counted(left, 'sequence')} of the manifest in no step, such as {_first(~self._seen)}"
+                message=f"{counted(left, 'sequence')} of the manifest in no step, such as {first_of(~self._seen)}"
             )
         due = self._steps_per_epoch * self._metadata.epochs
         if self._metadata.step_limit is not None:
             due = min(due, self._metadata.step_limit)
         if self._steps != due:
             yield Finding(message=f"it has {counted(self._steps, 'step')}, where its settings make {due}")
-
-
-def _first(mask: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> int:
-    return int(np.flatnonzero(mask)[0])

@@ -41,18 +41,22 @@ class Pipeline:
 
     def run(self, rank_offsets: IntArray, ranks: Int32Array, prices: Prices, *, stages: int, num_ranks: int) -> Run:
         """Run a step of priced micro-batches on replicas of `stages` devices."""
+        return run(self.laid_out(rank_offsets, ranks, prices, stages=stages, num_ranks=num_ranks))
+
+    def laid_out(
+        self, rank_offsets: IntArray, ranks: Int32Array, prices: Prices, *, stages: int, num_ranks: int
+    ) -> Pipelines:
+        """Return the step that `run` runs."""
         forward, backward, sends = self.block_seconds(prices, stages)
-        return run(
-            Pipelines(
-                stages=stages,
-                chunks=self.virtual_stages,
-                num_ranks=num_ranks,
-                rank_offsets=rank_offsets,
-                ranks=ranks,
-                forward_seconds=forward,
-                backward_seconds=backward,
-                send_seconds=sends,
-            )
+        return Pipelines(
+            stages=stages,
+            chunks=self.virtual_stages,
+            num_ranks=num_ranks,
+            rank_offsets=rank_offsets,
+            ranks=ranks,
+            forward_seconds=forward,
+            backward_seconds=backward,
+            send_seconds=sends,
         )
 
     def block_seconds(self, prices: Prices, stages: int) -> tuple[FloatArray, FloatArray, FloatArray]:

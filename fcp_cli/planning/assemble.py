@@ -8,7 +8,7 @@ import numpy as np
 
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.errors import PlanError
-from fcp_cli.plan.check import check_layout
+from fcp_cli.plan.layout import check_layout
 from fcp_cli.plan.pricing import Prices, beside_language, encoder_shares, microbatch_prices, wave_encoder_seconds
 from fcp_cli.plan.step import StepPlan, offsets_of, sizes_of
 from fcp_cli.plan.timeline import priced_times
@@ -38,7 +38,7 @@ def assemble(assignment: Assignment, batch: Batch, problem: Problem, bound_secon
         StuckError: its pipelines would wait for each other for ever.
     """
     _require_whole(assignment, batch, problem)
-    step = _with_idle_rows(assignment, batch, problem)
+    step = with_idle_rows(assignment, batch, problem)
     for finding in check_layout(step, replace(problem, num_ranks=problem.all_ranks)):
         raise BrokenAssignmentError(f"defect in a solver: {finding}")
     if bound_seconds is None:
@@ -75,7 +75,7 @@ def makespan_seconds(assignment: Assignment, batch: Batch, problem: Problem) -> 
     prices = assignment_prices(assignment, batch, problem)
     rows: Assignment | StepPlan = assignment
     if problem.pipeline is not None and problem.sync == "microbatch":  # idle rows keep replicas in step
-        rows = _with_idle_rows(assignment, batch, problem)
+        rows = with_idle_rows(assignment, batch, problem)
         prices = prices.spread(~rows.is_idle)
     return priced_times(
         problem, prices, problem.profile.step, wave=rows.wave, rank_offsets=rows.rank_offsets, ranks=rows.ranks
@@ -131,7 +131,7 @@ def _require(holds: bool, otherwise: str) -> None:
         raise BrokenAssignmentError(f"defect in a solver: {otherwise}")
 
 
-def _with_idle_rows(assignment: Assignment, batch: Batch, problem: Problem) -> StepPlan:
+def with_idle_rows(assignment: Assignment, batch: Batch, problem: Problem) -> StepPlan:
     """Make the rows of a step, with one without sequences for every rank that a wave (or the step) has no work for.
 
     Where pipelines are interleaved, whole waves of idle rows follow until their number is a multiple of the stages.

@@ -1,4 +1,7 @@
-"""The longest paths of `pipeline`, compiled by numba on their first call and kept on disk. Imported only there."""
+"""The longest paths of `pipeline`, and swaps along the longest of all, compiled by numba on their first call and kept.
+
+Imported only there.
+"""
 
 from __future__ import annotations
 
@@ -27,90 +30,92 @@ class Graph(NamedTuple):
     """A step of replicas with pipelines, L blocks of layers each; `operation` numbers what a micro-batch does.
 
     Attributes:
-        stages, blocks: P, and L = P x V.
-        meets: senders and receivers meet.
-        rank_offsets, ranks: of the micro-batches' groups.
-        place: [ranks] which micro-batch of its replica, counted from 0, each entry of `ranks` is.
-        rank_first, rank_microbatches: replica r runs `rank_microbatches[rank_first[r]:rank_first[r + 1]]`, in order.
+        rank_offsets: of the micro-batches' groups, whose members are entries.
+        base: [entries] the row of `turns` at which the micro-batch's operations on that replica stand.
+        rank_first: [entries] where the micro-batches of that replica begin in `rank_microbatches`, in order.
         durations: [microbatches, 2 L]. sends: [microbatches].
-        first, orders, positions: with m micro-batches, device s runs `orders[first[m] + 2 m V s + k]` as its k-th;
-            operation c of the j-th is the `positions[first[m] + 2 L j + c]`-th of its device.
+        following: [2 L] the operation of the same micro-batch that follows; -1 after the last backward.
+        is_sent: [2 L] whether its result goes to another device first.
+        meets: senders and receivers meet.
+        turns: [rows, 6] as `order.turns_of` has them.
     """
 
-    stages: int
-    blocks: int
-    meets: bool
     rank_offsets: IntArray
-    ranks: Int32Array
-    place: IntArray
+    base: IntArray
     rank_first: IntArray
     rank_microbatches: IntArray
     durations: FloatArray
     sends: FloatArray
-    first: IntArray
-    orders: IntArray
-    positions: IntArray
+    following: IntArray
+    is_sent: Any
+    meets: bool
+    turns: Int32Array
 
 
 @_kernel
 def longest_paths(graph: Graph) -> Any:
-    """Return [microbatches, 2 L] when each operation begins, and [microbatches, 2 L] what it waits for in vain."""
-    per = 2 * graph.blocks
-    count = len(graph.rank_offsets) - 1
-    start, missing = np.zeros(count * per), np.zeros(count * per, dtype=np.int32)
-    stack, top = np.empty(count * per, dtype=np.int64), 0
-    for node in range(count * per):
-        top = _release(node, False, graph, start, missing, stack, top)
-    top = 0
+    """Return [microbatches x 2 L] when each operation begins, what it waits for in vain, and what it waited for last.
+
+    The last is the number of an operation, i * 2 L + c; -1 where one begins at once.
+    """
+    rank_offsets, base, rank_first, turns = graph.rank_offsets, graph.base, graph.rank_first, graph.turns
+    following, is_sent, durations = graph.following, graph.is_sent, graph.durations
+    per, count = len(following), len(rank_offsets) - 1
+    start, missing = np.zeros(count * per), _dependencies(graph)
+    stack, top = np.empty(count * per, dtype=np.int32), 0
+    cause = np.full(count * per, -1, dtype=np.int32)
     for node in range(count * per):
         if missing[node] == 0:
             stack[top] = node
             top += 1
     while top:
         top -= 1
-        top = _release(stack[top], True, graph, start, missing, stack, top)
-    return start.reshape((count, per)), missing.reshape((count, per))
+        node = stack[top]
+        i = node // per
+        c = node - i * per
+        end = start[node] + durations[i, c]
+        sends = graph.sends[i] if is_sent[c] else 0.0
+        if following[c] >= 0:
+            top = _tell(node - c + following[c], end + sends, node, start, missing, cause, stack, top)
+        if not graph.meets:
+            sends = 0.0
+        for entry in range(rank_offsets[i], rank_offsets[i + 1]):
+            row, first = base[entry] + c, rank_first[entry]
+            if turns[row, 0] < 0:
+                continue
+            of = graph.rank_microbatches[first + turns[row, 1]]
+            late = sends
+            if graph.meets and turns[row, 2]:
+                late = max(sends, graph.sends[of])
+                if turns[row, 3] >= 0:  # whoever sends goes on when this device has come to receive
+                    then = graph.rank_microbatches[first + turns[row, 4]]
+                    at = then * per + turns[row, 3]
+                    top = _tell(at, end + graph.sends[of], node, start, missing, cause, stack, top)
+            top = _tell(of * per + turns[row, 0], end + late, node, start, missing, cause, stack, top)
+    return start, missing, cause
 
 
 @_kernel
-def _release(node: int, is_over: bool, graph: Graph, start: FloatArray, missing: Any, stack: IntArray, top: int) -> int:
-    """Tell all that wait for an operation that it is over; before the run, count only what each will wait for.
-
-    Returns: the new height of the stack of operations that wait for nothing more.
-    """
-    per = 2 * graph.blocks
-    i, c = node // per, node % per
-    end = start[node] + graph.durations[i, c]
-    sends = graph.sends[i] if _next(c, graph.blocks) // 2 != c // 2 else 0.0
-    if _next(c, graph.blocks) >= 0:
-        top = _tell(node - c + _next(c, graph.blocks), end + sends, is_over, start, missing, stack, top)
-    sends = sends if graph.meets and _next(c, graph.blocks) >= 0 else 0.0
-    for entry in range(graph.rank_offsets[i], graph.rank_offsets[i + 1]):
-        rank = graph.ranks[entry]
-        following = _following(rank, graph.place[entry], c, graph)
-        if following < 0:
-            continue
-        j, what = following // per, following % per
-        of = graph.rank_microbatches[graph.rank_first[rank] + j]
-        before = _before(what, graph.blocks)
-        receives = graph.meets and before >= 0 and before // 2 != what // 2
-        late = max(sends, graph.sends[of]) if receives else sends
-        top = _tell(of * per + what, end + late, is_over, start, missing, stack, top)
-        if receives:  # whoever sends goes on when this device has come to receive
-            sender_next = _following(rank, j, before, graph)
-            if sender_next >= 0:
-                then = graph.rank_microbatches[graph.rank_first[rank] + sender_next // per]
-                at = then * per + sender_next % per
-                top = _tell(at, end + graph.sends[of], is_over, start, missing, stack, top)
-    return top
+def _dependencies(graph: Graph) -> Int32Array:
+    """Return [microbatches x 2 L] how many operations each waits for."""
+    per, count = len(graph.following), len(graph.rank_offsets) - 1
+    missing = np.zeros(count * per, dtype=np.int32)
+    for i in range(count):
+        for c in range(per):
+            if graph.following[c] >= 0:
+                missing[i * per + graph.following[c]] += 1
+        for entry in range(graph.rank_offsets[i], graph.rank_offsets[i + 1]):
+            for c in range(per):
+                missing[i * per + c] += graph.turns[graph.base[entry] + c, 5]
+    return missing
 
 
 @_kernel
-def _tell(node: int, earliest: float, is_over: bool, start: FloatArray, missing: Any, stack: IntArray, top: int) -> int:
-    if not is_over:
-        missing[node] += 1
-        return top
-    start[node] = max(start[node], earliest)
+def _tell(node: int, earliest: float, by: int, start: Any, missing: Any, cause: Any, stack: Any, top: int) -> int:
+    """Tell who waits for an operation that it is over; return the new height of the stack of those that may begin."""
+    if earliest > start[node]:
+        start[node] = earliest
+        cause[node] = by
     missing[node] -= 1
     if missing[node] == 0:
         stack[top] = node
@@ -119,29 +124,93 @@ def _tell(node: int, earliest: float, is_over: bool, start: FloatArray, missing:
 
 
 @_kernel
-def _next(c: int, blocks: int) -> int:
-    """Return the operation of the same micro-batch that follows; -1 after the last backward."""
-    if c % 2 == 0:
-        return c + 2 if c // 2 < blocks - 1 else c + 1
-    return c - 2 if c > 1 else -1
+def better_places(graph: Graph, ranks: Int32Array, waves: int, reach: int, most_runs: int) -> Any:
+    """Swap micro-batches on the critical path with their neighbours while that ends a step sooner.
+
+    All replicas run a micro-batch in each wave. Those of two waves that share replicas change places together, so that
+    waves stay waves.
+
+    Args:
+        graph: whose `base` and `rank_microbatches` are changed.
+        ranks: [entries] the replica of each.
+        waves: that each replica runs.
+        reach: how many waves away a neighbour may be.
+        most_runs: of the step, in all.
+
+    Returns: [microbatches] the wave of each.
+    """
+    per = len(graph.following)
+    path = np.empty(len(graph.rank_offsets) - 1, dtype=np.int64)
+    marks = np.zeros(len(graph.rank_microbatches) // waves, dtype=np.int64)
+    seconds, length = _critical(graph, path)
+    runs, mark, at = 1, 0, 0
+    while at < length * 2 * reach and runs < most_runs:
+        row = path[at // (2 * reach)]
+        away = at % (2 * reach)
+        away = away // 2 + 1 if away % 2 == 0 else -(away // 2) - 1
+        at += 1
+        here = graph.base[graph.rank_offsets[row]] // per
+        there = here + away
+        if there < 0 or there >= waves:
+            continue
+        mark += 1
+        _swap(graph, ranks, ranks[graph.rank_offsets[row]], here, there, waves, marks, mark)
+        found, _length = _critical(graph, path[:0])
+        runs += 1
+        if found < seconds * (1.0 - 1e-9):
+            seconds, length = _critical(graph, path)
+            at = 0
+        else:
+            mark += 1
+            _swap(graph, ranks, ranks[graph.rank_offsets[row]], here, there, waves, marks, mark)
+    return graph.base[graph.rank_offsets[:-1]] // per
 
 
 @_kernel
-def _before(c: int, blocks: int) -> int:
-    """Return the operation of the same micro-batch before; -1 for the first forward."""
-    if c % 2 == 0:
-        return c - 2 if c else -1
-    return c + 2 if c // 2 < blocks - 1 else c - 1
+def _swap(graph: Graph, ranks: Any, rank: int, here: int, there: int, waves: int, marks: Any, mark: int) -> None:
+    """Let a replica's micro-batches of two waves change places, and those of all that share one with them there."""
+    per = len(graph.following)
+    queue = np.empty(len(marks), dtype=np.int64)
+    queue[0], size, at = rank, 1, 0
+    marks[rank] = mark
+    while at < size:
+        first = queue[at] * waves
+        at += 1
+        for place in (here, there):
+            row = graph.rank_microbatches[first + place]
+            for entry in range(graph.rank_offsets[row], graph.rank_offsets[row + 1]):
+                if marks[ranks[entry]] != mark:
+                    marks[ranks[entry]] = mark
+                    queue[size] = ranks[entry]
+                    size += 1
+    for at in range(size):
+        first = queue[at] * waves
+        one, other = graph.rank_microbatches[first + here], graph.rank_microbatches[first + there]
+        graph.rank_microbatches[first + here], graph.rank_microbatches[first + there] = other, one
+        for entry in range(graph.rank_offsets[one], graph.rank_offsets[one + 1]):
+            graph.base[entry] = there * per
+        for entry in range(graph.rank_offsets[other], graph.rank_offsets[other + 1]):
+            graph.base[entry] = here * per
 
 
 @_kernel
-def _following(rank: int, j: int, c: int, graph: Graph) -> int:
-    """Return what a device runs after operation c of its j-th micro-batch, as `orders` has it; -1: nothing."""
-    per = 2 * graph.blocks
-    m = graph.rank_first[rank + 1] - graph.rank_first[rank]
-    length = m * per // graph.stages
-    first = graph.first[m]
-    k = graph.positions[first + j * per + c] + 1
-    if k == length:
-        return -1
-    return int(graph.orders[first + ((c // 2) % graph.stages) * length + k])
+def _critical(graph: Graph, path: IntArray) -> Any:
+    """Return the seconds of a step, and how many micro-batches of its critical path are in `path`, last ones first."""
+    per = len(graph.following)
+    start, _missing, cause = longest_paths(graph)
+    seconds, last = 0.0, 0
+    for node in range(len(start)):
+        end = start[node] + graph.durations[node // per, node % per]
+        if end > seconds:
+            seconds, last = end, node
+    length = 0
+    while last >= 0 and length < len(path):
+        row = last // per
+        is_known = False
+        for at in range(length):
+            is_known = is_known or path[at] == row
+        if not is_known:
+            path[length] = row
+            length += 1
+        last = cause[last]
+    return seconds, length

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from fcp_cli.arrays import IntArray
+from fcp_cli.arrays import Int32Array, IntArray
 
 FORWARD, BACKWARD = 0, 1
 
@@ -56,3 +56,48 @@ def _turn(turn: int, stages: int, chunks: int, microbatches: int) -> tuple[int, 
     size = min(stages, microbatches - round_ * stages)  # of the last round, fewer may be left
     chunk, offset = divmod(within, size)
     return round_ * stages + offset, chunk
+
+
+@lru_cache(maxsize=64)
+def following_operations(stages: int, chunks: int) -> tuple[IntArray, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
+    """Return [2PV] which operation of the same micro-batch follows each, -1 after the last; and whether it is sent."""
+    blocks = stages * chunks
+    forwards, backwards = range(0, 2 * blocks, 2), range(2 * blocks - 1, 0, -2)
+    path = [*forwards, *backwards]
+    following = np.full(2 * blocks, -1, dtype=np.int64)
+    following[path[:-1]] = path[1:]
+    return following, (following >= 0) & (following // 2 != np.arange(2 * blocks) // 2)
+
+
+@lru_cache(maxsize=4096)
+def turns_of(stages: int, chunks: int, microbatches: int) -> Int32Array:
+    """Return [microbatches * 2PV, 6] what the devices of a replica do after each of its operations.
+
+    Of operation c of the j-th micro-batch, row j * 2PV + c says:
+        0, 1: the operation that its device runs next, and of which micro-batch; -1: none.
+        2: whether that receives a message.
+        3, 4: what the sender of that message runs after it, and of which micro-batch; -1: nothing.
+        5: how many other operations, where senders and receivers meet, hold this one back on its own device.
+    """
+    order = device_order(stages, chunks, microbatches)
+    per = 2 * stages * chunks
+    follows, is_sent = following_operations(stages, chunks)
+    after = np.full(microbatches * per, -1, dtype=np.int64)
+    after[order[:, :-1]] = order[:, 1:]
+    preceding = np.full(per, -1, dtype=np.int64)  # the operation that sends to each
+    preceding[follows[is_sent]] = np.flatnonzero(is_sent)
+    turns = np.full((len(after), 6), -1, dtype=np.int32)
+    turns[:, 2], turns[:, 5] = 0, 0
+    has = np.flatnonzero(after >= 0)
+    then = after[has]
+    turns[has, 0], turns[has, 1] = then % per, then // per
+    turns[then, 5] = 1
+    receives = preceding[then % per] >= 0
+    turns[has, 2] = receives
+    has, then = has[receives], then[receives]
+    freed = after[then - then % per + preceding[then % per]]
+    known = freed >= 0
+    turns[has[known], 3], turns[has[known], 4] = freed[known] % per, freed[known] // per
+    if chunks == 1:
+        np.add.at(turns[:, 5], freed[known], 1)
+    return turns

@@ -13,12 +13,13 @@ interleaved schedule sends in the background.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
-from fcp_cli.simulation.order import device_order
+from fcp_cli.simulation.order import following_operations, turns_of
 
 if TYPE_CHECKING:
     from fcp_cli.simulation.kernel import Graph
@@ -67,7 +68,8 @@ def run(pipelines: Pipelines) -> Run:
     from fcp_cli.simulation.kernel import longest_paths  # compiled by numba, which takes a while to load
 
     graph = graph_of(pipelines)
-    start, missing = longest_paths(graph)
+    start, missing, _cause = longest_paths(graph)
+    start, missing = start.reshape(graph.durations.shape), missing.reshape(graph.durations.shape)
     stuck = np.flatnonzero(missing.any(axis=1))
     return Run(
         forward_start=start[:, 0::2],
@@ -75,6 +77,23 @@ def run(pipelines: Pipelines) -> Run:
         makespan_seconds=np.inf if len(stuck) else float((start + graph.durations).max()),
         stuck=stuck,
     )
+
+
+def better_places(pipelines: Pipelines, *, reach: int, most_runs: int) -> IntArray:
+    """Let micro-batches on the critical path change places with their neighbours while that ends the step sooner.
+
+    Args:
+        pipelines: a step of waves, in each of which every replica runs one micro-batch, in this order.
+        reach: how many waves away a neighbour may be.
+        most_runs: of the step, in all.
+
+    Returns:
+        [microbatches] the wave of each.
+    """
+    from fcp_cli.simulation import kernel
+
+    waves = len(pipelines.ranks) // pipelines.num_ranks
+    return np.asarray(kernel.better_places(graph_of(pipelines), pipelines.ranks, waves, reach, most_runs))
 
 
 def graph_of(pipelines: Pipelines) -> Graph:
@@ -89,35 +108,28 @@ def graph_of(pipelines: Pipelines) -> Graph:
     rank_first = np.concatenate(([0], np.cumsum(counts)))
     place = np.empty(len(p.ranks), dtype=np.int64)
     place[by_rank] = np.arange(len(p.ranks)) - np.repeat(rank_first[:-1], counts)
-    first, orders, positions = orders_of(p.stages, p.chunks, counts)
-    durations = np.stack((p.forward_seconds, p.backward_seconds), axis=2).reshape(count, -1)
+    first, turns = _turns(p.stages, p.chunks, tuple(np.unique(counts).tolist()))
+    following, is_sent = following_operations(p.stages, p.chunks)
+    durations = np.empty((count, len(following)))
+    durations[:, 0::2], durations[:, 1::2] = p.forward_seconds, p.backward_seconds
     return Graph(
-        stages=p.stages,
-        blocks=p.stages * p.chunks,
-        meets=p.chunks == 1,
         rank_offsets=p.rank_offsets,
-        ranks=p.ranks,
-        place=place,
-        rank_first=rank_first,
+        base=first[counts[p.ranks]] + place * len(following),
+        rank_first=rank_first[p.ranks],
         rank_microbatches=microbatch_of[by_rank],
         durations=durations,
         sends=p.send_seconds,
-        first=first,
-        orders=orders,
-        positions=positions,
+        following=following,
+        is_sent=is_sent,
+        meets=p.chunks == 1,
+        turns=turns,
     )
 
 
-def orders_of(stages: int, chunks: int, counts: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Return the orders of devices for all the numbers of micro-batches in `counts`, as `kernel.Graph` has them."""
-    first = np.full(int(counts.max(initial=0)) + 1, -1, dtype=np.int64)
-    orders, positions, at = [], [], 0
-    for m in np.unique(counts).tolist():
-        order = device_order(stages, chunks, m)
-        position = np.empty(order.size, dtype=np.int64)
-        position[order] = np.arange(order.shape[1])
-        first[m] = at
-        at += order.size
-        orders.append(order.ravel())
-        positions.append(position)
-    return first, np.concatenate(orders), np.concatenate(positions)
+@lru_cache(maxsize=256)
+def _turns(stages: int, chunks: int, counts: tuple[int, ...]) -> tuple[IntArray, Int32Array]:
+    """Return the turns of replicas with each of these numbers of micro-batches, and the row where each begins."""
+    tables = [turns_of(stages, chunks, m) for m in counts]
+    first = np.full(counts[-1] + 1, -1, dtype=np.int64)
+    first[list(counts)] = np.cumsum([0, *map(len, tables[:-1])])
+    return first, np.concatenate(tables)

@@ -8,16 +8,16 @@ bubbles, but each costs its fixed seconds, and a ring its messages. For each of 
     a sequence that one rank cannot run in that time, or hold, becomes a ring of the narrowest block of ranks that can
     rings run first, the widest first, each on the block of its width that has least to do
     all else goes, longest first, to the rank that would be ready first, and there into micro-batches of like length
-    the timeline says how long each rank really takes; what it takes longer counts at its start, and all is laid again
 
 Blocks of ranks lie within each other (halves of halves), so that whoever meets in a ring has met in the same rings
-before: no two replicas ever wait for each other in a circle. Whatever else is planned for the same batch competes.
+before: no two replicas ever wait for each other in a circle. Whatever else is planned for the same batch competes. Of
+the quickest answers, micro-batches on the critical path then change places with their neighbours while that helps.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,17 +26,20 @@ from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.model import group_seconds
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.step import offsets_of
-from fcp_cli.planning.assemble import assignment_prices, makespan_seconds
+from fcp_cli.planning.assemble import assignment_prices, makespan_seconds, with_idle_rows
 from fcp_cli.planning.compiled.core import Machine
 from fcp_cli.planning.fcp.catalogue import tree_blocks
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 from fcp_cli.planning.work import work_on
+from fcp_cli.simulation.pipeline import better_places
 
 # Lengths of micro-batches, as shares of the least that a step can take; no powers, whose last bit differs by machine.
 _SHARES = 0.02, 0.026, 0.034, 0.044, 0.057, 0.073, 0.095, 0.12, 0.16, 0.21, 0.27, 0.35, 0.45, 0.6
 _BUDGETS = 1.0, 0.7, 0.5, 0.35, 0.25  # parts of the token budget that plainer plans are made for
 _NEAR = 1.5  # of the least that a ring can take: wider ones cost more than they save
-_ROUNDS = 3  # of laying everything again with what the timeline found
+_IMPROVED = 8  # answers, the quickest ones, whose micro-batches then change places
+_REACH = 3  # waves: how far away a neighbour may be
+_RUNS = 150  # of the timeline for each of those answers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,12 +64,43 @@ def blocks_of(problem: Problem, machine: Machine) -> Blocks:
     return Blocks(of_degree=found)
 
 
-def quickest_of(candidates: Iterator[Assignment], batch: Batch, problem: Problem) -> Assignment:
-    """Return the candidate that the timeline ends first; the first of equals."""
-    return min(candidates, key=lambda one: makespan_seconds(one, batch, problem))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A step that was run: as it was made, with waves where it has any; the answer for the sync; its seconds."""
+
+    made: Assignment
+    answer: Assignment
+    seconds: float
+
+    @classmethod
+    def of(cls, made: Assignment, batch: Batch, problem: Problem) -> Candidate:
+        """Run a step."""
+        answer = made if problem.sync == "microbatch" else replace(made, wave=np.full_like(made.wave, -1))
+        return cls(made=made, answer=answer, seconds=makespan_seconds(answer, batch, problem))
 
 
-def like_lengths(batch: Batch, problem: Problem, blocks: Blocks) -> Iterator[Assignment]:
+def quickest_of(candidates: Iterable[Candidate], batch: Batch, problem: Problem) -> Assignment:
+    """Return the candidate that the timeline ends first, or the best that swaps make of one of the quickest."""
+    found = sorted(candidates, key=lambda one: one.seconds)
+    of_seconds = {one.seconds: one for one in reversed(found) if one.made.wave[0] >= 0 and np.isfinite(one.seconds)}
+    quickest = [of_seconds[seconds] for seconds in sorted(of_seconds)[:_IMPROVED]]
+    swapped = [Candidate.of(_neighbours_swapped(one.made, batch, problem), batch, problem) for one in quickest]
+    return min([*found, *swapped], key=lambda one: one.seconds).answer
+
+
+def _neighbours_swapped(waves: Assignment, batch: Batch, problem: Problem) -> Assignment:
+    """Return the best order of micro-batches that swaps along the critical path find, as waves again."""
+    assert problem.pipeline is not None
+    rows = with_idle_rows(waves, batch, problem)
+    prices = assignment_prices(waves, batch, problem).spread(~rows.is_idle)
+    step = problem.pipeline.laid_out(
+        rows.rank_offsets, rows.ranks, prices, stages=problem.pipeline_parallel, num_ranks=problem.num_ranks
+    )
+    places = better_places(step, reach=_REACH, most_runs=_RUNS)[~rows.is_idle]
+    return _reordered(waves, np.unique(places, return_inverse=True)[1])
+
+
+def like_lengths(batch: Batch, problem: Problem, blocks: Blocks) -> Iterator[Candidate]:
     """Yield what the module's description makes of a batch, for each length of rings and of other micro-batches.
 
     First rings and the rest get one length, then each of the two another beside the best of the other.
@@ -77,48 +111,34 @@ def like_lengths(batch: Batch, problem: Problem, blocks: Blocks) -> Iterator[Ass
     least = float(batch.work.total_seconds.sum()) / problem.num_ranks
     beta = problem.profile.coefficients.microbatch_seconds
     lengths = [beta + least * share for share in _SHARES]
-    found: dict[tuple[float, float], float] = {}
+    columns = [_ring_columns(table, length) for length in lengths]
+    rings = [columns.index(one) for one in columns]  # the first of the lengths that give the same rings
+    found: dict[tuple[int, int], float] = {}
 
-    def tried(ring: float, short: float) -> Iterator[Assignment]:
-        if (ring, short) in found:
+    def tried(ring: int, short: int) -> Iterator[Candidate]:
+        if (rings[ring], short) in found:
             return
-        layout = _Layout.of(batch, problem, blocks, table, ring, short)
-        late, best = [0.0] * problem.num_ranks, np.inf
-        for _ in range(_ROUNDS):
-            assignment, loads = layout.lay(late)
-            yield assignment
-            ends = rank_ends(assignment, batch, problem)
-            best = min(best, float(ends.max()))
-            late = np.maximum(ends - np.array(loads), 0.0).tolist()
-        found[ring, short] = best
+        layout = _Layout.of(batch, problem, blocks, table, columns[ring], lengths[short])
+        one = Candidate.of(layout.lay(), batch, problem)
+        found[rings[ring], short] = one.seconds
+        yield one
 
-    for length in lengths:
+    every = range(len(lengths))
+    for length in every:
         yield from tried(length, length)
     for _ in range(2):
         ring, short = min(found, key=found.__getitem__)
-        for length in lengths:
+        for length in every:
             yield from tried(ring, length)
         ring, short = min(found, key=found.__getitem__)
-        for length in lengths:
+        for length in every:
             yield from tried(length, short)
 
 
-def rank_ends(assignment: Assignment, batch: Batch, problem: Problem) -> FloatArray:
-    """Return [num_ranks] when each rank has ended its step; 0 where it has nothing to do."""
-    assert problem.pipeline is not None
-    prices = assignment_prices(assignment, batch, problem)
-    run = problem.pipeline.run(
-        assignment.rank_offsets,
-        assignment.ranks,
-        prices,
-        stages=problem.pipeline_parallel,
-        num_ranks=problem.num_ranks,
-    )
-    _forward, backward, _sends = problem.pipeline.block_seconds(prices, problem.pipeline_parallel)
-    ends = np.zeros(problem.num_ranks)
-    last = (run.backward_start + backward).max(axis=1)
-    np.maximum.at(ends, assignment.ranks, np.repeat(last, np.diff(assignment.rank_offsets)))
-    return ends
+def _ring_columns(table: FloatArray, ring: float) -> list[int]:
+    """Return [sequences] the column of the narrowest block that takes no longer than `ring`, or near its least."""
+    enough = np.maximum(ring, _NEAR * table.min(axis=1))
+    return [int(column) for column in np.argmax(table <= enough[:, None], axis=1)]
 
 
 def _seconds_by_degree(batch: Batch, problem: Problem, blocks: Blocks) -> FloatArray:
@@ -157,39 +177,32 @@ class _Layout:
 
     @classmethod
     def of(
-        cls, batch: Batch, problem: Problem, blocks: Blocks, table: FloatArray, ring: float, length: float
+        cls, batch: Batch, problem: Problem, blocks: Blocks, table: FloatArray, at: list[int], length: float
     ) -> _Layout:
-        """Lay out with rings of about `ring` seconds: the narrowest that take no longer, or near their least."""
-        enough = np.maximum(ring, _NEAR * table.min(axis=1))
-        at = np.argmax(table <= enough[:, None], axis=1)
+        """Lay out with rings as wide as these columns of the table say."""
         return cls(
             problem=problem,
             blocks=blocks,
             length=length,
-            degrees=[blocks.degrees[i] for i in at.tolist()],
+            degrees=[blocks.degrees[i] for i in at],
             seconds=table[np.arange(len(table)), at].tolist(),
             work=batch.work.total_seconds.tolist(),
             tokens=batch.work.tokens.tolist(),
         )
 
-    def lay(self, late: list[float]) -> tuple[Assignment, list[float]]:
-        """Return everything laid out, and [num_ranks] the seconds that each rank computes; `late` counts before."""
-        computing, loads = [0.0] * self.problem.num_ranks, list(late)
+    def lay(self) -> Assignment:
+        """Return everything laid out, in waves."""
+        loads = [0.0] * self.problem.num_ranks
         groups: list[tuple[range, list[int]]] = []
         rings = [k for k, degree in enumerate(self.degrees) if degree > 1]
         for k in sorted(rings, key=lambda k: (-self.degrees[k], -self.work[k], k)):
             block = min(self.blocks.of_degree[self.degrees[k]], key=lambda one: max(loads[one.start : one.stop]))
             end = max(loads[block.start : block.stop]) + self.seconds[k]
-            for rank in block:
-                loads[rank] = end
-                computing[rank] += self.seconds[k]
+            loads[block.start : block.stop] = [end] * len(block)
             groups.append((block, [k]))
-        beta = self.problem.profile.coefficients.microbatch_seconds
         for rank, members in enumerate(self._share_out(loads)):
-            packs = self._packs(members)
-            computing[rank] += sum(self.work[k] for k in members) + beta * len(packs)
-            groups += [(range(rank, rank + 1), pack) for pack in packs]
-        return assignment_of(groups, self.problem), computing
+            groups += [(range(rank, rank + 1), pack) for pack in self._packs(members)]
+        return assignment_of(groups, self.problem)
 
     def _share_out(self, loads: list[float]) -> list[list[int]]:
         """Return the sequences of each rank that run without a ring."""
@@ -216,13 +229,14 @@ class _Layout:
         packs: list[list[int]] = [[] for _ in range(count)]
         work, tokens = [0.0] * count, [0] * count
         for k in members:
-            with_room = [i for i, held in enumerate(tokens) if held + self.tokens[k] <= room]
-            if not with_room:
-                with_room = [len(packs)]
+            least, at = np.inf, len(packs)
+            for i, held in enumerate(tokens):
+                if work[i] < least and held + self.tokens[k] <= room:
+                    least, at = work[i], i
+            if at == len(packs):
                 packs.append([])
                 work.append(0.0)
                 tokens.append(0)
-            at = min(with_room, key=work.__getitem__)
             packs[at].append(k)
             work[at] += self.work[k]
             tokens[at] += self.tokens[k]
@@ -231,16 +245,14 @@ class _Layout:
 
 
 def assignment_of(groups: Sequence[tuple[range, list[int]]], problem: Problem) -> Assignment:
-    """Write micro-batches in the order that each rank runs them; under `microbatch`, each rank's k-th in wave k."""
-    turn = np.zeros(problem.num_ranks, dtype=np.int64)
+    """Write micro-batches in the order that each rank runs them, each rank's k-th in wave k at the earliest."""
+    turn = [0] * problem.num_ranks
     waves = []
     for block, _ in groups:
-        wave = int(turn[block.start : block.stop].max())
-        turn[block.start : block.stop] = wave + 1
+        wave = max(turn[block.start : block.stop])
+        turn[block.start : block.stop] = [wave + 1] * len(block)
         waves.append(wave)
     order: IntArray = np.argsort(waves, kind="stable")
-    if problem.sync == "iteration":
-        waves = [-1] * len(waves)
     groups = [groups[i] for i in order.tolist()]
     return Assignment(
         wave=np.array(waves, dtype=np.int32)[order],
@@ -252,10 +264,7 @@ def assignment_of(groups: Sequence[tuple[range, list[int]]], problem: Problem) -
 
 
 def wave_orders(waves: Assignment, batch: Batch, problem: Problem) -> Iterator[Assignment]:
-    """Yield the same waves in other orders by their length: as found, rising, longest in the middle, and at both ends.
-
-    Without waves in the answer (`iteration`), each rank keeps to the order that they gave it.
-    """
+    """Yield the same waves in other orders by length: as found, rising, longest in the middle, and at both ends."""
     seconds = assignment_prices(waves, batch, problem).seconds
     lasts = np.zeros(int(waves.wave.max()) + 1)
     np.maximum.at(lasts, waves.wave, seconds)
@@ -266,16 +275,16 @@ def wave_orders(waves: Assignment, batch: Batch, problem: Problem) -> Iterator[A
     for order in (list(range(len(lasts))), rising, middle, ends):
         place = np.empty(len(order), dtype=np.int64)
         place[order] = np.arange(len(order))
-        yield _reordered(waves, place[waves.wave], keeps_waves=problem.sync == "microbatch")
+        yield _reordered(waves, place[waves.wave])
 
 
-def _reordered(assignment: Assignment, place: IntArray, *, keeps_waves: bool) -> Assignment:
+def _reordered(assignment: Assignment, place: IntArray) -> Assignment:
     """Return the micro-batches by these places, which become their waves."""
     order = np.argsort(place, kind="stable").tolist()
     ranks = np.split(assignment.ranks, assignment.rank_offsets[1:-1])
     members = np.split(assignment.members, assignment.member_offsets[1:-1])
     return Assignment(
-        wave=(place[order] if keeps_waves else np.full(len(order), -1)).astype(np.int32),
+        wave=place[order].astype(np.int32),
         rank_offsets=offsets_of([len(ranks[i]) for i in order]),
         ranks=np.concatenate([ranks[i] for i in order]),
         member_offsets=offsets_of([len(members[i]) for i in order]),

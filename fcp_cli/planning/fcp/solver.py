@@ -24,7 +24,14 @@ from fcp_cli.planning.compiled.one_degree import quickest
 from fcp_cli.planning.compiled.sand import CLOSED
 from fcp_cli.planning.fcp.catalogue import Trial, choose_groups
 from fcp_cli.planning.fcp.peer_limit import placement_for
-from fcp_cli.planning.fcp.pipelines import blocks_of, like_lengths, plain_problems, quickest_of, wave_orders
+from fcp_cli.planning.fcp.pipelines import (
+    Candidate,
+    blocks_of,
+    like_lengths,
+    plain_problems,
+    quickest_of,
+    wave_orders,
+)
 from fcp_cli.planning.fcp.tiny import assign_tiny, is_tiny
 from fcp_cli.planning.interrupts import interrupts_deferred
 from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, machine_of
@@ -240,17 +247,16 @@ class FcpSolver:
         closing = self.problem.profile.step.closing_seconds(self.problem.sync)
         return self._static(batch, makespan_seconds(found, batch, self.problem) - closing) or found
 
-    def _for_pipelines(self, batch: Batch) -> Iterator[Assignment]:
+    def _for_pipelines(self, batch: Batch) -> Iterator[Candidate]:
         """Yield steps for pipelines: of micro-batches of like length, and as waves or timelines alone would have it."""
         if self.options.get("max_degree") != 1:
             yield from like_lengths(batch, self.problem, blocks_of(self.problem, self.machine))
         for plain in plain_problems(self.problem, int(batch.work.tokens.max())):
             machine = self.machine._replace(tokens_per_rank=plain.tokens_per_rank)
             found = FcpSolver(problem=plain, machine=machine, degrees=self.degrees).assign(batch)
-            if plain.sync == "microbatch":
-                yield from wave_orders(found, batch, self.problem)
-            else:
-                yield found
+            orders = wave_orders(found, batch, self.problem) if plain.sync == "microbatch" else [found]
+            for one in orders:
+                yield Candidate.of(one, batch, self.problem)
 
     def _assign_timelines(self, batch: Batch, order: IntArray, sequences: Sequences) -> Assignment:
         """Plan timelines or, where they leave a wide gap, waves if they are quicker: a valid order, too."""

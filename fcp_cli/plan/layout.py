@@ -1,0 +1,133 @@
+"""Proves who runs what in a step of a plan: ranks, token budget and waves, whatever the times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.padding import held_tokens
+from fcp_cli.plan.pipeline import Pipeline
+from fcp_cli.plan.step import StepPlan
+from fcp_cli.words import counted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """A broken rule. `step` and `order` give its place; None where it concerns the whole plan or the whole step."""
+
+    message: str
+    step: int | None = None
+    order: int | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.step is None else f"step {self.step}: "
+        where += "" if self.order is None else f"order {self.order}: "
+        return where + self.message
+
+
+class Limits(Protocol):
+    """The limits of a step's rows: both a plan's metadata and a planning problem have them."""
+
+    @property
+    def num_ranks(self) -> int: ...
+    @property
+    def tokens_per_rank(self) -> int: ...
+    @property
+    def padding_multiple(self) -> int | None: ...
+    @property
+    def sync(self) -> Sync: ...
+    @property
+    def pipeline_parallel(self) -> int: ...
+    @property
+    def pipeline(self) -> Pipeline | None: ...
+
+
+def check_layout(step: StepPlan, limits: Limits) -> Iterator[Finding]:
+    """Check who runs what in a step: ranks, token budget and waves; times are left aside."""
+    rank_findings = list(check_ranks(step, limits))
+    yield from rank_findings
+    yield from _check_budget(step, limits)
+    if not rank_findings:
+        yield from _check_waves(step, limits)
+
+
+def check_ranks(step: StepPlan, limits: Limits) -> Iterator[Finding]:
+    """Check that every row has ranks, ascending and in range, and that every rank has a row."""
+    if (step.degrees < 1).any():
+        yield Finding(step=step.step, order=first_of(step.degrees < 1), message="no ranks")
+        return
+    outside = (step.ranks < 0) | (step.ranks >= limits.num_ranks)
+    if outside.any():
+        at = first_of(outside)
+        message = f"rank {step.ranks[at]} of a job of {limits.num_ranks}"
+        yield Finding(step=step.step, order=row_of_rank(step, at), message=message)
+        return
+    falls = step.ranks[1:] <= step.ranks[:-1]
+    falls[step.rank_offsets[1:-1] - 1] = False  # from one row's last rank to the next row's first
+    if falls.any():
+        yield Finding(step=step.step, order=row_of_rank(step, first_of(falls)), message="its ranks do not ascend")
+    absent = np.flatnonzero(np.bincount(step.ranks, minlength=limits.num_ranks) == 0)
+    if len(absent):
+        message = f"rank {absent[0]} has no row ({len(absent)} ranks have none); an idle rank needs an idle row"
+        yield Finding(step=step.step, message=message)
+    odd = step.is_idle & ((step.degrees != 1) | (step.seconds != 0))
+    if odd.any():
+        yield Finding(
+            step=step.step, order=first_of(odd), message="an idle row has one rank and takes no time; this one does not"
+        )
+
+
+def row_of_rank(step: StepPlan, at: int) -> int:
+    """Return the row to which entry `at` of the step's ranks belongs."""
+    return int(np.searchsorted(step.rank_offsets, at, side="right")) - 1
+
+
+def _check_budget(step: StepPlan, limits: Limits) -> Iterator[Finding]:
+    room = limits.tokens_per_rank * step.degrees
+    held = held_tokens(step, limits.padding_multiple)
+    for order in np.flatnonzero(held > room)[:1].tolist():
+        tokens, ranks = counted(held[order], "token"), counted(step.degrees[order], "rank")
+        padded = "" if limits.padding_multiple is None else ", with padding,"
+        message = f"{tokens}{padded} on {ranks}, where {room[order]:,} fit"
+        yield Finding(step=step.step, order=order, message=message)
+
+
+def _check_waves(step: StepPlan, limits: Limits) -> Iterator[Finding]:
+    """Check waves: none under `iteration`; counting from 0, each with every rank once, under `microbatch`."""
+    if limits.sync == "iteration":
+        if (step.wave != -1).any():
+            order = first_of(step.wave != -1)
+            yield Finding(step=step.step, order=order, message=f"wave {step.wave[order]} under sync iteration, not -1")
+        rows = np.bincount(step.ranks, minlength=limits.num_ranks)
+        needless = step.is_idle & (rows[step.ranks[step.rank_offsets[:-1]]] > 1)
+        for order in np.flatnonzero(needless)[:1].tolist():
+            rank = step.ranks[step.rank_offsets[order]]
+            yield Finding(step=step.step, order=order, message=f"an idle row for rank {rank}, which has other rows")
+        return
+    rises = step.wave[1:] - step.wave[:-1]
+    if step.wave[0] != 0 or ((rises != 0) & (rises != 1)).any():
+        yield Finding(step=step.step, message="waves do not count up from 0")
+        return
+    waves = int(step.wave[-1]) + 1
+    if limits.pipeline is not None and limits.pipeline.missing_waves(waves, limits.pipeline_parallel):
+        message = (
+            f"{counted(waves, 'wave')}, not a multiple of the {limits.pipeline_parallel} stages, with virtual stages"
+        )
+        yield Finding(step=step.step, message=message)
+    # How often each pair of wave and rank occurs, numbered as wave * num_ranks + rank.
+    uses = np.bincount(
+        np.repeat(step.wave.astype(np.int64), step.degrees) * limits.num_ranks + step.ranks,
+        minlength=waves * limits.num_ranks,
+    )
+    for at in np.flatnonzero(uses != 1)[:1].tolist():
+        wave, rank = divmod(at, limits.num_ranks)
+        yield Finding(step=step.step, message=f"wave {wave} uses rank {rank} {uses[at]} times, not once")
+
+
+def first_of(mask: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> int:
+    """Return the first place where a mask is set."""
+    return int(np.flatnonzero(mask)[0])
