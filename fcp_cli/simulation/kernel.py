@@ -34,6 +34,7 @@ class Graph(NamedTuple):
         base: [entries] the row of `turns` at which the micro-batch's operations on that replica stand.
         rank_first: [entries] where the micro-batches of that replica begin in `rank_microbatches`, in order.
         durations: [microbatches, 2 L]. sends: [microbatches].
+        left: [microbatches, 2 L] the least from the beginning of an operation to the end of its micro-batch's last.
         following: [2 L] the operation of the same micro-batch that follows; -1 after the last backward.
         is_sent: [2 L] whether its result goes to another device first.
         meets: senders and receivers meet.
@@ -45,6 +46,7 @@ class Graph(NamedTuple):
     rank_first: IntArray
     rank_microbatches: IntArray
     durations: FloatArray
+    left: FloatArray
     sends: FloatArray
     following: IntArray
     is_sent: Any
@@ -53,10 +55,11 @@ class Graph(NamedTuple):
 
 
 @_kernel
-def longest_paths(graph: Graph) -> Any:
+def longest_paths(graph: Graph, limit: float) -> Any:
     """Return [microbatches x 2 L] when each operation begins, what it waits for in vain, and what it waited for last.
 
-    The last is the number of an operation, i * 2 L + c; -1 where one begins at once.
+    The last is the number of an operation, i * 2 L + c; -1 where one begins at once. A step that takes more than
+    `limit` is given up, with the operation that shows it begun at infinity.
     """
     rank_offsets, base, rank_first, turns = graph.rank_offsets, graph.base, graph.rank_first, graph.turns
     following, is_sent, durations = graph.following, graph.is_sent, graph.durations
@@ -73,6 +76,9 @@ def longest_paths(graph: Graph) -> Any:
         node = stack[top]
         i = node // per
         c = node - i * per
+        if start[node] + graph.left[i, c] > limit:
+            start[node] = np.inf
+            break
         end = start[node] + durations[i, c]
         sends = graph.sends[i] if is_sent[c] else 0.0
         if following[c] >= 0:
@@ -142,7 +148,7 @@ def better_places(graph: Graph, ranks: Int32Array, waves: int, reach: int, most_
     per = len(graph.following)
     path = np.empty(len(graph.rank_offsets) - 1, dtype=np.int64)
     marks = np.zeros(len(graph.rank_microbatches) // waves, dtype=np.int64)
-    seconds, length = _critical(graph, path)
+    seconds, length = _critical(graph, np.inf, path)
     runs, mark, at = 1, 0, 0
     while at < length * 2 * reach and runs < most_runs:
         row = path[at // (2 * reach)]
@@ -155,10 +161,11 @@ def better_places(graph: Graph, ranks: Int32Array, waves: int, reach: int, most_
             continue
         mark += 1
         _swap(graph, ranks, ranks[graph.rank_offsets[row]], here, there, waves, marks, mark)
-        found, _length = _critical(graph, path[:0])
+        enough = seconds * (1.0 - 1e-9)
+        found, _length = _critical(graph, enough, path[:0])
         runs += 1
-        if found < seconds * (1.0 - 1e-9):
-            seconds, length = _critical(graph, path)
+        if found < enough:
+            seconds, length = _critical(graph, np.inf, path)
             at = 0
         else:
             mark += 1
@@ -194,10 +201,10 @@ def _swap(graph: Graph, ranks: Any, rank: int, here: int, there: int, waves: int
 
 
 @_kernel
-def _critical(graph: Graph, path: IntArray) -> Any:
+def _critical(graph: Graph, limit: float, path: IntArray) -> Any:
     """Return the seconds of a step, and how many micro-batches of its critical path are in `path`, last ones first."""
     per = len(graph.following)
-    start, _missing, cause = longest_paths(graph)
+    start, _missing, cause = longest_paths(graph, limit)
     seconds, last = 0.0, 0
     for node in range(len(start)):
         end = start[node] + graph.durations[node // per, node % per]

@@ -68,7 +68,7 @@ def run(pipelines: Pipelines) -> Run:
     from fcp_cli.simulation.kernel import longest_paths  # compiled by numba, which takes a while to load
 
     graph = graph_of(pipelines)
-    start, missing, _cause = longest_paths(graph)
+    start, missing, _cause = longest_paths(graph, np.inf)
     start, missing = start.reshape(graph.durations.shape), missing.reshape(graph.durations.shape)
     stuck = np.flatnonzero(missing.any(axis=1))
     return Run(
@@ -112,12 +112,16 @@ def graph_of(pipelines: Pipelines) -> Graph:
     following, is_sent = following_operations(p.stages, p.chunks)
     durations = np.empty((count, len(following)))
     durations[:, 0::2], durations[:, 1::2] = p.forward_seconds, p.backward_seconds
+    left = np.empty_like(durations)
+    path = np.concatenate((np.arange(0, len(following), 2), np.arange(len(following) - 1, 0, -2)))[::-1]
+    left[:, path] = np.cumsum(durations[:, path], axis=1)
     return Graph(
         rank_offsets=p.rank_offsets,
         base=first[counts[p.ranks]] + place * len(following),
         rank_first=rank_first[p.ranks],
         rank_microbatches=microbatch_of[by_rank],
         durations=durations,
+        left=left,
         sends=p.send_seconds,
         following=following,
         is_sent=is_sent,

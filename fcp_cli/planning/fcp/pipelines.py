@@ -37,6 +37,7 @@ from fcp_cli.simulation.pipeline import better_places
 _SHARES = 0.02, 0.026, 0.034, 0.044, 0.057, 0.073, 0.095, 0.12, 0.16, 0.21, 0.27, 0.35, 0.45, 0.6
 _BUDGETS = 1.0, 0.7, 0.5, 0.35, 0.25  # parts of the token budget that plainer plans are made for
 _NEAR = 1.5  # of the least that a ring can take: wider ones cost more than they save
+_NEXT = 3  # lengths: how far from the best to try others
 _IMPROVED = 8  # answers, the quickest ones, whose micro-batches then change places
 _REACH = 3  # waves: how far away a neighbour may be
 _RUNS = 150  # of the timeline for each of those answers
@@ -103,7 +104,7 @@ def _neighbours_swapped(waves: Assignment, batch: Batch, problem: Problem) -> As
 def like_lengths(batch: Batch, problem: Problem, blocks: Blocks) -> Iterator[Candidate]:
     """Yield what the module's description makes of a batch, for each length of rings and of other micro-batches.
 
-    First rings and the rest get one length, then each of the two another beside the best of the other.
+    First rings and the rest get one length, then each of the two another near the best beside the other.
     """
     table = _seconds_by_degree(batch, problem, blocks)
     if not np.isfinite(table).any(axis=1).all():
@@ -128,10 +129,10 @@ def like_lengths(batch: Batch, problem: Problem, blocks: Blocks) -> Iterator[Can
         yield from tried(length, length)
     for _ in range(2):
         ring, short = min(found, key=found.__getitem__)
-        for length in every:
+        for length in every[max(short - _NEXT, 0) : short + _NEXT + 1]:
             yield from tried(ring, length)
         ring, short = min(found, key=found.__getitem__)
-        for length in every:
+        for length in every[max(ring - _NEXT, 0) : ring + _NEXT + 1]:
             yield from tried(length, short)
 
 
