@@ -8,7 +8,6 @@ host, what it begins, and waits for the same from the one before. Later steps pa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -60,19 +59,13 @@ class FirstPasses:
                 "rank, and what only some need in 'with fcp.outside():'"
             )
 
-    def end_microbatch(self) -> None:
-        """Make sure that the ranks of the rings whose backward has run run no more on them.
-
-        A loop may hold its backwards back; other ranks of the ring may have run theirs by then, so nothing is compared.
-        """
-        self._end([ring for ring in self._orders if ring.backward_calls])
-
     def end_step(self) -> None:
-        """Make sure of the same for all rings that have not ended."""
-        self._end(list(self._orders))
+        """Make sure that the ranks of all rings run no more on them.
 
-    def _end(self, rings: Iterable[Ring]) -> None:
-        for ring in rings:
+        Not sooner: a rank whose last backward reduces gradients is in it until the others have run theirs, and a loop
+        may hold its backwards back.
+        """
+        for ring in list(self._orders):
             self.begin(ring, _END, 0)
             ring.begin_pass = None
             del self._orders[ring]

@@ -81,8 +81,6 @@ class Guards:
     def note_forwards(self, ring: Ring) -> None:
         """Note the forwards of a micro-batch that is over."""
         self._most_forwards = max(self._most_forwards, ring.forward_calls)
-        if self._first_passes is not None:
-            self._first_passes.end_microbatch()
 
     def note_backwards(self, rings: Iterable[Ring]) -> None:
         """Note the backwards of a step that is over: a loop may hold them back until its last micro-batch."""
