@@ -118,7 +118,7 @@ def test_reducing_inside_a_backward_hangs_on_one_queue_and_is_named() -> None:
     assert len(job(full=False)["inside backward"]) == NUM_RANKS
     said = job(full=False)["inside backward"][0]
     assert said.startswith("rank 0 hangs in queue 0 in allreduce on world (")
-    assert "rank 1 is at send to rank 0 on rings (1) (" in said
+    assert "rank 1 is at send to rank 0 on rings (2) (" in said
 
 
 def test_the_record_of_reducing_inside_a_backward_hangs_with_few_queues_and_ends_with_many(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_the_record_of_reducing_inside_a_backward_hangs_with_few_queues_and_ends
 
 
 def test_a_wrong_order_over_two_communicators_hangs_on_one_queue_and_is_named_on_every_rank() -> None:
-    reduction, receive = "allreduce on world (8 bytes)", "recv from rank 0 on rings (1) (4 bytes)"
+    reduction, receive = "allreduce on world (8 bytes)", "recv from rank 0 on rings (2) (4 bytes)"
     assert job(full=False)["another order"] == [
         f"rank 1 hangs in queue 0 in {receive}: rank 0 is at {reduction}"
         if rank == 1
