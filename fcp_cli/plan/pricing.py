@@ -222,28 +222,6 @@ def microbatch_prices(
     return Prices(seconds, encoder, language, held)
 
 
-def microbatch_seconds(
-    work: Work,
-    offsets: IntArray,
-    *,
-    rank_offsets: IntArray,
-    ranks: Int32Array,
-    profile: CostProfile,
-    ranks_per_node: int,
-    padding_multiple: int | None,
-) -> FloatArray:
-    """Return the seconds of `microbatch_prices`."""
-    return microbatch_prices(
-        work,
-        offsets,
-        rank_offsets=rank_offsets,
-        ranks=ranks,
-        profile=profile,
-        ranks_per_node=ranks_per_node,
-        padding_multiple=padding_multiple,
-    ).seconds
-
-
 def wave_encoder_seconds(encoder_seconds: FloatArray, offsets: IntArray, wave: Int32Array) -> FloatArray:
     """Add up over waves: [microbatches] the seconds on one rank of all pictures of the wave of each micro-batch.
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.plan.pricing import microbatch_seconds, pack_work
+from fcp_cli.plan.pricing import microbatch_prices, pack_work
 from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.compiled import tiny
 from fcp_cli.planning.compiled.tiny import ACROSS, INSIDE, Least, Nodes
@@ -80,7 +80,7 @@ def _prices(batch: Batch, problem: Problem) -> FloatArray:
     seconds = np.full((2**sequences, ranks + 1, 2), np.inf)
     for degree, place, group in groups:
         tokens = pack_work(work, offsets, degree, problem.profile, problem.padding_multiple).tokens
-        priced = microbatch_seconds(
+        priced = microbatch_prices(
             work,
             offsets,
             rank_offsets=offsets_of([degree] * len(members)),
@@ -88,7 +88,7 @@ def _prices(batch: Batch, problem: Problem) -> FloatArray:
             profile=problem.profile,
             ranks_per_node=per_node,
             padding_multiple=problem.padding_multiple,
-        )
+        ).seconds
         seconds[1:, degree, place] = np.where(tokens <= degree * problem.tokens_per_rank, priced, np.inf)
     if per_node == 1:
         seconds[:, 2:, INSIDE] = seconds[:, 2:, ACROSS]
