@@ -39,7 +39,7 @@ from fcp_cli.planning.published.flexsp import MILP_SECONDS, FlexSP
 from fcp_cli.planning.solvers import make_solver
 
 SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")
-RIVALS = "static", "fcp-paper", "bytescale", "karmarkar-karp", "megatron-dynamic-cp"
+RIVALS = "static", "fcp-paper", "bytescale", "karmarkar-karp", "megatron-dynamic-cp", "megatron-packing"
 
 
 def problem_of(sync: Sync, *, ranks: int, per_node: int, budget: int) -> Problem:

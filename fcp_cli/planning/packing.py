@@ -17,7 +17,15 @@ def min_degrees(tokens: IntArray, tokens_per_rank: int) -> IntArray:
 
 
 def first_fit_decreasing(tokens: IntArray, group_tokens: int) -> IntArray:
-    """Pack longest first, each into the first pack with room.
+    """Pack as `first_fit` does, but longest first."""
+    order = np.argsort(-tokens, kind="stable")
+    pack_of = np.empty(len(tokens), dtype=np.int64)
+    pack_of[order] = first_fit(tokens[order], group_tokens)
+    return pack_of
+
+
+def first_fit(tokens: IntArray, group_tokens: int) -> IntArray:
+    """Pack in the order given, each into the first pack with room.
 
     Args:
         tokens: [n] of each sequence, at most `group_tokens`.
@@ -28,10 +36,10 @@ def first_fit_decreasing(tokens: IntArray, group_tokens: int) -> IntArray:
     """
     pack_of = np.empty(len(tokens), dtype=np.int64)
     free = np.full(len(tokens), group_tokens, dtype=np.int64)
-    for i in np.argsort(-tokens, kind="stable").tolist():
-        pack = int(np.argmax(free >= tokens[i]))
+    for i, size in enumerate(tokens.tolist()):
+        pack = int(np.argmax(free >= size))
         pack_of[i] = pack
-        free[pack] -= tokens[i]
+        free[pack] -= size
     return pack_of
 
 

@@ -21,6 +21,7 @@ _FACTORIES = {
     "flexsp": "fcp_cli.planning.published.flexsp:make_solver",
     "karmarkar-karp": "fcp_cli.planning.published.karmarkar_karp:make_solver",
     "megatron-dynamic-cp": "fcp_cli.planning.published.megatron_dynamic_cp:make_solver",
+    "megatron-packing": "fcp_cli.planning.published.megatron_packing:make_solver",
     "static": "fcp_cli.planning.static:make_solver",
 }
 DEFAULT = "fcp"

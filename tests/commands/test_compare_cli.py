@@ -59,7 +59,15 @@ def test_a_planner_that_was_never_compiled_here_is_not_waited_for_in_silence(
 
 def test_every_strategy_is_compared_on_the_same_steps(document: dict[str, Any]) -> None:
     names = {strategy["name"] for strategy in document["strategies"]}
-    published = {"static", "fcp-paper", "megatron-dynamic-cp", "flexsp", "bytescale", "karmarkar-karp"}
+    published = {
+        "static",
+        "fcp-paper",
+        "megatron-dynamic-cp",
+        "megatron-packing",
+        "flexsp",
+        "bytescale",
+        "karmarkar-karp",
+    }
     assert names == {"fcp", *published}
     assert document["steps"] == 2
     assert document["profile"]["origin"] == "assumed"

@@ -1,34 +1,38 @@
 """`karmarkar-karp`: one degree for all, and number partitioning over the data-parallel ranks, as slime and verl do.
 
-slime packs sequences by tokens and then spreads the packs over the data-parallel ranks, equally many each; verl
-spreads the sequences and then each rank's sequences over its micro-batches. Both balance with the largest
-differencing method. Where a choice was left, the kinder one was made:
+slime packs sequences by tokens, first-fit in their order, splits the largest packs in two until each data-parallel rank
+gets equally many (2026; `split`), and spreads them; older versions packed first-fit decreasing and left the last round
+short (`packs`). verl spreads the sequences and then each rank's sequences over its micro-batches (`sequences`). All
+balance with the largest differencing method. Where a choice was left, the kinder one was made:
 
 - The weights are the seconds of the cost profile. The token budget always holds: slime and verl may exceed it when
   they balance by work; here a rank takes more micro-batches instead.
-- The degree (any divisor of the ranks) and which of the two runs are fixed for the plan, by predicted time over a
+- The degree (any divisor of the ranks) and which of the three runs are fixed for the plan, by predicted time over a
   sample of its steps.
 - A data-parallel rank runs its micro-batches in descending order of time, so that waves match.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from fcp_cli.arrays import FloatArray
+from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.model import Work, group_seconds
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import GlobalBatches
+from fcp_cli.planning.packing import first_fit, members_by_pack
 from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
 from fcp_cli.planning.published.drafts import Draft, assign, packs_of
 from fcp_cli.planning.published.number_partition import partition
 from fcp_cli.planning.work import pack_work, work_on
 
+Balance: TypeAlias = Literal["packs", "split", "sequences"]  # slime twice, verl
 _SAMPLED_STEPS = 4
 
 
@@ -37,7 +41,7 @@ class Setting:
     """The settings that a user of these trainers fixes for a run."""
 
     degree: int
-    balance: Literal["packs", "sequences"]  # slime, verl
+    balance: Balance
 
 
 def make_solver(batches: GlobalBatches) -> Solver:
@@ -51,13 +55,13 @@ def make_solver(batches: GlobalBatches) -> Solver:
 
 
 def feasible_settings(longest_tokens: int, problem: Problem) -> list[Setting]:
-    """Return every divisor of the ranks that holds the longest sequence (all ranks do), with either way to balance."""
+    """Return every divisor of the ranks that holds the longest sequence (all ranks do), with each way to balance."""
     degrees = [
         degree
         for degree in range(1, problem.num_ranks + 1)
         if problem.num_ranks % degree == 0 and degree * problem.tokens_per_rank >= longest_tokens
     ]
-    return [Setting(degree=degree, balance=balance) for degree in degrees for balance in ("packs", "sequences")]
+    return [Setting(degree=degree, balance=balance) for degree in degrees for balance in get_args(Balance)]
 
 
 class KarmarkarKarp:
@@ -71,8 +75,11 @@ class KarmarkarKarp:
 
     def assign(self, batch: Batch) -> Assignment:
         """Spread one batch over the data-parallel ranks."""
-        balance = self._balance_packs if self._setting.balance == "packs" else self._balance_sequences
-        packs_of_rank = [self._slowest_first(packs, batch) for packs in balance(batch)]
+        if self._setting.balance == "sequences":
+            packs_of_rank = self._balance_sequences(batch)
+        else:
+            packs_of_rank = self._balance_packs(batch)
+        packs_of_rank = [self._slowest_first(packs, batch) for packs in packs_of_rank]
         drafts = [
             Draft(range(rank * self._setting.degree, (rank + 1) * self._setting.degree), pack)
             for turn in zip_longest(*packs_of_rank)
@@ -91,10 +98,31 @@ class KarmarkarKarp:
 
     def _balance_packs(self, batch: Batch) -> list[list[list[int]]]:
         """Balance as slime does: packs first."""
-        packs = packs_of(range(len(batch.lengths)), batch, self._problem, self._setting.degree)
+        if self._setting.balance == "split":
+            packs = self._split_packs(batch)
+        else:
+            packs = packs_of(range(len(batch.lengths)), batch, self._problem, self._setting.degree)
         weights = self._pack_seconds(packs, batch).tolist()
         parts = partition(weights, self._data_parallel, equal_counts=True)
         return [[packs[i] for i in part] for part in parts]
+
+    def _split_packs(self, batch: Batch) -> list[list[int]]:
+        """Pack first-fit, then halve the packs with most tokens until every data-parallel rank gets equally many."""
+        tokens = work_on(batch.work, self._setting.degree, self._problem).tokens
+        pack_of = first_fit(tokens, self._group_tokens)
+        offsets, members = members_by_pack(pack_of, int(pack_of.max()) + 1)
+        packs = [part.tolist() for part in np.split(members, offsets[1:-1])]
+        heap = [(-int(tokens[pack].sum()), -i) for i, pack in enumerate(packs) if len(pack) > 1]
+        heapq.heapify(heap)
+        while len(packs) % self._data_parallel and heap:
+            fullest = -heapq.heappop(heap)[1]
+            halves = _halved(packs[fullest], tokens)
+            packs[fullest] = halves[0]
+            packs.append(halves[1])
+            for i in (fullest, len(packs) - 1):
+                if len(packs[i]) > 1:
+                    heapq.heappush(heap, (-int(tokens[packs[i]].sum()), -i))
+        return packs
 
     def _balance_sequences(self, batch: Batch) -> list[list[list[int]]]:
         """Balance as verl does: sequences first, then each rank's into as many micro-batches as the fullest needs."""
@@ -132,3 +160,11 @@ class KarmarkarKarp:
             # Where the degree does not divide a node, some groups lie across two: weigh packs as if all did.
             crosses_nodes=self._problem.ranks_per_node % self._setting.degree != 0,
         )
+
+
+def _halved(members: Sequence[int], tokens: IntArray) -> tuple[list[int], list[int]]:
+    """Cut a pack in two, longest first to the half with fewer tokens."""
+    halves: tuple[list[int], list[int]] = ([], [])
+    for i in sorted(members, key=lambda i: -int(tokens[i])):
+        halves[int(tokens[halves[0]].sum() > tokens[halves[1]].sum())].append(i)
+    return halves

@@ -5,7 +5,7 @@ a choice was left, the kinder one was made, per step by predicted time:
 
 - `--max-seqlen-per-dp-cp-rank` is the token budget or its half, quarter or eighth, which shards long sequences more.
 - Each sequence runs alone, as in megatron-core 0.16, or the sequences of a group in a round are packed up to the token
-  budget, as on Megatron's development branch.
+  budget. The development branch, which packs, chooses groups by it, too: `megatron_packing`.
 - Rounds end with a barrier there. Under `iteration` there is none here; under `microbatch` a wave may hold one
   micro-batch per rank, so that a round of several becomes several waves, which the original does not pay.
 """
@@ -45,25 +45,30 @@ class MegatronDynamicCP:
 
     def _candidates(self, batch: Batch) -> Iterator[Assignment]:
         problem, lengths = self._problem, batch.lengths.tolist()
-        _check_fits(max(lengths), problem)
+        check_fits(self.name, max(lengths), problem)
         for tokens_per_rank in shard_sizes(problem.tokens_per_rank):
             if degree_needed(max(lengths), tokens_per_rank) > problem.num_ranks:
                 return
             rounds = balanced_rounds(lengths, max_tokens_per_rank=tokens_per_rank, num_ranks=problem.num_ranks)
-            yield assign(list(_drafts(rounds, _alone)), problem.sync)
-            yield assign(list(_drafts(rounds, partial(_packed, batch, problem))), problem.sync)
+            yield assign(list(drafts_of(rounds, _alone)), problem.sync)
+            yield assign(list(drafts_of(rounds, partial(_packed, batch, problem))), problem.sync)
 
 
-def _check_fits(longest: int, problem: Problem) -> None:
+def check_fits(name: str, longest: int, problem: Problem) -> None:
+    """Refuse a sequence that no power of two of the ranks can hold.
+
+    Raises:
+        PlanError: see above; the message begins with the strategy's name.
+    """
     degree = degree_needed(longest, problem.tokens_per_rank)
     if degree > problem.num_ranks:
         raise PlanError(
-            f"megatron-dynamic-cp cannot plan a sequence of {longest} tokens: its degrees are powers of two, "
+            f"{name} cannot plan a sequence of {longest} tokens: its degrees are powers of two, "
             f"{degree} ranks of {problem.tokens_per_rank} tokens are needed and there are {problem.num_ranks}"
         )
 
 
-def _drafts(rounds: Sequence[Sequence[Group]], split: Callable[[Group], list[list[int]]]) -> Iterator[Draft]:
+def drafts_of(rounds: Sequence[Sequence[Group]], split: Callable[[Group], list[list[int]]]) -> Iterator[Draft]:
     """Yield micro-batches round by round; `split` makes a group's sequences into packs."""
     for groups in rounds:
         first = 0

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import pytest
 
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.published.karmarkar_karp import KarmarkarKarp, Setting, feasible_settings, make_solver
+from fcp_cli.planning.published.karmarkar_karp import Balance, KarmarkarKarp, Setting, feasible_settings, make_solver
 from fcp_cli.planning.run import plan_step
-from tests.planning.examples import example_problem, long_tail
+from tests.planning.examples import example_problem, long_tail, table_of
 
 
 def batches_of_long_tail() -> GlobalBatches:
@@ -26,10 +28,10 @@ def test_the_setting_is_the_quickest_over_the_plan() -> None:
         assert chosen <= other.makespan_seconds
 
 
-@pytest.mark.parametrize("balance", ["packs", "sequences"])
-def test_every_group_has_the_one_degree(balance: str) -> None:
+@pytest.mark.parametrize("balance", get_args(Balance))
+def test_every_group_has_the_one_degree(balance: Balance) -> None:
     batches = batches_of_long_tail()
-    setting = Setting(degree=8, balance=balance)  # type: ignore[arg-type]
+    setting = Setting(degree=8, balance=balance)
     step = plan_step(batches.batch(0), batches.problem, KarmarkarKarp(batches.problem, setting))
     assert set(step.degrees[step.tokens > 0].tolist()) == {8}
 
@@ -40,3 +42,16 @@ def test_packs_are_spread_in_equal_numbers() -> None:
     step = plan_step(batches.batch(0), batches.problem, KarmarkarKarp(batches.problem, setting))
     counts = np.bincount(step.ranks[step.rank_offsets[:-1]] // 8)
     assert counts.max() - counts.min() <= 1
+
+
+def test_the_fullest_packs_are_split_until_every_rank_gets_equally_many() -> None:
+    problem = example_problem(num_ranks=2, ranks_per_node=2, tokens_per_rank=1000)
+    batches = GlobalBatches(
+        table_of([300, 600, 500, 200, 400]), problem, BatchSettings(global_batch_size=5, shuffle=False)
+    )
+    solver = KarmarkarKarp(problem, Setting(degree=1, balance="split"))
+    step = plan_step(batches.batch(0), problem, solver)
+    # First-fit fills 300 + 600, 500 + 200, 400; the first of them is split, and two go to either rank.
+    packs = [sorted(row.lengths) for row in step.microbatches() if row.lengths]
+    assert sorted(packs) == [[200, 500], [300], [400], [600]]
+    assert np.bincount(step.ranks[step.rank_offsets[:-1]]).tolist() == [2, 2]

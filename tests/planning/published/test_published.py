@@ -11,7 +11,7 @@ from fcp_cli.errors import PlanError
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.published import bytescale, karmarkar_karp, megatron_dynamic_cp
+from fcp_cli.planning.published import bytescale, karmarkar_karp, megatron_dynamic_cp, megatron_packing
 from fcp_cli.planning.published.flexsp import FlexSP
 from fcp_cli.planning.run import plan_step
 from fcp_cli.planning.solvers import SolverFactory
@@ -22,6 +22,7 @@ FACTORIES: dict[str, SolverFactory] = {
     "flexsp": lambda batches: FlexSP(batches.problem, milp_seconds=0.05, trials=1),
     "karmarkar-karp": karmarkar_karp.make_solver,
     "megatron-dynamic-cp": megatron_dynamic_cp.make_solver,
+    "megatron-packing": megatron_packing.make_solver,
 }
 NAMES = list(FACTORIES)
 
@@ -49,7 +50,7 @@ def test_the_same_batch_gives_the_same_answer(name: str) -> None:
     np.testing.assert_array_equal(first.members, second.members)
 
 
-@pytest.mark.parametrize("name", ["flexsp", "megatron-dynamic-cp"])
+@pytest.mark.parametrize("name", ["flexsp", "megatron-dynamic-cp", "megatron-packing"])
 def test_powers_of_two_cannot_hold_what_six_ranks_can(name: str) -> None:
     batches = one_batch([5500, 10], example_problem(num_ranks=6, ranks_per_node=6, tokens_per_rank=1000))
     with pytest.raises(PlanError, match=f"{name} cannot plan a sequence of 5500 tokens: its degrees are powers of two"):

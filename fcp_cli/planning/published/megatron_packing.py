@@ -1,0 +1,158 @@
+"""`megatron-packing`: the packing-aware dynamic context parallelism of Megatron-LM's development branch.
+
+Written from the behaviour of `DefaultDynamicCPScheduler` there (`megatron/core/datasets`, 2026). Its rules:
+
+- Sequences, longest first; work is length² / ranks, degrees are powers of two.
+- A micro-batch of all ranks begins with the longest sequence on the smallest degree that holds it. Each other one goes
+  where the most loaded rank then has least: into a group with room, of the degree that it needs or a wider one, or on
+  free ranks as a new group. It waits for a later micro-batch where a rank would have more than 1.05 x longest x budget.
+- Ranks left empty: the first of the smallest groups is doubled, again and again. Where that cannot fill every rank, the
+  micro-batch becomes one group of all ranks, filled longest first.
+
+The sequences of a group are one pack. What is kinder than there, as for `megatron-dynamic-cp`: the budget that degrees
+follow from is halved up to three times and the quickest kept for every step; no barrier follows under `iteration`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from fcp_cli.planning.batches import GlobalBatches
+from fcp_cli.planning.problem import Assignment, Batch, Problem
+from fcp_cli.planning.published.drafts import assign, packs_of, quickest, shard_sizes
+from fcp_cli.planning.published.megatron_dynamic_cp import check_fits, drafts_of
+from fcp_cli.planning.published.megatron_rounds import Group, degree_needed
+
+_CAP = 1.05  # of longest x budget: the work that a rank may have in a micro-batch
+
+
+def make_solver(batches: GlobalBatches) -> MegatronPacking:
+    """Make the solver for these batches."""
+    return MegatronPacking(batches.problem)
+
+
+class MegatronPacking:
+    name = "megatron-packing"
+    options: Mapping[str, Any] = {}
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+
+    def assign(self, batch: Batch) -> Assignment:
+        """Schedule one batch.
+
+        Raises:
+            PlanError: a sequence needs more ranks than there are, rounded up to a power of two.
+        """
+        return quickest(self._candidates(batch), batch, self._problem)
+
+    def _candidates(self, batch: Batch) -> Iterator[Assignment]:
+        problem, lengths = self._problem, batch.lengths.tolist()
+        check_fits(self.name, max(lengths), problem)
+        for tokens_per_rank in shard_sizes(problem.tokens_per_rank):
+            if degree_needed(max(lengths), tokens_per_rank) > problem.num_ranks:
+                return
+            rounds = packed_rounds(lengths, max_tokens_per_rank=tokens_per_rank, num_ranks=problem.num_ranks)
+            yield assign(list(drafts_of(rounds, partial(_packed, batch, problem))), problem.sync)
+
+
+def _packed(batch: Batch, problem: Problem, group: Group) -> list[list[int]]:
+    return packs_of(group.sequences, batch, problem, group.degree)
+
+
+def packed_rounds(lengths: Sequence[int], *, max_tokens_per_rank: int, num_ranks: int) -> list[list[Group]]:
+    """Schedule sequences.
+
+    Args:
+        lengths: tokens of each sequence; none may need more than `num_ranks` ranks.
+        max_tokens_per_rank: what a rank holds of all sequences of its group in a micro-batch.
+        num_ranks: ranks of the job.
+
+    Returns:
+        Per micro-batch its groups, on contiguous ranks from rank 0 on in the groups' order.
+    """
+    left = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    rounds = []
+    while left:
+        current = _Round(lengths, left, max_tokens_per_rank, num_ranks)
+        rounds.append(current.groups)
+        left = current.left
+    return rounds
+
+
+class _Round:
+    """One micro-batch of all ranks: its groups, and the sequences that it leaves."""
+
+    def __init__(self, lengths: Sequence[int], waiting: Sequence[int], held_tokens: int, num_ranks: int) -> None:
+        self.groups: list[Group] = []
+        self.left: list[int] = []
+        self._lengths, self._held_tokens, self._num_ranks = lengths, held_tokens, num_ranks
+        self._degree = np.zeros(num_ranks, dtype=np.int64)
+        self._load, self._held = np.zeros(num_ranks), np.zeros(num_ranks)  # of a rank of each group
+        self._free_ranks, self._highest = num_ranks, 0.0
+        self._cap = lengths[waiting[0]] * held_tokens * _CAP
+        self._open(waiting[0], degree_needed(lengths[waiting[0]], held_tokens))
+        for i in waiting[1:]:
+            self._place(i)
+        self._fill_empty_ranks(waiting)
+
+    def _place(self, i: int) -> None:
+        """Give sequence i to the group, open or new, that leaves the most loaded rank with least."""
+        length, best, chosen, chosen_degree = self._lengths[i], np.inf, -1, 0
+        degree, count = degree_needed(length, self._held_tokens), len(self.groups)
+        while degree <= self._num_ranks and best > self._highest:  # no choice leaves less than the highest load
+            work, share = length * length / degree, length / degree
+            load = np.maximum(self._load[:count] + work, self._highest)
+            load[(self._degree[:count] != degree) | (self._held[:count] + share > self._held_tokens)] = np.inf
+            group = int(np.argmin(load)) if count else 0
+            if load[group] <= self._cap and load[group] < best:
+                best, chosen, chosen_degree = float(load[group]), group, degree
+            fresh = max(work, self._highest)
+            if self._free_ranks >= degree and fresh <= self._cap and fresh < best:
+                best, chosen, chosen_degree = fresh, -1, degree
+            degree *= 2
+        if chosen_degree == 0:
+            self.left.append(i)
+        elif chosen < 0:
+            self._open(i, chosen_degree)
+        else:
+            self._add(i, chosen)
+
+    def _open(self, i: int, degree: int) -> None:
+        self._free_ranks -= degree
+        self._degree[len(self.groups)] = degree
+        self.groups.append(Group(degree))
+        self._add(i, len(self.groups) - 1)
+
+    def _add(self, i: int, number: int) -> None:
+        group, length = self.groups[number], self._lengths[i]
+        group.sequences.append(i)
+        self._held[number] += length / group.degree
+        self._load[number] += length * length / group.degree
+        self._highest = max(self._highest, float(self._load[number]))
+
+    def _fill_empty_ranks(self, waiting: Sequence[int]) -> None:
+        """Double the first of the smallest groups while ranks are empty; where that fails, run all on one group."""
+        while self._free_ranks:
+            smallest = min(self.groups, key=lambda group: group.degree)
+            more = min(smallest.degree, self._num_ranks - smallest.degree)
+            if more > self._free_ranks:
+                self._run_on_all_ranks(waiting)
+                return
+            self._free_ranks -= more
+            smallest.degree += more
+
+    def _run_on_all_ranks(self, waiting: Sequence[int]) -> None:
+        everyone, held = Group(self._num_ranks), 0.0
+        self.groups, self.left = [everyone], []
+        for i in waiting:
+            share = self._lengths[i] / self._num_ranks
+            if held + share <= self._held_tokens:
+                everyone.sequences.append(i)
+                held += share
+            else:
+                self.left.append(i)
