@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import cast
@@ -23,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.picture import write_growth
-from benchmarks.workloads import FAMILIES, MAX_LENGTH, example_profile, family_table, lengths, real_table
+from benchmarks.workloads import FAMILIES, HELD_OUT, MAX_LENGTH, example_profile, family_table, lengths, real_table
 from fcp_cli.arrays import FloatArray
 from fcp_cli.errors import PlanError
 from fcp_cli.manifest.table import LengthTable
@@ -94,7 +95,7 @@ def families(options: argparse.Namespace) -> None:
     for sync in SYNCS:
         for budget in (16_384, 8_192):
             totals = []
-            for family in (*FAMILIES, *(["linux"] if options.real else [])):
+            for family in (*options.family, *(["linux"] if options.real else [])):
                 problem = problem_of(sync, ranks=options.ranks, per_node=8, budget=budget)
                 batch_size = options.ranks * 8
                 rows = []
@@ -296,7 +297,7 @@ def scattered(options: argparse.Namespace) -> None:
 
 
 def _random_batches(seed: int, sync: Sync) -> GlobalBatches:
-    """One batch on two to eight nodes of eight: lengths of five kinds, cheap and dear attention, waves and networks."""
+    """One batch on two to eight nodes of eight: lengths of many kinds, cheap and dear attention, waves and networks."""
     generator = np.random.default_rng(seed)
     ranks, budget = int(generator.choice([16, 32, 48, 64])), int(generator.choice([4096, 8192, 16384]))
     count = int(generator.integers(ranks, 8 * ranks + 1))
@@ -307,6 +308,8 @@ def _random_batches(seed: int, sync: Sync) -> GlobalBatches:
         "equal": lambda: np.full(count, budget * generator.choice([0.1, 0.3, 0.55, 1.0, 1.5])),
         "one long": lambda: np.append(generator.uniform(budget / 8, budget, count - 1), budget * ranks / 4),
     }
+    for name in HELD_OUT:
+        kinds[name] = partial(_scaled, name, count, seed, budget / 16_384)
     drawn = kinds[str(generator.choice(list(kinds)))]()
     profile = example_profile()
     coefficients = replace(
@@ -322,6 +325,10 @@ def _random_batches(seed: int, sync: Sync) -> GlobalBatches:
     )
     table = LengthTable(name="random", length_tokens=np.clip(drawn, 1, budget * ranks).astype(np.int64))
     return GlobalBatches(table, problem, BatchSettings(global_batch_size=count, shuffle=False))
+
+
+def _scaled(family: str, sequences: int, seed: int, factor: float) -> FloatArray:
+    return np.asarray(factor * lengths(family, sequences=sequences, seed=seed), dtype=np.float64)
 
 
 def stream(options: argparse.Namespace) -> None:
@@ -365,6 +372,7 @@ def main() -> None:
     command.add_argument("--seeds", type=int, default=3)
     command.add_argument("--ranks", type=int, default=64)
     command.add_argument("--real", type=Path, help="a Parquet manifest, planned as well")
+    command.add_argument("--family", nargs="+", default=FAMILIES, choices=[*FAMILIES, *HELD_OUT])
     command.set_defaults(run=families)
     command = commands.add_parser("growth", help=growth.__doc__)
     command.add_argument("--ranks", type=int, default=16_384)

@@ -40,6 +40,15 @@ def kernel(function: _Function) -> _Function:
     return cast(_Function, _compiled(function))
 
 
+def leaf(function: _Function) -> _Function:
+    """Compile, as `kernel`, a function that makes no arrays and returns none.
+
+    It then counts no references to the arrays that it is given, which takes longer than the body of many inner loops;
+    one that does make an array fails to compile.
+    """
+    return cast(_Function, _compiled(function, _nrt=False))
+
+
 def inlined(function: _Function) -> _Function:
     """Compile a formula into the inner loops that use it; otherwise as `kernel`."""
     return cast(_Function, _compiled(function, inline="always"))

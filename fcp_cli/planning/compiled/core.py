@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.planning.compiled.compiling import inlined, kernel
+from fcp_cli.planning.compiled.compiling import inlined, kernel, leaf
 
 NONE = -1
 
@@ -116,7 +116,7 @@ def alone_seconds(attention: float, linear: float, tokens: int, degree: int, cro
     return pack_seconds(padded[0], padded[1], padded[2], degree, crosses, machine)
 
 
-@kernel
+@leaf
 def total_of(values: FloatArray) -> float:
     """Add values one by one: numpy's own sum takes another order than what numba makes of it."""
     total = 0.0
@@ -147,7 +147,7 @@ def make_tree(bins: int) -> Any:
     return Tree(np.full(2 * size, -np.inf), np.full(2 * size, -1, dtype=np.int64))
 
 
-@kernel
+@leaf
 def set_room(tree: Tree, leaf: int, seconds: float, tokens: int) -> None:
     """Enter what a bin has left."""
     node = (len(tree.seconds) >> 1) + leaf
@@ -165,7 +165,7 @@ def set_room(tree: Tree, leaf: int, seconds: float, tokens: int) -> None:
         node >>= 1
 
 
-@kernel
+@leaf
 def first_with_room(tree: Tree, seconds: float, tokens: int, start: int) -> int:
     """Return the first bin from `start` on that has both the seconds and the tokens, or NONE."""
     size = len(tree.seconds) >> 1
@@ -185,7 +185,7 @@ def first_with_room(tree: Tree, seconds: float, tokens: int, start: int) -> int:
         node += 1
 
 
-@kernel
+@leaf
 def roomiest(tree: Tree) -> int:
     """Return the first bin with the most seconds left."""
     size = len(tree.seconds) >> 1

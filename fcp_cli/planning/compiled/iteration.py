@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from fcp_cli.arrays import IntArray
-from fcp_cli.planning.compiled.compiling import kernel
+from fcp_cli.planning.compiled.compiling import kernel, leaf
 from fcp_cli.planning.compiled.core import Machine, Sequences
 from fcp_cli.planning.compiled.rings import Rings, Timeline, make_rings, make_timeline, place_rings, with_ranks_for
 from fcp_cli.planning.compiled.sand import Sand, balance, fill, make_sand
@@ -30,7 +30,7 @@ from fcp_cli.planning.compiled.sand import Sand, balance, fill, make_sand
 _MOST_SLOTS = 1 << 26  # of all bins together, 512 MB; more only where the sand itself needs them
 
 
-@kernel
+@leaf
 def _split(target: float, sequences: Sequences, machine: Machine, rings: Rings, sand_order: IntArray) -> int:
     """Make rings of the sequences that no single rank can run by target; return how many are left, in sand_order."""
     count = 0
@@ -72,7 +72,7 @@ def _attempt(
     return fill(target, sand_order[:n], ride, sequences, machine, timeline, rings, sand), rings
 
 
-@kernel
+@leaf
 def _slots(bins: int, sequences: Sequences, machine: Machine) -> int:
     """Return how many slots each bin of sand gets: enough that `fill` never lacks one in every bin at once.
 

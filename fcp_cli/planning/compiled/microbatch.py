@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.planning.compiled.compiling import kernel
+from fcp_cli.planning.compiled.compiling import kernel, leaf
 from fcp_cli.planning.compiled.core import Machine, Sequences, alone_seconds, with_room_for
 from fcp_cli.planning.compiled.wave import Pool, Wave, fill_wave, make_pool, make_wave, outlook, wave_seconds
 
@@ -55,7 +55,7 @@ class Waves(NamedTuple):
     group_of: IntArray
 
 
-@kernel
+@leaf
 def _bound(work: float, tokens: int, machine: Machine) -> float:
     """Return the least seconds for so much work and so many tokens: all ranks busy, waves as few as tokens allow."""
     wave_tokens = machine.num_ranks * machine.tokens_per_rank
@@ -63,7 +63,7 @@ def _bound(work: float, tokens: int, machine: Machine) -> float:
     return float(max(work / machine.num_ranks + machine.beta * waves, machine.floor * waves))
 
 
-@kernel
+@leaf
 def _totals(members: IntArray, count: int, sequences: Sequences) -> Any:
     """Return work and tokens of the sequences members[:count]."""
     work, tokens = 0.0, 0
@@ -73,7 +73,7 @@ def _totals(members: IntArray, count: int, sequences: Sequences) -> Any:
     return work, tokens
 
 
-@kernel
+@leaf
 def _alone(i: int, degree: int, sequences: Sequences, machine: Machine) -> float:
     """Return the seconds of sequence i alone on one of the allowed degrees, placed at best."""
     if not machine.allowed[degree]:
@@ -82,7 +82,7 @@ def _alone(i: int, degree: int, sequences: Sequences, machine: Machine) -> float
     return alone_seconds(sequences.attention[i], sequences.linear[i], sequences.tokens[i], degree, crosses, machine)
 
 
-@kernel
+@leaf
 def _shortest(i: int, sequences: Sequences, machine: Machine) -> float:
     """Return the seconds of a wave of sequence i alone, on the degree that suits it best."""
     best = np.inf
@@ -92,7 +92,7 @@ def _shortest(i: int, sequences: Sequences, machine: Machine) -> float:
     return float(max(best, machine.floor))
 
 
-@kernel
+@leaf
 def _least_for_rest(
     work: float, tokens: int, longest: int, pool: Pool, sequences: Sequences, machine: Machine
 ) -> float:
@@ -104,7 +104,7 @@ def _least_for_rest(
     return float(max(_bound(work, tokens, machine), pool.shortest[longest]))
 
 
-@kernel
+@leaf
 def _densest(count: int, pool: Pool, sequences: Sequences, machine: Machine) -> float:
     """Return the seconds of a wave whose ranks are all full of the longest sequences, spread evenly."""
     work, room = 0.0, machine.num_ranks * machine.tokens_per_rank
@@ -117,7 +117,7 @@ def _densest(count: int, pool: Pool, sequences: Sequences, machine: Machine) -> 
     return machine.beta + work / machine.num_ranks
 
 
-@kernel
+@leaf
 def candidates(count: int, out: FloatArray, pool: Pool, sequences: Sequences, machine: Machine) -> int:
     """Write targets worth trying for the next wave to `out`, and return how many: all that there is space for.
 
@@ -178,7 +178,7 @@ def last_wave(
     return high
 
 
-@kernel
+@leaf
 def _rate(count: int, targets: Targets, pool: Pool, sequences: Sequences, machine: Machine, wave: Wave) -> int:
     """List the candidate targets of the next wave with what each seems worth; return how many there are."""
     found = candidates(count, targets.seconds, pool, sequences, machine)
@@ -236,17 +236,19 @@ def _choose_wave(
 
 
 @kernel
-def search(tries: int, fills: int, sequences: Sequences, machine: Machine) -> Any:
+def search(limit: float, tries: int, fills: int, sequences: Sequences, machine: Machine) -> Any:
     """Search greedily over waves, as the module says.
 
     Args:
+        limit: seconds of a step that is known; only a quicker one is of interest.
         tries: candidate targets rated for each wave.
         fills: of which so many are filled.
         sequences: by falling work.
         machine: the ranks and what a micro-batch costs on them.
 
     Returns:
-        Seconds of the step, the target of each wave, and whether its single ranks go in pairs.
+        Seconds of the step, the target of each wave, and whether its single ranks go in pairs; no waves where none of
+        these steps is quicker than the limit.
     """
     n = len(sequences.work)
     wave, pool, count = make_wave(n, machine), make_pool(n), n
@@ -255,7 +257,7 @@ def search(tries: int, fills: int, sequences: Sequences, machine: Machine) -> An
     total, _ = _totals(pool.waiting, count, sequences)
     tolerance = 5e-4 * total / machine.num_ranks
     done = 0.0
-    best, best_wave, best_target, best_pair = np.inf, 0, 0.0, True
+    best, best_wave, best_target, best_pair = limit, -1, 0.0, True
     for w in range(n):
         work, tokens = _totals(pool.waiting, count, sequences)
         if done + _bound(work, tokens, machine) >= best:
@@ -276,7 +278,8 @@ def search(tries: int, fills: int, sequences: Sequences, machine: Machine) -> An
             if done < best:
                 best, best_wave, best_target, best_pair = done, w, target, pair
             break
-    targets[best_wave], pairs[best_wave] = best_target, best_pair
+    if best_wave >= 0:
+        targets[best_wave], pairs[best_wave] = best_target, best_pair
     return best, targets[: best_wave + 1], pairs[: best_wave + 1]
 
 

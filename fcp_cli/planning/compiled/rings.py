@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.planning.compiled.compiling import kernel
+from fcp_cli.planning.compiled.compiling import kernel, leaf
 from fcp_cli.planning.compiled.core import (
     ANY_RANKS,
     WHOLE_NODES,
@@ -108,7 +108,7 @@ def make_timeline(num_ranks: int, gaps: int) -> Any:
     )
 
 
-@kernel
+@leaf
 def _inside_a_node(
     i: int, target: float, bound: float, sequences: Sequences, machine: Machine, timeline: Timeline
 ) -> Any:
@@ -204,7 +204,7 @@ def _across_nodes(
     return best, best_degree
 
 
-@kernel
+@leaf
 def _among_neighbours(
     i: int, target: float, bound: float, sequences: Sequences, machine: Machine, timeline: Timeline
 ) -> Any:
@@ -293,7 +293,7 @@ def _among_neighbouring_nodes(
     return best, best_degree, best_first
 
 
-@kernel
+@leaf
 def _from_catalogue(i: int, target: float, sequences: Sequences, machine: Machine, timeline: Timeline) -> int:
     """Return the group of the catalogue that wastes least if it runs sequence i by target, or -1."""
     attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
@@ -318,7 +318,7 @@ def _from_catalogue(i: int, target: float, sequences: Sequences, machine: Machin
     return best_set
 
 
-@kernel
+@leaf
 def _sort_node(node: int, machine: Machine, timeline: Timeline) -> None:
     """Bring the ranks of a node back into the order in which they are free."""
     base = node * machine.ranks_per_node
@@ -384,7 +384,7 @@ def place_rings(target: float, sequences: Sequences, machine: Machine, timeline:
     return 0
 
 
-@kernel
+@leaf
 def _take_from_catalogue(g: int, s: int, machine: Machine, rings: Rings) -> int:
     """Give ring g the ranks of group s of the catalogue; return its degree."""
     begin, degree = machine.group_first[s], machine.group_first[s + 1] - machine.group_first[s]
@@ -423,7 +423,7 @@ def _take_nodes(g: int, degree: int, chosen: IntArray, machine: Machine, timelin
         rings.ranks[n + k] = timeline.order[chosen[whole] * machine.ranks_per_node + k]
 
 
-@kernel
+@leaf
 def _enter_ring(
     g: int,
     degree: int,

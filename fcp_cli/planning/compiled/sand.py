@@ -9,7 +9,7 @@ further micro-batch.
                   lay it into the first open slot whose bin has the seconds and which has the tokens;
                   else let it ride in the first ring that can take it;                       _ride
                   else open a slot in the bin with the most seconds left, ending late if need be
-    balance:  until nothing helps any more, or the counted work is used up:
+    balance:  until nothing helps any more, ranks are as good as even, or the counted work is used up:
                   take the rank that ends last                                               _last_to_end
                   find the move or swap with a sample of bins after which the later of the
                   two ends soonest, and do it                                                _best_exchange, _exchange
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.planning.compiled.compiling import kernel
+from fcp_cli.planning.compiled.compiling import kernel, leaf
 from fcp_cli.planning.compiled.core import (
     NONE,
     Machine,
@@ -37,6 +37,7 @@ from fcp_cli.planning.compiled.core import (
     padded_for,
     roomiest,
     set_room,
+    total_of,
 )
 from fcp_cli.planning.compiled.rings import Rings, Timeline
 
@@ -45,6 +46,7 @@ END = -1
 _SAMPLE = 160  # bins that balancing compares the worst bin with, at most
 _SAMPLES_IN_VAIN = 16  # samples without a better exchange after which balancing ends
 _EPSILON = 1e-9
+_EVEN = 5e-5  # of the target; ranks that end as close to their mean are not balanced further
 
 
 class Sand(NamedTuple):
@@ -68,6 +70,14 @@ class Sand(NamedTuple):
     ring_attention: FloatArray
     ring_linear: FloatArray
     ring_tokens: IntArray
+
+
+class Trees(NamedTuple):
+    """What bins have left in the slots that are open, what they could open slots with, and what rings have left."""
+
+    open: Tree
+    closed: Tree
+    rides: Tree
 
 
 class Exchange(NamedTuple):
@@ -101,7 +111,7 @@ def make_sand(sequences: int, bins: int, slots: int, rings: int) -> Any:
     )
 
 
-@kernel
+@leaf
 def _put(i: int, b: int, slot: int, sequences: Sequences, machine: Machine, sand: Sand) -> None:
     """Lay sequence i into a slot, opening it if need be."""
     if sand.slot_tokens[b, slot] == CLOSED:
@@ -118,7 +128,7 @@ def _put(i: int, b: int, slot: int, sequences: Sequences, machine: Machine, sand
     sand.head[b] = i
 
 
-@kernel
+@leaf
 def _take(i: int, sequences: Sequences, machine: Machine, sand: Sand) -> None:
     """Take sequence i out of its slot, closing the slot if nothing is left in it."""
     b, slot = sand.bin_of[i], sand.slot_of[i]
@@ -135,7 +145,7 @@ def _take(i: int, sequences: Sequences, machine: Machine, sand: Sand) -> None:
         sand.before[sand.after[i]] = sand.before[i]
 
 
-@kernel
+@leaf
 def _slot_with_room(b: int, tokens: int, sand: Sand) -> int:
     """Return the first open slot of a bin with so many tokens left, or NONE."""
     for slot in range(sand.slot_tokens.shape[1]):
@@ -144,7 +154,7 @@ def _slot_with_room(b: int, tokens: int, sand: Sand) -> int:
     return NONE
 
 
-@kernel
+@leaf
 def _closed_slot(b: int, sand: Sand) -> int:
     """Return the first slot of a bin that is not in use, or NONE."""
     for slot in range(sand.slot_tokens.shape[1]):
@@ -153,7 +163,7 @@ def _closed_slot(b: int, sand: Sand) -> int:
     return NONE
 
 
-@kernel
+@leaf
 def _reset(target: float, sequences: Sequences, machine: Machine, timeline: Timeline, rings: Rings, sand: Sand) -> None:
     """Empty the bins, and give them and the rings what the timelines leave of the time until `target`."""
     sand.slot_tokens[:] = CLOSED
@@ -170,7 +180,7 @@ def _reset(target: float, sequences: Sequences, machine: Machine, timeline: Time
         )
 
 
-@kernel
+@leaf
 def _ring_room(g: int, timeline: Timeline, rings: Rings, sand: Sand) -> float:
     """Return the seconds by which ring g may grow; 0 where something follows it on one of its ranks."""
     room = np.inf
@@ -181,7 +191,7 @@ def _ring_room(g: int, timeline: Timeline, rings: Rings, sand: Sand) -> float:
     return room
 
 
-@kernel
+@leaf
 def _ride(
     i: int, tree: Tree, sequences: Sequences, machine: Machine, timeline: Timeline, rings: Rings, sand: Sand
 ) -> int:
@@ -251,6 +261,22 @@ def fill(
         for g in range(count):
             room = _ring_room(g, timeline, rings, sand)
             set_room(rides, g, rings.degree[g] * room, rings.degree[g] * machine.tokens_per_rank - sand.ring_tokens[g])
+    return int(_lay(order, ride, Trees(tree, closed, rides), sequences, machine, timeline, rings, sand))
+
+
+@leaf
+def _lay(
+    order: IntArray,
+    ride: bool,
+    trees: Trees,
+    sequences: Sequences,
+    machine: Machine,
+    timeline: Timeline,
+    rings: Rings,
+    sand: Sand,
+) -> int:
+    """Lay sequences into bins that are empty; see `fill`."""
+    tree, closed, rides = trees
     late = 0
     for i in order:
         work, tokens = sequences.work[i], sequences.tokens[i]
@@ -274,7 +300,7 @@ def fill(
     return late
 
 
-@kernel
+@leaf
 def _update_trees(b: int, tree: Tree, closed: Tree, machine: Machine, sand: Sand) -> None:
     """Bring the trees of open and of closed slots up to date with bin b."""
     most = 0
@@ -288,7 +314,7 @@ def _update_trees(b: int, tree: Tree, closed: Tree, machine: Machine, sand: Sand
     set_room(closed, b, sand.free[b] - machine.beta if can_open else -1e300, 0)
 
 
-@kernel
+@leaf
 def balance(target: float, gaps: int, work_limit: int, sequences: Sequences, machine: Machine, sand: Sand) -> float:
     """Move and swap sequences so that the rank that ends last ends sooner; return its end.
 
@@ -301,7 +327,13 @@ def balance(target: float, gaps: int, work_limit: int, sequences: Sequences, mac
     bins = machine.num_ranks + gaps
     evaluations, sample, in_vain = 0, 0, 0
     worst = _last_to_end(machine, sand)
-    while evaluations < work_limit and in_vain * _SAMPLE < min(bins, _SAMPLES_IN_VAIN * _SAMPLE):
+    # Exchanges move work about, so that the ranks' mean stays; it is out of reach where they end as good as together.
+    even = total_of(sand.free[: machine.num_ranks]) / machine.num_ranks - _EVEN * target
+    while (
+        sand.free[worst] < even
+        and evaluations < work_limit
+        and in_vain * _SAMPLE < min(bins, _SAMPLES_IN_VAIN * _SAMPLE)
+    ):
         found = _best_exchange(worst, sample, bins, sequences, machine, sand)
         evaluations += found.evaluations
         sample += 1
@@ -314,7 +346,7 @@ def balance(target: float, gaps: int, work_limit: int, sequences: Sequences, mac
     return float(target - sand.free[worst])
 
 
-@kernel
+@leaf
 def _last_to_end(machine: Machine, sand: Sand) -> int:
     """Return the rank with the fewest seconds left; gaps do not count, since something ends them anyway."""
     worst = 0
@@ -324,7 +356,7 @@ def _last_to_end(machine: Machine, sand: Sand) -> int:
     return worst
 
 
-@kernel
+@leaf
 def _best_exchange(worst: int, sample: int, bins: int, sequences: Sequences, machine: Machine, sand: Sand) -> Any:
     """Find the exchange of the worst bin with one of a sample that leaves the fuller of the two the most seconds.
 
@@ -364,7 +396,7 @@ def _best_exchange(worst: int, sample: int, bins: int, sequences: Sequences, mac
     return Exchange(best_i, best_j, best_bin, evaluations)
 
 
-@kernel
+@leaf
 def _exchange(i: int, j: int, c: int, sequences: Sequences, machine: Machine, sand: Sand) -> None:
     """Move i to bin c, or swap it with j there."""
     b, slot = sand.bin_of[i], sand.slot_of[i]

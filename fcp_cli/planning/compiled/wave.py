@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.planning.compiled.compiling import inlined, kernel
+from fcp_cli.planning.compiled.compiling import inlined, kernel, leaf
 from fcp_cli.planning.compiled.core import (
     ANY_RANKS,
     NEIGHBOURS,
@@ -122,7 +122,7 @@ def make_wave(sequences: int, machine: Machine) -> Any:
     )
 
 
-@kernel
+@leaf
 def _reset(machine: Machine, wave: Wave) -> None:
     """Empty the wave: no group, all ranks free."""
     wave.groups[0] = 0
@@ -143,7 +143,7 @@ def _list_by_free_ranks(node: int, wave: Wave) -> None:
     wave.bucket[wave.free[node]] = node
 
 
-@kernel
+@leaf
 def _take_from_node(free: int, degree: int, from_right: bool, wave: Wave, machine: Machine) -> int:
     """Give the group being made up to `degree` ranks of the first node with `free` free ones; return how many."""
     node = wave.bucket[free]
@@ -153,7 +153,7 @@ def _take_from_node(free: int, degree: int, from_right: bool, wave: Wave, machin
     return int(taken)
 
 
-@kernel
+@leaf
 def _take_ranks(node: int, taken: int, from_right: bool, wave: Wave, machine: Machine) -> None:
     """Give the group being made free ranks of a node, which is in no list, from either end of them."""
     g = wave.groups[0]
@@ -169,7 +169,7 @@ def _take_ranks(node: int, taken: int, from_right: bool, wave: Wave, machine: Ma
     _list_by_free_ranks(node, wave)
 
 
-@kernel
+@leaf
 def _best_fit(degree: int, machine: Machine, wave: Wave) -> int:
     """Return the smallest number of free ranks >= degree that some node has, or 0."""
     for free in range(degree, machine.ranks_per_node + 1):
@@ -178,7 +178,7 @@ def _best_fit(degree: int, machine: Machine, wave: Wave) -> int:
     return 0
 
 
-@kernel
+@leaf
 def _free_run(degree: int, machine: Machine, wave: Wave) -> Any:
     """Find neighbours for a group across nodes: whether some are free, the first node, and how many of its ranks.
 
@@ -206,7 +206,7 @@ def _free_run(degree: int, machine: Machine, wave: Wave) -> Any:
     return reaches, first, per_node
 
 
-@kernel
+@leaf
 def _free_pair(degree: int, machine: Machine, wave: Wave) -> Any:
     """Find two neighbouring nodes whose free ranks lie side by side and suffice, with the fewest to spare."""
     per_node = machine.ranks_per_node
@@ -220,7 +220,7 @@ def _free_pair(degree: int, machine: Machine, wave: Wave) -> Any:
     return chosen >= 0, chosen, wave.free[chosen] if chosen >= 0 else 0
 
 
-@kernel
+@leaf
 def _take_run(node: int, taken: int, degree: int, wave: Wave, machine: Machine) -> None:
     """Give the group being made the last `taken` free ranks of a node, and those of the nodes behind it."""
     missing = degree
@@ -232,7 +232,7 @@ def _take_run(node: int, taken: int, degree: int, wave: Wave, machine: Machine) 
         taken = min(missing, machine.ranks_per_node)
 
 
-@kernel
+@leaf
 def _unlist(node: int, wave: Wave) -> None:
     """Take a node out of the list that it is in."""
     free = wave.free[node]
@@ -245,7 +245,7 @@ def _unlist(node: int, wave: Wave) -> None:
     wave.next_node[before] = wave.next_node[node]
 
 
-@kernel
+@leaf
 def _open_group(degree: int, inside: int, machine: Machine, wave: Wave) -> int:
     """Make a group of `degree` ranks, in a node with `inside` free ranks, or over nodes where `inside` is 0.
 
@@ -274,7 +274,7 @@ def _open_group(degree: int, inside: int, machine: Machine, wave: Wave) -> int:
     return int(g)
 
 
-@kernel
+@leaf
 def _add(i: int, g: int, sequences: Sequences, machine: Machine, wave: Wave) -> None:
     """Let group g run sequence i, too."""
     attention, linear, tokens = padded_for(
@@ -286,7 +286,7 @@ def _add(i: int, g: int, sequences: Sequences, machine: Machine, wave: Wave) -> 
     wave.group_of[i] = g
 
 
-@kernel
+@leaf
 def _place_ring(i: int, target: float, left: int, sequences: Sequences, machine: Machine, wave: Wave) -> int:
     """Put a long sequence on the smallest degree that ends by target; return it, or 0 where no rank is left for it."""
     attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
@@ -304,7 +304,7 @@ def _place_ring(i: int, target: float, left: int, sequences: Sequences, machine:
     return 0
 
 
-@kernel
+@leaf
 def _place_in_catalogue(i: int, target: float, sequences: Sequences, machine: Machine, wave: Wave) -> int:
     """Put a long sequence on the narrowest free group of the catalogue that ends by target; return its degree, or 0.
 
@@ -339,7 +339,7 @@ def _place_in_catalogue(i: int, target: float, sequences: Sequences, machine: Ma
     return degree
 
 
-@kernel
+@leaf
 def _free_beside(first: int, stop: int, low: int, high: int, used: IntArray) -> Any:
     """Count the free ranks right before and right after the ranks first..stop, as far as low..high."""
     before, after = first, stop
@@ -350,7 +350,7 @@ def _free_beside(first: int, stop: int, low: int, high: int, used: IntArray) -> 
     return first - before, after - stop
 
 
-@kernel
+@leaf
 def _open_on(ranks: IntArray, machine: Machine, wave: Wave) -> int:
     """Make a group of the given ranks."""
     g = wave.groups[0]
@@ -374,7 +374,7 @@ def _free_seconds(g: int, target: float, machine: Machine, wave: Wave) -> float:
     return float(degree * (target - machine.beta - exposed) - wave.attention[g] - wave.linear[g] - chunks)
 
 
-@kernel
+@leaf
 def _update_room(g: int, target: float, machine: Machine, tree: Tree, wave: Wave) -> None:
     """Bring the tree up to date with what group g has left."""
     set_room(
@@ -382,7 +382,7 @@ def _update_room(g: int, target: float, machine: Machine, tree: Tree, wave: Wave
     )
 
 
-@kernel
+@leaf
 def _group_for(i: int, target: float, sequences: Sequences, machine: Machine, tree: Tree, wave: Wave) -> int:
     """Return the first group that can take sequence i and still end by target, or NONE."""
     work, tokens = sequences.work[i], sequences.tokens[i]
@@ -407,7 +407,7 @@ def _group_for(i: int, target: float, sequences: Sequences, machine: Machine, tr
     return NONE
 
 
-@kernel
+@leaf
 def place_rings(target: float, count: int, pool: Pool, sequences: Sequences, machine: Machine, wave: Wave) -> Any:
     """Begin a wave: give the sequences that no single rank can run by the target rings, as far as ranks last.
 
@@ -444,7 +444,7 @@ def place_rings(target: float, count: int, pool: Pool, sequences: Sequences, mac
     return rest, small, ranks_left, refused
 
 
-@kernel
+@leaf
 def _group_free_ranks(pair: bool, machine: Machine, wave: Wave) -> None:
     """Make groups of two, or of one, of the ranks that rings left."""
     for free in range(machine.ranks_per_node, 0, -1):
@@ -469,7 +469,7 @@ def _group_free_ranks_of_catalogue(pair: bool, machine: Machine, wave: Wave) -> 
             _open_on(np.array([rank]), machine, wave)
 
 
-@kernel
+@leaf
 def outlook(target: float, count: int, pool: Pool, sequences: Sequences, machine: Machine, wave: Wave) -> Any:
     """Return what a wave would leave, were small sequences a fluid: work, tokens, refused work, longest or -1."""
     rest, small, ranks_left, refused = place_rings(target, count, pool, sequences, machine, wave)
@@ -500,6 +500,25 @@ def outlook(target: float, count: int, pool: Pool, sequences: Sequences, machine
     return work, tokens, refused, longest
 
 
+@leaf
+def _fill_groups(
+    target: float, rest: int, small: int, tree: Tree, pool: Pool, sequences: Sequences, machine: Machine, wave: Wave
+) -> int:
+    """Lay the sequences that a single rank could run where they fit first; return how many are left over."""
+    for g in range(wave.groups[0]):
+        _update_room(g, target, machine, tree, wave)
+    for k in range(small):
+        i = pool.small[k]
+        g = _group_for(i, target, sequences, machine, tree, wave)
+        if g == NONE:
+            pool.left_over[rest] = i
+            rest += 1
+        else:
+            _add(i, g, sequences, machine, wave)
+            _update_room(g, target, machine, tree, wave)
+    return rest
+
+
 @kernel
 def fill_wave(
     target: float, pair: bool, count: int, pool: Pool, sequences: Sequences, machine: Machine, wave: Wave
@@ -519,22 +538,10 @@ def fill_wave(
         _group_free_ranks_of_catalogue(pair, machine, wave)
     else:
         _group_free_ranks(pair, machine, wave)
-    tree = make_tree(wave.groups[0])
-    for g in range(wave.groups[0]):
-        _update_room(g, target, machine, tree, wave)
-    for k in range(small):
-        i = pool.small[k]
-        g = _group_for(i, target, sequences, machine, tree, wave)
-        if g == NONE:
-            pool.left_over[rest] = i
-            rest += 1
-        else:
-            _add(i, g, sequences, machine, wave)
-            _update_room(g, target, machine, tree, wave)
-    return int(rest)
+    return _fill_groups(target, rest, small, make_tree(wave.groups[0]), pool, sequences, machine, wave)
 
 
-@kernel
+@leaf
 def wave_seconds(machine: Machine, wave: Wave) -> float:
     """Return the seconds of the slowest group of the wave, or the least that a wave takes."""
     slowest = machine.floor

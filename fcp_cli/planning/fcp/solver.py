@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from fcp_cli.arrays import FloatArray, IntArray
+from fcp_cli.arrays import IntArray
 from fcp_cli.cost.model import Work, encoder_seconds
 from fcp_cli.errors import UsageError
 from fcp_cli.plan.metadata import Sync
-from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import GlobalBatches, spread_steps
 from fcp_cli.planning.bounds import lower_bound_seconds, simple_bound_seconds
@@ -21,7 +20,6 @@ from fcp_cli.planning.compiled import iteration, microbatch
 from fcp_cli.planning.compiled.compiling import is_kept
 from fcp_cli.planning.compiled.core import ANY_RANKS, Machine, Sequences
 from fcp_cli.planning.compiled.one_degree import quickest
-from fcp_cli.planning.compiled.sand import CLOSED
 from fcp_cli.planning.fcp.catalogue import Trial, choose_groups
 from fcp_cli.planning.fcp.peer_limit import placement_for
 from fcp_cli.planning.fcp.pipelines import (
@@ -32,22 +30,20 @@ from fcp_cli.planning.fcp.pipelines import (
     quickest_of,
     wave_orders,
 )
+from fcp_cli.planning.fcp.searches import assign_timelines, assign_waves
 from fcp_cli.planning.fcp.tiny import assign_tiny, is_tiny
 from fcp_cli.planning.interrupts import interrupts_deferred
 from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, machine_of
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 from fcp_cli.planning.static import PACKINGS, StaticSolver, static_degrees
 
-# Amounts of work, counted so that no result depends on how fast the machine is.
-_TARGETS_PER_WAVE = 24  # candidate targets looked at for each wave
-_FILLS_PER_WAVE = 16  # of which so many are filled
 _CLOSE_ENOUGH = 0.005  # where the gap to the proven bound is larger, other ways are tried: for timelines, waves
+_SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")
 _FLOOR_SHARES = 0.0, 1 / 8, 1 / 4, 1 / 2  # of a wave's floor, by which micro-batches are made dearer in turn
 _CHOOSING_STEPS = 16  # planned again and again to choose groups under a limit
 _PRICED_STEPS = 16  # planned with and without a limit
 _NEVER_PAYS_SECONDS = 1e9  # of a hop: far above any step, and far below what rounds seconds away
 _TWO_LIMITS = "--max-degree forbids rings, which --max-groups and --max-peers limit; give one of them"
-_EXCHANGES = 300_000  # pairs of sequences compared in one round of balancing; more for more than 1,024 sequences
 
 
 def make_solver(
@@ -240,12 +236,14 @@ class FcpSolver:
         batch = replace(batch, work=work)
         order, sequences = by_falling_work(work)
         if self.problem.sync == "microbatch":
-            found = _assign_waves(order, sequences, self.machine)
+            found = assign_waves(order, sequences, self.machine)
+            assert found is not None, "waves were sought below a limit"
+            seconds = makespan_seconds(found, batch, self.problem)
         else:
-            found = self._assign_timelines(batch, order, sequences)
+            found, seconds = self._timelines(batch, order, sequences)
         # The compiled core knows nothing of what closes a step.
         closing = self.problem.profile.step.closing_seconds(self.problem.sync)
-        return self._static(batch, makespan_seconds(found, batch, self.problem) - closing) or found
+        return self._static(batch, seconds - closing) or found
 
     def _for_pipelines(self, batch: Batch) -> Iterator[Candidate]:
         """Yield steps for pipelines: of micro-batches of like length, and as waves or timelines alone would have it."""
@@ -258,15 +256,18 @@ class FcpSolver:
             for one in orders:
                 yield Candidate.of(one, batch, self.problem)
 
-    def _assign_timelines(self, batch: Batch, order: IntArray, sequences: Sequences) -> Assignment:
-        """Plan timelines or, where they leave a wide gap, waves if they are quicker: a valid order, too."""
-        found = _assign_timelines(simple_bound_seconds(batch.work, self.problem), order, sequences, self.machine)
+    def _timelines(self, batch: Batch, order: IntArray, sequences: Sequences) -> tuple[Assignment, float]:
+        """Plan timelines or, if they are quicker, waves, which are a valid order, too; return the step's seconds."""
+        simple = simple_bound_seconds(batch.work, self.problem)
+        found = assign_timelines(simple, order, sequences, self.machine)
         seconds = makespan_seconds(found, batch, self.problem)
-        if seconds <= lower_bound_seconds(batch.work, self.problem) * (1.0 + _CLOSE_ENOUGH):
-            return found
-        waves = _assign_waves(order, sequences, self.machine)
-        waves = replace(waves, wave=np.full_like(waves.wave, -1))
-        return waves if makespan_seconds(waves, batch, self.problem) < seconds else found
+        closing = self.problem.profile.step.closing_seconds(self.problem.sync)
+        waves = assign_waves(order, sequences, self.machine, seconds - closing)
+        if waves is not None:
+            waves = _without_waves(waves)
+            if (taken := makespan_seconds(waves, batch, self.problem)) < seconds:
+                return waves, taken
+        return found, seconds
 
     def _exact(self, batch: Batch, found: Assignment) -> Assignment:
         """Return the best step of all, or the one that was found; in rounding, what was found wins."""
@@ -278,89 +279,18 @@ class FcpSolver:
 
     def _static(self, batch: Batch, seconds: float) -> Assignment | None:
         """Return the best step of one degree if it takes fewer than these seconds; rings keep to the allowed groups."""
-        waves = self.problem.sync == "microbatch"
-        _seconds, degree, packing = quickest(seconds, self.degrees, waves, in_batch_order(batch.work), self.machine)
-        if not degree:
+        chosen, sequences = None, in_batch_order(batch.work)
+        for sync in _SYNCS if self.problem.sync == "iteration" else _SYNCS[1:]:
+            found, degree, packing = quickest(seconds, self.degrees, sync == "microbatch", sequences, self.machine)
+            if degree:
+                problem = replace(self.problem, sync=sync)
+                seconds, chosen = found, StaticSolver(problem=problem, degree=degree, packing=PACKINGS[packing])
+        if chosen is None:
             return None
-        return StaticSolver(problem=self.problem, degree=degree, packing=PACKINGS[packing]).assign(batch)
+        assignment = chosen.assign(batch)
+        return assignment if self.problem.sync == "microbatch" else _without_waves(assignment)
 
 
-def _assign_waves(order: IntArray, sequences: Sequences, machine: Machine) -> Assignment:
-    _seconds, targets, pairs = microbatch.search(_TARGETS_PER_WAVE, _FILLS_PER_WAVE, sequences, machine)
-    waves, groups, num_ranks, left = microbatch.replay(targets, pairs, sequences, machine)
-    assert left == 0, "the last wave does not take every sequence that is left"
-    return gather(
-        order=order,
-        group_of=waves.group_of,
-        wave=waves.wave[:groups],
-        degree=waves.degree[:groups],
-        ranks=waves.ranks[:num_ranks],
-        key=np.zeros(groups),
-    )
-
-
-def _assign_timelines(lower: float, order: IntArray, sequences: Sequences, machine: Machine) -> Assignment:
-    exchanges = _EXCHANGES * (1 if len(order) <= 1024 else len(order) // 64)
-    rings, sand, timeline = iteration.schedule(lower, True, exchanges, sequences, machine)
-    count, gaps = int(rings.placed[0]), int(timeline.gaps[0])
-    slots = sand.slot_tokens.shape[1]
-    bins, slot = np.nonzero(sand.slot_tokens[: machine.num_ranks + gaps] != CLOSED)
-    group_of_slot = np.full((machine.num_ranks + gaps, slots), -1)
-    group_of_slot[bins, slot] = count + np.arange(len(bins))
-    in_slot = sand.bin_of >= 0
-    group_of = -2 - sand.bin_of  # riders
-    group_of[in_slot] = group_of_slot[sand.bin_of[in_slot], sand.slot_of[in_slot]]
-    group_of[rings.sequence[:count]] = np.arange(count)
-    bin_rank = np.concatenate((np.arange(machine.num_ranks), timeline.gap_rank[:gaps]))
-    bin_start = np.concatenate((timeline.free, timeline.gap_start[:gaps]))
-    return gather(
-        order=order,
-        group_of=group_of,
-        wave=np.full(count + len(bins), -1),
-        degree=np.concatenate((rings.degree[:count], np.ones(len(bins), dtype=np.int64))),
-        ranks=np.concatenate((rings.ranks[: rings.first[count]], bin_rank[bins])),
-        # By planned start; the packs of one bin follow each other, which their slot numbers order well enough.
-        key=np.concatenate((rings.start[:count], bin_start[bins])),
-    )
-
-
-def gather(
-    *,
-    order: IntArray,
-    group_of: IntArray,
-    wave: IntArray,
-    degree: IntArray,
-    ranks: IntArray,
-    key: FloatArray,
-) -> Assignment:
-    """Write groups and members as an Assignment, by (wave, key, longest sequence first), without empty groups.
-
-    Args:
-        order: [sequences] position in the batch of each sequence.
-        group_of: [sequences] its group.
-        wave, degree, key: [groups].
-        ranks: the groups' ranks back to back.
-    """
-    sizes = np.bincount(group_of, minlength=len(wave))
-    firsts = np.full(len(wave), len(order))
-    np.minimum.at(firsts, group_of, np.arange(len(order)))
-    by = np.lexsort((firsts, key, wave))
-    by = by[sizes[by] > 0]
-    place = np.full(len(wave), -1)
-    place[by] = np.arange(len(by))
-    members = np.argsort(place[group_of], kind="stable")
-    rank_group = np.repeat(np.arange(len(wave)), degree)
-    kept = place[rank_group] >= 0
-    by_rank = np.lexsort((ranks[kept], place[rank_group][kept]))
-    return Assignment(
-        wave=_renumbered(wave[by]).astype(np.int32),
-        rank_offsets=offsets_of(degree[by]),
-        ranks=ranks[kept][by_rank].astype(np.int32),
-        member_offsets=offsets_of(sizes[by]),
-        members=order[members],
-    )
-
-
-def _renumbered(wave: IntArray) -> IntArray:
-    """Count waves from 0 without gaps; -1 stays."""
-    return np.cumsum(np.diff(wave, prepend=wave[:1]) > 0) if wave[0] >= 0 else wave
+def _without_waves(assignment: Assignment) -> Assignment:
+    """Return micro-batches in the order of their waves, in which no rank waits for all others."""
+    return replace(assignment, wave=np.full_like(assignment.wave, -1))

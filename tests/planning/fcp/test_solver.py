@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble, makespan_seconds
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.fcp.solver import make_solver
+from fcp_cli.planning.fcp.searches import wave_parts
+from fcp_cli.planning.fcp.solver import make_solver, solver_of
+from fcp_cli.planning.kernel_inputs import by_falling_work, machine_of
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.published import karmarkar_karp
 from fcp_cli.planning.static import static_candidates
@@ -153,6 +156,28 @@ def test_no_static_degree_is_quicker(sync: Sync, data: st.DataObject) -> None:
             assert seconds <= makespan_seconds(static.assign(batch), batch, batches.problem) * (1 + 1e-9), (
                 static.options
             )
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_timelines_never_take_longer_than_waves(data: st.DataObject) -> None:
+    batches = drawn("iteration", data)
+    batch = batches.batch(0)
+    waiting = replace(batches.problem, sync="microbatch")
+    waves = solver_of(waiting).assign(batch)
+    seconds = makespan_seconds(solver_of(batches.problem).assign(batch), batch, batches.problem)
+    # Without waiting for each other, ranks run the same micro-batches in the same order.
+    assert seconds <= makespan_seconds(waves, batch, waiting) * (1 + 1e-9)
+
+
+def test_hundreds_of_waves_are_planned_in_parts_near_the_bound() -> None:
+    random = np.random.default_rng(2)
+    lengths = np.append(random.integers(100, 1000, 1500), random.integers(4000, 12_000, 60)).tolist()
+    problem = a_problem("microbatch", num_ranks=4, ranks_per_node=4, budget=3072)
+    batches = one_batch(lengths, problem)
+    _order, sequences = by_falling_work(batches.batch(0).work)
+    assert len(wave_parts(sequences, machine_of(problem))) > 2
+    assert planned(lengths, problem).gap < 0.02
 
 
 def test_a_limit_on_rank_sets_leaves_the_static_degrees_that_need_no_others() -> None:

@@ -1,0 +1,151 @@
+"""The compiled searches, run on the sequences of a batch by falling work, and their answers as an Assignment."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fcp_cli.arrays import FloatArray, IntArray
+from fcp_cli.plan.step import offsets_of
+from fcp_cli.planning.compiled import iteration, microbatch
+from fcp_cli.planning.compiled.core import Machine, Sequences
+from fcp_cli.planning.compiled.sand import CLOSED
+from fcp_cli.planning.problem import Assignment
+
+# Amounts of work, counted so that no result depends on how fast the machine is.
+_TARGETS_PER_WAVE = 24  # candidate targets looked at for each wave
+_FILLS_PER_WAVE = 16  # of which so many are filled
+_WAVES_PER_PART = 24  # at least, by tokens, where a step has twice as many or more
+_EXCHANGES = 300_000  # pairs of sequences compared in one round of balancing; more for more than 1,024 sequences
+
+
+def assign_waves(
+    order: IntArray, sequences: Sequences, machine: Machine, limit_seconds: float = np.inf
+) -> Assignment | None:
+    """Plan waves; None where that takes as long as a step that is known.
+
+    A step of very many waves is planned in parts, each with what the last wave of the part before had: the search looks
+    at all that waits for every wave, so that its time grows with the square of the waves.
+    """
+    found, held, waves = [], np.empty(0, dtype=np.int64), 0
+    seconds, work = 0.0, float(sequences.work.sum())  # planned, and not yet planned
+    parts = wave_parts(sequences, machine)
+    limit = limit_seconds if len(parts) == 1 else np.inf
+    for number, part in enumerate(parts, 1):
+        members = np.sort(np.concatenate((held, part)))
+        own = Sequences(
+            attention=sequences.attention[members],
+            linear=sequences.linear[members],
+            work=sequences.work[members],
+            tokens=sequences.tokens[members],
+        )
+        _seconds, targets, pairs = microbatch.search(limit, _TARGETS_PER_WAVE, _FILLS_PER_WAVE, own, machine)
+        if len(targets) == 0:
+            return None
+        last = len(targets) if number == len(parts) else len(targets) - 1
+        one, groups, num_ranks, left = microbatch.replay(targets[:last], pairs[:last], own, machine)
+        held = members[one.group_of < 0]
+        assert left == len(held) and (left == 0 or number < len(parts)), "the last wave does not take every sequence"
+        found.append((members, one, groups, num_ranks, waves))
+        waves += last
+        seconds += float(targets[:last].sum())
+        work -= float(own.work[one.group_of >= 0].sum())
+        if seconds + work / machine.num_ranks >= limit_seconds:
+            return None
+    firsts = np.cumsum([0, *(groups for _, _, groups, _, _ in found)])
+    group_of = np.empty(len(order), dtype=np.int64)
+    for (members, one, *_), first in zip(found, firsts, strict=False):
+        taken = one.group_of >= 0
+        group_of[members[taken]] = one.group_of[taken] + first
+    degree = np.concatenate([one.degree[:groups] for _, one, groups, _, _ in found])
+    return gather(
+        order=order,
+        group_of=group_of,
+        wave=np.concatenate([one.wave[:groups] + before for _, one, groups, _, before in found]),
+        degree=degree,
+        ranks=np.concatenate([one.ranks[:num_ranks] for _, one, _, num_ranks, _ in found]),
+        key=np.zeros(len(degree)),
+    )
+
+
+def wave_parts(sequences: Sequences, machine: Machine) -> list[IntArray]:
+    """Cut a step, by falling work, into parts of some dozens of waves, of like work.
+
+    What holds the upper half of the work is cut into runs, so that sequences that take equally long stay together; the
+    rest is dealt out, for all parts to have what fills their waves.
+    """
+    n, count = len(sequences.work), int(sequences.tokens.sum()) // (machine.num_ranks * machine.tokens_per_rank)
+    count //= _WAVES_PER_PART
+    if count < 2:
+        return [np.arange(n)]
+    done = np.cumsum(sequences.work)
+    part = np.minimum((2 * count * done / max(done[-1], 1e-300)).astype(np.int64), count - 1)
+    light = np.flatnonzero(done > 0.5 * done[-1])
+    part[light] = np.arange(len(light)) % count
+    return [np.flatnonzero(part == number) for number in range(count)]
+
+
+def assign_timelines(lower: float, order: IntArray, sequences: Sequences, machine: Machine) -> Assignment:
+    exchanges = _EXCHANGES * (1 if len(order) <= 1024 else len(order) // 64)
+    rings, sand, timeline = iteration.schedule(lower, True, exchanges, sequences, machine)
+    count, gaps = int(rings.placed[0]), int(timeline.gaps[0])
+    slots = sand.slot_tokens.shape[1]
+    bins, slot = np.nonzero(sand.slot_tokens[: machine.num_ranks + gaps] != CLOSED)
+    group_of_slot = np.full((machine.num_ranks + gaps, slots), -1)
+    group_of_slot[bins, slot] = count + np.arange(len(bins))
+    in_slot = sand.bin_of >= 0
+    group_of = -2 - sand.bin_of  # riders
+    group_of[in_slot] = group_of_slot[sand.bin_of[in_slot], sand.slot_of[in_slot]]
+    group_of[rings.sequence[:count]] = np.arange(count)
+    bin_rank = np.concatenate((np.arange(machine.num_ranks), timeline.gap_rank[:gaps]))
+    bin_start = np.concatenate((timeline.free, timeline.gap_start[:gaps]))
+    return gather(
+        order=order,
+        group_of=group_of,
+        wave=np.full(count + len(bins), -1),
+        degree=np.concatenate((rings.degree[:count], np.ones(len(bins), dtype=np.int64))),
+        ranks=np.concatenate((rings.ranks[: rings.first[count]], bin_rank[bins])),
+        # By planned start; the packs of one bin follow each other, which their slot numbers order well enough.
+        key=np.concatenate((rings.start[:count], bin_start[bins])),
+    )
+
+
+def gather(
+    *,
+    order: IntArray,
+    group_of: IntArray,
+    wave: IntArray,
+    degree: IntArray,
+    ranks: IntArray,
+    key: FloatArray,
+) -> Assignment:
+    """Write groups and members as an Assignment, by (wave, key, longest sequence first), without empty groups.
+
+    Args:
+        order: [sequences] position in the batch of each sequence.
+        group_of: [sequences] its group.
+        wave, degree, key: [groups].
+        ranks: the groups' ranks back to back.
+    """
+    sizes = np.bincount(group_of, minlength=len(wave))
+    firsts = np.full(len(wave), len(order))
+    np.minimum.at(firsts, group_of, np.arange(len(order)))
+    by = np.lexsort((firsts, key, wave))
+    by = by[sizes[by] > 0]
+    place = np.full(len(wave), -1)
+    place[by] = np.arange(len(by))
+    members = np.argsort(place[group_of], kind="stable")
+    rank_group = np.repeat(np.arange(len(wave)), degree)
+    kept = place[rank_group] >= 0
+    by_rank = np.lexsort((ranks[kept], place[rank_group][kept]))
+    return Assignment(
+        wave=_renumbered(wave[by]).astype(np.int32),
+        rank_offsets=offsets_of(degree[by]),
+        ranks=ranks[kept][by_rank].astype(np.int32),
+        member_offsets=offsets_of(sizes[by]),
+        members=order[members],
+    )
+
+
+def _renumbered(wave: IntArray) -> IntArray:
+    """Count waves from 0 without gaps; -1 stays."""
+    return np.cumsum(np.diff(wave, prepend=wave[:1]) > 0) if wave[0] >= 0 else wave
