@@ -36,12 +36,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fcp_cli.runtime import ring as ring_module
+from fcp_cli.runtime import passes as passes_module
 from fcp_cli.runtime.grad_ring import GradRingDtype
 from fcp_cli.runtime.kernels import fused
 from fcp_cli.runtime.kernels.cuda import CudaFlashKernel
 from fcp_cli.runtime.layout import shard_layout
-from fcp_cli.runtime.ring import Ring, ring_backward, ring_forward
+from fcp_cli.runtime.passes import ring_backward, ring_forward
+from fcp_cli.runtime.ring import Ring
 from fcp_cli.runtime.rows import merge
 from fcp_cli.runtime.transport import Handle, drive
 
@@ -229,7 +230,7 @@ def count_pack(lengths: tuple[int, ...], degree: int) -> dict[str, Counts]:
 def pretended_gpu() -> Iterator[None]:
     """Treat meta tensors as those of a GPU with triton."""
     with (
-        mock.patch.object(ring_module, "select_kernel", lambda device_type, dtype: CudaFlashKernel()),
+        mock.patch.object(passes_module, "select_kernel", lambda device_type, dtype: CudaFlashKernel()),
         mock.patch.object(fused, "fused_rows", lambda device_type: True),
     ):
         yield
@@ -258,7 +259,7 @@ def _count_member(lengths: tuple[int, ...], degree: int, index: int) -> dict[str
         merge(*args)
         counter.merges = False
 
-    with mock.patch.object(ring_module, "merge", counted_merge), counter:
+    with mock.patch.object(passes_module, "merge", counted_merge), counter:
         layer()
         return layer()
 

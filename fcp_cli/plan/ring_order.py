@@ -12,22 +12,34 @@ Across nodes the ring visits the nodes in the folded order and each of them once
 from a rank to the rank of the same place in the next node, whose network ports share a switch. Which rail follows from
 the two nodes, so that again few pairs serve all rings. Ranks that fill no whole node are visited from the whole node
 next to them. The order of Megatron-LM's pull request 6801, which bounds the peers of a rank by four, is the same idea.
+
+Where u ranks of a group share the heads, the ring is one of *sets*: each u ranks that follow each other. Sets
+stand as their first ranks do in such a ring. The ranks of one place in all sets are a ring of their own, and those of a
+set meet all others of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import permutations
 
 
 @lru_cache(maxsize=1024)
-def ring_order(ranks: tuple[int, ...], ranks_per_node: int) -> tuple[int, ...]:
-    """Return the same ranks as they stand around the ring.
+def ring_order(ranks: tuple[int, ...], ranks_per_node: int, heads_degree: int = 1) -> tuple[int, ...]:
+    """Return the same ranks as they stand around the ring, those of a set beside each other.
 
     Args:
         ranks: ascending ranks of a group.
         ranks_per_node: ranks r with equal r // ranks_per_node share a node.
+        heads_degree: ranks of a set, which share the heads; divides their number.
+
+    Returns:
+        Members; the i-th is the i % heads_degree-th of its set, which is the i // heads_degree-th of the ring.
     """
+    if heads_degree > 1:
+        sets = {ranks[i]: ranks[i : i + heads_degree] for i in range(0, len(ranks), heads_degree)}
+        return tuple(rank for first in ring_order(tuple(sets), ranks_per_node) for rank in sets[first])
     nodes: dict[int, list[int]] = {}
     for rank in ranks:
         nodes.setdefault(rank // ranks_per_node, []).append(rank)
@@ -42,18 +54,24 @@ def ring_order(ranks: tuple[int, ...], ranks_per_node: int) -> tuple[int, ...]:
     return tuple(ring)
 
 
-def ring_pairs(ranks: tuple[int, ...], ranks_per_node: int) -> list[tuple[int, int]]:
-    """Return the pairs of ranks (lower first) that exchange messages where this group runs a ring."""
-    hops = ring_hops(ranks, ranks_per_node)
-    return [(min(hop), max(hop)) for hop in (hops[:1] if len(ranks) == 2 else hops)]
+def ring_pairs(ranks: tuple[int, ...], ranks_per_node: int, heads_degree: int = 1) -> list[tuple[int, int]]:
+    """Return the pairs of ranks (lower first) that exchange messages where this group attends, each once."""
+    hops = ring_hops(ranks, ranks_per_node, heads_degree)
+    return list(dict.fromkeys((min(hop), max(hop)) for hop in hops))
 
 
-def ring_hops(ranks: tuple[int, ...], ranks_per_node: int) -> list[tuple[int, int]]:
-    """Return (from, to) of the messages of every hop of this group's ring."""
-    if len(ranks) == 1:
-        return []
-    order = ring_order(ranks, ranks_per_node)
-    return list(zip(order, (*order[1:], order[0]), strict=True))
+def ring_hops(ranks: tuple[int, ...], ranks_per_node: int, heads_degree: int = 1) -> list[tuple[int, int]]:
+    """Return (from, to) of the messages of this group: of every hop of its rings, and within its sets."""
+    order = ring_order(ranks, ranks_per_node, heads_degree)
+    hops: list[tuple[int, int]] = []
+    for place in range(heads_degree):
+        ring = order[place::heads_degree]
+        if len(ring) > 1:
+            hops += zip(ring, (*ring[1:], ring[0]), strict=True)
+    if heads_degree > 1:
+        for start in range(0, len(order), heads_degree):
+            hops += permutations(order[start : start + heads_degree], 2)
+    return hops
 
 
 def _folded(items: Sequence[int]) -> list[int]:

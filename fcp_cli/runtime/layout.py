@@ -10,7 +10,10 @@ Example: L = 10 tokens on d = 2 members, 2d = 4 chunks of 3, 3, 2 and 2 tokens:
     position   0 1 2 | 3 4 5 | 6 7 | 8 9
     member       0   |   1   |  1  |  0       member 0 holds [0 1 2 8 9], member 1 holds [3 4 5 6 7]
 
-Every shape of the ring follows from (lengths, degree) alone, so ranks never exchange sizes.
+Where sets of u members share the heads, the ring is one of sets: a set holds what a member of a ring of d / u would,
+and its members hold runs of that, one behind the other and equally long to within a token (`SetLayout`).
+
+Every shape follows from (lengths, degree, heads degree) alone, so ranks never exchange sizes.
 """
 
 from __future__ import annotations
@@ -93,6 +96,9 @@ class ShardLayout:
 
     __slots__ = ("_backs", "_fronts", "_hops", "_q_rows", "_tokens", "degree", "lengths")
 
+    heads_degree = 1
+    """Members that share the heads of what they hold together."""
+
     def __init__(self, lengths: tuple[int, ...], degree: int) -> None:
         assert degree >= 1, degree
         assert all(length >= 1 for length in lengths), lengths
@@ -108,6 +114,11 @@ class ShardLayout:
 
     def __repr__(self) -> str:
         return f"ShardLayout(lengths={self.lengths}, degree={self.degree})"
+
+    @property
+    def ring(self) -> ShardLayout:
+        """Return who holds what around the ring: members, or sets of them that share the heads."""
+        return self
 
     @property
     def total_tokens(self) -> int:
@@ -201,10 +212,59 @@ class ShardLayout:
         )
 
 
+class SetLayout(ShardLayout):
+    """Layout of one pack on a group whose sets of members share the heads: the ring's layout of sets, cut further.
+
+    Member i is in set i // u, which holds what member i // u of a ring of d / u members would: T tokens. Its i % u-th
+    member holds the i % u-th run of them, of T // u tokens, and one more for the first T % u members.
+
+    Args:
+        lengths: as of the ring.
+        degree: members, a multiple of `heads_degree`.
+        heads_degree: members of a set, >= 2.
+    """
+
+    __slots__ = ("_ring", "_starts", "heads_degree")
+
+    def __init__(self, lengths: tuple[int, ...], degree: int, heads_degree: int) -> None:
+        assert degree % heads_degree == 0, (degree, heads_degree)
+        self.lengths = lengths
+        self.degree = degree
+        self.heads_degree = heads_degree
+        self._ring = shard_layout(lengths, degree // heads_degree)
+        held = np.array([self._ring.tokens(place) for place in range(self._ring.degree)], dtype=np.int64)
+        run, extra = np.divmod(held, heads_degree)
+        sizes = run[:, None] + (np.arange(heads_degree) < extra[:, None])  # [sets, u]
+        self._tokens = sizes.ravel().tolist()
+        self._starts: list[int] = (np.cumsum(sizes, axis=1) - sizes).ravel().tolist()
+
+    def __repr__(self) -> str:
+        return f"SetLayout(lengths={self.lengths}, degree={self.degree}, heads_degree={self.heads_degree})"
+
+    @property
+    def ring(self) -> ShardLayout:
+        return self._ring
+
+    def position_ids(self, index: int) -> IntArray:
+        return self._own_run(index, self._ring.position_ids(index // self.heads_degree))
+
+    def index(self, index: int) -> IntArray:
+        return self._own_run(index, self._ring.index(index // self.heads_degree))
+
+    def _own_run(self, index: int, of_set: IntArray) -> IntArray:
+        return of_set[self._starts[index] : self._starts[index] + self._tokens[index]]
+
+
 @lru_cache(maxsize=CACHED_LAYOUTS)
-def shard_layout(lengths: tuple[int, ...], degree: int) -> ShardLayout:
-    """Return the layout of a pack on a ring of `degree` members; cached, so micro-batches of equal shape share it."""
-    return ShardLayout(lengths, degree)
+def shard_layout(lengths: tuple[int, ...], degree: int, heads_degree: int = 1) -> ShardLayout:
+    """Return the layout of a pack on a group; cached, so micro-batches of equal shape share it.
+
+    Args:
+        lengths: tokens of each sequence.
+        degree: members of the group.
+        heads_degree: how many of them, one beside the other, share the heads; divides `degree`.
+    """
+    return ShardLayout(lengths, degree) if heads_degree == 1 else SetLayout(lengths, degree, heads_degree)
 
 
 def _offsets(sizes: IntArray) -> IntArray:

@@ -35,6 +35,11 @@ class RingMember:
         return len(self.ranks)
 
     @property
+    def heads_degree(self) -> int:
+        """Return how many members share the heads of what they hold together; 1: each has all heads."""
+        return self.layout.heads_degree
+
+    @property
     def tokens(self) -> int:
         """Return how many tokens this member holds, without padding."""
         return self.layout.tokens(self.index)
@@ -59,6 +64,12 @@ class RingMember:
             )
         if k.shape != v.shape or k.shape[2:] != q.shape[2:] or k.shape[0] != 1 or q.shape[1] % k.shape[1]:
             raise RunError(f"k {tuple(k.shape)} and v {tuple(v.shape)} do not fit q {tuple(q.shape)}")
+        shared = self.heads_degree
+        if q.shape[1] % shared or (k.shape[1] % shared and shared % k.shape[1]):
+            raise RunError(
+                f"the plan shares heads among {shared} ranks, which {q.shape[1]} query heads and {k.shape[1]} "
+                "key/value heads cannot be; plan with 'fcp plan --attention ring', or for the model that you train"
+            )
         if q.shape[2] < self.tokens:
             raise RunError(
                 f"rank {self.ranks[self.index]} holds {self.tokens} tokens of this micro-batch, but q has "

@@ -7,16 +7,18 @@ from torch import Tensor
 
 from fcp_cli.runtime.grad_ring import GradRingDtype
 from fcp_cli.runtime.layout import ShardLayout, shard_layout
-from fcp_cli.runtime.ring import Ring, ring_backward, ring_forward
+from fcp_cli.runtime.passes import GroupMember, group_backward, group_forward
 from fcp_cli.verification.emulation import LockstepTransport, Mailbox, run_lockstep
 from fcp_cli.verification.order import Operation
 from fcp_cli.verification.recording import RecordingTransport
 from tests.runtime.reference import Example
 
 
-def run_emulated(example: Example, degree: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def run_emulated(
+    example: Example, degree: int, dtype: torch.dtype, heads_degree: int = 1
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, dq, dk, dv) of the whole pack, put together again from the shards of `degree` members."""
-    results, _ = run_recorded(example, tuple(range(degree)), dtype)
+    results, _ = run_recorded(example, tuple(range(degree)), dtype, heads_degree=heads_degree)
     return results
 
 
@@ -25,19 +27,20 @@ def run_recorded(
     ranks: tuple[int, ...],
     dtype: torch.dtype = torch.float64,
     grad_dtype: GradRingDtype = "fp32",
+    heads_degree: int = 1,
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], dict[int, list[Operation]]]:
     """As `run_emulated`, with what every rank sent and received."""
-    layout, mailbox = shard_layout(example.lengths, len(ranks)), Mailbox()
+    layout, mailbox = shard_layout(example.lengths, len(ranks), heads_degree), Mailbox()
     recorders = [RecordingTransport(LockstepTransport(mailbox, rank)) for rank in ranks]
-    rings = [Ring(layout, i, ranks, recorder, grad_dtype=grad_dtype) for i, recorder in enumerate(recorders)]
+    members = [GroupMember(layout, i, ranks, recorder, grad_dtype) for i, recorder in enumerate(recorders)]
     shards = [_shard(example, layout, i, dtype) for i in range(len(ranks))]
     forward = run_lockstep(
-        [ring_forward(ring, q, k, v, example.scale) for ring, (q, k, v, _) in zip(rings, shards, strict=True)]
+        [group_forward(member, q, k, v, example.scale) for member, (q, k, v, _) in zip(members, shards, strict=True)]
     )
     backward = run_lockstep(
         [
-            ring_backward(ring, grad_out, q, k, v, out, lse, example.scale)
-            for ring, (q, k, v, grad_out), (out, lse) in zip(rings, shards, forward, strict=True)
+            group_backward(member, grad_out, kept, example.scale, kv_heads=example.k.shape[1])
+            for member, (_, _, _, grad_out), (_, kept) in zip(members, shards, forward, strict=True)
         ]
     )
     out = unshard(layout, [out for out, _ in forward])

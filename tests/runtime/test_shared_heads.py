@@ -1,0 +1,92 @@
+"""Groups whose ranks share heads in sets and run rings of them, all members in one process."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import pytest
+import torch
+
+from fcp_cli.errors import RunError
+from fcp_cli.runtime.layout import SetLayout, shard_layout
+from fcp_cli.runtime.ring import Ring, attention
+from fcp_cli.verification.emulation import LockstepTransport, Mailbox
+from fcp_cli.verification.order import check_order
+from tests.runtime.emulation import run_emulated, run_recorded
+from tests.runtime.reference import absolute_error, make_example, relative_error
+
+pytestmark = pytest.mark.torch
+
+GROUPS = [(u, r) for u in range(1, 9) for r in range(1, 9) if u > 1 and u * r <= 8]
+LENGTHS: list[tuple[int, ...]] = [(1,), (5, 7, 13, 37, 101), (97, 1, 2)]
+
+
+def heads_for(shared: int) -> list[tuple[int, int]]:
+    """Query and key/value heads that `shared` ranks can share: divided among them, and replicated."""
+    return [heads for heads in ((8, 8), (8, 2), (4, 1), (24, 3), (20, 5), (14, 7)) if can_share(heads, shared)]
+
+
+def can_share(heads: tuple[int, int], shared: int) -> bool:
+    return not heads[0] % shared and (not heads[1] % shared or not shared % heads[1])
+
+
+@pytest.mark.parametrize(("shared", "ring"), GROUPS)
+def test_any_sets_and_rings_compute_plain_attention_in_fp64(shared: int, ring: int) -> None:
+    assert heads_for(shared)
+    for heads in heads_for(shared):
+        for lengths in LENGTHS:
+            example = make_example(lengths, heads, head_dim=8)
+            found = run_emulated(example, shared * ring, torch.float64, shared)
+            for one, expected in zip(found, example.results, strict=True):
+                assert absolute_error(one, expected) <= 1e-12, (heads, lengths)
+
+
+@pytest.mark.parametrize(("shared", "ring"), [(2, 2), (4, 1), (4, 2)])
+def test_replicated_key_heads_in_bf16_stay_within_twice_the_error_of_one_device(shared: int, ring: int) -> None:
+    example = make_example((5, 7, 13, 37, 101), (8, 2), dtype=torch.bfloat16)
+    alone = run_emulated(example, 1, torch.bfloat16)
+    found = run_emulated(example, shared * ring, torch.bfloat16, shared)
+    for one, own, expected in zip(found, alone, example.results, strict=True):
+        assert relative_error(one, expected) <= 2 * relative_error(own, expected)
+
+
+def test_a_set_exchanges_rows_of_exact_length_and_its_rings_carry_its_share_of_the_heads() -> None:
+    example = make_example((101,), (8, 2), head_dim=4)
+    _, operations = run_recorded(example, (3, 5, 8, 9), heads_degree=2)
+    check_order(operations)
+    tokens = [shard_layout((101,), 4, 2).tokens(member) for member in range(4)]
+    assert tokens == [26, 25, 25, 25]
+    row = 4 * 8  # of one head, in fp64
+    sent = [(one.content, one.peer, one.num_bytes // row) for one in operations[3] if one.verb == "send"]
+    of_set = tokens[0] + tokens[1]
+    assert sent == [
+        ("heads", 5, tokens[0] * (4 + 1 + 1)),
+        ("kv", 8, of_set * 2),
+        ("tokens", 5, tokens[1] * 4),
+        ("heads", 5, tokens[0] * 4),
+        ("kv", 8, of_set * 2),
+        ("dkv", 8, 2 * (tokens[2] + tokens[3])),
+        ("tokens", 5, tokens[1] * (4 + 1 + 1)),
+    ]
+
+
+def test_sets_hold_what_members_of_their_ring_would_one_run_behind_the_other() -> None:
+    for lengths in ((101, 3, 1), (4,), ()):
+        layout, ring = shard_layout(lengths, 6, 3), shard_layout(lengths, 2)
+        assert isinstance(layout, SetLayout)
+        assert layout.ring is ring
+        for place in range(2):
+            runs = [layout.index(3 * place + i).tolist() for i in range(3)]
+            assert [*chain(*runs)] == ring.index(place).tolist()
+            assert [len(run) for run in runs] == [layout.tokens(3 * place + i) for i in range(3)]
+            assert max(map(len, runs)) - min(map(len, runs)) <= 1
+            positions = [layout.position_ids(3 * place + i).tolist() for i in range(3)]
+            assert [*chain(*positions)] == ring.position_ids(place).tolist()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (12, 3)])
+def test_heads_that_a_set_cannot_share_are_named(heads: int, kv_heads: int) -> None:
+    ring = Ring(shard_layout((8,), 4, 4), 0, (0, 1, 2, 3), LockstepTransport(Mailbox(), 0))
+    q, k = torch.randn(1, heads, 2, 8), torch.randn(1, kv_heads, 2, 8)
+    with pytest.raises(RunError, match=f"among 4 ranks, which {heads} query heads and {kv_heads} key/value heads"):
+        attention(q, k, k, ring=ring)
