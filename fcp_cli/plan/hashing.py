@@ -23,6 +23,7 @@ _SCALARS = {
     "step_seconds": "<f8",
     "step_bound_seconds": "<f8",
 }
+_HEADS_DEGREE = "heads_degree", "<i4"  # a column of plans that split heads; others have the hash that they had before
 _LISTS = {"ranks": "<i4", "sequences": "<i8", "lengths": "<i4"}
 
 
@@ -36,13 +37,20 @@ class PlanHasher:
     def update(self, rows: pa.RecordBatch | pa.Table) -> None:
         """Add rows that follow those already given."""
         for batch in rows.to_batches() if isinstance(rows, pa.Table) else (rows,):
-            for name, dtype in _SCALARS.items():
+            for name, dtype in self._scalars_of(batch):
                 self._feed(name, batch.column(name).to_numpy(zero_copy_only=False), dtype)
             for name, dtype in _LISTS.items():
                 column = batch.column(name)
                 # Sizes instead of offsets: offsets depend on where a row group begins.
                 self._feed(f"{name}.length", np.diff(column.offsets.to_numpy()), "<i4")
                 self._feed(f"{name}.values", column.flatten().to_numpy(zero_copy_only=False), dtype)
+
+    def _scalars_of(self, batch: pa.RecordBatch) -> list[tuple[str, str]]:
+        scalars = list(_SCALARS.items())
+        if _HEADS_DEGREE[0] in batch.schema.names:
+            self._digests.setdefault(_HEADS_DEGREE[0], hashlib.sha256())
+            scalars.append(_HEADS_DEGREE)
+        return scalars
 
     def _feed(self, name: str, values: Any, dtype: str) -> None:
         # One width and byte order for all, so that the hash depends neither on the writer's types nor on the machine.

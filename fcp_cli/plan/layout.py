@@ -51,6 +51,7 @@ def check_layout(step: StepPlan, limits: Limits) -> Iterator[Finding]:
     rank_findings = list(check_ranks(step, limits))
     yield from rank_findings
     yield from _check_budget(step, limits)
+    yield from _check_heads(step)
     if not rank_findings:
         yield from _check_waves(step, limits)
 
@@ -93,6 +94,17 @@ def _check_budget(step: StepPlan, limits: Limits) -> Iterator[Finding]:
         tokens, ranks = counted(held[order], "token"), counted(step.degrees[order], "rank")
         padded = "" if limits.padding_multiple is None else ", with padding,"
         message = f"{tokens}{padded} on {ranks}, where {room[order]:,} fit"
+        yield Finding(step=step.step, order=order, message=message)
+
+
+def _check_heads(step: StepPlan) -> Iterator[Finding]:
+    """Check that as many ranks share heads as the degree is a multiple of."""
+    if step.heads_degree is None:
+        return
+    heads, degrees = step.heads_degree, step.degrees
+    wrong = (heads < 1) | (degrees % np.maximum(heads, 1) != 0)
+    for order in np.flatnonzero(wrong)[:1].tolist():
+        message = f"a heads degree of {heads[order]} does not divide the degree {degrees[order]}"
         yield Finding(step=step.step, order=order, message=message)
 
 

@@ -8,7 +8,7 @@ from typing import IO, Any, NamedTuple
 
 import pyarrow as pa
 
-from fcp_cli.plan.schema import SCHEMA, steps_from_arrow, steps_to_arrow
+from fcp_cli.plan.schema import steps_from_arrow, steps_to_arrow
 from fcp_cli.plan.step import StepPlan
 
 
@@ -65,4 +65,4 @@ def steps_bytes(steps: Sequence[StepPlan]) -> bytes:
 
 def steps_of(message: bytes) -> list[StepPlan]:
     """Return the steps that `steps_bytes` made bytes of."""
-    return list(steps_from_arrow(table_of(message).cast(SCHEMA)))
+    return list(steps_from_arrow(table_of(message)))

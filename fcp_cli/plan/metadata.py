@@ -25,7 +25,7 @@ METADATA_KEY: Final = FOOTER_KEY
 # A reader must know these or refuse the plan, since steps, times and budgets mean something else with them. They are
 # left out where None, so that plans without them have the hash that they had before the keys existed.
 _OPTIONAL_KEYS: Final = (
-    *("batching", "cached_from_step", "continues", "encoder_balance", "encoder_ranks"),
+    *("attention", "batching", "cached_from_step", "continues", "encoder_balance", "encoder_ranks"),
     *("padding_multiple", "pipeline", "recipe"),
 )
 _OPTIONAL_RECIPE_KEYS: Final = ("lora", "freeze")
@@ -33,6 +33,7 @@ _OPTIONAL_RECIPE_KEYS: Final = ("lora", "freeze")
 Sync = Literal["iteration", "microbatch"]
 LastBatch = Literal["keep", "drop"]
 EncoderBalance = Literal["wave"]
+SplitAttention = Literal["ulysses", "2d"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +119,8 @@ class PlanMetadata:
 
     Attributes:
         tokens_per_rank: the token budget, after head-room.
+        attention: groups may split heads as well: all of them nothing else (`ulysses`), or both (`2d`), as each row's heads
+            degree says; None: all groups are rings.
         encoder_balance: who shares the work of a vision encoder: all ranks of a `wave`; None: those of a ring.
         encoder_ranks: the last so many ranks run nothing but the encoder, ahead of the others; None: there are none.
         cached_from_step: optimizer step from which on a frozen encoder's embeddings are read and not computed; None: no
@@ -147,6 +150,7 @@ class PlanMetadata:
     global_batch_size: Count
     tokens_per_rank: Count
     padding_multiple: Count | None = None
+    attention: SplitAttention | None = None
     encoder_balance: EncoderBalance | None = None
     encoder_ranks: Count | None = None
     cached_from_step: Count | None = None

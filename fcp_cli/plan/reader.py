@@ -14,7 +14,7 @@ from fcp_cli.errors import PlanError
 from fcp_cli.kinds import another_kind
 from fcp_cli.plan.hashing import PlanHasher
 from fcp_cli.plan.metadata import PlanMetadata, parse_metadata
-from fcp_cli.plan.schema import SCHEMA, steps_from_arrow
+from fcp_cli.plan.schema import schema_of, steps_from_arrow
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.reading.parquet import FAILURES, open_parquet, reason_of
 
@@ -42,11 +42,12 @@ class PlanReader:
                 "make one with 'fcp plan MANIFEST'"
             ) from error
         self.metadata: PlanMetadata = parse_metadata(self._file.metadata.metadata, name=str(path))
+        self._schema = schema_of(splits_heads=self.metadata.attention is not None)
         self._check_columns()
 
     def _check_columns(self) -> None:
         found = self._file.schema_arrow
-        for field in SCHEMA:
+        for field in self._schema:
             index = found.get_field_index(field.name)
             if index < 0:
                 raise PlanError(f"{self.path}: the column {field.name} is missing")
@@ -88,7 +89,7 @@ class PlanReader:
                 # Statistics are optional in Parquet: a group without them has to be read.
                 skippable = statistics is not None and statistics.has_min_max and statistics.max < first
                 if meta.num_rows and not skippable:
-                    yield self._without_nulls(self._file.read_row_group(group, columns=SCHEMA.names))
+                    yield self._without_nulls(self._file.read_row_group(group, columns=self._schema.names))
         except FAILURES as error:
             raise PlanError(
                 f"{self.path} is damaged ({reason_of(error)}); make it again with 'fcp plan' or copy it again"
@@ -96,7 +97,7 @@ class PlanReader:
 
     def _without_nulls(self, table: pa.Table) -> pa.Table:
         # A foreign writer may declare columns nullable, and NumPy would read a null as whatever lies below it.
-        for name in SCHEMA.names:
+        for name in self._schema.names:
             column = table.column(name)
             values = column.combine_chunks().flatten() if pa.types.is_list(column.type) else column
             if column.null_count or values.null_count:

@@ -24,14 +24,21 @@ SCHEMA = pa.schema(
         pa.field("step_bound_seconds", pa.float64(), nullable=False),
     ]
 )
+_HEADS_DEGREE = pa.field("heads_degree", pa.int32(), nullable=False)
+
+
+def schema_of(*, splits_heads: bool) -> pa.Schema:
+    """Return the columns of a plan: with one for the heads degree where its metadata has the key `attention`."""
+    return SCHEMA.append(_HEADS_DEGREE) if splits_heads else SCHEMA
 
 
 def steps_to_arrow(steps: Sequence[StepPlan]) -> pa.Table:
     """Turn several steps into rows, in order, without a Python object per row."""
-    return pa.Table.from_batches([_step_to_batch(step) for step in steps], schema=SCHEMA)
+    schema = schema_of(splits_heads=bool(steps) and steps[0].heads_degree is not None)
+    return pa.Table.from_batches([_step_to_batch(step, schema) for step in steps], schema=schema)
 
 
-def _step_to_batch(step: StepPlan) -> pa.RecordBatch:
+def _step_to_batch(step: StepPlan, schema: pa.Schema) -> pa.RecordBatch:
     n = len(step)
     sequence_offsets = step.sequence_offsets.astype(np.int32)
     columns = [
@@ -45,8 +52,9 @@ def _step_to_batch(step: StepPlan) -> pa.RecordBatch:
         pa.array(step.seconds),
         pa.array(np.full(n, step.makespan_seconds)),
         pa.array(np.full(n, step.bound_seconds)),
+        *([] if step.heads_degree is None else [pa.array(step.heads_degree, pa.int32())]),
     ]
-    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
 def _lists(offsets: Any, values: Any, column: str) -> pa.ListArray:
@@ -90,4 +98,5 @@ def _step_from_rows(step: int, rows: pa.Table) -> StepPlan:
         seconds=scalars("seconds"),
         makespan_seconds=float(scalars("step_seconds")[0]),
         bound_seconds=float(scalars("step_bound_seconds")[0]),
+        heads_degree=scalars(_HEADS_DEGREE.name) if _HEADS_DEGREE.name in rows.schema.names else None,
     )

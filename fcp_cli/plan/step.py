@@ -37,6 +37,7 @@ class MicroBatch:
         sequences: manifest row numbers.
         lengths: tokens of each sequence.
         start_seconds, seconds: predicted, from the start of the step.
+        heads_degree: u of the degree u x r: so many members in a row share the heads, and r such sets form the ring.
     """
 
     step: int
@@ -47,10 +48,16 @@ class MicroBatch:
     lengths: tuple[int, ...]
     start_seconds: float
     seconds: float
+    heads_degree: int = 1
 
     @property
     def degree(self) -> int:
         return len(self.ranks)
+
+    @property
+    def ring_degree(self) -> int:
+        """r of the degree u x r."""
+        return self.degree // self.heads_degree
 
     @property
     def tokens(self) -> int:
@@ -80,6 +87,7 @@ class StepPlan:
     seconds: FloatArray  # [microbatches]
     makespan_seconds: float
     bound_seconds: float
+    heads_degree: Int32Array | None = None  # [microbatches]; None: 1 everywhere
 
     def __len__(self) -> int:
         return len(self.wave)
@@ -126,6 +134,7 @@ class StepPlan:
             lengths=tuple(self.lengths[members].tolist()),
             start_seconds=float(self.start_seconds[i]),
             seconds=float(self.seconds[i]),
+            heads_degree=1 if self.heads_degree is None else int(self.heads_degree[i]),
         )
 
     def packs_of(self, rank: int) -> list[list[int]]:

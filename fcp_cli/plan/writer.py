@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from fcp_cli.files import replaced_atomically
 from fcp_cli.plan.hashing import PlanHasher
 from fcp_cli.plan.metadata import METADATA_KEY, PlanMetadata
-from fcp_cli.plan.schema import SCHEMA, steps_to_arrow
+from fcp_cli.plan.schema import schema_of, steps_to_arrow
 from fcp_cli.plan.step import StepPlan
 
 # Row groups hold whole steps, so that a reader can start at any step without reading what lies before it.
@@ -81,7 +81,9 @@ def plan_writer(path: Path, metadata: PlanMetadata) -> Iterator[PlanWriter]:
     with (
         replaced_atomically(path) as temporary,
         pa.OSFile(str(temporary), "wb") as sink,
-        pq.ParquetWriter(sink, SCHEMA, compression="zstd", store_schema=False) as parquet,
+        pq.ParquetWriter(
+            sink, schema_of(splits_heads=metadata.attention is not None), compression="zstd", store_schema=False
+        ) as parquet,
     ):
         writer = PlanWriter(parquet, metadata)
         yield writer

@@ -17,7 +17,7 @@ import pyarrow as pa
 from fcp_cli.errors import FcpError
 from fcp_cli.files import replaced_atomically, write_text_atomically
 from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.plan.schema import SCHEMA, steps_from_arrow, steps_to_arrow
+from fcp_cli.plan.schema import steps_from_arrow, steps_to_arrow
 from fcp_cli.plan.step import StepPlan
 
 _ROWS_PER_PART = 8_192
@@ -87,12 +87,13 @@ class Journal:
         self._rows += len(step)
         if self._rows < _ROWS_PER_PART:
             return
+        table = steps_to_arrow(self._pending)
         with (
             replaced_atomically(self._part(self._parts)) as temporary,
             pa.OSFile(str(temporary), "wb") as sink,
-            pa.ipc.new_file(sink, SCHEMA, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer,
+            pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer,
         ):
-            writer.write_table(steps_to_arrow(self._pending))
+            writer.write_table(table)
         self._parts += 1
         self._pending, self._rows = [], 0
 

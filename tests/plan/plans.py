@@ -14,7 +14,7 @@ from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.hashing import PlanHasher
 from fcp_cli.plan.metadata import METADATA_KEY, PlanMetadata, Sync
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.plan.schema import SCHEMA
+from fcp_cli.plan.schema import schema_of
 from fcp_cli.planning.batches import BatchSettings
 from fcp_cli.planning.run import make_plan
 from fcp_cli.planning.settings import PlanInputs
@@ -50,7 +50,7 @@ def rewritten(
     stated: PlanMetadata = replace(PlanReader(plan).metadata, **metadata)
     if edit is not None:
         edit(columns)
-    rows = pa.table(columns, schema=SCHEMA)
+    rows = pa.table(columns, schema=schema_of(splits_heads=stated.attention is not None))
     if rehash:
         hasher = PlanHasher()
         hasher.update(rows)

@@ -129,6 +129,15 @@ def test_a_wrong_value_is_found_where_it_is(plan: Path, column: str, row: int, v
     assert any(message in finding for finding in findings(rewritten(plan, edit=set_value(column, row, value))))
 
 
+def test_a_heads_degree_that_does_not_divide_is_found(plan: Path) -> None:
+    def edit(columns: Columns) -> None:
+        columns["heads_degree"] = [1] * len(columns["step"])
+        columns["heads_degree"][1] = 3 if len(columns["ranks"][1]) % 3 else 5
+
+    (found,) = findings(rewritten(plan, edit=edit, attention="2d"))
+    assert "does not divide the degree" in found
+
+
 def test_a_pack_over_budget_is_found(plan: Path) -> None:
     def edit(columns: Columns) -> None:
         row = widest(columns)

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from inline_snapshot import snapshot
 
 from fcp_cli.errors import PlanError
+from fcp_cli.plan.messages import steps_bytes, steps_of
 from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.plan.schema import SCHEMA
+from fcp_cli.plan.schema import SCHEMA, steps_to_arrow
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.writer import plan_writer
 from tests.messages import raises
@@ -72,11 +73,16 @@ def _step(draw: st.DrawFn, number: int) -> StepPlan:
     )
 
 
-def written(path: Path, content: list[StepPlan]) -> Path:
-    with plan_writer(path, METADATA) as writer:
+def written(path: Path, content: list[StepPlan], metadata: PlanMetadata = METADATA) -> Path:
+    with plan_writer(path, metadata) as writer:
         for step in content:
             writer.append(step)
     return path
+
+
+def with_split_heads(step: StepPlan) -> StepPlan:
+    """Return the same step with groups that split heads alone."""
+    return replace(step, heads_degree=step.degrees.astype(np.int32))
 
 
 def assert_same(found: list[StepPlan], wanted: list[StepPlan]) -> None:
@@ -86,6 +92,9 @@ def assert_same(found: list[StepPlan], wanted: list[StepPlan]) -> None:
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
             assert getattr(one, name).dtype == getattr(other, name).dtype
         assert (one.makespan_seconds, one.bound_seconds) == (other.makespan_seconds, other.bound_seconds)
+        assert (one.heads_degree is None) == (other.heads_degree is None)
+        if one.heads_degree is not None:
+            np.testing.assert_array_equal(one.heads_degree, other.heads_degree)
 
 
 @settings(max_examples=40)
@@ -100,6 +109,25 @@ def test_what_is_written_is_read_back_from_any_step_on(
     assert reader.content_hash() == reader.metadata.plan_hash
     unfinished = {"steps": 0, "distinct_groups": 0, "plan_hash": "", "created": ""}
     assert replace(reader.metadata, **unfinished) == METADATA  # type: ignore[arg-type]
+
+
+def test_plans_that_split_heads_have_a_column_for_it(tmp_path: Path) -> None:
+    content = [replace(with_split_heads(_any_step()), step=number) for number in range(2)]
+    reader = PlanReader(written(tmp_path / "plan.parquet", content, replace(METADATA, attention="2d")))
+    assert_same(list(reader.steps()), content)
+    assert reader.content_hash() == reader.metadata.plan_hash
+    for column, count in ((content, 1), ([replace(step, heads_degree=None) for step in content], 0)):
+        assert_same(steps_of(steps_bytes(column)), column)
+        assert steps_to_arrow(column).schema.names.count("heads_degree") == count
+
+
+def test_heads_degrees_count_in_the_hash(tmp_path: Path) -> None:
+    def edit(columns: dict[str, list[Any]]) -> None:
+        columns["heads_degree"] = [7]
+
+    plan = written(tmp_path / "plan.parquet", [with_split_heads(_any_step())], replace(METADATA, attention="2d"))
+    edited = PlanReader(rewritten(plan, edit=edit, rehash=False))
+    assert edited.content_hash() != edited.metadata.plan_hash
 
 
 @settings(max_examples=25)

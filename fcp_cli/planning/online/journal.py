@@ -28,7 +28,7 @@ from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import METADATA_KEY, ManifestReference, PlanMetadata, parse_metadata
 from fcp_cli.plan.online import manifest_of
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.plan.schema import SCHEMA, steps_from_arrow, steps_to_arrow
+from fcp_cli.plan.schema import steps_from_arrow, steps_to_arrow
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.writer import plan_writer
 from fcp_cli.reading.documents import decode_json
@@ -79,12 +79,12 @@ class OnlineJournal:
             FcpError: it cannot be written.
         """
         try:
+            tables = lengths, steps_to_arrow(steps)
             if not self._files:
                 self._files = [
-                    self._open("lengths", lengths.schema),
-                    self._open("steps", SCHEMA),
+                    self._open(name, table.schema) for name, table in zip(("lengths", "steps"), tables, strict=True)
                 ]
-            for (sink, writer), table in zip(self._files, (lengths, steps_to_arrow(steps)), strict=True):
+            for (sink, writer), table in zip(self._files, tables, strict=True):
                 writer.write_table(table)
                 sink.flush()
         except (OSError, pa.ArrowException) as error:
