@@ -20,7 +20,7 @@ from fcp_cli.plan.metadata import PlanMetadata, unpack_rows
 from fcp_cli.plan.peers import PeerCount
 from fcp_cli.plan.pricing import Prices, encoder_shares, step_prices
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.plan.step import StepPlan
+from fcp_cli.plan.step import RingGroup, StepPlan
 from fcp_cli.plan.timeline import priced_times
 from fcp_cli.words import counted
 
@@ -52,7 +52,7 @@ def check_plan(path: Path, *, manifest: LengthTable | None = None) -> Iterator[F
     if order_findings:
         return  # nothing that follows would mean anything
     coverage = _Coverage(metadata, manifest)
-    groups: set[bytes] = set()
+    groups: set[RingGroup] = set()
     steps = 0
     yield from coverage.begin()
     for step in reader.steps():
@@ -71,7 +71,7 @@ def check_plan(path: Path, *, manifest: LengthTable | None = None) -> Iterator[F
     yield from coverage.finish()
 
 
-def _check_peers(groups: set[bytes], metadata: PlanMetadata) -> Iterator[Finding]:
+def _check_peers(groups: set[RingGroup], metadata: PlanMetadata) -> Iterator[Finding]:
     limit = metadata.solver_options.get("max_peers")
     if limit is None:
         return

@@ -15,7 +15,7 @@ import numpy as np
 from fcp_cli.arrays import IntArray
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.ring_order import ring_pairs
-from fcp_cli.plan.step import StepPlan
+from fcp_cli.plan.step import RingGroup, StepPlan
 
 BYTES_PER_PEER: Final = 500_000_000
 """Device memory of a connection to one more rank: NVIDIA/nccl#1685 measured 1.06 GB before and 4.34 GB after the first
@@ -36,7 +36,7 @@ class PeerCount:
     ranks_per_node: int
     new_pairs: list[int] = field(default_factory=list)
     _pairs: set[tuple[int, int]] = field(default_factory=set)
-    _groups: set[bytes] = field(default_factory=set)
+    _groups: set[RingGroup] = field(default_factory=set)
 
     def add(self, step: StepPlan) -> None:
         """Count one more step."""
@@ -44,13 +44,12 @@ class PeerCount:
         self.add_groups(step.ring_groups())
         self.new_pairs.append(len(self._pairs) - before)
 
-    def add_groups(self, groups: Iterable[bytes]) -> None:
+    def add_groups(self, groups: Iterable[RingGroup]) -> None:
         """Count groups, as `StepPlan.ring_groups` gives them, of no step in particular."""
         for group in groups:
             if group not in self._groups:
                 self._groups.add(group)
-                ranks = tuple(np.frombuffer(group, dtype=np.int32).tolist())
-                self._pairs.update(ring_pairs(ranks, self.ranks_per_node))
+                self._pairs.update(ring_pairs(group.ranks, self.ranks_per_node, group.heads_degree))
 
     @property
     def pairs(self) -> list[tuple[int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,26 @@ def offsets_of(sizes: npt.ArrayLike) -> IntArray:
 def sizes_of(offsets: IntArray) -> IntArray:
     """Return the sizes of lists that lie back to back: the inverse of `offsets_of`."""
     return offsets[1:] - offsets[:-1]  # np.diff costs more than the subtraction itself, at many calls per step
+
+
+class RingGroup(NamedTuple):
+    """A group of degree > 1, cheap to keep and to compare.
+
+    Attributes:
+        packed_ranks: its ascending ranks as int32.
+        heads_degree: members of each of its sets, which share the heads.
+    """
+
+    packed_ranks: bytes
+    heads_degree: int = 1
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(np.frombuffer(self.packed_ranks, dtype=np.int32).tolist())
+
+    @property
+    def degree(self) -> int:
+        return len(self.packed_ranks) // np.dtype(np.int32).itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,10 +171,11 @@ class StepPlan:
             "microbatches": [asdict(microbatch) for microbatch in self.microbatches()],
         }
 
-    def ring_groups(self) -> Iterator[bytes]:
+    def ring_groups(self) -> Iterator[RingGroup]:
         """Yield the groups of degree > 1: those that a back end with one communicator per ring must create."""
         for i in np.flatnonzero(self.degrees > 1):
-            yield self.ranks[self.rank_offsets[i] : self.rank_offsets[i + 1]].tobytes()
+            ranks = self.ranks[self.rank_offsets[i] : self.rank_offsets[i + 1]].tobytes()
+            yield RingGroup(ranks, 1 if self.heads_degree is None else int(self.heads_degree[i]))
 
     def microbatches(self) -> Iterator[MicroBatch]:
         """Yield the rows one by one; for display and the runtime, not for inner loops."""

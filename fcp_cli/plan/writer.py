@@ -15,7 +15,7 @@ from fcp_cli.files import replaced_atomically
 from fcp_cli.plan.hashing import PlanHasher
 from fcp_cli.plan.metadata import METADATA_KEY, PlanMetadata
 from fcp_cli.plan.schema import schema_of, steps_to_arrow
-from fcp_cli.plan.step import StepPlan
+from fcp_cli.plan.step import RingGroup, StepPlan
 
 # Row groups hold whole steps, so that a reader can start at any step without reading what lies before it.
 _ROWS_PER_ROW_GROUP = 32_768
@@ -31,7 +31,7 @@ class PlanWriter:
         self._pending: list[StepPlan] = []
         self._pending_rows = 0
         self._steps = 0
-        self._groups: set[bytes] = set()
+        self._groups: set[RingGroup] = set()
         self._most_sequences = 1
 
     def append(self, step: StepPlan) -> None:

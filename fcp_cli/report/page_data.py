@@ -147,7 +147,7 @@ class PlanPicture:
         held = -(-held_tokens(step, self.metadata.padding_multiple) // step.degrees)
         np.maximum.at(self.peak_tokens, step.ranks, np.repeat(held, step.degrees))
         for group in step.ring_groups():
-            self.groups.setdefault(len(group) // 4, set()).add(hash(group))
+            self.groups.setdefault(group.degree, set()).add(hash(group))
         self.longest_tokens = max(self.longest_tokens, int(step.lengths.max(initial=0)))
         # A histogram over (degree, length), with lengths in bins of equal ratio.
         degrees = np.repeat(step.degrees, np.diff(step.sequence_offsets))

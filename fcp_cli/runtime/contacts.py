@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.ring_order import ring_hops
-from fcp_cli.plan.step import StepPlan
+from fcp_cli.plan.step import RingGroup, StepPlan
 from fcp_cli.runtime.transport import Transport
 from fcp_cli.words import counted, duration
 
@@ -62,10 +61,9 @@ def planned_hops(plan: Path) -> set[Hop]:
     return hops_of(groups, reader.metadata.ranks_per_node)
 
 
-def hops_of(groups: Iterable[bytes], ranks_per_node: int) -> set[Hop]:
-    """Return (from, to) of every message of the rings of groups, as `StepPlan.ring_groups` gives them."""
-    ranks = (tuple(np.frombuffer(group, dtype=np.int32).tolist()) for group in set(groups))
-    return {hop for members in ranks for hop in ring_hops(members, ranks_per_node)}
+def hops_of(groups: Iterable[RingGroup], ranks_per_node: int) -> set[Hop]:
+    """Return (from, to) of every message of groups, as `StepPlan.ring_groups` gives them."""
+    return {hop for group in set(groups) for hop in ring_hops(group.ranks, ranks_per_node, group.heads_degree)}
 
 
 def rounds_of(hops: Iterable[Hop]) -> Mapping[Hop, int]:

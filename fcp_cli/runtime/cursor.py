@@ -98,7 +98,9 @@ class RankView:
 
     def _row(self, plan: StepPlan, order: int) -> MicroBatch:
         row = plan.microbatch(order)
-        return row if self.ascending else replace(row, ranks=ring_order(row.ranks, self.metadata.ranks_per_node))
+        if self.ascending:
+            return row
+        return replace(row, ranks=ring_order(row.ranks, self.metadata.ranks_per_node, row.heads_degree))
 
 
 class PlanCursor:

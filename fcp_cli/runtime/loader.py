@@ -154,8 +154,9 @@ def _finish_step(step: RankStep, begun: Sequence[Callable[[], Shard]], device: t
     shards = tuple(finish() for finish in begun)
     for shard in shards:
         # Worked out here, in the loader's thread: the first layer's attention would wait for them.
-        for source in range(shard.layout.degree):
-            shard.layout.hops(shard.member, source, packed=device.type != "cpu")
+        ring, place = shard.layout.ring, shard.member // shard.layout.heads_degree
+        for source in range(ring.degree):
+            ring.hops(place, source, packed=device.type != "cpu")
     if device.type == "cuda":  # only from page-locked memory does a copy run beside the host
         shards = tuple(map(_pinned, shards))
     problems = {row: why for shard in shards if shard.visuals for row, why in shard.visuals.problems.items()}
@@ -212,7 +213,8 @@ def begin_shard(
     """
     member = row.ranks.index(rank)
     sequences = [_sequence(fetch, at, length, labelled) for at, length in zip(row.sequences, row.lengths, strict=True)]
-    layout = shard_layout(tuple(length for sequence in sequences for length in sequence.lengths), row.degree)
+    lengths = tuple(length for sequence in sequences for length in sequence.lengths)
+    layout = shard_layout(lengths, row.degree, row.heads_degree)
     place = partial(Shard, row=row, member=member, layout=layout, digest=_digest(row, member, sequences))
     # Joined sequences have no parts.
     own = VisualPack(
@@ -233,7 +235,7 @@ def _pack_of_others(row: MicroBatch, fetch: Fetch) -> VisualPack:
     return VisualPack(
         parts=[one.parts if isinstance(one, VisualSequence) else () for one in found],
         rows=row.sequences,
-        layout=shard_layout(row.lengths, row.degree),
+        layout=shard_layout(row.lengths, row.degree, row.heads_degree),
         ranks=row.ranks,
     )
 

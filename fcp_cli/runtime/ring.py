@@ -262,9 +262,10 @@ def _attention_backward_operator(
 ) -> tuple[Tensor, Tensor, Tensor]:
     ring = _ring_of(int(handle))
     _check_backward(ring)
-    grad, *given = (_pack(tensor, ring.tokens) for tensor in (grad_out, q, k, v, out))
-    # Its inputs alone are kept: their sizes are the graph's, while those of a set follow from the ring.
-    kept = drive(exchanged_again(ring, Kept(*given, lse=lse[: ring.tokens])))
+    tokens = ring.tokens
+    own = Kept(_pack(q, tokens), _pack(k, tokens), _pack(v, tokens), _pack(out, tokens), lse[:tokens])
+    # What a graph keeps has sizes of its own; those of what a set exchanges follow from the ring.
+    kept, grad = drive(exchanged_again(ring, own)), _pack(grad_out, tokens)
     dq, dk, dv = drive(group_backward(ring, grad, kept, scale, kv_heads=k.shape[1]))
     return _unpack(dq, q.shape[2]), _unpack(dk, q.shape[2]), _unpack(dv, q.shape[2])
 

@@ -114,17 +114,19 @@ def _spread(tensor: Tensor, parts: Tensor) -> None:
     """Write [T, heads, D] to [u, T, max(1, heads / u), D], the heads of each member."""
     size, (tokens, heads, head_dim) = parts.shape[0], tensor.shape
     if heads >= size:
-        parts.copy_(tensor.unflatten(1, (size, heads // size)).transpose(0, 1))
+        parts.copy_(tensor.view(tokens, size, heads // size, head_dim).transpose(0, 1))
     else:
-        replicated = parts.unflatten(0, (heads, size // heads))  # [heads, replicas, T, 1, D]
+        replicated = parts.view(heads, size // heads, tokens, 1, head_dim)
         replicated.copy_(tensor.transpose(0, 1).reshape(heads, 1, tokens, 1, head_dim))
 
 
 def _gather(parts: Tensor, heads: int) -> Tensor:
     """Return [T, heads, D] of [u, T, max(1, heads / u), D], the heads of each member; replicas are summed."""
-    size = parts.shape[0]
+    size, tokens, _, head_dim = parts.shape
+    gathered = parts.new_empty(tokens, heads, head_dim)  # never a view of what arrived, which others are views of
     if heads >= size:
-        return parts.transpose(0, 1).flatten(1, 2)
-    replicated = parts.squeeze(2).unflatten(0, (heads, size // heads))  # [heads, replicas, T, D]
-    total = replicated.sum(1, dtype=lse_dtype(parts.dtype))
-    return total.transpose(0, 1).to(parts.dtype)
+        gathered.view(tokens, size, heads // size, head_dim).copy_(parts.transpose(0, 1))
+    else:
+        replicated = parts.view(heads, size // heads, tokens, head_dim)
+        gathered.copy_(replicated.sum(1, dtype=lse_dtype(parts.dtype)).transpose(0, 1))
+    return gathered

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,11 +119,20 @@ def _line(rank: int, place: Place, seconds: float) -> str:
     where = f"{begun}, in micro-batch {place.row.order}"
     if len(ranks) == 1:
         return f"{where}, which it runs alone: it computes for long, or waits for all ranks' weights or gradients"
-    at = ranks.index(rank)
-    before, after = ranks[at - 1], ranks[(at + 1) % len(ranks)]
-    others = f"rank {before}" if before == after else f"rank {before} and rank {after}"
-    ring = ", ".join(map(str, ranks))
-    return f"{where}, beside {others} in the ring of {ring}: the one in the earliest micro-batch holds the others up"
+    at, shared = ranks.index(rank), place.row.heads_degree
+    ring, first = ranks[at % shared :: shared], at - at % shared
+    sharing = [other for other in ranks[first : first + shared] if other != rank]
+    among = f", sharing heads with {_and(sharing)}" if sharing else ""
+    if len(ring) > 1:
+        among += (
+            f", beside {_and(dict.fromkeys((ring[at // shared - 1], ring[(at // shared + 1) % len(ring)])))} in the "
+        )
+        among += f"ring of {', '.join(map(str, ring))}"
+    return f"{where}{among}: the one in the earliest micro-batch holds the others up"
+
+
+def _and(ranks: Iterable[int]) -> str:
+    return " and ".join(f"rank {rank}" for rank in ranks)
 
 
 def watch_for(rank: int, clock: Clock, device: torch.device) -> Watch:

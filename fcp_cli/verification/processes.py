@@ -21,9 +21,8 @@ from fcp_cli.machine.torchrun import torchrun_argv
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runtime.session import start
 from fcp_cli.runtime.world import leave_process_group
-from fcp_cli.verification.model import TinyConfig
 from fcp_cli.verification.recording import BACKEND, LabellingTransport, Recorder
-from fcp_cli.verification.replay import Replayed, replay_rank, synthetic_tokens
+from fcp_cli.verification.replay import Replayed, replay_rank, synthetic_tokens, tiny_config
 
 
 def replay_processes(plan: Path) -> list[Replayed]:
@@ -59,7 +58,7 @@ def _result(folder: Path, rank: int) -> Path:
 
 def run_rank(plan: Path, folder: Path) -> None:
     """Replay the plan as one of its ranks, and leave the result or the error in the folder."""
-    config, recorder = TinyConfig(), Recorder()
+    config, recorder = tiny_config(plan), Recorder()
     torch.set_num_threads(1)
     recorder.register()
     dist.init_process_group(BACKEND)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,6 +50,16 @@ def synthetic_tokens(plan: Path, vocab_size: int, seed: int = 0) -> Fetch:
         return np.random.default_rng((seed, row)).integers(vocab_size, size=longest)
 
     return fetch
+
+
+def tiny_config(plan: Path) -> TinyConfig:
+    """Return the sizes of a model whose heads the groups of a plan can share."""
+    shared = {int(u) for step in PlanReader(plan).steps() if step.heads_degree is not None for u in step.heads_degree}
+    sizes = TinyConfig()
+    heads = math.lcm(sizes.heads, *shared)
+    fits = all(not sizes.kv_heads % u or not u % sizes.kv_heads for u in shared)
+    head_dim = max(sizes.width // heads // 2 * 2, 2)  # halves are rotated
+    return TinyConfig(width=heads * head_dim, heads=heads, kv_heads=sizes.kv_heads if fits else 1)
 
 
 def replay_rank(session: Session, config: TinyConfig, *, seed: int = 0) -> Replayed:

@@ -18,10 +18,9 @@ from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.writer import plan_writer
 from fcp_cli.runtime.agreement import read_proven
-from fcp_cli.verification.model import TinyConfig
 from fcp_cli.verification.order import check_order
 from fcp_cli.verification.processes import replay_processes
-from fcp_cli.verification.replay import Replayed, replay_alone, replay_threads
+from fcp_cli.verification.replay import Replayed, replay_alone, replay_threads, tiny_config
 
 TOLERANCE = 1e-12
 """Largest absolute difference of any gradient entry, or of the loss, in fp64."""
@@ -107,8 +106,9 @@ def verify(plan: Path, *, num_steps: int = 3, first_step: int = 0, max_length: i
         with plan_writer(path, replace(metadata, tensor_parallel=1, pipeline_parallel=1, continues=None)) as writer:
             for step in scaled:
                 writer.append(step)
-        ranks = replay_processes(path) if processes else replay_threads(path, TinyConfig())
-        alone = replay_alone(path, TinyConfig())
+        config = tiny_config(path)
+        ranks = replay_processes(path) if processes else replay_threads(path, config)
+        alone = replay_alone(path, config)
     return Verification(
         plan=plan,
         num_ranks=metadata.num_ranks,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fcp_cli.plan.peers import BYTES_PER_PEER, count_peers, plan_peers
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.plan.ring_order import ring_order, ring_pairs
+from fcp_cli.plan.ring_order import ring_hops, ring_order, ring_pairs
 from tests.runtime.plans import Row, random_steps, write_plan
 
 Pair = tuple[int, int]
@@ -36,6 +36,28 @@ def test_a_ring_order_is_an_order_of_the_groups_own_ranks(ranks: set[int], per_n
     order = ring_order(group, per_node)
     assert sorted(order) == list(group)
     assert set(ring_pairs(group, per_node)) == neighbours(order)
+
+
+@settings(max_examples=100)
+@given(st.sets(st.integers(0, 79), min_size=1), st.sampled_from([2, 4, 8]), st.sampled_from([2, 3, 4, 8]))
+def test_sets_share_heads_and_ranks_of_one_place_are_a_ring(ranks: set[int], per_node: int, shared: int) -> None:
+    group = tuple(sorted(ranks))[: len(ranks) // shared * shared]
+    order = ring_order(group, per_node, shared)
+    sets = [order[i : i + shared] for i in range(0, len(order), shared)]
+    assert sorted(order) == list(group)
+    assert sorted(sets) == [group[i : i + shared] for i in range(0, len(group), shared)]
+    pairs = {pair for place in range(shared) for pair in neighbours(order[place::shared])}
+    pairs |= {(one, other) for members in sets for one in members for other in members if one < other}
+    assert set(ring_pairs(group, per_node, shared)) == pairs
+    assert {(b, a) for members in sets for a in members for b in members if a != b} <= set(
+        ring_hops(group, per_node, shared)
+    )
+
+
+def test_sets_of_whole_nodes_cross_on_rails() -> None:
+    for nodes in range(2, 12):
+        for a, b in ring_hops(tuple(range(nodes * 8)), 8, 8):
+            assert a // 8 == b // 8 or a % 8 == b % 8
 
 
 def test_rings_of_contiguous_ranks_inside_a_node_need_four_peers_whatever_their_degree() -> None:

@@ -22,6 +22,7 @@ class Row(NamedTuple):
     ranks: Sequence[int]
     lengths: Sequence[int] = ()
     wave: int = -1
+    heads_degree: int = 1
 
 
 def write_plan(
@@ -39,6 +40,7 @@ def write_plan(
 ) -> Path:
     """Write a plan whose sequences are numbered in order of appearance, of a manifest of so many rows."""
     sequences = 0
+    shares_heads = any(row.heads_degree > 1 for step in steps for row in step)
     metadata = replace(
         _metadata(num_ranks, sync, rows),
         tensor_parallel=tensor_parallel,
@@ -46,10 +48,11 @@ def write_plan(
         encoder_balance=encoder_balance,
         pipeline=pipeline,
         encoder_ranks=encoder_ranks,
+        attention="2d" if shares_heads else None,
     )
     with plan_writer(path, metadata) as writer:
         for number, step in enumerate(steps):
-            writer.append(make_step(step, step=number, first_sequence=sequences))
+            writer.append(make_step(step, step=number, first_sequence=sequences, shares_heads=shares_heads))
             sequences += sum(len(row.lengths) for row in step)
     return path
 
@@ -70,7 +73,7 @@ def _metadata(num_ranks: int, sync: Sync, rows: int) -> PlanMetadata:
     )
 
 
-def make_step(rows: Sequence[Row], *, step: int, first_sequence: int) -> StepPlan:
+def make_step(rows: Sequence[Row], *, step: int, first_sequence: int, shares_heads: bool = False) -> StepPlan:
     lengths = [length for row in rows for length in row.lengths]
     seconds = np.array([float(sum(row.lengths)) / len(row.ranks) for row in rows])
     return StepPlan(
@@ -85,6 +88,7 @@ def make_step(rows: Sequence[Row], *, step: int, first_sequence: int) -> StepPla
         seconds=seconds,
         makespan_seconds=float(seconds.sum()),
         bound_seconds=float(seconds.max()),
+        heads_degree=np.array([row.heads_degree for row in rows], dtype=np.int32) if shares_heads else None,
     )
 
 
@@ -93,6 +97,17 @@ def random_steps(num_ranks: int, num_steps: int, *, sync: Sync, seed: int, longe
     draw = random.Random(seed)
     make = _iteration_step if sync == "iteration" else _wave_step
     return [make(draw, num_ranks, longest_tokens) for _ in range(num_steps)]
+
+
+def sharing_heads(steps: list[list[Row]], *, seed: int, most: int = 4) -> list[list[Row]]:
+    """The same steps on groups of which many share heads, in any number that divides the degree and `most`."""
+    draw = random.Random(seed)
+
+    def shared(row: Row) -> Row:
+        choices = [u for u in range(1, most + 1) if not len(row.ranks) % u and not most % u]
+        return row._replace(heads_degree=draw.choice(choices))
+
+    return [[shared(row) for row in step] for step in steps]
 
 
 def _iteration_step(draw: random.Random, num_ranks: int, longest_tokens: int) -> list[Row]:

@@ -12,6 +12,11 @@ PACKS: list[tuple[int, ...]] = [(1,), (1, 2, 3), (5, 7, 13, 37, 101), (64,), (10
 HEADS = [(4, 4), (8, 2), (3, 1)]
 
 
+def can_share(heads: tuple[int, int], ranks: int) -> bool:
+    """Whether so many ranks can share these query and key/value heads, the latter replicated where there are fewer."""
+    return not heads[0] % ranks and (not heads[1] % ranks or not ranks % heads[1])
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Example:
     """Inputs [tokens, heads, head_dim] of one pack, what comes out of them, and the gradients."""

@@ -85,9 +85,10 @@ def test_a_model_of_two_layers_is_one_graph_without_a_break_for_all_packs(model:
     assert len(sizes) <= 2, "one for the first lengths, one for any"
 
 
-def test_rings_of_several_members_run_in_compiled_models(model: Model) -> None:
+@pytest.mark.parametrize("heads_degree", [1, 2])
+def test_groups_of_several_members_run_in_compiled_models(model: Model, heads_degree: int) -> None:
     compiled, _ = graphs_of(model)
-    layout, mailbox = shard_layout((9, 4), 2), Mailbox()
+    layout, mailbox = shard_layout((9, 4), 2, heads_degree), Mailbox()
     rings = [Ring(layout, rank, (0, 1), ThreadTransport(mailbox, rank)) for rank in (0, 1)]
     shards = [torch.randn(1, layout.tokens(rank), HEADS * HEAD_DIM, dtype=torch.float64) for rank in (0, 1)]
     alone = Ring(shard_layout((5,), 1))

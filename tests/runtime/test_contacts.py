@@ -76,12 +76,12 @@ def test_ranks_of_a_plan_may_be_processes_of_other_numbers(tmp_path: Path) -> No
 
 @pytest.mark.distributed
 def test_no_pair_of_processes_meets_for_the_first_time_in_a_step(tmp_path: Path) -> None:
-    steps = [[Row([0, 1, 2, 3], [40]), Row([0, 3], [9])], [Row([1, 2, 3], [9]), Row([0], [4])]]
+    steps = [[Row([0, 1, 2, 3], [40], heads_degree=2), Row([0, 3], [9])], [Row([1, 2, 3], [9]), Row([0], [4])]]
     plan = write_plan(tmp_path / "plan.parquet", steps, num_ranks=4)
     met = set()
     for rank, replayed in enumerate(replay_processes(plan)):
         messages = [operation for operation in replayed.operations if not operation.is_collective]
-        first = next(place for place, message in enumerate(messages) if message.content == "kv")
+        first = next(place for place, message in enumerate(messages) if message.content in ("kv", "heads"))
         parts = messages[:first], messages[first:]
         before, after = ({(message.verb, message.peer) for message in part} for part in parts)
         assert before == after

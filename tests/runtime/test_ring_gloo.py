@@ -38,6 +38,8 @@ def test_every_rank_computes_what_one_process_does(report: dict[str, Any]) -> No
     """fp64 within 1e-12 absolute, fp32 within 2e-6 relative, two layers, with and without recomputation."""
     assert report["worst_share_of_tolerance"] <= 1.0
     assert report["degrees"] == list(range(1, report["num_ranks"] + 1))
+    if report["num_ranks"] == 4:
+        assert report["sharing"] == [[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]]
     assert report["modes"] == ["non-reentrant", "plain", "reentrant"]
     assert report["dtypes"] == ["torch.float32", "torch.float64"]
 

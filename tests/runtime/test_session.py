@@ -6,6 +6,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
@@ -34,10 +35,11 @@ from fcp_cli.verification.replay import (
     synthetic_tokens,
     take_gradient,
     thread_session,
+    tiny_config,
 )
 from tests.runtime.launch import torchrun
 from tests.runtime.models import VOCAB_SIZE, Case, assert_agrees, build, expected
-from tests.runtime.plans import Row, random_steps, write_plan
+from tests.runtime.plans import Row, random_steps, sharing_heads, write_plan
 from tests.runtime.workers.session_worker import GRADIENT_CASES, ITERATION, MORE_CASES, WAVES
 
 pytestmark = pytest.mark.torch
@@ -70,6 +72,26 @@ def test_any_plan_gives_the_gradients_of_one_process_and_an_order_that_cannot_de
     check_order({number: rank.operations for number, rank in enumerate(ranks)})
 
 
+@settings(max_examples=6)
+@given(
+    st.integers(2, 8),
+    st.sampled_from(["iteration", "microbatch"]),
+    st.sampled_from(get_args(Recompute)),
+    st.integers(0, 10**6),
+)
+def test_groups_that_share_heads_give_the_gradients_of_one_process_and_an_order_that_cannot_deadlock(
+    tmp_path_factory: pytest.TempPathFactory, num_ranks: int, sync: Sync, recompute: Recompute, seed: int
+) -> None:
+    plan = tmp_path_factory.mktemp("plan") / "plan.parquet"
+    steps = sharing_heads(random_steps(num_ranks, 2, sync=sync, seed=seed), seed=seed)
+    write_plan(plan, steps, num_ranks=num_ranks, sync=sync)
+    config = replace(tiny_config(plan), recompute=recompute)
+    ranks, alone = replay_threads(plan, config), replay_alone(plan, config)
+    for rank in ranks:
+        assert_agrees(Case(), rank, alone)
+    check_order({number: rank.operations for number, rank in enumerate(ranks)})
+
+
 def hand_made(folder: Path) -> Path:
     return write_plan(folder / "plan.parquet", HAND_MADE, num_ranks=NUM_RANKS)
 
@@ -82,7 +104,13 @@ IN_WAVES = [
 
 
 @pytest.mark.parametrize(
-    ("rows", "sync", "held"), [(UNEQUAL, "iteration", 99), (IN_WAVES, "microbatch", 99), (IN_WAVES, "microbatch", 1)]
+    ("rows", "sync", "held"),
+    [
+        (UNEQUAL, "iteration", 99),
+        (IN_WAVES, "microbatch", 99),
+        (IN_WAVES, "microbatch", 1),
+        ([row._replace(heads_degree=2 if len(row.ranks) == 2 else 1) for row in UNEQUAL], "iteration", 99),
+    ],
 )
 def test_forwards_before_an_earlier_backward_keep_their_rings(
     tmp_path: Path, rows: list[Row], sync: Sync, held: int

@@ -13,7 +13,7 @@ from fcp_cli.runtime.ring import Ring, attention
 from fcp_cli.verification.emulation import LockstepTransport, Mailbox
 from fcp_cli.verification.order import check_order
 from tests.runtime.emulation import run_emulated, run_recorded
-from tests.runtime.reference import absolute_error, make_example, relative_error
+from tests.runtime.reference import absolute_error, can_share, make_example, relative_error
 
 pytestmark = pytest.mark.torch
 
@@ -24,10 +24,6 @@ LENGTHS: list[tuple[int, ...]] = [(1,), (5, 7, 13, 37, 101), (97, 1, 2)]
 def heads_for(shared: int) -> list[tuple[int, int]]:
     """Query and key/value heads that `shared` ranks can share: divided among them, and replicated."""
     return [heads for heads in ((8, 8), (8, 2), (4, 1), (24, 3), (20, 5), (14, 7)) if can_share(heads, shared)]
-
-
-def can_share(heads: tuple[int, int], shared: int) -> bool:
-    return not heads[0] % shared and (not heads[1] % shared or not shared % heads[1])
 
 
 @pytest.mark.parametrize(("shared", "ring"), GROUPS)

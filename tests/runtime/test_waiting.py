@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -31,6 +31,21 @@ class Device(HostClock):
 def row(order: int, *ranks: int) -> MicroBatch:
     return MicroBatch(
         step=7, order=order, wave=-1, ranks=ranks, sequences=(1,), lengths=(9,), start_seconds=0.0, seconds=1.0
+    )
+
+
+def test_a_rank_names_those_that_it_shares_heads_with() -> None:
+    lines: list[str] = []
+    for members, shared in (((0, 1, 4, 5, 2, 3), 2), ((2, 3, 4), 3)):
+        watch = Watch(3, HostClock(), 10.0, lines.append)
+        watch.begin(7, replace(row(4, *members), heads_degree=shared))
+        for now in (0.0, 11.0):
+            watch.look(now)
+    assert lines == snapshot(
+        [
+            "rank 3 has been in step 7 for 11 s, in micro-batch 4, sharing heads with rank 2, beside rank 5 and rank 1 in the ring of 1, 5, 3: the one in the earliest micro-batch holds the others up",
+            "rank 3 has been in step 7 for 11 s, in micro-batch 4, sharing heads with rank 2 and rank 4: the one in the earliest micro-batch holds the others up",
+        ]
     )
 
 

@@ -52,6 +52,13 @@ def test_a_plan_for_few_ranks_is_replayed_by_processes(plan: Path) -> None:
 
 
 @pytest.mark.usefixtures("on_threads")
+def test_a_plan_whose_groups_share_heads_is_replayed_with_heads_that_they_can_share(tmp_path: Path) -> None:
+    rows = [Row([0, 1, 2], [60, 17], heads_degree=3), Row([0, 1, 2, 3], [31], heads_degree=2), Row([3], [9])]
+    plan = write_plan(tmp_path / "plan.parquet", [rows], num_ranks=4)
+    assert verify(plan).passed
+
+
+@pytest.mark.usefixtures("on_threads")
 def test_lengths_are_scaled_by_one_factor_and_keep_a_token(plan: Path) -> None:
     verification = verify(plan, max_length=60)
     assert verification.passed

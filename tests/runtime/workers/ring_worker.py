@@ -25,7 +25,7 @@ from fcp_cli.runtime.transport import ProcessTransport, Transport
 from fcp_cli.verification.order import Operation, check_order
 from fcp_cli.verification.recording import RecordingTransport
 from tests.patience import PATIENCE_SECONDS
-from tests.runtime.reference import HEADS, PACKS, absolute_error, packed_attention
+from tests.runtime.reference import HEADS, PACKS, absolute_error, can_share, packed_attention
 from tests.runtime.workers.leave import leave_job
 
 MODES = ["plain", "reentrant", "non-reentrant"]
@@ -34,9 +34,10 @@ RANDOM_STEPS = 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One micro-batch: a pack on some ranks."""
+    """One micro-batch: a pack on some ranks, of which each `heads_degree` share the heads."""
 
     ranks: tuple[int, ...]
+    heads_degree: int
     lengths: tuple[int, ...]
     heads: tuple[int, int]
     dtype: torch.dtype
@@ -72,10 +73,13 @@ def make_steps(world_size: int) -> list[list[Job]]:
 
 
 def make_job(generator: random.Random, ranks: tuple[int, ...]) -> Job:
+    degrees = [u for u in range(1, len(ranks) + 1) if not len(ranks) % u]
+    shared = generator.choice([u for u in degrees if any(can_share(heads, u) for heads in HEADS)])
     return Job(
         ranks=ranks,
+        heads_degree=shared,
         lengths=generator.choice([*PACKS, tuple(generator.randint(1, 40) for _ in range(generator.randint(1, 5)))]),
-        heads=generator.choice(HEADS),
+        heads=generator.choice([heads for heads in HEADS if can_share(heads, shared)]),
         dtype=generator.choice([torch.float64, torch.float64, torch.float32]),
         mode=generator.choice(MODES),
         seed=generator.randrange(2**31),
@@ -94,7 +98,7 @@ class Attempt:
             for count in (num_heads, kv_heads, kv_heads, num_heads)
         ]
         member = job.ranks.index(rank)
-        self.ring = Ring(shard_layout(job.lengths, len(job.ranks)), member, job.ranks, transport)
+        self.ring = Ring(shard_layout(job.lengths, len(job.ranks), job.heads_degree), member, job.ranks, transport)
         self.index = torch.from_numpy(self.ring.layout.index(member))
         q, k, v, self.grad_out = (self._shard(tensor) for tensor in self.whole)
         self.leaves = [q.requires_grad_(), k.requires_grad_(), v.requires_grad_()]
@@ -181,6 +185,7 @@ def describe(steps: list[list[Job]]) -> dict[str, Any]:
     jobs = [job for step in steps for job in step]
     return {
         "degrees": sorted({len(job.ranks) for job in jobs}),
+        "sharing": sorted({(job.heads_degree, len(job.ranks) // job.heads_degree) for job in jobs}),
         "modes": sorted({job.mode for job in jobs}),
         "dtypes": sorted({str(job.dtype) for job in jobs}),
         "groups": len({job.ranks for job in jobs}),

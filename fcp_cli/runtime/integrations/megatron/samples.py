@@ -163,7 +163,7 @@ def load_shard(
     if even_chunks:
         multiple = padding_multiple(multiple)
         padded = tuple(padded_tokens(row.lengths, row.degree, multiple).tolist())
-    layout = shard_layout(padded, row.degree)
+    layout = shard_layout(padded, row.degree, row.heads_degree)
     positions = torch.from_numpy(layout.position_ids(member))
     index = torch.from_numpy(layout.index(member)) if row.degree > 1 else None
     padding = max(-(-len(positions) // multiple), 1) * multiple - len(positions)

@@ -73,8 +73,13 @@ class Rings:
         )
 
 
-def wants_rings(model: nn.Module) -> bool:
+def wants_rings(model: nn.Module, *, shares_heads: bool = False) -> bool:
     """Return whether Transformer Engine attends: it does where the model has it, unless FCP_ATTENTION forbids it.
+
+    Args:
+        model: whose attention it is.
+        shares_heads: whether the plan has groups whose ranks share heads: those run on fcp's own driver, which holds
+            tokens unlike Transformer Engine.
 
     Raises:
         RunError: the variable asks for what is not there.
@@ -88,7 +93,12 @@ def wants_rings(model: nn.Module) -> bool:
             f"{_VARIABLE} is {_ENGINE}, but the model does not attend with it; unset it, or build the model with "
             "--transformer-impl transformer_engine"
         )
-    return has_engine and wanted != _OWN
+    if wanted == _ENGINE and shares_heads:
+        raise RunError(
+            f"{_VARIABLE} is {_ENGINE}, but the plan has groups whose ranks share heads, which run on fcp's own "
+            "attention; unset it, or plan with 'fcp plan --attention ring'"
+        )
+    return has_engine and wanted != _OWN and not shares_heads
 
 
 def make_rings(model: nn.Module, plan: Path, peers: Sequence[int], device: torch.device) -> Rings:

@@ -58,6 +58,11 @@ def start(plan: str | Path | None = None, fetch: Fetch | None = None) -> Session
     ranks = join()
     mine = fingerprint(path)
     metadata = require_agreement(path, mine, ranks.gather(mine.words))
+    if metadata.attention is not None:
+        raise RunError(
+            f"{path} has groups whose ranks share heads, which MindSpore's rings cannot run; plan with 'fcp plan "
+            "--attention ring'"
+        )
     return Session(plan=path, metadata=metadata, fetch=fetch, ranks=ranks)
 
 
