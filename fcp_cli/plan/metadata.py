@@ -119,8 +119,8 @@ class PlanMetadata:
 
     Attributes:
         tokens_per_rank: the token budget, after head-room.
-        attention: groups may split heads as well: all of them nothing else (`ulysses`), or both (`2d`), as each row's heads
-            degree says; None: all groups are rings.
+        attention: groups may split heads: all of them nothing else (`ulysses`), or both (`2d`), as the heads degree of
+            each row says; None: all groups are rings.
         encoder_balance: who shares the work of a vision encoder: all ranks of a `wave`; None: those of a ring.
         encoder_ranks: the last so many ranks run nothing but the encoder, ahead of the others; None: there are none.
         cached_from_step: optimizer step from which on a frozen encoder's embeddings are read and not computed; None: no

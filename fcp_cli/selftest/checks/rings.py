@@ -1,6 +1,8 @@
-"""Rings of every degree with mixed packs against one device."""
+"""Groups of every degree, some of which share heads, with mixed packs against one device."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 
@@ -20,14 +22,13 @@ def check(bench: Bench) -> Finding:
     """Compare each degree up to 8, on the first ranks and on the last ones."""
     multiples: dict[str, float] = {}
     passed = True
-    for degree in bench.degrees:
-        first, last = tuple(range(degree)), tuple(range(bench.world.size - degree, bench.world.size))
-        for ranks in dict.fromkeys((first, last)):
-            name = f"degree {degree}, ranks {ranks[0]}-{ranks[-1]}"
-            bench.begin(f"rings: {name}")
-            ring_error, own_error = _errors(bench, ranks)
-            multiples[name] = ring_error / max(own_error, 1e-30)
-            passed = passed and ring_error <= max(MOST_MULTIPLE * own_error, _FLOOR)
+    for ranks, shared in _groups(bench):
+        sets = "" if shared == 1 else f", {shared} share heads"
+        name = f"degree {len(ranks)}, ranks {ranks[0]}-{ranks[-1]}{sets}"
+        bench.begin(f"rings: {name}")
+        error, own_error = _errors(bench, ranks, shared)
+        multiples[name] = error / max(own_error, 1e-30)
+        passed = passed and error <= max(MOST_MULTIPLE * own_error, _FLOOR)
     if not multiples:
         return Finding(name="rings", passed=None, lines=("one rank alone: there are no rings",))
     worst = max(multiples, key=lambda name: multiples[name])
@@ -39,8 +40,20 @@ def check(bench: Bench) -> Finding:
     )
 
 
-def _errors(bench: Bench, ranks: tuple[int, ...]) -> tuple[float, float]:
-    """Return the relative errors of a ring of these ranks and of one device, for the same pack."""
+def _groups(bench: Bench) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yield the ranks of each degree, the first and the last ones, and how many of them share heads."""
+    heads = _case(bench).heads
+    for degree in bench.degrees:
+        first, last = tuple(range(degree)), tuple(range(bench.world.size - degree, bench.world.size))
+        for ranks in dict.fromkeys((first, last)):
+            yield ranks, 1
+        for shared in (2, 4):
+            if not degree % shared and not heads % shared:
+                yield first, shared
+
+
+def _errors(bench: Bench, ranks: tuple[int, ...], shared: int) -> tuple[float, float]:
+    """Return the relative errors of a group of these ranks and of one device, for the same pack."""
     case = _case(bench)
     drawn = draw(case, bench.dtype, bench.device)
     wanted = exact(case, drawn)
@@ -48,7 +61,7 @@ def _errors(bench: Bench, ranks: tuple[int, ...]) -> tuple[float, float]:
     mine = [0.0, 0.0]
     if bench.world.rank in ranks:
         index = ranks.index(bench.world.rank)
-        layout = shard_layout(case.lengths, len(ranks))
+        layout = shard_layout(case.lengths, len(ranks), shared)
         rows = torch.from_numpy(layout.index(index))
         own = Drawn(*drawn).rows(rows.to(bench.device))
         found = attended(own, Ring(layout=layout, index=index, ranks=ranks, transport=bench.transport))

@@ -45,7 +45,7 @@ Result = TypeVar("Result")
 finalize: Any = sys.modules["megatron.core.distributed.finalize_model_grads"]  # the package has a function of its name
 
 SWITCHING, EQUAL_SHAPES, WAVES = "switching.parquet", "equal_shapes.parquet", "waves.parquet"
-TENSOR, PIPELINE = "tensor.parquet", "pipeline.parquet"
+SHARING_HEADS, TENSOR, PIPELINE = "sharing_heads.parquet", "tensor.parquet", "pipeline.parquet"
 UNEQUAL, STAGES = "unequal.parquet", "stages.parquet"
 
 
@@ -97,6 +97,7 @@ CASES: Mapping[str, Case] = {
     "engine": Case(engine=True),
     "engine two forwards recomputed": Case(plan=WAVES, two_forwards=True, settings=FULL, engine=True),
     "engine core attention recomputed": Case(settings={"recompute_granularity": "selective"}, engine=True),
+    "sharing heads": Case(plan=SHARING_HEADS, two_forwards=True, settings=FULL, engine=True),
     "without rotary": Case(plan=EQUAL_SHAPES, broken="rotary"),
     "without binding": Case(plan=EQUAL_SHAPES, two_forwards=True, settings=FULL, broken="binding"),
     "without positions": Case(rope="mrope", settings={"mrope_section": [2, 1, 1]}, broken="positions"),

@@ -33,6 +33,9 @@ WAVES = (
     (Row([0, 1, 2], [7, 30], 0), Row([3], [5, 1], 0), Row([0, 3], [13], 1), Row([1, 2], [41, 2, 3], 1)),
     (Row([0, 1, 2, 3], [9, 8, 7, 6, 5], 0), Row([0, 2], [1, 2], 1), Row([1], [4], 1), Row([3], (), 1)),
 )
+SHARING_HEADS = tuple(
+    tuple(row._replace(heads_degree=1 if len(row.ranks) % 2 else 2) for row in step) for step in WAVES
+)
 # On two ranks, each of which is two processes.
 TENSOR = (
     (Row([0, 1], [7, 30]), Row([0], [5]), Row([1], [13])),
@@ -56,7 +59,7 @@ STAGES = (
 )
 _EXPERTS = {"num_moe_experts": 4}
 EQUAL = ("plain", "core attention recomputed", "two forwards recomputed", "overlapped", "gathering in waves", "mrope",
-         "engine two forwards recomputed")  # fmt: skip
+         "engine two forwards recomputed", "sharing heads")  # fmt: skip
 SHARES = (
     "sequence",
     "pipeline recomputed",
@@ -152,6 +155,7 @@ def run(folder: Path, *cases: str) -> Path:
     write_plan(folder / "switching.parquet", SWITCHING, num_ranks=NUM_RANKS, rows=32)
     write_plan(folder / "equal_shapes.parquet", EQUAL_SHAPES, num_ranks=NUM_RANKS, rows=8)
     write_plan(folder / "waves.parquet", WAVES, num_ranks=NUM_RANKS, sync="microbatch", rows=16)
+    write_plan(folder / "sharing_heads.parquet", SHARING_HEADS, num_ranks=NUM_RANKS, sync="microbatch", rows=16)
     write_plan(folder / "tensor.parquet", TENSOR, num_ranks=2, rows=12, tensor_parallel=2)
     write_plan(folder / "pipeline.parquet", PIPELINE, num_ranks=2, rows=8, sync="microbatch", pipeline_parallel=2)
     timed = Pipeline(forward_share=1 / 3)

@@ -76,7 +76,7 @@ def probe(
             with stack.without_ring(model, layer):
                 alone = []
                 for at, length in zip(row.sequences, row.lengths, strict=True):
-                    one = load(replace(row, ranks=(rank,), sequences=(at,), lengths=(length,)), samples)
+                    one = load(replace(row, ranks=(rank,), heads_degree=1, sequences=(at,), lengths=(length,)), samples)
                     alone.append(_attended(model, layer, one.batch, weight)[:, :length])
             places = shard.batch[_PLACES][0, shard.is_planned] - row.sequences[0]
             expected = torch.cat(alone, dim=1)[:, places]
