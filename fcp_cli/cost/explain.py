@@ -10,7 +10,7 @@ from typing import Final, Literal
 import numpy as np
 
 from fcp_cli.arrays import FloatArray
-from fcp_cli.cost.model import group_seconds
+from fcp_cli.cost.model import attention_seconds, group_seconds
 from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile, Memory, StepTerms
 
 Tier = Literal["intra_node", "inter_node"]
@@ -23,6 +23,8 @@ MEANINGS = {
     "ring_hop_seconds": "beta2: fixed cost of one hop, forward and backward, all layers",
     "exposed_ring_share": "of a ring's seconds, not hidden by attention",
     "chunk_seconds_per_token": "that attention takes longer in a ring, per token and hop",
+    "window_seconds_per_token2": "attention in windows, as alpha1: per pair of tokens within one",
+    "window_tokens": "of a window",
     "vision_seconds_per_patch": "vision encoder, per patch",
     "vision_seconds_per_patch2": "vision encoder's attention, per pair of patches of one image",
     "intra_node": "bytes per second in a ring inside a node",
@@ -37,7 +39,7 @@ MEANINGS = {
 }
 
 
-_ONLY_WHERE_GIVEN: Final = ("chunk_seconds_per_token",)
+_ONLY_WHERE_GIVEN: Final = ("chunk_seconds_per_token", "window_seconds_per_token2", "window_tokens")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +68,7 @@ def figures_of(profile: CostProfile) -> list[Figure]:
 
 
 def break_even_tokens(profile: CostProfile) -> float | None:
-    """Return the length at which attention takes as long as linear work; None where there is no attention."""
+    """Return the length at which attention takes as long as linear work; None where there is none without windows."""
     c = profile.coefficients
     if not c.attention_seconds_per_token2:
         return None
@@ -97,7 +99,7 @@ def seconds_table(
     tokens = np.asarray(lengths, dtype=np.float64)[:, None]
     return group_seconds(
         profile,
-        attention_seconds=c.attention_seconds_per_token2 * tokens * tokens,
+        attention_seconds=attention_seconds(c, tokens),
         linear_seconds=c.linear_seconds_per_token * tokens,
         tokens=tokens,
         degree=np.asarray(degrees)[None, :],

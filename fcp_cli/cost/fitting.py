@@ -22,8 +22,8 @@ import numpy.typing as npt
 from scipy.optimize import least_squares, nnls
 
 from fcp_cli.arrays import FloatArray
-from fcp_cli.cost.model import group_seconds, overlapped_seconds
-from fcp_cli.cost.profile import EXPOSED_RING, HIDDEN_RING, Bandwidth, CommonGround, CostProfile
+from fcp_cli.cost.model import attention_seconds, group_seconds, overlapped_seconds, windowed_pairs
+from fcp_cli.cost.profile import EXPOSED_RING, HIDDEN_RING, Bandwidth, Coefficients, CommonGround, CostProfile
 from fcp_cli.errors import ProfileError
 
 # Residuals beyond this relative error count linearly instead of squared: outliers, not the rule.
@@ -84,8 +84,8 @@ def fit_profile(samples: Sequence[Sample], prior: CostProfile, *, held_out: Sequ
     Raises:
         ProfileError: too few samples, or too alike to tell the coefficients apart; the message says what is missing.
     """
-    _require_enough(samples)
-    terms = _Terms.of(samples, chunk_seconds_per_token=prior.coefficients.chunk_seconds_per_token)
+    _require_enough(samples, prior.coefficients)
+    terms = _Terms.of(samples, prior.coefficients)
     tiers = [name for name, used in (("intra_node", terms.intra), ("inter_node", terms.inter)) if used.any()]
     profile = _fitted(terms, tiers, prior.on_common_ground(), with_share=False)
     held_out_percent: dict[str, float] = {}
@@ -128,13 +128,13 @@ def predicted_seconds(samples: Sequence[Sample], profile: CostProfile) -> FloatA
     """Predict the seconds of samples under the cost model, causal masks assumed."""
     c = profile.coefficients
     silent = np.array([s.silent for s in samples], dtype=bool)
-    squares = np.array([sum(length * length for length in s.lengths) for s in samples], dtype=np.float64)
+    attention = [float(attention_seconds(c, np.array(s.lengths, dtype=np.float64)).sum()) for s in samples]
     tokens = np.array([sum(s.lengths) for s in samples], dtype=np.float64)
     patches = np.array([s.patches for s in samples], dtype=np.float64)
     with_ring, without_ring = (
         group_seconds(
             replace(profile, coefficients=coefficients),
-            attention_seconds=c.attention_seconds_per_token2 * squares,
+            attention_seconds=attention,
             linear_seconds=c.linear_seconds_per_token * tokens + c.vision_seconds_per_patch * patches,
             tokens=tokens,
             degree=[s.degree for s in samples],
@@ -171,15 +171,15 @@ class _Terms:
     seconds: FloatArray
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], *, chunk_seconds_per_token: float = 0.0) -> _Terms:
+    def of(cls, samples: Sequence[Sample], prior: Coefficients) -> _Terms:
         degree = np.array([s.degree for s in samples], dtype=np.float64)
         tokens = np.array([sum(s.lengths) for s in samples], dtype=np.float64)
-        squares = np.array([sum(length * length for length in s.lengths) for s in samples], dtype=np.float64)
+        squares = np.array([_pairs(s.lengths, prior) for s in samples], dtype=np.float64)
         crosses = np.array([s.crosses_nodes for s in samples], dtype=np.float64)
         rings = (degree > 1) & ~np.array([s.silent for s in samples], dtype=bool)
         return cls(
             attention=squares / degree,
-            chunks=chunk_seconds_per_token * tokens * (degree - 1) / degree,
+            chunks=prior.chunk_seconds_per_token * tokens * (degree - 1) / degree,
             linear=tokens / degree,
             patches=np.array([s.patches for s in samples], dtype=np.float64) / degree,
             ring=rings * tokens * (degree - 1) / degree,
@@ -213,7 +213,17 @@ class _Terms:
         return overlapped_seconds(columns[:, 1:] @ parameters[1:at], attention, ring, share)
 
 
-def _require_enough(samples: Sequence[Sample]) -> None:
+def _pairs(lengths: Sequence[int], prior: Coefficients) -> float:
+    """Return twice the pairs of tokens of a pack; those within windows count by what the prior makes of them."""
+    full, windowed = prior.attention_seconds_per_token2, prior.window_seconds_per_token2
+    squares = sum(length * length for length in lengths)
+    if not windowed:
+        return squares
+    within = float(windowed_pairs(np.array(lengths, dtype=np.float64), prior.window_tokens).sum())
+    return squares + windowed / full * within if full else within
+
+
+def _require_enough(samples: Sequence[Sample], prior: Coefficients) -> None:
     for sample in samples:
         if not sample.lengths or not np.isfinite(sample.seconds) or sample.seconds <= 0:
             raise ProfileError(
@@ -225,7 +235,7 @@ def _require_enough(samples: Sequence[Sample]) -> None:
             f"{len(samples)} samples are too few: a fit needs at least {LEAST_SAMPLES}; {missing} more are missing, so "
             "that there are packs of three different lengths or more"
         )
-    terms = _Terms.of(samples)
+    terms = _Terms.of(samples, prior)
     # Attention, linear work and the fixed cost grow with different powers of the length: three lengths tell them apart.
     shares = {round(float(a / t), 6) for a, t in zip(terms.attention, terms.linear, strict=True)}
     loads = {round(float(t), 6) for t in terms.linear}
@@ -323,8 +333,17 @@ def _with_parameters(
 ) -> CostProfile:
     c = prior.coefficients
     alpha1, alpha2, beta1, *rest = (float(value) for value in parameters)
+    windowed = alpha1
+    if c.attention_seconds_per_token2:
+        windowed *= c.window_seconds_per_token2 / c.attention_seconds_per_token2
     coefficients = replace(
-        c, attention_seconds_per_token2=alpha1, linear_seconds_per_token=alpha2, microbatch_seconds=beta1
+        c,
+        attention_seconds_per_token2=alpha1
+        if c.attention_seconds_per_token2 or not c.window_seconds_per_token2
+        else 0.0,
+        window_seconds_per_token2=windowed if c.window_seconds_per_token2 else 0.0,
+        linear_seconds_per_token=alpha2,
+        microbatch_seconds=beta1,
     )
     if sees_patches:
         per_patch = rest.pop(0)

@@ -1,9 +1,11 @@
 """Predicted seconds of a pack on a group of degree d (Eq. 8-10 of the FCP paper with the degree written out).
 
-attention = sum_k alpha1 (1 + eta_k) length_k^2 / d + chunk_seconds_per_token * tokens * (d - 1) / d
+attention = sum_k (1 + eta_k) (alpha1 length_k^2 + alphaw pairs_k) / d + chunk_seconds_per_token * tokens * (d - 1) / d
 linear    = sum_k alpha2 length_k / d + vision_k / d
 ring      = 0 if d = 1 else alpha3 * tokens * (d - 1) / d / bandwidth + ring_hop_seconds * (d - 1)
 T         = microbatch_seconds + linear + max(attention, (1 - s) ring) + s ring,     s = exposed_ring_share
+
+Of a sequence of L tokens, pairs = L^2 - max(L - w, 0)^2 lie within windows of w tokens, in the units of alpha1.
 
 With s = 0, its default, attention may hide the whole ring; with s = 1 it hides nothing. A rank of a ring runs d - 1
 kernels more over its tokens / d, on shorter chunks, and adds up what they return: hence the second term of attention.
@@ -17,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.cost.profile import CostProfile
+from fcp_cli.cost.profile import Coefficients, CostProfile
 from fcp_cli.manifest.table import LengthTable
 
 
@@ -52,11 +54,25 @@ def sequence_work(table: LengthTable, profile: CostProfile) -> Work:
     """Return the work of every sequence of a table."""
     c = profile.coefficients
     length = table.length_tokens.astype(np.float64)
-    attention = c.attention_seconds_per_token2 * length * length
+    attention = attention_seconds(c, length)
     if table.eta is not None:
         attention = attention * (1.0 + table.eta)
     linear = _with_vision(c.linear_seconds_per_token * length, table, profile)
     return Work(attention_seconds=attention, linear_seconds=linear, tokens=table.length_tokens)
+
+
+def attention_seconds(coefficients: Coefficients, lengths: FloatArray) -> FloatArray:
+    """Return the seconds that attention takes for causal sequences of these lengths on one rank, windows among it."""
+    seconds = coefficients.attention_seconds_per_token2 * lengths * lengths
+    if coefficients.window_seconds_per_token2:
+        pairs = windowed_pairs(lengths, coefficients.window_tokens)
+        seconds = seconds + coefficients.window_seconds_per_token2 * pairs
+    return seconds
+
+
+def windowed_pairs(lengths: FloatArray, window_tokens: float) -> FloatArray:
+    """Return twice the pairs of tokens of causal sequences that lie within windows; L^2 where all do."""
+    return lengths * lengths - np.square(np.maximum(lengths - window_tokens, 0.0))
 
 
 def vision_seconds(table: LengthTable, profile: CostProfile) -> FloatArray:

@@ -1,9 +1,10 @@
 """Cost profiles (contract `fcp-cost-profile/1`): the coefficients of the cost model, as YAML.
 
 Two keys are optional and come together: the coefficient `exposed_ring_share`, and the block `common_ground` with the
-fit of the same samples without it, for whatever compares strategies. Optional, too, are the coefficient
-`chunk_seconds_per_token`, the block `step` with what a step takes beside its micro-batches, the block `recipe`, which
-times and memory are of, and `sync`, which its memory is of. A reader refuses every key that it does not know.
+fit of the same samples without it, for whatever compares strategies. Optional, too, are the coefficients
+`chunk_seconds_per_token` and, of layers with windows, `window_seconds_per_token2` and `window_tokens`; the block `step`
+with what a step takes beside its micro-batches, the block `recipe`, which times and memory are of, and `sync`, which
+its memory is of. A reader refuses every key that it does not know.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class Coefficients:
     vision_seconds_per_patch2: NonNegative = 0.0
     exposed_ring_share: Share = 0.0  # of a ring's seconds, hidden by nothing
     chunk_seconds_per_token: NonNegative = 0.0  # that attention takes longer in a ring, per token and hop
+    window_seconds_per_token2: NonNegative = 0.0  # as alpha1, of layers in which tokens attend to a window
+    window_tokens: NonNegative = 0.0  # of that window
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,6 +136,12 @@ class CostProfile:
     sync: Sync | None = None
     measurement: Mapping[str, Any] = field(default_factory=dict)
     text: str = field(default="", compare=False)
+
+    @property
+    def expert_parallel(self) -> int:
+        """Ranks that share out the experts of a layer, as the measurement block says; 1 where it says nothing."""
+        found = self.measurement.get("expert_parallel", 1)
+        return found if isinstance(found, int) and found > 0 else 1
 
     def on_common_ground(self) -> CostProfile:
         """Return the profile that strategies are compared under: without an exposed share of the ring."""
@@ -260,8 +269,9 @@ def _costs(holder: CostProfile | CommonGround, *, with_share: bool) -> dict[str,
     coefficients = _numbers(holder.coefficients)
     if not with_share:
         del coefficients["exposed_ring_share"]
-    if not coefficients["chunk_seconds_per_token"]:
-        del coefficients["chunk_seconds_per_token"]
+    for name in ("chunk_seconds_per_token", "window_seconds_per_token2", "window_tokens"):
+        if not coefficients[name]:
+            del coefficients[name]
     return {"coefficients": coefficients, "bandwidth_bytes_per_second": _numbers(holder.bandwidth)}
 
 

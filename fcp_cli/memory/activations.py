@@ -1,7 +1,7 @@
 """What a rank holds for each token: what autograd keeps, and what the layer at work takes beside it.
 
 Symbols: t = bytes of an activation, r = bytes on the residual stream, h = hidden size, q = heads x head_dim,
-k = key/value heads x head_dim, f = MLP width, V = vocabulary.
+k = key/value heads x head_dim, f = MLP width, V = vocabulary. What differs between kinds of layers takes the kind.
 
 The activations are those that autograd keeps for transformers' unfused layers with fused attention (RMS norms computed
 in fp32, gated MLP); a test counts them on real layers and finds the same bytes. Fused layers keep less.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from fcp_cli.memory.precision import Precision
 from fcp_cli.memory.trained import backward_of
+from fcp_cli.models.layers import LINEAR_CHUNK, Experts, LayerKind, Linear
 from fcp_cli.models.model import ModelSpec, VisionSpec
 from fcp_cli.recipe import Recipe
 
@@ -22,87 +23,164 @@ _LABEL_BYTES = 32  # per token: label's column, whether it is in the block, log-
 
 def input_bytes(spec: ModelSpec, precision: Precision) -> int:
     """Count the bytes per token of a micro-batch itself: three int64 of ids, positions and labels, and the rotation."""
-    return 3 * 8 + 2 * precision.residual * spec.head_dim
+    rotated = spec.head_dim if spec.latent is None else spec.latent.rotary_size
+    return 3 * 8 + 2 * precision.residual * rotated
 
 
-def layer_bytes(spec: ModelSpec, precision: Precision) -> int:
-    """Count the bytes per token that autograd keeps for one layer."""
-    return attention_side_bytes(spec, precision) + mlp_side_bytes(spec, precision)
+def layer_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
+    """Count the bytes per token that autograd keeps for one layer of a kind."""
+    return attention_side_bytes(spec, kind, precision) + mlp_side_bytes(spec, kind, precision)
 
 
-def attention_side_bytes(spec: ModelSpec, precision: Precision) -> int:
-    """Count the bytes per token that autograd keeps for the first half of a layer: norm and attention.
-
-    A norm keeps its input in fp32, the normalised value, the scale and its output, under autocast once for each of the
-    matrices that read it; attention keeps rotated queries and keys, values, its output and its log-sum-exp.
-    """
-    t, r = precision.activation, precision.residual
-    h, q, k = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    norm = (4 + r) * h + 4 + (1 if t == r else 3) * t * h
-    head_norms = (4 + t) * (q + k) + 4 * (spec.num_heads + spec.num_kv_heads) if spec.qk_norm else 0
-    return norm + head_norms + attention_bytes(spec, precision)
+def _norm_bytes(spec: ModelSpec, width: int, own: int) -> int:
+    """Count what an RMS norm of an input of `own` bytes keeps: it in fp32, the normalised value, and the scale."""
+    return (4 + (4 if spec.has("fp32 norms") else own)) * width + 4
 
 
-def attention_bytes(spec: ModelSpec, precision: Precision) -> int:
-    """Count the bytes per token of what attention's backward needs: q, k, v, the output, and its log-sum-exp."""
-    q, k = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    return precision.activation * (2 * q + 2 * k) + 4 * spec.num_heads
-
-
-def mlp_side_bytes(spec: ModelSpec, precision: Precision) -> int:
-    """Count the bytes per token that autograd keeps for the second half of a layer: norm and MLP, which keeps four
-    tensors of its width.
+def _layer_norm_bytes(spec: ModelSpec, precision: Precision, *, readers: int) -> int:
+    """Count a layer's norm with its output, under autocast once for each of the matrices that read it, and the norm of
+    what comes back to the residual stream, where the family has one.
     """
     t, r, h = precision.activation, precision.residual, spec.hidden_size
-    return (4 + r) * h + 4 + (1 if t == r else 2) * t * h + 4 * t * spec.ffn_size
+    after = _norm_bytes(spec, h, t) if spec.has("four norms") else 0
+    return _norm_bytes(spec, h, r) + (1 if t == r else readers) * t * h + after
 
 
-def kept_bytes(spec: ModelSpec, recipe: Recipe, precision: Precision) -> int:
+def attention_side_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
+    """Count the bytes per token that autograd keeps for the first half of a layer: norm and attention."""
+    t, of_attention = precision.activation, attention_bytes(spec, kind, precision)
+    if kind.attention == "linear":
+        linear = spec.linear_figures
+        # A norm over each head, its gate in fp32 before and after SiLU, and what both give.
+        gated = (4 + 2 * t + 2 * 4 + t) * _output_size(spec, kind) + 4 * linear.value_heads
+        return _layer_norm_bytes(spec, precision, readers=2) + gated + of_attention
+    if kind.attention == "latent":
+        latent = spec.latent_figures
+        ranks = [rank for rank in (latent.query_rank, latent.key_value_rank) if rank is not None]
+        made = sum(_norm_bytes(spec, rank, t) + t * rank for rank in ranks)
+        return _layer_norm_bytes(spec, precision, readers=2) + made + of_attention
+    q, k = spec.num_heads * spec.head_dim, spec.key_size
+    own = 4 if spec.has("fp32 norms") else t
+    head_norms = (4 + own) * (q + k) + 4 * (spec.num_heads + spec.num_kv_heads) if spec.qk_norm else 0
+    gate = 2 * t * q if spec.has("query gate") else 0  # its sigmoid, and what it lets through
+    return _layer_norm_bytes(spec, precision, readers=3) + head_norms + gate + of_attention
+
+
+def attention_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
+    """Count the bytes per token of what attention's backward needs: q, k, v, the output, and its log-sum-exp.
+
+    Values of latent attention are a part of a product that holds most of the keys, too. Linear attention keeps what its
+    convolution takes and gives, before and after SiLU, decays and strengths of its updates, and a row of a chunk's
+    triangular system.
+    """
+    t = precision.activation
+    if kind.attention == "linear":
+        linear = spec.linear_figures
+        of_heads = (3 * 4 + t + t * LINEAR_CHUNK) * linear.value_heads + 2 * 4 * linear.key_heads
+        return 3 * t * _mixed_size(linear) + of_heads
+    q, out = spec.num_heads * spec.head_dim, _output_size(spec, kind)
+    if kind.attention == "latent":
+        product = out + q - spec.num_heads * spec.latent_figures.rotary_size
+        return t * (2 * q + product + out) + 4 * spec.num_heads
+    return t * (2 * q + 2 * spec.key_size) + 4 * spec.num_heads
+
+
+def _mixed_size(linear: Linear) -> int:
+    """Return the width of queries, keys and values that the convolution of linear attention mixes."""
+    return 2 * linear.key_heads * linear.key_size + linear.value_heads * linear.value_size
+
+
+def _output_size(spec: ModelSpec, kind: LayerKind) -> int:
+    """Return the width of what attention gives the layer's output matrix."""
+    if kind.attention == "linear":
+        return spec.linear_figures.value_heads * spec.linear_figures.value_size
+    return spec.num_heads * (spec.latent_figures.value_size if kind.attention == "latent" else spec.head_dim)
+
+
+def mlp_side_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
+    """Count the bytes per token that autograd keeps for the second half of a layer: norm and MLP, which keeps four
+    tensors of its width, or router and experts, which keep theirs for each that a token goes to.
+    """
+    t, r, h, experts = precision.activation, precision.residual, spec.hidden_size, spec.experts
+    if experts is None or not kind.has_experts:
+        return _layer_norm_bytes(spec, precision, readers=2) + 4 * t * spec.ffn_size
+    # Grouped products know no autocast: they work in the type of the weights. Two tensors of the layer's width, and of
+    # the experts' what the first product gives and four or, with clamps, five made of it.
+    widths = 7 if spec.has("expert biases") else 4
+    of_experts = experts.active * r * (2 * h + widths * experts.ffn_size)
+    shared = 4 * t * experts.shared_ffn_size + (t * h + t if spec.has("shared gate") else 0)
+    readers = 1 + (2 if experts.shared_ffn_size else 0)
+    norm = _layer_norm_bytes(spec, precision, readers=readers)
+    return norm + _router_bytes(spec, experts, precision) + of_experts + shared
+
+
+def _router_bytes(spec: ModelSpec, experts: Experts, precision: Precision) -> int:
+    """Count what a router keeps: scores in fp32, weights before and after they are normalised, and the places (int64)
+    to which tokens were sorted.
+    """
+    r = precision.residual
+    if spec.has("expert biases"):  # chooses before it normalises, and each place takes the biases of its expert
+        return experts.active * (2 * r + 5 * 8)
+    scores = 4 * experts.count + 4
+    if not spec.has("sigmoid router"):
+        return scores + experts.active * (4 + r + 4 * 8)
+    wide = 4 * spec.hidden_size if r != 4 else 0  # it scores in fp32
+    return scores + wide + experts.active * (4 + 4 + 4 * 8)
+
+
+def kept_bytes(spec: ModelSpec, kind: LayerKind, recipe: Recipe, precision: Precision) -> int:
     """Count the bytes per token that stay on the device for one layer from its forward to its backward."""
     if recipe.recompute == "none":
-        return layer_bytes(spec, precision)
+        return layer_bytes(spec, kind, precision)
     inputs = 0 if recipe.offload == "activations" else precision.residual * spec.hidden_size
-    return inputs + (attention_bytes(spec, precision) if recipe.recompute == "selective" else 0)
+    return inputs + (attention_bytes(spec, kind, precision) if recipe.recompute == "selective" else 0)
 
 
-def recomputed_bytes(spec: ModelSpec, recipe: Recipe, precision: Precision) -> int:
+def recomputed_bytes(spec: ModelSpec, kind: LayerKind, recipe: Recipe, precision: Precision) -> int:
     """Count the bytes per token that the layer at work computes again before its backward."""
     if recipe.recompute == "none":
         return 0
-    kept = attention_bytes(spec, precision) if recipe.recompute == "selective" else 0
+    kept = attention_bytes(spec, kind, precision) if recipe.recompute == "selective" else 0
     if precision.residual == 4 and recipe.offload == "none":
         kept += 4 * spec.hidden_size  # the first norm works on the layer's input itself, which needs no cast
-    return layer_bytes(spec, precision) - kept
+    return layer_bytes(spec, kind, precision) - kept
 
 
-def mlp_backward_bytes(spec: ModelSpec, precision: Precision) -> int:
+def mlp_backward_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
     """Count the bytes per token that a layer's backward takes beside its activations, where that is the most.
 
     The gradient of the residual stream waits; that of the MLP's product has become those of its two factors, as wide
-    each, and the product itself is gone.
+    each, and the product itself is gone. Of experts the same is there for each that a token goes to, and the gradient
+    of what they gave.
     """
-    return precision.residual * spec.hidden_size + 2 * precision.activation * spec.ffn_size
+    t, r, experts = precision.activation, precision.residual, spec.experts
+    if experts is None or not kind.has_experts:
+        return r * spec.hidden_size + 2 * t * spec.ffn_size
+    return r * spec.hidden_size + experts.active * r * (spec.hidden_size + 2 * experts.ffn_size)
 
 
-def attention_backward_bytes(spec: ModelSpec, precision: Precision, *, in_rings: bool) -> int:
+def attention_backward_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision, *, in_rings: bool) -> int:
     """Count the bytes per token of attention's backward beside the activations of the layer's first half.
 
     The gradients of the output, of q, k and v. In a ring, also the sum of dq in fp32, and what a hop gathers: its rows
     of q, of the output and of the output's gradient.
     """
-    t, q, k = precision.activation, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    alone = precision.residual * spec.hidden_size + t * (2 * q + 2 * k)
-    return alone + (4 * q + 3 * t * q if in_rings else 0)
+    t, out = precision.activation, _output_size(spec, kind)
+    if kind.attention == "linear":
+        return precision.residual * spec.hidden_size + t * (out + _mixed_size(spec.linear_figures))
+    q = spec.num_heads * spec.head_dim
+    alone = precision.residual * spec.hidden_size + t * (q + out + spec.key_size + spec.value_size)
+    return alone + (4 * q + t * (q + 2 * out) if in_rings else 0)
 
 
-def ring_bytes(spec: ModelSpec, precision: Precision) -> int:
+def ring_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
     """Return the bytes per token of the ring's buffers: two for keys and values, two for their fp32 gradients."""
-    return 2 * 2 * spec.num_kv_heads * spec.head_dim * (precision.activation + 4)
+    return 0 if kind.attention == "linear" else 2 * (spec.key_size + spec.value_size) * (precision.activation + 4)
 
 
 def final_norm_bytes(spec: ModelSpec, precision: Precision) -> int:
     """Count the bytes per token that autograd keeps of the last layer's output and its norm."""
-    return (4 + precision.residual + precision.activation) * spec.hidden_size + 4
+    return _norm_bytes(spec, spec.hidden_size, precision.residual) + precision.activation * spec.hidden_size
 
 
 def plain_loss_bytes(spec: ModelSpec, precision: Precision) -> int:

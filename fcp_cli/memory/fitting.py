@@ -37,6 +37,7 @@ class Place:
         capacity_bytes: of a device, less what is left to allocator and back ends.
         tensor_parallel, pipeline_parallel: devices of a rank.
         virtual_stages: blocks of layers on each stage of a pipeline.
+        expert_parallel: ranks that share out the experts of a layer.
         on_cpu: the ranks run on hosts.
         most_peers: ranks that one may meet in rings; None: as many as plans usually have.
         measured_bytes_per_token: what a token takes, where that was measured; None: by the memory model.
@@ -48,6 +49,7 @@ class Place:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     virtual_stages: int = 1
+    expert_parallel: int = 1
     on_cpu: bool = False
     most_peers: int | None = None
     measured_bytes_per_token: float | None = None
@@ -66,6 +68,7 @@ class Place:
             ranks=self.ranks,
             tensor_parallel=self.tensor_parallel,
             pipeline_parallel=self.pipeline_parallel,
+            expert_parallel=self.expert_parallel,
             on_cpu=self.on_cpu,
             peers=self.peers(sync),
         )

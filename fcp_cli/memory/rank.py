@@ -10,6 +10,7 @@ from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.state import State, communicators
 from fcp_cli.memory.table import Item, Moment, RankMemory
 from fcp_cli.memory.trained import backward_of
+from fcp_cli.models.layers import LayerKind
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.recipe import Recipe
@@ -23,6 +24,7 @@ def rank_memory(
     ranks: int,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
+    expert_parallel: int = 1,
     on_cpu: bool = False,
     peers: int = 0,
 ) -> RankMemory:
@@ -34,6 +36,7 @@ def rank_memory(
         sync: the plan's; under `iteration`, gradients are reduced once a step.
         ranks: of the job; a rank is tensor_parallel x pipeline_parallel devices.
         tensor_parallel, pipeline_parallel: the cut of a rank.
+        expert_parallel: ranks that share out the experts of a layer.
         on_cpu: the job runs on hosts: no device communicators.
         peers: ranks that one meets in rings, whose channels take memory on accelerators.
     """
@@ -44,12 +47,13 @@ def rank_memory(
         shards=recipe.shards(ranks),
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
+        expert_parallel=expert_parallel,
     )
     links = communicators(ranks, peers, on_cpu=on_cpu)
     running = _MicroBatch(state=state, in_rings=ranks > 1, held=(*state.held(), links))
     moments = [
-        running.mlp_backward(),
-        running.attention_backward(),
+        *(running.mlp_backward(kind) for kind in spec.kinds),
+        *(running.attention_backward(kind) for kind in spec.kinds),
         Moment(name="gradient reduction", items=(*state.reduction(), links)),
     ]
     if pipeline_parallel == 1:
@@ -80,24 +84,25 @@ class _MicroBatch:
     in_rings: bool
     held: tuple[Item, ...]
 
-    def mlp_backward(self) -> Moment:
+    def mlp_backward(self, kind: LayerKind) -> Moment:
         """Return where the backward of a layer takes the most: between the matrices of its MLP."""
         spec, recipe, precision = self.state.spec, self.state.recipe, self.state.precision
-        layer = activations.recomputed_bytes(spec, recipe, precision) + activations.mlp_backward_bytes(spec, precision)
+        again = activations.recomputed_bytes(spec, kind, recipe, precision)
+        layer = again + activations.mlp_backward_bytes(spec, kind, precision)
         items = (self._item("one layer", layer), self.state.new_gradients(), self._copies_of_backward())
         return Moment(name="backward of a layer", items=(*self.held, *self._kept(), *items))
 
-    def attention_backward(self) -> Moment:
+    def attention_backward(self, kind: LayerKind) -> Moment:
         """Return the backward of a layer's attention, when the MLP's activations are gone."""
         spec, recipe, precision = self.state.spec, self.state.recipe, self.state.precision
-        gone = activations.mlp_side_bytes(spec, precision)
-        again = activations.recomputed_bytes(spec, recipe, precision)
-        working = activations.attention_backward_bytes(spec, precision, in_rings=self.in_rings)
+        gone = activations.mlp_side_bytes(spec, kind, precision)
+        again = activations.recomputed_bytes(spec, kind, recipe, precision)
+        working = activations.attention_backward_bytes(spec, kind, precision, in_rings=self.in_rings)
         if again:
             working, gone = working + again - gone, 0
         items = (
             self._item("one layer", working),
-            self._item("ring buffers", activations.ring_bytes(spec, precision) if self.in_rings else 0),
+            self._item("ring buffers", activations.ring_bytes(spec, kind, precision) if self.in_rings else 0),
             self.state.new_gradients(),
             self._copies_of_backward(),
         )
@@ -134,8 +139,12 @@ class _MicroBatch:
         flight.
         """
         spec, recipe, precision = self.state.spec, self.state.recipe, self.state.precision
-        reached = spec.num_layers * backward_of(spec, recipe).layers
-        layers = reached * activations.kept_bytes(spec, recipe, precision) - gone
+        reached = backward_of(spec, recipe).layers
+        kept = sum(
+            count * reached * activations.kept_bytes(spec, kind, recipe, precision)
+            for kind, count in spec.kinds.items()
+        )
+        layers = kept - gone
         return (
             self._item("activations" if recipe.recompute == "none" else "layer inputs", layers),
             self._item("visual tokens", activations.vision_bytes(spec, recipe, precision)),

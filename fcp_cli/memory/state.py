@@ -26,6 +26,7 @@ class State:
     Attributes:
         shards: ranks that share one copy of what is shared out.
         tensor_parallel, pipeline_parallel: devices of a rank.
+        expert_parallel: ranks over which the experts of a layer are spread, each with whole ones.
     """
 
     spec: ModelSpec
@@ -34,6 +35,7 @@ class State:
     shards: int
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    expert_parallel: int = 1
 
     @property
     def is_sharded(self) -> bool:
@@ -74,9 +76,26 @@ class State:
         return min(self.root, tuned.root) if (tuned := self._tuned) else self.root
 
     def _parameters(self, spec: ModelSpec) -> float:
-        layers = math.ceil(spec.num_layers / self.pipeline_parallel) * spec.layer_parameters
+        layers = (
+            self._stage_layers * (spec.layers_parameters - self._elsewhere(spec.expert_parameters)) / spec.num_layers
+        )
         vision = spec.vision.parameters if spec.vision else 0  # on the first pipeline stage
         return (layers + spec.hidden_size + vision) / self.tensor_parallel + self.tables
+
+    @property
+    def _stage_layers(self) -> int:
+        return math.ceil(self.spec.num_layers / self.pipeline_parallel)
+
+    def _elsewhere(self, experts: int) -> float:
+        """Return how many of the experts' parameters other ranks of expert parallelism have."""
+        return experts * (1 - 1 / self.expert_parallel)
+
+    @property
+    def _all_experts(self) -> State:
+        """The same with experts on every rank: ranks that hold the same experts share them out among themselves, so
+        that a share is of all of them.
+        """
+        return replace(self, expert_parallel=1)
 
     @property
     def table(self) -> float:
@@ -90,7 +109,12 @@ class State:
 
     @property
     def layer(self) -> float:
-        return self.spec.layer_parameters / self.tensor_parallel
+        """The parameters of the largest layer."""
+        layers = [
+            self.spec.layer_parameters(kind) - self._elsewhere(self.spec.layer_expert_parameters(kind))
+            for kind in self.spec.kinds
+        ]
+        return max(layers) / self.tensor_parallel
 
     @property
     def root(self) -> float:
@@ -108,21 +132,23 @@ class State:
         """Return what a rank holds through all of a step's micro-batches, once it has run one of them."""
         precision, stage = self.precision, self.recipe.zero_stage
         if not self.is_sharded:
-            updated = (precision.master + precision.moments) * self.trained / (self.shards if stage == 1 else 1)
+            shared_out = self._all_experts.trained / self.shards
+            updated = (precision.master + precision.moments) * (shared_out if stage == 1 else self.trained)
             return (
                 Item(name="weights", fixed_bytes=precision.weight * self.parameters),
                 Item(name="gradients", fixed_bytes=precision.gradient * self.trained),
                 Item(name="optimizer", fixed_bytes=updated),
             )
         # The optimizer updates the shards, which are in its precision; what is frozen is in that of the products.
-        shards = max(precision.weight, precision.master) * self.trained
-        shards += precision.gathered * (self.parameters - self.trained)
-        gradients = self.trained if self.keeps_whole_gradients else self.trained / self.shards
+        whole = self._all_experts
+        shards = max(precision.weight, precision.master) * whole.trained
+        shards += precision.gathered * (whole.parameters - whole.trained)
+        gradients = self.trained if self.keeps_whole_gradients else whole.trained / self.shards
         return (
             Item(name="weights", fixed_bytes=shards / self.shards),
             Item(name="gathered weights", fixed_bytes=precision.gathered * self._gathered),
             Item(name="gradients", fixed_bytes=precision.gradient * gradients),
-            Item(name="optimizer", fixed_bytes=precision.moments * self.trained / self.shards),
+            Item(name="optimizer", fixed_bytes=precision.moments * whole.trained / self.shards),
         )
 
     @property
@@ -146,7 +172,7 @@ class State:
             return Item(
                 name="new gradients", fixed_bytes=size * self.trained_table if self.spec.tied_embeddings else 0.0
             )
-        matrix = min(self.spec.hidden_size * self.spec.ffn_size / self.tensor_parallel, self.trained_layer)
+        matrix = min(self.spec.largest_mlp_matrix_parameters / self.tensor_parallel, self.trained_layer)
         # Reduced in fp32 at the end of each layer's backward: the last message stays until the next one begins.
         message = 0.0 if self.keeps_whole_gradients else self.precision.gradient * self.trained_layer
         return Item(name="new gradients", fixed_bytes=size * (self.trained_table + matrix) + message)
@@ -172,12 +198,13 @@ class State:
         return (*held, new, Item(name="gradient message", fixed_bytes=message))
 
     def copies(self, *, of_all: bool) -> Item:
-        """Return autocast's copies of the weights of matrices, which it keeps until a forward ends, and autograd until
-        the backward that needs them: of all layers, or of one that is computed again.
+        """Return autocast's copies of the weights of linear layers, which it keeps until a forward ends, and autograd
+        until the backward that needs them: of all layers, or of one that is computed again.
         """
         spec = self.spec
-        layers = math.ceil(spec.num_layers / self.pipeline_parallel) if of_all else 1
-        matrices = layers * spec.layer_matrix_parameters / self.tensor_parallel
+        products = {kind: spec.layer_linear_parameters(kind) for kind in spec.kinds}
+        of_layers = sum(count * products[kind] for kind, count in spec.kinds.items()) * self._stage_layers
+        matrices = (of_layers / spec.num_layers if of_all else max(products.values())) / self.tensor_parallel
         if of_all:
             vision = spec.vision.block_parameters + spec.vision.projector_parameters if spec.vision else 0
             matrices += self.table + vision / self.tensor_parallel

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from fcp_cli.errors import UsageError
+from fcp_cli.models.layers import Matrix
 from fcp_cli.models.model import ModelSpec, VisionSpec
 from fcp_cli.recipe import Recipe
 from fcp_cli.tuning import ALL_LINEAR, Lora, matches, parse_lora, patterns_of
@@ -126,7 +127,8 @@ def _size_of_layer(spec: ModelSpec, sizes: Mapping[str, int], layer: int) -> int
 
 def _backward_of_adapters(spec: ModelSpec, lora: Lora, vision: Passes) -> Backward:
     tuned = _adapters(spec, lora, with_vision=vision.inputs > 0)
-    language = Passes(weights=0.0, adapters=spec.num_layers * tuned.layer / _matrices(spec))
+    of_language = tuned.total - tuned.root
+    language = Passes(weights=0.0, adapters=of_language / spec.matrix_parameters)
     if spec.vision is None or not tuned.root:
         return Backward(language=language, vision=Passes(inputs=0.0, weights=0.0))
     of_vision = spec.vision.block_parameters + spec.vision.projector_parameters
@@ -141,9 +143,13 @@ def _backward_of_rest(spec: ModelSpec, sizes: Mapping[str, int]) -> Backward:
     trained = [layer for layer in range(spec.num_layers) if _size_of_layer(spec, sizes, layer)]
     reached = spec.num_layers - (0 if is_reached_whole else min(trained, default=spec.num_layers))
     is_head_alone = not reached and set(sizes) == {head}
-    inputs = reached * spec.layer_matrix_parameters + (0 if is_head_alone else spec.embedding_parameters)
-    weights = sum(size for name, size in sizes.items() if name.endswith("_proj.weight")) + sizes.get(head, 0)
-    language = Passes(inputs=inputs / _matrices(spec), weights=weights / _matrices(spec))
+    kinds = spec.layer_kinds
+    inputs = sum(
+        spec.active_layer_parameters(kinds[layer]) for layer in range(spec.num_layers - reached, spec.num_layers)
+    )
+    inputs += 0 if is_head_alone else spec.embedding_parameters
+    weights = _active_weights(spec, sizes) + sizes.get(head, 0)
+    language = Passes(inputs=inputs / spec.matrix_parameters, weights=weights / spec.matrix_parameters)
     return Backward(
         layers=reached / spec.num_layers,
         language=language,
@@ -159,36 +165,36 @@ def _passes_of_encoder(vision: VisionSpec, sizes: Mapping[str, int]) -> Passes:
     return Passes(inputs=float(trains_encoder), weights=trained / (blocks + projector))
 
 
-def _matrices(spec: ModelSpec) -> int:
-    """Return the parameters that a token is multiplied with: of the layers' matrices and the output layer."""
-    return spec.num_layers * spec.layer_matrix_parameters + spec.embedding_parameters
+def _active_weights(spec: ModelSpec, sizes: Mapping[str, int]) -> int:
+    """Count the parameters of the layers' matrices among these weights that a token is multiplied with."""
+    return sum(
+        matrix.active_parameters
+        for layer, kind in enumerate(spec.layer_kinds)
+        for name, matrix in spec.matrices(kind).items()
+        if _weight(spec, layer, name, matrix) in sizes
+    )
 
 
 def _adapters(spec: ModelSpec, lora: Lora, *, with_vision: bool) -> Trained:
-    layer = _adapter_parameters(_projections(spec), lora)
+    layers = {kind: _adapter_parameters(_linear_ends(spec.matrices(kind)), lora) for kind in spec.kinds}
     root = 0
     if spec.vision is not None and with_vision:
         root += spec.vision.depth * _adapter_parameters(_vision_projections(spec.vision), lora)
         root += (1 + len(spec.vision.deepstack_layers)) * _adapter_parameters(_mergers(spec.vision), lora)
-    total = spec.num_layers * layer + root
-    return Trained(total=total, layer=layer, table=0, root=root, adapters=total)
+    total = sum(count * layers[kind] for kind, count in spec.kinds.items()) + root
+    return Trained(total=total, layer=max(layers.values()), table=0, root=root, adapters=total)
 
 
 def _adapter_parameters(matrices: Mapping[str, tuple[int, int]], lora: Lora) -> int:
     wanted = [
-        ends for name, ends in matrices.items() if lora.targets == (ALL_LINEAR,) or name.split(".")[1] in lora.targets
+        ends for name, ends in matrices.items() if lora.targets == (ALL_LINEAR,) or name.split(".")[-1] in lora.targets
     ]
     return lora.rank * sum(map(sum, wanted))
 
 
-def _projections(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Return the ends of each matrix of a layer of the language model."""
-    h, queries, keys = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    attention = {"q_proj": (h, queries), "k_proj": (h, keys), "v_proj": (h, keys), "o_proj": (queries, h)}
-    mlp = {"gate_proj": (h, spec.ffn_size), "up_proj": (h, spec.ffn_size), "down_proj": (spec.ffn_size, h)}
-    return {f"self_attn.{name}": ends for name, ends in attention.items()} | {
-        f"mlp.{name}": ends for name, ends in mlp.items()
-    }
+def _linear_ends(matrices: Mapping[str, Matrix]) -> dict[str, tuple[int, int]]:
+    """Return the ends of each matrix that is a linear layer."""
+    return {name: matrix.ends for name, matrix in matrices.items() if matrix.is_linear}
 
 
 def _vision_projections(vision: VisionSpec) -> dict[str, tuple[int, int]]:
@@ -219,17 +225,23 @@ def _weights(spec: ModelSpec) -> Iterator[tuple[str, int]]:
     """Yield name and size of the weights; of a vision encoder as one, and of its projector as one."""
     root = _layers(spec).removesuffix("layers.")
     yield f"{root}embed_tokens.weight", spec.embedding_parameters
-    for layer in range(spec.num_layers):
-        matrices = {name: rows * columns for name, (rows, columns) in _projections(spec).items()}
-        for name, size in matrices.items():
-            yield f"{root}layers.{layer}.{name}.weight", size
-        yield f"{root}layers.{layer}.input_layernorm.weight", spec.layer_parameters - sum(matrices.values())
+    for layer, kind in enumerate(spec.layer_kinds):
+        matrices = spec.matrices(kind)
+        for name, matrix in matrices.items():
+            yield _weight(spec, layer, name, matrix), matrix.parameters
+        vectors = spec.layer_parameters(kind) - sum(matrix.parameters for matrix in matrices.values())
+        yield f"{root}layers.{layer}.input_layernorm.weight", vectors
     yield f"{root}norm.weight", spec.hidden_size
     if not spec.tied_embeddings:
         yield "lm_head.weight", spec.embedding_parameters
     if spec.vision is not None:
         yield _encoder(spec.vision), spec.vision.encoder_parameters
         yield _projector(spec.vision), spec.vision.projector_parameters
+
+
+def _weight(spec: ModelSpec, layer: int, name: str, matrix: Matrix) -> str:
+    # Experts are parameters of one module, without one of their own.
+    return f"{_layers(spec)}{layer}.{name}" + ("" if matrix.copies > 1 else ".weight")
 
 
 def _encoder(vision: VisionSpec) -> str:

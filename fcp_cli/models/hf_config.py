@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from fcp_cli.errors import ProfileError
+from fcp_cli.models.layers import Architecture, Attention
 from fcp_cli.reading.documents import kind_of, read_json
 
-_ARCHITECTURES: Final[Mapping[str, Literal["qwen3", "qwen2", "llama"]]] = {
+# Model type of a language model -> the family whose layers it has.
+_ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "qwen3": "qwen3",
     "qwen3_vl_text": "qwen3",
     "qwen2": "qwen2",
@@ -18,7 +20,68 @@ _ARCHITECTURES: Final[Mapping[str, Literal["qwen3", "qwen2", "llama"]]] = {
     "qwen2_5_vl_text": "qwen2",
     "llama": "llama",
     "mistral": "llama",
+    "qwen3_moe": "qwen3_moe",
+    "qwen3_vl_moe_text": "qwen3_moe",
+    "gemma3_text": "gemma3_text",
+    "gpt_oss": "gpt_oss",
+    "deepseek_v3": "deepseek_v3",
+    "glm4_moe": "glm4_moe",
+    "qwen3_next": "qwen3_next",
 }
+
+# Figures of a description -> their names in a config.json, which differ between families for experts alone.
+TEXT_NAMES: Final = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn_size": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "tied_embeddings": "tie_word_embeddings",
+    "rope_theta": "rope_theta",
+    "norm_eps": "rms_norm_eps",
+}
+_QWEN_EXPERTS: Final = {"count": "num_experts", "active": "num_experts_per_tok", "ffn_size": "moe_intermediate_size"}
+_DEEPSEEK_EXPERTS: Final = {
+    "count": "n_routed_experts",
+    "active": "num_experts_per_tok",
+    "ffn_size": "moe_intermediate_size",
+    "dense_layers": "first_k_dense_replace",
+}
+EXPERT_NAMES: Final[Mapping[Architecture, Mapping[str, str]]] = {
+    "qwen3_moe": _QWEN_EXPERTS,
+    "qwen3_next": {**_QWEN_EXPERTS, "shared_ffn_size": "shared_expert_intermediate_size"},
+    "gpt_oss": {"count": "num_local_experts", "active": "num_experts_per_tok", "ffn_size": "intermediate_size"},
+    "deepseek_v3": _DEEPSEEK_EXPERTS,
+    "glm4_moe": _DEEPSEEK_EXPERTS,
+}
+LATENT_NAMES: Final = {
+    "query_rank": "q_lora_rank",
+    "key_value_rank": "kv_lora_rank",
+    "rotary_size": "qk_rope_head_dim",
+    "value_size": "v_head_dim",
+}
+LINEAR_NAMES: Final = {
+    "key_heads": "linear_num_key_heads",
+    "value_heads": "linear_num_value_heads",
+    "key_size": "linear_key_head_dim",
+    "value_size": "linear_value_head_dim",
+    "kernel_size": "linear_conv_kernel_dim",
+}
+LAYER_TYPES: Final[Mapping[Attention, str]] = {
+    "full": "full_attention",
+    "window": "sliding_attention",
+    "linear": "linear_attention",
+}
+# What published files of a family leave to its class.
+_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "gemma3_text": {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
+    "gpt_oss": {"attention_bias": True},
+}
+_MOST_LAYERS: Final = 10_000
+_UNTIED: Final = ("qwen2_5_vl", "qwen2_5_vl_text", *EXPERT_NAMES)  # where they do not say
+_WITH_HEAD_NORMS: Final = ("qwen3", "qwen3_vl_text", "qwen3_moe", "qwen3_vl_moe_text", "gemma3_text", "qwen3_next")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +94,7 @@ class HfConfig:
     """
 
     name: str
-    architecture: Literal["qwen3", "qwen2", "llama"]
+    architecture: Architecture
     figures: Mapping[str, Any]
 
 
@@ -39,16 +102,22 @@ def read_hf_config(path: Path) -> HfConfig:
     """Read a Hugging Face config.json; the language model of a vision model is read from its own block.
 
     Raises:
-        ProfileError: unreadable, or not a dense model of a known architecture.
+        ProfileError: unreadable, or not a model of a known architecture.
     """
     document = read_json(path, error=ProfileError, what="the model configuration ")
     if not isinstance(document, dict):
         raise ProfileError(f"{path} is not a model configuration: expected a JSON object")
     text = _block(document, "text_config", path) or _block(document, "llm_config", path) or document
-    figures = _text_figures(document, text, where=str(path))
+    model_type = str(text.get("model_type", document.get("model_type")))
+    if model_type not in _ARCHITECTURES:
+        raise ProfileError(f"{path}: model_type is {model_type!r}; known: {', '.join(sorted(_ARCHITECTURES))}")
+    architecture = _ARCHITECTURES[model_type]
+    whole = {**_DEFAULTS.get(model_type, {}), "model_type": model_type, **text}
+    whole.setdefault("tie_word_embeddings", document.get("tie_word_embeddings", model_type not in _UNTIED))
+    figures = _text_figures(whole, architecture, where=str(path))
     return HfConfig(
         name=Path(_named(document) or path.resolve().parent.name).name or path.stem,
-        architecture=_architecture(document, text, where=str(path)),
+        architecture=architecture,
         figures={key: value for key, value in figures.items() if value is not None},
     )
 
@@ -70,39 +139,87 @@ def _named(document: Mapping[str, Any]) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _architecture(
-    document: Mapping[str, Any], text: Mapping[str, Any], *, where: str
-) -> Literal["qwen3", "qwen2", "llama"]:
-    # A vision configuration is read for its language model only: its tower's shapes differ per family.
-    found = str(text.get("model_type", document.get("model_type")))
-    if found not in _ARCHITECTURES:
-        raise ProfileError(f"{where}: model_type is {found!r}; known: {', '.join(sorted(_ARCHITECTURES))}")
-    return _ARCHITECTURES[found]
+def _text_figures(text: Mapping[str, Any], architecture: Architecture, *, where: str) -> dict[str, Any]:
+    model_type = text["model_type"]
+    rope = _block(text, "rope_parameters", where)
+    found = {figure: text.get(name) for figure, name in TEXT_NAMES.items()}
+    kinds = _attention(text, architecture, where=where)
+    return found | {
+        "num_kv_heads": text.get("num_key_value_heads", text.get("num_attention_heads")),
+        "head_dim": _head_dim(text, where=where),
+        "qkv_bias": bool(text.get("attention_bias", False)) or _ARCHITECTURES[model_type] == "qwen2",
+        "qk_norm": model_type in _WITH_HEAD_NORMS or bool(text.get("use_qk_norm", False)),
+        "rope_theta": text.get("rope_theta") or rope.get("rope_theta") or 10_000.0,
+        "norm_eps": text.get("rms_norm_eps") or 1e-6,
+        "attention": None if set(kinds) == {"full"} else kinds,
+        "window_tokens": text.get("sliding_window") if "window" in kinds else None,
+        "experts": _experts(text, architecture, where=where),
+        "latent": _named_figures(text, LATENT_NAMES) if "latent" in kinds else None,
+        "linear": _named_figures(text, LINEAR_NAMES) if "linear" in kinds else None,
+    }
 
 
-def _text_figures(document: Mapping[str, Any], text: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+def _named_figures(text: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {figure: text[name] for figure, name in names.items() if text.get(name) is not None}
+
+
+def _head_dim(text: Mapping[str, Any], *, where: str) -> Any:
+    """Return the size of a head of queries and keys, which latent attention puts together of two parts."""
+    parts = [text.get("qk_nope_head_dim"), text.get("qk_rope_head_dim")]
+    if all(isinstance(part, int) for part in parts):
+        return sum(part for part in parts if isinstance(part, int))
     hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
-    head_dim = text.get("head_dim")
-    if head_dim is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+    given = text.get("head_dim")
+    if given is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
         if hidden % heads:
             raise ProfileError(
                 f"{where}: head_dim is missing and hidden_size {hidden} is not divisible by num_attention_heads {heads}"
             )
-        head_dim = hidden // heads
-    rope = _block(text, "rope_parameters", where)
-    model_type = str(text.get("model_type", document.get("model_type")))
-    is_qwen2_5 = model_type in {"qwen2_5_vl", "qwen2_5_vl_text"}  # untied where it does not say
-    return {
-        "num_layers": text.get("num_hidden_layers"),
-        "hidden_size": hidden,
-        "num_heads": heads,
-        "num_kv_heads": text.get("num_key_value_heads", heads),
-        "head_dim": head_dim,
-        "ffn_size": text.get("intermediate_size"),
-        "vocab_size": text.get("vocab_size"),
-        "tied_embeddings": text.get("tie_word_embeddings", document.get("tie_word_embeddings", not is_qwen2_5)),
-        "qkv_bias": bool(text.get("attention_bias", False)) or model_type == "qwen2" or is_qwen2_5,
-        "qk_norm": model_type in {"qwen3", "qwen3_vl_text"},
-        "rope_theta": text.get("rope_theta") or rope.get("rope_theta") or 10_000.0,
-        "norm_eps": text.get("rms_norm_eps") or 1e-6,
-    }
+        return hidden // heads
+    return given
+
+
+def _experts(text: Mapping[str, Any], architecture: Architecture, *, where: str) -> dict[str, Any] | None:
+    names = EXPERT_NAMES.get(architecture)
+    if names is None:
+        return None
+    others = [("mlp_only_layers", []), ("decoder_sparse_step", 1)]
+    for key, usual in others:
+        if text.get(key, usual) not in (None, usual):
+            raise ProfileError(
+                f"{where}: {key} is {text[key]!r}; known are models in which all layers have experts, but for the first"
+            )
+    found = _named_figures(text, names)
+    shared, width = text.get("n_shared_experts"), found.get("ffn_size")
+    if isinstance(shared, int) and isinstance(width, int):
+        found["shared_ffn_size"] = shared * width
+    return found
+
+
+def _attention(text: Mapping[str, Any], architecture: Architecture, *, where: str) -> list[Attention]:
+    """Return how each layer attends; of one kind alone, or of a family's pattern, no more than repeats."""
+    if architecture == "deepseek_v3":
+        return ["latent"]
+    types = text.get("layer_types")
+    if isinstance(types, list) and types:
+        by_name = {name: kind for kind, name in LAYER_TYPES.items()}
+        unknown = next((name for name in types if name not in by_name), None)
+        if unknown is not None:
+            raise ProfileError(f"{where}: layer_types has {unknown!r}; known: {', '.join(by_name)}")
+        return [by_name[name] for name in types]
+    if architecture == "gpt_oss":
+        return ["window", "full"]
+    if architecture == "gemma3_text":
+        return [*_repeated("window", text.get("sliding_window_pattern", 6)), "full"]
+    if architecture == "qwen3_next":
+        return [*_repeated("linear", text.get("full_attention_interval", 4)), "full"]
+    if not text.get("sliding_window") or not text.get("use_sliding_window", text["model_type"] == "mistral"):
+        return ["full"]
+    first, layers = text.get("max_window_layers", 0), text.get("num_hidden_layers")
+    if not isinstance(first, int) or not isinstance(layers, int):
+        return ["window"]
+    return ["full" if layer < first else "window" for layer in range(min(layers, _MOST_LAYERS))]
+
+
+def _repeated(kind: Attention, period: Any) -> list[Attention]:
+    return [kind] * (period - 1) if isinstance(period, int) and 0 < period <= _MOST_LAYERS else []

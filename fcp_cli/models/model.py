@@ -1,21 +1,18 @@
-"""A model as figures, read from its YAML in `profiles/models` or from a Hugging Face config.json.
-
-Symbols: h = hidden_size, H = num_heads, K = num_kv_heads, D = head_dim, f = ffn_size, V = vocab_size.
-"""
+"""A model as figures, read from its YAML in `profiles/models` or from a Hugging Face config.json."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal
 
-from fcp_cli.errors import ProfileError
+from fcp_cli.errors import ProfileError, RunError
 from fcp_cli.models.descriptions import find_shipped, read_description
 from fcp_cli.models.hf_config import read_hf_config
-from fcp_cli.validation import Count, NonEmptyText, NonNegativeCount, Positive, validated
-
-Architecture: TypeAlias = Literal["qwen3", "qwen2", "llama", "qwen3_vl", "qwen2_5_vl", "internvl"]
+from fcp_cli.models.layers import ATTENTION_NAMES, Architecture, LanguageModel, TextFigures
+from fcp_cli.validation import Count, NonEmptyText, NonNegativeCount, validated
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,32 +108,8 @@ class VisionSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TextFigures:
-    """The shapes of a language model, as the block `text` of a description gives them.
-
-    Attributes:
-        ffn_size: width of the gated MLP (three matrices of hidden_size x ffn_size).
-        qkv_bias: biases on the query, key and value projections.
-        qk_norm: RMS norms over head_dim on queries and keys.
-    """
-
-    num_layers: Count
-    hidden_size: Count
-    num_heads: Count
-    num_kv_heads: Count
-    head_dim: Count
-    ffn_size: Count
-    vocab_size: Count
-    tied_embeddings: bool
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    rope_theta: Positive = 10_000.0
-    norm_eps: Positive = 1e-6
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelSpec(TextFigures):
-    """A dense decoder-only language model, with a vision tower where it has one.
+class ModelSpec(LanguageModel):
+    """A decoder-only language model, with a vision tower where it has one.
 
     Attributes:
         architecture: family in transformers.
@@ -144,38 +117,34 @@ class ModelSpec(TextFigures):
     """
 
     name: str
-    architecture: Architecture
     vision: VisionSpec | None = None
     aliases: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def layer_matrix_parameters(self) -> int:
-        """Parameters of the matrices of one layer; every token is multiplied with each of them."""
-        projections = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        return projections + 3 * self.hidden_size * self.ffn_size
-
-    @property
-    def layer_parameters(self) -> int:
-        """Parameters of one layer: matrices, biases and norms."""
-        biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.qkv_bias else 0
-        norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
-        return self.layer_matrix_parameters + biases + norms
-
-    @property
-    def embedding_parameters(self) -> int:
-        return self.vocab_size * self.hidden_size
-
-    @property
-    def text_parameters(self) -> int:
-        """Parameters of the language model alone."""
-        # A tied table serves input and output; the last term is the final norm.
-        tables = self.embedding_parameters * (1 if self.tied_embeddings else 2)
-        return self.num_layers * self.layer_parameters + tables + self.hidden_size
-
-    @property
     def parameters(self) -> int:
         return self.text_parameters + (self.vision.parameters if self.vision else 0)
+
+    def require_trainable(self) -> None:
+        """Refuse a model that the runtime cannot train, before anything of it is built.
+
+        Raises:
+            RunError: it attends in a way that a ring of shards cannot follow; the message names layers and kind.
+        """
+        if self.untrained_attention is not None:
+            raise RunError(
+                f"{self.name} has {self.untrained_attention}, which a plan cannot follow: it is for full attention "
+                "only; 'fcp profile --analytic', 'fcp plan' and 'fcp compare' take the model"
+            )
+
+    @property
+    def untrained_attention(self) -> str | None:
+        """Attention that the runtime's ring cannot run, with the layers that have it; None: it can train the model."""
+        kinds = Counter(kind.attention for kind in self.layer_kinds if kind.attention != "full")
+        found = [f"{ATTENTION_NAMES[attention]} in {count} layers" for attention, count in kinds.items()]
+        if self.has("sinks"):
+            found.append(f"attention sinks in all {self.num_layers} layers")
+        return " and ".join(found) or None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,7 +175,7 @@ def load_model(name_or_path: str | Path) -> ModelSpec:
     found = validated(read_description(path, kind="model"), _Description, where=str(path), error=ProfileError)
     return _checked(
         ModelSpec(
-            **asdict(found.text),
+            **_values(found.text),
             name=found.name,
             architecture=found.architecture,
             vision=found.vision,
@@ -221,13 +190,17 @@ def load_hf_config(path: Path) -> ModelSpec:
     """Read a Hugging Face config.json; the language model of a vision model is read from its own block.
 
     Raises:
-        ProfileError: unreadable, not a dense model of a known architecture, or contradictory figures.
+        ProfileError: unreadable, not a model of a known architecture, or contradictory figures.
     """
     read = read_hf_config(path)
     text = validated(read.figures, TextFigures, where=str(path), error=ProfileError)
     sources = {"text": str(path)}
-    spec = ModelSpec(**asdict(text), name=read.name, architecture=read.architecture, sources=sources)
+    spec = ModelSpec(**_values(text), name=read.name, architecture=read.architecture, sources=sources)
     return _checked(spec, where=str(path))
+
+
+def _values(text: TextFigures) -> dict[str, Any]:
+    return {f.name: getattr(text, f.name) for f in fields(TextFigures)}
 
 
 def _checked(spec: ModelSpec, *, where: str) -> ModelSpec:
@@ -244,12 +217,45 @@ def _checked(spec: ModelSpec, *, where: str) -> ModelSpec:
             f"hidden_size {spec.hidden_size} is not divisible by num_heads {spec.num_heads}",
         ),
     ]
+    complaints += _kind_complaints(spec)
     if spec.vision is not None:
         complaints += _vision_complaints(spec, spec.vision)
     for wrong, message in complaints:
         if wrong:
             raise ProfileError(f"{where}: {message}")
     return spec
+
+
+def _kind_complaints(spec: ModelSpec) -> list[tuple[bool, str]]:
+    """Return what is wrong with the kinds of layers, and with the blocks that describe them."""
+    experts, latent, linear = spec.experts, spec.latent, spec.linear
+    needed = {"window": spec.window_tokens, "latent": latent, "linear": linear}
+    key = {"window": "window_tokens"}
+    complaints = [(not spec.attention, "attention is empty; it names the kinds of the first layers, as [full]")]
+    complaints += [
+        (
+            kind in spec.attention and figures is None,
+            f"attention has {kind} layers, and {key.get(kind, kind)} is missing",
+        )
+        for kind, figures in needed.items()
+    ]
+    if experts is not None:
+        complaints.append(
+            (experts.active > experts.count, f"experts.active {experts.active} exceeds experts.count {experts.count}")
+        )
+    if latent is not None:
+        rotary = latent.rotary_size
+        complaints += [
+            (rotary >= spec.head_dim, f"latent.rotary_size {rotary} leaves nothing of head_dim {spec.head_dim}"),
+            (
+                spec.num_kv_heads != spec.num_heads,
+                f"num_kv_heads {spec.num_kv_heads} differs from num_heads {spec.num_heads}, and attention is latent",
+            ),
+        ]
+    if linear is not None:
+        keys, values = linear.key_heads, linear.value_heads
+        complaints.append((values % keys != 0, f"linear.key_heads {keys} does not divide linear.value_heads {values}"))
+    return complaints
 
 
 def _vision_complaints(spec: ModelSpec, vision: VisionSpec) -> list[tuple[bool, str]]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
+from fcp_cli.models.hf_config import EXPERT_NAMES, LATENT_NAMES, LAYER_TYPES, LINEAR_NAMES, TEXT_NAMES
+from fcp_cli.models.layers import Experts
 from fcp_cli.models.model import ModelSpec, VisionSpec
+
+_BACKBONES: Final = {"qwen3_vl": "qwen3", "qwen2_5_vl": "qwen2", "internvl": "qwen2", "qwen3_vl_moe": "qwen3_moe"}
 
 
 def text_config(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
@@ -12,22 +16,30 @@ def text_config(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
 
     Models with a vision tower give their language backbone: Qwen3 for Qwen3-VL, Qwen2 for Qwen2.5-VL and InternVL.
     """
-    model_type = {"qwen3_vl": "qwen3", "qwen2_5_vl": "qwen2", "internvl": "qwen2"}.get(
-        spec.architecture, spec.architecture
-    )
-    arguments: dict[str, Any] = {
-        "num_hidden_layers": spec.num_layers,
-        "hidden_size": spec.hidden_size,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "intermediate_size": spec.ffn_size,
-        "vocab_size": spec.vocab_size,
-        "tie_word_embeddings": spec.tied_embeddings,
-        "rope_theta": spec.rope_theta,
-        "rms_norm_eps": spec.norm_eps,
-    }
+    model_type = _BACKBONES.get(spec.architecture, spec.architecture)
+    arguments = {name: getattr(spec, figure) for figure, name in TEXT_NAMES.items()}
+    if spec.experts is not None:
+        arguments |= _expert_arguments(spec, spec.experts)
+    if spec.latent is not None:
+        arguments |= {name: getattr(spec.latent, figure) for figure, name in LATENT_NAMES.items()}
+        arguments["qk_nope_head_dim"] = spec.head_dim - spec.latent.rotary_size
+        del arguments["head_dim"]  # that of the rotation there
+    if spec.linear is not None:
+        arguments |= {name: getattr(spec.linear, figure) for figure, name in LINEAR_NAMES.items()}
+    if spec.window_tokens is not None or spec.linear is not None:
+        arguments["layer_types"] = [LAYER_TYPES[kind.attention] for kind in spec.layer_kinds]
+        arguments |= {} if spec.window_tokens is None else {"sliding_window": spec.window_tokens}
+    if model_type == "glm4_moe":
+        arguments["use_qk_norm"] = spec.qk_norm
     return model_type, arguments
+
+
+def _expert_arguments(spec: ModelSpec, experts: Experts) -> dict[str, Any]:
+    names = EXPERT_NAMES[spec.architecture if spec.vision is None else "qwen3_moe"]
+    found = {name: getattr(experts, figure) for figure, name in names.items()} | {"attention_bias": spec.qkv_bias}
+    if "n_routed_experts" in found:
+        found["n_shared_experts"] = experts.shared_ffn_size // experts.ffn_size
+    return found | {"norm_topk_prob": True}
 
 
 def whole_config(spec: ModelSpec) -> tuple[str, dict[str, Any]]:

@@ -43,11 +43,10 @@ def pipeline_of(profile: CostProfile, ranks: Ranks, recipe: Recipe | None) -> Pi
             f"{spec.num_layers} layers of {spec.name}; give fewer --virtual-stages"
         )
     sent_bytes = precision_of(recipe).activation * spec.hidden_size / ranks.tensor_parallel
-    matrices = spec.num_layers * spec.layer_matrix_parameters + spec.embedding_parameters
     return Pipeline(
         virtual_stages=ranks.virtual_stages,
         forward_share=1 / backward_of(spec, recipe).language.total(recomputes=recomputes),
-        head_share=spec.embedding_parameters / matrices,
+        head_share=spec.embedding_parameters / spec.matrix_parameters,
         send_seconds=_message_seconds(profile.cluster),
         send_seconds_per_token=sent_bytes / min(profile.bandwidth.intra_node, profile.bandwidth.inter_node),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fcp_cli.console import Origins
 from fcp_cli.cost.profile import CostProfile
@@ -23,6 +23,7 @@ class Ranks:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     virtual_stages: int = 1
+    expert_parallel: int = 1
     most_peers: int | None = None
 
     def place(self, *, capacity_bytes: float, on_cpu: bool, measured_bytes_per_token: float | None = None) -> Place:
@@ -33,6 +34,7 @@ class Ranks:
             tensor_parallel=self.tensor_parallel,
             pipeline_parallel=self.pipeline_parallel,
             virtual_stages=self.virtual_stages,
+            expert_parallel=self.expert_parallel,
             on_cpu=on_cpu,
             measured_bytes_per_token=measured_bytes_per_token,
             most_peers=self.most_peers,
@@ -51,7 +53,8 @@ def ranks_under(profile: CostProfile, request: PlanRequest, origins: Origins) ->
     require_pipelines(request, pipeline_parallel)
     is_whole = request.ranks is not None and request.ranks_per_node is not None
     cluster = None if is_whole else _cluster(profile, request)
-    return ranks_on(request, cluster, tensor_parallel, pipeline_parallel, origins)
+    ranks = ranks_on(request, cluster, tensor_parallel, pipeline_parallel, origins)
+    return replace(ranks, expert_parallel=profile.expert_parallel)
 
 
 def require_pipelines(request: PlanRequest, pipeline_parallel: int) -> None:

@@ -1,11 +1,10 @@
 """Computes coefficients from the figures of a model and a cluster, where nothing can be measured (`--analytic`).
 
-Operations of a forward pass: 2 per matrix entry and token; causal attention 2 H D per layer and pair of tokens (half of
-the 4 H D of a full mask). A backward pass costs twice the matrices and, since it computes the scores again, 2.5 times
-the attention. Recomputing activations adds one more forward: of the matrices alone where attention's are kept.
+`models.operations` counts a forward pass. A backward pass costs twice the matrices and, since it computes the scores
+again, 2.5 times the attention. Recomputing activations adds one more forward: of the matrices alone where attention's
+are kept.
 A backward reaches the first layer of which anything is trained, and frozen matrices have no gradient of their own.
-A vision encoder attends without a mask, 4 h per block and pair of patches of an image or frame, or of a window, whose
-pairs grow with the patches alone; frozen, it runs its forward alone.
+A frozen vision encoder runs its forward alone. Experts that ranks share out are reached by exchanges of tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from fcp_cli.memory.state import State
 from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.memory.trained import backward_of, check_trained, trained_parameters
 from fcp_cli.models.cluster import ClusterSpec
-from fcp_cli.models.model import ModelSpec, VisionSpec
+from fcp_cli.models.model import ModelSpec
+from fcp_cli.models.operations import forward_operations
 from fcp_cli.profiling.step_terms import analytic_step_terms
 from fcp_cli.recipe import Recipe, check_recipe
 
@@ -32,43 +32,13 @@ ATTENTION_BACKWARD = 2.5  # forwards
 CHUNK_BYTES_FORWARD, CHUNK_BYTES_BACKWARD = 25.0, 26.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Operations:
-    """Operations of one forward pass of the whole model on one device."""
-
-    linear_per_token: float  # matrices of the layers and the output layer
-    attention_per_token2: float  # causal
-    vision_per_patch: float = 0.0
-    vision_per_patch2: float = 0.0  # full mask within one image or frame
-
-    @property
-    def break_even_tokens(self) -> float:
-        """Length at which attention has as many operations as the matrices."""
-        return self.linear_per_token / self.attention_per_token2
-
-
-def forward_operations(spec: ModelSpec) -> Operations:
-    """Count the operations of one forward pass, with the output layer: it is 22 % of the matrices of Qwen3-1.7B."""
-    vision = spec.vision
-    return Operations(
-        linear_per_token=2.0 * (spec.num_layers * spec.layer_matrix_parameters + spec.embedding_parameters),
-        attention_per_token2=2.0 * spec.num_layers * spec.num_heads * spec.head_dim,
-        vision_per_patch=_operations_per_patch(vision) if vision else 0.0,
-        vision_per_patch2=4.0 * vision.full_attention_blocks * vision.hidden_size if vision else 0.0,
-    )
-
-
-def _operations_per_patch(vision: VisionSpec) -> float:
-    """Count the matrices, and attention within windows: whole ones, which overrates those at the edges of a picture."""
-    matrices = 2.0 * (vision.block_parameters + vision.projector_parameters / vision.merge_size**2)
-    windowed_blocks = vision.depth - vision.full_attention_blocks
-    return matrices + 4.0 * windowed_blocks * vision.hidden_size * vision.window_patches
-
-
 def ring_bytes_per_token(
     spec: ModelSpec, *, kv_bytes: int, gradient_bytes: int, recompute: bool = False, reached: float = 1.0
 ) -> float:
     """Return the bytes that a token sends around a ring: K/V forward, K/V and dK/dV backward, all layers.
+
+    Of layers with windows, too, whose far hops a ring could leave out, and none of linear attention, which hands on a
+    state that no length makes larger.
 
     Args:
         kv_bytes: of one element of K or V on the wire.
@@ -76,7 +46,7 @@ def ring_bytes_per_token(
         recompute: the forward ring runs once more in the backward.
         reached: share of the layers that have a backward.
     """
-    elements = 2.0 * spec.num_layers * spec.num_kv_heads * spec.head_dim
+    elements = 1.0 * spec.ring_layers * (spec.key_size + spec.value_size)
     return elements * (kv_bytes + reached * ((2 if recompute else 1) * kv_bytes + gradient_bytes))
 
 
@@ -97,6 +67,7 @@ def analytic_profile(
     ranks: int,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
+    expert_parallel: int = 1,
     peers: int = 0,
 ) -> CostProfile:
     """Compute a cost profile of origin `analytic`; its measurement block holds every assumption.
@@ -108,6 +79,7 @@ def analytic_profile(
         sync: of the plans to be made: what a rank gathers and keeps depends on it.
         ranks: of the job, each tensor_parallel x pipeline_parallel devices.
         tensor_parallel, pipeline_parallel: the cut of a rank.
+        expert_parallel: ranks that share out the experts of a layer.
         peers: ranks that one meets in rings, whose channels take memory.
 
     Raises:
@@ -121,6 +93,7 @@ def analytic_profile(
         ranks=ranks,
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
+        expert_parallel=expert_parallel,
         peers=peers,
     )
     job.check()
@@ -140,6 +113,7 @@ def analytic_profile(
             ranks=ranks,
             tensor_parallel=tensor_parallel,
             pipeline_parallel=pipeline_parallel,
+            expert_parallel=expert_parallel,
             on_cpu=cluster.is_host,
             peers=peers,
         ).as_profile_memory(cluster.memory_bytes * (1 - RESERVE_FRACTION)),
@@ -161,6 +135,7 @@ class _Job:
     ranks: int
     tensor_parallel: int
     pipeline_parallel: int
+    expert_parallel: int
     peers: int
 
     def check(self) -> None:
@@ -170,8 +145,19 @@ class _Job:
             if value % tensor:
                 raise UsageError(f"--tensor-parallel {tensor} does not divide {figure} {value} of {spec.name}")
         check_trained(spec, self.recipe)
+        self._check_experts()
         if pipeline > spec.num_layers:
             raise UsageError(f"--pipeline-parallel {pipeline} exceeds the {spec.num_layers} layers of {spec.name}")
+
+    def _check_experts(self) -> None:
+        among, experts = self.expert_parallel, self.spec.experts
+        if among == 1:
+            return
+        if experts is None:
+            raise UsageError(f"--expert-parallel is {among}, and {self.spec.name} has no experts; leave it out")
+        for figure, value in (("the experts of a layer", experts.count), ("the ranks", self.ranks)):
+            if value % among:
+                raise UsageError(f"--expert-parallel {among} does not divide {figure}, {value} of {self.spec.name}")
 
     @property
     def state(self) -> State:
@@ -182,14 +168,31 @@ class _Job:
             shards=self.recipe.shards(self.ranks),
             tensor_parallel=self.tensor_parallel,
             pipeline_parallel=self.pipeline_parallel,
+            expert_parallel=self.expert_parallel,
         )
+
+    def exchange_seconds_per_token(self, *, passes: float) -> float:
+        """Return what sending tokens to experts of other ranks, and their results back, takes per token.
+
+        Args:
+            passes: forwards and backwards, each of which sends both ways.
+        """
+        experts, among = self.spec.experts, self.expert_parallel
+        if experts is None or among == 1:
+            return 0.0
+        layers = sum(kind.has_experts for kind in self.spec.layer_kinds)
+        sent = 2 * layers * experts.active * self.spec.hidden_size * precision_of(self.recipe).activation
+        devices = self.tensor_parallel * self.pipeline_parallel
+        cluster, is_inside = self.cluster, among * devices <= self.cluster.devices_per_node
+        rate = cluster.intra_node_bytes_per_second if is_inside else cluster.inter_node_bytes_per_second
+        return passes * sent * (among - 1) / among / devices / rate
 
     def chunk_seconds_per_token(self, *, reached: float) -> float:
         """Return what a hop takes beside its kernel, per token; 0 where the rate of the memory is not known."""
         if self.cluster.memory_bytes_per_second is None:
             return 0.0
         forwards = 1 + reached * (self.recipe.recompute == "full")
-        elements = self.spec.num_layers * self.spec.num_heads * self.spec.head_dim
+        elements = self.spec.ring_layers * self.spec.num_heads * self.spec.value_size / self.spec.num_kv_heads
         size = elements * (forwards * CHUNK_BYTES_FORWARD + reached * CHUNK_BYTES_BACKWARD)
         return size / self.cluster.memory_bytes_per_second / (self.tensor_parallel * self.pipeline_parallel)
 
@@ -216,7 +219,8 @@ class _Job:
             / attention_rate,
             linear_seconds_per_token=backward.language.total(recomputes=recomputes)
             * operations.linear_per_token
-            / matrix_rate,
+            / matrix_rate
+            + self.exchange_seconds_per_token(passes=1 + backward.layers * (1 + recomputes)),
             ring_bytes_per_token=ring_bytes / devices,
             microbatch_seconds=cluster.microbatch_seconds,
             ring_hop_seconds=hop_messages * cluster.message_seconds / self.pipeline_parallel,
@@ -225,6 +229,10 @@ class _Job:
             * operations.vision_per_patch2
             / attention_rate,
             chunk_seconds_per_token=self.chunk_seconds_per_token(reached=backward.layers),
+            window_seconds_per_token2=(1 + backward.layers * attention_backward)
+            * operations.window_per_token2
+            / attention_rate,
+            window_tokens=float(spec.window_tokens or 0),
         )
 
     def assumptions(self) -> dict[str, Any]:
@@ -247,12 +255,15 @@ class _Job:
             "forward_operations_per_token": operations.linear_per_token,
             "forward_attention_operations_per_token2": operations.attention_per_token2,
             **vision,
+            **({"forward_window_operations_per_token2": operations.window_per_token2} if spec.window_tokens else {}),
             "parameters": spec.parameters,
+            **({"active_parameters": spec.active_parameters} if spec.experts else {}),
             **({} if tuned is None else {"trained_parameters": tuned.total}),
             "precision": recipe.precision,
             "ranks": self.ranks,
             "tensor_parallel": self.tensor_parallel,
             "pipeline_parallel": self.pipeline_parallel,
+            **({"expert_parallel": self.expert_parallel} if self.expert_parallel > 1 else {}),
             "zero_stage": recipe.zero_stage,
             "recompute": recipe.recompute,
             "memory_reserve_fraction": RESERVE_FRACTION,

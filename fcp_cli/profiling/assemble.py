@@ -156,7 +156,13 @@ def _scaled(samples: Sequence[Sample], prior: CostProfile) -> Fit:
     """Return the prior with its computation times one factor, the median of what the samples took."""
     seconds = np.array([sample.seconds for sample in samples])
     factor = float(np.median(seconds / predicted_seconds(samples, prior)))
-    names = ("attention_seconds_per_token2", "linear_seconds_per_token", "microbatch_seconds", "ring_hop_seconds")
+    names = (
+        "attention_seconds_per_token2",
+        "window_seconds_per_token2",
+        "linear_seconds_per_token",
+        "microbatch_seconds",
+        "ring_hop_seconds",
+    )
     scaled = {name: factor * getattr(prior.coefficients, name) for name in names}
     profile = replace(prior, coefficients=replace(prior.coefficients, **scaled))
     return Fit(

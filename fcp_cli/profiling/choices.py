@@ -49,6 +49,7 @@ def computed_profile(request: ProfileRequest, origins: Origins) -> CostProfile:
         capacity_bytes=cluster.memory_bytes * (1 - RESERVE_FRACTION),
         tensor_parallel=request.tensor_parallel,
         pipeline_parallel=request.pipeline_parallel,
+        expert_parallel=request.expert_parallel,
         on_cpu=cluster.is_host,
     )
     fit = _fit(spec, request, place, origins)
@@ -65,6 +66,7 @@ def computed_profile(request: ProfileRequest, origins: Origins) -> CostProfile:
         ranks=ranks,
         tensor_parallel=request.tensor_parallel,
         pipeline_parallel=request.pipeline_parallel,
+        expert_parallel=request.expert_parallel,
         peers=place.peers(fit.sync),
     )
 
@@ -107,11 +109,12 @@ def choose_measurement(request: ProfileRequest, origins: Origins) -> Measurement
     Raises:
         UsageError: options that contradict each other or this machine.
         ProfileError: unknown model or cluster, or torch and transformers are not installed.
-        RunError: torch does not import, or there is no such device.
+        RunError: torch does not import, there is no such device, or the model is not one that the runtime can train.
     """
     kind, units = _units(request, origins)
     on_cpu = kind == "cpu"
     spec = load_model(request.model or (_CPU_MODEL if on_cpu else DEFAULT_MODEL))
+    spec.require_trainable()  # packs run under the runtime's attention
     _assume(origins, "--model", request.model, spec.name, "small enough for a CPU" if on_cpu else "--model sets it")
     device = None if on_cpu or request.nodes > 1 else _device(kind)
     cluster = request.cluster or (THIS_MACHINE if on_cpu else cluster_like(device.name if device else ""))

@@ -69,3 +69,4 @@ class ProfileRequest:
     analytic: Annotated[bool, Opt("Compute from the figures of model and cluster.", group="Without measuring")] = False
     tensor_parallel: Annotated[int, Opt("Devices that share each layer.", metavar="T", min=1)] = 1
     pipeline_parallel: Annotated[int, Opt("Stages of a pipeline.", metavar="P", min=1)] = 1
+    expert_parallel: Annotated[int, Opt("Ranks that share out the experts of a layer.", metavar="E", min=1)] = 1

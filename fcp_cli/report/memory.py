@@ -42,6 +42,7 @@ def planned_memory(metadata: PlanMetadata, peers: int) -> RankMemory | None:
         ranks=metadata.num_ranks,
         tensor_parallel=metadata.tensor_parallel,
         pipeline_parallel=metadata.pipeline_parallel,
+        expert_parallel=profile.expert_parallel,
         on_cpu=ranks_are_hosts(metadata),
         peers=peers,
     )

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fcp_cli.cost.model import windowed_pairs
 from fcp_cli.memory.trained import backward_of
 from fcp_cli.models.cluster import known_cluster, load_cluster
 from fcp_cli.models.model import ModelSpec
+from fcp_cli.models.operations import forward_operations
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.recipe import Recipe
 
@@ -48,11 +50,12 @@ def model_flops(spec: ModelSpec, recipe: Recipe, lengths: np.ndarray) -> float:
         recipe: says what is trained.
         lengths: [sequences] tokens.
     """
-    tokens, pairs = float(lengths.sum()), float(np.square(lengths.astype(np.float64)).sum()) / 2
-    matrices = spec.num_layers * spec.layer_matrix_parameters + spec.embedding_parameters
-    backward = backward_of(spec, recipe)
-    attention = (1 + 2 * backward.layers) * 4 * spec.num_layers * spec.num_heads * spec.head_dim * pairs
-    return 2 * tokens * matrices * backward.language.total() + attention
+    forward, backward, length = forward_operations(spec), backward_of(spec, recipe), lengths.astype(np.float64)
+    attention = forward.attention_per_token2 * float(np.square(length).sum())
+    if spec.window_tokens is not None:
+        attention += forward.window_per_token2 * float(windowed_pairs(length, spec.window_tokens).sum())
+    matrices = forward.linear_per_token * float(length.sum())
+    return matrices * backward.language.total() + (1 + 2 * backward.layers) * attention
 
 
 def utilisation(

@@ -105,8 +105,9 @@ def _observations(measurement: Measurement, draw: random.Random) -> Iterator[dic
 
 def _memory(recipe: Recipe) -> Iterator[dict[str, Any]]:
     spec, precision = load_model(MODEL), precision_of(recipe)
-    once = recomputed_bytes(spec, recipe, precision) + mlp_backward_bytes(spec, precision)
+    (kind,) = spec.kinds
+    once = recomputed_bytes(spec, kind, recipe, precision) + mlp_backward_bytes(spec, kind, precision)
     for layers in LAYERS:
         for tokens in (4096, 8192, 16_384):
-            per_token = layers * kept_bytes(spec, recipe, precision) + once
+            per_token = layers * kept_bytes(spec, kind, recipe, precision) + once
             yield {"kind": "memory", "tokens": tokens, "layers": layers, "peak_bytes": 3e8 + per_token * tokens}

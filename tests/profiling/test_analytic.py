@@ -15,8 +15,9 @@ from fcp_cli.memory.state import COMMUNICATOR_BYTES
 from fcp_cli.models.cluster import ClusterSpec, load_cluster
 from fcp_cli.models.descriptions import shipped_names
 from fcp_cli.models.model import load_model
+from fcp_cli.models.operations import forward_operations
 from fcp_cli.models.shipped import shipped_profile
-from fcp_cli.profiling.analytic import analytic_profile, forward_operations, ring_bytes_per_token
+from fcp_cli.profiling.analytic import analytic_profile, ring_bytes_per_token
 from fcp_cli.recipe import Recipe, Recompute, ZeroStage
 from tests.messages import raises
 

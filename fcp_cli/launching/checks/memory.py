@@ -117,6 +117,7 @@ def place_of(job: Job, *, capacity_bytes: float) -> Place:
         capacity_bytes=capacity_bytes,
         tensor_parallel=metadata.tensor_parallel,
         pipeline_parallel=metadata.pipeline_parallel,
+        expert_parallel=1 if job.profile is None else job.profile.expert_parallel,
         on_cpu=is_host,
         most_peers=_most_peers(job.plan.absolute(), metadata.plan_hash) if counts_peers else None,
     )
