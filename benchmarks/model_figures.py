@@ -201,3 +201,38 @@ def _kernels_of_linear_attention(model: Any) -> Iterator[None]:
         yield
     finally:
         setattr(module, name, whole)
+
+
+def main(names: list[str]) -> None:
+    """Print a table of models: what they have, how far the descriptions are off, and whether the runtime trains them."""
+    print("| model | parameters | active | layers | error of parameters, operations, bytes | trains |")
+    print("|---|---:|---:|---|---|---|")
+    for name in names or [name for name in shipped_names("model") if not name.endswith("-tiny")]:
+        spec = load_model(name)
+        found, precision = counted(spec, tokens=_TOKENS), precision_of(Recipe())
+        kept = sum(count * layer_bytes(spec, kind, precision) for kind, count in spec.kinds.items())
+        kept += final_norm_bytes(spec, precision) - precision.activation * spec.hidden_size  # which the head would read
+        errors = [
+            f"{spec.text_parameters - found.parameters}",
+            f"{abs(causal_operations(spec, _TOKENS) / found.operations - 1):.3%}",
+            f"{abs(kept / found.bytes_per_token - 1):.3%}",
+        ]
+        sizes = f"{spec.text_parameters / 1e9:.2f} B | {spec.active_parameters / 1e9:.2f} B"
+        print(f"| `{name}` | {sizes} | {_layers(spec)} | {', '.join(errors)} | {spec.untrained_attention or 'yes'} |")
+
+
+def causal_operations(spec: ModelSpec, tokens: int) -> float:
+    """Return the operations of a forward over one causal sequence, as the description says them."""
+    forward, length = operations_of(spec), np.array([float(tokens)])
+    within = float(windowed_pairs(length, spec.window_tokens or 0)[0])
+    pairs = forward.attention_per_token2 * tokens**2 + forward.window_per_token2 * within
+    return forward.linear_per_token * tokens + pairs
+
+
+def _layers(spec: ModelSpec) -> str:
+    kinds = {kind: f"{kind.attention}, {'experts' if kind.has_experts else 'dense'}" for kind in spec.kinds}
+    return "; ".join(f"{count} {kinds[kind]}" for kind, count in spec.kinds.items())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

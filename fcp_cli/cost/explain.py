@@ -68,11 +68,25 @@ def figures_of(profile: CostProfile) -> list[Figure]:
 
 
 def break_even_tokens(profile: CostProfile) -> float | None:
-    """Return the length at which attention takes as long as linear work; None where there is none without windows."""
-    c = profile.coefficients
-    if not c.attention_seconds_per_token2:
+    """Return the length at which attention takes as long as linear work; None where it never does."""
+    return _reached_by_attention(profile.coefficients, per_token=profile.coefficients.linear_seconds_per_token)
+
+
+def _reached_by_attention(c: Coefficients, *, per_token: float, fixed: float = 0.0) -> float | None:
+    """Return the length from which attention takes `per_token` L + `fixed` seconds or more; None where there is none.
+
+    Beyond a window of w tokens, its pairs are 2 w L - w^2.
+    """
+    full, windowed, window = c.attention_seconds_per_token2, c.window_seconds_per_token2, c.window_tokens
+    if not full + windowed:
         return None
-    return c.linear_seconds_per_token / c.attention_seconds_per_token2
+    within = (per_token + math.sqrt(per_token * per_token + 4 * (full + windowed) * fixed)) / (2 * (full + windowed))
+    if not windowed or within <= window:
+        return within
+    rest, start = per_token - 2 * windowed * window, fixed + windowed * window * window
+    if not full:
+        return start / rest if rest > 0 else None
+    return (rest + math.sqrt(rest * rest + 4 * full * start)) / (2 * full)
 
 
 def hidden_ring_tokens(profile: CostProfile, *, degree: int, tier: Tier) -> float | None:
@@ -81,14 +95,13 @@ def hidden_ring_tokens(profile: CostProfile, *, degree: int, tier: Tier) -> floa
     alpha1 L^2 / d = (1 - exposed share) * ring seconds of L tokens.
     """
     c = profile.coefficients
-    if degree < 2 or not c.attention_seconds_per_token2 or c.exposed_ring_share == 1:
+    if degree < 2 or c.exposed_ring_share == 1:
         return None
     bandwidth = profile.bandwidth.intra_node if tier == "intra_node" else profile.bandwidth.inter_node
     hidden = 1 - c.exposed_ring_share
     per_token = hidden * c.ring_bytes_per_token * (degree - 1) / bandwidth
     fixed = hidden * c.ring_hop_seconds * (degree - 1) * degree
-    a = c.attention_seconds_per_token2
-    return (per_token + math.sqrt(per_token * per_token + 4 * a * fixed)) / (2 * a)
+    return _reached_by_attention(c, per_token=per_token, fixed=fixed)
 
 
 def seconds_table(

@@ -189,7 +189,9 @@ def _experts(text: Mapping[str, Any], architecture: Architecture, *, where: str)
             raise ProfileError(
                 f"{where}: {key} is {text[key]!r}; known are models in which all layers have experts, but for the first"
             )
-    found = _named_figures(text, names)
+    # As transformers 5 saves what older files call by a name of their family.
+    count = text.get(names["count"], text.get("num_local_experts"))
+    found = _named_figures({**text, names["count"]: count}, names)
     shared, width = text.get("n_shared_experts"), found.get("ffn_size")
     if isinstance(shared, int) and isinstance(width, int):
         found["shared_ffn_size"] = shared * width

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Final, Literal, TypeAlias
 
 from fcp_cli.validation import Count, NonNegativeCount, Positive
@@ -189,9 +190,7 @@ class LanguageModel(TextFigures):
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer, in their order."""
         dense = self.num_layers if self.experts is None else self.experts.dense_layers
-        return tuple(
-            LayerKind(self.attention[layer % len(self.attention)], layer >= dense) for layer in range(self.num_layers)
-        )
+        return _kinds_of_layers(self.num_layers, self.attention, dense)
 
     @property
     def kinds(self) -> dict[LayerKind, int]:
@@ -289,6 +288,11 @@ class LanguageModel(TextFigures):
         experts = self.experts
         idle = 0 if experts is None else self.expert_parameters * (experts.count - experts.active) // experts.count
         return self.text_parameters - idle
+
+
+@cache  # asked for again and again while recipes are tried
+def _kinds_of_layers(layers: int, attention: tuple[Attention, ...], dense: int) -> tuple[LayerKind, ...]:
+    return tuple(LayerKind(attention[layer % len(attention)], layer >= dense) for layer in range(layers))
 
 
 def _softmax_matrices(spec: LanguageModel) -> dict[str, Matrix]:

@@ -1,4 +1,4 @@
-"""The cost profiles that travel with fcp, as examples: those of every model on the example cluster.
+"""The cost profiles that travel with fcp, as examples: those of every model that fits the example cluster.
 
 Each is made by: fcp profile --analytic --model MODEL --cluster example-8x8 -o profiles/cost/MODEL-example-8x8.yaml
 """

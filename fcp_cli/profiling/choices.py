@@ -96,7 +96,8 @@ def _require_room(spec: ModelSpec, request: ProfileRequest, place: Place, fit: F
     memory = fit.memory.as_profile_memory(place.capacity_bytes)
     other = fitting_recipe(spec, RecipeRequest.to_train_as(request.recipe), place)
     flags = shlex.join(other.flags())
-    remedy = f"{flags} fits" if other.tokens >= 1 else "raise --tensor-parallel or --pipeline-parallel"
+    cuts = ["--tensor-parallel", "--pipeline-parallel", *(["--expert-parallel"] if spec.experts else [])]
+    remedy = f"{flags} fits" if other.tokens >= 1 else f"raise {' or '.join(cuts)}"
     raise ProfileError(
         f"{spec.name} does not fit: it takes {memory.model_state_bytes / 1e9:.1f} of the "
         f"{place.capacity_bytes / 1e9:.1f} GB that a rank may use under {fit.recipe.describe()}; {remedy}"

@@ -31,6 +31,17 @@ SIZES = {
     "qwen3-vl-2b": (1.721, 0.407),
     "qwen3-vl-4b": (4.022, 0.415),
     "qwen3-vl-8b": (8.191, 0.576),
+    "qwen3-32b": (32.762, None),
+    "llama3-70b": (70.554, None),
+    "qwen3-30b-a3b": (30.532, None),
+    "qwen3-235b-a22b": (235.094, None),
+    "qwen3-vl-30b-a3b": (30.532, 0.539),
+    "gemma3-27b": (27.009, None),
+    "gpt-oss-20b": (20.915, None),
+    "gpt-oss-120b": (116.829, None),
+    "deepseek-v3": (671.026, None),
+    "glm-4.5": (352.797, None),
+    "qwen3-next-80b-a3b": (79.674, None),
 }
 
 
@@ -48,7 +59,7 @@ def test_the_intern_vision_encoder_has_its_published_size() -> None:
     assert vision.encoder_parameters / 1e9 == pytest.approx(0.304, abs=5e-4)
 
 
-def test_the_thirteen_models_and_the_tiny_ones_are_shipped() -> None:
+def test_the_models_of_known_size_and_the_tiny_ones_are_shipped() -> None:
     assert set(shipped_names("model")) == {*SIZES, "qwen3-tiny", "qwen3-vl-tiny"}
 
 
@@ -78,7 +89,7 @@ def test_qwen2_5_vl_is_found_with_and_without_its_dot(name: str) -> None:
 def test_an_unknown_model_lists_the_nearest() -> None:
     with raises(
         snapshot(
-            "ProfileError: unknown model 'qwen3-9b'; nearest: qwen3-8b, qwen3-4b, qwen3vl-8b; or give a YAML or the folder of a checkpoint"
+            "ProfileError: unknown model 'qwen3-9b'; nearest: qwen3-8b, qwen3-4b, qwen3-32b; or give a YAML or the folder of a checkpoint"
         )
     ):
         load_model("qwen3-9b")
@@ -116,7 +127,7 @@ def test_an_architecture_of_no_family_is_rejected(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump({**_document(), "architecture": "mamba"}))
     with raises(
         snapshot(
-            "ProfileError: FOLDER/model.yaml: architecture is 'mamba'; it must be one of internvl, llama, qwen2, qwen2_5_vl, qwen3, qwen3_vl"
+            "ProfileError: FOLDER/model.yaml: architecture is 'mamba'; it must be one of deepseek_v3, gemma3_text, glm4_moe, gpt_oss, internvl, llama, qwen2, qwen2_5_vl, qwen3, qwen3_moe, qwen3_next, qwen3_vl, qwen3_vl_moe"
         )
     ):
         load_model(path)
@@ -197,7 +208,7 @@ def test_both_forms_of_a_qwen2_5_vl_configuration_are_read(document: dict[str, A
         (
             {"model_type": "mamba"},
             snapshot(
-                "ProfileError: FOLDER/config.json: model_type is 'mamba'; known: llama, mistral, qwen2, qwen2_5_vl, qwen2_5_vl_text, qwen3, qwen3_vl_text"
+                "ProfileError: FOLDER/config.json: model_type is 'mamba'; known: deepseek_v3, gemma3_text, glm4_moe, gpt_oss, llama, mistral, qwen2, qwen2_5_vl, qwen2_5_vl_text, qwen3, qwen3_moe, qwen3_next, qwen3_vl_moe_text, qwen3_vl_text"
             ),
         ),
         (

@@ -22,6 +22,8 @@ from fcp_cli.recipe import Recipe, Recompute, ZeroStage
 from tests.messages import raises
 
 ZERO_2 = Recipe(zero_stage=2)
+# Nothing of them fits the 64 devices of 64 GB of the example cluster: no profile of them is shipped.
+TOO_LARGE = ("qwen3-235b-a22b", "gpt-oss-120b", "deepseek-v3", "glm-4.5")
 
 
 def _profile(model: str = "qwen3-8b", *, recipe: Recipe = ZERO_2, sync: Sync = "iteration", **cut: int) -> CostProfile:
@@ -215,7 +217,7 @@ def test_an_analytic_profile_is_a_cost_profile() -> None:
     assert parse_cost_profile(dump_cost_profile(profile), name="x") == profile
 
 
-@pytest.mark.parametrize("model", shipped_names("model"))
+@pytest.mark.parametrize("model", [name for name in shipped_names("model") if name not in TOO_LARGE])
 def test_shipped_profiles_are_priced_as_the_formulas_do(model: str) -> None:
     """Their memory is not compared: a plan works it out anew, for its own ranks."""
     shipped = shipped_profile(model)

@@ -1,0 +1,212 @@
+"""What a description says of a model's layers against transformers' own classes, which run on the meta device."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from inline_snapshot import snapshot
+
+from fcp_cli.cost.model import windowed_pairs
+from fcp_cli.errors import ProfileError, RunError
+from fcp_cli.files import shipped
+from fcp_cli.memory.activations import final_norm_bytes, layer_bytes
+from fcp_cli.memory.precision import precision_of
+from fcp_cli.models.layers import TextFigures
+from fcp_cli.models.model import ModelSpec, load_hf_config, load_model
+from fcp_cli.models.operations import forward_operations
+from fcp_cli.models.transformers_config import text_config
+from fcp_cli.recipe import Recipe
+from tests.messages import raises
+
+# Models of one kind of layer and of several, with as many layers as have all of their kinds.
+FEW_LAYERS = {
+    "llama3-70b": 2,
+    "qwen3-32b": 2,
+    "qwen3-30b-a3b": 2,
+    "qwen3-vl-30b-a3b": 2,
+    "qwen3-235b-a22b": 2,
+    "gemma3-27b": 6,
+    "gpt-oss-20b": 2,
+    "gpt-oss-120b": 2,
+    "deepseek-v3": 4,
+    "glm-4.5": 4,
+    "qwen3-next-80b-a3b": 4,
+}
+UNTRAINED = {"gemma3-27b", "gpt-oss-20b", "gpt-oss-120b", "deepseek-v3", "qwen3-next-80b-a3b"}
+
+
+def _require_equal_figures(spec: ModelSpec, *, tokens: int) -> None:
+    from benchmarks.model_figures import counted
+
+    found, length = counted(spec, tokens=tokens), np.array([float(tokens)])
+    assert spec.text_parameters == found.parameters
+    forward = forward_operations(spec)
+    within = float(windowed_pairs(length, spec.window_tokens or 0)[0])
+    operations = forward.linear_per_token * tokens + forward.window_per_token2 * within
+    assert operations + forward.attention_per_token2 * tokens**2 == pytest.approx(found.operations, rel=0.002)
+    precision = precision_of(Recipe())
+    kept = sum(count * layer_bytes(spec, kind, precision) for kind, count in spec.kinds.items())
+    kept += final_norm_bytes(spec, precision) - precision.activation * spec.hidden_size  # which the head would read
+    assert kept == pytest.approx(found.bytes_per_token, rel=0.002)
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("name", FEW_LAYERS)
+def test_a_few_layers_have_the_parameters_operations_and_bytes_of_transformers_own(name: str) -> None:
+    _require_equal_figures(replace(load_model(name), num_layers=FEW_LAYERS[name]), tokens=2048)
+
+
+@pytest.mark.full
+@pytest.mark.hf
+@pytest.mark.parametrize("name", ["qwen3-8b", *FEW_LAYERS])
+def test_whole_models_have_the_parameters_operations_and_bytes_of_transformers_own(name: str) -> None:
+    _require_equal_figures(load_model(name), tokens=8192)
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("name", FEW_LAYERS)
+def test_a_configuration_of_each_family_gives_the_shipped_figures(name: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    spec = load_model(name)
+    model_type, figures = text_config(spec)
+    config = AutoConfig.for_model(model_type, **figures)
+    (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
+    found = load_hf_config(tmp_path / "config.json")
+    for f in fields(TextFigures):
+        if f.name not in ("attention", "rope_theta"):
+            assert getattr(found, f.name) == getattr(spec, f.name), f.name
+    assert found.layer_kinds == spec.layer_kinds
+
+
+_GEMMA = {
+    "model_type": "gemma3_text",
+    "hidden_size": 5376,
+    "intermediate_size": 21504,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "num_hidden_layers": 62,
+    "head_dim": 128,
+    "sliding_window": 1024,
+}
+_GPT_OSS = {
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 24,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "vocab_size": 201088,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("document", "name"),
+    [({"model_type": "gemma3", "text_config": _GEMMA}, "gemma3-27b"), (_GPT_OSS, "gpt-oss-20b")],
+)
+def test_what_published_files_leave_to_their_class_is_known(document: Any, name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    found, known = load_model(tmp_path), load_model(name)
+    assert (found.text_parameters, found.layer_kinds) == (known.text_parameters, known.layer_kinds)
+    assert found.window_tokens == known.window_tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            snapshot(
+                "ProfileError: FOLDER/config.json: layer_types has 'chunked_attention'; known: full_attention, sliding_attention, linear_attention"
+            ),
+        ),
+        (
+            {"sliding_window": None},
+            snapshot("ProfileError: FOLDER/config.json: attention has window layers, and window_tokens is missing"),
+        ),
+        (
+            {"num_local_experts": 3},
+            snapshot("ProfileError: FOLDER/config.json: experts.active 4 exceeds experts.count 3"),
+        ),
+        ({"num_experts_per_tok": None}, snapshot("ProfileError: FOLDER/config.json: experts.active is missing")),
+    ],
+)
+def test_layers_that_cannot_be_are_rejected(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_GPT_OSS | changes))
+    with raises(message):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (
+            "deepseek-v3",
+            {"num_kv_heads": 8},
+            snapshot(
+                "ProfileError: FOLDER/model.yaml: num_kv_heads 8 differs from num_heads 128, and attention is latent"
+            ),
+        ),
+        (
+            "deepseek-v3",
+            {"latent": None},
+            snapshot("ProfileError: FOLDER/model.yaml: attention has latent layers, and latent is missing"),
+        ),
+        (
+            "qwen3-next-80b-a3b",
+            {"attention": ["linear", "mamba"]},
+            snapshot(
+                "ProfileError: FOLDER/model.yaml: text.attention[1] is 'mamba'; it must be one of full, latent, linear, window"
+            ),
+        ),
+    ],
+)
+def test_a_description_that_lacks_what_its_kinds_need_is_rejected(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    document = yaml.safe_load((shipped("profiles") / "models" / f"{name}.yaml").read_text())
+    document["text"] |= changes
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump(document))
+    with raises(message):
+        load_model(tmp_path / "model.yaml")
+
+
+@pytest.mark.parametrize("name", FEW_LAYERS)
+def test_models_whose_attention_no_ring_can_run_are_refused_by_its_kind(name: str) -> None:
+    spec = load_model(name)
+    if name not in UNTRAINED:
+        spec.require_trainable()
+        return
+    with pytest.raises(RunError, match="which a plan cannot follow"):
+        spec.require_trainable()
+
+
+def test_a_refusal_names_kinds_and_layers() -> None:
+    assert load_model("gpt-oss-20b").untrained_attention == snapshot(
+        "sliding-window attention in 12 layers and attention sinks in all 24 layers"
+    )
+    assert load_model("deepseek-v3").untrained_attention == snapshot("latent attention (MLA) in 61 layers")
+    assert load_model("qwen3-next").untrained_attention == snapshot("linear attention (gated delta rule) in 36 layers")
+
+
+def test_a_token_meets_the_published_number_of_parameters() -> None:
+    names = ("qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-120b", "deepseek-v3", "glm-4.5", "qwen3-next")
+    active = {name: round(load_model(name).active_parameters / 1e9, 1) for name in names}
+    assert active == snapshot({})
+
+
+def test_experts_in_some_layers_alone_are_rejected(tmp_path: Path) -> None:
+    config = {**_GPT_OSS, "model_type": "qwen3_moe", "mlp_only_layers": [3]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ProfileError, match="mlp_only_layers is"):
+        load_model(tmp_path)
