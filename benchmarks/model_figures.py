@@ -17,17 +17,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import masking_utils
 
-from fcp_cli.models.model import ModelSpec
+from fcp_cli.cost.model import windowed_pairs
+from fcp_cli.memory.activations import final_norm_bytes, layer_bytes
+from fcp_cli.memory.precision import precision_of
+from fcp_cli.models.descriptions import shipped_names
+from fcp_cli.models.layers import LINEAR_CHUNK
+from fcp_cli.models.model import ModelSpec, load_model
+from fcp_cli.models.operations import forward_operations as operations_of
 from fcp_cli.models.transformers_config import text_config
+from fcp_cli.recipe import Recipe
 
 _NAME = "fcp-figures"
-_CHUNK = 64  # of kernels of linear attention
+_TOKENS = 8192  # of the sequence whose operations are counted: several windows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +181,7 @@ class _Update(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         heads, key_heads, tokens = value.shape[2], key.shape[2], key.shape[1]
         scales = [query.new_empty(tokens, key_heads, dtype=torch.float32) for _ in "qk"]
-        system = query.new_empty(tokens, heads, _CHUNK)
+        system = query.new_empty(tokens, heads, LINEAR_CHUNK)
         sums = decay.new_empty(decay.shape, dtype=torch.float32)
         ctx.save_for_backward(query, key, value, sums, beta, system, *scales)
         return torch.empty_like(value)
@@ -204,7 +212,7 @@ def _kernels_of_linear_attention(model: Any) -> Iterator[None]:
 
 
 def main(names: list[str]) -> None:
-    """Print a table of models: what they have, how far the descriptions are off, and whether the runtime trains them."""
+    """Print a table of models: what they have, how far descriptions are off, and whether the runtime trains them."""
     print("| model | parameters | active | layers | error of parameters, operations, bytes | trains |")
     print("|---|---:|---:|---|---|---|")
     for name in names or [name for name in shipped_names("model") if not name.endswith("-tiny")]:

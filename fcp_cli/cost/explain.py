@@ -85,7 +85,7 @@ def _reached_by_attention(c: Coefficients, *, per_token: float, fixed: float = 0
         return within
     rest, start = per_token - 2 * windowed * window, fixed + windowed * window * window
     if not full:
-        return start / rest if rest > 0 else None
+        return start / -rest if rest < 0 else None
     return (rest + math.sqrt(rest * rest + 4 * full * start)) / (2 * full)
 
 

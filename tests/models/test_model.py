@@ -40,7 +40,7 @@ SIZES = {
     "gpt-oss-20b": (20.915, None),
     "gpt-oss-120b": (116.829, None),
     "deepseek-v3": (671.026, None),
-    "glm-4.5": (352.797, None),
+    "glm-4.5": (352.798, None),
     "qwen3-next-80b-a3b": (79.674, None),
 }
 

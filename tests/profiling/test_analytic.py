@@ -121,6 +121,49 @@ def test_tensor_parallelism_divides_everything_of_a_rank() -> None:
     assert two.memory.model_state_bytes - 2 * COMMUNICATOR_BYTES == pytest.approx(shared_out / 2)
 
 
+def test_ranks_that_share_out_experts_hold_a_part_of_them_and_send_tokens() -> None:
+    spec = load_model("qwen3-30b-a3b")
+    recipe = replace(ZERO_2, zero_stage=1)
+    one, eight = (_profile(spec.name, recipe=recipe, expert_parallel=ranks) for ranks in (1, 8))
+    # Weights in bf16 and gradients in fp32 of 7 of 8 experts; the optimizer's shares are the same.
+    away = spec.expert_parameters * 7 / 8 * (2 + 4)
+    assert one.memory.model_state_bytes - eight.memory.model_state_bytes == pytest.approx(away, rel=0.01)
+    # To eight experts and back, forward and backward, in bf16: 7 of 8 go to other ranks of the node.
+    sent = 48 * 8 * 2048 * 2 * 2 * 2 * 7 / 8
+    more = eight.coefficients.linear_seconds_per_token - one.coefficients.linear_seconds_per_token
+    assert more == pytest.approx(sent / 50e9)
+    assert (one.expert_parallel, eight.expert_parallel) == (1, 8)
+
+
+@pytest.mark.parametrize(
+    ("model", "among", "message"),
+    [
+        ("qwen3-8b", 2, snapshot("UsageError: --expert-parallel is 2, and qwen3-8b has no experts; leave it out")),
+        (
+            "qwen3-30b-a3b",
+            3,
+            snapshot("UsageError: --expert-parallel 3 does not divide the experts of a layer, 128 of qwen3-30b-a3b"),
+        ),
+        (
+            "qwen3-30b-a3b",
+            128,
+            snapshot("UsageError: --expert-parallel 128 does not divide the ranks, 64 of qwen3-30b-a3b"),
+        ),
+    ],
+)
+def test_experts_that_cannot_be_shared_out_are_rejected(model: str, among: int, message: str) -> None:
+    with raises(message):
+        _profile(model, expert_parallel=among)
+
+
+def test_only_what_attends_by_softmax_goes_round_a_ring_and_grows_with_the_square() -> None:
+    hybrid, latent = load_model("qwen3-next"), load_model("deepseek-v3")
+    assert ring_bytes_per_token(hybrid, kv_bytes=2, gradient_bytes=4) == 12 * 2 * 2 * 256 * (2 + 2 + 4)
+    assert ring_bytes_per_token(latent, kv_bytes=2, gradient_bytes=4) == 61 * 128 * (192 + 128) * (2 + 2 + 4)
+    assert forward_operations(hybrid).attention_per_token2 == 12 * 16 * 2 * 256
+    assert forward_operations(latent).attention_per_token2 == 61 * 128 * (192 + 128)
+
+
 def test_a_cut_that_the_model_does_not_allow_is_rejected() -> None:
     with raises(snapshot("UsageError: --tensor-parallel 3 does not divide num_heads 32 of qwen3-8b")):
         _profile(tensor_parallel=3)
