@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from fcp_cli.errors import UsageError
 from fcp_cli.memory.rank import rank_memory
+from fcp_cli.memory.state import Cut
 from fcp_cli.memory.table import RankMemory
 from fcp_cli.memory.trained import check_trained
 from fcp_cli.models.model import ModelSpec
@@ -54,6 +55,15 @@ class Place:
     most_peers: int | None = None
     measured_bytes_per_token: float | None = None
 
+    @property
+    def cut(self) -> Cut:
+        """How the model is cut over devices of a rank, and its experts over ranks."""
+        return Cut(
+            tensor_parallel=self.tensor_parallel,
+            pipeline_parallel=self.pipeline_parallel,
+            expert_parallel=self.expert_parallel,
+        )
+
     def peers(self, sync: Sync) -> int:
         """Return how many ranks one is expected to meet, before there is a plan that says it."""
         most = _EXPECTED_PEERS[sync] if self.most_peers is None else self.most_peers
@@ -66,9 +76,7 @@ class Place:
             recipe,
             sync=sync,
             ranks=self.ranks,
-            tensor_parallel=self.tensor_parallel,
-            pipeline_parallel=self.pipeline_parallel,
-            expert_parallel=self.expert_parallel,
+            cut=self.cut,
             on_cpu=self.on_cpu,
             peers=self.peers(sync),
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from fcp_cli.memory import activations
 from fcp_cli.memory.precision import precision_of
-from fcp_cli.memory.state import State, communicators
+from fcp_cli.memory.state import WHOLE, Cut, State, communicators
 from fcp_cli.memory.table import Item, Moment, RankMemory
 from fcp_cli.memory.trained import backward_of
 from fcp_cli.models.layers import LayerKind
@@ -22,9 +22,7 @@ def rank_memory(
     *,
     sync: Sync,
     ranks: int,
-    tensor_parallel: int = 1,
-    pipeline_parallel: int = 1,
-    expert_parallel: int = 1,
+    cut: Cut = WHOLE,
     on_cpu: bool = False,
     peers: int = 0,
 ) -> RankMemory:
@@ -34,9 +32,8 @@ def rank_memory(
         spec: the model.
         recipe: the settings that the job runs with.
         sync: the plan's; under `iteration`, gradients are reduced once a step.
-        ranks: of the job; a rank is tensor_parallel x pipeline_parallel devices.
-        tensor_parallel, pipeline_parallel: the cut of a rank.
-        expert_parallel: ranks that share out the experts of a layer.
+        ranks: of the job.
+        cut: of the model over devices of a rank, and of its experts over ranks.
         on_cpu: the job runs on hosts: no device communicators.
         peers: ranks that one meets in rings, whose channels take memory on accelerators.
     """
@@ -45,9 +42,7 @@ def rank_memory(
         recipe=replace(recipe, reduce="step") if sync == "iteration" else recipe,
         precision=precision_of(recipe),
         shards=recipe.shards(ranks),
-        tensor_parallel=tensor_parallel,
-        pipeline_parallel=pipeline_parallel,
-        expert_parallel=expert_parallel,
+        cut=cut,
     )
     links = communicators(ranks, peers, on_cpu=on_cpu)
     running = _MicroBatch(state=state, in_rings=ranks > 1, held=(*state.held(), links))
@@ -56,7 +51,7 @@ def rank_memory(
         *(running.attention_backward(kind) for kind in spec.kinds),
         Moment(name="gradient reduction", items=(*state.reduction(), links)),
     ]
-    if pipeline_parallel == 1:
+    if cut.pipeline_parallel == 1:
         moments += running.losses()
     if spec.vision is not None:
         moments.append(running.encoder())
@@ -155,5 +150,5 @@ class _MicroBatch:
         return self.state.copies(of_all=self.state.recipe.recompute == "none")
 
     def _item(self, name: str, bytes_per_token: float, *, most_bytes: float = math.inf) -> Item:
-        tensor = self.state.tensor_parallel
+        tensor = self.state.cut.tensor_parallel
         return Item(name=name, bytes_per_token=bytes_per_token / tensor, most_bytes=most_bytes / tensor)

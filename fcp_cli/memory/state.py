@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Final
 
 from fcp_cli.memory.precision import Precision
 from fcp_cli.memory.table import Item
@@ -20,22 +21,40 @@ _COMMUNICATORS = 2  # of the collectives, and of the rings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """How a model is cut, beside what ranks share out.
+
+    Attributes:
+        tensor_parallel, pipeline_parallel: devices of a rank.
+        expert_parallel: ranks over which the experts of a layer are spread, each with whole ones.
+    """
+
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
+
+    @property
+    def devices(self) -> int:
+        """Devices of a rank."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+
+WHOLE: Final = Cut()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class State:
     """The share of a model's state that the fullest device of a rank has.
 
     Attributes:
         shards: ranks that share one copy of what is shared out.
-        tensor_parallel, pipeline_parallel: devices of a rank.
-        expert_parallel: ranks over which the experts of a layer are spread, each with whole ones.
     """
 
     spec: ModelSpec
     recipe: Recipe
     precision: Precision
     shards: int
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    expert_parallel: int = 1
+    cut: Cut = WHOLE
 
     @property
     def is_sharded(self) -> bool:
@@ -61,7 +80,7 @@ class State:
         return trained_parameters(self.spec, self.recipe)
 
     def _share(self, parameters: float) -> float:
-        return parameters / (self.tensor_parallel * self.pipeline_parallel)
+        return parameters / self.cut.devices
 
     @property
     def trained_table(self) -> float:
@@ -80,32 +99,32 @@ class State:
             self._stage_layers * (spec.layers_parameters - self._elsewhere(spec.expert_parameters)) / spec.num_layers
         )
         vision = spec.vision.parameters if spec.vision else 0  # on the first pipeline stage
-        return (layers + spec.hidden_size + vision) / self.tensor_parallel + self.tables
+        return (layers + spec.hidden_size + vision) / self.cut.tensor_parallel + self.tables
 
     @property
     def _stage_layers(self) -> int:
-        return math.ceil(self.spec.num_layers / self.pipeline_parallel)
+        return math.ceil(self.spec.num_layers / self.cut.pipeline_parallel)
 
     def _elsewhere(self, experts: int) -> float:
         """Return how many of the experts' parameters other ranks of expert parallelism have."""
-        return experts * (1 - 1 / self.expert_parallel)
+        return experts * (1 - 1 / self.cut.expert_parallel)
 
     @property
     def _all_experts(self) -> State:
         """The same with experts on every rank: ranks that hold the same experts share them out among themselves, so
         that a share is of all of them.
         """
-        return replace(self, expert_parallel=1)
+        return replace(self, cut=replace(self.cut, expert_parallel=1))
 
     @property
     def table(self) -> float:
         """The parameters of an embedding or output table."""
-        return self.spec.embedding_parameters / self.tensor_parallel
+        return self.spec.embedding_parameters / self.cut.tensor_parallel
 
     @property
     def tables(self) -> float:
         """The parameters of a pipeline stage's embedding and output tables."""
-        return self.table * (1 if self.spec.tied_embeddings or self.pipeline_parallel > 1 else 2)
+        return self.table * (1 if self.spec.tied_embeddings or self.cut.pipeline_parallel > 1 else 2)
 
     @property
     def layer(self) -> float:
@@ -114,14 +133,14 @@ class State:
             self.spec.layer_parameters(kind) - self._elsewhere(self.spec.layer_expert_parameters(kind))
             for kind in self.spec.kinds
         ]
-        return max(layers) / self.tensor_parallel
+        return max(layers) / self.cut.tensor_parallel
 
     @property
     def root(self) -> float:
         """The parameters that belong to no layer: tables, and a vision model's patch embedding and projector."""
         vision = self.spec.vision
         rest = vision.parameters - vision.block_parameters if vision else 0
-        return self.tables + (self.spec.hidden_size + rest) / self.tensor_parallel
+        return self.tables + (self.spec.hidden_size + rest) / self.cut.tensor_parallel
 
     @property
     def computed_weight(self) -> int:
@@ -172,7 +191,7 @@ class State:
             return Item(
                 name="new gradients", fixed_bytes=size * self.trained_table if self.spec.tied_embeddings else 0.0
             )
-        matrix = min(self.spec.largest_mlp_matrix_parameters / self.tensor_parallel, self.trained_layer)
+        matrix = min(self.spec.largest_mlp_matrix_parameters / self.cut.tensor_parallel, self.trained_layer)
         # Reduced in fp32 at the end of each layer's backward: the last message stays until the next one begins.
         message = 0.0 if self.keeps_whole_gradients else self.precision.gradient * self.trained_layer
         return Item(name="new gradients", fixed_bytes=size * (self.trained_table + matrix) + message)
@@ -204,10 +223,10 @@ class State:
         spec = self.spec
         products = {kind: spec.layer_linear_parameters(kind) for kind in spec.kinds}
         of_layers = sum(count * products[kind] for kind, count in spec.kinds.items()) * self._stage_layers
-        matrices = (of_layers / spec.num_layers if of_all else max(products.values())) / self.tensor_parallel
+        matrices = (of_layers / spec.num_layers if of_all else max(products.values())) / self.cut.tensor_parallel
         if of_all:
             vision = spec.vision.block_parameters + spec.vision.projector_parameters if spec.vision else 0
-            matrices += self.table + vision / self.tensor_parallel
+            matrices += self.table + vision / self.cut.tensor_parallel
         return Item(name="autocast copies", fixed_bytes=self.precision.copy * matrices)
 
 

@@ -310,8 +310,7 @@ def computed_basis(
         recipe=budget.recipe,
         sync=budget.sync,
         ranks=ranks.num_ranks,
-        tensor_parallel=tensor_parallel,
-        pipeline_parallel=pipeline_parallel,
+        cut=place.cut,
         peers=place.peers(budget.sync),
     )
     origins.assume("--profile", f"{spec.name} on {cluster.name}", "computed from their figures; 'fcp profile' measures")

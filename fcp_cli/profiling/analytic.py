@@ -17,7 +17,7 @@ from fcp_cli.errors import UsageError
 from fcp_cli.memory.activations import vision_bytes
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.rank import rank_memory
-from fcp_cli.memory.state import State
+from fcp_cli.memory.state import WHOLE, Cut, State
 from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.memory.trained import backward_of, check_trained, trained_parameters
 from fcp_cli.models.cluster import ClusterSpec
@@ -65,9 +65,7 @@ def analytic_profile(
     recipe: Recipe,
     sync: Sync,
     ranks: int,
-    tensor_parallel: int = 1,
-    pipeline_parallel: int = 1,
-    expert_parallel: int = 1,
+    cut: Cut = WHOLE,
     peers: int = 0,
 ) -> CostProfile:
     """Compute a cost profile of origin `analytic`; its measurement block holds every assumption.
@@ -77,9 +75,8 @@ def analytic_profile(
         cluster: gives rates, bandwidths and the memory of a device.
         recipe: that times and memory are of.
         sync: of the plans to be made: what a rank gathers and keeps depends on it.
-        ranks: of the job, each tensor_parallel x pipeline_parallel devices.
-        tensor_parallel, pipeline_parallel: the cut of a rank.
-        expert_parallel: ranks that share out the experts of a layer.
+        ranks: of the job.
+        cut: of the model over devices of a rank, and of its experts over ranks.
         peers: ranks that one meets in rings, whose channels take memory.
 
     Raises:
@@ -91,9 +88,7 @@ def analytic_profile(
         recipe=recipe,
         sync=sync,
         ranks=ranks,
-        tensor_parallel=tensor_parallel,
-        pipeline_parallel=pipeline_parallel,
-        expert_parallel=expert_parallel,
+        cut=cut,
         peers=peers,
     )
     job.check()
@@ -111,9 +106,7 @@ def analytic_profile(
             recipe,
             sync=sync,
             ranks=ranks,
-            tensor_parallel=tensor_parallel,
-            pipeline_parallel=pipeline_parallel,
-            expert_parallel=expert_parallel,
+            cut=cut,
             on_cpu=cluster.is_host,
             peers=peers,
         ).as_profile_memory(cluster.memory_bytes * (1 - RESERVE_FRACTION)),
@@ -133,13 +126,11 @@ class _Job:
     recipe: Recipe
     sync: Sync
     ranks: int
-    tensor_parallel: int
-    pipeline_parallel: int
-    expert_parallel: int
+    cut: Cut
     peers: int
 
     def check(self) -> None:
-        spec, tensor, pipeline = self.spec, self.tensor_parallel, self.pipeline_parallel
+        spec, tensor, pipeline = self.spec, self.cut.tensor_parallel, self.cut.pipeline_parallel
         check_recipe(self.recipe, sync=self.sync)
         for figure, value in (("num_heads", spec.num_heads), ("ffn_size", spec.ffn_size)):
             if value % tensor:
@@ -150,7 +141,7 @@ class _Job:
             raise UsageError(f"--pipeline-parallel {pipeline} exceeds the {spec.num_layers} layers of {spec.name}")
 
     def _check_experts(self) -> None:
-        among, experts = self.expert_parallel, self.spec.experts
+        among, experts = self.cut.expert_parallel, self.spec.experts
         if among == 1:
             return
         if experts is None:
@@ -166,9 +157,7 @@ class _Job:
             recipe=self.recipe,
             precision=precision_of(self.recipe),
             shards=self.recipe.shards(self.ranks),
-            tensor_parallel=self.tensor_parallel,
-            pipeline_parallel=self.pipeline_parallel,
-            expert_parallel=self.expert_parallel,
+            cut=self.cut,
         )
 
     def exchange_seconds_per_token(self, *, passes: float) -> float:
@@ -177,12 +166,12 @@ class _Job:
         Args:
             passes: forwards and backwards, each of which sends both ways.
         """
-        experts, among = self.spec.experts, self.expert_parallel
+        experts, among = self.spec.experts, self.cut.expert_parallel
         if experts is None or among == 1:
             return 0.0
         layers = sum(kind.has_experts for kind in self.spec.layer_kinds)
         sent = 2 * layers * experts.active * self.spec.hidden_size * precision_of(self.recipe).activation
-        devices = self.tensor_parallel * self.pipeline_parallel
+        devices = self.cut.devices
         cluster, is_inside = self.cluster, among * devices <= self.cluster.devices_per_node
         rate = cluster.intra_node_bytes_per_second if is_inside else cluster.inter_node_bytes_per_second
         return passes * sent * (among - 1) / among / devices / rate
@@ -194,12 +183,12 @@ class _Job:
         forwards = 1 + reached * (self.recipe.recompute == "full")
         elements = self.spec.ring_layers * self.spec.num_heads * self.spec.value_size / self.spec.num_kv_heads
         size = elements * (forwards * CHUNK_BYTES_FORWARD + reached * CHUNK_BYTES_BACKWARD)
-        return size / self.cluster.memory_bytes_per_second / (self.tensor_parallel * self.pipeline_parallel)
+        return size / self.cluster.memory_bytes_per_second / self.cut.devices
 
     def coefficients(self) -> Coefficients:
         spec, cluster, recipe = self.spec, self.cluster, self.recipe
         operations = forward_operations(spec)
-        devices = self.tensor_parallel * self.pipeline_parallel
+        devices = self.cut.devices
         matrix_rate = cluster.peak_flops * cluster.linear_efficiency * devices
         attention_rate = cluster.peak_flops * cluster.attention_efficiency * devices
         # Recomputing runs the forward again; `selective` keeps what attention computed, and so its ring.
@@ -223,7 +212,7 @@ class _Job:
             + self.exchange_seconds_per_token(passes=1 + backward.layers * (1 + recomputes)),
             ring_bytes_per_token=ring_bytes / devices,
             microbatch_seconds=cluster.microbatch_seconds,
-            ring_hop_seconds=hop_messages * cluster.message_seconds / self.pipeline_parallel,
+            ring_hop_seconds=hop_messages * cluster.message_seconds / self.cut.pipeline_parallel,
             vision_seconds_per_patch=vision.total(recomputes=recomputes) * operations.vision_per_patch / matrix_rate,
             vision_seconds_per_patch2=(1 + vision.inputs * attention_backward)
             * operations.vision_per_patch2
@@ -261,9 +250,9 @@ class _Job:
             **({} if tuned is None else {"trained_parameters": tuned.total}),
             "precision": recipe.precision,
             "ranks": self.ranks,
-            "tensor_parallel": self.tensor_parallel,
-            "pipeline_parallel": self.pipeline_parallel,
-            **({"expert_parallel": self.expert_parallel} if self.expert_parallel > 1 else {}),
+            "tensor_parallel": self.cut.tensor_parallel,
+            "pipeline_parallel": self.cut.pipeline_parallel,
+            **({"expert_parallel": self.cut.expert_parallel} if self.cut.expert_parallel > 1 else {}),
             "zero_stage": recipe.zero_stage,
             "recompute": recipe.recompute,
             "memory_reserve_fraction": RESERVE_FRACTION,

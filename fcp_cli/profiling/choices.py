@@ -64,9 +64,7 @@ def computed_profile(request: ProfileRequest, origins: Origins) -> CostProfile:
         recipe=fit.recipe,
         sync=fit.sync,
         ranks=ranks,
-        tensor_parallel=request.tensor_parallel,
-        pipeline_parallel=request.pipeline_parallel,
-        expert_parallel=request.expert_parallel,
+        cut=place.cut,
         peers=place.peers(fit.sync),
     )
 

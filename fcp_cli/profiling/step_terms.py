@@ -56,7 +56,7 @@ def analytic_step_terms(state: State, cluster: ClusterSpec, *, ranks: int) -> St
     if cluster.links_per_node is None:
         return StepTerms()
     precision, recipe = state.precision, state.recipe
-    devices = state.tensor_parallel * state.pipeline_parallel
+    devices = state.cut.devices
     shares = recipe.zero_stage > 0
     shards = state.shards if shares else ranks
     exchange = Exchange(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fcp_cli.cost.profile import parse_cost_profile
 from fcp_cli.errors import ProfileError
 from fcp_cli.memory.rank import rank_memory
+from fcp_cli.memory.state import Cut
 from fcp_cli.memory.table import RankMemory
 from fcp_cli.models.cluster import THIS_MACHINE
 from fcp_cli.models.model import load_model
@@ -40,9 +41,11 @@ def planned_memory(metadata: PlanMetadata, peers: int) -> RankMemory | None:
         metadata.recipe,
         sync=metadata.sync,
         ranks=metadata.num_ranks,
-        tensor_parallel=metadata.tensor_parallel,
-        pipeline_parallel=metadata.pipeline_parallel,
-        expert_parallel=profile.expert_parallel,
+        cut=Cut(
+            tensor_parallel=metadata.tensor_parallel,
+            pipeline_parallel=metadata.pipeline_parallel,
+            expert_parallel=profile.expert_parallel,
+        ),
         on_cpu=ranks_are_hosts(metadata),
         peers=peers,
     )

@@ -11,7 +11,7 @@ from fcp_cli.errors import UsageError
 from fcp_cli.memory.activations import patch_bytes
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.rank import rank_memory
-from fcp_cli.memory.state import COMMUNICATOR_BYTES
+from fcp_cli.memory.state import COMMUNICATOR_BYTES, Cut
 from fcp_cli.models.cluster import ClusterSpec, load_cluster
 from fcp_cli.models.descriptions import shipped_names
 from fcp_cli.models.model import load_model
@@ -27,7 +27,9 @@ TOO_LARGE = ("qwen3-235b-a22b", "gpt-oss-120b", "deepseek-v3", "glm-4.5")
 
 
 def _profile(model: str = "qwen3-8b", *, recipe: Recipe = ZERO_2, sync: Sync = "iteration", **cut: int) -> CostProfile:
-    return analytic_profile(load_model(model), load_cluster("example-8x8"), recipe=recipe, sync=sync, ranks=64, **cut)
+    return analytic_profile(
+        load_model(model), load_cluster("example-8x8"), recipe=recipe, sync=sync, ranks=64, cut=Cut(**cut)
+    )
 
 
 def test_what_closes_a_step_and_floors_a_wave_follows_from_the_links_that_ranks_share() -> None:
@@ -75,7 +77,7 @@ def test_a_hop_is_as_many_messages_as_all_layers_send_forward_and_backward() -> 
 
     def hop_seconds(recompute: Recompute = "none", **cut: int) -> float:
         recipe = replace(ZERO_2, recompute=recompute)
-        profile = analytic_profile(spec, cluster, recipe=recipe, sync="iteration", ranks=64, **cut)
+        profile = analytic_profile(spec, cluster, recipe=recipe, sync="iteration", ranks=64, cut=Cut(**cut))
         return profile.coefficients.ring_hop_seconds
 
     assert hop_seconds() == pytest.approx(36 * 2 * 1e-5)  # K/V forward, K/V with dK/dV backward
