@@ -34,11 +34,14 @@ from fcp_cli.planning.fcp.searches import assign_timelines, assign_waves
 from fcp_cli.planning.fcp.tiny import assign_tiny, is_tiny
 from fcp_cli.planning.interrupts import interrupts_deferred
 from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, machine_of
-from fcp_cli.planning.problem import Assignment, Batch, Problem
+from fcp_cli.planning.problem import Assignment, Batch, Problem, whole_budget
 from fcp_cli.planning.static import PACKINGS, StaticSolver, static_degrees
 
 _CLOSE_ENOUGH = 0.005  # where the gap to the proven bound is larger, other ways are tried: for timelines, waves
 _SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")
+_LESS_TOKENS = 0.8, 0.5  # of a rank's, with which a step is planned again where the gap is large
+_FEW_RANKS, _LEFT_OVER = 128, 1 / 8  # up to so many ranks one degree may leave such a share of them over
+_FEW_SEQUENCES = 256  # up to which timelines are planned again so
 _FLOOR_SHARES = 0.0, 1 / 8, 1 / 4, 1 / 2  # of a wave's floor, by which micro-batches are made dearer in turn
 _CHOOSING_STEPS = 16  # planned again and again to choose groups under a limit
 _PRICED_STEPS = 16  # planned with and without a limit
@@ -235,15 +238,31 @@ class FcpSolver:
         """Plan the batch as if it had this work."""
         batch = replace(batch, work=work)
         order, sequences = by_falling_work(work)
-        if self.problem.sync == "microbatch":
-            found = assign_waves(order, sequences, self.machine)
-            assert found is not None, "waves were sought below a limit"
-            seconds = makespan_seconds(found, batch, self.problem)
-        else:
-            found, seconds = self._timelines(batch, order, sequences)
         # The compiled core knows nothing of what closes a step.
         closing = self.problem.profile.step.closing_seconds(self.problem.sync)
+        if self.problem.sync == "microbatch":
+            waves = assign_waves(order, sequences, self.machine)
+            assert waves is not None, "waves were sought below a limit"
+            found, seconds = waves, makespan_seconds(waves, batch, self.problem)
+        else:
+            found, seconds = self._timelines(batch, order, sequences)
+        enough = lower_bound_seconds(work, self.problem) * (1.0 + _CLOSE_ENOUGH)
+        for machine in _with_less(self.machine, sequences):
+            if seconds <= enough:
+                break
+            other = self._searched(machine, order, sequences, seconds - closing)
+            if other is not None and (taken := makespan_seconds(other, batch, self.problem)) < seconds:
+                found, seconds = other, taken
         return self._static(batch, seconds - closing) or found
+
+    def _searched(self, machine: Machine, order: IntArray, sequences: Sequences, limit: float) -> Assignment | None:
+        """Search on another machine for a step that takes fewer seconds than the limit."""
+        if self.problem.sync == "microbatch":
+            return assign_waves(order, sequences, machine, limit)
+        if len(order) > _FEW_SEQUENCES:
+            return None
+        even = float(sequences.work.sum()) / machine.num_ranks + machine.beta
+        return assign_timelines(max(even, 0.9 * limit), order, sequences, machine)
 
     def _for_pipelines(self, batch: Batch) -> Iterator[Candidate]:
         """Yield steps for pipelines: of micro-batches of like length, and as waves or timelines alone would have it."""
@@ -279,9 +298,11 @@ class FcpSolver:
 
     def _static(self, batch: Batch, seconds: float) -> Assignment | None:
         """Return the best step of one degree if it takes fewer than these seconds; rings keep to the allowed groups."""
-        chosen, sequences = None, in_batch_order(batch.work)
+        chosen, sequences, degrees, ranks = None, in_batch_order(batch.work), self.degrees, self.problem.num_ranks
+        if not self.options and ranks <= _FEW_RANKS:  # the ranks that a degree leaves over may wait
+            degrees = np.array([degree for degree in range(1, ranks + 1) if ranks % degree <= _LEFT_OVER * ranks])
         for sync in _SYNCS if self.problem.sync == "iteration" else _SYNCS[1:]:
-            found, degree, packing = quickest(seconds, self.degrees, sync == "microbatch", sequences, self.machine)
+            found, degree, packing = quickest(seconds, degrees, sync == "microbatch", sequences, self.machine)
             if degree:
                 problem = replace(self.problem, sync=sync)
                 seconds, chosen = found, StaticSolver(problem=problem, degree=degree, packing=PACKINGS[packing])
@@ -289,6 +310,22 @@ class FcpSolver:
             return None
         assignment = chosen.assign(batch)
         return assignment if self.problem.sync == "microbatch" else _without_waves(assignment)
+
+
+def _with_less(machine: Machine, sequences: Sequences) -> Iterator[Machine]:
+    """Yield machines with fewer tokens a rank, or without a broken node, whose steps are legal on this one, too.
+
+    The searches are greedy, and may find better ways where they have less; so that more does not make a step slower,
+    these steps compete.
+    """
+    ranks, tokens, longest = machine.num_ranks, machine.tokens_per_rank, int(sequences.tokens.max())
+    for share in _LESS_TOKENS:
+        fewer = whole_budget(int(share * tokens), machine.padding or None)
+        if fewer and longest <= ranks * fewer and (longest > fewer or int(sequences.tokens.sum()) > fewer):
+            yield machine._replace(tokens_per_rank=fewer)
+    whole = ranks // machine.ranks_per_node * machine.ranks_per_node
+    if whole < ranks and longest <= whole * tokens and len(machine.group_first) == 1:
+        yield machine._replace(num_ranks=whole)
 
 
 def _without_waves(assignment: Assignment) -> Assignment:
