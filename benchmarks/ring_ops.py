@@ -16,6 +16,9 @@ indices that all layers share.
 Gradients travel in fp32 in the pass `backward`, and in the type of the keys in `bf16`, which is compared with it too.
 
 The column `before` is `benchmarks/ring_ops.json`, written by this program on the commit that the file names.
+
+Groups of u x r ranks that share heads come last: what a member sends in the forward and backward of a layer, beside
+what the cost model says that it sends.
 """
 
 from __future__ import annotations
@@ -40,8 +43,8 @@ from fcp_cli.runtime import passes as passes_module
 from fcp_cli.runtime.grad_ring import GradRingDtype
 from fcp_cli.runtime.kernels import fused
 from fcp_cli.runtime.kernels.cuda import CudaFlashKernel
-from fcp_cli.runtime.layout import shard_layout
-from fcp_cli.runtime.passes import ring_backward, ring_forward
+from fcp_cli.runtime.layout import ShardLayout, shard_layout
+from fcp_cli.runtime.passes import group_backward, group_forward
 from fcp_cli.runtime.ring import Ring
 from fcp_cli.runtime.rows import merge
 from fcp_cli.runtime.transport import Handle, drive
@@ -68,6 +71,10 @@ PACKS: dict[str, tuple[tuple[int, ...], int]] = {
     "degree 8, one sequence": (_pack(1, 8), 8),
     "degree 8, 8 sequences": (_pack(8, 8), 8),
 }
+
+
+SHARED = tuple((u, r) for u in (1, 2, 4, 8, 16) for r in (1, 2, 4, 8) if 1 < u * r <= 16)
+"""Heads degrees and ring degrees; 16 ranks hold two copies of each key/value head."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -216,10 +223,11 @@ ROW_WISE: dict[str, Callable[[tuple[Any, ...], Any], int]] = {
 }
 
 
-def count_pack(lengths: tuple[int, ...], degree: int) -> dict[str, Counts]:
-    """Return the counts of every pass, each the most over the ring's members."""
+def count_pack(lengths: tuple[int, ...], degree: int, heads_degree: int = 1) -> dict[str, Counts]:
+    """Return the counts of every pass, each the most over the group's members."""
+    layout = shard_layout(lengths, degree, heads_degree)
     with pretended_gpu():
-        members = [_count_member(lengths, degree, index) for index in range(degree)]
+        members = [_count_member(layout, index) for index in range(degree)]
     return {
         name: Counts(**{f.name: max(getattr(member[name], f.name) for member in members) for f in fields(Counts)})
         for name in PASSES
@@ -236,9 +244,9 @@ def pretended_gpu() -> Iterator[None]:
         yield
 
 
-def _count_member(lengths: tuple[int, ...], degree: int, index: int) -> dict[str, Counts]:
+def _count_member(layout: ShardLayout, index: int) -> dict[str, Counts]:
     counter = Counter()
-    ring = Ring(shard_layout(lengths, degree), index, tuple(range(degree)), CountingTransport(counter))
+    ring = Ring(layout, index, tuple(range(layout.degree)), CountingTransport(counter))
     q, grad_out, k, v = (
         torch.empty(ring.tokens, heads, HEAD_DIM, dtype=torch.bfloat16, device="meta")
         for heads in (HEADS, HEADS, KV_HEADS, KV_HEADS)
@@ -246,12 +254,12 @@ def _count_member(lengths: tuple[int, ...], degree: int, index: int) -> dict[str
 
     def layer() -> dict[str, Counts]:
         counter.counts = forward = Counts()
-        out, lse = drive(ring_forward(ring, q, k, v, 1.0))
+        _, kept = drive(group_forward(ring, q, k, v, 1.0))
         counts = {"forward": forward}
         for name, grad_dtype in BACKWARDS.items():
             counter.counts = counts[name] = Counts()
             ring.grad_dtype = grad_dtype
-            drive(ring_backward(ring, grad_out, q, k, v, out, lse, 1.0))
+            drive(group_backward(ring, grad_out, kept, 1.0, kv_heads=KV_HEADS))
         return counts
 
     def counted_merge(*args: Any) -> None:
@@ -262,6 +270,24 @@ def _count_member(lengths: tuple[int, ...], degree: int, index: int) -> dict[str
     with mock.patch.object(passes_module, "merge", counted_merge), counter:
         layer()
         return layer()
+
+
+def count_sent(u: int, r: int) -> Counts:
+    """Return the messages and bytes of a member of u x r in the forward and backward of a layer, one long sequence."""
+    passes = count_pack(_pack(1, u * r), u * r, u)
+    both = passes["forward"], passes["backward"]
+    return Counts(messages=sum(one.messages for one in both), sent_bytes=sum(one.sent_bytes for one in both))
+
+
+def predicted_sent(u: int, r: int) -> Counts:
+    """Return what the cost model says: 4 exchanges with u - 1 others; r - 1 hops forward, r + 1 back (2 of r = 2)."""
+    tokens, element = RANK_TOKENS, torch.bfloat16.itemsize
+    q = 4 * HEADS * HEAD_DIM * element  # and out, and their gradients
+    kv = 4 * KV_HEADS * HEAD_DIM * element * max(1, u // KV_HEADS)  # and theirs; replicated in a set that large
+    exchanged = (q + kv) * tokens * (u - 1) // u
+    ring = 2 * kv * tokens * (r - 1)  # keys and values forward and backward, and their gradients in fp32
+    hops = 0 if r == 1 else 3 if r == 2 else 2 * r
+    return Counts(messages=4 * (u - 1) + hops, sent_bytes=exchanged + ring)
 
 
 def measure() -> dict[str, Any]:
@@ -289,6 +315,12 @@ def main() -> None:
         old, new = before["packs"][name], after["packs"][name]
         for pass_ in PASSES:
             print_pass(name, pass_, old.get(pass_, old["backward"]), new[pass_], hops=degree - 1)
+    print()
+    print(f"{'u x r':<9} {'messages':>9} {'predicted':>10} {'MiB sent':>10} {'predicted':>10}")
+    for u, r in SHARED:
+        counted, predicted = count_sent(u, r), predicted_sent(u, r)
+        sent = f"{counted.sent_bytes / MIB:10.1f} {predicted.sent_bytes / MIB:10.1f}"
+        print(f"{f'{u} x {r}':<9} {counted.messages:9} {predicted.messages:10} {sent}")
 
 
 def print_pass(name: str, pass_: str, before: dict[str, int], after: dict[str, int], *, hops: int) -> None:

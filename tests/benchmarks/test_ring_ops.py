@@ -7,9 +7,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks.ring_ops import BEFORE, PACKS, count_pack
+from benchmarks.ring_ops import BEFORE, PACKS, count_pack, count_sent, predicted_sent
 
 pytestmark = pytest.mark.torch
+
+
+@pytest.mark.parametrize(("heads_degree", "ring_degree"), [(1, 2), (2, 2), (2, 3), (8, 1), (16, 1)])
+def test_groups_send_what_the_cost_model_says(heads_degree: int, ring_degree: int) -> None:
+    counted, predicted = count_sent(heads_degree, ring_degree), predicted_sent(heads_degree, ring_degree)
+    assert counted.messages == predicted.messages
+    # The member with most has a token more where ranks do not divide a sequence.
+    assert counted.sent_bytes == pytest.approx(predicted.sent_bytes, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["degree 2, 32 sequences", "degree 4, 500 sequences", "degree 8, one sequence"])
