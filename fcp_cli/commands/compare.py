@@ -16,6 +16,7 @@ from fcp_cli.planning.options import PlanRequest
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
+    from fcp_cli.cost.profile import CostProfile
     from fcp_cli.plan.metadata import Sync
     from fcp_cli.planning.batches import GlobalBatches
     from fcp_cli.planning.comparison import Contender
@@ -60,8 +61,10 @@ def compare(options: CompareOptions) -> None:
     from fcp_cli.report.compare_table import comparison_document, print_comparison, print_stress
     from fcp_cli.report.verdict_lines import verdict_lines
 
-    names, origins = _names(options.solvers), Origins()
+    origins = Origins()
+    _names(options.solvers)  # a mistyped name is told before files are read
     inputs = resolve(options, origins)
+    names = _names(options.solvers, inputs.problem.profile)
     if options.stress and inputs.problem.pipeline is not None:
         raise UsageError("--stress knows no pipelines; leave it out, or compare without --pipeline-parallel")
     origins.report()
@@ -91,13 +94,14 @@ def compare(options: CompareOptions) -> None:
         note("flexsp is left out, since it takes minutes a step; --solvers all adds it")
 
 
-def _names(solvers: str | None) -> list[str]:
-    from fcp_cli.planning.solvers import solver_names
+def _names(solvers: str | None, profile: CostProfile | None = None) -> list[str]:
+    from fcp_cli.planning.solvers import names_under, solver_names
 
+    known = solver_names() if profile is None else names_under(profile)
     if solvers is None:
-        return [name for name in solver_names() if name not in _NOT_BY_DEFAULT]
+        return [name for name in known if name not in _NOT_BY_DEFAULT]
     if solvers == "all":
-        return solver_names()
+        return known
     names = [name.strip() for name in solvers.split(",") if name.strip()]
     unknown = [name for name in names if name not in solver_names()]
     if unknown or not names:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Final, Literal
+from typing import Literal
 
 import numpy as np
 
 from fcp_cli.arrays import FloatArray
 from fcp_cli.cost.model import attention_seconds, group_seconds
-from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile, Memory, StepTerms
+from fcp_cli.cost.profile import ONLY_WHERE_GIVEN, Bandwidth, Coefficients, CostProfile, Heads, Memory, StepTerms
 
 Tier = Literal["intra_node", "inter_node"]
 
@@ -25,6 +25,13 @@ MEANINGS = {
     "chunk_seconds_per_token": "that attention takes longer in a ring, per token and hop",
     "window_seconds_per_token2": "attention in windows, as alpha1: per pair of tokens within one",
     "window_tokens": "of a window",
+    "last_hop_bytes_per_token": "of alpha3, dK/dV on their way home, hidden by nothing",
+    "last_hop_seconds": "messages of a ring beside its hops",
+    "query_heads": "query heads of a device",
+    "key_value_heads": "key/value heads of a device",
+    "exchange_bytes_per_token": "queries, outputs and their gradients, where ranks exchange tokens for heads",
+    "key_value_exchange_bytes_per_token": "keys, values and their gradients, where ranks exchange tokens for heads",
+    "exchange_seconds": "messages to one rank that shares the heads, forward and backward, all layers",
     "vision_seconds_per_patch": "vision encoder, per patch",
     "vision_seconds_per_patch2": "vision encoder's attention, per pair of patches of one image",
     "intra_node": "bytes per second in a ring inside a node",
@@ -37,9 +44,6 @@ MEANINGS = {
     "update_seconds": "optimizer, and loading that nothing hides, per step",
     "lockstep": "1: a wave waits for its slowest encoder before the language model",
 }
-
-
-_ONLY_WHERE_GIVEN: Final = ("chunk_seconds_per_token", "window_seconds_per_token2", "window_tokens")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,12 +62,13 @@ def figures_of(profile: CostProfile) -> list[Figure]:
         ("bandwidth_bytes_per_second", Bandwidth, profile.bandwidth),
         ("memory", Memory, profile.memory),
         ("step", StepTerms, profile.step),
+        *([] if profile.heads is None else [("heads", Heads, profile.heads)]),
     )
     return [
         Figure(path=f"{block}.{f.name}", value=float(getattr(values, f.name)), meaning=MEANINGS[f.name])
         for block, kind, values in blocks
         for f in fields(kind)
-        if getattr(values, f.name) or not (block == "step" or f.name in _ONLY_WHERE_GIVEN)
+        if getattr(values, f.name) or not (block == "step" or f.name in ONLY_WHERE_GIVEN)
     ]
 
 

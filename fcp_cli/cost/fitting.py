@@ -140,9 +140,15 @@ def predicted_seconds(samples: Sequence[Sample], profile: CostProfile) -> FloatA
             degree=[s.degree for s in samples],
             crosses_nodes=[s.crosses_nodes for s in samples],
         )
-        for coefficients in (c, replace(c, ring_bytes_per_token=0.0, ring_hop_seconds=0.0))
+        for coefficients in (c, _without_rings(c))
     )
     return np.where(silent, without_ring, with_ring)
+
+
+def _without_rings(c: Coefficients) -> Coefficients:
+    return replace(
+        c, ring_bytes_per_token=0.0, ring_hop_seconds=0.0, last_hop_bytes_per_token=0.0, last_hop_seconds=0.0
+    )
 
 
 def error_percent(samples: Sequence[Sample], profile: CostProfile) -> float:
@@ -354,6 +360,8 @@ def _with_parameters(
         )
     if not tiers:
         return replace(prior, coefficients=coefficients)
+    # Measured rings have their last hops in them.
+    coefficients = replace(coefficients, last_hop_bytes_per_token=0.0, last_hop_seconds=0.0)
     rates = {name: c.ring_bytes_per_token / rate for name, rate in zip(tiers, rest[1:], strict=False)}
     share = rest[-1] if len(rest) > 1 + len(tiers) else 0.0
     return replace(

@@ -1,14 +1,20 @@
 """Predicted seconds of a pack on a group of degree d (Eq. 8-10 of the FCP paper with the degree written out).
 
-attention = sum_k (1 + eta_k) (alpha1 length_k^2 + alphaw pairs_k) / d + chunk_seconds_per_token * tokens * (d - 1) / d
+attention = sum_k (1 + eta_k) (alpha1 length_k^2 + alphaw pairs_k) / d + chunk_seconds_per_token * tokens * (r - 1) / d
 linear    = sum_k alpha2 length_k / d + vision_k / d
-ring      = 0 if d = 1 else alpha3 * tokens * (d - 1) / d / bandwidth + ring_hop_seconds * (d - 1)
-T         = microbatch_seconds + linear + max(attention, (1 - s) ring) + s ring,     s = exposed_ring_share
+ring      = 0 if r = 1 else alpha3 c * tokens * (r - 1) / d / bandwidth + ring_hop_seconds * (r - 1) + last_hop_seconds
+home      = 0 if r = 1 else last_hop_bytes_per_token c * tokens / d / bandwidth + last_hop_seconds
+exposed   = s (ring - home) + home,     s = exposed_ring_share
+exchange  = (q + c k) * tokens / d * (u - 1) / u / bandwidth + exchange_seconds * (u - 1)
+T         = microbatch_seconds + linear + max(attention, ring - exposed) + exposed + exchange
 
 Of a sequence of L tokens, pairs = L^2 - max(L - w, 0)^2 lie within windows of w tokens, in the units of alpha1.
 
-With s = 0, its default, attention may hide the whole ring; with s = 1 it hides nothing. A rank of a ring runs d - 1
-kernels more over its tokens / d, on shorter chunks, and adds up what they return: hence the second term of attention.
+The degree is d = u r: sets of u ranks split the heads, and r sets form a ring. q and k are the exchange's bytes per
+token of queries and of keys, c = max(1, u / key_value_heads): where the set has more ranks than there are key/value
+heads, some hold the same. With s = 0, its default, attention may hide the whole ring but its last hop; with s = 1 it
+hides nothing; nothing hides exchanges. A rank runs r - 1 kernels more over the tokens / d of its share of the heads, on
+shorter chunks, and adds up what they return: hence the second term of attention.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.cost.profile import Coefficients, CostProfile
+from fcp_cli.cost.profile import Coefficients, CostProfile, Heads
 from fcp_cli.manifest.table import LengthTable
 
 
@@ -102,6 +108,8 @@ def group_seconds(
     tokens: npt.ArrayLike,
     degree: npt.ArrayLike,
     crosses_nodes: npt.ArrayLike,
+    heads_degree: npt.ArrayLike = 1,
+    sets_cross_nodes: npt.ArrayLike = False,
 ) -> FloatArray:
     """Predict the seconds of packs on groups; all arguments broadcast.
 
@@ -112,42 +120,115 @@ def group_seconds(
         tokens: tokens of the pack.
         degree: ranks of the group, >= 1.
         crosses_nodes: whether the group's ranks lie on more than one node.
+        heads_degree: ranks of a set that splits the heads; it divides the degree, and is 1 without `profile.heads`.
+        sets_cross_nodes: whether a set's ranks lie on more than one node.
+
+    The order of the operations here and in what it calls is part of the definition: the planner's kernels repeat it bit
+    by bit, and plan hashes depend on the last bit.
     """
     c = profile.coefficients
     d = np.asarray(degree, dtype=np.float64)
-    attention = attention_part(profile, attention_seconds=attention_seconds, tokens=tokens, degree=d)
-    ring = ring_seconds(profile, tokens=tokens, degree=d, crosses_nodes=crosses_nodes)
+    attention = attention_part(
+        profile, attention_seconds=attention_seconds, tokens=tokens, degree=d, heads_degree=heads_degree
+    )
+    place = {"tokens": tokens, "degree": d, "crosses_nodes": crosses_nodes, "heads_degree": heads_degree}
+    ring, home = ring_seconds(profile, **place), last_hop_seconds(profile, **place)
     other = c.microbatch_seconds + np.asarray(linear_seconds) / d
-    return overlapped_seconds(other, attention, ring, c.exposed_ring_share)
+    seconds = overlapped_seconds(other, attention, ring, c.exposed_ring_share, home)
+    if profile.heads is None:
+        return seconds
+    return seconds + exchange_seconds(
+        profile, tokens=tokens, degree=d, heads_degree=heads_degree, sets_cross_nodes=sets_cross_nodes
+    )
 
 
 def attention_part(
-    profile: CostProfile, *, attention_seconds: npt.ArrayLike, tokens: npt.ArrayLike, degree: npt.ArrayLike
+    profile: CostProfile,
+    *,
+    attention_seconds: npt.ArrayLike,
+    tokens: npt.ArrayLike,
+    degree: npt.ArrayLike,
+    heads_degree: npt.ArrayLike = 1,
 ) -> FloatArray:
     """Predict what attention takes of a pack on each rank of its group, chunks included. All arguments broadcast."""
     d = np.asarray(degree, dtype=np.float64)
-    chunks = profile.coefficients.chunk_seconds_per_token * np.asarray(tokens) * (d - 1.0) / d
+    hops = d / np.asarray(heads_degree) - 1.0
+    chunks = profile.coefficients.chunk_seconds_per_token * np.asarray(tokens) * hops / d
     return np.asarray(np.asarray(attention_seconds) / d + chunks)
 
 
 def overlapped_seconds(
-    other: FloatArray, attention: FloatArray, ring: FloatArray, exposed_ring_share: float
+    other: FloatArray,
+    attention: FloatArray,
+    ring: FloatArray,
+    exposed_ring_share: float,
+    last_hop: FloatArray | float = 0.0,
 ) -> FloatArray:
-    """Add a ring to computation: attention hides all of it but the exposed share, and nothing else hides any.
-
-    The order of the operations here and in `group_seconds` is part of the definition: the planner's kernels repeat it
-    bit by bit, and plan hashes depend on the last bit.
-    """
-    exposed = exposed_ring_share * ring
+    """Add a ring to computation: attention hides all of it but the exposed share and the last hop, nothing else any."""
+    exposed = exposed_ring_share * (ring - last_hop) + last_hop
     return np.asarray(other + np.maximum(attention, ring - exposed) + exposed, dtype=np.float64)
 
 
 def ring_seconds(
-    profile: CostProfile, *, tokens: npt.ArrayLike, degree: npt.ArrayLike, crosses_nodes: npt.ArrayLike
+    profile: CostProfile,
+    *,
+    tokens: npt.ArrayLike,
+    degree: npt.ArrayLike,
+    crosses_nodes: npt.ArrayLike,
+    heads_degree: npt.ArrayLike = 1,
 ) -> FloatArray:
-    """Predict the seconds of a pack's ring, hidden or not; 0 at degree 1. All arguments broadcast."""
+    """Predict the seconds of a pack's ring, hidden or not; 0 without a ring. All arguments broadcast."""
     c = profile.coefficients
     d = np.asarray(degree, dtype=np.float64)
-    bandwidth = np.where(crosses_nodes, profile.bandwidth.inter_node, profile.bandwidth.intra_node)
-    hops = d - 1.0
-    return np.asarray(c.ring_bytes_per_token * np.asarray(tokens) * hops / d / bandwidth + c.ring_hop_seconds * hops)
+    hops = d / np.asarray(heads_degree) - 1.0
+    moved = _copies(profile, heads_degree) * np.asarray(tokens)
+    ring = c.ring_bytes_per_token * moved * hops / d / _bandwidth(profile, crosses_nodes) + c.ring_hop_seconds * hops
+    return np.asarray(ring + np.where(hops > 0, c.last_hop_seconds, 0.0))
+
+
+def last_hop_seconds(
+    profile: CostProfile,
+    *,
+    tokens: npt.ArrayLike,
+    degree: npt.ArrayLike,
+    crosses_nodes: npt.ArrayLike,
+    heads_degree: npt.ArrayLike = 1,
+) -> FloatArray:
+    """Predict the part of `ring_seconds` in which gradients travel home, with no kernel beside it. All broadcast."""
+    c = profile.coefficients
+    d = np.asarray(degree, dtype=np.float64)
+    moved = _copies(profile, heads_degree) * np.asarray(tokens)
+    home = c.last_hop_bytes_per_token * moved / d / _bandwidth(profile, crosses_nodes) + c.last_hop_seconds
+    return np.where(d > np.asarray(heads_degree), home, 0.0)
+
+
+def exchange_seconds(
+    profile: CostProfile,
+    *,
+    tokens: npt.ArrayLike,
+    degree: npt.ArrayLike,
+    heads_degree: npt.ArrayLike,
+    sets_cross_nodes: npt.ArrayLike,
+) -> FloatArray:
+    """Predict the seconds in which the ranks of each set exchange tokens for heads, and back. Arguments broadcast."""
+    assert profile.heads is not None, "a profile without the block `heads` knows rings alone"
+    bandwidth = _bandwidth(profile, sets_cross_nodes)
+    u = np.asarray(heads_degree, dtype=np.float64)
+    size = exchanged_bytes_per_token(profile.heads, u)
+    return np.asarray(size * np.asarray(tokens) / degree / bandwidth + profile.heads.exchange_seconds * (u - 1.0))
+
+
+def exchanged_bytes_per_token(heads: Heads, heads_degree: npt.ArrayLike) -> FloatArray:
+    """Return what a rank sends per token that it holds where so many ranks share the heads."""
+    u = np.asarray(heads_degree, dtype=np.float64)
+    key_value = np.maximum(1.0, u / heads.key_value_heads) * heads.key_value_exchange_bytes_per_token
+    return np.asarray((heads.exchange_bytes_per_token + key_value) * (u - 1.0) / u)
+
+
+def _bandwidth(profile: CostProfile, crosses_nodes: npt.ArrayLike) -> FloatArray:
+    return np.where(crosses_nodes, profile.bandwidth.inter_node, profile.bandwidth.intra_node)
+
+
+def _copies(profile: CostProfile, heads_degree: npt.ArrayLike) -> FloatArray:
+    key_value_heads = np.inf if profile.heads is None else profile.heads.key_value_heads
+    return np.maximum(1.0, np.asarray(heads_degree, dtype=np.float64) / key_value_heads)

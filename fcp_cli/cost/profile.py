@@ -1,10 +1,10 @@
 """Cost profiles (contract `fcp-cost-profile/1`): the coefficients of the cost model, as YAML.
 
 Two keys are optional and come together: the coefficient `exposed_ring_share`, and the block `common_ground` with the
-fit of the same samples without it, for whatever compares strategies. Optional, too, are the coefficients
-`chunk_seconds_per_token` and, of layers with windows, `window_seconds_per_token2` and `window_tokens`; the block `step`
-with what a step takes beside its micro-batches, the block `recipe`, which times and memory are of, and `sync`, which
-its memory is of. A reader refuses every key that it does not know.
+fit of the same samples without it, for whatever compares strategies. Optional, too, are the coefficients of chunks, of
+a ring's last hop and of layers with windows, the block `step` with what a step takes beside its micro-batches, the
+block `heads`, without which groups are rings, the block `recipe`, which times and memory are of, and `sync`, which its
+memory is of. A reader refuses every key that it does not know.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fcp_cli.errors import ProfileError
 from fcp_cli.kinds import another_kind
 from fcp_cli.reading.documents import parse_yaml, read_text
 from fcp_cli.recipe import Recipe
-from fcp_cli.validation import NonNegative, Positive, Share, validated
+from fcp_cli.validation import Count, NonNegative, Positive, Share, validated
 
 FORMAT: Final = "fcp-cost-profile/1"
 # The two models that a fit tries, as `measurement` names them.
@@ -30,9 +30,15 @@ HIDDEN_RING: Final = "hidden_ring"  # attention may hide the whole ring
 EXPOSED_RING: Final = "exposed_ring_share"
 Origin = Literal["measured", "fitted", "analytic", "assumed"]
 Sync = Literal["iteration", "microbatch"]
+SplitAttention = Literal["ulysses", "2d"]  # groups split heads alone, or both heads and tokens
 # Beside what is fixed, tokens must still show in a sum of doubles: a thousandth of the quickest models' and devices'.
 _LEAST_PER_TOKEN: Final = 1e-12
 _LEAST_PER_TOKEN2: Final = 1e-16
+# Coefficients that are written only where they say something.
+ONLY_WHERE_GIVEN: Final = (
+    *("chunk_seconds_per_token", "last_hop_bytes_per_token", "last_hop_seconds"),
+    *("window_seconds_per_token2", "window_tokens"),
+)
 Overhead = Annotated[float, Meta(ge=0, le=1e4, description="a non-negative number")]
 
 
@@ -51,6 +57,34 @@ class Coefficients:
     chunk_seconds_per_token: NonNegative = 0.0  # that attention takes longer in a ring, per token and hop
     window_seconds_per_token2: NonNegative = 0.0  # as alpha1, of layers in which tokens attend to a window
     window_tokens: NonNegative = 0.0  # of that window
+    last_hop_bytes_per_token: NonNegative = 0.0  # of alpha3: dK/dV on their way home, hidden by nothing
+    last_hop_seconds: Overhead = 0.0  # per ring, beside its hops: messages that dK/dV need more than K/V
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heads:
+    """What it takes to split a group's attention by heads: ranks of a set exchange tokens for heads, and back.
+
+    Attributes:
+        query_heads, key_value_heads: of a device; it holds more where tensor parallelism is less.
+        exchange_bytes_per_token: of all heads' queries and outputs forward, their gradients backward, all layers.
+        key_value_exchange_bytes_per_token: of keys and values, and their gradients.
+        exchange_seconds: per other rank of the set, whatever the bytes: the messages of all layers.
+    """
+
+    query_heads: Count
+    key_value_heads: Count
+    exchange_bytes_per_token: NonNegative
+    key_value_exchange_bytes_per_token: NonNegative
+    exchange_seconds: Overhead = 0.0
+
+    def degrees(self, most: int) -> tuple[int, ...]:
+        """Return the heads degrees from 2 to `most`: each rank has as many query heads, of whole key/value heads.
+
+        Where there are more ranks than key/value heads, neighbours hold the same one.
+        """
+        q, kv = self.query_heads, self.key_value_heads
+        return tuple(u for u in range(2, min(most, q) + 1) if q % u == 0 and (kv % u == 0 or u % kv == 0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,6 +153,7 @@ class CostProfile:
     Attributes:
         common_ground: given exactly where `coefficients` may have an `exposed_ring_share`.
         step: what a step takes beside its micro-batches.
+        heads: prices groups that split heads; None: they are rings.
         recipe: that the times and the memory are of; None where nobody said.
         sync: that the memory is of: what is gathered and kept depends on it; None where nobody said.
         text: the YAML it was read from, kept whole for the plan's metadata.
@@ -132,6 +167,7 @@ class CostProfile:
     common_ground: CommonGround | None = None
     memory: Memory = field(default_factory=Memory)
     step: StepTerms = field(default_factory=StepTerms)
+    heads: Heads | None = None
     recipe: Recipe | None = None
     sync: Sync | None = None
     measurement: Mapping[str, Any] = field(default_factory=dict)
@@ -174,6 +210,7 @@ class _File(_Costs):
     common_ground: _Costs | None = None
     memory: Memory | None = None
     step: StepTerms | None = None
+    heads: Heads | None = None
     recipe: Recipe | None = None
     sync: Sync | None = None
     measurement: Mapping[str, Any] | None = None
@@ -216,6 +253,7 @@ def parse_cost_profile(text: str, *, name: str) -> CostProfile:
     for place, costs in (("", file), ("common_ground.", ground)):
         if costs is not None:
             _require_time(costs.coefficients, f"{name}: {place}coefficients")
+            _require_part(costs.coefficients, f"{name}: {place}coefficients")
     return CostProfile(
         model=file.model,
         cluster=file.cluster,
@@ -225,6 +263,7 @@ def parse_cost_profile(text: str, *, name: str) -> CostProfile:
         common_ground=None if ground is None else ground.as_common_ground(),
         memory=file.memory or Memory(),
         step=file.step or StepTerms(),
+        heads=file.heads,
         recipe=file.recipe,
         sync=file.sync,
         measurement=file.measurement or {},
@@ -242,6 +281,16 @@ def _require_time(coefficients: Coefficients, where: str) -> None:
         )
 
 
+def _require_part(coefficients: Coefficients, where: str) -> None:
+    """Check that a ring's last hop is part of it."""
+    last, whole = coefficients.last_hop_bytes_per_token, coefficients.ring_bytes_per_token
+    if last > whole:
+        raise ProfileError(
+            f"{where}.last_hop_bytes_per_token is {last:g}, more than .ring_bytes_per_token, {whole:g}, of which it is "
+            "a part"
+        )
+
+
 def dump_cost_profile(profile: CostProfile) -> str:
     """Write a profile as the YAML that `parse_cost_profile` reads."""
     document: dict[str, Any] = {
@@ -256,6 +305,8 @@ def dump_cost_profile(profile: CostProfile) -> str:
     document["memory"] = _numbers(profile.memory)
     if profile.step != StepTerms():
         document["step"] = {name: value for name, value in asdict(profile.step).items() if value}
+    if profile.heads is not None:
+        document["heads"] = asdict(profile.heads)
     if profile.recipe is not None:
         document["recipe"] = {name: value for name, value in asdict(profile.recipe).items() if value is not None}
     if profile.sync is not None:
@@ -269,7 +320,7 @@ def _costs(holder: CostProfile | CommonGround, *, with_share: bool) -> dict[str,
     coefficients = _numbers(holder.coefficients)
     if not with_share:
         del coefficients["exposed_ring_share"]
-    for name in ("chunk_seconds_per_token", "window_seconds_per_token2", "window_tokens"):
+    for name in ONLY_WHERE_GIVEN:
         if not coefficients[name]:
             del coefficients[name]
     return {"coefficients": coefficients, "bandwidth_bytes_per_second": _numbers(holder.bandwidth)}

@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+from fcp_cli.cost.profile import SplitAttention
 from fcp_cli.errors import PlanError
 from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.reading.documents import kind_of
@@ -33,7 +34,6 @@ _OPTIONAL_RECIPE_KEYS: Final = ("lora", "freeze")
 Sync = Literal["iteration", "microbatch"]
 LastBatch = Literal["keep", "drop"]
 EncoderBalance = Literal["wave"]
-SplitAttention = Literal["ulysses", "2d"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

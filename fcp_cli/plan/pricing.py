@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.cost.model import Work, encoder_seconds, group_seconds, sequence_work, vision_seconds
-from fcp_cli.cost.profile import CostProfile
+from fcp_cli.cost.profile import CostProfile, SplitAttention
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.padding import padded_tokens, padded_work
 from fcp_cli.plan.step import StepPlan, sizes_of
@@ -182,6 +182,7 @@ def step_prices(
         profile=profile,
         ranks_per_node=ranks_per_node,
         padding_multiple=padding_multiple,
+        heads_degree=step.heads_degree,
     )
 
 
@@ -194,6 +195,7 @@ def microbatch_prices(
     profile: CostProfile,
     ranks_per_node: int,
     padding_multiple: int | None,
+    heads_degree: Int32Array | None = None,
 ) -> Prices:
     """Price packs on groups of ranks.
 
@@ -202,12 +204,14 @@ def microbatch_prices(
         offsets: [microbatches + 1] pack i has the sequences `offsets[i]:offsets[i + 1]`.
         rank_offsets, ranks: group i has the ranks `ranks[rank_offsets[i]:rank_offsets[i + 1]]`, ascending.
         profile, ranks_per_node, padding_multiple: as for `profile_seconds`.
+        heads_degree: [microbatches] ranks of each group that share heads; None: groups are rings.
     """
     working = np.flatnonzero(sizes_of(offsets))
     # Packs without sequences take no room in `work`: the others lie back to back without them.
     degree = sizes_of(rank_offsets)[working]
     pack = pack_work(work, np.append(offsets[working], offsets[-1:]), degree, profile, padding_multiple)
     seconds, encoder, language, held = np.zeros((4, len(offsets) - 1))
+    heads = np.int64(1) if heads_degree is None else heads_degree[working]
     seconds[working] = group_seconds(
         profile,
         attention_seconds=pack.attention_seconds,
@@ -215,11 +219,58 @@ def microbatch_prices(
         tokens=pack.tokens,
         degree=degree,
         crosses_nodes=crosses_nodes(rank_offsets, ranks, ranks_per_node)[working],
+        heads_degree=heads,
+        sets_cross_nodes=heads_degree is not None
+        and ranks_together(rank_offsets, ranks, ranks_per_node)[working] % heads != 0,
     )
     encoder[working] = encoder_seconds(pack, profile) / degree
     held[working] = pack.tokens / degree
     language[working] = profile.coefficients.linear_seconds_per_token * held[working]
     return Prices(seconds, encoder, language, held)
+
+
+def quickest_heads(
+    attention: SplitAttention,
+    work: Work,
+    offsets: IntArray,
+    *,
+    rank_offsets: IntArray,
+    ranks: Int32Array,
+    profile: CostProfile,
+    ranks_per_node: int,
+    padding_multiple: int | None,
+) -> Int32Array:
+    """Return [microbatches] how many ranks of each group share heads, so that it takes least; of equals the fewest.
+
+    Under `ulysses` all of a group, else a number of which every set lies inside a node. The arguments are those of
+    `microbatch_prices`.
+    """
+    assert profile.heads is not None, "a profile without the block `heads` knows rings alone"
+    degree = sizes_of(rank_offsets)
+    if attention == "ulysses":
+        return degree.astype(np.int32)
+
+    def seconds(heads_degree: Int32Array) -> FloatArray:
+        return microbatch_prices(
+            work,
+            offsets,
+            rank_offsets=rank_offsets,
+            ranks=ranks,
+            profile=profile,
+            ranks_per_node=ranks_per_node,
+            padding_multiple=padding_multiple,
+            heads_degree=heads_degree,
+        ).seconds
+
+    best = np.ones(len(degree), dtype=np.int32)
+    least, together = seconds(best), ranks_together(rank_offsets, ranks, ranks_per_node)
+    for heads_degree in profile.heads.degrees(ranks_per_node):
+        fits = together % heads_degree == 0
+        if fits.any():
+            tried = seconds(np.where(fits, heads_degree, 1).astype(np.int32))
+            quicker = fits & (tried < least)
+            best[quicker], least[quicker] = heads_degree, tried[quicker]
+    return best
 
 
 def wave_encoder_seconds(encoder_seconds: FloatArray, offsets: IntArray, wave: Int32Array) -> FloatArray:
@@ -285,6 +336,15 @@ def planned_sequences(step: StepPlan, manifest: LengthTable | None, cached_from_
         vision_patches=rows.vision_patches,
         vision_patch_pairs=rows.vision_patch_pairs,
     )
+
+
+def ranks_together(rank_offsets: IntArray, ranks: Int32Array, ranks_per_node: int) -> IntArray:
+    """Return [groups] the greatest number that divides how many ranks each group has on every one of its nodes."""
+    node = ranks // ranks_per_node
+    begins = np.concatenate(([True], node[1:] != node[:-1]))
+    begins[rank_offsets[:-1]] = True
+    first = np.flatnonzero(begins)
+    return np.asarray(np.gcd.reduceat(np.diff(first, append=len(ranks)), np.searchsorted(first, rank_offsets[:-1])))
 
 
 def crosses_nodes(rank_offsets: IntArray, ranks: Int32Array, ranks_per_node: int) -> npt.NDArray[np.bool_]:

@@ -80,6 +80,13 @@ class MicroBatch:
         return self.degree // self.heads_degree
 
     @property
+    def described_degree(self) -> str:
+        """The degree, and u x r where the group splits heads."""
+        return (
+            f"{self.degree}" if self.heads_degree == 1 else f"{self.degree} = {self.heads_degree} x {self.ring_degree}"
+        )
+
+    @property
     def tokens(self) -> int:
         return sum(self.lengths)
 

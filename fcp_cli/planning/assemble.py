@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
+from fcp_cli.cost.model import Work
 from fcp_cli.errors import PlanError
 from fcp_cli.plan.layout import check_layout
-from fcp_cli.plan.pricing import Prices, beside_language, encoder_shares, microbatch_prices, wave_encoder_seconds
+from fcp_cli.plan.pricing import (
+    Prices,
+    beside_language,
+    encoder_shares,
+    microbatch_prices,
+    quickest_heads,
+    wave_encoder_seconds,
+)
 from fcp_cli.plan.step import StepPlan, offsets_of, sizes_of
 from fcp_cli.plan.timeline import priced_times
 from fcp_cli.planning.bounds import lower_bound_seconds
@@ -38,6 +47,7 @@ def assemble(assignment: Assignment, batch: Batch, problem: Problem, bound_secon
         StuckError: its pipelines would wait for each other for ever.
     """
     _require_whole(assignment, batch, problem)
+    assignment = with_heads(assignment, batch, problem)
     step = with_idle_rows(assignment, batch, problem)
     for finding in check_layout(step, replace(problem, num_ranks=problem.all_ranks)):
         raise BrokenAssignmentError(f"defect in a solver: {finding}")
@@ -84,15 +94,8 @@ def makespan_seconds(assignment: Assignment, batch: Batch, problem: Problem) -> 
 
 def assignment_prices(assignment: Assignment, batch: Batch, problem: Problem) -> Prices:
     """Price the micro-batches of an assignment."""
-    price = microbatch_prices(
-        batch.work.take(assignment.members),
-        assignment.member_offsets,
-        rank_offsets=assignment.rank_offsets,
-        ranks=assignment.ranks,
-        profile=problem.profile,
-        ranks_per_node=problem.ranks_per_node,
-        padding_multiple=problem.padding_multiple,
-    )
+    assignment = with_heads(assignment, batch, problem)
+    price = microbatch_prices(*_packs(assignment, batch), **_on_ranks(assignment, problem))
     if batch.encoder_seconds is None:
         return price
     members = batch.encoder_seconds[assignment.members]
@@ -101,6 +104,30 @@ def assignment_prices(assignment: Assignment, batch: Batch, problem: Problem) ->
     assert shares is not None
     # All ranks of a wave encode as long: nobody waits for a slower encoder.
     return Prices(price.seconds + beside_language(shares, shared, price.seconds, assignment.wave))
+
+
+def with_heads(assignment: Assignment, batch: Batch, problem: Problem) -> Assignment:
+    """Return the assignment with the heads degrees that take least, unless it has its own or groups are rings."""
+    if problem.attention is None or assignment.heads_degree is not None:
+        return assignment
+    place = _on_ranks(assignment, problem)
+    del place["heads_degree"]
+    return replace(assignment, heads_degree=quickest_heads(problem.attention, *_packs(assignment, batch), **place))
+
+
+def _packs(assignment: Assignment, batch: Batch) -> tuple[Work, IntArray]:
+    return batch.work.take(assignment.members), assignment.member_offsets
+
+
+def _on_ranks(assignment: Assignment, problem: Problem) -> dict[str, Any]:
+    return {
+        "rank_offsets": assignment.rank_offsets,
+        "ranks": assignment.ranks,
+        "profile": problem.profile,
+        "ranks_per_node": problem.ranks_per_node,
+        "padding_multiple": problem.padding_multiple,
+        "heads_degree": assignment.heads_degree,
+    }
 
 
 def assignment_seconds(assignment: Assignment, batch: Batch, problem: Problem) -> FloatArray:
@@ -152,6 +179,9 @@ def with_idle_rows(assignment: Assignment, batch: Batch, problem: Problem) -> St
     ranks: IntArray = np.concatenate((assignment.ranks, idle_rank))
     all_degrees = np.concatenate((degrees, np.ones_like(idle_rank)))
     sizes = np.concatenate((sizes_of(assignment.member_offsets), np.zeros_like(idle_rank)))
+    heads = assignment.heads_degree
+    if heads is not None:
+        heads = np.concatenate((heads, np.ones_like(idle_rank))).astype(np.int32)[order]
     return StepPlan(
         step=batch.step,
         wave=wave[order],
@@ -166,6 +196,7 @@ def with_idle_rows(assignment: Assignment, batch: Batch, problem: Problem) -> St
         seconds=np.zeros(len(wave)),
         makespan_seconds=0.0,
         bound_seconds=0.0,
+        heads_degree=heads,
     )
 
 

@@ -117,12 +117,29 @@ def floored_bound_seconds(work: Work, problem: Problem) -> float:
 
 
 def _alone_seconds(work: Work, index: Any, degree: IntArray, problem: Problem) -> FloatArray:
+    """Return the least seconds of sequences alone on groups of these degrees, over all ways to split heads."""
     bandwidth = problem.profile.bandwidth
-    return group_seconds(
-        problem.profile,
-        attention_seconds=work.attention_seconds[index],
-        linear_seconds=work.linear_seconds[index],
-        tokens=work.tokens[index],
-        degree=degree,
-        crosses_nodes=(degree > problem.ranks_per_node) | (bandwidth.inter_node > bandwidth.intra_node),
-    )
+    crosses = (degree > problem.ranks_per_node) | (bandwidth.inter_node > bandwidth.intra_node)
+
+    def seconds(heads_degree: IntArray | int) -> FloatArray:
+        return group_seconds(
+            problem.profile,
+            attention_seconds=work.attention_seconds[index],
+            linear_seconds=work.linear_seconds[index],
+            tokens=work.tokens[index],
+            degree=degree,
+            crosses_nodes=crosses,
+            heads_degree=heads_degree,
+            sets_cross_nodes=(np.asarray(heads_degree) > problem.ranks_per_node)
+            | (bandwidth.inter_node > bandwidth.intra_node),
+        )
+
+    heads = problem.profile.heads
+    if problem.attention is None or heads is None:
+        return seconds(1)
+    if problem.attention == "ulysses":
+        return np.where(np.isin(degree, (1, *heads.degrees(problem.num_ranks))), seconds(degree), np.inf)
+    best = seconds(1)
+    for one in heads.degrees(problem.ranks_per_node):
+        best = np.minimum(best, np.where(degree % one == 0, seconds(np.where(degree % one == 0, one, 1)), np.inf))
+    return best

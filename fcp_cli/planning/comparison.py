@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fcp_cli.cost.profile import SplitAttention
 from fcp_cli.errors import PlanError
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import Sync
@@ -19,7 +20,7 @@ from fcp_cli.plan.summary import PlanSummary
 from fcp_cli.planning.assemble import StuckError, assemble
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
-from fcp_cli.planning.solvers import make_solver
+from fcp_cli.planning.solvers import DEFAULT, SPLITS_HEADS, make_solver
 from fcp_cli.planning.stress import stressed_seconds
 
 SYNCS: tuple[Sync, ...] = ("microbatch", "iteration")
@@ -99,7 +100,8 @@ def compare(
         outcomes: dict[Sync, Outcome] = {}
         refusal = ""
         for same in together:
-            batches = GlobalBatches(table, replace(colocated(problem), sync=same[0]), settings)
+            of_name = replace(colocated(problem), sync=same[0], attention=_attention_of(name, problem))
+            batches = GlobalBatches(table, of_name, settings)
             try:
                 outcomes |= _run(name, batches, same, milp_seconds, stress, on_step)
             except StuckError as error:  # the other sync may do
@@ -113,6 +115,10 @@ def compare(
 def colocated(problem: Problem) -> Problem:
     """Return the same ranks with the encoder beside the language model on each, shared by the ranks of each ring."""
     return replace(problem, num_ranks=problem.all_ranks, encoder_balance=None, encoder_ranks=None)
+
+
+def _attention_of(name: str, problem: Problem) -> SplitAttention | None:
+    return problem.attention if name == DEFAULT else SPLITS_HEADS.get(name)
 
 
 def encoder_placements(table: LengthTable, problem: Problem, settings: BatchSettings) -> Iterator[Contender]:

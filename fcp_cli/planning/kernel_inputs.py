@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from fcp_cli.arrays import IntArray
-from fcp_cli.cost.model import Work
+from fcp_cli.cost.model import Work, exchanged_bytes_per_token
 from fcp_cli.plan.step import offsets_of
-from fcp_cli.planning.compiled.core import ANY_RANKS, Machine, Sequences
+from fcp_cli.planning.compiled.core import ANY_RANKS, Machine, Sequences, Splits
 from fcp_cli.planning.problem import Problem
 
 
@@ -28,6 +28,9 @@ def machine_of(problem: Problem, groups: list[range] | None = None, *, placement
         intra=c.ring_bytes_per_token / bandwidth.intra_node,
         inter=c.ring_bytes_per_token / bandwidth.inter_node,
         hop=c.ring_hop_seconds,
+        home_intra=c.last_hop_bytes_per_token / bandwidth.intra_node,
+        home_inter=c.last_hop_bytes_per_token / bandwidth.inter_node,
+        home=c.last_hop_seconds,
         exposed=c.exposed_ring_share,
         chunk=c.chunk_seconds_per_token,
         floor=problem.profile.step.floor_seconds(problem.sync),
@@ -37,6 +40,25 @@ def machine_of(problem: Problem, groups: list[range] | None = None, *, placement
         group_ranks=ranks,
         allowed=allowed,
         placement=placement,
+        splits=splits_of(problem),
+    )
+
+
+def splits_of(problem: Problem) -> Splits:
+    """Return how groups may split heads: inside nodes beside rings, or any number of ranks in place of rings."""
+    only, heads, bandwidth = problem.attention == "ulysses", problem.profile.heads, problem.profile.bandwidth
+    degrees: tuple[int, ...] = ()
+    if problem.attention is not None and heads is not None:
+        degrees = heads.degrees(problem.num_ranks if only else min(problem.num_ranks, problem.ranks_per_node))
+    u = np.array(degrees, dtype=np.int64)
+    size = np.zeros(0) if heads is None else exchanged_bytes_per_token(heads, u)
+    return Splits(
+        heads=u,
+        copies=np.ones(0) if heads is None else np.maximum(1.0, u / heads.key_value_heads),
+        inside=size / bandwidth.intra_node,
+        across=size / bandwidth.inter_node,
+        messages=np.asarray((0.0 if heads is None else heads.exchange_seconds) * (u - 1.0), dtype=np.float64),
+        only=int(only),
     )
 
 

@@ -66,6 +66,12 @@ class PlanRequest:
     padded_rings: Annotated[
         bool, Opt("Count the padding of rings of equal chunks (Transformer Engine, MindSpeed).", negatable=True)
     ] = False
+    attention: Annotated[
+        Literal["ring", "ulysses", "2d", "auto"],
+        Opt(
+            "How groups split attention: by tokens, by heads, by what takes least, or so where the profile knows heads."
+        ),
+    ] = "ring"
     encoder_balance: Annotated[
         Literal["ring", "wave", "auto"],
         Opt("Who shares a vision encoder's work: each ring's ranks, or under --sync microbatch all of a wave's."),

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.cost.model import Work
-from fcp_cli.cost.profile import CostProfile, parse_cost_profile
+from fcp_cli.cost.profile import CostProfile, SplitAttention, parse_cost_profile
 from fcp_cli.plan.metadata import EncoderBalance, PlanMetadata, Sync
 from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.recipe import Recipe
@@ -25,6 +25,8 @@ class Problem:
     Where rings need equal chunks, `padding_multiple` says what sequences are padded to (`plan.padding`); the token
     budget is then a multiple of it (`whole_budget`), which loses nothing. A `Batch` holds the work and the tokens of
     sequences padded for one rank; what wider groups add is in `work`.
+
+    Groups are rings unless `attention` lets them split heads, too: the profile then has the block `heads`.
 
     Where all ranks of a wave share the encoder's work (`encoder_balance`), a `Batch` holds it apart: packs and rings
     are chosen for the language model alone, since who is packed with whom changes nothing of what a rank encodes.
@@ -43,6 +45,7 @@ class Problem:
     pipeline: Pipeline | None = None
     tokens_per_rank: int
     padding_multiple: int | None = None
+    attention: SplitAttention | None = None
     encoder_balance: EncoderBalance | None = None
     encoder_ranks: int | None = None
     cached_from_step: int | None = None
@@ -81,6 +84,7 @@ def problem_of(metadata: PlanMetadata, *, name: str) -> Problem:
         pipeline=metadata.pipeline,
         tokens_per_rank=whole_budget(metadata.tokens_per_rank, metadata.padding_multiple),
         padding_multiple=metadata.padding_multiple,
+        attention=metadata.attention,
         encoder_balance=metadata.encoder_balance,
         encoder_ranks=metadata.encoder_ranks,
         cached_from_step=metadata.cached_from_step,
@@ -117,6 +121,7 @@ class Assignment:
 
     Micro-batch i runs the batch's sequences `members[member_offsets[i]:member_offsets[i + 1]]` (positions in the
     batch, not manifest rows) on `ranks[rank_offsets[i]:rank_offsets[i + 1]]` (ascending). Idle rows are left out.
+    `heads_degree` of them share heads; None: as many as take least of what the problem allows.
     """
 
     wave: Int32Array
@@ -124,6 +129,7 @@ class Assignment:
     ranks: Int32Array
     member_offsets: IntArray
     members: IntArray
+    heads_degree: Int32Array | None = None
 
 
 class Solver(Protocol):

@@ -146,6 +146,7 @@ def plan_metadata(table: LengthTable, batches: GlobalBatches, solver: Solver) ->
         global_batch_size=settings.global_batch_size,
         tokens_per_rank=problem.tokens_per_rank,
         padding_multiple=problem.padding_multiple,
+        attention=problem.attention,
         encoder_balance=problem.encoder_balance,
         encoder_ranks=problem.encoder_ranks,
         cached_from_step=problem.cached_from_step,

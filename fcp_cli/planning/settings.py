@@ -11,7 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fcp_cli.console import Origins
-from fcp_cli.cost.profile import CostProfile, dump_cost_profile, load_cost_profile, parse_cost_profile
+from fcp_cli.cost.profile import (
+    CostProfile,
+    SplitAttention,
+    dump_cost_profile,
+    load_cost_profile,
+    parse_cost_profile,
+)
 from fcp_cli.errors import ManifestError, UsageError
 from fcp_cli.machine.accelerators import find_accelerators
 from fcp_cli.manifest.read import read_manifest
@@ -113,6 +119,7 @@ def resolve_continuation(
             pipeline=metadata.pipeline,
             tokens_per_rank=_whole_budget(_with_headroom(tokens, request.headroom), padding, origins),
             padding_multiple=padding,
+            attention=metadata.attention,
             encoder_balance=metadata.encoder_balance,
             cached_from_step=metadata.cached_from_step,
             sync=metadata.sync,
@@ -240,10 +247,28 @@ def _problem(request: PlanRequest, profile: CostProfile, ranks: Ranks, budget: B
         pipeline=pipeline_of(profile, ranks, budget.recipe),
         tokens_per_rank=_whole_budget(tokens, padding, origins),
         padding_multiple=padding,
+        attention=split_attention(request, profile),
         sync=budget.sync,
         profile=profile,
         recipe=budget.recipe,
     )
+
+
+def split_attention(request: PlanRequest, profile: CostProfile) -> SplitAttention | None:
+    """Return how groups may split heads under this profile; None where they are rings.
+
+    Raises:
+        UsageError: they shall, but the profile does not say what that takes.
+    """
+    if request.attention == "ring" or (request.attention == "auto" and profile.heads is None):
+        return None
+    if profile.heads is None:
+        raise UsageError(
+            f"--attention {request.attention} needs a cost profile with the block heads, which says what exchanging "
+            f"tokens for heads takes; that of {profile.model} on {profile.cluster} has none; 'fcp profile --analytic "
+            "--cluster NAME' computes it for clusters such as h100-8x8"
+        )
+    return "ulysses" if request.attention == "ulysses" else "2d"
 
 
 def _warn_of_unpriced_vision(table: LengthTable, profile: CostProfile, origins: Origins) -> None:

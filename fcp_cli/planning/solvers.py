@@ -6,6 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TypeAlias, cast
 
+from fcp_cli.cost.profile import CostProfile, SplitAttention
 from fcp_cli.errors import UsageError
 from fcp_cli.planning.batches import GlobalBatches
 from fcp_cli.planning.problem import Solver
@@ -16,6 +17,7 @@ SolverFactory: TypeAlias = Callable[[GlobalBatches], Solver]
 # name -> "module:factory"
 _FACTORIES = {
     "bytescale": "fcp_cli.planning.published.bytescale:make_solver",
+    "deepspeed-ulysses": "fcp_cli.planning.published.split_heads:make_ulysses",
     "fcp": "fcp_cli.planning.fcp.solver:make_solver",
     "fcp-paper": "fcp_cli.planning.published.fcp_paper:make_solver",
     "flexsp": "fcp_cli.planning.published.flexsp:make_solver",
@@ -23,13 +25,21 @@ _FACTORIES = {
     "megatron-dynamic-cp": "fcp_cli.planning.published.megatron_dynamic_cp:make_solver",
     "megatron-packing": "fcp_cli.planning.published.megatron_packing:make_solver",
     "static": "fcp_cli.planning.static:make_solver",
+    "usp": "fcp_cli.planning.published.split_heads:make_usp",
 }
 DEFAULT = "fcp"
+# Strategies that split heads, and how; the others have rings, and fcp whatever is asked for.
+SPLITS_HEADS: dict[str, SplitAttention] = {"deepspeed-ulysses": "ulysses", "usp": "2d"}
 
 
 def solver_names() -> list[str]:
     """Return the names of all solvers, the default first."""
     return [DEFAULT, *(name for name in _FACTORIES if name != DEFAULT)]
+
+
+def names_under(profile: CostProfile) -> list[str]:
+    """Return the names of the solvers that plan under a profile: those that split heads need it to price that."""
+    return [name for name in solver_names() if profile.heads is not None or name not in SPLITS_HEADS]
 
 
 def make_solver(

@@ -9,7 +9,7 @@ sequence) and whether packs are filled up (fewest packs) or evened out (every gr
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -34,16 +34,19 @@ class StaticSolver:
     """Plans every step with one degree.
 
     `packing`: `full` fills packs up, `even` spreads tokens over like packs, `level` spreads work over the groups first.
+    `heads_degree` ranks share heads; None: what the problem allows and takes least.
     """
 
     problem: Problem
     degree: int
     packing: Packing = "full"
+    heads_degree: int | None = None
     name: str = "static"
 
     @property
     def options(self) -> Mapping[str, Any]:
-        return {"degree": self.degree, "packing": self.packing}
+        heads = {} if self.heads_degree is None else {"heads_degree": self.heads_degree}
+        return {"degree": self.degree, **heads, "packing": self.packing}
 
     def assign(self, batch: Batch) -> Assignment:
         """Pack, sort the packs by cost, share them out over the groups."""
@@ -62,6 +65,9 @@ class StaticSolver:
             ranks=(group[:, None] * self.degree + np.arange(self.degree)).ravel().astype(np.int32),
             member_offsets=offsets_of(np.diff(offsets)[by]),
             members=np.concatenate([members[offsets[pack] : offsets[pack + 1]] for pack in by.tolist()]),
+            heads_degree=None
+            if self.heads_degree is None
+            else np.full(packs.number, self.heads_degree, dtype=np.int32),
         )
 
     @property
@@ -79,12 +85,19 @@ class StaticSolver:
 def make_solver(batches: GlobalBatches) -> StaticSolver:
     """Make the static solver with the least predicted time over the plan, or over a sample of its steps."""
     longest = int(batches.table.length_tokens[batches.rows].max())
+    return quickest_static(list(static_candidates(batches.problem, longest)), batches)
+
+
+def quickest_static(candidates: Sequence[StaticSolver], batches: GlobalBatches) -> StaticSolver:
+    """Return the candidate with the least predicted time over the plan, or over a sample of its steps."""
     sample = [batches.batch(step) for step in spread_steps(len(batches), _TUNING_STEPS)]
-    return best_static(batches.problem, longest, sample)[0]
+    return candidates[int(np.argmin([_total_seconds(solver, sample) for solver in candidates]))]
 
 
 def best_static(problem: Problem, longest_tokens: int, batches: Sequence[Batch]) -> tuple[StaticSolver, float]:
     """Return the static solver that is quickest on these batches, and its seconds; tune on some of many batches only.
+
+    Its groups are rings, whatever the problem allows: what users run today.
 
     Args:
         problem: what to plan for.
@@ -92,7 +105,7 @@ def best_static(problem: Problem, longest_tokens: int, batches: Sequence[Batch])
         batches: what to tune and measure on.
     """
     tuned = [batches[i] for i in spread_steps(len(batches), _TUNING_STEPS)]
-    candidates = list(static_candidates(problem, longest_tokens))
+    candidates = list(static_candidates(replace(problem, attention=None), longest_tokens))
     best = candidates[int(np.argmin([_total_seconds(solver, tuned) for solver in candidates]))]
     return best, _total_seconds(best, batches)
 

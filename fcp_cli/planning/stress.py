@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from fcp_cli.cost.model import attention_part, encoder_seconds, ring_seconds
-from fcp_cli.plan.pricing import crosses_nodes, pack_work, wave_encoder_seconds
+from fcp_cli.cost.model import attention_part, encoder_seconds, exchange_seconds, ring_seconds
+from fcp_cli.plan.pricing import crosses_nodes, pack_work, ranks_together, wave_encoder_seconds
 from fcp_cli.plan.step import sizes_of
+from fcp_cli.planning.assemble import with_heads
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 from fcp_cli.simulation.effects import EFFECTS, Execution
 
@@ -23,6 +24,13 @@ def execution_of(assignment: Assignment, batch: Batch, problem: Problem) -> Exec
     if waves and profile.step.lockstep:
         encoder = encoder_seconds(pack, profile) / degree
     other = profile.coefficients.microbatch_seconds + pack.linear_seconds / degree - encoder
+    assignment = with_heads(assignment, batch, problem)
+    heads = np.int64(1) if assignment.heads_degree is None else assignment.heads_degree
+    if profile.heads is not None:
+        together = ranks_together(assignment.rank_offsets, assignment.ranks, problem.ranks_per_node)
+        other = other + exchange_seconds(
+            profile, tokens=pack.tokens, degree=degree, heads_degree=heads, sets_cross_nodes=together % heads != 0
+        )
     if batch.encoder_seconds is not None:
         shared = wave_encoder_seconds(batch.encoder_seconds[assignment.members], offsets, assignment.wave)
         encoder = shared / problem.num_ranks
@@ -35,12 +43,19 @@ def execution_of(assignment: Assignment, batch: Batch, problem: Problem) -> Exec
         ranks=assignment.ranks,
         encoder=encoder,
         other=other,
-        attention=attention_part(profile, attention_seconds=pack.attention_seconds, tokens=pack.tokens, degree=degree),
+        attention=attention_part(
+            profile,
+            attention_seconds=pack.attention_seconds,
+            tokens=pack.tokens,
+            degree=degree,
+            heads_degree=heads,
+        ),
         ring=ring_seconds(
             profile,
             tokens=pack.tokens,
             degree=degree,
             crosses_nodes=crosses_nodes(assignment.rank_offsets, assignment.ranks, problem.ranks_per_node),
+            heads_degree=heads,
         ),
         exposed=profile.coefficients.exposed_ring_share,
         floor_seconds=profile.step.floor_seconds(problem.sync),

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile, Sync
+from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile, Heads, Sync
 from fcp_cli.errors import UsageError
 from fcp_cli.memory.activations import vision_bytes
 from fcp_cli.memory.precision import precision_of
@@ -111,6 +111,7 @@ def analytic_profile(
             peers=peers,
         ).as_profile_memory(cluster.memory_bytes * (1 - RESERVE_FRACTION)),
         recipe=recipe,
+        heads=job.heads(),
         step=analytic_step_terms(job.state, cluster, ranks=ranks),
         sync=sync,
         measurement=job.assumptions(),
@@ -185,6 +186,37 @@ class _Job:
         size = elements * (forwards * CHUNK_BYTES_FORWARD + reached * CHUNK_BYTES_BACKWARD)
         return size / self.cluster.memory_bytes_per_second / self.cut.devices
 
+    def heads(self) -> Heads | None:
+        """Price exchanges of tokens for heads; None where messages take no time, as in the papers' formula.
+
+        Queries, keys and values go one way and outputs back, and so do their gradients: two messages to each rank of
+        the set and layer, forward and backward.
+        """
+        spec, cut = self.spec, self.cut
+        if not self.cluster.message_seconds:
+            return None
+        reached = backward_of(spec, self.recipe).layers
+        passes = 1 + reached * (1 + (self.recipe.recompute == "full"))
+        size = passes * spec.ring_layers * (spec.key_size + spec.value_size) * precision_of(self.recipe).activation
+        return Heads(
+            query_heads=max(1, spec.num_heads // cut.tensor_parallel),
+            key_value_heads=max(1, spec.num_kv_heads // cut.tensor_parallel),
+            exchange_bytes_per_token=size * spec.num_heads / spec.num_kv_heads / cut.devices,
+            key_value_exchange_bytes_per_token=size / cut.devices,
+            exchange_seconds=2 * spec.num_layers * passes * self.cluster.message_seconds / cut.pipeline_parallel,
+        )
+
+    def last_hop(self, *, gradient_bytes: int, reached: float) -> tuple[float, float]:
+        """Return bytes per token and seconds of a ring's last hop; 0 where `heads` has none.
+
+        Backward needs two messages more than forward: gradients come one hop behind keys, and travel home.
+        """
+        if not self.cluster.message_seconds:
+            return 0.0, 0.0
+        spec, cut = self.spec, self.cut
+        size = spec.ring_layers * (spec.key_size + spec.value_size) * gradient_bytes * reached / cut.devices
+        return size, 2 * spec.num_layers * reached * self.cluster.message_seconds / cut.pipeline_parallel
+
     def coefficients(self) -> Coefficients:
         spec, cluster, recipe = self.spec, self.cluster, self.recipe
         operations = forward_operations(spec)
@@ -202,6 +234,7 @@ class _Job:
         )
         hop_messages = messages_per_hop(spec, recompute=runs_ring_again, reached=backward.layers)
         vision = backward.vision
+        last_bytes, last_seconds = self.last_hop(gradient_bytes=max(4, kv_bytes), reached=backward.layers)
         return Coefficients(
             attention_seconds_per_token2=(1 + backward.layers * attention_backward)
             * operations.attention_per_token2
@@ -222,6 +255,8 @@ class _Job:
             * operations.window_per_token2
             / attention_rate,
             window_tokens=float(spec.window_tokens or 0),
+            last_hop_bytes_per_token=last_bytes,
+            last_hop_seconds=last_seconds,
         )
 
     def assumptions(self) -> dict[str, Any]:

@@ -167,7 +167,7 @@ def _step_cells(microbatch: MicroBatch, has_waves: bool) -> Iterator[str]:
     yield str(microbatch.order)
     if has_waves:
         yield str(microbatch.wave)
-    yield str(microbatch.degree)
+    yield microbatch.described_degree
     yield rank_ranges(microbatch.ranks)
     yield str(len(microbatch.sequences))
     yield f"{microbatch.tokens:,}"
@@ -232,6 +232,7 @@ def step_document(step: StepPlan, num_ranks: int) -> dict[str, Any]:
                 "order": microbatch.order,
                 "wave": microbatch.wave,
                 "degree": microbatch.degree,
+                **({} if step.heads_degree is None else {"heads_degree": microbatch.heads_degree}),
                 "ranks": list(microbatch.ranks),
                 "sequences": list(microbatch.sequences),
                 "lengths": list(microbatch.lengths),

@@ -83,7 +83,7 @@ class TraceBuilder:
                 yield self._slice(
                     "planned",
                     rank,
-                    _name(microbatch.order, microbatch.degree),
+                    _name(microbatch.order, microbatch.described_degree),
                     microbatch.start_seconds,
                     microbatch.seconds,
                     args,
@@ -105,7 +105,8 @@ class TraceBuilder:
         if microbatch is not None:
             args |= _pack_arguments(microbatch)
         args |= {"predicted_seconds": float(step.planned_seconds[i]), "measured_seconds": seconds}
-        name = _name(order, degree) if args["tokens"] else f"{order}: idle"
+        described = str(degree) if microbatch is None else microbatch.described_degree
+        name = _name(order, described) if args["tokens"] else f"{order}: idle"
         return self._slice("measured", int(step.ranks[i]), name, float(step.start_seconds[i]), seconds, args)
 
     def _slice(
@@ -138,7 +139,7 @@ class TraceBuilder:
         return {"pid": first_of_node + _KINDS.index(kind), "tid": 1 + rank}
 
 
-def _name(order: int, degree: int) -> str:
+def _name(order: int, degree: str) -> str:
     return f"{order}: degree {degree}"
 
 
@@ -146,6 +147,7 @@ def _pack_arguments(microbatch: MicroBatch) -> dict[str, Any]:
     args: dict[str, Any] = {
         "order": microbatch.order,
         "degree": microbatch.degree,
+        **({} if microbatch.heads_degree == 1 else {"heads_degree": microbatch.heads_degree}),
         "tokens": microbatch.tokens,
         "ranks": list(microbatch.ranks),
     }

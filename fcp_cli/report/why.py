@@ -5,16 +5,17 @@ The cost model answers, by pricing the same pack at the neighbouring degrees; th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from fcp_cli.console import print_table
-from fcp_cli.cost.model import group_seconds, ring_seconds
+from fcp_cli.cost.model import group_seconds, last_hop_seconds, ring_seconds
 from fcp_cli.manifest.table import LengthTable
-from fcp_cli.plan.pricing import planned_sequences
+from fcp_cli.plan.pricing import planned_sequences, ranks_together
 from fcp_cli.plan.step import MicroBatch, StepPlan
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.work import batch_work, work_on
@@ -34,6 +35,8 @@ class Alternative:
         tokens_per_rank: most tokens that a rank would hold.
         fits: whether that is within the token budget.
         crosses_nodes: as planned; at another degree, whether no node is large enough.
+        heads_degree: ranks of a set that splits heads, so that it takes least; as planned at the planned degree.
+        split_seconds: by heads degree, all that there may be.
         seconds, attention_seconds, ring_seconds: predicted; the longer of the last two is part of the first. The ring's
             are those that attention can hide: all of them but for a profile's `exposed_ring_share`.
         end_seconds: when it would end if it started as planned.
@@ -47,6 +50,8 @@ class Alternative:
     attention_seconds: float
     ring_seconds: float
     end_seconds: float
+    heads_degree: int
+    split_seconds: Mapping[int, float]
 
     @property
     def rank_seconds(self) -> float:
@@ -114,18 +119,26 @@ def _priced(
     crosses = (
         microbatch.ranks[0] // size != microbatch.ranks[-1] // size if degree == microbatch.degree else degree > size
     )
-    seconds = float(
-        group_seconds(
-            problem.profile,
-            attention_seconds=attention,
-            linear_seconds=linear,
-            tokens=tokens,
-            degree=degree,
-            crosses_nodes=crosses,
+    splits = {
+        heads_degree: float(
+            group_seconds(
+                problem.profile,
+                attention_seconds=attention,
+                linear_seconds=linear,
+                tokens=tokens,
+                degree=degree,
+                crosses_nodes=crosses,
+                heads_degree=heads_degree,
+                sets_cross_nodes=heads_degree > size,
+            )
         )
-    )
-    ring = ring_seconds(problem.profile, tokens=tokens, degree=degree, crosses_nodes=crosses)
-    exposed = problem.profile.coefficients.exposed_ring_share * ring
+        for heads_degree in _heads_degrees(microbatch, degree, problem)
+    }
+    heads_degree = microbatch.heads_degree if degree == microbatch.degree else min(splits, key=splits.__getitem__)
+    seconds = splits[heads_degree]
+    at = {"tokens": tokens, "degree": degree, "crosses_nodes": crosses, "heads_degree": heads_degree}
+    ring, home = ring_seconds(problem.profile, **at), last_hop_seconds(problem.profile, **at)
+    exposed = problem.profile.coefficients.exposed_ring_share * (ring - home) + home
     held = -(-tokens // degree)
     return Alternative(
         degree=degree,
@@ -136,7 +149,24 @@ def _priced(
         attention_seconds=float(attention) / degree,
         ring_seconds=float(ring - exposed),
         end_seconds=microbatch.start_seconds + seconds,
+        heads_degree=heads_degree,
+        split_seconds=splits,
     )
+
+
+def _heads_degrees(microbatch: MicroBatch, degree: int, problem: Problem) -> list[int]:
+    """Return the heads degrees that a group of this degree may have, that which is planned among them."""
+    heads, size = problem.profile.heads, problem.ranks_per_node
+    if degree == 1 or problem.attention is None or heads is None:
+        return [1]
+    if problem.attention == "ulysses":
+        return [degree]
+    if degree == microbatch.degree:
+        ranks = np.array(microbatch.ranks, dtype=np.int32)
+        together = int(ranks_together(np.array([0, degree]), ranks, size)[0])
+    else:
+        together = math.gcd(degree, size) if degree > size else degree
+    return sorted({1, *(u for u in heads.degrees(size) if together % u == 0)})
 
 
 def _against_fewer(
@@ -198,7 +228,7 @@ def _time_limit(microbatch: MicroBatch, step: StepPlan) -> tuple[float, str]:
 
 def print_why(console: Console, explanation: Explanation) -> None:
     """Print an explanation in 80 columns."""
-    for line in _introduction(explanation):
+    for line in (*_introduction(explanation), *_splits(explanation)):
         console.print(line, markup=False)
     print_table(console, _table(explanation))
     for reason in explanation.reasons:
@@ -209,10 +239,18 @@ def _introduction(explanation: Explanation) -> Iterator[str]:
     microbatch = explanation.microbatch
     count = len(microbatch.sequences)
     yield (
-        f"step {microbatch.step}, micro-batch {microbatch.order}: degree {microbatch.degree}, "
+        f"step {microbatch.step}, micro-batch {microbatch.order}: degree {microbatch.described_degree}, "
         f"{'one sequence' if count == 1 else counted(count, 'sequence')}, "
         f"{counted(microbatch.tokens, 'token')}, longest {max(microbatch.lengths):,}"
     )
+
+
+def _splits(explanation: Explanation) -> Iterator[str]:
+    """Say what other ways to split heads would take."""
+    planned = next(a for a in explanation.alternatives if a.degree == explanation.microbatch.degree)
+    if len(planned.split_seconds) > 1:
+        ways = (f"{u} x {planned.degree // u} {s:.3f} s" for u, s in planned.split_seconds.items())
+        yield f"ranks that share heads x sets in the ring: {', '.join(ways)}"
 
 
 def _table(explanation: Explanation) -> Any:
@@ -225,7 +263,8 @@ def _table(explanation: Explanation) -> Any:
     for a in explanation.alternatives:
         chosen = a.degree == explanation.microbatch.degree
         table.add_row(
-            f"{'> ' if chosen else ''}{a.degree}",
+            f"{'> ' if chosen else ''}{a.degree}"
+            + (f" = {a.heads_degree} x {a.degree // a.heads_degree}" if a.heads_degree > 1 else ""),
             f"{a.seconds:.3f}",
             f"{a.rank_seconds:.3f}",
             f"{a.attention_seconds:.3f}",

@@ -22,9 +22,9 @@ from fcp_cli.planning.continuation import remaining_steps, settings_of
 from fcp_cli.planning.problem import Problem, problem_of
 from fcp_cli.planning.run import make_plan, plan_step
 from fcp_cli.planning.settings import PlanInputs
-from fcp_cli.planning.solvers import make_solver, solver_names
+from fcp_cli.planning.solvers import make_solver, names_under
 from tests.plan.plans import rewritten
-from tests.planning.examples import example_problem, long_tail, table_of
+from tests.planning.examples import example_problem, example_profile, long_tail, table_of
 
 SYNCS = pytest.mark.parametrize("sync", ["iteration", "microbatch"])
 TABLE = long_tail(60)
@@ -92,7 +92,7 @@ def test_no_pack_exceeds_the_budget_with_padding_and_times_are_those_of_padded_l
 
 
 @SYNCS
-@pytest.mark.parametrize("solver", solver_names())
+@pytest.mark.parametrize("solver", names_under(example_profile()))
 def test_every_strategy_counts_padding_alike(sync: Sync, solver: str) -> None:
     problem = padded_problem(sync, num_ranks=4, ranks_per_node=2, budget=200, multiple=8)
     generator = np.random.default_rng(7)

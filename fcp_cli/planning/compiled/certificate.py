@@ -15,7 +15,15 @@ import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.planning.compiled.compiling import inlined, kernel
-from fcp_cli.planning.compiled.core import Machine, Sequences, pack_seconds, total_of
+from fcp_cli.planning.compiled.core import (
+    AT_BEST,
+    Machine,
+    Sequences,
+    pack_seconds,
+    ring_pack_seconds,
+    split_pack_seconds,
+    total_of,
+)
 
 _STEPS = 24  # of bisection
 _LONGEST = 4  # sequences whose wave is looked at
@@ -26,14 +34,31 @@ _MARGIN = 1e-9  # relative; keeps rounding on the safe side
 @inlined
 def _alone(i: int, degree: int, sequences: Sequences, machine: Machine) -> float:
     """Return T(s, d) of sequence i: its seconds alone on a group of this degree, placed at best."""
-    crosses = degree > machine.ranks_per_node or machine.inter < machine.intra
-    return pack_seconds(sequences.attention[i], sequences.linear[i], sequences.tokens[i], degree, crosses, machine)
+    across = _at_best(degree, machine)
+    return pack_seconds(sequences.attention[i], sequences.linear[i], sequences.tokens[i], degree, across, machine)
+
+
+@inlined
+def _at_best(degree: int, machine: Machine) -> int:
+    return AT_BEST if degree > machine.ranks_per_node or machine.inter < machine.intra else 0
 
 
 @kernel
-def _traffic(degree: int, machine: Machine) -> float:
-    """Return the rank-seconds of ring traffic per token on a group of this degree."""
-    return (machine.inter if degree > machine.ranks_per_node else min(machine.intra, machine.inter)) * (degree - 1)
+def _traffic(degree: int, sets: int, machine: Machine) -> float:
+    """Return the rank-seconds of ring traffic per token on a group of this degree whose ring has so many sets."""
+    return (machine.inter if degree > machine.ranks_per_node else min(machine.intra, machine.inter)) * (sets - 1)
+
+
+@inlined
+def _home(degree: int, machine: Machine) -> float:
+    """Return the part of `_traffic` that nothing hides, if there is a ring."""
+    return machine.home_inter if degree > machine.ranks_per_node else min(machine.home_intra, machine.home_inter)
+
+
+@inlined
+def _exchange(k: int, machine: Machine) -> float:
+    """Return the least rank-seconds per token in which sets of the k-th heads degree exchange."""
+    return float(min(machine.splits.inside[k], machine.splits.across[k]))
 
 
 @kernel
@@ -43,22 +68,48 @@ def _least_area(i: int, makespan: float, outlasting: float, sequences: Sequences
     Where (1 - e) c_d (d - 1) >= outlasting = max over sequences of a / t, what may hide of the ring outlasts attention
     in every pack of degree d: the pack takes d ranks at least sum (l + c_d (d - 1) t) >= sum w. Elsewhere it takes at
     least sum (w + e c_d (d - 1) t). Both times it takes them e h (d - 1) d beside, and holds at most d E tokens: each
-    token bears at least e h (d - 1) / E. All of this grows with d.
+    token bears at least e h (d - 1) / E. All of this grows with d. Of c_d (d - 1), the last hop g is exposed whole.
+
+    Where u ranks share heads the same holds of the ring of r = d / u sets, of which each member moves at least as much
+    per token and hop; and all tokens are exchanged, for x_u each. Be d0 the least degree that ends in time: then
+    r >= d0 / u, which bounds every d from there on.
     """
-    least = np.inf
+    least, first = np.inf, 0
+    tokens = sequences.tokens[i]
     lowest = max(1, (sequences.tokens[i] + machine.tokens_per_rank - 1) // machine.tokens_per_rank)
     for degree in range(lowest, machine.num_ranks + 1):
         if _alone(i, degree, sequences, machine) > makespan:
             continue
-        traffic = _traffic(degree, machine)
-        tokens = sequences.tokens[i]
-        hops = machine.exposed * machine.hop * (degree - 1) * tokens / machine.tokens_per_rank
-        if degree == 1 or (1.0 - machine.exposed) * traffic < outlasting:
-            return float(min(least, sequences.work[i] + machine.exposed * traffic * tokens + hops))
-        least = min(least, sequences.linear[i] + traffic * tokens + hops)
-        if machine.inter >= machine.intra:
+        first = first if first else degree
+        if machine.splits.only and degree > 1:
+            break
+        area, hidden = _ring_area(i, degree, degree, outlasting, sequences, machine)
+        least = min(least, area)
+        if hidden or machine.inter >= machine.intra:
             break  # traffic only grows from here on
+    for k in range(len(machine.splits.heads) if first > 1 else 0):
+        sets = (first + machine.splits.heads[k] - 1) // machine.splits.heads[k]
+        if machine.splits.only and sets > 1:
+            continue
+        area, _hidden = _ring_area(i, first, sets, outlasting, sequences, machine)
+        least = min(least, area + _exchange(k, machine) * tokens)
     return float(least)
+
+
+@inlined
+def _ring_area(i: int, degree: int, sets: int, outlasting: float, sequences: Sequences, machine: Machine) -> Any:
+    """Return the least rank-seconds of sequence i in packs of this degree whose ring has so many sets.
+
+    And whether attention hides what may hide of it.
+    """
+    if sets == 1:
+        return sequences.work[i], True
+    tokens, home = sequences.tokens[i], _home(degree, machine)
+    traffic = _traffic(degree, sets, machine) - home
+    hops = machine.exposed * machine.hop * (sets - 1) * tokens / machine.tokens_per_rank
+    if (1.0 - machine.exposed) * traffic < outlasting:
+        return sequences.work[i] + (machine.exposed * traffic + home) * tokens + hops, True
+    return sequences.linear[i] + (traffic + home) * tokens + hops, False
 
 
 @kernel
@@ -150,6 +201,7 @@ def _wave_of(
     most (N - d)(tau - beta), and at most the densest (N - d) E tokens without j. X, more sequences in j's own pack, is
     at most d delta where attention hides what may hide of j's ring; where it does not, they bring x tokens with
     (c_d (d - 1) + thin) x <= d delta and work <= dense x (thin, dense: least l / t and greatest w / t of any sequence).
+    Where u ranks share heads, T and c are those of the ring of d / u sets, and x tokens are exchanged as well.
     Other waves do the rest of the work, at least rest / N seconds, and pay beta each. The sum is convex and piecewise
     linear in delta: its least value lies at delta = 0 or where Y stops growing. Where X could grow by more than N per
     second, only T(j, d) and the other waves' beta are counted.
@@ -159,32 +211,54 @@ def _wave_of(
     for degree in range(
         max(1, (sequences.tokens[j] + machine.tokens_per_rank - 1) // machine.tokens_per_rank), num_ranks + 1
     ):
-        shortest = _alone(j, degree, sequences, machine)
-        if shortest + more_waves >= least:
+        if _alone(j, degree, sequences, machine) + more_waves >= least:
             continue
         others = num_ranks - degree
         held = _densest(float(others * machine.tokens_per_rank), j, by_density, sequences)
-        traffic = _traffic(degree, machine)
-        hides = degree == 1 or sequences.attention[j] >= (1.0 - machine.exposed) * (
-            traffic * sequences.tokens[j] + machine.hop * (degree - 1) * degree
-        )
-        growth = 1.0 * degree
-        if not hides:
-            growth = max(growth, dense * degree / (traffic + thin))
-        if growth > num_ranks:
-            least = min(least, shortest + more_waves)
-            continue
-        value = np.inf
-        for corner in range(2):
-            delta = 0.0
-            if corner:
-                delta = held / others - (shortest - beta) if others else 0.0
-                if delta <= 0.0:
-                    continue
-            done = sequences.work[j] + growth * delta + min(others * (shortest + delta - beta), held)
-            value = min(value, shortest + delta + more_waves + max(0.0, total - done) / num_ranks)
-        least = min(least, value)
+        for k in range(-1, len(machine.splits.heads) if degree > 1 else 0):
+            shortest, growth = _growth(k, j, degree, dense, thin, sequences, machine)
+            if shortest + more_waves >= least:
+                continue
+            if growth > num_ranks:
+                least = min(least, shortest + more_waves)
+                continue
+            value = np.inf
+            for corner in range(2):
+                delta = 0.0
+                if corner:
+                    delta = held / others - (shortest - beta) if others else 0.0
+                    if delta <= 0.0:
+                        continue
+                done = sequences.work[j] + growth * delta + min(others * (shortest + delta - beta), held)
+                value = min(value, shortest + delta + more_waves + max(0.0, total - done) / num_ranks)
+            least = min(least, value)
     return float(least)
+
+
+@kernel
+def _growth(k: int, j: int, degree: int, dense: float, thin: float, sequences: Sequences, machine: Machine) -> Any:
+    """Return T(j, d) with the k-th heads degree, -1 for a ring, and how much work j's pack gains for a second more."""
+    attention, linear, tokens = sequences.attention[j], sequences.linear[j], sequences.tokens[j]
+    if degree == 1:
+        return machine.beta + linear + attention, 1.0
+    across, sets, exchange = _at_best(degree, machine), degree, 0.0
+    if k < 0:
+        shortest = np.inf
+        if not machine.splits.only:
+            shortest = ring_pack_seconds(attention, linear, tokens, degree, across, machine)
+    else:
+        shortest = split_pack_seconds(k, attention, linear, tokens, degree, across, machine)
+        sets, exchange = degree // machine.splits.heads[k], _exchange(k, machine)
+    traffic = _traffic(degree, sets, machine)
+    hidden = traffic - _home(degree, machine)
+    copies = machine.splits.copies[k] if k >= 0 else 1.0
+    hides = sets <= 1 or attention >= (1.0 - machine.exposed) * (
+        hidden * copies * tokens + machine.hop * (sets - 1) * degree
+    )
+    growth = 1.0 * degree
+    if not hides:
+        growth = max(growth, dense * degree / (traffic + exchange + thin))
+    return shortest, growth
 
 
 @kernel
@@ -258,8 +332,8 @@ def _least_member(degree: int, crowd: Crowd, machine: Machine) -> float:
     """Return the least seconds of a pack of this degree with one of the crowd, or more; infinite over the budget."""
     if degree * machine.tokens_per_rank < crowd.least_tokens:
         return np.inf
-    crosses = degree > machine.ranks_per_node or machine.inter < machine.intra
-    return pack_seconds(crowd.least_attention, crowd.least_linear, crowd.least_tokens, degree, crosses, machine)
+    across = _at_best(degree, machine)
+    return pack_seconds(crowd.least_attention, crowd.least_linear, crowd.least_tokens, degree, across, machine)
 
 
 @kernel
@@ -307,11 +381,18 @@ def _most_done(makespan: float, crowd: Crowd, machine: Machine) -> float:
 @inlined
 def _most_tokens(degree: int, makespan: float, thin: float, machine: Machine) -> float:
     """Return t(d) of `_most_done`: the tokens that a pack of this degree can hold and end in time."""
-    most = float(degree * machine.tokens_per_rank)
-    per_token = thin + _traffic(degree, machine)
-    if per_token > 0.0:
-        hops = machine.hop * (degree - 1)
-        most = min(most, degree * (makespan - machine.beta - hops) / per_token)
+    most = 0.0
+    for k in range(-1, len(machine.splits.heads) if degree > 1 else 0):
+        sets, exchange = degree, 0.0
+        if k >= 0:
+            if degree % machine.splits.heads[k]:
+                continue
+            sets, exchange = degree // machine.splits.heads[k], _exchange(k, machine)
+        per_token = thin + _traffic(degree, sets, machine) + exchange
+        held = float(degree * machine.tokens_per_rank)
+        if per_token > 0.0:
+            held = min(held, degree * (makespan - machine.beta - machine.hop * (sets - 1)) / per_token)
+        most = max(most, held)
     return most
 
 

@@ -15,6 +15,7 @@ from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.planning.compiled.compiling import inlined, kernel, leaf
 
 NONE = -1
+AT_BEST = -1  # `across` of a group of which nothing is known but that it lies across nodes
 
 # Which ranks may be a group of degree > 1: any; or neighbours, inside a node or from a node's first rank on; or the
 # same, but across nodes whole nodes only.
@@ -30,6 +31,25 @@ class Sequences(NamedTuple):
     tokens: IntArray
 
 
+class Splits(NamedTuple):
+    """How groups may split heads. All arrays are [heads degrees that there may be].
+
+    Attributes:
+        heads: ranks of a set that shares the heads.
+        copies: how many of them hold the same key/value head.
+        inside, across: seconds in which a set exchanges one token of each, in a node and across nodes.
+        messages: seconds of the exchanges beside their bytes.
+        only: 1 where all ranks of a group are one set, which may then lie across nodes.
+    """
+
+    heads: IntArray
+    copies: FloatArray
+    inside: FloatArray
+    across: FloatArray
+    messages: FloatArray
+    only: int
+
+
 class Machine(NamedTuple):
     """The ranks and what a micro-batch costs on them.
 
@@ -39,6 +59,8 @@ class Machine(NamedTuple):
         beta: seconds of a micro-batch beside its work.
         intra, inter: seconds in which the ring moves one token, inside a node and across nodes.
         hop: seconds of a ring hop beside its bytes.
+        home_intra, home_inter: of `intra` and `inter`, seconds of a token in a ring's last hop, which nothing hides.
+        home: seconds of that hop beside its bytes.
         exposed: share of a ring's seconds that no attention hides.
         chunk: seconds that attention takes longer in a ring, per token and hop.
         floor: least seconds of a wave.
@@ -47,6 +69,7 @@ class Machine(NamedTuple):
         group_first, group_ranks: the groups that rings may use, back to back, widest first; none: any.
         allowed: [num_ranks + 1] 1 for each degree that a group may have.
         placement: ANY_RANKS, NEIGHBOURS or WHOLE_NODES; a catalogue of groups goes before it.
+        splits: how groups may split heads beside being rings; none: they are rings.
     """
 
     num_ranks: int
@@ -56,6 +79,9 @@ class Machine(NamedTuple):
     intra: float
     inter: float
     hop: float
+    home_intra: float
+    home_inter: float
+    home: float
     exposed: float
     chunk: float
     floor: float
@@ -65,6 +91,7 @@ class Machine(NamedTuple):
     group_ranks: IntArray
     allowed: IntArray
     placement: int
+    splits: Splits
 
 
 class Tree(NamedTuple):
@@ -78,10 +105,32 @@ class Tree(NamedTuple):
 
 
 @inlined
-def ring_seconds(tokens: int, degree: int, crosses: bool, machine: Machine) -> float:
-    """Return the seconds of a pack's ring, hidden or not: `cost.model.ring_seconds`."""
-    per_token = machine.inter if crosses else machine.intra
-    return per_token * tokens * (degree - 1) / degree + machine.hop * (degree - 1)
+def ring_seconds(tokens: float, degree: int, sets: int, across: int, machine: Machine) -> float:
+    """Return the seconds of a ring of `sets`, each with an even part of the heads: `cost.model.ring_seconds`."""
+    per_token = machine.inter if across else machine.intra
+    return per_token * tokens * (sets - 1) / degree + machine.hop * (sets - 1) + machine.home
+
+
+@inlined
+def exposed_seconds(ring: float, tokens: float, degree: int, across: int, machine: Machine) -> float:
+    """Return the seconds of a ring that nothing hides: a share, and the last hop (`cost.model.last_hop_seconds`)."""
+    home = (machine.home_inter if across else machine.home_intra) * tokens / degree + machine.home
+    return machine.exposed * (ring - home) + home
+
+
+@inlined
+def exchange_seconds(k: int, tokens: int, degree: int, across: int, machine: Machine) -> float:
+    """Return the seconds in which sets of the k-th heads degree exchange a pack; infinite where there are none such.
+
+    That is: they do not fill the group, or lie across nodes and are not the whole group.
+    """
+    splits = machine.splits
+    heads = splits.heads[k]
+    spans = heads > machine.ranks_per_node or (across > 0 and across % heads != 0)
+    if degree % heads != 0 or (degree != heads if splits.only else spans):
+        return np.inf
+    per_token = splits.across[k] if spans else splits.inside[k]
+    return float(per_token * tokens / degree + splits.messages[k])
 
 
 @inlined
@@ -99,21 +148,84 @@ def padded_for(attention: float, linear: float, tokens: int, degree: int, machin
 
 
 @inlined
-def pack_seconds(attention: float, linear: float, tokens: int, degree: int, crosses: bool, machine: Machine) -> float:
-    """Return the predicted seconds of a pack: `cost.model.group_seconds`."""
+def pack_seconds(attention: float, linear: float, tokens: int, degree: int, across: int, machine: Machine) -> float:
+    """Return the predicted seconds of a pack, as ring or with the heads split: `cost.model.group_seconds`.
+
+    Args:
+        attention, linear, tokens: of the pack, on one rank.
+        degree: ranks of the group.
+        across: 0 inside a node; else a number that divides how many ranks it has on every node, AT_BEST any.
+        machine: the ranks and their cost.
+    """
     if degree == 1:
         return machine.beta + linear + attention
-    ring = ring_seconds(tokens, degree, crosses, machine)
-    exposed = machine.exposed * ring
+    best = np.inf if machine.splits.only else ring_pack_seconds(attention, linear, tokens, degree, across, machine)
+    for k in range(len(machine.splits.heads)):
+        best = min(best, split_pack_seconds(k, attention, linear, tokens, degree, across, machine))
+    return best
+
+
+@inlined
+def ring_pack_seconds(
+    attention: float, linear: float, tokens: int, degree: int, across: int, machine: Machine
+) -> float:
+    """Return the predicted seconds of a pack on a ring of more than one rank."""
+    ring = ring_seconds(tokens, degree, degree, across, machine)
+    exposed = exposed_seconds(ring, tokens, degree, across, machine)
     computed = attention / degree + machine.chunk * tokens * (degree - 1.0) / degree
     return machine.beta + linear / degree + max(computed, ring - exposed) + exposed
 
 
 @inlined
-def alone_seconds(attention: float, linear: float, tokens: int, degree: int, crosses: bool, machine: Machine) -> float:
+def split_pack_seconds(
+    k: int, attention: float, linear: float, tokens: int, degree: int, across: int, machine: Machine
+) -> float:
+    """Return the predicted seconds of a pack whose heads are split by the k-th heads degree; infinite if none can."""
+    exchange = exchange_seconds(k, tokens, degree, across, machine)
+    sets = degree // machine.splits.heads[k]
+    if exchange == np.inf or sets <= 1:
+        return machine.beta + linear / degree + attention / degree + exchange
+    moved = machine.splits.copies[k] * tokens
+    ring = ring_seconds(moved, degree, sets, across, machine)
+    exposed = exposed_seconds(ring, moved, degree, across, machine)
+    computed = attention / degree + machine.chunk * tokens * (sets - 1.0) / degree
+    return float(machine.beta + linear / degree + max(computed, ring - exposed) + exposed + exchange)
+
+
+@inlined
+def alone_seconds(attention: float, linear: float, tokens: int, degree: int, across: int, machine: Machine) -> float:
     """Return the predicted seconds of one sequence alone on a group, with its padding."""
     padded = padded_for(attention, linear, tokens, degree, machine)
-    return pack_seconds(padded[0], padded[1], padded[2], degree, crosses, machine)
+    return pack_seconds(padded[0], padded[1], padded[2], degree, across, machine)
+
+
+@inlined
+def common_divisor(one: int, other: int) -> int:
+    """Return the greatest number that divides both."""
+    while other:
+        one, other = other, one % other
+    return one
+
+
+@inlined
+def across_at_best(degree: int, machine: Machine) -> int:
+    """Return `across` of a group on whole nodes and a rest of one more."""
+    return common_divisor(degree, machine.ranks_per_node) if degree > machine.ranks_per_node else 0
+
+
+@leaf
+def across_of(ranks: IntArray, machine: Machine) -> int:
+    """Return `across` of a group, the ranks of a node side by side."""
+    per_node, together, count = machine.ranks_per_node, 0, 1
+    for k in range(1, len(ranks) + 1):
+        if k < len(ranks) and ranks[k] // per_node == ranks[k - 1] // per_node:
+            count += 1
+            continue
+        if count == len(ranks):
+            return 0
+        together = common_divisor(count, together)
+        count = 1
+    return int(together)
 
 
 @leaf

@@ -24,7 +24,13 @@ import numpy.typing as npt
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.planning.compiled.compiling import kernel, leaf
-from fcp_cli.planning.compiled.core import Machine, Sequences, alone_seconds, with_room_for
+from fcp_cli.planning.compiled.core import (
+    Machine,
+    Sequences,
+    across_at_best,
+    alone_seconds,
+    with_room_for,
+)
 from fcp_cli.planning.compiled.wave import Pool, Wave, fill_wave, make_pool, make_wave, outlook, wave_seconds
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
@@ -78,8 +84,8 @@ def _alone(i: int, degree: int, sequences: Sequences, machine: Machine) -> float
     """Return the seconds of sequence i alone on one of the allowed degrees, placed at best."""
     if not machine.allowed[degree]:
         return np.inf
-    crosses = degree > machine.ranks_per_node
-    return alone_seconds(sequences.attention[i], sequences.linear[i], sequences.tokens[i], degree, crosses, machine)
+    across = across_at_best(degree, machine)
+    return alone_seconds(sequences.attention[i], sequences.linear[i], sequences.tokens[i], degree, across, machine)
 
 
 @leaf

@@ -12,9 +12,12 @@ import numpy as np
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.planning.compiled.compiling import inlined, kernel
 from fcp_cli.planning.compiled.core import (
+    AT_BEST,
     NONE,
     Machine,
     Sequences,
+    across_of,
+    common_divisor,
     first_with_room,
     make_tree,
     pack_seconds,
@@ -117,13 +120,16 @@ def share_out(degree: int, waves: bool, packs: Packs, sequences: Sequences, mach
         linear[packs.of[i]] += sequences.linear[i]
         tokens[packs.of[i]] += sequences.tokens[i]
     # Groups of a degree that does not divide a node lie partly across two: packs are ranked as if all did.
-    crosses = machine.ranks_per_node % degree != 0
+    lies = common_divisor(machine.ranks_per_node, degree) if machine.ranks_per_node % degree else 0
     seconds = np.empty(count)
     for p in range(count):
-        seconds[p] = pack_seconds(attention[p], linear[p], tokens[p], degree, crosses, machine)
+        seconds[p] = pack_seconds(attention[p], linear[p], tokens[p], degree, lies, machine)
     by = np.argsort(-seconds, kind="mergesort")
     group_of, turn_of = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
     groups = machine.num_ranks // degree
+    across = np.empty(groups, dtype=np.int64)
+    for group in range(groups):
+        across[group] = across_of(np.arange(group * degree, (group + 1) * degree), machine)
     ends, turns, expected = np.zeros(groups), np.zeros(groups, dtype=np.int64), make_tree(groups)
     for group in range(groups):
         set_room(expected, group, 0.0, 0)
@@ -135,9 +141,7 @@ def share_out(degree: int, waves: bool, packs: Packs, sequences: Sequences, mach
             group = packs.group_of[p]
         group_of[k], turn_of[k] = group, turns[group]
         turns[group] += 1
-        first = group * degree
-        crosses = first // machine.ranks_per_node != (first + degree - 1) // machine.ranks_per_node
-        taken = pack_seconds(attention[p], linear[p], tokens[p], degree, crosses, machine)
+        taken = pack_seconds(attention[p], linear[p], tokens[p], degree, across[group], machine)
         longest[turn_of[k]] = max(longest[turn_of[k]], taken)
         ends[group] += taken
         set_room(expected, group, expected.seconds[(len(expected.seconds) >> 1) + group] - seconds[p], 0)
@@ -247,8 +251,10 @@ def _pack_level(
 @inlined
 def _at_least(degree: int, attention: float, linear: float, tokens: int, machine: Machine) -> float:
     """Return the least seconds of so much work on groups of one degree: all busy, packs as few as tokens allow."""
-    traffic = (machine.inter if degree > machine.ranks_per_node else min(machine.intra, machine.inter)) * (degree - 1)
     packs = max(1.0, tokens / (degree * machine.tokens_per_rank))
+    if len(machine.splits.heads):
+        return (machine.beta * degree * packs + linear + attention) / machine.num_ranks
+    traffic = (machine.inter if degree > machine.ranks_per_node else min(machine.intra, machine.inter)) * (degree - 1)
     ring = traffic * tokens + machine.hop * (degree - 1) * degree * packs
     hidden = max(attention, (1.0 - machine.exposed) * ring) if degree > 1 else attention
     return (machine.beta * degree * packs + linear + hidden + machine.exposed * ring) / machine.num_ranks
@@ -257,8 +263,8 @@ def _at_least(degree: int, attention: float, linear: float, tokens: int, machine
 @inlined
 def _alone(i: int, degree: int, sequences: Sequences, machine: Machine) -> float:
     """Return the least seconds of a pack that holds this sequence."""
-    crosses = degree > machine.ranks_per_node or machine.inter < machine.intra
-    return pack_seconds(sequences.attention[i], sequences.linear[i], sequences.tokens[i], degree, crosses, machine)
+    across = AT_BEST if degree > machine.ranks_per_node or machine.inter < machine.intra else 0
+    return pack_seconds(sequences.attention[i], sequences.linear[i], sequences.tokens[i], degree, across, machine)
 
 
 @kernel

@@ -18,6 +18,8 @@ from fcp_cli.planning.compiled.core import (
     WHOLE_NODES,
     Machine,
     Sequences,
+    across_at_best,
+    across_of,
     alone_seconds,
     with_room_for,
 )
@@ -27,7 +29,7 @@ class Rings(NamedTuple):
     """Groups of degree > 1, in the order in which they were placed.
 
     Attributes:
-        sequence, degree, crosses, start, end: [sequences] per ring.
+        sequence, degree, across, start, end: [sequences] per ring; see `pack_seconds`.
         first: [sequences + 1] where the ranks of each ring begin in `ranks`.
         ranks: of all rings, back to back.
         placed: [1] number of rings.
@@ -38,7 +40,7 @@ class Rings(NamedTuple):
 
     sequence: IntArray
     degree: IntArray
-    crosses: IntArray
+    across: IntArray
     start: FloatArray
     end: FloatArray
     first: IntArray
@@ -86,7 +88,7 @@ def with_ranks_for(needed: int, rings: Rings) -> Any:
     return Rings(
         rings.sequence,
         rings.degree,
-        rings.crosses,
+        rings.across,
         rings.start,
         rings.end,
         rings.first,
@@ -118,11 +120,13 @@ def _inside_a_node(
     nodes = (machine.num_ranks + machine.ranks_per_node - 1) // machine.ranks_per_node
     best, best_degree, best_node, best_last = bound, 0, -1, 0
     for degree in range(lowest, min(machine.ranks_per_node, machine.num_ranks) + 1):
-        seconds = alone_seconds(attention, linear, tokens, degree, False, machine)
+        seconds = alone_seconds(attention, linear, tokens, degree, 0, machine)
         if seconds > target:
             continue
         extra = degree * seconds - attention - linear
         if extra >= best:
+            if len(machine.splits.heads):
+                continue  # a wider group may split more heads
             break
         for node in range(nodes):
             base = node * machine.ranks_per_node
@@ -183,7 +187,7 @@ def _across_nodes(
     best, best_degree = bound, 0
     degree = lowest
     while degree <= machine.num_ranks:
-        seconds = alone_seconds(attention, linear, tokens, degree, True, machine)
+        seconds = alone_seconds(attention, linear, tokens, degree, across_at_best(degree, machine), machine)
         if seconds <= target:
             extra = degree * seconds - attention - linear
             if extra >= best:
@@ -213,11 +217,13 @@ def _among_neighbours(
     lowest = max(2, (tokens + machine.tokens_per_rank - 1) // machine.tokens_per_rank)
     best, best_degree, best_first = bound, 0, -1
     for degree in range(lowest, min(machine.ranks_per_node, machine.num_ranks) + 1):
-        seconds = alone_seconds(attention, linear, tokens, degree, False, machine)
+        seconds = alone_seconds(attention, linear, tokens, degree, 0, machine)
         if seconds > target:
             continue
         extra = degree * seconds - attention - linear
         if extra >= best:
+            if len(machine.splits.heads):
+                continue  # a wider group may split more heads
             break
         for base in range(0, machine.num_ranks, machine.ranks_per_node):
             for first in range(base, min(base + machine.ranks_per_node, machine.num_ranks) - degree + 1):
@@ -261,7 +267,7 @@ def _among_neighbouring_nodes(
     if machine.placement == WHOLE_NODES:
         degree = (lowest + per_node - 1) // per_node * per_node
     while degree <= machine.num_ranks:
-        seconds = alone_seconds(attention, linear, tokens, degree, True, machine)
+        seconds = alone_seconds(attention, linear, tokens, degree, across_at_best(degree, machine), machine)
         if seconds <= target:
             extra = degree * seconds - attention - linear
             if extra >= best:
@@ -303,7 +309,7 @@ def _from_catalogue(i: int, target: float, sequences: Sequences, machine: Machin
         degree = len(ranks)
         if degree * machine.tokens_per_rank < tokens:
             break  # the widest come first
-        seconds = alone_seconds(attention, linear, tokens, degree, degree > machine.ranks_per_node, machine)
+        seconds = alone_seconds(attention, linear, tokens, degree, across_at_best(degree, machine), machine)
         start = 0.0
         for r in ranks:
             start = max(start, timeline.free[r])
@@ -358,12 +364,10 @@ def place_rings(target: float, sequences: Sequences, machine: Machine, timeline:
             if s < 0:
                 return -1
             degree = _take_from_catalogue(g, s, machine, rings)
-            crosses = degree > machine.ranks_per_node
         elif machine.placement != ANY_RANKS:
             degree = _take_neighbours(g, target, sequences, machine, timeline, rings)
             if degree == 0:
                 return -1
-            crosses = degree > machine.ranks_per_node
         else:
             waste, degree, node, last = _inside_a_node(i, target, np.inf, sequences, machine, timeline)
             wide_degree = 0
@@ -371,8 +375,7 @@ def place_rings(target: float, sequences: Sequences, machine: Machine, timeline:
                 waste, wide_degree = _across_nodes(i, target, waste, sequences, machine, timeline, chosen)
             if waste == np.inf:
                 return -1
-            crosses = wide_degree > 0
-            if crosses:
+            if wide_degree > 0:
                 degree = wide_degree
                 _take_nodes(g, degree, chosen, machine, timeline, rings)
             else:
@@ -380,7 +383,7 @@ def place_rings(target: float, sequences: Sequences, machine: Machine, timeline:
                 for k in range(degree):
                     rings.ranks[rings.first[g] + k] = timeline.order[base + k]
         rings.first[g + 1] = rings.first[g] + degree
-        _enter_ring(g, degree, crosses, sequences, machine, timeline, rings)
+        _enter_ring(g, degree, sequences, machine, timeline, rings)
     return 0
 
 
@@ -427,7 +430,6 @@ def _take_nodes(g: int, degree: int, chosen: IntArray, machine: Machine, timelin
 def _enter_ring(
     g: int,
     degree: int,
-    crosses: bool,
     sequences: Sequences,
     machine: Machine,
     timeline: Timeline,
@@ -439,11 +441,12 @@ def _enter_ring(
     start = 0.0
     for r in ranks:
         start = max(start, timeline.free[r])
+    across = across_of(ranks, machine)
     end = start + alone_seconds(
-        sequences.attention[i], sequences.linear[i], sequences.tokens[i], degree, crosses, machine
+        sequences.attention[i], sequences.linear[i], sequences.tokens[i], degree, across, machine
     )
     rings.degree[g] = degree
-    rings.crosses[g] = crosses
+    rings.across[g] = across
     rings.start[g] = start
     rings.end[g] = end
     for r in ranks:

@@ -198,19 +198,17 @@ def _ride(
     """Let sequence i ride in the first ring that can take it; return the ring, or NONE."""
     g = first_with_room(tree, sequences.work[i], sequences.tokens[i], 0)
     while g != NONE:
-        degree, crosses = rings.degree[g], rings.crosses[g] > 0
+        degree, across = rings.degree[g], rings.across[g]
         attention, linear, tokens = padded_for(
             sequences.attention[i], sequences.linear[i], sequences.tokens[i], degree, machine
         )
-        before = pack_seconds(
-            sand.ring_attention[g], sand.ring_linear[g], sand.ring_tokens[g], degree, crosses, machine
-        )
+        before = pack_seconds(sand.ring_attention[g], sand.ring_linear[g], sand.ring_tokens[g], degree, across, machine)
         after = pack_seconds(
             sand.ring_attention[g] + attention,
             sand.ring_linear[g] + linear,
             sand.ring_tokens[g] + tokens,
             degree,
-            crosses,
+            across,
             machine,
         )
         room = _ring_room(g, timeline, rings, sand)

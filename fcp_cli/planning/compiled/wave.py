@@ -21,7 +21,11 @@ from fcp_cli.planning.compiled.core import (
     Machine,
     Sequences,
     Tree,
+    across_at_best,
+    across_of,
     alone_seconds,
+    exchange_seconds,
+    exposed_seconds,
     first_with_room,
     make_tree,
     pack_seconds,
@@ -40,7 +44,7 @@ class Wave(NamedTuple):
     `num_ranks` ranks in all of them.
 
     Attributes:
-        degree, crosses, attention, linear, tokens: [num_ranks] per group.
+        degree, across, attention, linear, tokens: [num_ranks] per group; see `pack_seconds`.
         first: [num_ranks + 1] where the ranks of each group begin in `ranks`.
         ranks: [num_ranks] of the groups, back to back.
         group_of: [sequences] group of each sequence that the wave took.
@@ -52,7 +56,7 @@ class Wave(NamedTuple):
     """
 
     degree: IntArray
-    crosses: IntArray
+    across: IntArray
     attention: FloatArray
     linear: FloatArray
     tokens: IntArray
@@ -268,7 +272,7 @@ def _open_group(degree: int, inside: int, machine: Machine, wave: Wave) -> int:
                 free -= 1
         missing -= _take_from_node(free, missing, False, wave, machine)
     wave.degree[g] = degree
-    wave.crosses[g] = 0 if inside else 1
+    wave.across[g] = 0 if inside else across_of(wave.ranks[wave.first[g] : wave.first[g + 1]], machine)
     wave.attention[g], wave.linear[g], wave.tokens[g] = 0.0, 0.0, 0
     wave.groups[0] = g + 1
     return int(g)
@@ -298,7 +302,10 @@ def _place_ring(i: int, target: float, left: int, sequences: Sequences, machine:
         inside = _best_fit(degree, machine, wave)
         if machine.placement != ANY_RANKS and not inside and not _free_run(degree, machine, wave)[0]:
             continue
-        if alone_seconds(attention, linear, tokens, degree, inside == 0, machine) <= target + _SLACK:
+        across = 0 if inside else 1  # pieces of nodes; or, where a node is free, whole nodes and a rest
+        if across and degree > machine.ranks_per_node and wave.bucket[machine.ranks_per_node] >= 0:
+            across = across_at_best(degree, machine)
+        if alone_seconds(attention, linear, tokens, degree, across, machine) <= target + _SLACK:
             _add(i, _open_group(degree, inside, machine, wave), sequences, machine, wave)
             return degree
     return 0
@@ -318,7 +325,7 @@ def _place_in_catalogue(i: int, target: float, sequences: Sequences, machine: Ma
             break
         if width * machine.tokens_per_rank < tokens:
             continue
-        if alone_seconds(attention, linear, tokens, width, width > machine.ranks_per_node, machine) > target + _SLACK:
+        if alone_seconds(attention, linear, tokens, width, across_at_best(width, machine), machine) > target + _SLACK:
             continue
         first = machine.group_ranks[machine.group_first[s]]
         if wave.used_before[first + width] > wave.used_before[first]:
@@ -359,7 +366,7 @@ def _open_on(ranks: IntArray, machine: Machine, wave: Wave) -> int:
         wave.used[ranks[k]] = 1
     wave.first[g + 1] = wave.first[g] + len(ranks)
     wave.degree[g] = len(ranks)
-    wave.crosses[g] = 1 if len(ranks) > machine.ranks_per_node else 0
+    wave.across[g] = across_of(ranks, machine)
     wave.attention[g], wave.linear[g], wave.tokens[g] = 0.0, 0.0, 0
     wave.groups[0] = g + 1
     return int(g)
@@ -368,10 +375,19 @@ def _open_on(ranks: IntArray, machine: Machine, wave: Wave) -> int:
 @inlined
 def _free_seconds(g: int, target: float, machine: Machine, wave: Wave) -> float:
     """Return the rank-seconds that group g has left, where attention hides of its ring what it can."""
-    degree = wave.degree[g]
-    exposed = machine.exposed * ring_seconds(wave.tokens[g], degree, wave.crosses[g] > 0, machine)
-    chunks = machine.chunk * wave.tokens[g] * (degree - 1)
-    return float(degree * (target - machine.beta - exposed) - wave.attention[g] - wave.linear[g] - chunks)
+    degree, tokens, across = wave.degree[g], wave.tokens[g], wave.across[g]
+    free = -np.inf
+    if degree == 1 or not machine.splits.only:
+        exposed = 0.0
+        if degree > 1:
+            ring = ring_seconds(tokens, degree, degree, across, machine)
+            exposed = exposed_seconds(ring, tokens, degree, across, machine)
+        chunks = machine.chunk * tokens * (degree - 1)
+        free = degree * (target - machine.beta - exposed) - wave.attention[g] - wave.linear[g] - chunks
+    for k in range(len(machine.splits.heads) if degree > 1 else 0):  # with a ring of which nothing is exposed, at best
+        exchange = exchange_seconds(k, tokens, degree, across, machine)
+        free = max(free, degree * (target - machine.beta - exchange) - wave.attention[g] - wave.linear[g])
+    return float(free)
 
 
 @leaf
@@ -398,7 +414,7 @@ def _group_for(i: int, target: float, sequences: Sequences, machine: Machine, tr
             wave.linear[g] + linear,
             wave.tokens[g] + padded,
             wave.degree[g],
-            wave.crosses[g] > 0,
+            wave.across[g],
             machine,
         )
         if seconds <= target + _SLACK:
@@ -483,8 +499,9 @@ def outlook(target: float, count: int, pool: Pool, sequences: Sequences, machine
     for g in range(wave.groups[0]):
         degree = wave.degree[g]
         free_tokens = degree * machine.tokens_per_rank - wave.tokens[g]
-        ring = machine.inter if wave.crosses[g] else machine.intra
-        if (1.0 - machine.exposed) * ring * (degree - 1) * wave.tokens[g] < wave.attention[g]:
+        ring = machine.inter if wave.across[g] else machine.intra
+        hidden = (1.0 - machine.exposed) * ring * (degree - 1) * wave.tokens[g]
+        if hidden < wave.attention[g] or len(machine.splits.heads):
             seconds += _free_seconds(g, target, machine, wave)
             room += free_tokens
     for k in range(small):
@@ -550,7 +567,7 @@ def wave_seconds(machine: Machine, wave: Wave) -> float:
             slowest = max(
                 slowest,
                 pack_seconds(
-                    wave.attention[g], wave.linear[g], wave.tokens[g], wave.degree[g], wave.crosses[g] > 0, machine
+                    wave.attention[g], wave.linear[g], wave.tokens[g], wave.degree[g], wave.across[g], machine
                 ),
             )
     return slowest

@@ -33,7 +33,7 @@ from fcp_cli.planning.fcp.pipelines import (
 from fcp_cli.planning.fcp.searches import assign_timelines, assign_waves
 from fcp_cli.planning.fcp.tiny import assign_tiny, is_tiny
 from fcp_cli.planning.interrupts import interrupts_deferred
-from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, machine_of
+from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, machine_of, splits_of
 from fcp_cli.planning.problem import Assignment, Batch, Problem, whole_budget
 from fcp_cli.planning.static import PACKINGS, StaticSolver, static_degrees
 
@@ -69,6 +69,8 @@ def make_solver(
             or several limits are given.
     """
     problem = batches.problem
+    if problem.attention == "ulysses":
+        require_heads_to_hold(batches)
     if max_groups is None:
         solver = solver_of(problem, max_degree=max_degree, max_peers=max_peers)
         if max_degree is not None:
@@ -113,6 +115,23 @@ def solver_of(problem: Problem, *, max_degree: int | None = None, max_peers: int
     if max_peers is not None:
         return _with_few_peers(problem, max_peers)
     return FcpSolver(problem=problem, machine=machine_of(problem), degrees=np.array(static_degrees(problem)))
+
+
+def require_heads_to_hold(batches: GlobalBatches) -> None:
+    """Check that as many ranks as may share the heads hold every sequence.
+
+    Raises:
+        UsageError: they do not.
+    """
+    problem = batches.problem
+    assert problem.profile.heads is not None, "a problem splits heads under a profile that prices it"
+    most = max((1, *problem.profile.heads.degrees(problem.num_ranks)))
+    longest, held = int(batches.table.length_tokens[batches.rows].max()), most * problem.tokens_per_rank
+    if longest > held:
+        raise UsageError(
+            f"--attention ulysses shares {problem.profile.heads.query_heads} query heads among {most} ranks at most, "
+            f"which hold {held} tokens, but a sequence has {longest}; --attention 2d makes rings of such sets"
+        )
 
 
 def _require_no_long(batches: GlobalBatches) -> None:
@@ -209,7 +228,8 @@ class FcpSolver:
     def _assign(self, batch: Batch) -> Assignment:
         found = self._planned_by(batch.work, batch)
         terms = self.problem.profile.step
-        if self.problem.sync == "iteration" or not (terms.wave_floor_seconds or terms.lockstep):
+        floored = self.problem.sync == "microbatch" and (terms.wave_floor_seconds or terms.lockstep)
+        if not floored and self.problem.attention != "2d":
             return found
         seconds = makespan_seconds(found, batch, self.problem)
         enough = lower_bound_seconds(batch.work, self.problem) * (1.0 + _CLOSE_ENOUGH)
@@ -222,7 +242,11 @@ class FcpSolver:
         return found
 
     def _led_otherwise(self, work: Work) -> Iterator[tuple[Machine, Work]]:
-        """Yield machines and work by which the greedy search over waves goes other ways."""
+        """Yield machines and work by which the greedy search goes other ways."""
+        if self.problem.attention == "2d":  # never slower than rings alone, whose groups then split heads where it pays
+            yield self.machine._replace(splits=splits_of(replace(self.problem, attention=None))), work
+        if self.problem.sync == "iteration":
+            return
         encoder = encoder_seconds(work, self.problem.profile)
         if self.problem.profile.step.lockstep and encoder.any():
             # Waves wait for the slowest encoder and then for the slowest rest: more even in the one, or in the other.
@@ -248,7 +272,7 @@ class FcpSolver:
             found, seconds = self._timelines(batch, order, sequences)
         enough = lower_bound_seconds(work, self.problem) * (1.0 + _CLOSE_ENOUGH)
         for machine in _with_less(self.machine, sequences):
-            if seconds <= enough:
+            if seconds <= enough or self.problem.attention == "ulysses":  # whose widest group may need every token
                 break
             other = self._searched(machine, order, sequences, seconds - closing)
             if other is not None and (taken := makespan_seconds(other, batch, self.problem)) < seconds:

@@ -50,7 +50,13 @@ def require_fitting(batching: Batching | None, options: OnlineOptions) -> None:
 def stream_metadata(
     problem: Problem, solver: Solver, global_batch_size: int | None, batching: Batching | None
 ) -> PlanMetadata:
-    """Return the metadata of a stream's plan, before totals, manifest and hash."""
+    """Return the metadata of a stream's plan, before totals, manifest and hash.
+
+    Raises:
+        UsageError: groups shall split heads alone, which may not hold a sequence that is yet to come.
+    """
+    if problem.attention == "ulysses":
+        raise UsageError("--attention ulysses holds no sequence longer than all heads' ranks do; give a stream 2d")
     return PlanMetadata(
         fcp_version=__version__,
         num_ranks=problem.num_ranks,
@@ -62,6 +68,7 @@ def stream_metadata(
         global_batch_size=global_batch_size or 1,
         tokens_per_rank=problem.tokens_per_rank,
         padding_multiple=problem.padding_multiple,
+        attention=problem.attention,
         seed=0,
         shuffle=False,
         batching=batching,

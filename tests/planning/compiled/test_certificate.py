@@ -39,6 +39,14 @@ coefficients:
   ring_hop_seconds: {hop}
   exposed_ring_share: {exposed}
   chunk_seconds_per_token: {chunk}
+  last_hop_bytes_per_token: {home}
+  last_hop_seconds: {home}
+heads:
+  query_heads: 4
+  key_value_heads: {kv}
+  exchange_bytes_per_token: {exchange}
+  key_value_exchange_bytes_per_token: {exchange}
+  exchange_seconds: {hop}
 step: {{wave_floor_seconds: {floor}}}
 bandwidth_bytes_per_second: {{intra_node: {intra}, inter_node: {inter}}}
 common_ground:
@@ -75,16 +83,38 @@ class Exhaustive:
         tokens = int(work.tokens.sum())
         if tokens > degree * self.problem.tokens_per_rank:
             return math.inf
-        c, bandwidth = self.problem.profile.coefficients, self.problem.profile.bandwidth
-        crosses = len({rank // self.problem.ranks_per_node for rank in group}) > 1
-        ring = 0.0
-        if degree > 1:
-            speed = bandwidth.inter_node if crosses else bandwidth.intra_node
-            ring = c.ring_bytes_per_token * tokens * (degree - 1) / degree / speed + c.ring_hop_seconds * (degree - 1)
-        attention = (float(work.attention_seconds.sum()) + c.chunk_seconds_per_token * tokens * (degree - 1)) / degree
-        linear = float(work.linear_seconds.sum()) / degree
-        exposed = c.exposed_ring_share * ring
-        return c.microbatch_seconds + linear + max(attention, ring - exposed) + exposed
+        nodes = [rank // self.problem.ranks_per_node for rank in group]
+        attention, linear = float(work.attention_seconds.sum()), float(work.linear_seconds.sum())
+        return min(
+            self.split_seconds(attention, linear, tokens, degree, heads_degree, crosses=len(set(nodes)) > 1)
+            for heads_degree in ((1, 2, 4) if self.problem.attention else (1,))
+            if degree % heads_degree == 0
+            and all(len(set(nodes[i : i + heads_degree])) == 1 for i in range(0, degree, heads_degree))
+        )
+
+    def split_seconds(
+        self, attention: float, linear: float, tokens: int, degree: int, heads_degree: int, *, crosses: bool
+    ) -> float:
+        """The seconds of a pack on sets of `heads_degree` ranks, each inside a node, which form a ring."""
+        c, bandwidth, heads = (
+            self.problem.profile.coefficients,
+            self.problem.profile.bandwidth,
+            self.problem.profile.heads,
+        )
+        assert heads is not None
+        speed = bandwidth.inter_node if crosses else bandwidth.intra_node
+        hops, copies = degree // heads_degree - 1, max(1.0, heads_degree / heads.key_value_heads)
+        ring = home = 0.0
+        if hops:
+            home = c.last_hop_bytes_per_token * copies * tokens / degree / speed + c.last_hop_seconds
+            ring = c.ring_bytes_per_token * copies * tokens * hops / degree / speed + c.ring_hop_seconds * hops
+            ring += c.last_hop_seconds
+        moved = heads.exchange_bytes_per_token + copies * heads.key_value_exchange_bytes_per_token
+        exchange = moved * tokens / degree * (heads_degree - 1) / heads_degree / bandwidth.intra_node
+        exchange += heads.exchange_seconds * (heads_degree - 1)
+        exposed = c.exposed_ring_share * (ring - home) + home
+        attention = (attention + c.chunk_seconds_per_token * tokens * hops) / degree
+        return c.microbatch_seconds + linear / degree + max(attention, ring - exposed) + exposed + exchange
 
     def best_waves(self) -> float:
         """The least sum of wave maxima."""
@@ -158,6 +188,9 @@ def test_no_schedule_beats_the_bound_and_the_planner_is_one_of_them(sync: Sync, 
         hop=data.draw(st.sampled_from(["0.0", "0.2"]), label="hop"),
         exposed=data.draw(st.sampled_from(["0.0", "0.3", "1.0"]), label="exposed"),
         chunk=data.draw(st.sampled_from(["0.0", "0.1"]), label="chunk"),
+        home=data.draw(st.sampled_from(["0.0", "0.5"]), label="home"),
+        kv=data.draw(st.sampled_from(["1", "2"]), label="key_value_heads"),
+        exchange=data.draw(st.sampled_from(["0.1", "1.0"]), label="exchange"),
         floor=data.draw(st.sampled_from(["0.0", "1.0", "4.0"]), label="floor"),
         intra=data.draw(st.sampled_from(["10.0", "2.0"]), label="intra"),
         inter=data.draw(st.sampled_from(["10.0", "1.0", "0.5"]), label="inter"),
@@ -168,6 +201,7 @@ def test_no_schedule_beats_the_bound_and_the_planner_is_one_of_them(sync: Sync, 
         ranks_per_node=data.draw(st.integers(1, 4), label="ranks_per_node"),
         tokens_per_rank=data.draw(st.sampled_from([8, 12, 20]), label="budget"),
         padding_multiple=data.draw(st.sampled_from([None, 2, 4]), label="padding"),
+        attention=data.draw(st.sampled_from([None, "2d"]), label="attention"),
         sync=sync,
         profile=parse_cost_profile(text, name="test"),
     )

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fcp_cli.cost.model import Work, group_seconds, ring_seconds
+from fcp_cli.cost.profile import Heads
 from fcp_cli.planning.compiled import core
 from fcp_cli.planning.kernel_inputs import machine_of
 from fcp_cli.planning.problem import Problem
@@ -33,9 +34,21 @@ def packs(draw: st.DrawFn, bandwidths: st.SearchStrategy[float]) -> tuple[Proble
         ring_hop_seconds=draw(st.floats(0.0, 1.0)),
         exposed_ring_share=draw(st.floats(0.0, 1.0)),
         chunk_seconds_per_token=draw(st.floats(0.0, 1e-3)),
+        last_hop_seconds=draw(st.floats(0.0, 1.0)),
+    )
+    coefficients = replace(
+        coefficients, last_hop_bytes_per_token=draw(st.floats(0.0, 1.0)) * coefficients.ring_bytes_per_token
     )
     bandwidth = replace(problem.profile.bandwidth, intra_node=draw(bandwidths), inter_node=draw(bandwidths))
-    problem = replace(problem, profile=replace(problem.profile, coefficients=coefficients, bandwidth=bandwidth))
+    heads = Heads(
+        query_heads=32,
+        key_value_heads=draw(st.sampled_from([1, 4, 8])),
+        exchange_bytes_per_token=draw(st.floats(1.0, 1e7)),
+        key_value_exchange_bytes_per_token=draw(st.floats(1.0, 1e7)),
+        exchange_seconds=draw(st.floats(0.0, 1.0)),
+    )
+    profile = replace(problem.profile, coefficients=coefficients, bandwidth=bandwidth, heads=heads)
+    problem = replace(problem, profile=profile, attention=draw(st.sampled_from([None, "ulysses", "2d"])))
     work = Work(
         attention_seconds=np.array([draw(seconds)]),
         linear_seconds=np.array([draw(seconds)]),
@@ -51,21 +64,39 @@ def prices(problem: Problem, work: Work, degree: int, crosses: bool) -> list[tup
     attention, linear, tokens = (float(work.attention_seconds[0]), float(work.linear_seconds[0]), int(work.tokens[0]))
     padded, expected = core.padded_for(attention, linear, tokens, degree, machine), work_on(work, degree, problem)
     ring = ring_seconds(problem.profile, tokens=expected.tokens, degree=degree, crosses_nodes=crosses)
-    all_seconds = group_seconds(
-        problem.profile,
-        attention_seconds=expected.attention_seconds,
-        linear_seconds=expected.linear_seconds,
-        tokens=expected.tokens,
-        degree=degree,
-        crosses_nodes=crosses,
+    across = int(crosses) and 4  # ranks on each node, times some number
+    assert problem.profile.heads is not None
+    splits = problem.profile.heads.degrees(
+        problem.num_ranks if problem.attention == "ulysses" else problem.ranks_per_node
     )
+
+    def seconds(heads_degree: int) -> float:
+        return float(
+            group_seconds(
+                problem.profile,
+                attention_seconds=expected.attention_seconds,
+                linear_seconds=expected.linear_seconds,
+                tokens=expected.tokens,
+                degree=degree,
+                crosses_nodes=crosses,
+                heads_degree=heads_degree,
+                sets_cross_nodes=heads_degree > problem.ranks_per_node or across % heads_degree != 0,
+            )[0]
+        )
+
+    if problem.attention is None or degree == 1:
+        all_seconds = seconds(1)
+    elif problem.attention == "ulysses":
+        all_seconds = seconds(degree) if degree in splits else np.inf
+    else:
+        all_seconds = min(seconds(u) for u in (1, *splits) if degree % u == 0 and (across == 0 or across % u == 0))
     return [
         (padded[0], expected.attention_seconds[0]),
         (padded[1], expected.linear_seconds[0]),
         (padded[2], expected.tokens[0]),
-        (core.ring_seconds(padded[2], degree, crosses, machine), ring[0]),
-        (core.pack_seconds(padded[0], padded[1], padded[2], degree, crosses, machine), all_seconds[0]),
-        (core.alone_seconds(attention, linear, tokens, degree, crosses, machine), all_seconds[0]),
+        (core.ring_seconds(padded[2], degree, degree, across, machine) if degree > 1 else 0.0, ring[0]),
+        (core.pack_seconds(padded[0], padded[1], padded[2], degree, across, machine), all_seconds),
+        (core.alone_seconds(attention, linear, tokens, degree, across, machine), all_seconds),
     ]
 
 
