@@ -167,7 +167,7 @@ def _plan_to_file(
         for line in verdict_lines(verdict):
             note(line)
     trains = f"--plan {output} -- SCRIPT ARGS"  # the bundled trainer's ranks are of one device
-    if result.metadata.devices_per_rank == 1:
+    if result.metadata.devices_per_rank == 1 and result.metadata.phase is None:
         trains = f"--model {inputs.problem.profile.model} --plan {output}"
     note(f"wrote {output}; next: {next_command or f'fcp launch {trains}'}")
 

@@ -3,8 +3,9 @@
 Two keys are optional and come together: the coefficient `exposed_ring_share`, and the block `common_ground` with the
 fit of the same samples without it, for whatever compares strategies. Optional, too, are the coefficients of chunks, of
 a ring's last hop and of layers with windows, the block `step` with what a step takes beside its micro-batches, the
-block `heads`, without which groups are rings, the block `recipe`, which times and memory are of, and `sync`, which its
-memory is of. A reader refuses every key that it does not know.
+block `heads`, without which groups are rings, the block `recipe`, which times and memory are of, `sync`, which its
+memory is of, and `phase`, which its times are of where it is not training. A reader refuses every key that it does not
+know.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ EXPOSED_RING: Final = "exposed_ring_share"
 Origin = Literal["measured", "fitted", "analytic", "assumed"]
 Sync = Literal["iteration", "microbatch"]
 SplitAttention = Literal["ulysses", "2d"]  # groups split heads alone, or both heads and tokens
+Phase = Literal["forward"]
 # Beside what is fixed, tokens must still show in a sum of doubles: a thousandth of the quickest models' and devices'.
 _LEAST_PER_TOKEN: Final = 1e-12
 _LEAST_PER_TOKEN2: Final = 1e-16
@@ -156,6 +158,7 @@ class CostProfile:
         heads: prices groups that split heads; None: they are rings.
         recipe: that the times and the memory are of; None where nobody said.
         sync: that the memory is of: what is gathered and kept depends on it; None where nobody said.
+        phase: `forward` where the times are of forward passes alone; None: of training.
         text: the YAML it was read from, kept whole for the plan's metadata.
     """
 
@@ -170,6 +173,7 @@ class CostProfile:
     heads: Heads | None = None
     recipe: Recipe | None = None
     sync: Sync | None = None
+    phase: Phase | None = None
     measurement: Mapping[str, Any] = field(default_factory=dict)
     text: str = field(default="", compare=False)
 
@@ -213,6 +217,7 @@ class _File(_Costs):
     heads: Heads | None = None
     recipe: Recipe | None = None
     sync: Sync | None = None
+    phase: Phase | None = None
     measurement: Mapping[str, Any] | None = None
 
 
@@ -266,6 +271,7 @@ def parse_cost_profile(text: str, *, name: str) -> CostProfile:
         heads=file.heads,
         recipe=file.recipe,
         sync=file.sync,
+        phase=file.phase,
         measurement=file.measurement or {},
         text=text,
     )
@@ -311,6 +317,8 @@ def dump_cost_profile(profile: CostProfile) -> str:
         document["recipe"] = {name: value for name, value in asdict(profile.recipe).items() if value is not None}
     if profile.sync is not None:
         document["sync"] = profile.sync
+    if profile.phase is not None:
+        document["phase"] = profile.phase
     if profile.measurement:
         document["measurement"] = dict(profile.measurement)
     return yaml.dump(_inlined(document), Dumper=_Dumper, sort_keys=False, width=120)

@@ -178,6 +178,23 @@ def ring_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
     return 0 if kind.attention == "linear" else 2 * (spec.key_size + spec.value_size) * (precision.activation + 4)
 
 
+def layer_forward_bytes(spec: ModelSpec, precision: Precision, *, in_rings: bool) -> int:
+    """Count the bytes per token of a layer's forward that no backward follows: the larger of its two halves.
+
+    Beside the residual stream and a norm in fp32, attention holds queries, keys and values before and after rotation,
+    its output and log-sum-exp, in a ring also the sum of results in fp32; the MLP three tensors of its width.
+    """
+    t, q, k = precision.activation, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    stream = (precision.residual + 4 + t) * spec.hidden_size
+    attention = t * (2 * (q + 2 * k) + q) + 4 * spec.num_heads + (4 * q if in_rings else 0)
+    return stream + max(attention, 3 * t * spec.ffn_size)
+
+
+def forward_ring_bytes(spec: ModelSpec, precision: Precision) -> int:
+    """Return the bytes per token of the buffers of a ring without a backward: two for keys and values."""
+    return 2 * 2 * spec.num_kv_heads * spec.head_dim * precision.activation
+
+
 def final_norm_bytes(spec: ModelSpec, precision: Precision) -> int:
     """Count the bytes per token that autograd keeps of the last layer's output and its norm."""
     return _norm_bytes(spec, spec.hidden_size, precision.residual) + precision.activation * spec.hidden_size

@@ -114,6 +114,11 @@ class Fit:
     def is_enough(self) -> bool:
         return self.tokens >= self.wanted_tokens
 
+    def in_forward(self, place: Place) -> Fit:
+        """Return what the same leaves where nothing but forward passes runs."""
+        memory = self.memory.in_forward()
+        return replace(self, memory=memory, tokens=memory.tokens(place.capacity_bytes))
+
     @property
     def roominess(self) -> tuple[int, float]:
         """Return what orders recipes by the room that they leave, also where none leaves any."""

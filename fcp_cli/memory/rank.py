@@ -55,7 +55,7 @@ def rank_memory(
         moments += running.losses()
     if spec.vision is not None:
         moments.append(running.encoder())
-    return RankMemory(moments=tuple(moments))
+    return RankMemory(moments=tuple(moments), forward_moments=tuple(running.forwards()))
 
 
 def saved_bytes(spec: ModelSpec, recipe: Recipe, *, ranks: int) -> float:
@@ -126,6 +126,30 @@ class _MicroBatch:
         block = self._item("encoder block", activations.vision_block_bytes(spec, recipe, precision))
         kept = self._item("visual tokens", activations.vision_bytes(spec, recipe, precision))
         return Moment(name="vision encoder", items=(*self.held, kept, block, self.state.new_gradients()))
+
+    def forwards(self) -> list[Moment]:
+        """Return the moments of a pass without a backward, which lets go of a layer's activations as it leaves it."""
+        spec, recipe, precision = self.state.spec, self.state.recipe, self.state.precision
+        held = (
+            *self.held,
+            self._item("micro-batch", activations.input_bytes(spec, precision)),
+            self.state.copies(of_all=True),
+        )
+        rings = activations.forward_ring_bytes(spec, precision) if self.in_rings else 0
+        layer = activations.layer_forward_bytes(spec, precision, in_rings=self.in_rings)
+        items = (self._item("one layer", layer), self._item("ring buffers", rings))
+        moments = [Moment(name="forward of a layer", items=(*held, *items))]
+        if self.state.pipeline_parallel == 1:
+            norm = self._item("loss head", activations.final_norm_bytes(spec, precision))
+            _, size, most = activations.chunked_loss_bytes(spec, precision)
+            if recipe.loss == "plain":
+                size, most = activations.plain_loss_bytes(spec, precision), math.inf
+            logits = self._item("logits", size, most_bytes=most)
+            moments.append(Moment(name="loss head, forward", items=(*held, norm, logits)))
+        if spec.vision is not None:
+            block = spec.vision.merge_size**2 * activations.patch_bytes(spec.vision, precision)
+            moments.append(Moment(name="vision encoder", items=(*held, self._item("encoder block", block))))
+        return moments
 
     def _kept(self, gone: float = 0.0) -> tuple[Item, ...]:
         """Return what autograd keeps of all layers, less what a backward has let go of.

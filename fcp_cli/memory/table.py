@@ -86,17 +86,30 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
-    """What the fullest device of a rank holds; a step needs the most that any of its moments does."""
+    """What the fullest device of a rank holds; a step needs the most that any of its moments does.
+
+    Attributes:
+        moments: of training.
+        forward_moments: of a pass that is forward alone, beside the same model's state.
+    """
 
     moments: tuple[Moment, ...]
+    forward_moments: tuple[Moment, ...] = ()
+
+    def in_forward(self) -> RankMemory:
+        """Return what it holds where nothing but forward passes runs."""
+        return RankMemory(moments=self.forward_moments, forward_moments=self.forward_moments)
 
     def without(self, *names: str) -> RankMemory:
         """Return it without items of these names."""
-        moments = (
-            Moment(name=one.name, items=tuple(item for item in one.items if item.name not in names))
-            for one in self.moments
-        )
-        return RankMemory(moments=tuple(moments))
+
+        def left(moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
+            return tuple(
+                Moment(name=one.name, items=tuple(item for item in one.items if item.name not in names))
+                for one in moments
+            )
+
+        return RankMemory(moments=left(self.moments), forward_moments=left(self.forward_moments))
 
     def peak(self, tokens: float) -> Moment:
         """Return the moment that needs the most with so many tokens in the largest micro-batch of the rank."""

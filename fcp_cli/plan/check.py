@@ -108,6 +108,9 @@ def _check_devices(metadata: PlanMetadata, profile: CostProfile) -> Iterator[Fin
     """Check that the times are those of ranks of as many devices, and that pipelines stay in step."""
     if metadata.encoder_balance is not None and metadata.sync != "microbatch":
         yield Finding(message=f"its encoder_balance needs sync microbatch, but sync is {metadata.sync}")
+    if metadata.phase != profile.phase:
+        phases = [phase or "training" for phase in (metadata.phase, profile.phase)]
+        yield Finding(message=f"its phase is {phases[0]}, but its times are from a cost profile of {phases[1]}")
     if metadata.devices_per_rank == 1:
         return
     if metadata.pipeline_parallel > 1 and metadata.sync != "microbatch":

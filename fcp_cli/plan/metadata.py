@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from fcp_cli.cost.profile import SplitAttention
+from fcp_cli.cost.profile import Phase, SplitAttention
 from fcp_cli.errors import PlanError
 from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.reading.documents import kind_of
@@ -27,7 +27,7 @@ METADATA_KEY: Final = FOOTER_KEY
 # left out where None, so that plans without them have the hash that they had before the keys existed.
 _OPTIONAL_KEYS: Final = (
     *("attention", "batching", "cached_from_step", "continues", "encoder_balance", "encoder_ranks"),
-    *("padding_multiple", "pipeline", "recipe"),
+    *("padding_multiple", "phase", "pipeline", "recipe"),
 )
 _OPTIONAL_RECIPE_KEYS: Final = ("lora", "freeze")
 
@@ -126,6 +126,7 @@ class PlanMetadata:
         cached_from_step: optimizer step from which on a frozen encoder's embeddings are read and not computed; None: no
             step.
         padding_multiple: sequences count as `padding.padded_tokens` makes them; None: as they are.
+        phase: `forward`: micro-batches have no backward, and times and token budget are of that; None: they train.
         pipeline: under which pipelines were timed; None: there are none, or they were planned as waves.
         last_batch: what a last, partial batch did: `keep` plans it, `drop` leaves its sequences out.
         epochs: how often every sequence appears.
@@ -147,6 +148,7 @@ class PlanMetadata:
     pipeline_parallel: Count = 1
     pipeline: Pipeline | None = None
     sync: Sync
+    phase: Phase | None = None
     global_batch_size: Count
     tokens_per_rank: Count
     padding_multiple: Count | None = None

@@ -40,6 +40,8 @@ class Sharing(Protocol):
     def num_ranks(self) -> int: ...
     @property
     def recipe(self) -> Recipe | None: ...
+    @property
+    def phase(self) -> str | None: ...
 
 
 def encoder_shares(of: Sharing, encoder_ranks: int | None) -> EncoderShares | None:
@@ -53,8 +55,8 @@ def encoder_shares(of: Sharing, encoder_ranks: int | None) -> EncoderShares | No
         return None
     if not encoder_ranks:
         return EncoderShares(of.num_ranks)
-    is_frozen = of.recipe is not None and of.recipe.freeze_vision
-    return EncoderShares(encoder_ranks, runs_ahead=True, forward_share=1.0 if is_frozen else _FORWARD_SHARE)
+    has_backward = of.phase is None and not (of.recipe is not None and of.recipe.freeze_vision)
+    return EncoderShares(encoder_ranks, runs_ahead=True, forward_share=_FORWARD_SHARE if has_backward else 1.0)
 
 
 _FORWARD_SHARE = 1 / 3  # a backward multiplies twice as much

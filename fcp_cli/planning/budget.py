@@ -34,7 +34,8 @@ class Budget:
         tokens_per_rank: before head-room.
         sync: of the plan.
         recipe: that the tokens are of; None where the profile knows none.
-        room: gives what other recipes would leave; None where the model or its device are not known.
+        room: gives what other recipes would leave; None where the model or its device are not known, and of forward
+            passes, whose recipe is that of the training beside them.
         cluster: that the profile was computed for; None where there was a profile.
     """
 
@@ -66,7 +67,9 @@ def choose_fit(spec: ModelSpec, request: PlanRequest, place: Place, *, own: Cost
     Raises:
         UsageError: what was asked for contradicts itself or the profile.
     """
-    wanted = request.tokens_per_rank or LEAST_TOKENS
+    is_forward = request.phase == "forward"
+    # Forward passes run beside what trains, under its recipe, which is chosen for that.
+    wanted = LEAST_TOKENS if is_forward else request.tokens_per_rank or LEAST_TOKENS
     asked = request.recipe
     if own is not None and own.recipe is not None:
         asked = with_timed_settings(asked, own)
@@ -74,8 +77,9 @@ def choose_fit(spec: ModelSpec, request: PlanRequest, place: Place, *, own: Cost
         if _can_run(recipe, sync, place):
             fit = place.fit(spec, recipe, sync, wanted_tokens=wanted)
             if fit.is_enough:
-                return fit
-    return fitting_recipe(spec, asked, place, sync=request.sync, wanted_tokens=wanted)
+                return fit.in_forward(place) if is_forward else fit
+    fit = fitting_recipe(spec, asked, place, sync=request.sync, wanted_tokens=wanted)
+    return fit.in_forward(place) if is_forward else fit
 
 
 def with_timed_settings(asked: RecipeRequest, profile: CostProfile) -> RecipeRequest:
@@ -116,6 +120,8 @@ def computed_budget(spec: ModelSpec, request: PlanRequest, place: Place, origins
     if not fit.is_enough:
         reason = f"none leaves {fit.wanted_tokens:,} tokens a rank; this one leaves most"
     budget = _said(request, place, fit, origins, reason)
+    if request.phase == "forward":
+        return budget
     return replace(budget, room=Room(spec=spec, place=place, open_request=_unfixed(request.recipe)))
 
 
@@ -137,7 +143,9 @@ def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: Ranks, or
         reason = "is not a shipped model" if spec is None else "has no capacity of a device in its profile"
         origins.assume("memory", "as the cost profile has it", f"{profile.model} {reason}")
         return Budget(tokens_per_rank=_tokens_of_block(request, profile, origins), sync=sync, recipe=recipe)
-    measured = profile.memory.bytes_per_token if _has_measured_tokens(profile) else None
+    # What was measured is of training.
+    is_measured = request.phase == "training" and _has_measured_tokens(profile)
+    measured = profile.memory.bytes_per_token if is_measured else None
     place = ranks.place(
         capacity_bytes=profile.memory.capacity_bytes,
         on_cpu=profile.cluster == THIS_MACHINE,
@@ -152,6 +160,8 @@ def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: Ranks, or
     else:
         reason = f"the cost profile's, shared out for {place.ranks} ranks"
     budget = _said(request, place, fit, origins, reason)
+    if request.phase == "forward":
+        return budget
     open_request = _unfixed(request.recipe)
     if profile.recipe is not None:
         open_request = with_timed_settings(open_request, profile)

@@ -50,6 +50,10 @@ class PlanRequest:
             unset="iteration where that fits",
         ),
     ] = None
+    phase: Annotated[
+        Literal["training", "forward"],
+        Opt("What micro-batches run: forward is a pass for log-probabilities, without a backward."),
+    ] = "training"
     headroom: Annotated[float, Opt("Fraction of the token budget to leave free.", min=0, below=1)] = 0.0
     device_hour_price: Annotated[
         float | None, Opt("Price of a device for an hour, for the money that the verdict names.", min=0)

@@ -35,7 +35,10 @@ def pipeline_of(profile: CostProfile, ranks: Ranks, recipe: Recipe | None) -> Pi
     recomputes = recipe.recompute != "none"
     spec = _known_model(profile.model)
     if spec is None:
-        return Pipeline(virtual_stages=ranks.virtual_stages, forward_share=1 / 4 if recomputes else 1 / 3)
+        unknown = 1 / 4 if recomputes else 1 / 3
+        return Pipeline(
+            virtual_stages=ranks.virtual_stages, forward_share=1.0 if profile.phase == "forward" else unknown
+        )
     blocks = ranks.pipeline_parallel * ranks.virtual_stages
     if blocks > spec.num_layers:
         raise UsageError(
@@ -43,9 +46,10 @@ def pipeline_of(profile: CostProfile, ranks: Ranks, recipe: Recipe | None) -> Pi
             f"{spec.num_layers} layers of {spec.name}; give fewer --virtual-stages"
         )
     sent_bytes = precision_of(recipe).activation * spec.hidden_size / ranks.tensor_parallel
+    passes = 1.0 if profile.phase == "forward" else backward_of(spec, recipe).language.total(recomputes=recomputes)
     return Pipeline(
         virtual_stages=ranks.virtual_stages,
-        forward_share=1 / backward_of(spec, recipe).language.total(recomputes=recomputes),
+        forward_share=1 / passes,
         head_share=spec.embedding_parameters / spec.matrix_parameters,
         send_seconds=_message_seconds(profile.cluster),
         send_seconds_per_token=sent_bytes / min(profile.bandwidth.intra_node, profile.bandwidth.inter_node),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,19 @@ from fcp_cli.planning.parallel import plan_step
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.settings import resolve_problem
 from fcp_cli.validation import validated
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class MoreSettings(TypedDict, total=False):
+    """What else a planner takes by name.
+
+    Attributes:
+        phase: `forward` plans passes without a backward, as for log-probabilities; left out: `training`.
+    """
+
+    phase: Literal["training", "forward"]
 
 
 class Planner:
@@ -48,6 +61,7 @@ class Planner:
         tokens_per_rank: int | None = None,
         sync: Sync | None = None,
         max_degree: int | None = None,
+        **more: Unpack[MoreSettings],
     ) -> None:
         """Settle what is planned for; each argument is the option of `fcp plan` of its name.
 
@@ -59,11 +73,14 @@ class Planner:
             tokens_per_rank: most tokens of a rank in a micro-batch; None: what memory leaves.
             sync: where ranks wait for each other; None: `iteration` where that fits.
             max_degree: 1 forbids rings, as trainers need that only spread whole sequences; None: no limit.
+            more: `MoreSettings`.
 
         Raises:
             ProfileError: the profile, the model or the cluster cannot be used.
             UsageError: settings that contradict each other or cannot be assumed.
         """
+        if unknown := set(more) - set(MoreSettings.__annotations__):
+            raise UsageError(f"Planner has no setting {min(unknown)}; beside its own it takes those of MoreSettings")
         request = PlanRequest(
             profile=None if profile is None else Path(profile),
             model=model,
@@ -72,6 +89,7 @@ class Planner:
             ranks_per_node=ranks_per_node,
             tokens_per_rank=tokens_per_rank,
             sync=sync,
+            **more,
         )
         origins = Origins()
         self.problem: Problem = resolve_problem(request, origins)[0]

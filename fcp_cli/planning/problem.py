@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.cost.model import Work
-from fcp_cli.cost.profile import CostProfile, SplitAttention, parse_cost_profile
+from fcp_cli.cost.profile import CostProfile, Phase, SplitAttention, parse_cost_profile
 from fcp_cli.plan.metadata import EncoderBalance, PlanMetadata, Sync
 from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.recipe import Recipe
@@ -52,6 +52,11 @@ class Problem:
     sync: Sync
     profile: CostProfile
     recipe: Recipe | None = None
+
+    @property
+    def phase(self) -> Phase | None:
+        """`forward` where micro-batches have no backward; None: they train."""
+        return self.profile.phase
 
     @property
     def all_ranks(self) -> int:

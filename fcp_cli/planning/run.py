@@ -143,6 +143,7 @@ def plan_metadata(table: LengthTable, batches: GlobalBatches, solver: Solver) ->
         pipeline_parallel=problem.pipeline_parallel,
         pipeline=problem.pipeline,
         sync=problem.sync,
+        phase=problem.phase,
         global_batch_size=settings.global_batch_size,
         tokens_per_rank=problem.tokens_per_rank,
         padding_multiple=problem.padding_multiple,

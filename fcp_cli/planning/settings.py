@@ -45,6 +45,7 @@ from fcp_cli.planning.pipelines import pipeline_of
 from fcp_cli.planning.problem import Problem, whole_budget
 from fcp_cli.planning.ranks import Ranks, devices_of_rank, ranks_on, ranks_under, require_pipelines
 from fcp_cli.profiling.analytic import analytic_profile
+from fcp_cli.profiling.forward import forward_profile
 from fcp_cli.words import counted
 
 _FOLDER_PROFILE = Path("profile.yaml")
@@ -107,6 +108,8 @@ def resolve_continuation(
         origins.assume("--tokens-per-rank", metadata.tokens_per_rank, "the run's plan")
     tokens, padding = request.tokens_per_rank or metadata.tokens_per_rank, metadata.padding_multiple
     profile = _profile_of_run(request.profile, plan, metadata, origins)
+    if metadata.phase == "forward":
+        profile = forward_profile(profile)
     tensor, pipeline = devices_of_rank(profile, metadata.tensor_parallel, metadata.pipeline_parallel, origins)
     shape = Ranks(num_ranks=ranks, ranks_per_node=ranks_per_node, tensor_parallel=tensor, pipeline_parallel=pipeline)
     return PlanInputs(
@@ -237,6 +240,7 @@ def problem_under(request: PlanRequest, inputs: PlanInputs) -> Problem:
 
 
 def _problem(request: PlanRequest, profile: CostProfile, ranks: Ranks, budget: Budget, origins: Origins) -> Problem:
+    profile = _in_phase(request, profile)
     padding = padding_multiple(ranks.tensor_parallel) if request.padded_rings else None
     tokens = _with_headroom(budget.tokens_per_rank, request.headroom)
     return Problem(
@@ -269,6 +273,22 @@ def split_attention(request: PlanRequest, profile: CostProfile) -> SplitAttentio
             "--cluster NAME' computes it for clusters such as h100-8x8"
         )
     return "ulysses" if request.attention == "ulysses" else "2d"
+
+
+def _in_phase(request: PlanRequest, profile: CostProfile) -> CostProfile:
+    """Return the profile of the passes that are planned.
+
+    Raises:
+        UsageError: training is planned, but the profile is of forward passes.
+    """
+    if request.phase == "forward":
+        return forward_profile(profile)
+    if profile.phase == "forward":
+        raise UsageError(
+            f"the cost profile of {profile.model} on {profile.cluster} is of forward passes; add --phase forward, or "
+            "give one of training with --profile"
+        )
+    return profile
 
 
 def _warn_of_unpriced_vision(table: LengthTable, profile: CostProfile, origins: Origins) -> None:

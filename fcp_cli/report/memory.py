@@ -36,7 +36,7 @@ def planned_memory(metadata: PlanMetadata, peers: int) -> RankMemory | None:
         spec = load_model(profile.model)
     except ProfileError:
         return None
-    return rank_memory(
+    memory = rank_memory(
         spec,
         metadata.recipe,
         sync=metadata.sync,
@@ -49,6 +49,7 @@ def planned_memory(metadata: PlanMetadata, peers: int) -> RankMemory | None:
         on_cpu=ranks_are_hosts(metadata),
         peers=peers,
     )
+    return memory if metadata.phase is None else memory.in_forward()
 
 
 def memory_sentence(metadata: PlanMetadata, memory: RankMemory) -> str:

@@ -49,8 +49,10 @@ def _headline(metadata: PlanMetadata, summary: PlanSummary) -> dict[str, str]:
     over = metadata.overlong
     verb = "dropped" if over.policy == "drop" else "cut"
     left_out = f"; {over.sequences:,} over {over.max_length:,} {verb}" if over.sequences else ""
+    passes = "" if metadata.phase is None else " of forward passes"
+    made = f"by {metadata.solver}, sync {metadata.sync}, seed {metadata.seed}"
     lines = {
-        "plan": f"{counted(summary.steps, 'step')} by {metadata.solver}, sync {metadata.sync}, seed {metadata.seed}",
+        "plan": f"{counted(summary.steps, 'step')}{passes} {made}",
         "ranks": shape,
         **({"devices": devices_text(metadata)} if metadata.devices_per_rank > 1 else {}),
         **({"recipe": metadata.recipe.describe()} if metadata.recipe is not None else {}),

@@ -11,8 +11,9 @@ for step in session.steps(model):
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -36,6 +37,7 @@ from fcp_cli.runtime.finite import LossWatch
 from fcp_cli.runtime.followed_step import FollowedStep, plan_path
 from fcp_cli.runtime.grad_ring import GradRingDtype, agreed_grad_dtype
 from fcp_cli.runtime.gradients import GradientSync, gradient_sync
+from fcp_cli.runtime.gradients.forward import NO_TRAINING, without_backward
 from fcp_cli.runtime.guards import NO_BACKWARD, OTHER_LOSS, Guards
 from fcp_cli.runtime.loader import Fetch, LoadedStep, Shard, fetches_labels, load_steps
 from fcp_cli.runtime.loss import Labels, head_loss_sum, token_loss_sum
@@ -50,6 +52,7 @@ from fcp_cli.runtime.restarts import say_if_begun_again
 from fcp_cli.runtime.ring import Ring, current_ring
 from fcp_cli.runtime.step_agreement import agree_on_first_step
 from fcp_cli.runtime.timing import Clock, MicroBatchTiming, clock_for
+from fcp_cli.runtime.token_values import collect, part_of, token_log_probs
 from fcp_cli.runtime.transport import ProcessTransport, Transport
 from fcp_cli.runtime.waiting import Watch, watch_for
 from fcp_cli.runtime.world import ProcessWorld, World, join_process_group, local_device
@@ -216,7 +219,8 @@ class Session:
         Args:
             model: whose gradients are summed over ranks: as it is (it starts from rank 0's weights), in
                 DistributedDataParallel, or sharded with `fully_shard`. With `GradientSync()`, the script sums them
-                itself; without either, nothing may be trained.
+                itself; without either, nothing may be trained. Under a plan of forward passes nothing is summed, and
+                micro-batches run without gradients.
             first_step: optimizer step to begin with, for a resumed run; None: what `load_state_dict` said, else 0.
             reduce: of FSDP2 that gathers weights again: reduce gradients in every `wave`, so that a rank holds only its
                 share of them, or once a `step`, which sends less; None: as the plan's recipe says, else `wave`.
@@ -237,9 +241,16 @@ class Session:
         say_if_begun_again(first_step, self.metadata.first_step, self.rank)
         planned = self.metadata.recipe
         reduce = reduce or (planned.reduce if planned is not None else "wave")
-        sync = gradient_sync(model, self.world, self.metadata.sync, reduce)
+        sync = gradient_sync(model, self.world, self.metadata.sync, reduce, self.metadata.phase)
         require_ranks_apart(sync, self.metadata.encoder_ranks)
         guards = Guards(self.world, sync, model=model, on_nan=on_nan, watch=LossWatch(self.clock))
+        follow = partial(self._begun, first_step, fetch, guards, mean_over)
+        # A stream may have nothing yet: its first step is waited for when the loop asks for it.
+        return self._recorded(follow() if self.source is None else _when_asked(follow), first_step)
+
+    def _begun(
+        self, first_step: int, fetch: Fetch, guards: Guards, mean_over: Literal["tokens", "rows"]
+    ) -> Generator[Step, None, None]:
         cursor, labelled = self._begin_following(first_step, fetch)
         loaded = Prefetched(
             self._loaded(cursor, fetch, labelled=labelled),
@@ -247,7 +258,7 @@ class Session:
             name="fcp-loader",
         )
         counting: Literal["rows", "labels"] | None = "rows" if mean_over == "rows" else "labels" if labelled else None
-        return self._recorded(self._follow(cursor, loaded, guards, counting), first_step)
+        return self._follow(cursor, loaded, guards, counting)
 
     def _recorded(self, followed: Generator[Step, None, None], first_step: int) -> Generator[Step, None, None]:
         if self.recorder is None:
@@ -376,6 +387,10 @@ class Session:
         self.close()
 
 
+def _when_asked(begin: Callable[[], Generator[Step, None, None]]) -> Generator[Step, None, None]:
+    yield from begin()
+
+
 class LocalMicroBatch:
     """One rank's part of one micro-batch.
 
@@ -389,7 +404,7 @@ class LocalMicroBatch:
     """
 
     __slots__ = (
-        "_backwards", "_divisor", "_guards", "_losses",
+        "_backwards", "_divisor", "_guards", "_layout", "_losses",
         "input_ids", "is_last", "labels", "loss_sum", "pack_labels", "position_ids", "ring", "row",
     )  # fmt: skip
 
@@ -397,6 +412,7 @@ class LocalMicroBatch:
         self, shard: Shard, ring: Ring, device: torch.device, *, is_last: bool, guards: Guards, divisor: int | Tensor
     ) -> None:
         self.row: MicroBatch = shard.row
+        self._layout = shard.layout
         self.ring = ring
         self.is_last = is_last
         self.input_ids = shard.input_ids.to(device, non_blocking=True)
@@ -405,7 +421,7 @@ class LocalMicroBatch:
         rows = None if shard.labelled is None else shard.labelled.to(device, non_blocking=True)
         ring.labels = Labels(values=self.labels, rows=rows)
         ring.model_tokens = shard.input_ids.shape[1]
-        ring.loss_missing = f"{ring.place}: {OTHER_LOSS}"
+        ring.loss_missing = f"{ring.place}: {OTHER_LOSS if guards.sync.trains else NO_TRAINING}"
         self.pack_labels = shard.pack_labels
         self.loss_sum: Tensor | None = None
         self._guards = guards
@@ -447,10 +463,31 @@ class LocalMicroBatch:
         loss = loss_sum * self._guards.sync.loss_factor / self._divisor
         if not torch.compiler.is_compiling():
             self._guards.see_loss(self.ring.place, self.row, self.loss_sum, loss)
+        if not self._guards.sync.trains:
+            return without_backward(loss, self.ring.place)
         if loss.requires_grad:
             self._losses += 1
             loss.register_hook(self._note_backward)  # type: ignore[no-untyped-call]
         return loss
+
+    def log_probs(self, logits: Tensor) -> Tensor:
+        """Return [1, tokens] the log-probability of each label, 0 where a token has none.
+
+        Args:
+            logits: [1, tokens, vocabulary] for `input_ids`.
+        """
+        return token_log_probs(logits, self.labels)
+
+    def part_of(self, values: Mapping[int, Tensor]) -> Tensor:
+        """Return [1, tokens] what this rank needs of values per token: log-probabilities of another pass, advantages.
+
+        Args:
+            values: manifest row -> [length], as `Step.collect` returns them.
+
+        Raises:
+            RunError: a sequence has no values, or not as many as tokens.
+        """
+        return part_of(values, self.row, self._layout, self.ring.index).to(self.input_ids.device)
 
     def _note_backward(self, _: Tensor) -> None:
         self._backwards += 1
@@ -604,7 +641,7 @@ class Step(FollowedStep):
         """
         earlier = [microbatch.ring for microbatch in self._microbatches[:-1]]
         holds_back = any(ring.attention_calls and not ring.backward_calls for ring in earlier)
-        if self._session.metadata.sync != "iteration" or not holds_back:
+        if self._session.metadata.sync != "iteration" or not holds_back or not self._sync.trains:
             return
         for ring in earlier:
             ring.backward_forbidden = "" if is_last else f"step {self.index}: {_BACKWARD_TOO_EARLY}"
@@ -632,6 +669,25 @@ class Step(FollowedStep):
             RunError: the loop did not use `LocalMicroBatch.loss` or `.normalised`.
         """
         return self._loss_sum() / self._divisor
+
+    def collect(self, values: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Return, on every rank, manifest row -> [length] of values per token, as `log_probs` gives them.
+
+        Every rank calls it, after the last micro-batch.
+
+        Args:
+            values: [1, tokens] of each of this rank's micro-batches, in their order.
+
+        Raises:
+            RunError: there is not one tensor for each micro-batch, or not one value for each token.
+        """
+        if len(values) != len(self._shards):
+            raise RunError(
+                f"step {self.index} has {len(self._shards)} micro-batches here and values of {len(values)}; "
+                "collect one tensor for each"
+            )
+        parts = [(one.row, one.layout, one.member, of) for one, of in zip(self._shards, values, strict=True)]
+        return collect(self._session.world, parts, self._session.device)
 
     def reduced_loss(self) -> float:
         """Return the step's loss as one process would report it: token losses of all ranks / tokens of the batch.

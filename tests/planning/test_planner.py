@@ -121,3 +121,34 @@ def test_without_rings_a_sequence_that_one_rank_cannot_hold_is_one_line(profile:
         "OverlongError: sequence 1 of the batch has 16385 tokens; without rings (max_degree=1) a rank holds at most 16384"
     ):
         planner(profile, max_degree=1).plan([100, 16_385])
+
+
+def test_a_forward_pass_is_planned_by_its_own_prices_and_memory(profile: Path) -> None:
+    lengths = np.random.default_rng(3).integers(100, 40_000, 60)
+    given: dict[str, Any] = {"ranks": 16, "ranks_per_node": 4, "sync": "iteration"}
+    training = Planner(profile, **given, tokens_per_rank=16384).plan(lengths)
+    forward = Planner(profile, **given, tokens_per_rank=16384, phase="forward").plan(lengths)
+    assert training.makespan_seconds / 4 < forward.makespan_seconds < training.makespan_seconds / 2.5
+    assert 0 < forward.bound_seconds <= forward.makespan_seconds
+    both = [
+        Planner(model="qwen3-8b", cluster="h100-8x8", ranks=64, phase=phase).problem
+        for phase in ("training", "forward")
+    ]
+    assert both[0].recipe == both[1].recipe and both[0].phase is None and both[1].phase == "forward"
+    assert both[1].tokens_per_rank > 5 * both[0].tokens_per_rank  # layers let go of what a backward would need
+
+
+def test_a_planner_names_the_setting_that_it_does_not_have(profile: Path) -> None:
+    with raises("UsageError: Planner has no setting epochs; beside its own it takes those of MoreSettings"):
+        Planner(profile, ranks=4, epochs=3)  # type: ignore[call-arg]
+
+
+def test_a_profile_of_forward_passes_is_refused_for_training(tmp_path: Path) -> None:
+    path = tmp_path / "forward.yaml"
+    path.write_text(PROFILE + "phase: forward\n", encoding="utf-8")
+    assert Planner(path, ranks=4, ranks_per_node=4, phase="forward").problem.profile.text == path.read_text()
+    with raises(
+        "UsageError: the cost profile of qwen3-8b on example-8x8 is of forward passes; add --phase forward, or give one "
+        "of training with --profile"
+    ):
+        Planner(path, ranks=4, ranks_per_node=4)

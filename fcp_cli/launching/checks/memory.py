@@ -95,10 +95,11 @@ def job_memory(job: Job, facts: Facts) -> JobMemory | None:
     holders = job.processes_per_node if is_host else 1
     capacity = float(job.machine.memory_bytes) if is_host else _device_bytes(job, facts)
     place = place_of(job, capacity_bytes=capacity * (1 - RESERVE_FRACTION) / holders)
+    rank = place.memory(spec, recipe, metadata.sync)
     return JobMemory(
         spec=spec,
         recipe=recipe,
-        rank=place.memory(spec, recipe, metadata.sync),
+        rank=rank if metadata.phase is None else rank.in_forward(),
         tokens=metadata.tokens_per_rank,
         holders=holders,
         capacity_bytes=capacity,
@@ -220,6 +221,11 @@ def check_recipe_of_plan(job: Job, settings: TrainSettings) -> None:
     """
     job = replace(job, settings=settings, model=settings.model)
     metadata, device = job.metadata, job.machine.device
+    if metadata.phase == "forward":
+        raise UsageError(
+            f"{job.plan} is of forward passes, which train nothing; plan without --phase forward, or launch a script "
+            "that runs them: -- SCRIPT ARGS"
+        )
     planned = recipe_to_follow(metadata.recipe, sync=metadata.sync, device=device)
     asked = settings.recipe(metadata.recipe, sync=metadata.sync, device=device)
     if planned is not metadata.recipe or asked == planned:

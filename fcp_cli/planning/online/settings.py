@@ -65,6 +65,7 @@ def stream_metadata(
         pipeline_parallel=problem.pipeline_parallel,
         pipeline=problem.pipeline,
         sync=problem.sync,
+        phase=problem.phase,
         global_batch_size=global_batch_size or 1,
         tokens_per_rank=problem.tokens_per_rank,
         padding_multiple=problem.padding_multiple,

@@ -16,6 +16,9 @@ class GradientSync:
     loss_factor = 1.0
     """Factor on the loss that makes reduced gradients sums over ranks; up to date after `before_microbatch`."""
 
+    trains = True
+    """Whether micro-batches have a backward; False under a plan of forward passes."""
+
     lets_ranks_run_apart = True
     """Whether a rank may run other modules, and backwards of its own, while others run the whole model."""
 

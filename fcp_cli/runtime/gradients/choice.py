@@ -6,10 +6,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from fcp_cli.cost.profile import Phase
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.recipe import Reduce
 from fcp_cli.runtime.gradients.base import GradientSync
 from fcp_cli.runtime.gradients.engine import engine_sync
+from fcp_cli.runtime.gradients.forward import forward_sync
 from fcp_cli.runtime.gradients.fsdp import fsdp_sync
 from fcp_cli.runtime.gradients.replicas import DdpSync, PlainSync
 from fcp_cli.runtime.gradients.wrapping import is_deepspeed_engine, reducing_module
@@ -17,7 +19,11 @@ from fcp_cli.runtime.world import World
 
 
 def gradient_sync(
-    model: nn.Module | GradientSync | None, world: World, sync: Sync, reduce: Reduce = "wave"
+    model: nn.Module | GradientSync | None,
+    world: World,
+    sync: Sync,
+    reduce: Reduce = "wave",
+    phase: Phase | None = None,
 ) -> GradientSync:
     """Return the way to sum a model's gradients; a model may bring its own.
 
@@ -26,10 +32,13 @@ def gradient_sync(
         world: all ranks.
         sync: of the plan.
         reduce: when what shares gradients out over ranks reduces them; see `fsdp.FsdpWaveSync`.
+        phase: of the plan; in `forward` there are no gradients.
 
     Raises:
         RunError: the model is wrapped by something that cannot follow this plan.
     """
+    if phase == "forward":
+        return forward_sync(model, world, sync)
     if model is None:
         return GradientSync()
     if isinstance(model, GradientSync):

@@ -1,0 +1,5 @@
+"""Rollouts of reinforcement learning: batches of what has arrived, and the call sites of trainers that split them."""
+
+from fcp_cli.planning.rollouts.arrivals import Rollouts
+
+__all__ = ["Rollouts"]

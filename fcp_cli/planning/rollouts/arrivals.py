@@ -1,0 +1,92 @@
+"""Rollouts as they arrive: a batch is planned when enough are there, and what comes later waits for the next."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+from fcp_cli.errors import UsageError
+
+
+class Rollouts:
+    """Rollouts on their way to training. Threads that generate add them; each pass over them reads the same batches.
+
+    Args:
+        fewest: rollouts that a batch waits for.
+        most: of a batch; the others wait for the next. None: all that are there.
+
+    Raises:
+        UsageError: the numbers contradict each other.
+    """
+
+    def __init__(self, *, fewest: int = 1, most: int | None = None) -> None:
+        if fewest < 1 or (most is not None and most < fewest):
+            raise UsageError(
+                f"fewest is {fewest} and most {most}; a batch has one rollout at least, and most >= fewest"
+            )
+        self._fewest, self._most = fewest, most
+        self._waiting: list[tuple[Any, int]] = []
+        self._batches: list[list[tuple[Any, int]]] = []
+        self._has_ended = False
+        self._changed = threading.Condition()
+
+    def add(self, rollout: Any, length_tokens: int) -> None:
+        """Add a rollout that is done, prompt and answer together.
+
+        Args:
+            rollout: what `fetch` takes to its tokens.
+            length_tokens: of it.
+
+        Raises:
+            UsageError: it has no tokens, or no more were to come.
+        """
+        if length_tokens < 1:
+            raise UsageError(f"rollout {rollout} has {length_tokens} tokens; one that is empty cannot be trained")
+        with self._changed:
+            if self._has_ended:
+                raise UsageError(f"rollout {rollout} came after end(); no batch would have it")
+            self._waiting.append((rollout, length_tokens))
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Say that no more come: what is left makes the last batch."""
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+
+    def batches(self, *, parts: int = 1) -> Iterator[list[tuple[Any, int]]]:
+        """Yield the batches as (rollout, tokens); a stream for `fcp_cli.runtime.steps`, one for each pass.
+
+        Whoever asks first closes a batch, and every other pass gets the same.
+
+        Args:
+            parts: cut each batch in so many, in order, as training does that takes several steps with one rollout.
+
+        Raises:
+            UsageError: `parts` is not positive.
+        """
+        if parts < 1:
+            raise UsageError(f"parts is {parts}; a batch is cut in one at least")
+        return self._cut(parts)
+
+    def _cut(self, parts: int) -> Iterator[list[tuple[Any, int]]]:
+        number = 0
+        while (batch := self._batch(number)) is not None:
+            bounds = [len(batch) * part // parts for part in range(parts + 1)]
+            yield from (batch[start:end] for start, end in pairwise(bounds) if start < end)
+            number += 1
+
+    def _batch(self, number: int) -> list[tuple[Any, int]] | None:
+        with self._changed:
+            while number == len(self._batches):
+                if len(self._waiting) >= self._fewest or (self._has_ended and self._waiting):
+                    most = self._most or len(self._waiting)
+                    self._batches.append(self._waiting[:most])
+                    self._waiting = self._waiting[most:]
+                elif self._has_ended:
+                    return None
+                else:
+                    self._changed.wait()
+            return self._batches[number]

@@ -1,0 +1,117 @@
+"""A cost profile of forward passes alone, made from one of training: what log-probabilities and reference models run.
+
+Each coefficient is that of training times the share that a forward has in it, by the operations, bytes and messages
+that `analytic` counts: no backward, nothing computed again, keys and values alone in the ring. What a micro-batch takes
+for itself is launches, shared as those of the matrices are. A wave gathers weights once and scatters no gradients; a
+step sums none and updates nothing. Rates and bandwidths stay, and so does the share of a ring that nothing hides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fcp_cli.cost.profile import Coefficients, CostProfile, StepTerms, dump_cost_profile
+from fcp_cli.errors import ProfileError
+from fcp_cli.memory.precision import precision_of
+from fcp_cli.memory.state import State
+from fcp_cli.memory.trained import backward_of
+from fcp_cli.models.model import ModelSpec, load_model
+from fcp_cli.models.shipped import DEFAULT_MODEL
+from fcp_cli.profiling.analytic import (
+    ATTENTION_BACKWARD,
+    CHUNK_BYTES_BACKWARD,
+    CHUNK_BYTES_FORWARD,
+    messages_per_hop,
+    ring_bytes_per_token,
+)
+from fcp_cli.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardShares:
+    """What a forward takes of training, by coefficient: 1 / 3.5 of attention and 1 / 3 of matrices in the usual case.
+
+    Attributes:
+        attention, linear: of the language model.
+        ring_bytes, ring_hops, chunks: of rings: bytes, messages, and what short chunks cost.
+        vision, vision_pairs: of the encoder's matrices, and of its attention.
+        wave_floor: of what a wave gathers and scatters.
+    """
+
+    attention: float
+    linear: float
+    ring_bytes: float
+    ring_hops: float
+    chunks: float
+    vision: float
+    vision_pairs: float
+    wave_floor: float
+
+
+def forward_shares(spec: ModelSpec, recipe: Recipe) -> ForwardShares:
+    """Return the shares of a forward in what a recipe trains; a figure of the model that both have cancels out."""
+    backward, precision = backward_of(spec, recipe), precision_of(recipe)
+    again, recomputes = recipe.recompute == "full", recipe.recompute != "none"
+    kv = precision.activation
+    ring = ring_bytes_per_token(spec, kv_bytes=kv, gradient_bytes=max(4, kv), recompute=again, reached=backward.layers)
+    alone = ring_bytes_per_token(spec, kv_bytes=kv, gradient_bytes=0, reached=0.0)
+    hops = messages_per_hop(spec, recompute=again, reached=backward.layers)
+    chunks = (1 + backward.layers * again) * CHUNK_BYTES_FORWARD + backward.layers * CHUNK_BYTES_BACKWARD
+    state = State(spec=spec, recipe=recipe, precision=precision, shards=1)
+    gathered = state.computed_weight * state.parameters
+    scattered = precision.gradient * state.trained if recipe.reduce == "wave" else 0.0
+    attention_backward = ATTENTION_BACKWARD + again
+    return ForwardShares(
+        attention=1 / (1 + backward.layers * attention_backward),
+        linear=1 / backward.language.total(recomputes=recomputes),
+        ring_bytes=alone / ring,
+        ring_hops=messages_per_hop(spec, reached=0.0) / hops,
+        chunks=CHUNK_BYTES_FORWARD / chunks,
+        vision=1 / backward.vision.total(recomputes=recomputes),
+        vision_pairs=1 / (1 + backward.vision.inputs * attention_backward),
+        wave_floor=gathered / (2 * gathered + scattered),
+    )
+
+
+def forward_profile(profile: CostProfile) -> CostProfile:
+    """Return the profile of forward passes under the same model, cluster and recipe; one of forward passes as it is.
+
+    Where the profile does not say its recipe, nothing is recomputed; where its model is not known, the shares are those
+    of the default model, which differ from others' for adapters and frozen weights alone. The memory stays that of
+    training, which holds more.
+    """
+    if profile.phase == "forward":
+        return profile
+    shares = forward_shares(_spec_of(profile.model), profile.recipe or Recipe())
+    ground = profile.common_ground
+    made = replace(
+        profile,
+        coefficients=_scaled(profile.coefficients, shares),
+        common_ground=ground and replace(ground, coefficients=_scaled(ground.coefficients, shares)),
+        step=StepTerms(
+            wave_floor_seconds=profile.step.wave_floor_seconds * shares.wave_floor, lockstep=profile.step.lockstep
+        ),
+        phase="forward",
+    )
+    return replace(made, text=dump_cost_profile(made))
+
+
+def _scaled(coefficients: Coefficients, shares: ForwardShares) -> Coefficients:
+    return replace(
+        coefficients,
+        attention_seconds_per_token2=coefficients.attention_seconds_per_token2 * shares.attention,
+        linear_seconds_per_token=coefficients.linear_seconds_per_token * shares.linear,
+        ring_bytes_per_token=coefficients.ring_bytes_per_token * shares.ring_bytes,
+        microbatch_seconds=coefficients.microbatch_seconds * shares.linear,
+        ring_hop_seconds=coefficients.ring_hop_seconds * shares.ring_hops,
+        chunk_seconds_per_token=coefficients.chunk_seconds_per_token * shares.chunks,
+        vision_seconds_per_patch=coefficients.vision_seconds_per_patch * shares.vision,
+        vision_seconds_per_patch2=coefficients.vision_seconds_per_patch2 * shares.vision_pairs,
+    )
+
+
+def _spec_of(model: str) -> ModelSpec:
+    try:
+        return load_model(model)
+    except ProfileError:
+        return load_model(DEFAULT_MODEL)

@@ -1,0 +1,86 @@
+"""Steps of forward passes alone, as for log-probabilities and reference models: nothing is summed over ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from fcp_cli.errors import RunError
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.runtime.gradients.base import GradientSync
+from fcp_cli.runtime.gradients.engine import engine_sync
+from fcp_cli.runtime.gradients.fsdp import fsdp_sync
+from fcp_cli.runtime.gradients.wrapping import is_deepspeed_engine, reducing_module
+from fcp_cli.runtime.world import World
+
+NO_TRAINING = (
+    "the plan is of forward passes (phase forward), whose micro-batches have no backward; train under a plan that was "
+    "made without --phase forward"
+)
+
+
+class ForwardSync(GradientSync):
+    """A model that runs without gradients from the first of a step's micro-batches to its end.
+
+    Args:
+        gathers: what gathers the weights of a sharded model for a step; None: it does so itself, or is whole.
+        replica: a model in DistributedDataParallel, which is kept from sending its buffers in forwards, of which ranks
+            have different numbers.
+    """
+
+    trains = False
+
+    def __init__(self, gathers: GradientSync | None = None, replica: DistributedDataParallel | None = None) -> None:
+        self._gathers, self._replica = gathers, replica
+        self.lets_ranks_run_apart = gathers is None
+        self._had_gradients = True
+
+    def begin(self) -> None:
+        self._had_gradients = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
+
+    def before_microbatch(self, *, is_last: bool) -> None:
+        torch.set_grad_enabled(False)  # a loop may have switched it on for something else
+        if self._gathers is not None:
+            self._gathers.before_microbatch(is_last=is_last)
+        if self._replica is not None:
+            self._replica.require_forward_param_sync = False
+
+    def restore(self) -> None:
+        torch.set_grad_enabled(self._had_gradients)
+        if self._gathers is not None:
+            self._gathers.restore()
+        if self._replica is not None:
+            self._replica.require_forward_param_sync = True
+
+
+def forward_sync(model: nn.Module | GradientSync | None, world: World, sync: Sync) -> ForwardSync:
+    """Return what a model needs in a step of forward passes.
+
+    Raises:
+        RunError: the model gathers its weights in every forward, of which ranks run different numbers.
+    """
+    if model is None or isinstance(model, GradientSync):
+        return ForwardSync()
+    part = reducing_module(model)
+    if isinstance(part, DistributedDataParallel):
+        return ForwardSync(replica=part)
+    if isinstance(part, FSDPModule):
+        return ForwardSync(gathers=fsdp_sync(part, world, sync, "wave"))
+    if is_deepspeed_engine(part):
+        engine_sync(part, world, sync, "wave")  # refuses what gathers in every forward
+    return ForwardSync()
+
+
+def without_backward(loss: Tensor, place: str) -> Tensor:
+    """Return a loss (0-d) whose backward stops with one line, as it has none."""
+    with torch.enable_grad():
+        refused = loss.detach().requires_grad_()
+        refused.register_hook(lambda _: _refuse(place))  # type: ignore[no-untyped-call]
+    return refused
+
+
+def _refuse(place: str) -> None:
+    raise RunError(f"{place}: {NO_TRAINING}")
