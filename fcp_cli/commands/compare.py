@@ -142,6 +142,7 @@ def _headline(inputs: PlanInputs, steps: int) -> str:
         f"{counted(problem.num_ranks, 'rank')}, {problem.ranks_per_node} per node, "
         f"{counted(problem.tokens_per_rank, 'token')} each"
         f"{'' if problem.padding_multiple is None else f', padded to {problem.padding_multiple} per rank'}; "
+        f"{'' if inputs.settings.batching is None else 'up to '}"
         f"{counted(inputs.settings.global_batch_size, 'sequence')} a step, {counted(steps, 'step')}; "
         f"{problem.profile.model} on {problem.profile.cluster} ({problem.profile.origin})"
     )

@@ -24,6 +24,7 @@ from fcp_cli.manifest.checks import (
     empty_factors,
     is_list,
     length_column_of,
+    with_steps,
 )
 from fcp_cli.manifest.header import LINE_SUFFIXES, TABLE_SUFFIXES, manifest_files, read_footer
 from fcp_cli.manifest.lines import read_lengths_jsonl
@@ -37,7 +38,7 @@ _BATCH_ROWS: Final = 1 << 17
 _LIST_BATCH_ROWS: Final = 1 << 10  # rows of token lists are heavy: 1024 rows of 100 k int32 tokens are 400 MB already
 
 
-def read_manifest(path: str | Path, *, length_column: str = "length") -> LengthTable:
+def read_manifest(path: str | Path, *, length_column: str = "length", step_column: str | None = None) -> LengthTable:
     """Read lengths and work factors of a manifest, or of data that holds them as it is.
 
     Args:
@@ -45,6 +46,7 @@ def read_manifest(path: str | Path, *, length_column: str = "length") -> LengthT
             length per line; `-` reads JSON lines from standard input (see `read_lengths_jsonl`).
         length_column: an integer column of tokens, or a list column that is measured by its list lengths. Where there
             is no `length`, the default finds a column of a usual name; the table says which.
+        step_column: of a trace: the integer column with the step of each row; None: it is no trace.
 
     Returns:
         One entry per row; a null `eta` or vision column counts as 0, and one that is 0 throughout is left out.
@@ -55,20 +57,22 @@ def read_manifest(path: str | Path, *, length_column: str = "length") -> LengthT
     """
     path = Path(path)
     if str(path) == "-":
-        return read_lengths_jsonl(sys.stdin, length_column=length_column)
+        return read_lengths_jsonl(sys.stdin, length_column=length_column, step_column=step_column)
     files = manifest_files(path)
     if files[0].suffix in LINE_SUFFIXES:
         if mistaken := another_kind(files[0], "manifest", may_be_text=True):
             raise ManifestError(mistaken)
         try:
             with files[0].open(encoding="utf-8") as lines:
-                return read_lengths_jsonl(lines, length_column=length_column, place=str(path), name=path.name)
+                return read_lengths_jsonl(
+                    lines, length_column=length_column, step_column=step_column, place=str(path), name=path.name
+                )
         except OSError as error:
             raise ManifestError(f"cannot read {path}: {error.strerror or error}") from error
-    return _of_columns(path, [_open(file) for file in files], length_column)
+    return _of_columns(path, [_open(file) for file in files], length_column, step_column)
 
 
-def _of_columns(path: Path, shards: Sequence[Shard], length_column: str) -> LengthTable:
+def _of_columns(path: Path, shards: Sequence[Shard], length_column: str, step_column: str | None) -> LengthTable:
     """Read all shards of a table, whose first says which column holds the lengths."""
     rows = sum(int(shard.group_rows.sum()) for shard in shards)
     if rows == 0:
@@ -76,15 +80,18 @@ def _of_columns(path: Path, shards: Sequence[Shard], length_column: str) -> Leng
     schema = shards[0].schema
     column = length_column_of(length_column, [field.name for field in schema if _can_be_length(field.type)])
     lengths, factors = np.empty(rows, np.int64), empty_factors(rows)
+    steps = None if step_column is None else np.empty(rows, np.int64)
     start = 0
     for shard in shards:
-        for batch in _batches(shard, column):
+        for batch in _batches(shard, column, step_column):
             rows_here = slice(start, start + batch.num_rows)
             lengths[rows_here] = _lengths(batch.column(column), shard.path, column, start)
             for name in set(batch.schema.names) & set(factors):
                 factors[name][rows_here] = _factor(batch.column(name), shard.path, name)
+            if steps is not None and step_column is not None:
+                steps[rows_here] = _steps(batch.column(step_column), shard.path, step_column)
             start = rows_here.stop
-    return checked_table(path.name, column, lengths, factors)
+    return with_steps(checked_table(path.name, column, lengths, factors), steps, step_column)
 
 
 def _open(file: Path) -> Shard:
@@ -107,11 +114,17 @@ def _can_be_length(kind: Any) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or is_list(kind))
 
 
-def _batches(shard: Shard, length_column: str) -> Iterator[Any]:
+def _batches(shard: Shard, length_column: str, step_column: str | None = None) -> Iterator[Any]:
     schema = shard.schema
+    if step_column is not None and step_column not in schema.names:
+        raise ManifestError(
+            f"{shard.path} has no column {step_column!r}; its columns are {', '.join(schema.names)}; name the one with "
+            "the step of each row with --step-column"
+        )
     if length_column not in schema.names:
         raise ManifestError(_missing_column(shard.path, schema, length_column))
     wanted = [length_column, *(name for name in FACTORS if name in schema.names and name != length_column)]
+    wanted += [step_column] if step_column is not None and step_column not in wanted else []
     yield from shard.batches(wanted, _LIST_BATCH_ROWS if is_list(schema.field(length_column).type) else _BATCH_ROWS)
 
 
@@ -165,6 +178,14 @@ def _factor(column: Any, file: Path, name: str) -> FloatArray | IntArray:
     raise ManifestError(
         f"{file}: column {name!r} is {kind}; it must be {'a number' if name == 'eta' else 'an integer'}"
     )
+
+
+def _steps(column: Any, file: Path, name: str) -> IntArray:
+    if not pa.types.is_integer(column.type):
+        raise ManifestError(f"{file}: column {name!r} is {column.type}; the step of a row must be an integer")
+    if column.null_count:
+        raise ManifestError(f"{file}: column {name!r} has {column.null_count} nulls; every row needs its step")
+    return _int64(column.cast(pa.int64(), safe=False))
 
 
 def _int64(column: Any) -> IntArray:

@@ -21,6 +21,7 @@ class LengthTable:
         vision_patches: [rows] patches the vision encoder runs, or None.
         vision_patch_pairs: [rows] sum over frames or tiles of patches squared, or None.
         column: that the lengths were read from.
+        steps: [rows] of a trace: the step that each row belongs to, never falling; None where nobody asked for it.
     """
 
     name: str
@@ -29,6 +30,7 @@ class LengthTable:
     vision_patches: IntArray | None = None
     vision_patch_pairs: IntArray | None = None
     column: str = "length"
+    steps: IntArray | None = None
 
     def __len__(self) -> int:
         return len(self.length_tokens)

@@ -41,7 +41,8 @@ class BatchSettings:
         max_length: sequences with more tokens are overlong; None: what all ranks together can hold.
         overlong: refuse overlong sequences, leave them out, or cut them to the limit.
         step_limit: plan only that many first steps; None: all.
-        batching: batches that are not of `global_batch_size` sequences; then there is one epoch.
+        batching: batches that are not of `global_batch_size` sequences; then there is one epoch. Those that are `given`
+            are the steps of the table.
     """
 
     global_batch_size: int
@@ -87,6 +88,9 @@ class GlobalBatches:
         if settings.batching is not None and settings.batching.tokens is not None:
             lengths = self.table.length_tokens[self._epoch_rows(0)]
             self._offsets = offsets_by_tokens(lengths, settings.batching.tokens)
+        elif settings.batching is not None and self.table.steps is not None:
+            steps = self.table.steps[self.rows]
+            self._offsets = np.append(np.flatnonzero(np.diff(steps, prepend=steps[:1] - 1)), len(steps))
         if not self.steps_per_epoch:
             raise ManifestError(_nothing_left(self))
 

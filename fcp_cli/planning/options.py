@@ -97,6 +97,13 @@ class PlanRequest:
     global_batch_tokens: Annotated[
         int | None, Opt("Most tokens per optimizer step, in place of a number of sequences.", min=1, unset="no limit")
     ] = None
+    step_column: Annotated[
+        str | None,
+        Opt(
+            "Column of a trace, as of rollouts, that says which step each row was in: batches as they were.",
+            unset="none",
+        ),
+    ] = None
     steps: Annotated[int | None, Opt("Plan only the first N steps.", min=1, unset="all")] = None
     epochs: Annotated[int, Opt("Passes over the data.", min=1)] = 1
     seed: Annotated[int, Opt("Seed of shuffling and solver.", min=0)] = 0

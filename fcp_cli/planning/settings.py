@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from fcp_cli.console import Origins
 from fcp_cli.cost.profile import (
     CostProfile,
@@ -156,7 +158,7 @@ def resolve(request: PlanRequest, origins: Origins, *, most_peers: int | None = 
     """
     if request.manifest is None:
         raise UsageError("name the MANIFEST to plan, like 'fcp plan dataset.parquet', or a run with --continue-from")
-    table = read_manifest(request.manifest, length_column=request.length_column)
+    table = read_manifest(request.manifest, length_column=request.length_column, step_column=request.step_column)
     if table.column != request.length_column:
         origins.assume("--length-column", table.column, f"{request.manifest} has no column {request.length_column}")
     problem, budget = resolve_problem(request, origins, most_peers=most_peers)
@@ -167,7 +169,7 @@ def resolve(request: PlanRequest, origins: Origins, *, most_peers: int | None = 
         settings=BatchSettings(
             global_batch_size=_global_batch_size(request, table, origins),
             seed=request.seed,
-            shuffle=request.shuffle,
+            shuffle=request.shuffle and request.step_column is None,
             epochs=request.epochs,
             last_batch=request.last_batch,
             max_length=request.max_length,
@@ -401,18 +403,28 @@ def _batching(request: PlanRequest) -> Batching | None:
     Raises:
         UsageError: another option says otherwise.
     """
-    if request.global_batch_tokens is None:
+    rules = {
+        "--step-column": request.step_column is not None,
+        "--global-batch-tokens": request.global_batch_tokens is not None,
+        "--global-batch-size": request.global_batch_size is not None,
+    }
+    named = [flag for flag, is_given in rules.items() if is_given]
+    if len(named) > 1:
+        raise UsageError(f"{' and '.join(named)} both say what a step trains; give one of them")
+    if not named or named == ["--global-batch-size"]:
         return None
-    if request.global_batch_size is not None:
-        raise UsageError("--global-batch-tokens and --global-batch-size both say what a step trains; give one of them")
     for flag, given in (("--epochs", request.epochs > 1), ("--last-batch drop", request.last_batch == "drop")):
         if given:
-            raise UsageError(f"--global-batch-tokens plans one epoch and all of it; leave {flag} out")
+            raise UsageError(f"{named[0]} plans one epoch and all of it; leave {flag} out")
+    if request.global_batch_tokens is None:
+        return Batching(by="given")
     return Batching(by="tokens", tokens=request.global_batch_tokens)
 
 
 def _global_batch_size(request: PlanRequest, table: LengthTable, origins: Origins) -> int:
     rows = len(table)
+    if table.steps is not None:
+        return int(np.unique(table.steps, return_counts=True)[1].max())
     if request.global_batch_tokens is not None:  # about; the plan's metadata will say what the most were
         return max(1, round(request.global_batch_tokens / float(table.length_tokens.mean())))
     if request.global_batch_size is not None:

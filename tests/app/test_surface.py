@@ -47,7 +47,7 @@ SURFACE = {
     """,
     "plan": """
         MANIFEST --profile --model --cluster --ranks --ranks-per-node --tokens-per-rank --sync --headroom --attention
-        --tensor-parallel --pipeline-parallel --virtual-stages --padded-rings --no-padded-rings --phase --global-batch-tokens --encoder-balance
+        --tensor-parallel --pipeline-parallel --virtual-stages --padded-rings --no-padded-rings --phase --global-batch-tokens --step-column --encoder-balance
         --encoder-ranks --embeddings-cached --zero --shard-ranks --reduce
         --precision --recompute --loss --offload --freeze-vision --lora --freeze --global-batch-size --steps --epochs --seed
         --shuffle --no-shuffle --max-length --overlong --last-batch --length-column --output -o --solver --resume
@@ -78,7 +78,7 @@ SURFACE = {
     """,
     "compare": """
         MANIFEST --profile --model --cluster --ranks --ranks-per-node --tokens-per-rank --sync --headroom --attention
-        --tensor-parallel --pipeline-parallel --virtual-stages --padded-rings --no-padded-rings --phase --global-batch-tokens --encoder-balance
+        --tensor-parallel --pipeline-parallel --virtual-stages --padded-rings --no-padded-rings --phase --global-batch-tokens --step-column --encoder-balance
         --encoder-ranks --embeddings-cached --zero --shard-ranks --reduce
         --precision --recompute --loss --offload --freeze-vision --lora --freeze --global-batch-size --steps --epochs --seed
         --shuffle --no-shuffle --max-length --overlong --last-batch --length-column --solvers --stress --milp-seconds --json
