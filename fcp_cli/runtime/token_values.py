@@ -32,7 +32,7 @@ def token_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
     kind = torch.promote_types(logits.dtype, torch.float32)
     parts = [
         -functional.cross_entropy(some.to(kind), of, ignore_index=IGNORED, reduction="none")
-        for some, of in zip(logits[0].split(_BLOCK_TOKENS), labels[0].split(_BLOCK_TOKENS), strict=True)
+        for some, of in zip(torch.split(logits[0], _BLOCK_TOKENS), torch.split(labels[0], _BLOCK_TOKENS), strict=True)
     ]
     return torch.cat(parts).unsqueeze(0)
 

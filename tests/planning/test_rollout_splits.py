@@ -111,7 +111,7 @@ def test_verls_workers_get_the_fewest_micro_batches_and_their_positions(planner:
     mask = torch.arange(4000)[None] < torch.from_numpy(lengths)[:, None]
     batch = {"input_ids": torch.zeros(30, 4000, dtype=torch.int8), "attention_mask": mask}
     balancing = VerlBalancing(planner, select=select)
-    found, positions = balancing.rearrange_micro_batches(batch, MOST_TOKENS)
+    found, positions = balancing.rearrange_micro_batches(batch, MOST_TOKENS, same_micro_num_in_dp=False)
     assert sorted(one for pack in positions for one in pack) == list(range(30))
     assert [one["lengths"] for one in found] == [lengths[pack].tolist() for pack in positions]
     assert len(found) == -(-lengths.sum() // MOST_TOKENS)
@@ -198,7 +198,7 @@ def test_nemo_rls_lanes_get_aligned_groups_within_their_budget(
         by_lane = [plan["steps"][number] for plan in plans]
         assert {len(step["groups"]) for step in by_lane} == {len(by_lane[0]["groups"])}
         assert {step["valid_tokens"] for step in by_lane} == {float(lengths[samples].sum())}
-        seen = []
+        seen: list[int] = []
         for lane, step in enumerate(by_lane):
             for place, group in enumerate(step["groups"]):
                 (task,) = group["assignments"]

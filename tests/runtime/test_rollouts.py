@@ -63,14 +63,15 @@ def test_log_probabilities_and_the_training_on_them_equal_one_process(folder: Pa
                     scored["reference"][number] = log_probs(reference, number)
         gain = advantages(scored["old"])
         rows = step.sequences.tolist()
-        loss = sum(
+        losses = [
             policy_loss(log_probs(policy, row), scored["old"][row], scored["reference"][row], gain[row]) for row in rows
-        )
+        ]
+        loss = torch.stack(losses).sum()
         torch.autograd.backward(loss / sum(len(tokens_of(row)) - 1 for row in rows))
         with torch.no_grad():
             for parameter in policy.parameters():
                 assert parameter.grad is not None
-                parameter -= RATE * parameter.grad
+                parameter.sub_(RATE * parameter.grad)
         gradients.append(take_gradient(policy))
     for found in learned(folder):
         for name, alone in scored.items():

@@ -94,7 +94,7 @@ class VerlBalancing:
             raise UsageError(f"{len(lengths)} sequences are no multiple of force_group_size {size}")
         tokens = lengths.reshape(-1, size).sum(axis=1)
         seconds = self._seconds(lengths).reshape(-1, size).sum(axis=1)
-        agreed = _agreement(dp_group) if same_micro_num_in_dp else max
+        agreed = _agreement(dp_group if same_micro_num_in_dp else None)
         longest = agreed(int(tokens.max()))
         if longest > max_token_len:
             raise UsageError(f"a sequence has {longest} tokens; a micro-batch holds {max_token_len} (max_token_len)")

@@ -50,10 +50,10 @@ def advantages(rows: dict[int, Tensor]) -> dict[int, Tensor]:
 
 def learn(folder: Path) -> dict[str, Any]:
     rollouts = Rollouts(fewest=BATCH, most=BATCH)
-    known = {"ranks": 4, "ranks_per_node": 2, "sync": "iteration"}
+    known: dict[str, Any] = {"ranks": 4, "ranks_per_node": 2, "sync": "iteration"}
     forward = Planner(folder / "profile.yaml", tokens_per_rank=80, phase="forward", **known)
     training = Planner(folder / "profile.yaml", tokens_per_rank=40, **known)
-    options = {"ahead": 0, "stream_begins": "here"}
+    options: dict[str, Any] = {"ahead": 0, "stream_begins": "here"}
     scoring = start(
         folder / "forward.parquet", tokens_of, stream=rollouts.batches(), planner=forward.online(**options), device=CPU
     )
@@ -72,7 +72,7 @@ def learn(folder: Path) -> dict[str, Any]:
         first = sum(ARRIVALS[:iteration])
         for number in range(first, first + arriving):
             rollouts.add(number, len(tokens_of(number)))
-        scored = {"old": [], "reference": []}
+        scored: dict[str, list[Tensor]] = {"old": [], "reference": []}
         step = next(passes)
         for microbatch in step:
             assert not torch.is_grad_enabled()
@@ -93,7 +93,7 @@ def learn(folder: Path) -> dict[str, Any]:
             with torch.no_grad():
                 for parameter in policy.parameters():
                     assert parameter.grad is not None
-                    parameter -= RATE * parameter.grad
+                    parameter.sub_(RATE * parameter.grad)
             found["gradients"].append(take_gradient(policy))
     rollouts.end()
     assert next(passes, None) is None and next(steps, None) is None
