@@ -179,20 +179,22 @@ def ring_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
 
 
 def layer_forward_bytes(spec: ModelSpec, precision: Precision, *, in_rings: bool) -> int:
-    """Count the bytes per token of a layer's forward that no backward follows: the larger of its two halves.
+    """Count the bytes per token of a layer's forward that no backward follows, at most.
 
-    Beside the residual stream and a norm in fp32, attention holds queries, keys and values before and after rotation,
-    its output and log-sum-exp, in a ring also the sum of results in fp32; the MLP three tensors of its width.
+    One half of a layer is at work at a time, beside the residual stream; it holds no more than autograd would keep of
+    it, and in a ring the sum of results in fp32.
     """
-    t, q, k = precision.activation, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    stream = (precision.residual + 4 + t) * spec.hidden_size
-    attention = t * (2 * (q + 2 * k) + q) + 4 * spec.num_heads + (4 * q if in_rings else 0)
-    return stream + max(attention, 3 * t * spec.ffn_size)
+    sums = 4 * spec.num_heads * spec.head_dim if in_rings else 0
+    halves = [
+        max(attention_side_bytes(spec, kind, precision) + sums, mlp_side_bytes(spec, kind, precision))
+        for kind in spec.kinds
+    ]
+    return precision.residual * spec.hidden_size + max(halves)
 
 
 def forward_ring_bytes(spec: ModelSpec, precision: Precision) -> int:
     """Return the bytes per token of the buffers of a ring without a backward: two for keys and values."""
-    return 2 * 2 * spec.num_kv_heads * spec.head_dim * precision.activation
+    return 2 * (spec.key_size + spec.value_size) * precision.activation
 
 
 def final_norm_bytes(spec: ModelSpec, precision: Precision) -> int:

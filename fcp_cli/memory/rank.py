@@ -139,7 +139,7 @@ class _MicroBatch:
         layer = activations.layer_forward_bytes(spec, precision, in_rings=self.in_rings)
         items = (self._item("one layer", layer), self._item("ring buffers", rings))
         moments = [Moment(name="forward of a layer", items=(*held, *items))]
-        if self.state.pipeline_parallel == 1:
+        if self.state.cut.pipeline_parallel == 1:
             norm = self._item("loss head", activations.final_norm_bytes(spec, precision))
             _, size, most = activations.chunked_loss_bytes(spec, precision)
             if recipe.loss == "plain":

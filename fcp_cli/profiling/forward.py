@@ -64,7 +64,7 @@ def forward_shares(spec: ModelSpec, recipe: Recipe) -> ForwardShares:
     return ForwardShares(
         attention=1 / (1 + backward.layers * attention_backward),
         linear=1 / backward.language.total(recomputes=recomputes),
-        ring_bytes=alone / ring,
+        ring_bytes=alone / ring if ring else 1.0,  # of linear attention nothing goes around
         ring_hops=messages_per_hop(spec, reached=0.0) / hops,
         chunks=CHUNK_BYTES_FORWARD / chunks,
         vision=1 / backward.vision.total(recomputes=recomputes),
@@ -105,6 +105,7 @@ def _scaled(coefficients: Coefficients, shares: ForwardShares) -> Coefficients:
         microbatch_seconds=coefficients.microbatch_seconds * shares.linear,
         ring_hop_seconds=coefficients.ring_hop_seconds * shares.ring_hops,
         chunk_seconds_per_token=coefficients.chunk_seconds_per_token * shares.chunks,
+        window_seconds_per_token2=coefficients.window_seconds_per_token2 * shares.attention,
         vision_seconds_per_patch=coefficients.vision_seconds_per_patch * shares.vision,
         vision_seconds_per_patch2=coefficients.vision_seconds_per_patch2 * shares.vision_pairs,
     )
