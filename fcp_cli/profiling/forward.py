@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fcp_cli.cost.profile import Coefficients, CostProfile, StepTerms, dump_cost_profile
+from fcp_cli.cost.profile import Coefficients, CostProfile, Heads, StepTerms, dump_cost_profile
 from fcp_cli.errors import ProfileError
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.state import State
@@ -91,9 +91,20 @@ def forward_profile(profile: CostProfile) -> CostProfile:
         step=StepTerms(
             wave_floor_seconds=profile.step.wave_floor_seconds * shares.wave_floor, lockstep=profile.step.lockstep
         ),
+        heads=profile.heads and _exchanged(profile.heads, shares.ring_hops),
         phase="forward",
     )
     return replace(made, text=dump_cost_profile(made))
+
+
+def _exchanged(heads: Heads, share: float) -> Heads:
+    """Return what exchanging tokens for heads takes without the backward's exchanges, which are as many."""
+    return replace(
+        heads,
+        exchange_bytes_per_token=heads.exchange_bytes_per_token * share,
+        key_value_exchange_bytes_per_token=heads.key_value_exchange_bytes_per_token * share,
+        exchange_seconds=heads.exchange_seconds * share,
+    )
 
 
 def _scaled(coefficients: Coefficients, shares: ForwardShares) -> Coefficients:
@@ -106,6 +117,8 @@ def _scaled(coefficients: Coefficients, shares: ForwardShares) -> Coefficients:
         ring_hop_seconds=coefficients.ring_hop_seconds * shares.ring_hops,
         chunk_seconds_per_token=coefficients.chunk_seconds_per_token * shares.chunks,
         window_seconds_per_token2=coefficients.window_seconds_per_token2 * shares.attention,
+        last_hop_bytes_per_token=0.0,  # gradients on their way home
+        last_hop_seconds=0.0,
         vision_seconds_per_patch=coefficients.vision_seconds_per_patch * shares.vision,
         vision_seconds_per_patch2=coefficients.vision_seconds_per_patch2 * shares.vision_pairs,
     )
