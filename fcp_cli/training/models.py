@@ -19,6 +19,7 @@ from fcp_cli.models.transformers_config import whole_config
 from fcp_cli.reading.documents import read_object
 from fcp_cli.recipe import Recompute
 from fcp_cli.training.initial import draw_weights
+from fcp_cli.vision.families import FAMILIES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,10 +116,11 @@ def model_config(name: str) -> Any:
     path = path / "config.json" if path.is_dir() else path
     if path.suffix == ".json":
         document = read_object(path, error=ProfileError)
-        if document.get("model_type") not in ("qwen3_vl", "qwen2_5_vl", "internvl"):
+        if document.get("model_type") not in FAMILIES:
             document = document.get("text_config") or document.get("llm_config") or document
         model_type, arguments = document.pop("model_type"), document
-        model_type = {"qwen3_vl_text": "qwen3", "qwen2_5_vl_text": "qwen2"}.get(model_type, model_type)
+        backbones = {"qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe", "qwen2_5_vl_text": "qwen2"}
+        model_type = backbones.get(model_type, model_type)
     else:
         model_type, arguments = whole_config(spec)
     config = AutoConfig.for_model(model_type, **arguments)

@@ -174,7 +174,11 @@ def _require_vocabulary(pictures: PictureRecords, config: Any) -> None:
 def _require_same_patches(records: MediaRecords | PictureRecords, config: Any) -> None:
     """Check that the model cuts pictures as the manifest did, whose tokens hold for one way only."""
     processor, vision = records.processor, config.vision_config
-    qwen_families: dict[str, type[Any]] = {"qwen3_vl": QwenVision, "qwen2_5_vl": Qwen25Vision}
+    qwen_families: dict[str, type[Any]] = {
+        "qwen3_vl": QwenVision,
+        "qwen3_vl_moe": QwenVision,
+        "qwen2_5_vl": Qwen25Vision,
+    }
     counted: tuple[Any, ...]
     if isinstance(processor, QwenVision | Qwen25Vision) and type(processor) is qwen_families.get(config.model_type):
         counted = (processor.patch_size, processor.merge_size, processor.temporal_patch_size)
@@ -183,7 +187,8 @@ def _require_same_patches(records: MediaRecords | PictureRecords, config: Any) -
         counted = (processor.tile_pixels, processor.patch_size, processor.tokens_per_tile)
         wanted = (vision.image_size[0], vision.patch_size[0], config.image_seq_length)
     else:
-        family = {"qwen3_vl": "qwen3-vl", "qwen2_5_vl": "qwen2.5-vl"}.get(config.model_type, "internvl")
+        processors = {QwenVision: "qwen3-vl", Qwen25Vision: "qwen2.5-vl"}
+        family = processors.get(qwen_families.get(config.model_type, InternVision), "internvl")
         raise RunError(
             f"{records.path} was counted with the processor {records.processor.describe()['name']}, but the model is "
             f"of the family {family}; build the manifest again with --processor {family}"

@@ -23,6 +23,7 @@ class VisionFamily(Protocol):
 
 FAMILIES: Final[Mapping[str, VisionFamily]] = {
     "qwen3_vl": qwen3_vl,
+    "qwen3_vl_moe": qwen3_vl,  # experts in the language model alone
     "qwen2_5_vl": qwen2_5_vl,
     "internvl": internvl,
 }

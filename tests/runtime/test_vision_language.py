@@ -73,6 +73,7 @@ def assert_agrees(found: Replayed, expected: Replayed) -> None:
     [
         VisionCase(),
         VisionCase(frozen=True, recompute="selective"),
+        VisionCase(family="qwen3_vl_moe"),
         VisionCase(family="qwen2_5_vl", recompute="selective"),
         VisionCase(family="internvl", recompute="non-reentrant"),
     ],

@@ -21,13 +21,14 @@ from fcp_cli.verification.emulation import Meeting, ThreadTransport, run_ranks
 from fcp_cli.verification.replay import Replayed, take_gradient
 from fcp_cli.vision import families
 from fcp_cli.vision.parts import VisualSequence
-from tests.runtime import internvl_models, qwen2_5_vl_models, qwen3_vl_models
+from tests.runtime import internvl_models, qwen2_5_vl_models, qwen3_vl_models, qwen3_vl_moe_models
 from tests.runtime.models import Recomputation, Wrapping, recompute, wrap
 from tests.runtime.plans import Row
 
-Family = Literal["qwen3_vl", "qwen2_5_vl", "internvl"]
+Family = Literal["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl"]
 FAMILIES: dict[Family, Any] = {
     "qwen3_vl": qwen3_vl_models,
+    "qwen3_vl_moe": qwen3_vl_moe_models,
     "qwen2_5_vl": qwen2_5_vl_models,
     "internvl": internvl_models,
 }
