@@ -187,7 +187,7 @@ def _require_same_patches(records: MediaRecords | PictureRecords, config: Any) -
         counted = (processor.tile_pixels, processor.patch_size, processor.tokens_per_tile)
         wanted = (vision.image_size[0], vision.patch_size[0], config.image_seq_length)
     else:
-        processors = {QwenVision: "qwen3-vl", Qwen25Vision: "qwen2.5-vl"}
+        processors: dict[type[Any], str] = {QwenVision: "qwen3-vl", Qwen25Vision: "qwen2.5-vl"}
         family = processors.get(qwen_families.get(config.model_type, InternVision), "internvl")
         raise RunError(
             f"{records.path} was counted with the processor {records.processor.describe()['name']}, but the model is "
