@@ -110,6 +110,10 @@ class Prices(NamedTuple):
     language_seconds: FloatArray | None = None
     rank_tokens: FloatArray | None = None
 
+    def take(self, rows: IntArray) -> Prices:
+        """Return the prices of some of the micro-batches, in this order."""
+        return Prices(*(None if values is None else values[rows] for values in self))  # type: ignore[arg-type]
+
     def spread(self, working: npt.NDArray[np.bool_]) -> Prices:
         """Return the prices of more micro-batches, of which these are the working ones in their order; else 0."""
 

@@ -50,7 +50,7 @@ def _work_bound(work: Work, problem: Problem) -> float:
 
 
 def pipeline_bound_seconds(work: Work, problem: Problem, pipeline: Pipeline) -> float:
-    """Bound a step of pipelines by their stages and by their longest path.
+    """Bound a step of pipelines by their stages, by their longest path, and by what is beside that path.
 
     A micro-batch goes through P stages forwards and back again, in P times its mean seconds and 2 (L - 1) messages, so
     the longest sequence alone bounds the step. And all work of a stage s is shared by N devices at best, of which one
@@ -58,9 +58,6 @@ def pipeline_bound_seconds(work: Work, problem: Problem, pipeline: Pipeline) -> 
     go. No micro-batch takes less on a stage than the fixed seconds and its part of the least sequence on all ranks.
     """
     stages, n = problem.pipeline_parallel, problem.num_ranks
-    blocks = stages * pipeline.virtual_stages
-    messages = 2 * (blocks - 1) * pipeline.send_seconds
-    best = stages * longest_sequence_bound_seconds(work, problem) + messages
     c = problem.profile.coefficients
     language = c.linear_seconds_per_token * work.tokens
     vision, head = np.maximum(work.linear_seconds - language, 0.0), pipeline.head_share * language
@@ -70,7 +67,30 @@ def pipeline_bound_seconds(work: Work, problem: Problem, pipeline: Pipeline) -> 
     of_stage[0] += stages * float(vision.sum()) / n
     of_stage[-1] += stages * float(head.sum()) / n
     least = (c.microbatch_seconds + float(even.min()) / n) / pipeline.virtual_stages + 2 * pipeline.send_seconds
-    return max(best, float((of_stage + np.arange(stages) * least).max()))
+    beside = _beside_longest_seconds(work, even, problem, pipeline)
+    return max(beside, float((of_stage + np.arange(stages) * least).max()))
+
+
+def _beside_longest_seconds(work: Work, even: FloatArray, problem: Problem, pipeline: Pipeline) -> float:
+    """Bound a step of pipelines by the way of its longest sequence, and what else its ranks run before and after.
+
+    The longest sequence goes on d ranks, in P t(d) seconds and its messages. Whatever else one of them runs, its first
+    stage runs either that one's forward before or its backward after that whole way (of V blocks, the first): at least
+    a share q of its seconds there. What shares the micro-batch makes the way longer by P times its matrices. So with
+    w(i) = min(q even(i), P linear(i)) of all others, of which N - d other ranks take no more than q T each, the step
+    takes T >= P t(d) + (sum of w - (N - d) q T) / d for some d.
+    """
+    stages, n = problem.pipeline_parallel, problem.num_ranks
+    share = min(pipeline.forward_share, 1.0 - pipeline.forward_share) / pipeline.virtual_stages
+    longest = int(np.argmax(work.total_seconds))
+    others = np.minimum(share * even, stages * work.linear_seconds)
+    others_seconds = float(others.sum() - others[longest])
+    degree = np.arange(max(1, -(-int(work.tokens[longest]) // problem.tokens_per_rank)), n + 1)
+    messages = 2 * (stages * pipeline.virtual_stages - 1) * pipeline.send_seconds
+    way = stages * _alone_seconds(work, longest, degree, problem) + messages
+    step = (degree * way + others_seconds) / (degree + share * (n - degree))
+    best = stages * longest_sequence_bound_seconds(work, problem) + messages
+    return max(best, float(np.maximum(way, step).min()))
 
 
 def simple_bound_seconds(work: Work, problem: Problem) -> float:

@@ -17,7 +17,7 @@ from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def _kernel(function: _Function) -> _Function:
+def kernel(function: _Function) -> _Function:
     compiled: Any = njit(nogil=True)(function)
     with suppress(
         RuntimeError, AttributeError
@@ -54,7 +54,7 @@ class Graph(NamedTuple):
     turns: Int32Array
 
 
-@_kernel
+@kernel
 def longest_paths(graph: Graph, limit: float) -> Any:
     """Return [microbatches x 2 L] when each operation begins, what it waits for in vain, and what it waited for last.
 
@@ -101,7 +101,20 @@ def longest_paths(graph: Graph, limit: float) -> Any:
     return start, missing, cause
 
 
-@_kernel
+@kernel
+def seconds_of(graph: Graph, limit: float) -> float:
+    """Return the end of a step; infinite where it never ends, or takes more than `limit`."""
+    per = len(graph.following)
+    start, missing, _cause = longest_paths(graph, limit)
+    last = 0.0
+    for node in range(len(start)):
+        if missing[node]:
+            return np.inf
+        last = max(last, start[node] + graph.durations[node // per, node % per])
+    return last
+
+
+@kernel
 def _dependencies(graph: Graph) -> Int32Array:
     """Return [microbatches x 2 L] how many operations each waits for."""
     per, count = len(graph.following), len(graph.rank_offsets) - 1
@@ -116,7 +129,7 @@ def _dependencies(graph: Graph) -> Int32Array:
     return missing
 
 
-@_kernel
+@kernel
 def _tell(node: int, earliest: float, by: int, start: Any, missing: Any, cause: Any, stack: Any, top: int) -> int:
     """Tell who waits for an operation that it is over; return the new height of the stack of those that may begin."""
     if earliest > start[node]:
@@ -129,7 +142,7 @@ def _tell(node: int, earliest: float, by: int, start: Any, missing: Any, cause: 
     return top
 
 
-@_kernel
+@kernel
 def better_places(graph: Graph, ranks: Int32Array, waves: int, reach: int, most_runs: int) -> Any:
     """Swap micro-batches on the critical path with their neighbours while that ends a step sooner.
 
@@ -173,7 +186,7 @@ def better_places(graph: Graph, ranks: Int32Array, waves: int, reach: int, most_
     return graph.base[graph.rank_offsets[:-1]] // per
 
 
-@_kernel
+@kernel
 def _swap(graph: Graph, ranks: Any, rank: int, here: int, there: int, waves: int, marks: Any, mark: int) -> None:
     """Let a replica's micro-batches of two waves change places, and those of all that share one with them there."""
     per = len(graph.following)
@@ -200,7 +213,7 @@ def _swap(graph: Graph, ranks: Any, rank: int, here: int, there: int, waves: int
             graph.base[entry] = here * per
 
 
-@_kernel
+@kernel
 def _critical(graph: Graph, limit: float, path: IntArray) -> Any:
     """Return the seconds of a step, and how many micro-batches of its critical path are in `path`, last ones first."""
     per = len(graph.following)

@@ -79,6 +79,13 @@ def run(pipelines: Pipelines) -> Run:
     )
 
 
+def makespan_seconds(pipelines: Pipelines, limit: float = np.inf) -> float:
+    """Return the end of a step; infinite where replicas wait for each other for ever, or it takes more than `limit`."""
+    from fcp_cli.simulation.kernel import seconds_of
+
+    return float(seconds_of(graph_of(pipelines), limit))
+
+
 def better_places(pipelines: Pipelines, *, reach: int, most_runs: int) -> IntArray:
     """Let micro-batches on the critical path change places with their neighbours while that ends the step sooner.
 

@@ -12,8 +12,10 @@ from fcp_cli.plan.check import check_plan
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.planning.assemble import StuckError, assemble, makespan_seconds
+from fcp_cli.planning.assemble import StuckError, assemble, assignment_seconds, makespan_seconds
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.bounds import lower_bound_seconds
+from fcp_cli.planning.fcp.wave_orders import reordered, wave_orders
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 from fcp_cli.planning.run import make_plan
 from fcp_cli.planning.settings import PlanInputs
@@ -145,3 +147,50 @@ def test_the_bound_holds_for_every_order_and_group_of_a_small_step() -> None:
         step = assemble(solver.assign(batch), batch, problem)
         assert step.bound_seconds <= best
         assert step.makespan_seconds <= 1.1 * best
+
+
+def test_beside_one_long_sequence_no_published_strategy_is_quicker() -> None:
+    """Half of the ranks may wait for it with little else to do: `megatron-dynamic-cp` was quicker here, at P = 8."""
+    rng = np.random.default_rng(0)
+    lengths = [65_536, *rng.integers(2048, 8193, 127).tolist()]
+    for stages, virtual_stages in ((8, 1), (4, 2)):
+        sync: Sync = "microbatch" if virtual_stages > 1 else "iteration"
+        problem = pipelined(sync, stages=stages, virtual_stages=virtual_stages)
+        batches = GlobalBatches(table_of(lengths), problem, BatchSettings(global_batch_size=len(lengths)))
+        batch = batches.batch(0)
+        taken = {
+            name: makespan_seconds(make_solver(name, batches).assign(batch), batch, problem)
+            for name in ("fcp", "fcp-paper", "bytescale", "megatron-dynamic-cp")
+        }
+        assert min(taken, key=taken.__getitem__) == "fcp", taken
+
+
+def test_the_bound_knows_what_runs_before_and_behind_the_longest_sequence() -> None:
+    problem = pipelined(stages=8, ranks=2)
+    long, short = [16_384], [2048] * 12
+    alone_seconds = lower_bound_seconds(alone(long, problem).work, problem)
+    together = lower_bound_seconds(alone(long + short, problem).work, problem)
+    batch = alone(long + short, problem)
+    everything = GlobalBatches(table_of(long + short), problem, BatchSettings(global_batch_size=13, shuffle=False))
+    step = assemble(make_solver("fcp", everything).assign(batch), batch, problem)
+    assert 1.02 * alone_seconds < together <= step.makespan_seconds < 1.1 * together
+
+
+@pytest.mark.parametrize("sync", ["iteration", "microbatch"])
+def test_other_orders_of_waves_keep_micro_batches_on_their_ranks_and_never_wait_in_a_circle(sync: Sync) -> None:
+    problem = pipelined(sync)
+    batch = alone([30_000, 20_000, 9000, *range(500, 2048, 30)], problem)
+    plain = replace(problem, pipeline=None, sync="microbatch", tokens_per_rank=2048)
+    batches = GlobalBatches(table_of(batch.lengths.tolist()), plain, BatchSettings(global_batch_size=len(batch.rows)))
+    waves = make_solver("fcp", batches).assign(batch)
+
+    def microbatches(of: Assignment) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
+        ranks, members = np.split(of.ranks, of.rank_offsets[1:-1]), np.split(of.members, of.member_offsets[1:-1])
+        return {(tuple(r.tolist()), tuple(sorted(m.tolist()))) for r, m in zip(ranks, members, strict=True)}
+
+    orders = [reordered(waves, place) for place in wave_orders(waves, assignment_seconds(waves, batch, plain), problem)]
+    assert len(orders) > 3
+    for order in orders:
+        assert microbatches(order) == microbatches(waves)
+        answer = order if sync == "microbatch" else replace(order, wave=np.full_like(order.wave, -1))
+        assert np.isfinite(makespan_seconds(answer, batch, problem))

@@ -24,11 +24,10 @@ from fcp_cli.planning.fcp.catalogue import Trial, choose_groups
 from fcp_cli.planning.fcp.peer_limit import placement_for
 from fcp_cli.planning.fcp.pipelines import (
     Candidate,
-    blocks_of,
     like_lengths,
     plain_problems,
     quickest_of,
-    wave_orders,
+    replicas_of,
 )
 from fcp_cli.planning.fcp.searches import assign_timelines, assign_waves
 from fcp_cli.planning.fcp.tiny import assign_tiny, is_tiny
@@ -291,13 +290,11 @@ class FcpSolver:
     def _for_pipelines(self, batch: Batch) -> Iterator[Candidate]:
         """Yield steps for pipelines: of micro-batches of like length, and as waves or timelines alone would have it."""
         if self.options.get("max_degree") != 1:
-            yield from like_lengths(batch, self.problem, blocks_of(self.problem, self.machine))
+            yield from like_lengths(batch, self.problem, replicas_of(self.problem, self.machine))
         for plain in plain_problems(self.problem, int(batch.work.tokens.max())):
             machine = self.machine._replace(tokens_per_rank=plain.tokens_per_rank)
             found = FcpSolver(problem=plain, machine=machine, degrees=self.degrees).assign(batch)
-            orders = wave_orders(found, batch, self.problem) if plain.sync == "microbatch" else [found]
-            for one in orders:
-                yield Candidate.of(one, batch, self.problem)
+            yield Candidate.of(found, batch, self.problem)
 
     def _timelines(self, batch: Batch, order: IntArray, sequences: Sequences) -> tuple[Assignment, float]:
         """Plan timelines or, if they are quicker, waves, which are a valid order, too; return the step's seconds."""

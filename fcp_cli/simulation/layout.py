@@ -1,0 +1,281 @@
+"""Lays a batch out as micro-batches of like length, for pipelines; compiled by numba on the first call and kept."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fcp_cli.arrays import FloatArray, IntArray
+from fcp_cli.simulation.kernel import kernel
+
+
+class Replicas(NamedTuple):
+    """The replicas, and the blocks of them that rings may use.
+
+    Attributes:
+        count: of replicas.
+        tokens: that each may hold in a micro-batch.
+        microbatch_seconds: of a micro-batch beside its work.
+        blocks_of: [degrees + 1] where the blocks of each degree begin in `firsts`; degrees are numbered, 0 is 1.
+        degrees: [degrees] ranks of a block.
+        firsts: [blocks] first rank of each block.
+    """
+
+    count: int
+    tokens: int
+    microbatch_seconds: float
+    blocks_of: IntArray
+    degrees: IntArray
+    firsts: IntArray
+
+
+class Sequences(NamedTuple):
+    """A batch, with the block chosen for each sequence.
+
+    Attributes:
+        order: rings by falling degree, then the rest by falling work.
+        column: [sequences] the number of its degree.
+        seconds: [sequences] alone on such a block.
+        work, tokens: [sequences] on one rank.
+    """
+
+    order: IntArray
+    column: IntArray
+    seconds: FloatArray
+    work: FloatArray
+    tokens: IntArray
+
+
+@kernel
+def lay(length: float, wait: float, share: float, sequences: Sequences, replicas: Replicas) -> Any:
+    """Put rings on blocks, each on the block that is ready first, and all else into micro-batches of one length.
+
+    Args:
+        length: seconds of the micro-batches outside rings.
+        wait: how many times a replica waits for what its longest micro-batch takes longer than `length`; where that is
+            nothing, all replicas run equally many micro-batches.
+        share: by which all else counts that runs on a replica that waits so.
+        sequences: what is laid out.
+        replicas: where.
+
+    Returns:
+        [sequences] the micro-batch of each; [micro-batches] wave, first rank and ranks of each; how many there are.
+    """
+    n = len(sequences.order)
+    of, wave = np.empty(n, dtype=np.int64), np.empty(n, dtype=np.int64)
+    first, degree = np.empty(n, dtype=np.int64), np.empty(n, dtype=np.int64)
+    turn, ready = np.zeros(replicas.count, dtype=np.int64), np.zeros(replicas.count)
+    late = np.full(replicas.count, length)
+    count = 0
+    while count < n and sequences.column[sequences.order[count]] > 0:
+        k = sequences.order[count]
+        column = sequences.column[k]
+        width, best, at = replicas.degrees[column], np.inf, -1
+        for block in range(replicas.blocks_of[column], replicas.blocks_of[column + 1]):
+            begin = replicas.firsts[block]
+            begins = ready[begin : begin + width].max()
+            if begins < best:
+                best, at = begins, begin
+        wave[count] = turn[at : at + width].max()
+        turn[at : at + width] = wave[count] + 1
+        for rank in range(at, at + width):
+            longer = max(sequences.seconds[k] - late[rank], 0.0)
+            late[rank] += longer
+            ready[rank] = best + sequences.seconds[k] + wait * longer
+        of[k], first[count], degree[count] = count, at, width
+        count += 1
+    counts = np.ones(replicas.count)
+    for rank in range(replicas.count):
+        if wait > 0.0 and late[rank] > length:
+            counts[rank] = share
+    members, begins_at = _shared_out(count, length, ready, counts, sequences, replicas)
+    least = np.zeros(replicas.count, dtype=np.int64)
+    for rank in range(replicas.count):
+        least[rank] = _packs_of(members[begins_at[rank] : begins_at[rank + 1]], length, sequences, replicas)
+    waves = (turn + least).max()
+    for rank in range(replicas.count):
+        mine = members[begins_at[rank] : begins_at[rank + 1]]
+        packs = max(least[rank], min(waves - turn[rank], len(mine))) if wait == 0.0 else least[rank]
+        found = _packed(mine, packs, count, of, sequences, replicas)
+        wave[count : count + found] = turn[rank] + np.arange(found)
+        first[count : count + found], degree[count : count + found] = rank, 1
+        count += found
+    return of, wave, first, degree, count
+
+
+@kernel
+def _shared_out(
+    rings: int, length: float, ready: FloatArray, share: FloatArray, sequences: Sequences, replicas: Replicas
+) -> Any:
+    """Give each sequence without a ring to the rank that would be ready first; return them rank by rank, with offsets.
+
+    Args:
+        rings: how many sequences have one, the first ones.
+        ready: [ranks] seconds.
+        share: [ranks] by which work counts there.
+        length, sequences, replicas: as for `lay`.
+    """
+    short = sequences.order[rings:]
+    beta = replicas.microbatch_seconds
+    overhead = 1.0 + beta / max(length - beta, 1e-12)  # of a second of work, its part of a micro-batch's
+    heap, ready = _by_falling(-ready), ready.copy()
+    rank_of = np.empty(len(short), dtype=np.int64)
+    offsets = np.zeros(replicas.count + 1, dtype=np.int64)
+    for at in range(len(short)):
+        rank = heap[0]
+        ready[rank] += sequences.work[short[at]] * overhead * share[rank]
+        _sink(heap, ready)
+        rank_of[at] = rank
+        offsets[rank + 1] += 1
+    for rank in range(replicas.count):
+        offsets[rank + 1] += offsets[rank]
+    filled, members = offsets.copy(), np.empty(len(short), dtype=np.int64)
+    for at in range(len(short)):
+        members[filled[rank_of[at]]] = short[at]
+        filled[rank_of[at]] += 1
+    return members, offsets
+
+
+@kernel
+def _by_falling(values: FloatArray) -> IntArray:
+    """Return the positions of a few values, the largest first; `np.argsort` takes a second to compile."""
+    order = np.empty(len(values), dtype=np.int64)
+    for k in range(len(values)):
+        at = k
+        while at > 0 and values[order[at - 1]] < values[k]:
+            order[at] = order[at - 1]
+            at -= 1
+        order[at] = k
+    return order
+
+
+@kernel
+def _sink(heap: IntArray, ready: FloatArray) -> None:
+    """Restore a heap of ranks, the one first that is ready first, whose first has become ready later."""
+    at, rank = 0, heap[0]
+    while 2 * at + 1 < len(heap):
+        child = 2 * at + 1
+        if child + 1 < len(heap) and ready[heap[child + 1]] < ready[heap[child]]:
+            child += 1
+        if ready[heap[child]] >= ready[rank]:
+            break
+        heap[at] = heap[child]
+        at = child
+    heap[at] = rank
+
+
+@kernel
+def _packs_of(members: IntArray, length: float, sequences: Sequences, replicas: Replicas) -> int:
+    """Return into how many micro-batches of a length a rank's sequences go, or as many as hold their tokens."""
+    work, tokens = 0.0, 0
+    for k in members:
+        work += sequences.work[k]
+        tokens += sequences.tokens[k]
+    if len(members) == 0:
+        return 0
+    return int(max(1, round(work / (length - replicas.microbatch_seconds)), -(-tokens // replicas.tokens)))
+
+
+@kernel
+def _packed(members: IntArray, packs: int, number: int, of: IntArray, sequences: Sequences, replicas: Replicas) -> int:
+    """Make a rank's sequences, longest first, micro-batches of like length within its tokens; return how many.
+
+    They are numbered from `number`, the longest first, in `of`.
+    """
+    work, tokens = np.zeros(packs + len(members)), np.zeros(packs + len(members), dtype=np.int64)
+    for k in members:
+        least, at = np.inf, packs
+        for pack in range(packs):
+            if work[pack] < least and tokens[pack] + sequences.tokens[k] <= replicas.tokens:
+                least, at = work[pack], pack
+        packs = max(packs, at + 1)
+        work[at] += sequences.work[k]
+        tokens[at] += sequences.tokens[k]
+        of[k] = at
+    by_work = _by_falling(work[:packs])
+    place, found = np.zeros(packs, dtype=np.int64), 0
+    for pack in by_work:
+        if tokens[pack]:
+            place[pack] = number + found
+            found += 1
+    for k in members:
+        of[k] = place[of[k]]
+    return found
+
+
+ORDERS = 8
+
+
+@kernel
+def places(kind: int, lasts: FloatArray, is_whole: Any) -> Any:
+    """Put the waves of each part of a step into an order by length: rising up to the longest, then falling.
+
+    Args:
+        kind: 0 to ORDERS - 1, which waves come after the longest.
+        lasts: [parts, waves] seconds.
+        is_whole: [parts, waves] whether all replicas of the part have work; the other waves come last.
+
+    Returns:
+        [parts, waves] the place of each wave.
+    """
+    found = np.empty(lasts.shape, dtype=np.int64)
+    for part in range(len(lasts)):
+        falling = _by_falling(lasts[part])
+        count, after = is_whole[part].sum(), 0
+        nth, front, back = -1, 0, count - 1
+        for wave in falling[::-1]:  # the shortest first, from both ends
+            if not is_whole[part, wave]:
+                continue
+            nth += 1
+            at = count - 2 - nth  # among those behind the longest
+            is_after = (
+                (kind == 0 and at % 3 == 2)
+                or kind == 2
+                or (kind == 3 and at % 2 == 1)
+                or (kind == 4 and at % 3 == 1)
+                or (kind == 5 and at >= count - 1 - (count - 1) // 3)
+                or (kind == 6 and at % 2 == 0)
+                or (kind == 7 and nth > 0)
+            )
+            if is_after and at >= 0:
+                found[part, wave] = back
+                back -= 1
+            else:
+                found[part, wave] = front
+                front += 1
+        for wave in range(lasts.shape[1]):
+            if not is_whole[part, wave]:
+                found[part, wave] = count + after
+                after += 1
+    return found
+
+
+@kernel
+def parts_of(count: int, rank_offsets: IntArray, ranks: Any) -> IntArray:
+    """Return [replicas] the number of the part of each: replicas of different parts are joined by no rings."""
+    part = np.arange(count)
+    for ring in range(len(rank_offsets) - 1):
+        first, stop = rank_offsets[ring], rank_offsets[ring + 1]
+        lowest = count
+        for at in range(first, stop):
+            lowest = min(lowest, _root(ranks[at], part))
+        for at in range(first, stop):
+            part[_root(ranks[at], part)] = lowest
+    number, found = np.full(count, -1), 0
+    for rank in range(count):
+        root = _root(rank, part)
+        if number[root] < 0:
+            number[root] = found
+            found += 1
+        part[rank] = root
+    for rank in range(count):
+        part[rank] = number[part[rank]]
+    return part
+
+
+@kernel
+def _root(rank: int, part: IntArray) -> int:
+    while part[rank] != rank:
+        rank = part[rank]
+    return rank
