@@ -18,10 +18,19 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def kernel(function: _Function) -> _Function:
-    compiled: Any = njit(nogil=True)(function)
-    with suppress(
-        RuntimeError, AttributeError
-    ):  # no folder can be written to, or nothing is compiled (NUMBA_DISABLE_JIT)
+    """Compile a function on its first call, and keep the result on disk where some folder can be written."""
+    return _compiled(function)
+
+
+def leaf(function: _Function) -> _Function:
+    """Compile, as `kernel`, a function that makes no arrays: it counts no references to those that it is given."""
+    return _compiled(function, _nrt=False)
+
+
+def _compiled(function: _Function, **options: Any) -> _Function:
+    compiled: Any = njit(nogil=True, **options)(function)
+    # No folder can be written to, or nothing is compiled (NUMBA_DISABLE_JIT).
+    with suppress(RuntimeError, AttributeError):
         compiled.enable_caching()
     return cast(_Function, compiled)
 
@@ -129,7 +138,7 @@ def _dependencies(graph: Graph) -> Int32Array:
     return missing
 
 
-@kernel
+@leaf
 def _tell(node: int, earliest: float, by: int, start: Any, missing: Any, cause: Any, stack: Any, top: int) -> int:
     """Tell who waits for an operation that it is over; return the new height of the stack of those that may begin."""
     if earliest > start[node]:

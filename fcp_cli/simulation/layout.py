@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.simulation.kernel import kernel
+from fcp_cli.simulation.kernel import kernel, leaf
 
 
 class Replicas(NamedTuple):
@@ -150,7 +150,7 @@ def _by_falling(values: FloatArray) -> IntArray:
     return order
 
 
-@kernel
+@leaf
 def _sink(heap: IntArray, ready: FloatArray) -> None:
     """Restore a heap of ranks, the one first that is ready first, whose first has become ready later."""
     at, rank = 0, heap[0]
@@ -165,7 +165,7 @@ def _sink(heap: IntArray, ready: FloatArray) -> None:
     heap[at] = rank
 
 
-@kernel
+@leaf
 def _packs_of(members: IntArray, length: float, sequences: Sequences, replicas: Replicas) -> int:
     """Return into how many micro-batches of a length a rank's sequences go, or as many as hold their tokens."""
     work, tokens = 0.0, 0
@@ -274,7 +274,7 @@ def parts_of(count: int, rank_offsets: IntArray, ranks: Any) -> IntArray:
     return part
 
 
-@kernel
+@leaf
 def _root(rank: int, part: IntArray) -> int:
     while part[rank] != rank:
         rank = part[rank]
