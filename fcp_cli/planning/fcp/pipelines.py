@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
@@ -101,11 +102,8 @@ class Candidate:
         degrees = sizes_of(made.rank_offsets)
         if np.bincount(made.ranks, np.repeat(prices.seconds, degrees)).max() > limit:
             return cls(made=made, prices=prices, seconds=np.inf)
-        rows, spread = made, prices
-        if problem.sync == "microbatch":
-            rows = with_idle_rows(made, batch, problem)
-            spread = prices.spread(~rows.is_idle)
-        return cls(made=made, prices=prices, seconds=makespan_seconds(_laid_out(rows, spread, problem), limit))
+        step = _in_waves(made, prices, batch, problem) if problem.sync == "microbatch" else (made, prices)
+        return cls(made=made, prices=prices, seconds=makespan_seconds(_laid_out(*step, problem), limit))
 
     def reordered(self, place: IntArray, batch: Batch, problem: Problem, limit: float = np.inf) -> Candidate:
         """Return the same micro-batches by these places, which become their waves."""
@@ -142,10 +140,16 @@ def _quickest(found: list[Candidate], count: int) -> list[Candidate]:
 
 def _swapped(one: Candidate, batch: Batch, problem: Problem) -> Candidate:
     """Return the best order of micro-batches that swaps along the critical path find, as waves again."""
-    rows = with_idle_rows(one.made, batch, problem)
-    step = _laid_out(rows, one.prices.spread(~rows.is_idle), problem)
+    rows, prices = _in_waves(one.made, one.prices, batch, problem)
+    step = _laid_out(rows, prices, problem)
     places = better_places(step, reach=_REACH, most_runs=max(_RUNS // len(rows), _LEAST_RUNS))[~rows.is_idle]
     return one.reordered(np.unique(places, return_inverse=True)[1], batch, problem)
+
+
+def _in_waves(made: Assignment, prices: Prices, batch: Batch, problem: Problem) -> tuple[StepPlan, Prices]:
+    """Return the step with idle rows, so that every replica has work in every wave, and their prices."""
+    rows = with_idle_rows(made, batch, problem)
+    return rows, prices.spread(~rows.is_idle)
 
 
 def _laid_out(rows: Assignment | StepPlan, prices: Prices, problem: Problem) -> Pipelines:
@@ -196,11 +200,12 @@ class _Lengths:
         if one.seconds == np.inf:
             self.found[key] = np.inf
             return
-        place = next(wave_orders(one.made, one.prices.seconds, self._problem), one.made.wave)
-        other = one.reordered(place, self._batch, self._problem, _HOPELESS * limit)
-        self.found[key] = min(one.seconds, other.seconds)
+        self.found[key] = one.seconds
         yield one
-        yield other
+        for place in islice(wave_orders(one.made, one.prices.seconds, self._problem), 1):
+            other = one.reordered(place, self._batch, self._problem, _HOPELESS * limit)
+            self.found[key] = min(one.seconds, other.seconds)
+            yield other
 
     def _laid(self, ring: int, short: int, waits: int) -> Assignment:
         work, columns = self._batch.work, self._columns[ring]

@@ -40,7 +40,7 @@ def wave_orders(waves: Assignment, seconds: FloatArray, problem: Problem) -> Ite
     is_whole = (
         held == np.bincount(parts)[:, None] if problem.sync == "iteration" else np.ones_like(held, dtype=np.bool_)
     )
-    known = {waves.wave.tobytes()}
+    known = {waves.wave.astype(np.int64).tobytes()}
     for kind in range(ORDERS):
         place = places(kind, lasts, is_whole)[part, waves.wave]
         if place.tobytes() not in known:
@@ -51,7 +51,7 @@ def wave_orders(waves: Assignment, seconds: FloatArray, problem: Problem) -> Ite
 def reordered(assignment: Assignment, place: IntArray) -> Assignment:
     """Return the micro-batches by these places, which become their waves."""
     order = np.argsort(place, kind="stable")
-    ranks, degrees = _taken(assignment.ranks, assignment.rank_offsets, order)
+    ranks, degrees = _taken(assignment.ranks.astype(np.int64), assignment.rank_offsets, order)
     members, sizes = _taken(assignment.members, assignment.member_offsets, order)
     return Assignment(
         wave=place[order].astype(np.int32),
