@@ -14,7 +14,7 @@ class Replicas(NamedTuple):
     """The replicas, and the blocks of them that rings may use.
 
     Attributes:
-        count: of replicas.
+        num_ranks: replicas.
         tokens: that each may hold in a micro-batch.
         microbatch_seconds: of a micro-batch beside its work.
         blocks_of: [degrees + 1] where the blocks of each degree begin in `firsts`; degrees are numbered, 0 is 1.
@@ -22,7 +22,7 @@ class Replicas(NamedTuple):
         firsts: [blocks] first rank of each block.
     """
 
-    count: int
+    num_ranks: int
     tokens: int
     microbatch_seconds: float
     blocks_of: IntArray
@@ -65,8 +65,8 @@ def lay(length: float, wait: float, share: float, sequences: Sequences, replicas
     n = len(sequences.order)
     of, wave = np.empty(n, dtype=np.int64), np.empty(n, dtype=np.int64)
     first, degree = np.empty(n, dtype=np.int64), np.empty(n, dtype=np.int64)
-    turn, ready = np.zeros(replicas.count, dtype=np.int64), np.zeros(replicas.count)
-    late = np.full(replicas.count, length)
+    turn, ready = np.zeros(replicas.num_ranks, dtype=np.int64), np.zeros(replicas.num_ranks)
+    late = np.full(replicas.num_ranks, length)
     count = 0
     while count < n and sequences.column[sequences.order[count]] > 0:
         k = sequences.order[count]
@@ -85,16 +85,16 @@ def lay(length: float, wait: float, share: float, sequences: Sequences, replicas
             ready[rank] = best + sequences.seconds[k] + wait * longer
         of[k], first[count], degree[count] = count, at, width
         count += 1
-    counts = np.ones(replicas.count)
-    for rank in range(replicas.count):
+    counts = np.ones(replicas.num_ranks)
+    for rank in range(replicas.num_ranks):
         if wait > 0.0 and late[rank] > length:
             counts[rank] = share
     members, begins_at = _shared_out(count, length, ready, counts, sequences, replicas)
-    least = np.zeros(replicas.count, dtype=np.int64)
-    for rank in range(replicas.count):
+    least = np.zeros(replicas.num_ranks, dtype=np.int64)
+    for rank in range(replicas.num_ranks):
         least[rank] = _packs_of(members[begins_at[rank] : begins_at[rank + 1]], length, sequences, replicas)
     waves = (turn + least).max()
-    for rank in range(replicas.count):
+    for rank in range(replicas.num_ranks):
         mine = members[begins_at[rank] : begins_at[rank + 1]]
         packs = max(least[rank], min(waves - turn[rank], len(mine))) if wait == 0.0 else least[rank]
         found = _packed(mine, packs, count, of, sequences, replicas)
@@ -121,14 +121,14 @@ def _shared_out(
     overhead = 1.0 + beta / max(length - beta, 1e-12)  # of a second of work, its part of a micro-batch's
     heap, ready = _by_falling(-ready), ready.copy()
     rank_of = np.empty(len(short), dtype=np.int64)
-    offsets = np.zeros(replicas.count + 1, dtype=np.int64)
+    offsets = np.zeros(replicas.num_ranks + 1, dtype=np.int64)
     for at in range(len(short)):
         rank = heap[0]
         ready[rank] += sequences.work[short[at]] * overhead * share[rank]
         _sink(heap, ready)
         rank_of[at] = rank
         offsets[rank + 1] += 1
-    for rank in range(replicas.count):
+    for rank in range(replicas.num_ranks):
         offsets[rank + 1] += offsets[rank]
     filled, members = offsets.copy(), np.empty(len(short), dtype=np.int64)
     for at in range(len(short)):

@@ -72,7 +72,7 @@ def replicas_of(problem: Problem, machine: Machine) -> Replicas:
                 found.setdefault(degree, [0, n - degree])
     degrees = sorted(found)
     return Replicas(
-        count=n,
+        num_ranks=n,
         tokens=problem.tokens_per_rank,
         microbatch_seconds=problem.profile.coefficients.microbatch_seconds,
         blocks_of=offsets_of([len(found[degree]) for degree in degrees]),
@@ -102,8 +102,11 @@ class Candidate:
         degrees = sizes_of(made.rank_offsets)
         if np.bincount(made.ranks, np.repeat(prices.seconds, degrees)).max() > limit:
             return cls(made=made, prices=prices, seconds=np.inf)
-        step = _in_waves(made, prices, batch, problem) if problem.sync == "microbatch" else (made, prices)
-        return cls(made=made, prices=prices, seconds=makespan_seconds(_laid_out(*step, problem), limit))
+        if problem.sync == "microbatch":
+            step = _laid_out(*_in_waves(made, prices, batch, problem), problem)
+        else:
+            step = _laid_out(made, prices, problem)
+        return cls(made=made, prices=prices, seconds=makespan_seconds(step, limit))
 
     def reordered(self, place: IntArray, batch: Batch, problem: Problem, limit: float = np.inf) -> Candidate:
         """Return the same micro-batches by these places, which become their waves."""
