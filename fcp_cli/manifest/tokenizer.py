@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +18,14 @@ from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
 from fcp_cli.extras import pip_install
 from fcp_cli.manifest.hub import local_checkpoint
+from fcp_cli.words import counted
+
+# The slowest tokenizers manage more; a pattern that backtracks for ever does not.
+_LEAST_BYTES_PER_SECOND = 20_000
+_LEAST_SECONDS = 10.0
+_PROBE = "a 1."
+
+Result = TypeVar("Result")
 
 
 class Tokenizer(Protocol):
@@ -72,6 +84,13 @@ class FileTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.name = str(file.resolve())
+        # The library panics over some damage as late as here; in a batch, several of its threads then wait for ever.
+        with _quiet_panics():
+            self._within(len(_PROBE), self._probe)
+
+    def _probe(self) -> None:
+        with suppress(Exception):  # it may know no such word, and a panic is no Exception
+            self._tokenizer.encode(_PROBE)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -82,9 +101,8 @@ class FileTokenizer:
         return dict(self._tokenizer.get_vocab(with_added_tokens=True))
 
     def count(self, texts: Any) -> IntArray:
-        encodings = self._tokenizer.encode_batch_fast(
-            [_text(text) for text in texts.cast(pa.large_binary()).to_pylist()]
-        )
+        read = [_text(text) for text in texts.cast(pa.large_binary()).to_pylist()]
+        encodings = self._within(sum(map(len, read)), lambda: self._tokenizer.encode_batch_fast(read))
         counts = np.fromiter((len(encoding) for encoding in encodings), np.int64, len(encodings))
         # A special token alone is no sequence: an empty text has no tokens whatever the post-processor adds.
         return np.where(ByteTokenizer().count(texts) == 0, 0, counts)
@@ -95,6 +113,46 @@ class FileTokenizer:
     def count_inside(self, text: str) -> int:
         """Count the tokens of a piece inside a longer text: the post-processor's special tokens are left out."""
         return len(self._tokenizer.encode(_text(utf8(text)), add_special_tokens=False))
+
+    def _within(self, size: int, encode: Callable[[], Result]) -> Result:
+        """Let the library encode texts of so many characters, in a time that no sound tokenizer needs.
+
+        Raises:
+            ManifestError: it took longer, and is left to itself, or it gave up.
+        """
+        done: list[Result] = []
+        failed: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                done.append(encode())
+            except BaseException as error:  # a panic of the library is no Exception
+                failed.append(error)
+
+        seconds = _LEAST_SECONDS + size / _LEAST_BYTES_PER_SECOND
+        worker = threading.Thread(target=run, name="fcp-tokenizer", daemon=True)  # nothing else can leave it
+        worker.start()
+        worker.join(seconds)
+        if done:
+            return done[0]
+        why = f"it took more than {seconds:.1f} s"
+        if failed:
+            why = f"it gives up with {(str(failed[0]).splitlines() or [type(failed[0]).__name__])[0]!r}"
+        text = f"a text of {counted(size, 'character')}"
+        raise ManifestError(f"{self.name} cannot encode {text}: {why}; is it damaged?")
+
+
+@contextmanager
+def _quiet_panics() -> Iterator[None]:
+    """Keep what the library writes to standard error, past Python, out of sight."""
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def open_tokenizer(name: str) -> Tokenizer:

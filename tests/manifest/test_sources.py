@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,11 +21,13 @@ from hypothesis import strategies as st
 from inline_snapshot import snapshot
 
 from fcp_cli.errors import ManifestError
+from fcp_cli.manifest import tokenizer as tokenizer_module
 from fcp_cli.manifest.header import manifest_source
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.sources import columnar
 from fcp_cli.manifest.sources.detect import detect_kind
 from fcp_cli.manifest.sources.shards import ParquetShard
+from fcp_cli.manifest.tokenizer import FileTokenizer
 from fcp_cli.manifest.tokens import SyntheticTokens, open_tokens
 from tests.manifest.datasets import (
     build,
@@ -442,6 +446,37 @@ def test_a_bad_tokenizer_is_one_line(tmp_path: Path, content: bytes | None, mess
     with pytest.raises(ManifestError, match=message) as caught:
         build(tree, tmp_path / "m.parquet", tokenizer=str(tmp_path / "tokenizer.json"))
     assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_over_which_the_library_panics_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = write_tokenizer(tmp_path / "tokenizer.json")
+    document = json.loads(file.read_text())
+    document["post_processor"]["special_tokens"] = {}
+    file.write_text(json.dumps(document))
+    with raises(
+        snapshot(
+            "ManifestError: FOLDER/tokenizer.json cannot encode a text of 4 characters: it gives up with 'no entry found for key'; is it damaged?"
+        )
+    ):
+        FileTokenizer(file)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_tokenizer_that_does_not_end_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, never = FileTokenizer(write_tokenizer(tmp_path / "tokenizer.json")), Event()
+    monkeypatch.setattr(tokenizer, "_tokenizer", SimpleNamespace(encode_batch_fast=lambda texts: never.wait(10)))
+    monkeypatch.setattr(tokenizer_module, "_LEAST_SECONDS", 0.05)
+    try:
+        with raises(
+            snapshot(
+                "ManifestError: FOLDER/tokenizer.json cannot encode a text of 1 character: it took more than 0.1 s; is it damaged?"
+            )
+        ):
+            tokenizer.count(pa.array(["a"]))
+    finally:
+        never.set()
 
 
 def test_a_file_name_that_is_not_text_is_named(tmp_path: Path) -> None:

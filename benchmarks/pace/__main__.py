@@ -1,0 +1,203 @@
+"""Step times in wall time on ranks that lend each other no cores: static, fcp-paper and fcp on the same work.
+
+    python -m benchmarks.pace [--ranks 8 16] [--steps N] [--picture FILE]
+
+Each rank is a process of the real runtime. Its device sleeps for the seconds that the cost profile gives Qwen3-8B on an
+H200, one second for one second (`device`), while its keys, values and gradients really travel over gloo. Before
+planning, hops are measured over all ranks at once, and the profile's rings take what these took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.pace.device import MESSAGES_PER_HOP, RING_BYTES_PER_TOKEN
+from benchmarks.pace.ranks import follow, measure_hops, metrics_of, run_job
+from benchmarks.picture import library_table, sized, svg
+from fcp_cli.cost.profile import Bandwidth, CostProfile, StepTerms, dump_cost_profile
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.models.cluster import load_cluster
+from fcp_cli.models.model import load_model
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.writer import plan_writer
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.problem import Problem
+from fcp_cli.planning.run import plan_metadata, plan_step
+from fcp_cli.planning.solvers import make_solver
+from fcp_cli.profiling.analytic import analytic_profile
+from fcp_cli.recipe import Recipe
+from fcp_cli.report import chart_parts, charts
+from fcp_cli.report.page_data import Columns
+from fcp_cli.report.ranks_shown import RanksShown
+from fcp_cli.report.run_picture import measured_bars
+from fcp_cli.runs.metrics_reader import RunStep, read_metrics, run_step
+
+STRATEGIES = ("static", "fcp-paper", "fcp")
+RANKS_PER_NODE = 8
+_START_SECONDS, _MOST_PER_PREDICTED = 120.0, 3.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What is trained: the first steps of a table, longer sequences left out."""
+
+    table: LengthTable
+    steps: int
+    tokens_per_rank: int = 16_384
+    max_length: int = 65_536
+    sequences_per_rank: int = 4  # and step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What one plan was predicted to take, and took.
+
+    Attributes:
+        plan: file of the plan.
+        steps: as they were measured, in order.
+    """
+
+    plan: Path
+    steps: tuple[RunStep, ...]
+
+    @property
+    def predicted_seconds(self) -> float:
+        """Return the mean of a step."""
+        return float(np.mean([step.predicted_seconds for step in self.steps]))
+
+    @property
+    def measured_seconds(self) -> float:
+        """Return the mean of a step, from its start to its last optimizer step."""
+        return float(np.mean([step.seconds for step in self.steps]))
+
+
+def paced_profile(hop_seconds: dict[int, float], num_ranks: int) -> CostProfile:
+    """Return the profile of Qwen3-8B on H200s whose rings are gloo's.
+
+    Args:
+        hop_seconds: bytes -> seconds of a hop, as `measure_hops` writes them.
+        num_ranks: of the job.
+    """
+    computed = analytic_profile(
+        load_model("qwen3-8b"), load_cluster("h200-8x8"), recipe=Recipe(), sync="iteration", ranks=num_ranks
+    )
+    (small, least), (large, most) = sorted(hop_seconds.items())
+    bandwidth = (large - small) / max(most - least, 1e-6)
+    coefficients = replace(
+        computed.coefficients,
+        ring_bytes_per_token=float(RING_BYTES_PER_TOKEN),
+        ring_hop_seconds=MESSAGES_PER_HOP * max(least - small / bandwidth, 0.0),
+        chunk_seconds_per_token=0.0,
+    )
+    profile = replace(
+        computed,
+        cluster="paced ranks",
+        origin="assumed",
+        coefficients=coefficients,
+        bandwidth=Bandwidth(intra_node=bandwidth, inter_node=bandwidth),
+        step=StepTerms(),
+        measurement={},
+    )
+    return replace(profile, text=dump_cost_profile(profile))
+
+
+def write_plan(path: Path, strategy: str, work: Work, problem: Problem) -> None:
+    """Plan the work by one strategy."""
+    settings = BatchSettings(
+        global_batch_size=work.sequences_per_rank * problem.num_ranks,
+        max_length=work.max_length,
+        overlong="drop",
+        step_limit=work.steps,
+    )
+    batches = GlobalBatches(work.table, problem, settings)
+    solver = make_solver(strategy, batches)
+    with plan_writer(path, plan_metadata(work.table, batches, solver)) as writer:
+        for batch in batches:
+            writer.append(plan_step(batch, problem, solver))
+
+
+def run(folder: Path, work: Work, *, num_ranks: int, strategies: Sequence[str] = STRATEGIES) -> dict[str, Outcome]:
+    """Measure hops, plan by each strategy, and follow the plans one after the other; strategy -> outcome."""
+    hops = folder / f"hops-{num_ranks}.json"
+    run_job(measure_hops, num_ranks, hops, most_seconds=_START_SECONDS)
+    hop_seconds = {int(size): float(seconds) for size, seconds in json.loads(hops.read_text()).items()}
+    problem = Problem(
+        num_ranks=num_ranks,
+        ranks_per_node=RANKS_PER_NODE,
+        tokens_per_rank=work.tokens_per_rank,
+        sync="iteration",
+        profile=paced_profile(hop_seconds, num_ranks),
+    )
+    plans = {strategy: folder / f"{strategy}-{num_ranks}.parquet" for strategy in strategies}
+    for strategy, path in plans.items():
+        write_plan(path, strategy, work, problem)
+    predicted = sum(step.makespan_seconds for path in plans.values() for step in PlanReader(path).steps())
+    most = _START_SECONDS + _MOST_PER_PREDICTED * predicted
+    run_job(follow, num_ranks, tuple(plans.values()), most_seconds=most)
+    return {strategy: Outcome(plan=path, steps=measured_steps(path)) for strategy, path in plans.items()}
+
+
+def measured_steps(plan: Path) -> tuple[RunStep, ...]:
+    """Return the steps of a plan's run."""
+    return tuple(run_step(record) for record in read_metrics(metrics_of(plan)) if record["kind"] == "step")
+
+
+def lines(num_ranks: int, outcomes: dict[str, Outcome]) -> list[str]:
+    """Return the rows of the table."""
+    static = outcomes["static"]
+    return [
+        f"| {num_ranks} | {strategy} | {one.predicted_seconds:.2f} | {one.measured_seconds:.2f} "
+        f"| {one.predicted_seconds / one.measured_seconds - 1:+.1%} "
+        f"| {static.predicted_seconds / one.predicted_seconds:.2f}x "
+        f"| {static.measured_seconds / one.measured_seconds:.2f}x |"
+        for strategy, one in outcomes.items()
+    ]
+
+
+def picture(outcomes: dict[str, Outcome]) -> str:
+    """Draw the step whose gain is nearest to that of all: what ran where, as it was measured."""
+    static, ours = outcomes["static"], outcomes["fcp"]
+    whole = static.measured_seconds / ours.measured_seconds
+    at = min(range(len(ours.steps)), key=lambda i: abs(static.steps[i].seconds / ours.steps[i].seconds - whole))
+    colours = chart_parts.DegreeColours({int(d) for one in outcomes.values() for d in one.steps[at].degrees})
+    shown = RanksShown.all_of(PlanReader(ours.plan).metadata)
+    parts = []
+    for strategy, one in outcomes.items():
+        step = one.steps[at]
+        ends: Columns = {
+            "at": np.array([step.predicted_seconds, step.seconds]),
+            "what": ["planned end", "measured end"],
+        }
+        chart = charts.gantt_chart(measured_bars(step, shown), ends, colours, shown=shown)
+        title = f"{strategy}: {step.seconds:.1f} s measured, {step.predicted_seconds:.1f} s predicted"
+        parts.append(sized(chart, 150, title))
+    return svg({"vconcat": parts, "resolve": {"scale": {"x": "shared"}}, "spacing": 24})
+
+
+def main() -> None:
+    """Print a table in Markdown, a line as soon as it is measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16])
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--picture", type=Path, help="where to draw a step of the last number of ranks")
+    options = parser.parse_args()
+    print("| ranks | strategy | predicted step, s | measured step, s | error | speed-up, predicted | measured |")
+    print("|---:|---|---:|---:|---:|---:|---:|", flush=True)
+    work = Work(table=library_table(), steps=options.steps)  # real lengths: a token per byte
+    with tempfile.TemporaryDirectory() as folder:
+        for num_ranks in options.ranks:
+            outcomes = run(Path(folder), work, num_ranks=num_ranks)
+            print(*lines(num_ranks, outcomes), sep="\n", flush=True)
+        if options.picture is not None:
+            options.picture.write_text(picture(outcomes), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
