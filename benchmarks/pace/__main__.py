@@ -2,24 +2,22 @@
 
     python -m benchmarks.pace [--ranks 8 16] [--steps N] [--picture FILE]
 
-Each rank is a process of the real runtime. Its device sleeps for the seconds that the cost profile gives Qwen3-8B on an
-H200, one second for one second (`device`), while its keys, values and gradients really travel over gloo. Before
-planning, hops are measured over all ranks at once, and the profile's rings take what these took.
+Each rank is a process of the real runtime, on a device that computes nothing and takes the seconds of Qwen3-8B on H200s
+in nodes of four, as `fcp profile --analytic` gives them, times `SLOWER`. Its keys, values and gradients really travel,
+over gloo, and arrive no sooner than over that cluster's links (`device`).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.pace.device import MESSAGES_PER_HOP, RING_BYTES_PER_TOKEN
-from benchmarks.pace.ranks import follow, measure_hops, metrics_of, run_job
+from benchmarks.pace.ranks import follow, metrics_of, run_job
 from benchmarks.picture import library_table, sized, svg
 from fcp_cli.cost.profile import Bandwidth, CostProfile, StepTerms, dump_cost_profile
 from fcp_cli.manifest.table import LengthTable
@@ -40,7 +38,9 @@ from fcp_cli.report.run_picture import measured_bars
 from fcp_cli.runs.metrics_reader import RunStep, read_metrics, run_step
 
 STRATEGIES = ("static", "fcp-paper", "fcp")
-RANKS_PER_NODE = 8
+RANKS_PER_NODE = 4
+# Sixteen processes that share two cores take milliseconds for a hop; a step shall take many times that.
+SLOWER = 4.0
 _START_SECONDS, _MOST_PER_PREDICTED = 120.0, 3.0
 
 
@@ -50,9 +50,10 @@ class Work:
 
     table: LengthTable
     steps: int
-    tokens_per_rank: int = 16_384
+    tokens_per_rank: int = 8192
     max_length: int = 65_536
-    sequences_per_rank: int = 4  # and step
+    sequences_per_rank: int = 2  # and step
+    slower: float = SLOWER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,32 +79,21 @@ class Outcome:
         return float(np.mean([step.seconds for step in self.steps]))
 
 
-def paced_profile(hop_seconds: dict[int, float], num_ranks: int) -> CostProfile:
-    """Return the profile of Qwen3-8B on H200s whose rings are gloo's.
-
-    Args:
-        hop_seconds: bytes -> seconds of a hop, as `measure_hops` writes them.
-        num_ranks: of the job.
-    """
+def paced_profile(num_ranks: int, slower: float) -> CostProfile:
+    """Return the computed profile of Qwen3-8B on H200s, all seconds times `slower`, less what follows micro-batches."""
     computed = analytic_profile(
         load_model("qwen3-8b"), load_cluster("h200-8x8"), recipe=Recipe(), sync="iteration", ranks=num_ranks
     )
-    (small, least), (large, most) = sorted(hop_seconds.items())
-    bandwidth = (large - small) / max(most - least, 1e-6)
+    c, bandwidth = computed.coefficients, computed.bandwidth
     coefficients = replace(
-        computed.coefficients,
-        ring_bytes_per_token=float(RING_BYTES_PER_TOKEN),
-        ring_hop_seconds=MESSAGES_PER_HOP * max(least - small / bandwidth, 0.0),
-        chunk_seconds_per_token=0.0,
+        c, **{name: slower * getattr(c, name) for name in asdict(c) if name.partition("_per_")[0].endswith("seconds")}
     )
     profile = replace(
         computed,
-        cluster="paced ranks",
-        origin="assumed",
+        cluster=f"paced ranks, seconds of h200-8x8 times {slower:g}",
         coefficients=coefficients,
-        bandwidth=Bandwidth(intra_node=bandwidth, inter_node=bandwidth),
+        bandwidth=Bandwidth(intra_node=bandwidth.intra_node / slower, inter_node=bandwidth.inter_node / slower),
         step=StepTerms(),
-        measurement={},
     )
     return replace(profile, text=dump_cost_profile(profile))
 
@@ -124,16 +114,13 @@ def write_plan(path: Path, strategy: str, work: Work, problem: Problem) -> None:
 
 
 def run(folder: Path, work: Work, *, num_ranks: int, strategies: Sequence[str] = STRATEGIES) -> dict[str, Outcome]:
-    """Measure hops, plan by each strategy, and follow the plans one after the other; strategy -> outcome."""
-    hops = folder / f"hops-{num_ranks}.json"
-    run_job(measure_hops, num_ranks, hops, most_seconds=_START_SECONDS)
-    hop_seconds = {int(size): float(seconds) for size, seconds in json.loads(hops.read_text()).items()}
+    """Plan by each strategy, and follow the plans one after the other; strategy -> outcome."""
     problem = Problem(
         num_ranks=num_ranks,
         ranks_per_node=RANKS_PER_NODE,
         tokens_per_rank=work.tokens_per_rank,
         sync="iteration",
-        profile=paced_profile(hop_seconds, num_ranks),
+        profile=paced_profile(num_ranks, work.slower),
     )
     plans = {strategy: folder / f"{strategy}-{num_ranks}.parquet" for strategy in strategies}
     for strategy, path in plans.items():
@@ -185,7 +172,7 @@ def main() -> None:
     """Print a table in Markdown, a line as soon as it is measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16])
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--picture", type=Path, help="where to draw a step of the last number of ranks")
     options = parser.parse_args()
     print("| ranks | strategy | predicted step, s | measured step, s | error | speed-up, predicted | measured |")

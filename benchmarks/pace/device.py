@@ -1,7 +1,8 @@
-"""A device that sleeps for as long as a cost profile says, and the model, the kernel and the transport that go with it.
+"""A device and links that take as long as a cost profile says, and the model, kernel and transport that go with them.
 
-What sleeps: matrices, attention, and what a micro-batch costs whatever it holds. What is real: the plan's cursor, the
-loader, rings and their hops over gloo with keys, values and their gradients, who waits for whom, the gradients' sum.
+What sleeps: matrices, attention, what a micro-batch costs whatever it holds; and a message that gloo delivered sooner
+than the profile's link would have. What is real: the plan's cursor, the loader, rings and their hops over gloo with
+keys, values and their gradients (a head of few numbers), who waits for whom, the gradients' sum.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from fcp_cli.cost.profile import Coefficients
-from fcp_cli.profiling.analytic import ATTENTION_BACKWARD
+from fcp_cli.cost.profile import Coefficients, CostProfile
+from fcp_cli.profiling.analytic import ATTENTION_BACKWARD, CHUNK_BYTES_BACKWARD, CHUNK_BYTES_FORWARD
 from fcp_cli.runtime import ring
 from fcp_cli.runtime.kernels import AttentionKernel, lse_dtype
 from fcp_cli.runtime.layout import Segments
@@ -25,9 +26,9 @@ from fcp_cli.runtime.transport import Handle, Transport
 
 LAYERS, HEAD_DIM = 2, 8
 MATRICES_BACKWARD = 2.0  # forwards
-# K and V forward and again backward, and with them dK and dV, in fp32.
-RING_BYTES_PER_TOKEN = LAYERS * 2 * HEAD_DIM * 4 * 3
-MESSAGES_PER_HOP = 2 * LAYERS
+# In bf16 K and V forward and again backward, and with them dK and dV in fp32: in these shares as of any model in bf16.
+RING_BYTES_PER_TOKEN = LAYERS * 2 * HEAD_DIM * (2 + 2 + 4)
+_MESSAGES_PER_HOP = 2 * LAYERS
 _ARRIVED_SECONDS = 1e-3  # a wait that is over sooner had nothing to wait for
 
 
@@ -48,9 +49,9 @@ class Device:
         self._free_at, self._last_seconds = begin + seconds, seconds
         time.sleep(max(0.0, self._free_at - time.perf_counter()))
 
-    def hold(self) -> None:
-        """Begin nothing of what follows before now: the host has only just learned what it is."""
-        self._free_at, self._last_seconds = max(self._free_at, time.perf_counter()), 0.0
+    def hold(self, until: float) -> None:
+        """Begin nothing of what follows before a moment of `time.perf_counter`, when the host learns what it is."""
+        self._free_at, self._last_seconds = max(self._free_at, until), 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +63,24 @@ class PacedKernel:
     packed = True
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
-        self._run(segments, 1.0)
+        self._run(segments, 1.0, CHUNK_BYTES_FORWARD)
         return torch.zeros_like(q), q.new_zeros(q.shape[:2], dtype=lse_dtype(q.dtype))
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        self._run(segments, ATTENTION_BACKWARD)
+        self._run(segments, ATTENTION_BACKWARD, CHUNK_BYTES_BACKWARD)
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
-    def _run(self, segments: Segments, forwards: float) -> None:
+    def _run(self, segments: Segments, forwards: float, chunk_bytes: float) -> None:
         # The profile's seconds are per length squared, of which the causal half are pairs.
-        seconds = 2.0 * self.coefficients.attention_seconds_per_token2 * pairs_of(segments)
-        self.device.run(seconds * forwards / (1.0 + ATTENTION_BACKWARD) / LAYERS)
+        pairs = 2.0 * self.coefficients.attention_seconds_per_token2 * pairs_of(segments)
+        seconds = pairs * forwards / (1.0 + ATTENTION_BACKWARD)
+        current = ring.current_ring.get()
+        if current is not None and not segments.causal:  # a hop, which adds to what the member has
+            chunk = self.coefficients.chunk_seconds_per_token * current.tokens
+            seconds += chunk * chunk_bytes / (CHUNK_BYTES_FORWARD + CHUNK_BYTES_BACKWARD)
+        self.device.run(seconds / LAYERS)
 
 
 def pairs_of(segments: Segments) -> float:
@@ -83,26 +89,53 @@ def pairs_of(segments: Segments) -> float:
     return pairs / 2 if segments.causal else float(pairs)
 
 
-class PacedTransport:
-    """A real transport; where a message is late, the device goes on when it has come."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Links:
+    """How long a profile's links take for a message of one rank, whose bytes stand for those of the profile's model."""
 
-    def __init__(self, transport: Transport, device: Device) -> None:
-        self._transport, self._device = transport, device
+    profile: CostProfile
+    rank: int
+    ranks_per_node: int
+
+    def seconds(self, size: int, to: int) -> float:
+        """Return the seconds of `size` bytes to a rank, of this node or of another."""
+        c, bandwidth = self.profile.coefficients, self.profile.bandwidth
+        is_near = to // self.ranks_per_node == self.rank // self.ranks_per_node
+        rate = bandwidth.intra_node if is_near else bandwidth.inter_node
+        return c.ring_hop_seconds / _MESSAGES_PER_HOP + size * c.ring_bytes_per_token / RING_BYTES_PER_TOKEN / rate
+
+
+class PacedTransport:
+    """A real transport, whose messages are late by as much as links would delay them; then the device goes on."""
+
+    def __init__(self, transport: Transport, device: Device, links: Links) -> None:
+        self._transport, self._device, self._links = transport, device, links
 
     def start(self, kind: str, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> Handle:
-        return _PacedHop(self._transport.start(kind, send, to, receive, source), self._device)
+        away = max(
+            self._links.seconds(tensor.nbytes, peer)
+            for tensor, peer in ((send, to), (receive, source))
+            if tensor is not None
+        )
+        due = time.perf_counter() + away
+        return _PacedHop(self._transport.start(kind, send, to, receive, source), self._device, due)
 
 
 @dataclass(frozen=True, slots=True)
 class _PacedHop:
     hop: Handle
     device: Device
+    due: float
 
     def wait(self) -> None:
         began = time.perf_counter()
         self.hop.wait()
-        if time.perf_counter() - began > _ARRIVED_SECONDS:
-            self.device.hold()
+        arrived = time.perf_counter()
+        if self.due > arrived:
+            time.sleep(self.due - arrived)
+            self.device.hold(self.due)
+        elif arrived - began > _ARRIVED_SECONDS:
+            self.device.hold(arrived)
 
 
 class PacedModel(nn.Module):
@@ -120,7 +153,7 @@ class PacedModel(nn.Module):
         if current.layout.lengths:  # an idle rank's padding costs nothing
             self._device.run(self._coefficients.microbatch_seconds)
         matrices = self._coefficients.linear_seconds_per_token * current.tokens / (1.0 + MATRICES_BACKWARD) / LAYERS
-        hidden = self.weight.expand(1, input_ids.shape[1], HEAD_DIM)
+        hidden = self.weight.bfloat16().expand(1, input_ids.shape[1], HEAD_DIM)
         for _ in range(LAYERS):
             hidden = _Matrices.apply(hidden, self._device, matrices)  # type: ignore[no-untyped-call]
             heads = hidden.unsqueeze(1)

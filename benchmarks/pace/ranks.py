@@ -5,10 +5,8 @@ They are forked from one process that has imported PyTorch, so that sixteen cost
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,15 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.pace.device import Device, PacedModel, PacedTransport, attention_on
+from benchmarks.pace.device import Device, Links, PacedModel, PacedTransport, attention_on
 from fcp_cli.cost.profile import parse_cost_profile
 from fcp_cli.machine.network import free_ports
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runtime.session import start
-from fcp_cli.runtime.transport import ProcessTransport
 
-HOP_BYTES = (64 * 1024, 2 * 1024 * 1024)
-_HOPS = 15
 _FIRST_PORT = 29_700
 
 
@@ -69,26 +64,6 @@ def _run_rank(rank: int, num_ranks: int, port: int, job: Callable[..., None], ar
     dist.destroy_process_group()
 
 
-def measure_hops(path: Path) -> None:
-    """Write the seconds of a hop for each of `HOP_BYTES`, with all ranks in one ring: {bytes: seconds}."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    transport = ProcessTransport.create(torch.device("cpu"))
-    seconds: dict[int, float] = {}
-    for length in HOP_BYTES:
-        sent, received = (torch.zeros(length, dtype=torch.uint8) for _ in range(2))
-        taken = []
-        for _ in range(_HOPS):
-            dist.barrier()
-            began = time.perf_counter()
-            transport.start("kv", sent, (rank + 1) % size, received, (rank - 1) % size).wait()
-            taken.append(time.perf_counter() - began)
-        slowest = torch.tensor(statistics.median(taken[1:]))
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        seconds[length] = float(slowest)
-    if rank == 0:
-        path.write_text(json.dumps(seconds))
-
-
 def follow(plans: Sequence[Path]) -> None:
     """Follow plans one after the other, each by the seconds of its own cost profile; write metrics beside each."""
     for plan in plans:
@@ -97,20 +72,22 @@ def follow(plans: Sequence[Path]) -> None:
 
 def _follow(plan: Path) -> None:
     reader = PlanReader(plan)
-    coefficients = parse_cost_profile(reader.metadata.cost_profile, name=str(plan)).coefficients
+    profile = parse_cost_profile(reader.metadata.cost_profile, name=str(plan))
     lengths: dict[int, int] = {}
     for planned in reader.steps():
         lengths |= zip(planned.sequences.tolist(), planned.lengths.tolist(), strict=True)
     device = Device()
     session = start(plan, lambda row: torch.zeros(lengths[row], dtype=torch.int64), metrics=metrics_of(plan))
-    session.transport = PacedTransport(session.transport, device)
-    model = PacedModel(device, coefficients)
+    links = Links(profile=profile, rank=session.rank, ranks_per_node=reader.metadata.ranks_per_node)
+    session.transport = PacedTransport(session.transport, device, links)
+    model = PacedModel(device, profile.coefficients)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with session, attention_on(device, coefficients):
+    with session, attention_on(device, profile.coefficients):
         for step in session.steps(model):
-            device.hold()
+            device.hold(time.perf_counter())
             for microbatch in step:
-                microbatch.loss(model(microbatch.input_ids)).backward()
+                loss = microbatch.loss(model(microbatch.input_ids))
+                loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
 

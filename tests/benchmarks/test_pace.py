@@ -13,13 +13,11 @@ pytest.importorskip("torch")
 import torch
 
 from benchmarks.pace.__main__ import Work, lines, paced_profile, run
-from benchmarks.pace.device import LAYERS, Device, PacedKernel, PacedTransport
+from benchmarks.pace.device import HEAD_DIM, LAYERS, Device, Links, PacedKernel, PacedTransport
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.runtime.layout import shard_layout
 
 pytestmark = pytest.mark.torch
-
-HOPS = {65_536: 1e-4, 2_097_152: 1.1e-3}
 
 
 @pytest.fixture
@@ -36,14 +34,14 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_attention_on_a_ring_sleeps_what_the_profile_says_of_the_whole_pack(now: list[float]) -> None:
-    coefficients = paced_profile(HOPS, 8).coefficients
+    coefficients = paced_profile(8, 1.0).coefficients
     lengths, degree = (1000, 64, 3000), 4
     layout = shard_layout(lengths, degree)
     slept = []
     for member in range(degree):
         device = Device()
         kernel = PacedKernel(device, coefficients)
-        device.hold()
+        device.hold(now[0])
         began = now[0]
         for source in range(degree):
             for work in layout.hops(member, source):
@@ -59,7 +57,7 @@ def test_attention_on_a_ring_sleeps_what_the_profile_says_of_the_whole_pack(now:
 
 def test_a_device_that_was_late_in_waking_makes_no_work_longer(now: list[float]) -> None:
     device = Device()
-    device.hold()
+    device.hold(now[0])
     device.run(1.0)
     now[0] += 0.25  # it overslept, and the host then prepared the next piece
     device.run(1.0)
@@ -68,35 +66,58 @@ def test_a_device_that_was_late_in_waking_makes_no_work_longer(now: list[float])
 
 def test_what_the_host_prepares_for_longer_than_the_device_was_busy_is_waited_for(now: list[float]) -> None:
     device = Device()
-    device.hold()
+    device.hold(now[0])
     device.run(1.0)
     now[0] += 3.0
     device.run(1.0)
     assert now[0] == 104.0  # the host began to prepare when the device did, a second before 101
 
 
+class Hop:
+    def __init__(self, now: list[float], seconds: float) -> None:
+        self.now, self.seconds = now, seconds
+
+    def wait(self) -> None:
+        self.now[0] += self.seconds
+
+
+class Messages:
+    """A transport on which waiting takes so many seconds."""
+
+    def __init__(self, now: list[float], seconds: float) -> None:
+        self.now, self.seconds = now, seconds
+
+    def start(self, kind: str, send: object, to: int, receive: object, source: int) -> Hop:
+        return Hop(self.now, self.seconds)
+
+
 def test_a_device_goes_on_when_a_late_message_has_come(now: list[float]) -> None:
-    class Hop:
-        def __init__(self, seconds: float) -> None:
-            self.seconds = seconds
-
-        def wait(self) -> None:
-            now[0] += self.seconds
-
-    class Messages:
-        def start(self, kind: str, send: object, to: int, receive: object, source: int) -> Hop:
-            return Hop({"early": 1e-5, "late": 0.5}[kind])
-
-    device = Device()
-    transport = PacedTransport(Messages(), device)
-    device.hold()
+    device, links = Device(), Links(profile=paced_profile(8, 1.0), rank=0, ranks_per_node=4)
+    message = torch.zeros(1000)
+    early, late = (PacedTransport(Messages(now, seconds), device, links) for seconds in (1e-5, 0.5))
+    device.hold(now[0])
+    hop = early.start("kv", message, 1, message, 3)
     device.run(1.0)
-    transport.start("early", None, 0, None, 0).wait()
+    hop.wait()  # long there
     device.run(1.0)
     assert now[0] == pytest.approx(102.0)
-    transport.start("late", None, 0, None, 0).wait()
+    late.start("kv", message, 1, message, 3).wait()
     device.run(1.0)
-    assert now[0] == pytest.approx(103.5)
+    assert now[0] == pytest.approx(103.5, abs=1e-4)
+
+
+def test_a_message_arrives_no_sooner_than_over_the_links_of_the_profile(now: list[float]) -> None:
+    profile = paced_profile(8, 1.0)
+    device, links = Device(), Links(profile=profile, rank=0, ranks_per_node=4)
+    transport = PacedTransport(Messages(now, 0.0), device, links)
+    tokens = 10_000
+    keys = torch.zeros(2 * tokens * HEAD_DIM, dtype=torch.bfloat16)  # a quarter of what a layer's ring sends
+    for peer, rate in ((1, profile.bandwidth.intra_node), (4, profile.bandwidth.inter_node)):
+        began = now[0]
+        transport.start("kv", keys, peer, None, 3).wait()
+        c = profile.coefficients
+        layer = (c.ring_hop_seconds / 2 + tokens * c.ring_bytes_per_token / 4 / rate) / LAYERS
+        assert now[0] - began == pytest.approx(layer)
 
 
 @pytest.mark.distributed
