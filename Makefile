@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # A file's tests share what its fixtures made, and so go to one worker.
 WORKERS := -n 2 --dist loadfile
 
-.PHONY: demo fast fuzz test test-bounds test-full test-loops test-msrun test-slurm lint types unit docs browser pictures study wheel clean
+.PHONY: demo fast fuzz test test-bounds test-full test-loops test-msrun test-slurm lint types unit docs browser pace pictures study wheel clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -56,6 +56,10 @@ wheel: $(STAMP)
 pictures: $(STAMP)
 	$(BIN)/python -m benchmarks.picture docs/pictures
 	$(BIN)/python -m benchmarks.planner growth --picture docs/pictures/planner-growth.svg
+
+# Plans in wall time, on ranks that sleep an accelerator's seconds and really wait for each other; some ten minutes, mostly asleep.
+pace: $(STAMP)
+	$(BIN)/python -m benchmarks.pace --picture docs/pictures/paced.svg
 
 # The papers' study by simulation, docs/research/study.md and its pictures; some minutes.
 study: $(STAMP)

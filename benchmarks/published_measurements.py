@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.study.published import DHP_CLUSTER, FCP_CLUSTER
 from benchmarks.study.runs import PAPER, STATIC, batches_of, run_cell
 from benchmarks.study.workload import CLIP_DATASETS, Setting, make_table, source_of
 from fcp_cli.cost.model import group_seconds, sequence_work
@@ -83,10 +84,10 @@ _MEGATRON_MODEL = ModelSpec(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DpBalanced:
-    """Megatron's `dp_balanced` scheduler: packs in the data's order, and last sequences moved until all groups have as many.
+    """Megatron's `dp_balanced` scheduler, as its code says and its page does not.
 
-    As its code says and its page does not, a pack is closed by the first sequence that does not fit, and as many packs
-    are split as are missing to a multiple of the groups.
+    A pack takes sequences in their order and is closed by the first that does not fit; then last sequences leave their
+    packs for packs of their own until there are as many for each group.
     """
 
     problem: Problem
@@ -194,31 +195,39 @@ def prime_rl_rows() -> Iterator[Row]:
         yield Row(source=PRIME_RL, what=what, predicted=alone / seconds, measured=measured)
 
 
-FCP = "arXiv:2602.21788v2, tables 1 and 2"
-# Ranks and global batch size -> seconds of a step, of Qwen3-VL-2B on 910C.
+FCP, DHP = "arXiv:2602.21788v2, tables 1 and 2", "DHP's first version, tables 1 and 2"
+# Ranks and global batch size -> seconds of a step: of Qwen3-VL-2B on 910C; of DHP's computation, on 8 nodes of 8 910B.
 _FCP_SECONDS = {(64, 512): 11.65, (64, 256): 7.58, (64, 128): 6.34, (32, 512): 18.26, (16, 512): 34.45}
+_DHP_SECONDS = {(64, 512): 7.32, (64, 256): 3.77, (64, 128): 2.04, (32, 512): 13.58, (16, 512): 25.77}
 
 
 def fcp_rows() -> Iterator[Row]:
-    """Steps of Qwen3-VL-2B on 64 Ascend 910C, batch 512, by the paper's own strategy, and others as shares of them.
+    """Steps by the papers' own strategy, batch 512 on 64 devices, and others as shares of them.
 
-    Assumed: the encoder is trained. The tables do not say on which of three sets of clips: all are predicted.
+    Assumed: the encoder is trained. The tables do not say on which of three sets of clips: all are predicted. DHP's
+    name no model either: Qwen3-VL-2B is assumed, as in FCP's.
     """
-    for dataset in CLIP_DATASETS:
-        settings = {
-            (ranks, batch): _clips("qwen3-vl-2b", dataset, ranks=ranks, batch=batch) for ranks, batch in _FCP_SECONDS
-        }
-        table = make_table(source_of(settings[64, 512]), 512)
-        found: dict[tuple[int, int], float] = {}
-        for key, setting in settings.items():
-            cell = run_cell(setting, table, steps=1, strategies=(PAPER,))
-            found[key] = cell.outcomes[PAPER, "microbatch"].step_seconds
-        whole, *parts = found
-        yield Row(source=FCP, what=f"{dataset}: s a step", predicted=found[whole], measured=_FCP_SECONDS[whole])
-        for key in parts:
-            predicted, measured = (seconds[key] / seconds[whole] for seconds in (found, _FCP_SECONDS))
-            what = f"{dataset}, {key[0]} ranks, batch {key[1]}: of that"
-            yield Row(source=FCP, what=what, predicted=predicted, measured=measured)
+    for source, cluster, seconds in ((FCP, FCP_CLUSTER, _FCP_SECONDS), (DHP, DHP_CLUSTER, _DHP_SECONDS)):
+        for dataset in CLIP_DATASETS:
+            yield from _clip_rows(source, cluster, dataset, seconds)
+
+
+def _clip_rows(source: str, cluster: str, dataset: str, measured: Mapping[tuple[int, int], float]) -> Iterator[Row]:
+    settings = {
+        (ranks, batch): _clips("qwen3-vl-2b", dataset, cluster=cluster, ranks=ranks, batch=batch)
+        for ranks, batch in measured
+    }
+    table = make_table(source_of(settings[64, 512]), 512)
+    found: dict[tuple[int, int], float] = {}
+    for key, setting in settings.items():
+        cell = run_cell(setting, table, steps=1, strategies=(PAPER,))
+        found[key] = cell.outcomes[PAPER, "microbatch"].step_seconds
+    whole, *parts = found
+    yield Row(source=source, what=f"{dataset}: s a step", predicted=found[whole], measured=measured[whole])
+    for ranks, batch in parts:
+        predicted, of_whole = (seconds[ranks, batch] / seconds[whole] for seconds in (found, measured))
+        what = f"{dataset}, {ranks} ranks, batch {batch}: of that"
+        yield Row(source=source, what=what, predicted=predicted, measured=of_whole)
 
 
 SCALING = "arXiv:2602.21788v2, figure 5"
@@ -240,8 +249,7 @@ def scaling_rows() -> Iterator[Row]:
     yield Row(source=SCALING, what=what, predicted=rates[1] / rates[0], measured=1.7 / 2.0)
 
 
-def _clips(model: str, dataset: str, *, ranks: int, batch: int) -> Setting:
-    cluster = "ascend910c-4x16"
+def _clips(model: str, dataset: str, *, cluster: str = FCP_CLUSTER, ranks: int, batch: int) -> Setting:
     return Setting(model=model, dataset=dataset, cluster=cluster, encoder="trained", ranks=ranks, batch_size=batch)
 
 

@@ -244,7 +244,7 @@ def in_words(outcomes: Sequence[Outcome]) -> list[str]:
     if cores < RANKS:
         lines.append(
             f"{RANKS} ranks share {cores} cores: a rank that waits lends its core to the others, and one large degree "
-            "for all is hard to beat here."
+            "for all is hard to beat here. 'make pace' runs plans on ranks that lend none (docs/research/paced.md)."
         )
     return lines
 

@@ -30,6 +30,9 @@ from fcp_cli.errors import UsageError
 T = TypeVar("T")
 MOST_RANKS: Final = 1 << 20
 """Plans of tens of thousands are made in minutes; what is far beyond is a slip."""
+MOST_TOKENS: Final = 1 << 40
+"""Of a rank; times `MOST_RANKS` it still fits 64 bits."""
+_MOST_WHOLE: Final = 2**63 - 1
 _METAVARS: Final[dict[Any, str]] = {int: "N", float: "X", str: "NAME", Path: "FILE"}
 
 
@@ -41,7 +44,7 @@ class Opt:
         help: one or two sentences.
         flags: its spellings; without them `--name-of-the-field`.
         metavar: what stands for the value; without it N, X, NAME, FILE or the choices of a `Literal`.
-        min, max: limits of a number.
+        min, max: limits of a number; without `max` a whole one fits 64 bits.
         below: a number that it must not reach.
         unset: for options whose default is None, the words for what is then used.
         group: heading in the help of this option and of those after it, up to the next that names one.
@@ -244,8 +247,9 @@ def _check_limit(option: Option, value: Any, *, shown: Any) -> None:
     # Written so that NaN, which no comparison accepts, is refused.
     if mark.min is not None and not value >= mark.min:
         limits.append(f"at least {mark.min:g}")
-    if mark.max is not None and not value <= mark.max:
-        limits.append(f"at most {mark.max:g}")
+    most = _MOST_WHOLE if mark.max is None and option.type is int else mark.max
+    if most is not None and not value <= most:
+        limits.append(f"at most {most:g}")
     if mark.below is not None and not value < mark.below:
         limits.append(f"below {mark.below:g}")
     if limits or not math.isfinite(value):

@@ -62,7 +62,7 @@ class Outcome:
 
     Attributes:
         plan: file of the plan.
-        steps: as they were measured, in order.
+        steps: as they were measured, in order; the first, which warms up, is left out.
     """
 
     plan: Path
@@ -132,8 +132,9 @@ def run(folder: Path, work: Work, *, num_ranks: int, strategies: Sequence[str] =
 
 
 def measured_steps(plan: Path) -> tuple[RunStep, ...]:
-    """Return the steps of a plan's run."""
-    return tuple(run_step(record) for record in read_metrics(metrics_of(plan)) if record["kind"] == "step")
+    """Return the steps of a plan's run, without the first, which also meets for the first time."""
+    steps = (run_step(record) for record in read_metrics(metrics_of(plan)) if record["kind"] == "step")
+    return tuple(step for step in steps if not step.warm_up)
 
 
 def lines(num_ranks: int, outcomes: dict[str, Outcome]) -> list[str]:
@@ -172,7 +173,7 @@ def main() -> None:
     """Print a table in Markdown, a line as soon as it is measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16])
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=5, help="of each plan, the first of which is left out")
     parser.add_argument("--picture", type=Path, help="where to draw a step of the last number of ranks")
     options = parser.parse_args()
     print("| ranks | strategy | predicted step, s | measured step, s | error | speed-up, predicted | measured |")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from fcp_cli.options import MOST_RANKS, Arg, Group, Opt
+from fcp_cli.options import MOST_RANKS, MOST_TOKENS, Arg, Group, Opt
 from fcp_cli.recipe import RecipeRequest
 
 
@@ -41,7 +41,8 @@ class PlanRequest:
         int | None, Opt("Ranks that share a node.", min=1, max=MOST_RANKS, unset="the cluster's")
     ] = None
     tokens_per_rank: Annotated[
-        int | None, Opt("Most tokens of a rank in a micro-batch.", min=1, unset="what the recipe leaves room for")
+        int | None,
+        Opt("Most tokens of a rank in a micro-batch.", min=1, max=MOST_TOKENS, unset="what the recipe leaves room for"),
     ] = None
     sync: Annotated[
         Literal["iteration", "microbatch"] | None,

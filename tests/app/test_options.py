@@ -131,6 +131,7 @@ Examples:
         (Trainer(rate=float("nan")), "--rate is nan; it must be at least 0"),
         (Trainer(rate=float("inf")), "--rate is inf; it must be a finite number"),
         (Trainer(steps=0), "--steps is 0; it must be at least 1"),
+        (Trainer(steps=2**63), r"--steps is 9223372036854775808; it must be at most 9\.22337e\+18"),
         (Batches(size=10), "--size is 10; it must be at most 9"),
         (Trainer(kind="lion"), "--kind is 'lion'; it must be one of adam, sgd"),  # type: ignore[arg-type]
     ],

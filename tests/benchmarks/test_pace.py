@@ -122,10 +122,10 @@ def test_a_message_arrives_no_sooner_than_over_the_links_of_the_profile(now: lis
 
 @pytest.mark.distributed
 def test_four_ranks_take_the_seconds_that_their_plans_predict(tmp_path: Path) -> None:
-    lengths = np.random.default_rng(0).integers(64, 2000, 16)
+    lengths = np.random.default_rng(0).integers(64, 2000, 32)
     lengths[::8] = 7000
     table = LengthTable(name="drawn", length_tokens=lengths.astype(np.int64))
-    work = Work(table=table, steps=1, tokens_per_rank=2048, max_length=8192, sequences_per_rank=4)
+    work = Work(table=table, steps=2, tokens_per_rank=2048, max_length=8192, slower=1.0)
     outcomes = run(tmp_path, work, num_ranks=4, strategies=("static", "fcp"))
     for outcome in outcomes.values():
         # A busy machine makes steps longer, and nothing makes them shorter.

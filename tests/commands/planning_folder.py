@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import typer.main
 
 from fcp_cli import app
 from tests.patience import PATIENCE_SECONDS
@@ -21,12 +23,16 @@ from tests.planning.examples import PROFILE
 
 EIGHT_RANKS = ("--ranks", "8", "--ranks-per-node", "4", "--tokens-per-rank", "4096", "--global-batch-size", "24")
 
+# A process builds its commands once; tests that run many in one would spend most of their time on that.
+_built = cache(typer.main.get_command)
+
 
 def fcp(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """Run `fcp` in this process, which saves the imports of most of the tests."""
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.chdir(cwd)
+        patch.setattr(typer.main, "get_command", _built)
         patch.setattr(sys, "argv", ["fcp", *arguments])
         for name, value in {"COLUMNS": "80", "NO_COLOR": "1", **env}.items():
             patch.setenv(name, value)

@@ -13,8 +13,9 @@ from tests.commands.planning_folder import fcp
 from tests.fuzz.campaign import KINDS, inputs, words_of
 from tests.fuzz.seeds import write_seeds
 
-# More than seconds are left to `make fuzz`: some kinds plan or fit.
-_INPUTS = 8
+# More than seconds are left to `make fuzz`.
+_INPUTS = 40
+_SLOW = {"samples": 5, "cluster": 5}  # each input fits a profile, or computes one
 
 
 @pytest.fixture(scope="module")
@@ -31,4 +32,4 @@ def test_the_commands_of_a_kind_take_its_sound_file(seeds: Path, kind: str) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_changed_file_is_read_or_refused_in_one_line(seeds: Path, kind: str) -> None:
-    assert [wrong for _, wrong in inputs(kind, seeds, 0, _INPUTS) if wrong] == []
+    assert [wrong for _, wrong in inputs(kind, seeds, 0, _SLOW.get(kind, _INPUTS)) if wrong] == []

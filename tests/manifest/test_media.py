@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,28 @@ def test_a_bad_record_is_named_with_its_line(tmp_path: Path, record: dict[str, A
     with pytest.raises(ManifestError, match=re.escape("media.jsonl:2: ") + ".*" + re.escape(message)):
         build(source, tmp_path / "m.parquet", kind="media", processor="qwen3-vl")
     assert list(tmp_path.iterdir()) == [source]
+
+
+def test_figures_that_no_column_holds_are_named(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "media.jsonl", [{"text_tokens": 1, "images": [{"height": 2**29, "width": 2**29}]}])
+    folder = tmp_path / "processor"
+    folder.mkdir()
+    figures = {"image_processor_type": "Qwen2VLImageProcessorFast", "processor_class": "Qwen2_5_VLProcessor"}
+    pixels = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 3136, "max_pixels": 2**62}
+    (folder / "preprocessor_config.json").write_text(json.dumps({**figures, **pixels}))
+    with raises(
+        snapshot(
+            "ManifestError: FOLDER/media.jsonl:1: its vision_patch_pairs is 2.16e+30; are the figures of the processor right?"
+        )
+    ):
+        build(source, tmp_path / "m.parquet", kind="media", processor=str(folder))
+
+
+def test_an_id_of_half_a_character_is_written_with_a_mark_in_its_place(tmp_path: Path) -> None:
+    source = tmp_path / "media.jsonl"
+    source.write_text('{"id": "a\\ud800", "text_tokens": 3}\n')
+    build(source, tmp_path / "m.parquet", kind="media", processor="qwen3-vl")
+    assert pq.read_table(tmp_path / "m.parquet")["id"].to_pylist() == ["a?"]
 
 
 def test_media_without_a_processor_is_wrong_usage(tmp_path: Path) -> None:

@@ -78,12 +78,18 @@ class MediaSizes:
         visuals = (*images, *videos)
         text_tokens = self._text_tokens(record, len(visuals), place)
         inserted = sum(count(text) for visual in visuals for text in visual.texts)
-        return {
-            "id": str(record.get("id", row)),
+        sums = {
             "length": text_tokens + inserted + sum(visual.tokens for visual in visuals),
             "text_tokens": text_tokens,
             "vision_patches": sum(visual.patches for visual in visuals),
             "vision_patch_pairs": sum(visual.patch_pairs for visual in visuals),
+        }
+        for name, value in sums.items():
+            if value >= 2**63:
+                raise ManifestError(f"{place}: its {name} is {value:.3g}; are the figures of the processor right?")
+        return {
+            "id": str(record.get("id", row)).encode("utf-8", "replace").decode(),  # JSON may hold half a character
+            **sums,
             "num_images": len(images),
             "num_videos": len(videos),
             "byte_offset": found.byte_offset,
