@@ -128,7 +128,7 @@ def in_order(lengths: Sequence[int], *, most_tokens: int, groups: int) -> list[l
 
 
 def megatron_rows() -> Iterator[Row]:
-    """Dynamic against fixed CP 4: lognormal 128 to 8,192, mean 1,024, sigma 1.5; eight sequences per four GPUs.
+    """`default_dynamic_cp` against fixed CP 4: lognormal 128 to 8,192, mean 1,024, sigma 1.5; eight sequences per four GPUs.
 
     Assumed: H100s, since the page does not say which GPUs, of which a node has four.
     """
@@ -142,7 +142,7 @@ def megatron_rows() -> Iterator[Row]:
         settings = BatchSettings(global_batch_size=2 * gpus, shuffle=False)
         batches = GlobalBatches(table, problem, settings)
         fixed = _mean_seconds(batches, DpBalanced(problem=problem, degree=_MEGATRON_DEGREE))
-        dynamic = _mean_seconds(batches, make_solver("megatron-dynamic-cp", batches))
+        dynamic = _mean_seconds(batches, make_solver("megatron-packing", batches))
         where = f"{gpus} GPUs: "
         yield Row(source=MEGATRON, what=f"{where}speed-up", predicted=fixed / dynamic, measured=fixed_ms / dynamic_ms)
         yield Row(source=MEGATRON, what=f"{where}fixed, ms", predicted=1e3 * fixed, measured=fixed_ms)

@@ -147,7 +147,7 @@ def _quiet_panics() -> Iterator[None]:
     """Keep what the library writes to standard error, past Python, out of sight."""
     kept = os.dup(2)
     try:
-        with open(os.devnull, "wb") as nowhere:
+        with Path(os.devnull).open("wb") as nowhere:
             os.dup2(nowhere.fileno(), 2)
         yield
     finally:
