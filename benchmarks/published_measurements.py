@@ -128,7 +128,7 @@ def in_order(lengths: Sequence[int], *, most_tokens: int, groups: int) -> list[l
 
 
 def megatron_rows() -> Iterator[Row]:
-    """`default_dynamic_cp` against fixed CP 4: lognormal 128 to 8,192, mean 1,024, sigma 1.5; eight sequences per four GPUs.
+    """`default_dynamic_cp` against fixed CP 4: lognormal 128 to 8,192, mean 1,024, sigma 1.5; 8 sequences per 4 GPUs.
 
     Assumed: H100s, since the page does not say which GPUs, of which a node has four.
     """
