@@ -120,6 +120,7 @@ def test_a_message_arrives_no_sooner_than_over_the_links_of_the_profile(now: lis
         assert now[0] - began == pytest.approx(layer)
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_four_ranks_take_the_seconds_that_their_plans_predict(tmp_path: Path) -> None:
     lengths = np.random.default_rng(0).integers(64, 2000, 32)
