@@ -18,6 +18,9 @@ from fcp_cli.planning.kernel_inputs import by_falling_work, machine_of
 from fcp_cli.planning.problem import Problem
 
 _CHUNK = 32  # sequences whose degrees are tried at once
+_MOST_ABREAST = 16  # sequences of which more fit side by side are left to the work's bound
+_MOST_SUMMED = 512  # sequences whose least times are summed
+_MARGIN = 1e-9  # relative; keeps rounding on the safe side
 
 
 def lower_bound_seconds(work: Work, problem: Problem, *, beside: float = 0.0) -> float:
@@ -34,7 +37,8 @@ def lower_bound_seconds(work: Work, problem: Problem, *, beside: float = 0.0) ->
         whole = replace(problem, pipeline=None, sync="iteration")  # rings hold devices as long, if not at a stretch
         bound = max(_work_bound(work, whole), pipeline_bound_seconds(work, problem, problem.pipeline))
         return bound + problem.profile.step.closing_seconds(problem.sync)
-    bound = max(_work_bound(work, problem) + beside, floored_bound_seconds(work, problem))
+    work_bound = max(_work_bound(work, problem), abreast_bound_seconds(work, problem))
+    bound = max(work_bound + beside, floored_bound_seconds(work, problem))
     return bound + problem.profile.step.closing_seconds(problem.sync)
 
 
@@ -116,15 +120,37 @@ def longest_sequence_bound_seconds(work: Work, problem: Problem) -> float:
     at_min_degree = _alone_seconds(work, slice(None), min_degree, problem)
     best = 0.0
     order = np.argsort(-at_min_degree, kind="stable")
-    degrees = np.arange(1, problem.num_ranks + 1)
     for first in range(0, len(order), _CHUNK):
         chunk = order[first : first + _CHUNK]
         if at_min_degree[chunk[0]] <= best:
             break  # no later sequence takes longer than this one's time at its smallest degree
-        seconds = _alone_seconds(work, (chunk, None), degrees, problem)
-        feasible = degrees >= min_degree[chunk, None]
-        best = max(best, float(np.where(feasible, seconds, np.inf).min(axis=1).max()))
+        best = max(best, float(_least_seconds(work, chunk, problem).max()))
     return best
+
+
+def abreast_bound_seconds(work: Work, problem: Problem) -> float:
+    """Bound the step by its longest sequences, few of which fit side by side: their least times, summed, over how many.
+
+    While a sequence runs, its tokens are part of its ranks' budgets, and all ranks together hold N E tokens. So of the
+    sequences with at least t tokens no more than k = floor(N E / t) run at any moment, and each of them runs for its
+    least time alone or longer: the sum of these times is at most k times the step's. Not so in pipelines, whose
+    stages hold several micro-batches at once.
+    """
+    room = problem.num_ranks * problem.tokens_per_rank
+    longest = np.argsort(-work.tokens, kind="stable")[:_MOST_SUMMED]
+    longest = longest[work.tokens[longest] * _MOST_ABREAST > room]
+    if not len(longest):
+        return 0.0
+    abreast = np.maximum(1, room // work.tokens[longest])
+    return float((np.cumsum(_least_seconds(work, longest, problem)) / abreast).max()) * (1.0 - _MARGIN)
+
+
+def _least_seconds(work: Work, index: IntArray, problem: Problem) -> FloatArray:
+    """Return the seconds of sequences alone, each on the degree that suits it best."""
+    degrees = np.arange(1, problem.num_ranks + 1)
+    seconds = _alone_seconds(work, (index, None), degrees, problem)
+    feasible = degrees * problem.tokens_per_rank >= work.tokens[index, None]
+    return np.asarray(np.where(feasible, seconds, np.inf).min(axis=1))
 
 
 def floored_bound_seconds(work: Work, problem: Problem) -> float:

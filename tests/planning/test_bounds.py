@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fcp_cli.cost.model import Work, group_seconds
-from fcp_cli.planning.bounds import area_bound_seconds, longest_sequence_bound_seconds
+from fcp_cli.planning.bounds import abreast_bound_seconds, area_bound_seconds, longest_sequence_bound_seconds
 from fcp_cli.planning.problem import Problem
 from tests.planning.examples import example_problem
 
@@ -60,3 +60,18 @@ def test_the_area_bound_charges_every_rank_one_microbatch() -> None:
     problem = example_problem(num_ranks=2, tokens_per_rank=100)
     work = Work(attention_seconds=np.array([1.0]), linear_seconds=np.array([3.0]), tokens=np.array([20]))
     assert area_bound_seconds(work, problem) == pytest.approx(4.0 / 2 + 0.1)
+
+
+def test_sequences_that_only_fit_one_by_one_follow_each_other() -> None:
+    problem = example_problem(num_ranks=2, ranks_per_node=2, tokens_per_rank=1000)
+    lengths = np.array([1900, 1500, 1200, 100])
+    work = Work(attention_seconds=1e-6 * lengths**2, linear_seconds=1e-3 * lengths, tokens=lengths)
+    alone = [longest_by_hand(work.take(np.array([i])), problem) for i in range(3)]
+    assert abreast_bound_seconds(work, problem) == pytest.approx(sum(alone))
+
+
+def test_sequences_of_which_three_fit_side_by_side_take_a_third_of_their_times() -> None:
+    problem = example_problem(num_ranks=4, ranks_per_node=4, tokens_per_rank=1000)
+    lengths = np.full(9, 1100)
+    work = Work(attention_seconds=1e-6 * lengths**2, linear_seconds=1e-3 * lengths, tokens=lengths)
+    assert abreast_bound_seconds(work, problem) == pytest.approx(3 * longest_by_hand(work, problem))
