@@ -108,7 +108,7 @@ def _finish(output: Path, options: PlanOptions) -> None:
 # A continued run keeps its batches and its way of training: of what a plan is for, only this may differ.
 _MAY_CHANGE: Final = {
     *("manifest", "profile", "ranks", "ranks_per_node", "tokens_per_rank", "headroom", "device_hour_price"),
-    *("zero", "shard_ranks", "reduce", "recompute", "loss", "offload"),
+    *("rank_speeds", "zero", "shard_ranks", "reduce", "recompute", "loss", "offload"),
 }
 
 

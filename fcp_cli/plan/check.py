@@ -20,6 +20,7 @@ from fcp_cli.plan.metadata import PlanMetadata, unpack_rows
 from fcp_cli.plan.peers import PeerCount
 from fcp_cli.plan.pricing import Prices, encoder_shares, step_prices
 from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.refits import refitted
 from fcp_cli.plan.step import RingGroup, StepPlan
 from fcp_cli.plan.timeline import priced_times
 from fcp_cli.words import counted
@@ -174,10 +175,11 @@ def _check_times(
             return
     prices = step_prices(
         step,
-        profile=profile,
+        profile=refitted(profile, metadata.refit_at(step.step)),
         ranks_per_node=metadata.ranks_per_node,
         padding_multiple=metadata.padding_multiple,
         cached_from_step=metadata.cached_from_step,
+        rank_speeds=metadata.speeds_at(step.step),
         encoder_shares=encoder_shares(metadata, metadata.encoder_ranks),
         manifest=manifest,
     )

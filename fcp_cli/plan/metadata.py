@@ -16,6 +16,8 @@ import numpy.typing as npt
 from fcp_cli.cost.profile import Phase, SplitAttention
 from fcp_cli.errors import PlanError
 from fcp_cli.plan.pipeline import Pipeline
+from fcp_cli.plan.refits import Refit, refit_at
+from fcp_cli.plan.speeds import Speed, Speeds, speeds_of
 from fcp_cli.reading.documents import kind_of
 from fcp_cli.reading.parquet import FOOTER_KEY, footer_document
 from fcp_cli.recipe import Recipe
@@ -27,7 +29,7 @@ METADATA_KEY: Final = FOOTER_KEY
 # left out where None, so that plans without them have the hash that they had before the keys existed.
 _OPTIONAL_KEYS: Final = (
     *("attention", "batching", "cached_from_step", "continues", "encoder_balance", "encoder_ranks"),
-    *("padding_multiple", "phase", "pipeline", "recipe"),
+    *("padding_multiple", "phase", "pipeline", "rank_speeds", "recipe", "refits"),
 )
 _OPTIONAL_RECIPE_KEYS: Final = ("lora", "freeze")
 
@@ -128,6 +130,8 @@ class PlanMetadata:
         padding_multiple: sequences count as `padding.padded_tokens` makes them; None: as they are.
         phase: `forward`: micro-batches have no backward, and times and token budget are of that; None: they train.
         pipeline: under which pipelines were timed; None: there are none, or they were planned as waves.
+        rank_speeds: of ranks that are not as fast as the cost profile says, by rank; None: all are (see `speeds`).
+        refits: what a run that planned while it trained measured and counted, ascending by step; None: nothing.
         last_batch: what a last, partial batch did: `keep` plans it, `drop` leaves its sequences out.
         epochs: how often every sequence appears.
         step_limit: only that many first steps were planned; None: all.
@@ -156,6 +160,8 @@ class PlanMetadata:
     encoder_balance: EncoderBalance | None = None
     encoder_ranks: Count | None = None
     cached_from_step: Count | None = None
+    rank_speeds: Mapping[str, Speed] | None = None
+    refits: tuple[Refit, ...] | None = None
     seed: NonNegativeCount
     shuffle: bool
     epochs: Count = 1
@@ -183,6 +189,16 @@ class PlanMetadata:
     def num_devices(self) -> int:
         """Devices of the whole job."""
         return self.num_ranks * self.devices_per_rank
+
+    def refit_at(self, step: int) -> Refit | None:
+        """Return the refit that a step was planned by; None: none."""
+        return refit_at(self.refits, step)
+
+    def speeds_at(self, step: int) -> Speeds | None:
+        """Return [ranks] the speeds that a step was planned by; None: all as the cost profile says."""
+        refit = self.refit_at(step)
+        named = {**(self.rank_speeds or {}), **(refit.rank_speeds if refit is not None else {})}
+        return speeds_of(named, self.num_ranks)
 
     @property
     def first_step(self) -> int:
@@ -257,6 +273,7 @@ def parse_metadata(raw: Mapping[bytes, bytes] | None, *, name: str) -> PlanMetad
         error=PlanError,
         remedy="use the fcp that made the plan, or make it again with 'fcp plan'",
     )
+    _require_ranks(metadata, name)
     if metadata.continues is not None:
         try:
             unpack_rows(metadata.continues.trained, metadata.manifest.rows)
@@ -266,6 +283,16 @@ def parse_metadata(raw: Mapping[bytes, bytes] | None, *, name: str) -> PlanMetad
                 f"rows: {error}"
             ) from error
     return metadata
+
+
+def _require_ranks(metadata: PlanMetadata, name: str) -> None:
+    """Refuse speeds of ranks that the job does not have."""
+    refits = metadata.refits or ()
+    try:
+        for named in (metadata.rank_speeds, *(refit.rank_speeds for refit in refits)):
+            speeds_of(named, metadata.num_ranks)
+    except ValueError as error:
+        raise PlanError(f"{name}: the plan's metadata is damaged: rank_speeds: {error}") from error
 
 
 def steps_per_epoch(sequences: int, global_batch_size: int, last_batch: LastBatch) -> int:

@@ -13,6 +13,7 @@ from fcp_cli.cost.model import Work, encoder_seconds, group_seconds, sequence_wo
 from fcp_cli.cost.profile import CostProfile, SplitAttention
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.padding import padded_tokens, padded_work
+from fcp_cli.plan.speeds import Speeds, slowest_speeds
 from fcp_cli.plan.step import StepPlan, sizes_of
 from fcp_cli.recipe import Recipe
 
@@ -124,6 +125,14 @@ class Prices(NamedTuple):
 
         return Prices(*(None if values is None else spread(values) for values in self))  # type: ignore[arg-type]
 
+    def at_speeds(self, speeds: Speeds | None, rank_offsets: IntArray, ranks: Int32Array) -> Prices:
+        """Return the prices on ranks of these speeds: a micro-batch takes as long as on its slowest rank."""
+        if speeds is None:
+            return self
+        slowest = slowest_speeds(speeds, rank_offsets, ranks)
+        timed = (None if values is None else values / slowest for values in self[:3])
+        return Prices(*timed, self.rank_tokens)  # type: ignore[arg-type]
+
 
 def profile_seconds(
     step: StepPlan,
@@ -133,6 +142,7 @@ def profile_seconds(
     padding_multiple: int | None = None,
     encoder_shares: EncoderShares | None = None,
     cached_from_step: int | None = None,
+    rank_speeds: Speeds | None = None,
     manifest: LengthTable | None = None,
 ) -> FloatArray:
     """Return the seconds of `step_prices`."""
@@ -143,6 +153,7 @@ def profile_seconds(
         padding_multiple=padding_multiple,
         encoder_shares=encoder_shares,
         cached_from_step=cached_from_step,
+        rank_speeds=rank_speeds,
         manifest=manifest,
     ).seconds
 
@@ -155,6 +166,7 @@ def step_prices(
     padding_multiple: int | None = None,
     encoder_shares: EncoderShares | None = None,
     cached_from_step: int | None = None,
+    rank_speeds: Speeds | None = None,
     manifest: LengthTable | None = None,
 ) -> Prices:
     """Price the micro-batches of a planned step.
@@ -167,6 +179,7 @@ def step_prices(
         encoder_shares: who shares the encoder's work of a wave, whose micro-batches all wait for it; None: each ring
             has its own, which is part of its work.
         cached_from_step: of the plan; see `encoded_at`.
+        rank_speeds: of the plan at this step; None: all as the profile says.
         manifest: gives `eta` and vision columns; without it every sequence counts as causal text.
     """
     sequences = planned_sequences(step, manifest, cached_from_step)
@@ -189,7 +202,7 @@ def step_prices(
         ranks_per_node=ranks_per_node,
         padding_multiple=padding_multiple,
         heads_degree=step.heads_degree,
-    )
+    ).at_speeds(rank_speeds, step.rank_offsets, step.ranks)
 
 
 def microbatch_prices(

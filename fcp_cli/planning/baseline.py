@@ -70,6 +70,7 @@ def _follows_profile(step: StepPlan, problem: Problem, manifest: LengthTable | N
         ranks_per_node=problem.ranks_per_node,
         padding_multiple=problem.padding_multiple,
         cached_from_step=problem.cached_from_step,
+        rank_speeds=problem.rank_speeds,
         encoder_shares=encoder_shares(problem, problem.encoder_ranks),
         manifest=manifest,
     )

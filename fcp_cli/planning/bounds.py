@@ -13,6 +13,7 @@ import numpy as np
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.model import Work, group_seconds
 from fcp_cli.plan.pipeline import Pipeline
+from fcp_cli.plan.speeds import Speeds
 from fcp_cli.planning.compiled.certificate import area_bound, crowd_bound, wave_bound
 from fcp_cli.planning.kernel_inputs import by_falling_work, machine_of
 from fcp_cli.planning.problem import Problem
@@ -33,6 +34,8 @@ def lower_bound_seconds(work: Work, problem: Problem, *, beside: float = 0.0) ->
         problem: what they are planned for.
         beside: seconds that waves take beside that work, in all of them together.
     """
+    if problem.rank_speeds is not None:
+        return _bound_at_speeds(work, problem, problem.rank_speeds)
     if problem.pipeline is not None:
         whole = replace(problem, pipeline=None, sync="iteration")  # rings hold devices as long, if not at a stretch
         bound = max(_work_bound(work, whole), pipeline_bound_seconds(work, problem, problem.pipeline))
@@ -40,6 +43,17 @@ def lower_bound_seconds(work: Work, problem: Problem, *, beside: float = 0.0) ->
     work_bound = max(_work_bound(work, problem), abreast_bound_seconds(work, problem))
     bound = max(work_bound + beside, floored_bound_seconds(work, problem))
     return bound + problem.profile.step.closing_seconds(problem.sync)
+
+
+def _bound_at_speeds(work: Work, problem: Problem, speeds: Speeds) -> float:
+    """Bound a step on ranks of different speeds.
+
+    No rank is quicker than the quickest, so that what bounds a job of such ranks bounds this one. What does not grow
+    with the work, as messages between stages, is left as it is where all ranks are slower than the profile says.
+    """
+    closing = problem.profile.step.closing_seconds(problem.sync)
+    alike = lower_bound_seconds(work, replace(problem, rank_speeds=None)) - closing
+    return max(alike / max(1.0, *speeds), simple_bound_seconds(work, problem)) + closing
 
 
 def _work_bound(work: Work, problem: Problem) -> float:
@@ -108,14 +122,24 @@ def area_bound_seconds(work: Work, problem: Problem) -> float:
     A micro-batch of degree d holds at most d * tokens_per_rank tokens and costs its ranks d * microbatch_seconds
     beside the work, so the ranks together pay for at least tokens / tokens_per_rank micro-batches; and every rank that
     works pays for one.
+
+    Of a rank of speed s, a second does s seconds of work. One that does none wastes the step, which lasts at least as
+    long as the least micro-batch on the quickest rank.
     """
     n = problem.num_ranks
+    if problem.rank_speeds is not None:
+        together, quickest = sum(problem.rank_speeds), max(problem.rank_speeds)
+        paid = max(together / quickest, float(work.tokens.sum()) / problem.tokens_per_rank)
+        return float(work.total_seconds.sum() + problem.profile.coefficients.microbatch_seconds * paid) / together
     microbatches = max(1.0, float(work.tokens.sum()) / (n * problem.tokens_per_rank))
     return float(work.total_seconds.sum()) / n + problem.profile.coefficients.microbatch_seconds * microbatches
 
 
 def longest_sequence_bound_seconds(work: Work, problem: Problem) -> float:
-    """Bound the step by its longest sequence: max over sequences of min over feasible degrees of its time alone."""
+    """Bound the step by its longest sequence: max over sequences of min over feasible degrees of its time alone.
+
+    A group of d ranks is no quicker than the d-th quickest rank.
+    """
     min_degree = np.maximum(1, -(-work.tokens // problem.tokens_per_rank))
     at_min_degree = _alone_seconds(work, slice(None), min_degree, problem)
     best = 0.0
@@ -166,6 +190,8 @@ def _alone_seconds(work: Work, index: Any, degree: IntArray, problem: Problem) -
     """Return the least seconds of sequences alone on groups of these degrees, over all ways to split heads."""
     bandwidth = problem.profile.bandwidth
     crosses = (degree > problem.ranks_per_node) | (bandwidth.inter_node > bandwidth.intra_node)
+    quickest = np.ones(1) if problem.rank_speeds is None else np.sort(problem.rank_speeds)[::-1]
+    speeds = quickest[np.minimum(degree, len(quickest)) - 1]
 
     def seconds(heads_degree: IntArray | int) -> FloatArray:
         return group_seconds(
@@ -182,10 +208,10 @@ def _alone_seconds(work: Work, index: Any, degree: IntArray, problem: Problem) -
 
     heads = problem.profile.heads
     if problem.attention is None or heads is None:
-        return seconds(1)
+        return np.asarray(seconds(1) / speeds)
     if problem.attention == "ulysses":
-        return np.where(np.isin(degree, (1, *heads.degrees(problem.num_ranks))), seconds(degree), np.inf)
+        return np.where(np.isin(degree, (1, *heads.degrees(problem.num_ranks))), seconds(degree) / speeds, np.inf)
     best = seconds(1)
     for one in heads.degrees(problem.ranks_per_node):
         best = np.minimum(best, np.where(degree % one == 0, seconds(np.where(degree % one == 0, one, 1)), np.inf))
-    return best
+    return np.asarray(best / speeds)

@@ -44,6 +44,14 @@ class PlanRequest:
         int | None,
         Opt("Most tokens of a rank in a micro-batch.", min=1, max=MOST_TOKENS, unset="what the recipe leaves room for"),
     ] = None
+    rank_speeds: Annotated[
+        str | None,
+        Opt(
+            "Speeds of ranks or nodes that are not as the profile says: 12=0.7,node3=0.9; or one per rank; or a file.",
+            metavar="RANK=SPEED,...|FILE",
+            unset="all 1",
+        ),
+    ] = None
     sync: Annotated[
         Literal["iteration", "microbatch"] | None,
         Opt(

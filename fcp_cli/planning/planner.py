@@ -22,6 +22,7 @@ from fcp_cli.planning.online.settings import require_fitting, stream_batching, s
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.parallel import plan_step
 from fcp_cli.planning.problem import Problem
+from fcp_cli.planning.rank_speeds import GivenSpeeds, speeds_words
 from fcp_cli.planning.settings import resolve_problem
 from fcp_cli.validation import validated
 
@@ -34,9 +35,11 @@ class MoreSettings(TypedDict, total=False):
 
     Attributes:
         phase: `forward` plans passes without a backward, as for log-probabilities; left out: `training`.
+        rank_speeds: of ranks against the profile: one each, or by rank as `{12: 0.7}`; left out: all 1.
     """
 
     phase: Literal["training", "forward"]
+    rank_speeds: GivenSpeeds
 
 
 class Planner:
@@ -89,7 +92,8 @@ class Planner:
             ranks_per_node=ranks_per_node,
             tokens_per_rank=tokens_per_rank,
             sync=sync,
-            **more,
+            phase=more.get("phase", "training"),
+            rank_speeds=speeds_words(more.get("rank_speeds")),
         )
         origins = Origins()
         self.problem: Problem = resolve_problem(request, origins)[0]

@@ -11,6 +11,8 @@ from fcp_cli.cost.model import Work
 from fcp_cli.cost.profile import CostProfile, Phase, SplitAttention, parse_cost_profile
 from fcp_cli.plan.metadata import EncoderBalance, PlanMetadata, Sync
 from fcp_cli.plan.pipeline import Pipeline
+from fcp_cli.plan.refits import refitted
+from fcp_cli.plan.speeds import Speeds
 from fcp_cli.recipe import Recipe
 
 
@@ -35,6 +37,8 @@ class Problem:
 
     From `cached_from_step` on pictures cost no encoding (`pricing.encoded_at`).
 
+    `rank_speeds` are those of all ranks against the profile; None where all are as it says.
+
     `recipe` is what the token budget and the profile's times are of; None where the profile knows none.
     """
 
@@ -49,6 +53,7 @@ class Problem:
     encoder_balance: EncoderBalance | None = None
     encoder_ranks: int | None = None
     cached_from_step: int | None = None
+    rank_speeds: Speeds | None = None
     sync: Sync
     profile: CostProfile
     recipe: Recipe | None = None
@@ -75,12 +80,18 @@ def whole_budget(tokens_per_rank: int, padding_multiple: int | None) -> int:
     return tokens_per_rank // padding_multiple * padding_multiple
 
 
-def problem_of(metadata: PlanMetadata, *, name: str) -> Problem:
-    """Read what a plan was made for from its own metadata; `name` stands for the file in messages.
+def problem_of(metadata: PlanMetadata, *, name: str, step: int = 0) -> Problem:
+    """Read what a plan was made for from its own metadata.
+
+    Args:
+        metadata: of the plan.
+        name: stands for the file in messages.
+        step: whose times and speeds hold, where they were measured anew while the run planned.
 
     Raises:
         ProfileError: the cost profile in the metadata is damaged.
     """
+    profile = parse_cost_profile(metadata.cost_profile, name=f"{name}: the plan's cost profile")
     return Problem(
         num_ranks=metadata.num_ranks - (metadata.encoder_ranks or 0),
         ranks_per_node=metadata.ranks_per_node,
@@ -93,8 +104,9 @@ def problem_of(metadata: PlanMetadata, *, name: str) -> Problem:
         encoder_balance=metadata.encoder_balance,
         encoder_ranks=metadata.encoder_ranks,
         cached_from_step=metadata.cached_from_step,
+        rank_speeds=metadata.speeds_at(step),
         sync=metadata.sync,
-        profile=parse_cost_profile(metadata.cost_profile, name=f"{name}: the plan's cost profile"),
+        profile=refitted(profile, metadata.refit_at(step)),
         recipe=metadata.recipe,
     )
 

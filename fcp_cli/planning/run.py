@@ -12,6 +12,7 @@ from fcp_cli import __version__
 from fcp_cli.errors import Interrupted
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
+from fcp_cli.plan.speeds import named_speeds
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.summary import PlanSummary
 from fcp_cli.plan.writer import plan_writer
@@ -151,6 +152,7 @@ def plan_metadata(table: LengthTable, batches: GlobalBatches, solver: Solver) ->
         encoder_balance=problem.encoder_balance,
         encoder_ranks=problem.encoder_ranks,
         cached_from_step=problem.cached_from_step,
+        rank_speeds=named_speeds(problem.rank_speeds),
         seed=settings.seed,
         shuffle=settings.shuffle,
         epochs=settings.epochs,

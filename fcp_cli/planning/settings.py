@@ -31,6 +31,7 @@ from fcp_cli.models.shipped import DEFAULT_MODEL
 from fcp_cli.plan.metadata import Batching, PlanMetadata
 from fcp_cli.plan.padding import padding_multiple
 from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.refits import refitted
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.budget import (
     Budget,
@@ -45,6 +46,7 @@ from fcp_cli.planning.encoder_balance import balanced_encoder, with_cached_embed
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.pipelines import pipeline_of
 from fcp_cli.planning.problem import Problem, whole_budget
+from fcp_cli.planning.rank_speeds import requested_speeds, speeds_of_run
 from fcp_cli.planning.ranks import Ranks, devices_of_rank, ranks_on, ranks_under, require_pipelines
 from fcp_cli.profiling.analytic import analytic_profile
 from fcp_cli.profiling.forward import forward_profile
@@ -109,7 +111,7 @@ def resolve_continuation(
     if request.tokens_per_rank is None:
         origins.assume("--tokens-per-rank", metadata.tokens_per_rank, "the run's plan")
     tokens, padding = request.tokens_per_rank or metadata.tokens_per_rank, metadata.padding_multiple
-    profile = _profile_of_run(request.profile, plan, metadata, origins)
+    profile = _profile_of_run(request.profile, plan, metadata, first_step, origins)
     if metadata.phase == "forward":
         profile = forward_profile(profile)
     tensor, pipeline = devices_of_rank(profile, metadata.tensor_parallel, metadata.pipeline_parallel, origins)
@@ -127,6 +129,7 @@ def resolve_continuation(
             attention=metadata.attention,
             encoder_balance=metadata.encoder_balance,
             cached_from_step=metadata.cached_from_step,
+            rank_speeds=speeds_of_run(request, metadata, first_step, ranks, ranks_per_node, origins),
             sync=metadata.sync,
             profile=profile,
             recipe=continued_recipe(request, metadata, profile, shape, origins),
@@ -136,12 +139,16 @@ def resolve_continuation(
     )
 
 
-def _profile_of_run(given: Path | None, plan: Path, metadata: PlanMetadata, origins: Origins) -> CostProfile:
+def _profile_of_run(
+    given: Path | None, plan: Path, metadata: PlanMetadata, first_step: int, origins: Origins
+) -> CostProfile:
     if given is not None:
         return load_cost_profile(given)
     profile = parse_cost_profile(metadata.cost_profile, name=f"{plan}: the plan's cost profile")
     origins.assume("--profile", f"{profile.model} on {profile.cluster}", "the run's plan")
-    return profile
+    refit = metadata.refit_at(first_step)
+    profile = refitted(profile, refit)
+    return profile if refit is None else replace(profile, text=dump_cost_profile(profile))
 
 
 def resolve(request: PlanRequest, origins: Origins, *, most_peers: int | None = None) -> PlanInputs:
@@ -254,6 +261,7 @@ def _problem(request: PlanRequest, profile: CostProfile, ranks: Ranks, budget: B
         tokens_per_rank=_whole_budget(tokens, padding, origins),
         padding_multiple=padding,
         attention=split_attention(request, profile),
+        rank_speeds=requested_speeds(request, ranks.num_ranks, ranks.ranks_per_node),
         sync=budget.sync,
         profile=profile,
         recipe=budget.recipe,

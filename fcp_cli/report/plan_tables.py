@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from fcp_cli.console import print_table
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.peers import PeerCount
+from fcp_cli.plan.refits import refit_text
+from fcp_cli.plan.speeds import speeds_text
 from fcp_cli.plan.step import MicroBatch, StepPlan
 from fcp_cli.plan.summary import PlanSummary
 from fcp_cli.report.bars import bar
@@ -73,6 +75,11 @@ def _headline(metadata: PlanMetadata, summary: PlanSummary) -> dict[str, str]:
         lines["continues"] = f"{before.num_ranks} ranks under {before.plan_hash[:16]}, from step {before.first_step} on"
     if metadata.solver_options:
         lines["options"] = ", ".join(f"{name} {value}" for name, value in metadata.solver_options.items())
+    if metadata.rank_speeds:
+        lines["speeds"] = speeds_text(metadata.rank_speeds)
+    if metadata.refits:
+        last = metadata.refits[-1]
+        lines["refits"] = f"{len(metadata.refits)}, the last from step {last.first_step} on: {refit_text(last)}"
     lines["hash"] = metadata.plan_hash[:16]
     return lines
 

@@ -9,6 +9,7 @@ from fcp_cli.cost.profile import parse_cost_profile
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.plan.pricing import Prices, step_prices
+from fcp_cli.plan.refits import refitted
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.report.ranks_shown import RanksShown
 
@@ -45,11 +46,13 @@ def stage_bars(
 
 
 def _prices(step: StepPlan, metadata: PlanMetadata) -> Prices:
+    profile = parse_cost_profile(metadata.cost_profile, name="the plan's cost profile")
     found = step_prices(
         step,
-        profile=parse_cost_profile(metadata.cost_profile, name="the plan's cost profile"),
+        profile=refitted(profile, metadata.refit_at(step.step)),
         ranks_per_node=metadata.ranks_per_node,
         padding_multiple=metadata.padding_multiple,
+        rank_speeds=metadata.speeds_at(step.step),
     )
     encoder = np.maximum(step.seconds - found.seconds, 0.0)
     return found._replace(seconds=step.seconds, encoder_seconds=encoder)

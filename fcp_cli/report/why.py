@@ -135,7 +135,8 @@ def _priced(
         for heads_degree in _heads_degrees(microbatch, degree, problem)
     }
     heads_degree = microbatch.heads_degree if degree == microbatch.degree else min(splits, key=splits.__getitem__)
-    seconds = splits[heads_degree]
+    slowest = min((problem.rank_speeds[rank] for rank in microbatch.ranks), default=1.0) if problem.rank_speeds else 1.0
+    seconds = splits[heads_degree] / slowest
     at = {"tokens": tokens, "degree": degree, "crosses_nodes": crosses, "heads_degree": heads_degree}
     ring, home = ring_seconds(problem.profile, **at), last_hop_seconds(problem.profile, **at)
     exposed = problem.profile.coefficients.exposed_ring_share * (ring - home) + home

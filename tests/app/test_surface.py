@@ -46,7 +46,7 @@ SURFACE = {
         FIRST SECOND --json
     """,
     "plan": """
-        MANIFEST --profile --model --cluster --ranks --ranks-per-node --tokens-per-rank --sync --headroom --attention
+        MANIFEST --profile --model --cluster --ranks --ranks-per-node --tokens-per-rank --rank-speeds --sync --headroom --attention
         --tensor-parallel --pipeline-parallel --virtual-stages --padded-rings --no-padded-rings --phase --global-batch-tokens --step-column --encoder-balance
         --encoder-ranks --embeddings-cached --zero --shard-ranks --reduce
         --precision --recompute --loss --offload --freeze-vision --lora --freeze --global-batch-size --steps --epochs --seed
@@ -77,7 +77,7 @@ SURFACE = {
         PLAN --step --why --manifest --json
     """,
     "compare": """
-        MANIFEST --profile --model --cluster --ranks --ranks-per-node --tokens-per-rank --sync --headroom --attention
+        MANIFEST --profile --model --cluster --ranks --ranks-per-node --tokens-per-rank --rank-speeds --sync --headroom --attention
         --tensor-parallel --pipeline-parallel --virtual-stages --padded-rings --no-padded-rings --phase --global-batch-tokens --step-column --encoder-balance
         --encoder-ranks --embeddings-cached --zero --shard-ranks --reduce
         --precision --recompute --loss --offload --freeze-vision --lora --freeze --global-batch-size --steps --epochs --seed

@@ -13,6 +13,8 @@ from fcp_cli.arrays import IntArray
 from fcp_cli.cost.model import Work, encoder_seconds
 from fcp_cli.errors import UsageError
 from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.speeds import Speeds
+from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import GlobalBatches, spread_steps
 from fcp_cli.planning.bounds import lower_bound_seconds, simple_bound_seconds
@@ -30,6 +32,7 @@ from fcp_cli.planning.fcp.pipelines import (
     replicas_of,
 )
 from fcp_cli.planning.fcp.searches import assign_timelines, assign_waves
+from fcp_cli.planning.fcp.speeds import assign_at_speeds
 from fcp_cli.planning.fcp.tiny import assign_tiny, is_tiny
 from fcp_cli.planning.interrupts import interrupts_deferred
 from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, machine_of, splits_of
@@ -79,6 +82,7 @@ def make_solver(
         raise UsageError(_TWO_LIMITS)
     if max_peers is not None:
         raise UsageError("--max-groups and --max-peers both choose the ranks of rings; give one of them")
+    _require_alike(problem)
     options = {"max_groups": max_groups}
     sample = [batches.batch(step) for step in spread_steps(len(batches), _CHOOSING_STEPS)]
 
@@ -112,8 +116,16 @@ def solver_of(problem: Problem, *, max_degree: int | None = None, max_peers: int
     if max_degree is not None:
         return _without_rings(problem, max_degree)
     if max_peers is not None:
+        _require_alike(problem)
         return _with_few_peers(problem, max_peers)
     return FcpSolver(problem=problem, machine=machine_of(problem), degrees=np.array(static_degrees(problem)))
+
+
+def _require_alike(problem: Problem) -> None:
+    if problem.rank_speeds is not None:
+        raise UsageError(
+            "--rank-speeds changes which ranks are in rings, which --max-groups and --max-peers limit; leave one out"
+        )
 
 
 def require_heads_to_hold(batches: GlobalBatches) -> None:
@@ -219,10 +231,30 @@ class FcpSolver:
         with interrupts_deferred():
             # What waves share of an encoder is the same for every answer, and no part of the kernels' seconds.
             batch = replace(batch, encoder_seconds=None)
+            if self.problem.rank_speeds is not None:
+                return self._assign_at_speeds(batch, self.problem.rank_speeds)
             if self.problem.pipeline is not None:
                 return quickest_of(self._for_pipelines(batch), batch, self.problem)
             found = self._assign(batch)
             return self._exact(batch, found) if not self.options and is_tiny(batch, self.problem) else found
+
+    def _assign_at_speeds(self, batch: Batch, speeds: Speeds) -> Assignment:
+        """Plan one step on ranks of different speeds; waves are a valid order of timelines, too."""
+        found = assign_at_speeds(batch, self.problem, speeds, self._assign_alike)
+        if self.problem.sync == "microbatch" or self.problem.pipeline is not None:
+            return found
+        seconds = makespan_seconds(found, batch, self.problem)
+        if seconds <= lower_bound_seconds(batch.work, self.problem) * (1.0 + _CLOSE_ENOUGH):
+            return found
+        in_waves = replace(self, problem=replace(self.problem, sync="microbatch"))
+        waves = in_waves._assign_at_speeds(batch, speeds)
+        waves = replace(waves, wave=np.full_like(waves.wave, -1))
+        return waves if makespan_seconds(waves, batch, self.problem) < seconds else found
+
+    def _assign_alike(self, batch: Batch, dearer_hop_seconds: float) -> Assignment:
+        """Plan one step as if all ranks were as fast as the profile says."""
+        machine = self.machine._replace(hop=self.machine.hop + dearer_hop_seconds)
+        return replace(self, problem=replace(self.problem, rank_speeds=None), machine=machine).assign(batch)
 
     def _assign(self, batch: Batch) -> Assignment:
         found = self._planned_by(batch.work, batch)

@@ -6,6 +6,7 @@ from fcp_cli import __version__
 from fcp_cli.errors import UsageError
 from fcp_cli.plan.metadata import Batching, ManifestReference, PlanMetadata
 from fcp_cli.plan.online import OnlineOptions
+from fcp_cli.plan.speeds import named_speeds
 from fcp_cli.planning.problem import Problem, Solver
 
 
@@ -70,6 +71,7 @@ def stream_metadata(
         tokens_per_rank=problem.tokens_per_rank,
         padding_multiple=problem.padding_multiple,
         attention=problem.attention,
+        rank_speeds=named_speeds(problem.rank_speeds),
         seed=0,
         shuffle=False,
         batching=batching,

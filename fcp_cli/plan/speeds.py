@@ -1,0 +1,58 @@
+"""How fast ranks are against the cost profile: 1 as it says, 0.7 where a rank takes 1 / 0.7 of its seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Final, TypeAlias
+
+import numpy as np
+from msgspec import Meta
+
+from fcp_cli.arrays import FloatArray, Int32Array, IntArray
+
+SLOWEST: Final = 0.01
+QUICKEST: Final = 100.0
+Speed = Annotated[float, Meta(ge=SLOWEST, le=QUICKEST, description=f"a number from {SLOWEST:g} to {QUICKEST:g}")]
+Speeds: TypeAlias = tuple[float, ...]  # [ranks]
+
+
+def named_speeds(speeds: Speeds | None) -> Mapping[str, float] | None:
+    """Return the ranks that are not as the profile says, as a plan's metadata names them; None where all are."""
+    return {str(rank): speed for rank, speed in enumerate(speeds or ()) if speed != 1.0} or None
+
+
+def speeds_of(named: Mapping[str, float] | None, num_ranks: int) -> Speeds | None:
+    """Return [ranks] what `named_speeds` made names of.
+
+    Raises:
+        ValueError: a name is no rank.
+    """
+    if not named:
+        return None
+    speeds = [1.0] * num_ranks
+    for rank, speed in named.items():
+        if not (rank.isdecimal() and int(rank) < num_ranks):
+            raise ValueError(f"{rank!r} is no rank of {num_ranks}")
+        speeds[int(rank)] = speed
+    return tuple(speeds)
+
+
+def slowest_speeds(speeds: Speeds, rank_offsets: IntArray, ranks: Int32Array) -> FloatArray:
+    """Return [groups] the speed of the slowest rank of each, which the others wait for in every hop of their ring."""
+    return np.asarray(np.minimum.reduceat(np.array(speeds)[ranks], rank_offsets[:-1]))
+
+
+def speeds_text(named: Mapping[str, float]) -> str:
+    """Describe speeds in a few words."""
+    by_speed: dict[float, list[str]] = {}
+    for rank, speed in named.items():
+        by_speed.setdefault(speed, []).append(rank)
+    shown = [
+        f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranks[:_SHOWN])}"
+        f"{f' and {len(ranks) - _SHOWN} more' if len(ranks) > _SHOWN else ''} at {speed:g}"
+        for speed, ranks in sorted(by_speed.items())
+    ]
+    return "; ".join(shown[:_SHOWN]) + ("; ..." if len(shown) > _SHOWN else "")
+
+
+_SHOWN: Final = 4

@@ -1,0 +1,366 @@
+"""Steps on ranks of different speeds: planned as if ranks were alike, and then fitted to them.
+
+The compiled search knows no speeds. A rank of speed s does in T seconds what another does in s T, so beside a pack of
+(1 - s) T seconds that nobody runs it would be like the others: under `iteration` the batch gets such a pack for each
+slow rank, and whichever rank the search gives it to becomes the slow one. Under `microbatch`, where waves are of
+different lengths, each wave's lightest packs go to its slowest ranks. Either way sequences are then exchanged between
+the rank that ends last and others, at their real speeds, and the answer that ends first by the cost model is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from fcp_cli.arrays import FloatArray, IntArray
+from fcp_cli.cost.model import Work
+from fcp_cli.plan.speeds import Speeds, slowest_speeds
+from fcp_cli.plan.step import offsets_of, sizes_of
+from fcp_cli.plan.timeline import list_schedule
+from fcp_cli.planning.assemble import assignment_seconds, makespan_seconds
+from fcp_cli.planning.bounds import lower_bound_seconds
+from fcp_cli.planning.problem import Assignment, Batch, Problem
+
+_MOST_EXCHANGES: Final = 512  # of a step or a wave
+_LEAST_GAIN: Final = 1e-5  # of the rank that ends last, for an exchange to be worth its time
+
+_CLOSE_ENOUGH: Final = 0.01  # to the proven bound: no further ways are tried
+_HOPS: Final = 0.0, 1 / 128, 1 / 32, 1 / 8  # of a step, by which ring hops are made dearer in turn
+
+Solve = Callable[[Batch, float], Assignment]
+
+
+def assign_at_speeds(batch: Batch, problem: Problem, speeds: Speeds, solve: Solve) -> Assignment:
+    """Plan one step on ranks of these speeds.
+
+    Wide rings wait for a slow rank together, so answers with narrower ones are tried, too.
+
+    Args:
+        batch: the global batch.
+        problem: with the speeds.
+        speeds: [ranks] of it.
+        solve: plans a batch for as many ranks of speed 1, with rings whose hops take so many seconds more.
+    """
+    each = np.array(speeds)
+    enough = lower_bound_seconds(batch.work, problem) * (1.0 + _CLOSE_ENOUGH)
+    best, seconds, step_seconds = None, np.inf, 0.0
+    for share in _HOPS:
+        even = solve(batch, share * step_seconds)
+        step_seconds = step_seconds or makespan_seconds(even, batch, problem)
+        for one in _candidates(even, batch, problem, each, lambda other, hop=share * step_seconds: solve(other, hop)):
+            if (takes := makespan_seconds(one, batch, problem)) < seconds:
+                best, seconds = one, takes
+        if seconds <= enough or problem.pipeline is not None:
+            break
+    assert best is not None, "the first answer is always one"
+    return best
+
+
+def _candidates(
+    even: Assignment, batch: Batch, problem: Problem, speeds: FloatArray, solve: Callable[[Batch], Assignment]
+) -> Iterator[Assignment]:
+    yield even
+    placed = _by_load(even, batch, problem, speeds)
+    yield placed
+    if problem.pipeline is not None:  # whose ranks wait in other ways
+        return
+    yield exchanged(placed, batch, problem, speeds)
+    if problem.sync == "iteration":
+        alike = replace(problem, rank_speeds=None)
+        target = makespan_seconds(even, batch, alike) * problem.num_ranks / float((speeds / speeds.max()).sum())
+        for one in _beside_nothing(batch, problem, speeds, target, solve):
+            yield one
+            yield exchanged(one, batch, problem, speeds)
+
+
+def _beside_nothing(
+    batch: Batch, problem: Problem, speeds: FloatArray, target: float, solve: Callable[[Batch], Assignment]
+) -> Iterator[Assignment]:
+    """Yield steps in which slow ranks have as much less to do as a step of `target` seconds asks for."""
+    lost = target * (1.0 - speeds / speeds.max()) - problem.profile.coefficients.microbatch_seconds
+    slow = np.flatnonzero(lost > 0)
+    if not len(slow):
+        return
+    slow = slow[np.argsort(-lost[slow], kind="stable")]
+    found = solve(_with_packs(batch, lost[slow], problem.tokens_per_rank))
+    n = len(batch.rows)
+    groups = np.repeat(np.arange(len(found.wave)), sizes_of(found.member_offsets))
+    group_of = np.empty(len(found.members), dtype=np.int64)
+    group_of[found.members] = groups
+    held, ranks = group_of[n:], found.ranks[found.rank_offsets[group_of[n:]]]
+    if (sizes_of(found.rank_offsets)[held] != 1).any() or len(np.unique(ranks)) < len(slow):
+        return  # a rank has two of them, or a ring has one
+    real = _without(found, group_of[:n])
+    names = np.arange(problem.num_ranks)
+    for rank, holder in zip(slow.tolist(), ranks.tolist(), strict=True):
+        at = int(np.flatnonzero(names == rank)[0])
+        names[at], names[holder] = names[holder], names[at]
+    yield _renamed(real, names[None, :])
+    yield _by_load(real, batch, problem, speeds)
+
+
+def _with_packs(batch: Batch, seconds: FloatArray, tokens_per_rank: int) -> Batch:
+    """Add sequences that take so many seconds on a rank of their own, and fill it up."""
+    count = len(seconds)
+    tokens = np.full(count, tokens_per_rank, dtype=np.int64)
+    work = batch.work
+    return replace(
+        batch,
+        rows=np.concatenate((batch.rows, np.full(count, -1))),
+        lengths=np.concatenate((batch.lengths, tokens.astype(np.int32))),
+        work=Work(
+            attention_seconds=np.concatenate((work.attention_seconds, np.zeros(count))),
+            linear_seconds=np.concatenate((work.linear_seconds, seconds)),
+            tokens=np.concatenate((work.tokens, tokens)),
+        ),
+    )
+
+
+def _without(found: Assignment, group_of: IntArray) -> Assignment:
+    """Return the same groups, without those that have none of the sequences of which `group_of` is told."""
+    return _gathered(found.wave, sizes_of(found.rank_offsets), found.ranks, group_of)
+
+
+def _gathered(wave: IntArray, degree: IntArray, ranks: IntArray, group_of: IntArray) -> Assignment:
+    """Make an assignment of groups in their order, without empty ones.
+
+    Args:
+        wave, degree: [groups].
+        ranks: of the groups, back to back.
+        group_of: [sequences] positions in the batch -> group.
+    """
+    sizes = np.bincount(group_of, minlength=len(wave))
+    kept = sizes > 0
+    return Assignment(
+        wave=wave[kept].astype(np.int32),
+        rank_offsets=offsets_of(degree[kept]),
+        ranks=ranks[np.repeat(kept, degree)].astype(np.int32),
+        member_offsets=offsets_of(sizes[kept]),
+        members=np.argsort(group_of, kind="stable"),
+    )
+
+
+def _scopes(found: Assignment) -> IntArray:
+    """Return [groups] the wave of each; 0 under `iteration`, where the whole step is one."""
+    return np.maximum(found.wave.astype(np.int64), 0)
+
+
+def _by_load(found: Assignment, batch: Batch, problem: Problem, speeds: FloatArray) -> Assignment:
+    """Let slow ranks hold up as few others as they can, and give them the lightest packs of a wave or a step.
+
+    Ranks without rings change places anywhere; those in rings within their node, which costs no ring anything.
+    """
+    alike = replace(problem, rank_speeds=None)
+    scope, degree = _scopes(found), sizes_of(found.rank_offsets)
+    seconds = assignment_seconds(found, batch, alike)
+    group = np.repeat(np.arange(len(degree)), degree)
+    names = []
+    for wave in range(int(scope[-1]) + 1):
+        here = scope[group] == wave
+        slots = _Slots(rank=found.ranks[here].astype(np.int64), group=group[here], seconds=seconds, degree=degree)
+        names.append(_names(slots, speeds, problem.ranks_per_node))
+    return _renamed(found, np.stack(names))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Slots:
+    """Who does what in a wave or a step.
+
+    Attributes:
+        rank, group: [entries] each rank of each group.
+        seconds, degree: [groups] of the whole step.
+    """
+
+    rank: IntArray
+    group: IntArray
+    seconds: FloatArray
+    degree: IntArray
+
+
+def _names(slots: _Slots, speeds: FloatArray, per_node: int) -> IntArray:
+    """Return [ranks] who does what each rank did."""
+    num_ranks = len(speeds)
+    names, taken = np.arange(num_ranks), np.zeros(num_ranks, dtype=np.bool_)
+    waits = slots.seconds * slots.degree  # of all ranks of a group
+    for rank in np.argsort(speeds, kind="stable").tolist():
+        if speeds[rank] == speeds.max():
+            break
+        held_up = np.bincount(slots.rank, weights=waits[slots.group], minlength=num_ranks)
+        held_up[taken] = np.inf
+        first = rank // per_node * per_node
+        at, chosen = int(np.flatnonzero(names == rank)[0]), first + int(np.argmin(held_up[first : first + per_node]))
+        if held_up[chosen] < held_up[at]:
+            names[at], names[chosen] = names[chosen], names[at]
+            at = chosen
+        taken[at] = True
+        waits[slots.group[slots.rank == at]] = 0.0  # who waits for one slow rank may wait for two
+    in_ring = np.zeros(num_ranks, dtype=np.bool_)
+    in_ring[slots.rank[slots.degree[slots.group] > 1]] = True
+    alone = np.flatnonzero(~in_ring)
+    load = np.bincount(slots.rank, weights=slots.seconds[slots.group], minlength=num_ranks)
+    who = names[alone]
+    heaviest, quickest = np.argsort(-load[alone], kind="stable"), np.argsort(-speeds[who], kind="stable")
+    names[alone[heaviest]] = who[quickest]
+    return names
+
+
+def _renamed(found: Assignment, names: IntArray) -> Assignment:
+    """Let `names[wave, rank]` do what that rank does; names of the one row hold for the whole step."""
+    degree = sizes_of(found.rank_offsets)
+    group = np.repeat(np.arange(len(degree)), degree)
+    ranks = names[_scopes(found)[group] if len(names) > 1 else 0, found.ranks]
+    return replace(found, ranks=ranks[np.lexsort((ranks, group))].astype(np.int32))
+
+
+@dataclass(kw_only=True, slots=True)
+class _Bins:
+    """Who runs which sequences, as they are exchanged.
+
+    Attributes:
+        group: [sequences] of each; -1 where it stays: under `iteration` in a ring, or before one.
+        bin: [groups] who runs it: under `iteration` a rank, else itself; -1 as above.
+        scope: [bins] the wave of each.
+        load: [bins] when each ends.
+        speed: [bins] of all ranks of the bin together. What a ring's messages take is left to the final price.
+        tokens, room, count: [groups] held, what can be held, and sequences.
+    """
+
+    group: IntArray
+    bin: IntArray
+    scope: IntArray
+    load: FloatArray
+    speed: FloatArray
+    tokens: IntArray
+    room: IntArray
+    count: IntArray
+
+
+def exchanged(found: Assignment, batch: Batch, problem: Problem, speeds: FloatArray) -> Assignment:
+    """Exchange sequences between whoever ends last, and others of the same wave or step, while that pays."""
+    found = _with_room(found, problem)
+    degree = sizes_of(found.rank_offsets)
+    group_of = np.empty(len(batch.rows), dtype=np.int64)
+    group_of[found.members] = np.repeat(np.arange(len(degree)), sizes_of(found.member_offsets))
+    bins = _bins(found, group_of, batch, problem, speeds)
+    for scope in range(int(bins.scope.max()) + 1):
+        members = np.flatnonzero(bins.scope == scope)
+        for _ in range(min(_MOST_EXCHANGES, 2 * len(members) + 64)):
+            worst = int(members[np.argmax(bins.load[members])])
+            if not _relieve(worst, bins, batch.work, problem):
+                break
+    moved = bins.group >= 0
+    group_of[moved] = bins.group[moved]
+    return _gathered(found.wave, degree, found.ranks, group_of)
+
+
+def _with_room(found: Assignment, problem: Problem) -> Assignment:
+    """Add a group without sequences for every rank, or for those that a wave leaves idle."""
+    scope, degree = _scopes(found), sizes_of(found.rank_offsets)
+    used = np.zeros((int(scope[-1]) + 1, problem.num_ranks), dtype=np.bool_)
+    if problem.sync == "microbatch":
+        used[np.repeat(scope, degree), found.ranks] = True
+    wave, rank = np.nonzero(~used)
+    waves = np.concatenate((found.wave, wave if problem.sync == "microbatch" else np.full(len(rank), -1)))
+    by = np.argsort(waves, kind="stable")
+    degrees = np.concatenate((degree, np.ones(len(rank), dtype=np.int64)))
+    firsts = offsets_of(degrees)
+    ranks = np.concatenate((found.ranks, rank))
+    sizes = np.concatenate((sizes_of(found.member_offsets), np.zeros(len(rank), dtype=np.int64)))
+    return replace(
+        found,
+        wave=waves[by].astype(np.int32),
+        rank_offsets=offsets_of(degrees[by]),
+        ranks=np.concatenate([ranks[firsts[i] : firsts[i + 1]] for i in by.tolist()]).astype(np.int32),
+        member_offsets=offsets_of(sizes[by]),
+    )
+
+
+def _bins(found: Assignment, group_of: IntArray, batch: Batch, problem: Problem, speeds: FloatArray) -> _Bins:
+    degree = sizes_of(found.rank_offsets)
+    number = len(degree)
+    count = sizes_of(found.member_offsets)
+    seconds = np.zeros(number)
+    real = count > 0
+    seconds[real] = assignment_seconds(_gathered(found.wave, degree, found.ranks, group_of), batch, problem)
+    first_rank = found.ranks[found.rank_offsets[:-1]].astype(np.int64)
+    is_free = np.ones(number, dtype=np.bool_)
+    if problem.sync == "microbatch":
+        bin_of, scope, load = np.arange(number), _scopes(found), seconds
+        speed = slowest_speeds(tuple(speeds), found.rank_offsets, found.ranks) * degree
+    else:
+        bin_of, scope, speed = first_rank, np.zeros(problem.num_ranks, dtype=np.int64), speeds
+        ends = list_schedule(found.rank_offsets, found.ranks, seconds, problem.num_ranks) + seconds
+        load = np.zeros(problem.num_ranks)
+        np.maximum.at(load, found.ranks, np.repeat(ends, degree))
+        last_ring = np.full(problem.num_ranks, -1)
+        entries = np.repeat(np.arange(number), degree)
+        in_ring = np.repeat(degree > 1, degree)
+        np.maximum.at(last_ring, found.ranks[in_ring], entries[in_ring])
+        is_free = (degree == 1) & (np.arange(number) > last_ring[first_rank])  # what precedes a ring delays others
+    tokens = np.bincount(group_of, weights=batch.work.tokens, minlength=number).astype(np.int64)
+    return _Bins(
+        group=np.where(is_free[group_of], group_of, -1),
+        bin=np.where(is_free, bin_of, -1),
+        scope=scope,
+        load=load,
+        speed=speed,
+        tokens=tokens,
+        room=degree * problem.tokens_per_rank,
+        count=count.copy(),
+    )
+
+
+def _relieve(worst: int, bins: _Bins, work: Work, problem: Problem) -> bool:
+    """Move a sequence away from the bin that ends last, or change it for a lighter one; False where that gains nothing.
+
+    Other waves than its own may take it as far as they do not become longer by more than its own becomes shorter.
+    """
+    movable = np.flatnonzero(bins.group >= 0)
+    bin_of = bins.bin[bins.group[movable]]
+    mine, theirs = movable[bin_of == worst], movable[bin_of != worst]
+    groups = np.flatnonzero((bins.bin >= 0) & (bins.bin != worst))  # each may take one and give none
+    if not len(mine) or not len(groups):
+        return False
+    beta, seconds = problem.profile.coefficients.microbatch_seconds, work.total_seconds
+    to = np.concatenate((bins.group[theirs], groups))
+    back = np.concatenate((seconds[theirs], np.zeros(len(groups))))
+    back_tokens = np.concatenate((work.tokens[theirs], np.zeros(len(groups), dtype=np.int64)))
+    opens = np.concatenate((np.zeros(len(theirs)), beta * (bins.count[groups] == 0)))
+    given, tokens, source = seconds[mine][:, None], work.tokens[mine][:, None], bins.group[mine]
+    closes = beta * ((bins.count[source] == 1)[:, None] & (np.arange(len(to)) >= len(theirs)))
+    top = bins.load[worst]
+    ours = top - (given - back + closes) / bins.speed[worst]
+    other = bins.load[bins.bin[to]] + (given - back + opens) / bins.speed[bins.bin[to]]
+    fits = (bins.tokens[source][:, None] - tokens + back_tokens <= bins.room[source][:, None]) & (
+        bins.tokens[to] - back_tokens + tokens <= bins.room[to]
+    )
+    ends = np.where(fits, _ends(worst, bins.bin[to], ours, other, bins), np.inf)
+    a, b = np.unravel_index(int(np.argmin(ends)), ends.shape)
+    if not ends[a, b] < top * (1.0 - _LEAST_GAIN):
+        return False
+    sequence, left, joined = int(mine[a]), int(source[a]), int(to[b])
+    bins.load[worst], bins.load[bins.bin[joined]] = ours[a, b], other[a, b]
+    shift = int(tokens[a, 0] - back_tokens[b])
+    bins.tokens[left] -= shift
+    bins.tokens[joined] += shift
+    bins.group[sequence] = joined
+    if b < len(theirs):
+        bins.group[theirs[b]] = left
+    else:
+        bins.count[left] -= 1
+        bins.count[joined] += 1
+    return True
+
+
+def _ends(worst: int, others: IntArray, ours: FloatArray, theirs: FloatArray, bins: _Bins) -> FloatArray:
+    """Return when the wave or step of the bin that ends last would end, and other waves as much later."""
+    scope = bins.scope[worst]
+    latest = np.zeros(int(bins.scope.max()) + 1)
+    np.maximum.at(latest, bins.scope, bins.load)
+    rest = bins.load[(bins.scope == scope) & (np.arange(len(bins.load)) != worst)].max(initial=0.0)
+    growth = np.maximum(theirs - latest[bins.scope[others]], 0.0)
+    elsewhere = np.where(growth > 0, np.maximum(ours, rest) + growth, ours)
+    return np.where(bins.scope[others] == scope, np.maximum(ours, theirs), elsewhere)
