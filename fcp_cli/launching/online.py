@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from fcp_cli.console import Origins
 from fcp_cli.errors import UsageError
 from fcp_cli.launching.request import LOCAL, LaunchRequest
@@ -10,6 +12,8 @@ from fcp_cli.planning.fcp.solver import solver_of
 from fcp_cli.planning.online.settings import require_fitting, stream_batching, stream_metadata
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.settings import resolve_problem
+
+_OPTIONS: Final = ("ahead", "stream_begins", "refit_every")
 
 
 def online_settings(request: LaunchRequest, target: str, assumed: Origins) -> OnlineSettings | None:
@@ -37,14 +41,17 @@ def online_settings(request: LaunchRequest, target: str, assumed: Origins) -> On
         raise UsageError(f"--online starts a job from here; leave --target {target} out, or start it on each node")
     wanted = PlanRequest(profile=request.profile, model=request.model, ranks=request.ranks)
     problem, _budget = resolve_problem(wanted, assumed)
-    batching = stream_batching(request.global_batch_size, request.global_batch_tokens, None)
-    options = OnlineOptions(planner=request.planner)
+    batching = stream_batching(request.global_batch_size, request.global_batch_tokens, request.reorder_window)
+    given = {name: value for name in _OPTIONS if (value := getattr(request, name)) is not None}
+    options = OnlineOptions(planner=request.planner, **given)
     require_fitting(batching, options)
     metadata = stream_metadata(problem, solver_of(problem), request.global_batch_size, batching)
     return OnlineSettings(metadata=metadata, options=options)
 
 
 def _refuse_without_online(request: LaunchRequest) -> None:
+    for name in (name for name in (*_OPTIONS, "reorder_window") if getattr(request, name) is not None):
+        raise UsageError(f"--{name.replace('_', '-')} is for --online; a plan is made before its run")
     given = {name: getattr(request, name) for name in ("profile", "global_batch_size", "global_batch_tokens")}
     for name in (name for name, value in given.items() if value is not None):
         flag = name.replace("_", "-")

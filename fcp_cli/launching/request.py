@@ -100,6 +100,21 @@ class LaunchRequest:
     global_batch_tokens: Annotated[
         int | None, Opt("Most tokens per step of an online job.", min=1, unset="no limit")
     ] = None
+    ahead: Annotated[
+        int | None, Opt("Steps that an online job plans before the one that trains.", min=0, unset="2")
+    ] = None
+    stream_begins: Annotated[
+        Literal["over", "here"] | None,
+        Opt(
+            "Where an online job's stream begins after a restart: at its first sequence, or where it was.", unset="over"
+        ),
+    ] = None
+    reorder_window: Annotated[
+        int | None, Opt("Batches in a row of an online job that may share their sequences out anew.", min=1, unset="1")
+    ] = None
+    refit_every: Annotated[
+        int | None, Opt("Steps after which an online job plans by what was measured.", min=1, unset="never")
+    ] = None
     inject: Annotated[Inject | None, Opt("How a script of yours is made to follow the plan.", unset="entry")] = None
     probe: Annotated[
         bool | None,

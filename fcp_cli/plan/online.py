@@ -12,7 +12,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import METADATA_KEY, PlanMetadata, parse_metadata
 from fcp_cli.plan.planner_place import PlannerPlace
 from fcp_cli.reading.documents import read_json
-from fcp_cli.validation import NonNegativeCount, validated
+from fcp_cli.validation import Count, NonNegativeCount, validated
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,11 +24,13 @@ class OnlineOptions:
         planner: who plans; see `PlannerPlace`.
         stream_begins: after a restart the stream comes `over` again from its first sequence, or goes on from `here`, as
             rollouts do.
+        refit_every: steps after which what micro-batches took is counted for those that follow; None: never.
     """
 
     ahead: NonNegativeCount = 2
     planner: PlannerPlace = "rank0"
     stream_begins: Literal["over", "here"] = "over"
+    refit_every: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -130,8 +130,12 @@ class Prices(NamedTuple):
         if speeds is None:
             return self
         slowest = slowest_speeds(speeds, rank_offsets, ranks)
-        timed = (None if values is None else values / slowest for values in self[:3])
-        return Prices(*timed, self.rank_tokens)  # type: ignore[arg-type]
+        encoder, language = self.encoder_seconds, self.language_seconds
+        return self._replace(
+            seconds=self.seconds / slowest,
+            encoder_seconds=None if encoder is None else encoder / slowest,
+            language_seconds=None if language is None else language / slowest,
+        )
 
 
 def profile_seconds(

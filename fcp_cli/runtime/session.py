@@ -11,6 +11,7 @@ for step in session.steps(model):
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -41,7 +42,7 @@ from fcp_cli.runtime.gradients.forward import NO_TRAINING, without_backward
 from fcp_cli.runtime.guards import NO_BACKWARD, OTHER_LOSS, Guards
 from fcp_cli.runtime.loader import Fetch, LoadedStep, Shard, fetches_labels, load_steps
 from fcp_cli.runtime.loss import Labels, head_loss_sum, token_loss_sum
-from fcp_cli.runtime.metrics.recorder import Recorder, StepRecord, recorder_of
+from fcp_cli.runtime.metrics.recorder import METRICS_VARIABLE, Recorder, StepRecord, recorder_of
 from fcp_cli.runtime.on_nan import OnNan
 from fcp_cli.runtime.online.control import ProcessControl
 from fcp_cli.runtime.online.cursor import PlansStreams, StreamCursor, online_settings, stream_plan_path
@@ -125,6 +126,8 @@ def start(
     session.watch.start()
     session.grad_ring_dtype = agreed_grad_dtype(world, device, grad_ring_dtype)
     session.skip_bad_rows = skip_bad_rows
+    if online is not None and online.options.refit_every is not None:  # which counts what is measured
+        metrics = metrics or os.environ.get(METRICS_VARIABLE) or path.with_name(f"{path.stem}.metrics.jsonl")
     session.recorder = recorder_of(metrics, plan=path, metadata=metadata, rank=world.rank, device=device)
     return session
 
@@ -265,6 +268,8 @@ class Session:
             return followed
         if self.source is not None:
             self.recorder.followed = self.source.followed
+            if self.source.measured.note not in self.recorder.listeners:
+                self.recorder.listeners.append(self.source.measured.note)
         self.recorder.open(first_step)
         return self.recorder.recorded(followed)
 

@@ -68,7 +68,8 @@ SURFACE = {
         --on-nan --grad-ring-dtype --seed
         --checkpoint-every --keep --async-save --no-async-save --length-column --log-every --bad-rows --decode-workers
         --cache-embeddings
-        --online --planner --profile --global-batch-size --global-batch-tokens
+        --online --planner --profile --global-batch-size --global-batch-tokens --ahead --stream-begins
+        --reorder-window --refit-every
     """,
     "check": """
         PLAN --manifest --length-column --json

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from fcp_cli import Planner
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import FcpError, RunError
+from fcp_cli.plan.check import check_plan
 from fcp_cli.plan.messages import Message, steps_of, table_bytes
 from fcp_cli.plan.online import OnlineSettings
 from fcp_cli.plan.planner_place import PlannerPlace
@@ -83,7 +84,15 @@ class PlanningInProcess:
     def __init__(self, given: OnlineSettings, plan: Path | None, first_step: int) -> None:
         facts = {"settings": given.to_json(), "plan": plan and str(plan), "first_step": first_step}
         self._service = Service(json.loads(json.dumps(facts)))
-        self.first_sequence = self._service.first_sequence
+        self.opened = self._service.opened()
+
+    def refit(self, first_step: int, measured: bytes) -> dict[str, Any]:
+        answer = self._service.answer(Message({"kind": "measured", "first_step": first_step}, measured))
+        assert answer is not None
+        return answer[0]
+
+    def adopt(self, refit: Any) -> None:
+        self._service.answer(Message({"kind": "adopt", "refit": refit}, b""))
 
     def plan(self, window: ReadWindow) -> list[StepPlan]:
         answer = self._service.answer(self._message("window", window))
@@ -111,8 +120,16 @@ def planner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planner:
 Stream = Callable[[int], Iterable[Any]]
 
 
-def follow(plan: Path, stream: Stream, online: OnlineSettings, *, first: int = 0, most: int = 99) -> list[Any]:
-    """Return what each rank followed: its steps with what it fetched, or its error."""
+def follow(
+    plan: Path,
+    stream: Stream,
+    online: OnlineSettings,
+    *,
+    first: int = 0,
+    most: int = 99,
+    takes: Callable[[StepPlan], dict[str, Any]] | None = None,
+) -> list[Any]:
+    """Return what each rank followed: its steps with what it fetched, or its error; `takes` is what rank 0 measures."""
     table = Table()
 
     def run(_meeting: Meeting, rank: int) -> Any:
@@ -124,6 +141,8 @@ def follow(plan: Path, stream: Stream, online: OnlineSettings, *, first: int = 0
             for step in mine.steps():
                 mine.hand_out(step.step)
                 steps.append((step.to_dict(), [mine.fetch(int(row)) for row in step.sequences]))
+                if takes is not None and rank == 0:
+                    mine.measured.note(takes(step))
                 if len(steps) == most:
                     break
                 mine.want(step.step + 1)
@@ -174,6 +193,46 @@ def test_a_stream_that_goes_on_from_here_is_numbered_on(tmp_path: Path, planner:
     (step, ids), *_ = follow(plan, lambda rank: [[(9, 8)]], online, first=2)[1]
     assert ids == [9] and step["step"] == 2
     assert [step.sequences.tolist() for step in PlanReader(plan).steps()][1:] == [[2], [3]]
+
+
+def takes_longer(step: StepPlan) -> dict[str, Any]:
+    """Return a record in which all work takes half as long again as the example profile says, and on rank 1 twice that."""
+    ranks = [
+        {
+            "rank": rank,
+            "micro_batches": [
+                {
+                    "order": row.order,
+                    "seconds": (0.1 + 1.5 * 2.838e-4 * row.tokens / row.degree) * (1 + (1 in row.ranks)),
+                }
+                for row in step.microbatches()
+                if rank in row.ranks and not row.is_idle
+            ],
+        }
+        for rank in range(RANKS)
+    ]
+    return {"kind": "step", "step": step.step, "warm_up": step.step == 0, "ranks": ranks}
+
+
+def test_what_was_measured_is_counted_from_a_step_on_and_again_after_a_restart(
+    tmp_path: Path, planner: Planner, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan, whole = tmp_path / "plan.parquet", tmp_path / "whole.parquet"
+    many = partial(lengths, count=54)
+    rule: dict[str, Any] = {"global_batch_size": 6, "ahead": 0, "refit_every": 4}
+    online = planner.online(**rule, planner="all")
+    found = follow(whole, many, online, takes=takes_longer)
+    assert all(rank == found[0] for rank in found) and len(found[0]) == 9
+    refits = PlanReader(whole).metadata.refits
+    assert refits is not None and refits[0].first_step == 4
+    assert refits[0].rank_speeds == {"1": pytest.approx(0.5, abs=0.05)}
+    assert refits[0].factors.linear > 1.1
+    assert list(check_plan(whole)) == []
+    before = follow(plan, many, online, takes=takes_longer, most=8)
+    # Nothing is measured anew of what was planned before: a job begun again repeats what was counted then.
+    after = follow(plan, many, online, first=6, takes=takes_longer, most=2)
+    assert [rank[6:8] for rank in before] == after
+    assert "fcp: step 4: " in capfd.readouterr().err
 
 
 def rows(rank: int, *, odd: int | None = None, short: bool = False) -> list[dict[str, Any]]:

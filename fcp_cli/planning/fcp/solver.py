@@ -251,7 +251,7 @@ class FcpSolver:
         waves = replace(waves, wave=np.full_like(waves.wave, -1))
         return waves if makespan_seconds(waves, batch, self.problem) < seconds else found
 
-    def _assign_alike(self, batch: Batch, dearer_hop_seconds: float) -> Assignment:
+    def _assign_alike(self, batch: Batch, *, dearer_hop_seconds: float) -> Assignment:
         """Plan one step as if all ranks were as fast as the profile says."""
         machine = self.machine._replace(hop=self.machine.hop + dearer_hop_seconds)
         return replace(self, problem=replace(self.problem, rank_speeds=None), machine=machine).assign(batch)

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Final
+from functools import partial
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 
-from fcp_cli.arrays import FloatArray, IntArray
+from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.cost.model import Work
 from fcp_cli.plan.speeds import Speeds, slowest_speeds
 from fcp_cli.plan.step import offsets_of, sizes_of
@@ -30,7 +31,13 @@ _LEAST_GAIN: Final = 1e-5  # of the rank that ends last, for an exchange to be w
 _CLOSE_ENOUGH: Final = 0.01  # to the proven bound: no further ways are tried
 _HOPS: Final = 0.0, 1 / 128, 1 / 32, 1 / 8  # of a step, by which ring hops are made dearer in turn
 
-Solve = Callable[[Batch, float], Assignment]
+AnyInts: TypeAlias = IntArray | Int32Array
+
+
+class Solve(Protocol):
+    """Plans a batch for ranks of speed 1, with rings whose hops take so many seconds more."""
+
+    def __call__(self, batch: Batch, *, dearer_hop_seconds: float) -> Assignment: ...
 
 
 def assign_at_speeds(batch: Batch, problem: Problem, speeds: Speeds, solve: Solve) -> Assignment:
@@ -42,15 +49,15 @@ def assign_at_speeds(batch: Batch, problem: Problem, speeds: Speeds, solve: Solv
         batch: the global batch.
         problem: with the speeds.
         speeds: [ranks] of it.
-        solve: plans a batch for as many ranks of speed 1, with rings whose hops take so many seconds more.
+        solve: plans it for as many ranks of speed 1.
     """
     each = np.array(speeds)
     enough = lower_bound_seconds(batch.work, problem) * (1.0 + _CLOSE_ENOUGH)
     best, seconds, step_seconds = None, np.inf, 0.0
     for share in _HOPS:
-        even = solve(batch, share * step_seconds)
+        even = solve(batch, dearer_hop_seconds=share * step_seconds)
         step_seconds = step_seconds or makespan_seconds(even, batch, problem)
-        for one in _candidates(even, batch, problem, each, lambda other, hop=share * step_seconds: solve(other, hop)):
+        for one in _candidates(even, batch, problem, each, partial(solve, dearer_hop_seconds=share * step_seconds)):
             if (takes := makespan_seconds(one, batch, problem)) < seconds:
                 best, seconds = one, takes
         if seconds <= enough or problem.pipeline is not None:
@@ -124,7 +131,7 @@ def _without(found: Assignment, group_of: IntArray) -> Assignment:
     return _gathered(found.wave, sizes_of(found.rank_offsets), found.ranks, group_of)
 
 
-def _gathered(wave: IntArray, degree: IntArray, ranks: IntArray, group_of: IntArray) -> Assignment:
+def _gathered(wave: AnyInts, degree: IntArray, ranks: AnyInts, group_of: IntArray) -> Assignment:
     """Make an assignment of groups in their order, without empty ones.
 
     Args:

@@ -28,6 +28,7 @@ from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import METADATA_KEY, ManifestReference, PlanMetadata, parse_metadata
 from fcp_cli.plan.online import manifest_of
 from fcp_cli.plan.reader import PlanReader
+from fcp_cli.plan.refits import Refit
 from fcp_cli.plan.schema import steps_from_arrow, steps_to_arrow
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.writer import plan_writer
@@ -38,11 +39,19 @@ _BEGINS: Final = b"fcp-begins"
 
 
 class OnlineJournal:
-    """The journal of the plan at `path`. Messages name the plan."""
+    """The journal of the plan at `path`. Messages name the plan.
+
+    Attributes:
+        metadata: of the plan that is to be, once it has begun.
+        planned_to: one more than the last step that an earlier start planned: what was counted for those is known.
+    """
+
+    metadata: PlanMetadata
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.folder = path.with_name(f".{path.name}.online")
+        self.planned_to = 0
         self._files: list[Any] = []
 
     @property
@@ -63,6 +72,10 @@ class OnlineJournal:
         elif not self.exists:
             self._take_over_plan()
         kept = self._kept_rows(metadata, first_step) if first_step else None
+        if first_step:
+            metadata = replace(metadata, refits=self._metadata().refits)
+            self.planned_to = sum(1 for _ in self.steps())
+        self.metadata = metadata
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -71,6 +84,15 @@ class OnlineJournal:
         self._begins = {"first_step": first_step, "first_sequence": 0 if kept is None else len(kept)}
         self._part = len(self._parts("steps"))
         return kept
+
+    def note_refit(self, refit: Refit) -> None:
+        """Keep what is counted from a step on.
+
+        Raises:
+            FcpError: it cannot be written.
+        """
+        self.metadata = replace(self.metadata, refits=(*(self.metadata.refits or ()), refit))
+        write_text_atomically(self.folder / "metadata.json", self.metadata.to_json())
 
     def append(self, lengths: pa.Table, steps: list[StepPlan]) -> None:
         """Add a window: the sequences that follow, and their steps.
@@ -106,13 +128,15 @@ class OnlineJournal:
         metadata = self._metadata()
         if metadata.batching is not None and metadata.batching.reorder_window and end_step is not None:
             end_step = -(-end_step // metadata.batching.reorder_window) * metadata.batching.reorder_window
-        if not (rows := sum(len(step.sequences) for step in self.steps(end_step))):
+        sizes = [len(step.sequences) for step in self.steps(end_step)]
+        if not (rows := sum(sizes)):
             raise PlanError(f"nothing was planned for {self.path} yet")
         manifest = manifest_of(self.path)
         table = _write_manifest(manifest, self._rows(rows))
         metadata = replace(
             metadata,
             manifest=ManifestReference(name=manifest.name, rows=rows, content_hash=table.content_hash()),
+            refits=tuple(refit for refit in metadata.refits or () if refit.first_step < len(sizes)) or None,
         )
         with plan_writer(self.path, metadata) as writer:
             for step in self.steps(end_step):
@@ -261,4 +285,4 @@ def _what(metadata: PlanMetadata) -> bytes:
     """Return all of the metadata that does not change while a run plans."""
     batch_size = metadata.global_batch_size if metadata.has_equal_batches else 1
     same = ManifestReference(name="", rows=0, content_hash="")
-    return replace(metadata, manifest=same, global_batch_size=batch_size, fcp_version="").hashed_json()
+    return replace(metadata, refits=None, manifest=same, global_batch_size=batch_size, fcp_version="").hashed_json()

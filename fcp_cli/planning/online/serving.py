@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,8 +14,10 @@ import pyarrow as pa
 from fcp_cli.errors import FcpError, PlanError
 from fcp_cli.plan.messages import Message, read_message, steps_bytes, table_of, write_message
 from fcp_cli.plan.online import OnlineSettings, settings_of_json
+from fcp_cli.plan.refits import Refit
 from fcp_cli.planning.online.journal import OnlineJournal, table_of_columns
 from fcp_cli.planning.online.stream import StreamPlanner, Window
+from fcp_cli.validation import validated
 
 
 def serve(received: IO[bytes], answers: IO[bytes]) -> None:
@@ -24,7 +27,7 @@ def serve(received: IO[bytes], answers: IO[bytes]) -> None:
         return
     try:
         service = Service(opening.facts)
-        write_message(answers, {"kind": "opened", "first_sequence": service.first_sequence})
+        write_message(answers, service.opened())
         while (message := read_message(received)) is not None:
             answer = service.answer(message)
             if answer is not None:
@@ -46,6 +49,8 @@ class Service:
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
         self.settings: OnlineSettings = settings_of_json(json.loads(facts["settings"]), name="the planning process")
+        if self.settings.options.refit_every is not None and self.settings.metadata.pipeline is not None:
+            raise PlanError("refit_every knows no pipelines, whose micro-batches wait for each other; leave it out")
         self._planner = StreamPlanner(self.settings.metadata)
         self._journal: OnlineJournal | None = None
         self._kept: pa.Table | None = None
@@ -53,6 +58,16 @@ class Service:
             self._journal = OnlineJournal(Path(facts["plan"]))
             self._kept = self._journal.begin(self.settings.metadata, facts["first_step"])
         self.first_sequence = 0 if self._kept is None else len(self._kept)
+
+    def opened(self) -> dict[str, Any]:
+        """Return what the job is told first."""
+        journal = self._journal
+        return {
+            "kind": "opened",
+            "first_sequence": self.first_sequence,
+            "planned_to": 0 if journal is None else journal.planned_to,
+            "refits": [] if journal is None else [asdict(refit) for refit in journal.metadata.refits or ()],
+        }
 
     def answer(self, message: Message) -> tuple[dict[str, Any], bytes] | None:
         """Return the answer to one message; None: it wants none.
@@ -62,6 +77,11 @@ class Service:
         """
         if message.kind == "window":
             return self._plan(message)
+        if message.kind == "measured":
+            return self._refit(message)
+        if message.kind == "adopt":
+            self._planner.adopt(validated(message.facts["refit"], Refit, where="the planning process", error=PlanError))
+            return None
         if message.kind == "trained":
             self._require_as_before(message)
             return None
@@ -79,6 +99,13 @@ class Service:
         if self._journal is not None:
             self._journal.append(columns, steps)
         return {"kind": "steps"}, steps_bytes(steps)
+
+    def _refit(self, message: Message) -> tuple[dict[str, Any], bytes]:
+        """Answer what is to be counted from a step on, and keep it; all who plan are told to adopt it."""
+        found, line = self._planner.refit(message.facts["first_step"], table_of(message.table))
+        if found is not None and self._journal is not None:
+            self._journal.note_refit(found)
+        return {"kind": "refit", "refit": found and asdict(found), "line": line}, b""
 
     def _require_as_before(self, message: Message) -> None:
         """Refuse a stream that begins with other sequences than were trained before it was begun again."""

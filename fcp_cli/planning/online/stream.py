@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pyarrow as pa
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import OverlongError, PlanError
@@ -13,9 +14,11 @@ from fcp_cli.manifest.checks import checked_table
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.batching import offsets_by_tokens
 from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.refits import Refit
 from fcp_cli.plan.step import StepPlan, offsets_of
 from fcp_cli.planning.batches import batch_of, step_seed
 from fcp_cli.planning.fcp.solver import FcpSolver, solver_of
+from fcp_cli.planning.online.refitting import Refitter
 from fcp_cli.planning.parallel import plan_step
 from fcp_cli.planning.problem import problem_of
 from fcp_cli.planning.work import batch_work
@@ -47,8 +50,22 @@ class StreamPlanner:
 
     def __init__(self, metadata: PlanMetadata) -> None:
         self.metadata = metadata
-        self._problem = problem_of(metadata, name="the stream")
-        self._solver: FcpSolver = solver_of(self._problem, max_degree=metadata.solver_options.get("max_degree"))
+        self._refitter = Refitter(problem_of(replace(metadata, refits=None), name="the stream"))
+        self._plan_as_of(0)
+
+    def adopt(self, refit: Refit) -> None:
+        """Plan by a refit from its first step on."""
+        before = [one for one in self.metadata.refits or () if one.first_step < refit.first_step]
+        self.metadata = replace(self.metadata, refits=(*before, refit))
+        self._plan_as_of(refit.first_step)
+
+    def refit(self, first_step: int, measured: pa.Table) -> tuple[Refit | None, str]:
+        """Return what is to be counted from a step on, if anything, and a line about it; see `Refitter.refit`."""
+        return self._refitter.refit(first_step, measured, self.metadata.refit_at(first_step))
+
+    def _plan_as_of(self, step: int) -> None:
+        self._problem = problem_of(self.metadata, name="the stream", step=step)
+        self._solver: FcpSolver = solver_of(self._problem, max_degree=self.metadata.solver_options.get("max_degree"))
 
     def plan(self, window: Window) -> list[StepPlan]:
         """Plan the steps of a window.
@@ -66,9 +83,9 @@ class StreamPlanner:
         self._require_room(window)
         in_order = self._plan_batches(window, np.arange(len(table)), offsets_of(window.sizes))
         if len(in_order) == 1:
-            return in_order
+            return self._keep(in_order, window)
         alike = self._plan_alike(window)
-        return alike if _seconds(alike) < _seconds(in_order) else in_order
+        return self._keep(alike if _seconds(alike) < _seconds(in_order) else in_order, window)
 
     def _plan_alike(self, window: Window) -> list[StepPlan]:
         """Plan the window's sequences by falling work: a long sequence's ring is then waited for in few steps."""
@@ -94,6 +111,11 @@ class StreamPlanner:
                 seed=step_seed(self.metadata.seed, number),
             )
             steps.append(plan_step(batch, self._problem, self._solver))
+        return steps
+
+    def _keep(self, steps: list[StepPlan], window: Window) -> list[StepPlan]:
+        for step in steps:
+            self._refitter.keep(step, window.table.take(step.sequences - window.first_sequence))
         return steps
 
     def _require_room(self, window: Window) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,8 @@ class PlanningProcess:
         first_step: with which the job begins.
 
     Attributes:
-        first_sequence: number of the first sequence that is not planned yet.
+        opened: the `first_sequence` that is not planned yet, the recorded `refits`, and the step that earlier starts
+            have `planned_to`.
 
     Raises:
         RunError: it cannot begin with this step.
@@ -43,7 +44,7 @@ class PlanningProcess:
             "first_step": first_step,
         }
         self._tell("open", opening)
-        self.first_sequence = int(self._answer().facts["first_sequence"])
+        self.opened: Mapping[str, Any] = self._answer().facts
 
     def plan(self, window: ReadWindow) -> list[StepPlan]:
         """Return the planned steps of a window.
@@ -57,6 +58,23 @@ class PlanningProcess:
     def compare(self, window: ReadWindow) -> None:
         """Have a window compared with what was trained before; the next answer says if it differs."""
         self._tell("trained", _facts_of(window), table_bytes(window.columns()))
+
+    def refit(self, first_step: int, measured: bytes) -> Mapping[str, Any]:
+        """Return what is to be counted from a step on as `refit`, None where all stays, and a `line` about it.
+
+        Args:
+            first_step: that is planned next.
+            measured: the table of micro-batches that were trained since.
+
+        Raises:
+            RunError: it cannot be kept.
+        """
+        self._tell("measured", {"first_step": first_step}, measured)
+        return self._answer().facts
+
+    def adopt(self, refit: Mapping[str, Any]) -> None:
+        """Plan by a refit from its first step on."""
+        self._tell("adopt", {"refit": refit})
 
     def close(self, end_step: int) -> str | None:
         """Have the plan of the steps before `end_step` written, and end the process; return the plan's hash.

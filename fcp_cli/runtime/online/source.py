@@ -14,7 +14,7 @@ import queue
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +29,7 @@ from fcp_cli.runtime.followed_plans import note_follower
 from fcp_cli.runtime.loader import Fetch
 from fcp_cli.runtime.online.control import Control
 from fcp_cli.runtime.online.items import ReadWindow, read_windows, row_of
+from fcp_cli.runtime.online.measured import Measured, Refits
 from fcp_cli.runtime.online.process import PlanningProcess
 
 _STEPS, _END, _FAULT, _LEFT = range(4)  # what a rank has of the next window
@@ -48,6 +49,7 @@ class StreamSource:
 
     Attributes:
         followed: steps that the loop has asked for, oldest first, for whoever measures them; nobody else takes them.
+        measured: on rank 0 what the ranks took, noted by whoever measures them.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class StreamSource:
     ) -> None:
         self.settings, self.path, self._control, self._fetch = settings, path, control, fetch
         self.followed: deque[StepPlan] = deque(maxlen=64)
+        self.measured = Measured()
         self._stream = stream
         self._process: PlanningProcess | None = None
         self._planned: queue.SimpleQueue[StepPlan | BaseException | None] = queue.SimpleQueue()
@@ -79,6 +82,8 @@ class StreamSource:
         opened = self._on_rank_0(lambda: self._begin_process(begins))
         if self._control.plans and self._control.rank:
             self._process = PlanningProcess(self.settings, None, begins)
+        self._refits = Refits(self.settings.options.refit_every, opened, begins)
+        self._adopt(self._refits.in_force(begins))
         note_follower(self.path)
         self._first_step, self._begins = first_step, begins
         self._reads = self._reader(begins, int(opened["first_sequence"]))
@@ -177,7 +182,7 @@ class StreamSource:
 
     def _begin_process(self, begins: int) -> dict[str, Any]:
         self._process = PlanningProcess(self.settings, self.path, begins)
-        return {"first_sequence": self._process.first_sequence}
+        return dict(self._process.opened)
 
     def _is_allowed(self, step: int) -> bool:
         """Wait until a window that begins with this step may be planned; False once the loop is left before that."""
@@ -210,6 +215,7 @@ class StreamSource:
         due = self._begins
         try:
             while self._is_allowed(due):
+                self._refit(due)
                 steps = self._next_window(due)
                 if steps is None:
                     break
@@ -222,6 +228,23 @@ class StreamSource:
             self._planned.put(None)
         except BaseException as error:
             self._planned.put(error)
+
+    def _refit(self, due: int) -> None:
+        """Count from a step on what was measured, or what an earlier start counted. Every rank calls it."""
+        if self._refits.is_due(due):
+            told = self._on_rank_0(lambda: self._measured_refit(due))
+            self._refits.note(due, told["refit"])
+        self._adopt(self._refits.begins_with(due))
+
+    def _measured_refit(self, due: int) -> dict[str, Any]:
+        assert self._process is not None
+        told = self._process.refit(due, self.measured.take())
+        print(f"fcp: step {due}: {told['line']}", file=sys.stderr, flush=True)
+        return {"refit": told["refit"]}
+
+    def _adopt(self, refit: Mapping[str, Any] | None) -> None:
+        if refit is not None and self._process is not None:
+            self._process.adopt(refit)
 
     def _next_window(self, due: int) -> list[StepPlan] | None:
         """Return the next window's steps; None where the stream has ended or the loop was left. Every rank calls it."""

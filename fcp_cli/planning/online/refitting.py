@@ -1,0 +1,204 @@
+"""Counts what micro-batches really took: coefficients, and the speeds of ranks that are persistently slow.
+
+Of a micro-batch that took y seconds the cost model says, with f the factors of the profile's coefficients,
+
+    y = (f0 beta + f1 linear + max(f2 attention, (1 - s) f3 ring) + s f3 ring) / speed of its slowest rank
+
+The factors minimise Huber's loss of relative errors, held to what they were where no micro-batch tells them apart. A
+rank's speed is what its own micro-batches, outside rings, take beside those of the other ranks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from fcp_cli.arrays import FloatArray, IntArray
+from fcp_cli.cost.model import attention_part, ring_seconds
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.pricing import crosses_nodes, pack_work, single_rank_work
+from fcp_cli.plan.refits import MOST_FACTOR, Factors, Refit, refit_text
+from fcp_cli.plan.step import StepPlan
+from fcp_cli.planning.problem import Problem
+
+LEAST_MICROBATCHES: Final = 8
+_STEPS_KEPT: Final = 512
+_OUTLIER: Final = 0.05  # relative error from which on errors count linearly
+_ROUNDS: Final = 30
+_HELD: Final = 1e-3  # weight of what the factors were, against all micro-batches
+_MOST_CHANGE: Final = 2.0  # of a factor in one refit
+_LEAST_CHANGE: Final = 0.02  # of predictions, for the refit to be worth other plans
+_SLOW: Final = 0.95  # speed below which a rank is slow
+_PERSISTENT: Final = 0.75  # share of steps in which it must be
+_LEAST_SPEED_CHANGE: Final = 0.03
+_SLOWEST: Final = 0.1
+
+
+class _Parts(NamedTuple):
+    """Of micro-batches: the parts of their seconds under the profile as it was given, and what was measured."""
+
+    step: IntArray
+    rank: IntArray  # that ran it alone; -1: a ring
+    beta: FloatArray
+    linear: FloatArray
+    attention: FloatArray
+    ring: FloatArray
+    ranks: list[IntArray]
+    measured: FloatArray
+
+
+class Refitter:
+    """Refits the problem of a stream.
+
+    Args:
+        problem: as it was given, without any refit.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._kept: deque[tuple[StepPlan, LengthTable]] = deque(maxlen=_STEPS_KEPT)
+
+    def keep(self, step: StepPlan, sequences: LengthTable) -> None:
+        """Remember a planned step, with its sequences in its own order."""
+        self._kept.append((step, sequences))
+
+    def refit(self, first_step: int, measured: pa.Table, before: Refit | None) -> tuple[Refit | None, str]:
+        """Return what is to be counted from a step on, and a line about it; None and a line where all stays as it is.
+
+        Args:
+            first_step: that is planned next.
+            measured: columns step, order, rank and seconds of micro-batches that were trained.
+            before: what was counted until now.
+        """
+        parts = self._parts(measured)
+        if len(parts.measured) < LEAST_MICROBATCHES:
+            return None, f"{len(parts.measured)} micro-batches were measured, too few to refit"
+        old = before or Refit(first_step=0)
+        given = np.array(self._problem.rank_speeds or (1.0,) * self._problem.num_ranks)
+        speeds = np.array([old.rank_speeds.get(str(rank), given[rank]) for rank in range(len(given))])
+        factors = np.array(list(old.factors.items().values()))
+        fitted = factors
+        for _ in range(2):  # a slow rank looks like dear work, and dear work like slow ranks
+            fitted = self._fitted(parts, factors, _slowest(parts, speeds))
+            speeds = _speeds(parts, self._predicted(parts, fitted), speeds, given)
+        change = self._predicted(parts, fitted) / self._predicted(parts, factors) - 1.0
+        if np.abs(change).mean() < _LEAST_CHANGE:
+            fitted = factors
+        named = {str(rank): float(speeds[rank]) for rank in np.flatnonzero(speeds != given).tolist()}
+        found = Refit(first_step=first_step, factors=_factors(fitted), rank_speeds=named)
+        about = f"{len(parts.measured)} micro-batches of {len(np.unique(parts.step))} steps"
+        if replace(found, first_step=0) == replace(old, first_step=0):
+            return None, f"{about} are as planned"
+        return found, f"{about}: {refit_text(found)}"
+
+    def _parts(self, measured: pa.Table) -> _Parts:
+        taken: dict[tuple[int, int], float] = {}
+        columns = (measured.column(name).to_pylist() for name in ("step", "order", "seconds"))
+        for step, order, seconds in zip(*columns, strict=True):  # of a ring the last to arrive did not wait
+            taken[step, order] = min(seconds, taken.get((step, order), np.inf))
+        wanted = {step for step, _order in taken}
+        found: list[_Parts] = []
+        for step, sequences in self._kept:
+            if step.step in wanted:
+                found.append(self._parts_of(step, sequences, taken))
+        none = np.zeros(0)
+        whole = [np.zeros(0, dtype=np.int64)]
+
+        def joined(name: str) -> FloatArray:
+            return np.concatenate([none, *(getattr(part, name) for part in found)])
+
+        return _Parts(
+            step=np.concatenate(whole + [part.step for part in found]),
+            rank=np.concatenate(whole + [part.rank for part in found]),
+            beta=joined("beta"),
+            linear=joined("linear"),
+            attention=joined("attention"),
+            ring=joined("ring"),
+            ranks=[ranks for part in found for ranks in part.ranks],
+            measured=joined("measured"),
+        )
+
+    def _parts_of(self, step: StepPlan, sequences: LengthTable, taken: dict[tuple[int, int], float]) -> _Parts:
+        problem, profile = self._problem, self._problem.profile
+        seconds = np.array([taken.get((step.step, order), 0.0) for order in range(len(step))])
+        rows = np.flatnonzero(~step.is_idle & (seconds > 0))
+        working = np.flatnonzero(~step.is_idle)
+        degree = step.degrees[working]
+        offsets = np.append(step.sequence_offsets[working], step.sequence_offsets[-1])
+        work = single_rank_work(sequences, profile, problem.padding_multiple)
+        pack = pack_work(work, offsets, degree, profile, problem.padding_multiple)
+        crosses = crosses_nodes(step.rank_offsets, step.ranks, problem.ranks_per_node)[working]
+        ring = ring_seconds(profile, tokens=pack.tokens, degree=degree, crosses_nodes=crosses)
+        attention = attention_part(profile, attention_seconds=pack.attention_seconds, tokens=pack.tokens, degree=degree)
+        at = np.searchsorted(working, rows)
+        groups = [step.ranks[step.rank_offsets[row] : step.rank_offsets[row + 1]].astype(np.int64) for row in rows]
+        return _Parts(
+            step=np.full(len(rows), step.step),
+            rank=np.array([group[0] if len(group) == 1 else -1 for group in groups], dtype=np.int64),
+            beta=np.full(len(rows), profile.coefficients.microbatch_seconds),
+            linear=(pack.linear_seconds / degree)[at],
+            attention=np.asarray(attention)[at],
+            ring=np.where(degree > 1, ring, 0.0)[at],
+            ranks=groups,
+            measured=seconds[rows],
+        )
+
+    def _columns(self, parts: _Parts, factors: FloatArray) -> FloatArray:
+        """Return [micro-batches, 4] what each factor is multiplied by, where they are as given."""
+        exposed = self._problem.profile.coefficients.exposed_ring_share
+        hides = factors[2] * parts.attention >= (1.0 - exposed) * factors[3] * parts.ring
+        ring = np.where(hides, exposed, 1.0) * parts.ring
+        return np.stack([parts.beta, parts.linear, np.where(hides, parts.attention, 0.0), ring], axis=1)
+
+    def _predicted(self, parts: _Parts, factors: FloatArray) -> FloatArray:
+        return np.asarray(self._columns(parts, factors) @ factors)
+
+    def _fitted(self, parts: _Parts, before: FloatArray, speed: FloatArray) -> FloatArray:
+        """Return the factors under which micro-batches at these speeds take what they took."""
+        factors, count = before.copy(), len(parts.measured)
+        held = np.sqrt(_HELD * count) * np.eye(len(before))
+        for _ in range(_ROUNDS):
+            relative = self._columns(parts, factors) / (speed * parts.measured)[:, None]
+            error = np.abs(relative @ factors - 1.0)
+            weight = np.sqrt(np.minimum(1.0, _OUTLIER / np.maximum(error, 1e-12)))
+            left = np.concatenate((relative * weight[:, None], held * (weight**2).mean() ** 0.5))
+            right = np.concatenate((weight, held @ before * (weight**2).mean() ** 0.5))
+            factors = np.linalg.lstsq(left, right, rcond=None)[0]
+            factors = np.clip(factors, before / _MOST_CHANGE, before * _MOST_CHANGE)
+        factors = np.clip(factors, 1 / MOST_FACTOR, MOST_FACTOR)
+        return np.array([float(f"{factor:.3g}") for factor in factors])
+
+
+def _factors(values: FloatArray) -> Factors:
+    return Factors(**dict(zip(Factors().items(), values.tolist(), strict=True)))
+
+
+def _slowest(parts: _Parts, speeds: FloatArray) -> FloatArray:
+    return np.array([float(speeds[ranks].min()) for ranks in parts.ranks])
+
+
+def _speeds(parts: _Parts, predicted: FloatArray, before: FloatArray, given: FloatArray) -> FloatArray:
+    """Return [ranks] the speeds: what was measured of ranks that were slow in most steps, else 1 or as given."""
+    ratio = parts.measured / predicted
+    known = np.unique(parts.rank[parts.rank >= 0])
+    if not len(known):
+        return before
+    of_steps = {
+        rank: np.array([np.median(ratio[mine & (parts.step == step)]) for step in np.unique(parts.step[mine])])
+        for rank in known.tolist()
+        for mine in [parts.rank == rank]
+    }
+    medians = np.array([np.median(of_steps[rank]) for rank in known.tolist()])
+    usual = float(np.sort(medians)[(len(medians) - 1) // 2])
+    found: FloatArray = before.copy()
+    for rank, median in zip(known.tolist(), medians.tolist(), strict=True):
+        speed = float(f"{max(_SLOWEST, usual / median):.2g}")
+        is_slow = speed < _SLOW and bool((usual / of_steps[rank] < _SLOW).mean() >= _PERSISTENT)
+        speed = speed if is_slow else max(1.0, float(given[rank]))
+        if abs(speed - before[rank]) >= _LEAST_SPEED_CHANGE:
+            found[rank] = speed
+    return found

@@ -1,0 +1,80 @@
+"""What rank 0 has measured of a stream's steps, until it is counted for those that are planned next."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from fcp_cli.plan.messages import table_bytes
+
+
+class Measured:
+    """The micro-batches of steps that all ranks have trained; noted by the loop, taken by whoever plans."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, int, int, float]] = []
+        self._lock = threading.Lock()
+
+    def note(self, record: Mapping[str, Any]) -> None:
+        """Note a record of the metrics; a step that also pays for warming up is left out."""
+        if record.get("kind") != "step" or record.get("warm_up"):
+            return
+        rows = [
+            (record["step"], timing["order"], rank["rank"], timing["seconds"])
+            for rank in record["ranks"]
+            for timing in rank["micro_batches"]
+        ]
+        with self._lock:
+            self._rows += rows
+
+    def take(self) -> bytes:
+        """Return the table of what was noted since the last call: step, order, rank, seconds."""
+        with self._lock:
+            rows, self._rows = self._rows, []
+        names = ("step", "order", "rank", "seconds")
+        columns = list(zip(*rows, strict=True)) or [()] * len(names)
+        types = (pa.int64(), pa.int64(), pa.int64(), pa.float64())
+        return table_bytes(
+            pa.table({name: pa.array(column, kind) for name, column, kind in zip(names, columns, types, strict=True)})
+        )
+
+
+class Refits:
+    """When a stream is refitted, and by what; the same on all ranks.
+
+    Args:
+        every: steps; None: never again.
+        opened: what the planning process of rank 0 said first: the recorded `refits`, and the step that they are
+            `planned_to`, before which nothing is measured anew.
+        begins: step that is planned first.
+    """
+
+    def __init__(self, every: int | None, opened: Mapping[str, Any], begins: int) -> None:
+        self._every, self._settled_to = every, max(begins + 1, int(opened["planned_to"]))
+        recorded: Sequence[Mapping[str, Any]] = opened["refits"]
+        self._known = {int(refit["first_step"]): refit for refit in recorded}
+        self._last = begins
+
+    def is_due(self, step: int) -> bool:
+        """Return whether what was measured is to be counted from this step on."""
+        if self._every is None or step < self._settled_to or step // self._every == self._last // self._every:
+            return False
+        self._last = step
+        return True
+
+    def note(self, step: int, refit: Mapping[str, Any] | None) -> None:
+        """Note what is counted from a step on; None: what was before."""
+        if refit is not None:
+            self._known[step] = refit
+
+    def begins_with(self, step: int) -> Mapping[str, Any] | None:
+        """Return the refit that begins with a step."""
+        return self._known.get(step)
+
+    def in_force(self, step: int) -> Mapping[str, Any] | None:
+        """Return the refit that was counted before a step."""
+        before = [first for first in self._known if first < step]
+        return self._known[max(before)] if before else None
