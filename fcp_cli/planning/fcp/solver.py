@@ -14,7 +14,6 @@ from fcp_cli.cost.model import Work, encoder_seconds
 from fcp_cli.errors import UsageError
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.speeds import Speeds
-from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import GlobalBatches, spread_steps
 from fcp_cli.planning.bounds import lower_bound_seconds, simple_bound_seconds
