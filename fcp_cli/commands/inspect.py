@@ -100,6 +100,8 @@ def _inspect_plan(file: PlanFile, manifest: Path | None, json: bool) -> None:
         print_json(document)
         return
     text = "not known without --manifest, for the plan's times depend on more than lengths"
+    if metadata.refits:
+        text = "not known, for times were measured anew while the run planned"
     if found is not None:
         text = speedup_text(found[0], found[1], len(sample), summary.steps)
     print_plan(human(), metadata, summary, extra={"speed-up": text})

@@ -163,6 +163,8 @@ def _speedup(file: PlanFile, sample: list[StepPlan], longest: int, table: Length
     problem = problem_of(file.metadata, name=str(file.path))
     found = static_speedup(sample, problem, longest_tokens=longest, manifest=table)
     if found is None:
+        if file.metadata.refits:
+            return Speedup(factor=None, remark="times were measured anew while the run planned")
         return Speedup(factor=None, remark="times depend on more than lengths: give --manifest")
     factor, solver = found
     where = "" if len(sample) == file.metadata.steps else f", on {len(sample)} of {file.metadata.steps:,} steps"

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from statistics import median, median_low
 from typing import TYPE_CHECKING, Any, Literal
 
 from fcp_cli.report.bars import bar
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 WINDOW_STEPS = 20  # over which pace, rates and idle shares are averaged
+_DRIFT_STEPS = 5  # at either end of a run, of which the median is told
+_SHOWN_DRIFT = 1.05
+_SLOW, _SLOW_SHOWN = 1.1, 4  # how much longer than others a rank takes to be named, and how many are
 _RANKS_SHOWN = 16
 _BAR_COLUMNS = 28
 # A run without a living launcher is given up after this long, or after this many of its steps.
@@ -26,17 +30,21 @@ Standing = Literal["running", "finished", "interrupted", "failed", "gone", "sile
 
 @dataclass(slots=True)
 class RunState:
-    """The latest start of a run and its last steps."""
+    """The latest start of a run and its last steps, and measured / planned seconds of the first ones that were seen."""
 
     run: dict[str, Any] = field(default_factory=dict)
     window: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+    first_ratios: list[float] = field(default_factory=list)
 
     def feed(self, record: dict[str, Any]) -> None:
         if record["kind"] == "run":
             self.run = record
             self.window.clear()
+            self.first_ratios.clear()
         else:
             self.window.append(record)
+            if len(self.first_ratios) < _DRIFT_STEPS and not record.get("warm_up"):
+                self.first_ratios.append(record["seconds"] / record["predicted_seconds"])
 
     @property
     def last(self) -> Mapping[str, Any] | None:
@@ -78,6 +86,28 @@ class RunState:
             return None
         return float(max(0, self.steps - self.last["step"] - 1) * self.mean("seconds"))
 
+    @property
+    def drift(self) -> tuple[float, float] | None:
+        """Return measured / planned seconds of the first steps that were seen, and of the last; None while few were."""
+        latest = [record["seconds"] / record["predicted_seconds"] for record in self._paced()[-_DRIFT_STEPS:]]
+        if len(self.first_ratios) < _DRIFT_STEPS or len(latest) < _DRIFT_STEPS:
+            return None
+        return median(self.first_ratios), median(latest)
+
+    def slow_ranks(self) -> dict[int, float]:
+        """Return the ranks whose micro-batches outside rings take longer than others' beside their plan, and how much.
+
+        A plan that knows of a slow rank names none: it plans its micro-batches as long as they are.
+        """
+        ratios: dict[int, list[float]] = {}
+        for record in self._paced():
+            for rank in record["ranks"]:
+                alone = [one for one in rank["micro_batches"] if one["degree"] == 1 and one["predicted_seconds"] > 0]
+                ratios.setdefault(rank["rank"], []).extend(one["seconds"] / one["predicted_seconds"] for one in alone)
+        each = {rank: median(found) for rank, found in sorted(ratios.items()) if len(found) >= _DRIFT_STEPS}
+        usual = median_low(each.values()) if each else 0.0
+        return {rank: ratio / usual for rank, ratio in each.items() if ratio > _SLOW * usual > 0}
+
     def idle_of_ranks(self) -> dict[int, float]:
         """Return for each rank the share of the last steps in which it ran no micro-batch."""
         idle: dict[int, float] = {}
@@ -104,6 +134,8 @@ class RunState:
             "idle_fraction": self.mean("idle_fraction"),
             "seconds_left": self.seconds_left,
             "idle_of_ranks": list(self.idle_of_ranks().values()),
+            "drift": self.drift,
+            "slow_ranks": {str(rank): factor for rank, factor in self.slow_ranks().items()},
         }
 
     def standing(self, heartbeat: Heartbeat | None, *, quiet_seconds: float) -> Standing:
@@ -182,6 +214,12 @@ def _figures(state: RunState, ascii_only: bool) -> Iterator[str]:
     yield f"loss       {'nan' if loss is None else format(loss, '.4f')}"
     yield f"tokens/s   {short_count(state.mean('tokens') / seconds)}"
     yield f"step time  {short_seconds(seconds)} s, planned {short_seconds(predicted)} s: x{seconds / predicted:.3f}"
+    if state.drift is not None and not 1 / _SHOWN_DRIFT <= state.drift[1] / state.drift[0] <= _SHOWN_DRIFT:
+        yield f"drift      measured / planned went from x{state.drift[0]:.3f} to x{state.drift[1]:.3f}"
+    if slow := state.slow_ranks():
+        named = ", ".join(f"rank {rank} x{factor:.2f}" for rank, factor in list(slow.items())[:_SLOW_SHOWN])
+        more = f" and {len(slow) - _SLOW_SHOWN} more" if len(slow) > _SLOW_SHOWN else ""
+        yield f"slow       {named}{more}"
     yield f"idle       {state.mean('idle_fraction'):.1%}"
 
 

@@ -93,6 +93,27 @@ def test_the_state_leaves_warm_up_out_of_rates(plan: Path, lines: list[str], tmp
     assert state.idle_of_ranks()[3] == pytest.approx(second["ranks"][3]["idle_seconds"] / second["seconds"])
 
 
+def test_drift_and_a_slow_rank_are_named(lines: list[str]) -> None:
+    from rich.console import Console
+
+    state = RunState()
+    state.feed(json.loads(lines[0]))
+    for number in range(12):
+        record = json.loads(lines[1 + number % 4]) | {"step": number, "warm_up": False}
+        record["seconds"] = record["predicted_seconds"] * (1.0 if number < 6 else 1.2)
+        for rank in record["ranks"]:
+            for one in rank["micro_batches"]:
+                one["degree"] = 1
+                one["seconds"] = one["predicted_seconds"] * (1.43 if rank["rank"] == 1 else 1.0)
+        state.feed(record)
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(run_view(state, None, ascii_only=True))
+    assert "drift      measured / planned went from x1.000 to x1.200" in capture.get()
+    assert "slow       rank 1 x1.43" in capture.get()
+    assert state.to_json("running")["slow_ranks"] == {"1": pytest.approx(1.43)}
+
+
 def test_a_run_is_finished_after_its_last_step(lines: list[str], tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(lines))

@@ -67,6 +67,16 @@ def test_a_batch_that_depends_on_the_step_before_is_not_asked_for_before_it(fold
     assert [len(step.sequences) for step in PlanReader(folder / "policy.parquet").steps()] == [2, 3, 4, 5]
 
 
+def test_a_rank_that_is_thirty_percent_slower_gets_less_work_once_it_was_measured(folder: Path) -> None:
+    found = left(folder, "slow")[0]
+    plan = folder / "slow.parquet"
+    refits = PlanReader(plan).metadata.refits
+    assert refits is not None and refits[0].first_step == 4 and list(check_plan(plan)) == []
+    assert refits[-1].rank_speeds == {"2": pytest.approx(0.7, abs=0.1)}
+    # When the last micro-batch ends: what closes a step is the machine's. From the second refit on, prices are right, too.
+    assert np.median(found["slow"][8:]) < 0.9 * np.median(found["blind"][8:])
+
+
 def test_rows_of_a_data_loader_with_a_shuffle_buffer_are_trained_as_they_come(folder: Path) -> None:
     found = left(folder, "rows")
     assert len({tuple(rank["losses"]) for rank in found}) == 1 and len(found[0]["losses"]) == 6

@@ -5,9 +5,11 @@ Run by torchrun as `-m tests.runtime.workers.online_worker FOLDER`. The folder h
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -115,12 +117,44 @@ def run_cases(folder: Path) -> None:
             trained.append(step.index)
         return {"trained": trained}
 
+    def slow() -> dict[str, Any]:
+        """Rank 2 takes 1 / 0.7 of what others take, and all work is sleep, so that only plans differ."""
+        found = {}
+        roomy = Planner(profile, ranks=4, ranks_per_node=2, tokens_per_rank=160, sync="iteration")
+        for name, every in (("blind", None), ("slow", 4)):
+            fixed = roomy.online(global_batch_size=48, refit_every=every, ahead=1)
+            stream = ((number, 20 + 7 * number % 20) for number in range(48 * 14))
+            session = start(
+                folder / f"{name}.parquet",
+                lambda number: np.zeros(20 + 7 * number % 20, dtype=np.int64),
+                stream=stream,
+                planner=fixed,
+                device=CPU,
+                metrics=folder / f"{name}.metrics.jsonl",
+            )
+            model = TinyLanguageModel(CONFIG, ring_attend)
+            for step in session.steps(model):
+                for microbatch in step:
+                    row = microbatch.row
+                    seconds = (0.02 + 8e-4 * row.tokens / row.degree) * (1 / 0.7 if dist.get_rank() == 2 else 1.0)
+                    time.sleep(seconds if row.tokens else 0.0)
+                    take_part(microbatch, model)
+            session.recorder.close()  # type: ignore[union-attr]
+            records = [json.loads(line) for line in (folder / f"{name}.metrics.jsonl").read_text().splitlines()]
+            found[name] = [
+                max(one["start_seconds"] + one["seconds"] for rank in record["ranks"] for one in rank["micro_batches"])
+                for record in records
+                if record["kind"] == "step"
+            ]
+        return found
+
     rows = DataLoader(Shuffled(), batch_size=None, num_workers=2)
     cases: dict[str, Callable[[], dict[str, Any]]] = {
         "online": lambda: followed(online("online", drawn())),
         "offline": lambda: followed(start(folder / "online.parquet", tokens_of, device=CPU)),
         "restarted": restarted,
         "policy": on_policy,
+        "slow": slow,
         "rows": lambda: followed(online("rows", rows, None)),
     }
     for name, case in cases.items():
