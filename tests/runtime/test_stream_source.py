@@ -214,6 +214,7 @@ def takes_longer(step: StepPlan) -> dict[str, Any]:
     return {"kind": "step", "step": step.step, "warm_up": step.step == 0, "ranks": ranks}
 
 
+@pytest.mark.full
 def test_what_was_measured_is_counted_from_a_step_on_and_again_after_a_restart(
     tmp_path: Path, planner: Planner, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -233,6 +234,28 @@ def test_what_was_measured_is_counted_from_a_step_on_and_again_after_a_restart(
     after = follow(plan, many, online, first=6, takes=takes_longer, most=2)
     assert [rank[6:8] for rank in before] == after
     assert "fcp: step 4: " in capfd.readouterr().err
+
+
+@pytest.mark.full  # the library alone takes seconds to load
+def test_a_hugging_face_data_set_that_streams_is_read_as_it_is(tmp_path: Path, planner: Planner) -> None:
+    from datasets import load_dataset
+
+    files = [tmp_path / "0.jsonl", tmp_path / "1.jsonl"]
+    for number, file in enumerate(files):
+        found = [{"input_ids": [number] * length, "labels": [9] * length} for _, length in lengths(0, 6, seed=number)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
+
+    def stream(_rank: int) -> Iterable[Any]:
+        data = load_dataset(
+            "json", data_files=list(map(str, files)), split="train", streaming=True, cache_dir=str(tmp_path / "cache")
+        )
+        return data.shuffle(seed=1, buffer_size=4)
+
+    online = planner.online(global_batch_size=4)
+    found = follow(tmp_path / "plan.parquet", stream, online)
+    assert all(rank == found[0] for rank in found) and len(found[0]) == 3
+    drawn = sorted(len(row["input_ids"]) for _step, rows in found[0] for row in rows)
+    assert drawn == sorted(length for seed in (0, 1) for _, length in lengths(0, 6, seed=seed))
 
 
 def rows(rank: int, *, odd: int | None = None, short: bool = False) -> list[dict[str, Any]]:
