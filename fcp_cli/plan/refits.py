@@ -81,6 +81,7 @@ def refitted(profile: CostProfile, refit: Refit | None) -> CostProfile:
             microbatch_seconds=c.microbatch_seconds * by.microbatch,
             linear_seconds_per_token=c.linear_seconds_per_token * by.linear,
             attention_seconds_per_token2=c.attention_seconds_per_token2 * by.attention,
+            window_seconds_per_token2=c.window_seconds_per_token2 * by.attention,
             chunk_seconds_per_token=c.chunk_seconds_per_token * by.attention,
             vision_seconds_per_patch=c.vision_seconds_per_patch * by.linear,
             vision_seconds_per_patch2=c.vision_seconds_per_patch2 * by.linear,
