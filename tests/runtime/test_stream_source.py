@@ -245,11 +245,13 @@ def test_a_hugging_face_data_set_that_streams_is_read_as_it_is(tmp_path: Path, p
         found = [{"input_ids": [number] * length, "labels": [9] * length} for _, length in lengths(0, 6, seed=number)]
         file.write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
 
+    names, cache = list(map(str, files)), str(tmp_path / "cache")
+    # Loaded outside the threads that stand for ranks, which would wait for each other at its locks.
+    data = load_dataset("json", data_files=names, split="train", streaming=True, cache_dir=cache)
+
     def stream(_rank: int) -> Iterable[Any]:
-        data = load_dataset(
-            "json", data_files=list(map(str, files)), split="train", streaming=True, cache_dir=str(tmp_path / "cache")
-        )
-        return data.shuffle(seed=1, buffer_size=4)
+        shuffled: Iterable[Any] = data.shuffle(seed=1, buffer_size=4)
+        return shuffled
 
     online = planner.online(global_batch_size=4)
     found = follow(tmp_path / "plan.parquet", stream, online)
