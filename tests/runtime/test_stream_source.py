@@ -242,8 +242,8 @@ def test_a_hugging_face_data_set_that_streams_is_read_as_it_is(tmp_path: Path, p
 
     files = [tmp_path / "0.jsonl", tmp_path / "1.jsonl"]
     for number, file in enumerate(files):
-        found = [{"input_ids": [number] * length, "labels": [9] * length} for _, length in lengths(0, 6, seed=number)]
-        file.write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
+        written = [{"input_ids": [number] * length, "labels": [9] * length} for _, length in lengths(0, 6, seed=number)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in written), encoding="utf-8")
 
     names, cache = list(map(str, files)), str(tmp_path / "cache")
     # Loaded outside the threads that stand for ranks, which would wait for each other at its locks.
