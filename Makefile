@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # A file's tests share what its fixtures made, and so go to one worker.
 WORKERS := -n 2 --dist loadfile
 
-.PHONY: demo fast fuzz test test-bounds test-full test-loops test-msrun test-slurm lint types unit docs browser pace pictures study wheel clean
+.PHONY: demo fast fuzz test test-bounds test-full test-loops test-megatron-next test-msrun test-slurm lint types unit docs browser pace pictures study wheel clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -100,6 +100,23 @@ $(LOOPS_STAMP): pyproject.toml constraints.txt
 test-loops: $(LOOPS_STAMP)
 	$(LOOPS_VENV)/bin/python -m pytest $(WORKERS) -m loops --durations=20
 
+# The tests of Megatron on a newer megatron-core, which needs Python 3.12 or newer: make test-megatron-next PYTHON=python3.12
+NEXT_MEGATRON ?= 0.19.2
+NEXT_VENV     ?= .venv-megatron-next
+NEXT_STAMP    := $(NEXT_VENV)/.installed
+
+$(NEXT_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12) and "megatron-core $(NEXT_MEGATRON) needs Python 3.12: PYTHON=python3.12")'
+	$(PYTHON) -m venv $(NEXT_VENV)
+	$(NEXT_VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	grep -v megatron-core constraints.txt > $(NEXT_VENV)/constraints.txt
+	$(NEXT_VENV)/bin/python -m pip install --quiet --constraint $(NEXT_VENV)/constraints.txt \
+		--editable ".[torch,hf,megatron]" megatron-core==$(NEXT_MEGATRON) --group dev
+	touch $(NEXT_STAMP)
+
+test-megatron-next: $(NEXT_STAMP)
+	$(NEXT_VENV)/bin/python -m pytest -m "megatron and not full" tests/runtime/megatron --durations=10
+
 # Tests of the compiled planner with every array index checked; in a cache of its own, since numba's index of what it compiled
 # does not tell kernels with checks from others.
 test-bounds: $(STAMP)
@@ -115,4 +132,4 @@ fuzz: $(STAMP)
 	$(BIN)/python -m tests.fuzz $(FUZZ)
 
 clean:
-	rm -rf $(VENV) $(LOOPS_VENV) $(MSRUN_VENV) demo site
+	rm -rf $(VENV) $(LOOPS_VENV) $(MSRUN_VENV) $(NEXT_VENV) demo site

@@ -78,7 +78,7 @@ def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) ->
     return tensor.numpy() if as_numpy and tensor is not None else tensor
 
 
-def _layer_norm(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.LayerNorm:
+def _layer_norm(config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.LayerNorm:
     """Megatron's fused norms sum their gradients over a sequence that tensor parallelism splits; torch's refuses to."""
     norm = torch.nn.LayerNorm(hidden_size, eps)
     for parameter in norm.parameters():
@@ -87,7 +87,12 @@ def _layer_norm(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **_:
 
 
 def _norms(torch_norm: Any) -> None:
-    torch_norm.WrappedTorchNorm.__new__ = _layer_norm
+    torch_norm.WrappedTorchNorm.__new__ = lambda cls, *args, **kwargs: _layer_norm(*args, **kwargs)
+
+
+def _final_norm(hybrid_block: Any) -> None:
+    """Transformer Engine's, whatever the layers are made of."""
+    hybrid_block.TENorm = _layer_norm
 
 
 def _softmax(fused_softmax: Any) -> None:
@@ -108,6 +113,7 @@ _install()
 after_import(
     {
         "megatron.core.fusions.fused_softmax": _softmax,
+        "megatron.core.models.hybrid.hybrid_block": _final_norm,
         "megatron.core.transformer.moe.moe_utils": _expert_parts,
         "megatron.core.transformer.moe.token_dispatcher": _dispatchers,
         "megatron.core.transformer.torch_norm": _norms,

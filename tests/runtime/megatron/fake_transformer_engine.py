@@ -56,6 +56,7 @@ class DotProductAttention(nn.Module):
         max_seqlen_q: int | None = None,
         max_seqlen_kv: int | None = None,
         attn_mask_type: str | None = None,
+        pad_between_seqs: bool | None = None,
     ) -> Tensor:
         if qkv_format == "sbhd":
             assert self.cp_group is None, "a group of another call"
@@ -65,7 +66,7 @@ class DotProductAttention(nn.Module):
         assert qkv_format == "thd" and attn_mask_type == "padding_causal"
         assert query_layer.dim() == key_layer.dim() == value_layer.dim() == 3
         assert cu_seqlens_q is not None and cu_seqlens_kv is not None and cu_seqlens_q.dtype == torch.int32
-        assert cu_seqlens_q_padded is cu_seqlens_kv_padded is None, "padding between sequences is for fewer kernels"
+        assert not pad_between_seqs and cu_seqlens_q_padded is cu_seqlens_kv_padded is None, "padding between sequences is for fewer kernels"
         lengths = tuple(cu_seqlens_q.diff().tolist())
         assert max_seqlen_q == max_seqlen_kv == max(lengths)
         ring = self._ring(lengths)
@@ -119,7 +120,7 @@ def megatron_wrapper() -> Any:
     spec = importlib.util.spec_from_file_location("megatron_over_fake_engine", without_engine.__file__)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    with mock.patch.dict(sys.modules, _fakes()):
+    with mock.patch.dict(sys.modules, {**_fakes(), spec.name: module}):  # itself: dataclasses look their module up
         utils.get_te_version()  # which Megatron remembers
         spec.loader.exec_module(module)
     return module.TEDotProductAttention

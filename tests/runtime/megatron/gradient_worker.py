@@ -64,6 +64,7 @@ class Case:
         tensor_parallel, pipeline_parallel: processes per rank of the plan.
         expert_parallel: ranks that share the experts.
         engine: Transformer Engine attends (Megatron's wrapper, over a fake of what it wraps).
+        hybrid: a HybridModel, which newer versions have, in place of a GPTModel.
     """
 
     plan: str = SWITCHING
@@ -77,6 +78,7 @@ class Case:
     pipeline_parallel: int = 1
     expert_parallel: int = 1
     engine: bool = False
+    hybrid: bool = False
 
 
 GATHERING = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -98,6 +100,8 @@ CASES: Mapping[str, Case] = {
     "engine two forwards recomputed": Case(plan=WAVES, two_forwards=True, settings=FULL, engine=True),
     "engine core attention recomputed": Case(settings={"recompute_granularity": "selective"}, engine=True),
     "sharing heads": Case(plan=SHARING_HEADS, two_forwards=True, settings=FULL, engine=True),
+    "hybrid": Case(hybrid=True),
+    "hybrid two forwards recomputed": Case(plan=WAVES, two_forwards=True, settings=FULL, hybrid=True),
     "without rotary": Case(plan=EQUAL_SHAPES, broken="rotary"),
     "without binding": Case(plan=EQUAL_SHAPES, two_forwards=True, settings=FULL, broken="binding"),
     "without positions": Case(rope="mrope", settings={"mrope_section": [2, 1, 1]}, broken="positions"),
@@ -173,6 +177,9 @@ PARALLEL_CASES: Mapping[str, Case] = {
     "balanced experts in a pipeline": Case(
         plan=PIPELINE, pipeline_parallel=2, settings={**BALANCED, "pipeline_model_parallel_size": 2}
     ),
+    "balanced experts in a hybrid pipeline": Case(
+        plan=PIPELINE, pipeline_parallel=2, settings={**BALANCED, "pipeline_model_parallel_size": 2}, hybrid=True
+    ),
     "expert parallel": Case(plan=WAVES, expert_parallel=2, settings={**BALANCED, "expert_model_parallel_size": 2}),
 }
 # What only a share of the processes has, and one process has not.
@@ -209,7 +216,7 @@ def worst_error_in_parallel(plan: Path, case: Case) -> float:
 def whole_gradients(plan: Path, case: Case, dataset: tiny.Sequences) -> tuple[Named, list[Named]]:
     """The weights of a model that one process holds whole, and its gradient of each step."""
     alone = tiny.config(**{name: value for name, value in case.settings.items() if name not in SHARED})
-    whole = tiny.build(alone, rope=case.rope)
+    whole = tiny.build(alone, rope=case.rope, hybrid=case.hybrid)
     expected: list[Named] = []
     for rows in global_batches(plan):
         gradient_alone(whole, dataset, rows)
@@ -275,7 +282,8 @@ def joined(case: Case = Case()) -> Iterator[None]:
 def gradients_alone(plan: Path, case: Case) -> np.ndarray:
     """[steps, parameters] of one process that runs sequence by sequence with Megatron's own attention."""
     dataset = tiny.Sequences(lengths_of(plan), axes=3 if case.rope == "mrope" else 1)
-    model = tiny.build(tiny.config(**{**case.settings, "recompute_granularity": None}), rope=case.rope)
+    settings = tiny.config(**{**case.settings, "recompute_granularity": None})
+    model = tiny.build(settings, rope=case.rope, hybrid=case.hybrid)
     return np.stack([gradient_alone(model, dataset, rows) for rows in global_batches(plan)])
 
 
@@ -299,7 +307,7 @@ def gradients_planned(plan: Path, case: Case) -> np.ndarray:
 def wrapped(case: Case, *, weights: Named | None = None) -> tuple[Any, DistributedDataParallel]:
     """A model in Megatron's DDP, with these weights of a whole model."""
     settings = tiny.config(**case.settings)
-    gpt = tiny.build(settings, rope=case.rope, core=_engine_core() if case.engine else None)
+    gpt = tiny.build(settings, rope=case.rope, core=_engine_core() if case.engine else None, hybrid=case.hybrid)
     if weights is not None:
         with torch.no_grad():
             for name, parameter in tiny.whole_names(gpt).items():
@@ -489,11 +497,13 @@ def refused_models() -> dict[str, str]:
     bidirectional.decoder.layers[1].self_attention.attn_mask_type = AttnMaskType.no_mask
     no_attention = torch.nn.Linear(1, 1)
     fsdp = type("FullyShardedDataParallel", (torch.nn.Module,), {})()
+    mamba = type("MambaMixer", (torch.nn.Module,), {})()
     return {
         "several chunks": message_of(lambda: checks.check_chunks([no_attention, no_attention])),
         "FSDP": message_of(lambda: checks.check_chunks([fsdp])),
         "another model": message_of(lambda: hooks.unwrapped(no_attention)),
         "no attention": message_of(lambda: checks.check_layers(no_attention)),
+        "state": message_of(lambda: checks.check_layers(torch.nn.Sequential(mamba))),
         "bidirectional": message_of(lambda: checks.check_layers(bidirectional)),
         "pipeline in iterations": message_of(lambda: checks.check_waves(2, 1, "iteration")),
         "experts in iterations": message_of(lambda: checks.check_waves(1, 2, "iteration")),

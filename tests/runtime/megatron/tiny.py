@@ -1,4 +1,4 @@
-"""A small GPTModel of real megatron-core, a data set of sequences of any length, and what a training script does."""
+"""A small GPTModel or HybridModel of real megatron-core, a data set of sequences of any length, and what a training script does."""
 
 from __future__ import annotations
 
@@ -104,26 +104,31 @@ def config(**changes: Any) -> TransformerConfig:
     return TransformerConfig(**{**settings, **changes})
 
 
-def build(settings: TransformerConfig, *, rope: str = "rope", core: Any = None) -> GPTModel:
-    """Equal weights at every call, on every rank, and however a pipeline cuts the model.
+def build(settings: TransformerConfig, *, rope: str = "rope", core: Any = None, hybrid: bool = False) -> Any:
+    """Equal weights at every call, on every rank, and however a pipeline cuts a GPTModel.
 
     Args:
         core: another core attention than Megatron's local one.
+        hybrid: a HybridModel instead of a GPTModel; a pipeline's stages of it need the caller's weights.
     """
     if settings.pipeline_model_parallel_size == 1:
-        return _build(settings, rope=rope, core=core)
+        return _build(settings, rope=rope, core=core, hybrid=hybrid)
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    stage = _build(settings, rope=rope, core=core, first=first, last=last)
+    stage = _build(settings, rope=rope, core=core, hybrid=hybrid, first=first, last=last)
+    if hybrid:  # which is cut by the process groups, whatever the settings
+        return stage
     uncut = copy(settings)
     uncut.pipeline_model_parallel_size = 1
-    whole = dict(_build(uncut, rope=rope, core=core).named_parameters())
+    whole = dict(_build(uncut, rope=rope, core=core, hybrid=False).named_parameters())
     with torch.no_grad():
         for name, parameter in whole_names(stage).items():
             parameter.copy_(whole[name])
     return stage
 
 
-def _build(settings: TransformerConfig, *, rope: str, core: Any, first: bool = True, last: bool = True) -> GPTModel:
+def _build(
+    settings: TransformerConfig, *, rope: str, core: Any, hybrid: bool, first: bool = True, last: bool = True
+) -> Any:
     spec = get_gpt_layer_local_spec(num_experts=settings.num_moe_experts, qk_layernorm=False)
     if core is not None:
         spec.submodules.self_attention.submodules.core_attention = core
@@ -132,9 +137,8 @@ def _build(settings: TransformerConfig, *, rope: str, core: Any, first: bool = T
             setattr(settings, name, value)
     model_parallel_cuda_manual_seed(0)
     torch.manual_seed(0)
-    model: GPTModel = GPTModel(
+    model = (_hybrid(settings, spec) if hybrid else partial(GPTModel, transformer_layer_spec=spec))(
         config=settings,
-        transformer_layer_spec=spec,
         vocab_size=VOCABULARY,
         max_sequence_length=128,
         pre_process=first,
@@ -144,6 +148,27 @@ def _build(settings: TransformerConfig, *, rope: str, core: Any, first: bool = T
         share_embeddings_and_output_weights=False,
     )
     return model.to(settings.params_dtype)  # norms are made in fp32
+
+
+def _hybrid(settings: TransformerConfig, spec: Any) -> Any:
+    """A HybridModel whose layers hold what the layers of a GPTModel hold, attention and the rest one after the other."""
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    parts = vars(spec.submodules)
+
+    def layer(*names: str) -> Any:
+        return ModuleSpec(TransformerLayer, submodules=TransformerLayerSubmodules(**{name: parts[name] for name in names}))
+
+    attention = layer("input_layernorm", "self_attention", "self_attn_bda")
+    rest = layer("pre_mlp_layernorm", "mlp", "mlp_bda")
+    stack = ModuleSpec(
+        HybridStack, submodules=HybridStackSubmodules(attention_layer=attention, mlp_layer=rest, moe_layer=rest)
+    )
+    pattern = ("*E" if settings.num_moe_experts else "*-") * settings.num_layers
+    return partial(HybridModel, hybrid_stack_spec=stack, hybrid_layer_pattern=pattern)
 
 
 def whole_names(gpt: Any) -> dict[str, Any]:

@@ -9,8 +9,10 @@ from typing import Any
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.integrations import requirements
 
-KNOWN_TO_WORK = ("0.16.1",)
+KNOWN_TO_WORK = ("0.16.1", "0.19.2")
 _OLDEST = (0, 16, 1)
+# Layers of hybrid models that carry a state from token to token.
+_WITH_STATE = ("MambaMixer", "GatedDeltaNet")
 
 
 def check_schedules(schedules: ModuleType) -> None:
@@ -197,7 +199,7 @@ def _moe_refusals(setting: Callable[[str], Any]) -> Iterable[tuple[bool, str]]:
 
 
 def check_layers(model: Any) -> None:
-    """The attention layers of a GPTModel.
+    """Check the attention layers of a language model.
 
     Raises:
         RunError: one is of a kind whose calls are not hooked.
@@ -209,7 +211,7 @@ def check_layers(model: Any) -> None:
 
 
 def attention_layers(model: Any) -> list[Any]:
-    """Return the attention layers of a GPTModel; at least one.
+    """Return the attention layers of a language model; at least one.
 
     Raises:
         RunError: one is not plain causal self-attention.
@@ -217,9 +219,15 @@ def attention_layers(model: Any) -> list[Any]:
     from megatron.core.transformer.attention import Attention, SelfAttention
     from megatron.core.transformer.enums import AttnMaskType
 
+    for module in model.modules():
+        if type(module).__name__ in _WITH_STATE:
+            raise RunError(
+                f"the model has a {type(module).__name__}, whose state would have to pass along the ring; a plan "
+                "cannot follow it"
+            )
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     if not layers:
-        raise RunError("the model has no attention layer that a plan can drive (Mamba, or a stage without layers)")
+        raise RunError("the model has no attention layer that a plan can drive (a stage without layers)")
     for layer in layers:
         if type(layer).forward is not SelfAttention.forward:
             raise RunError(f"the model has a {type(layer).__name__}, whose forward is its own; a plan cannot follow it")

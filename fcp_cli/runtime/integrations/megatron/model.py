@@ -1,4 +1,4 @@
-"""Make the attention and the rotary embeddings of a GPTModel follow the micro-batch of each call.
+"""Make the attention and the rotary embeddings of a GPTModel, or a HybridModel, follow the micro-batch of each call.
 
 Nothing is kept in a module or in Megatron's parallel state. The ring travels in the call's PackedSeqParams, which every
 layer hands down and recomputation keeps; the rotary table of the call is cut to the positions of the shard, and is an
@@ -41,8 +41,8 @@ class RingSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core has
     packed: PackedSeqParams | None = None  # what Transformer Engine is given in its place, where that attends
 
 
-def hook_model(model: GPTModel, hook_layer: Callable[[Attention], None] | None = None) -> int:
-    """Hook one GPTModel, once; returns how many attention layers it has.
+def hook_model(model: Any, hook_layer: Callable[[Attention], None] | None = None) -> int:
+    """Hook one GPTModel or HybridModel, once; returns how many attention layers it has.
 
     Args:
         hook_layer: makes one attention layer attend on the ring of the call; by default with fcp's own ring.
@@ -160,8 +160,8 @@ def _count_tokens(router: Any, args: tuple[Any, ...], output: tuple[Tensor, Tens
     router.local_tokens_per_expert += (routing_map.bool() & is_planned[:, None]).sum(dim=0)
 
 
-def unwrapped(chunk: nn.Module) -> GPTModel:
-    """Return the GPTModel inside DDP and precision wrappers.
+def unwrapped(chunk: nn.Module) -> Any:
+    """Return the GPTModel or HybridModel inside DDP and precision wrappers.
 
     Raises:
         RunError: there is none, or it is another kind of model.
@@ -169,11 +169,21 @@ def unwrapped(chunk: nn.Module) -> GPTModel:
     inner: Any = chunk
     while isinstance(getattr(inner, "module", None), nn.Module):
         inner = inner.module
-    if not isinstance(inner, GPTModel):
+    if not isinstance(inner, model_classes()):
         raise RunError(
-            f"the model is a {type(inner).__name__}, not a GPTModel of megatron-core; a plan cannot drive it"
+            f"the model is a {type(inner).__name__}, not a GPTModel or HybridModel of megatron-core; a plan cannot "
+            "drive it"
         )
     return inner
+
+
+def model_classes() -> tuple[type, ...]:
+    """Return the classes of language models of this megatron-core; in newer ones HybridModel takes GPTModel's place."""
+    try:
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+    except ImportError:
+        return (GPTModel,)
+    return GPTModel, HybridModel
 
 
 def device_of(model: nn.Module) -> torch.device:
