@@ -41,7 +41,8 @@ def install(environment: MutableMapping[str, str]) -> None:
             "torch.optim.optimizer": _watch_optimizers,
             # Of the modules that an integration changes: each imports its integration when it is called.
             "megatron.core.pipeline_parallel.schedules": _hook_megatron,
-            "megatron.training.utils": _hook_megatron_training,
+            "megatron.core.utils": _hook_megatron_batches,
+            "megatron.training.utils": _hook_megatron_batches,
             "transformers.trainer": _hook_trainer,
             "accelerate.accelerator": _hook_accelerator,
             "lightning.pytorch.loops.fit_loop": _hook_lightning,
@@ -91,7 +92,7 @@ def _hook_megatron(schedules: ModuleType) -> None:
     hook_schedules(schedules)
 
 
-def _hook_megatron_training(utils: ModuleType) -> None:
+def _hook_megatron_batches(utils: ModuleType) -> None:
     from fcp_cli.runtime.integrations.megatron.batches import hook_batches
 
     hook_batches(utils)

@@ -66,7 +66,9 @@ class DotProductAttention(nn.Module):
         assert qkv_format == "thd" and attn_mask_type == "padding_causal"
         assert query_layer.dim() == key_layer.dim() == value_layer.dim() == 3
         assert cu_seqlens_q is not None and cu_seqlens_kv is not None and cu_seqlens_q.dtype == torch.int32
-        assert not pad_between_seqs and cu_seqlens_q_padded is cu_seqlens_kv_padded is None, "padding between sequences is for fewer kernels"
+        assert not pad_between_seqs and cu_seqlens_q_padded is cu_seqlens_kv_padded is None, (
+            "padding between sequences is for fewer kernels"
+        )
         lengths = tuple(cu_seqlens_q.diff().tolist())
         assert max_seqlen_q == max_seqlen_kv == max(lengths)
         ring = self._ring(lengths)

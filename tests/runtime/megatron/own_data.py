@@ -15,10 +15,8 @@ sys.path.insert(0, os.environ["FCP_MEGATRON_LM_SOURCE"])
 import pretrain_gpt  # type: ignore[import-not-found]  # isort: skip
 import pyarrow.parquet as pq  # isort: skip
 import torch  # isort: skip
-from gpt_builders import gpt_builder  # type: ignore[import-not-found]  # isort: skip
 from megatron.core.enums import ModelType  # isort: skip
 from megatron.training import get_args, pretrain  # isort: skip
-from model_provider import model_provider  # type: ignore[import-not-found]  # isort: skip
 from torch import Tensor  # isort: skip
 
 VOCABULARY = 61
@@ -51,11 +49,22 @@ def datasets_provider(sizes: Any, vp_stage: int | None = None) -> tuple[Any, Any
     return dataset, dataset, None
 
 
+def first_arguments(pretrain_gpt: Any) -> tuple[Any, ...]:
+    """What `pretrain` is given first, by version: from 0.19 on the configuration of all, before that a model's builder."""
+    if hasattr(pretrain_gpt, "parse_and_validate_args"):
+        args = pretrain_gpt.parse_and_validate_args()
+        settings = pretrain_gpt.gpt_config_from_args(args)
+        return pretrain_gpt.pretrain_cfg_container_from_args(args, settings), datasets_provider
+    from gpt_builders import gpt_builder  # type: ignore[import-not-found]
+    from model_provider import model_provider  # type: ignore[import-not-found]
+
+    return datasets_provider, partial(model_provider, gpt_builder)
+
+
 if __name__ == "__main__":
     datasets_provider.is_distributed = True  # type: ignore[attr-defined]
     pretrain(
-        datasets_provider,
-        partial(model_provider, gpt_builder),
+        *first_arguments(pretrain_gpt),
         ModelType.encoder_or_decoder,
         pretrain_gpt.forward_step,
         get_embedding_ranks=pretrain_gpt.get_embedding_ranks,

@@ -149,7 +149,9 @@ MODELS: Mapping[str, str] = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where one job of four ranks left the gradients of the examples."""
-    return run(tmp_path_factory.mktemp("megatron"), *EQUAL, *SHARES, *HYBRID, *HYBRID_SHARES, *WRONG, *STOPPED, "dropout")
+    return run(
+        tmp_path_factory.mktemp("megatron"), *EQUAL, *SHARES, *HYBRID, *HYBRID_SHARES, *WRONG, *STOPPED, "dropout"
+    )
 
 
 @pytest.fixture(scope="module")

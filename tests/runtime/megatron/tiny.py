@@ -160,7 +160,9 @@ def _hybrid(settings: TransformerConfig, spec: Any) -> Any:
     parts = vars(spec.submodules)
 
     def layer(*names: str) -> Any:
-        return ModuleSpec(TransformerLayer, submodules=TransformerLayerSubmodules(**{name: parts[name] for name in names}))
+        return ModuleSpec(
+            TransformerLayer, submodules=TransformerLayerSubmodules(**{name: parts[name] for name in names})
+        )
 
     attention = layer("input_layernorm", "self_attention", "self_attn_bda")
     rest = layer("pre_mlp_layernorm", "mlp", "mlp_bda")

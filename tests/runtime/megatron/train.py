@@ -25,9 +25,14 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.training.utils import get_batch_on_this_tp_rank
 
-GLOBAL_BATCH_SIZE = 8
+try:  # from 0.19 on
+    from megatron.core.utils import get_batch_on_this_tp_rank as broadcast
+except ImportError:
+    broadcast = None
+    from megatron.training.utils import get_batch_on_this_tp_rank
+
+GLOBAL_BATCH_SIZE, SEQ_LENGTH = 8, 128
 
 
 def parse() -> argparse.Namespace:
@@ -54,7 +59,26 @@ def state_of(model: Any, optimizer: Any, consumed: int, *, is_loading: bool = Fa
 
 def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
     """As in `pretrain_gpt.py`, whose first tensor-parallel process has the data."""
-    return tiny.forward_step(iter([get_batch_on_this_tp_rank(data_iterator)]), model)
+    batch = get_batch_on_this_tp_rank(data_iterator) if broadcast is None else broadcast_batch(data_iterator)
+    return tiny.forward_step(iter([batch]), model)
+
+
+def broadcast_batch(data_iterator: Any) -> Any:
+    """Read where the data is, and hand it on as Megatron does from 0.19 on."""
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    return broadcast(
+        next(data_iterator) if rank == 0 else {},
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=True,
+        broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
+        broadcast_group=parallel_state.get_tensor_model_parallel_group(),
+        cp_size=1,
+        tp_rank=rank,
+        micro_batch_size=1,
+        seq_length=SEQ_LENGTH,
+        mtp_on_this_rank=False,
+    )
 
 
 def main() -> None:
@@ -91,7 +115,7 @@ def main() -> None:
             data_iterator=iterator,
             model=[model],
             num_microbatches=microbatches,
-            seq_length=128,
+            seq_length=SEQ_LENGTH,
             micro_batch_size=1,
             forward_only=False,
         )

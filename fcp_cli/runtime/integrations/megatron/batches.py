@@ -7,6 +7,7 @@ to the others, and each takes its batches from that.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -20,33 +21,43 @@ from megatron.core import parallel_state
 from fcp_cli.runtime.integrations.megatron.microbatch import current_microbatch
 from fcp_cli.runtime.integrations.megatron.samples import ATTENTION_MASK, LOSS_MASK, POSITIONS, TOKENS, LoadedStep
 
-_MODULE, _HOOKED = "megatron.training.utils", "get_batch_on_this_tp_rank"
+_HOOKED = "get_batch_on_this_tp_rank"
+# Where it is, by version: to 0.18 it reads from an iterator, from 0.19 on it is given what the first process has read.
+_MODULES = ("megatron.training.utils", "megatron.core.utils")
 # In the order in which scripts unpack them.
 _ENTRIES = (TOKENS, "labels", LOSS_MASK, ATTENTION_MASK, POSITIONS)
 _hooked: list[Callable[..., Any]] = []
 
 
 def hook_batches(utils: ModuleType) -> None:
-    """Hook `megatron.training.utils`, to be called once it has been imported, before its importer sees it.
+    """Hook one of `_MODULES`, to be called once it has been imported, before its importer sees it.
 
-    Within a micro-batch of a plan, every process of several takes the batch from its own data iterator; elsewhere, in
-    evaluation for example, the first process broadcasts as ever.
+    Within a micro-batch of a plan, every process of several takes the batch of its own; elsewhere, in evaluation for
+    example, the first process broadcasts as ever.
     """
     get_batch: Callable[..., Any] | None = getattr(utils, _HOOKED, None)
     if get_batch is None:
         return
+    reads = "data_iterator" in inspect.signature(get_batch).parameters
 
     @wraps(get_batch)
-    def get_planned_batch(data_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+    def get_planned_batch(*args: Any, **kwargs: Any) -> Any:
         microbatch = current_microbatch.get()
         if microbatch is None or parallel_state.get_tensor_model_parallel_world_size() == 1:
-            return get_batch(data_iterator, *args, **kwargs)
-        batch = next(data_iterator)
+            return get_batch(*args, **kwargs)
+        batch = next(args[0] if args else kwargs["data_iterator"]) if reads else microbatch.batch
         device = microbatch.positions.device
-        return {name: batch[name].to(device, non_blocking=True) for name in _ENTRIES}
+        return _Batch((name, batch[name].to(device, non_blocking=True)) for name in _ENTRIES)
 
     setattr(utils, _HOOKED, get_planned_batch)
     _hooked.append(get_planned_batch)
+
+
+class _Batch(dict[str, Any]):
+    """What a script from 0.19 on also asks for (sequences packed by others, their groups) is None under a plan."""
+
+    def __missing__(self, name: str) -> None:
+        return None
 
 
 def shares_data(data_iterator: Any, replica: dist.ProcessGroup, device: torch.device) -> bool:
@@ -54,7 +65,8 @@ def shares_data(data_iterator: Any, replica: dist.ProcessGroup, device: torch.de
 
     Scripts that broadcast by a function of their own cannot: it would wait for the static length.
     """
-    if dist.get_world_size(replica) == 1 or getattr(sys.modules.get(_MODULE), _HOOKED, None) not in _hooked:
+    found = {getattr(sys.modules.get(module), _HOOKED, None) for module in _MODULES}
+    if dist.get_world_size(replica) == 1 or not found.intersection(_hooked):
         return False
     lacking = torch.tensor(int(data_iterator is None), device=device)
     dist.all_reduce(lacking, op=dist.ReduceOp.MAX, group=replica)

@@ -292,7 +292,8 @@ class Follower:
             RunError: it did not.
         """
         place = f"step {microbatch.row.step}, micro-batch {microbatch.row.order}"
-        if not read and parallel_state.is_pipeline_first_stage():
+        is_first = parallel_state.is_pipeline_first_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+        if is_first and not read:
             raise RunError(f"{place}: the script's forward step never asked its data iterator for the batch")
         if microbatch.ring.attention_calls != self._layers:
             raise RunError(
