@@ -59,8 +59,8 @@ def source() -> Path:
     named = os.environ.get("FCP_MEGATRON_LM_SOURCE")
     if not named:
         pytest.skip(
-            "opt-in: FCP_MEGATRON_LM_SOURCE names a checkout of Megatron-LM, core_v0.16.1, for which "
-            "'pip install megatron-core==0.16.1 six' has been run"
+            "opt-in: FCP_MEGATRON_LM_SOURCE names a checkout of Megatron-LM, core_v0.16.1 or core_v0.19.0, "
+            "for which 'pip install megatron-core==0.16.1 six', or 0.19.0, has been run"
         )
     return Path(named)
 

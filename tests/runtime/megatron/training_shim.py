@@ -41,8 +41,10 @@ def _install() -> None:
     torch.Tensor.type = lambda tensor, *args, **named: (  # type: ignore[method-assign, assignment]
         type_of(tensor, *args, **named) if args or named else "torch.cuda.FloatTensor"
     )
-    torch.optim.Optimizer._accelerator_graph_capture_health_check = lambda _: None  # type: ignore[attr-defined]
-    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign, assignment]
+    optimizer: Any = torch.optim.Optimizer
+    optimizer._accelerator_graph_capture_health_check = lambda _: None
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
+    torch.accelerator.is_available = lambda: False  # else data loaders pin memory in a thread of their own
     torch.set_default_dtype(torch.float64)
     unused: Any = ModuleType(_NEEDS_TRITON)
     unused.enable_batch_invariant_mode = None
