@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from fcp_cli.cost.model import group_seconds
-from fcp_cli.cost.profile import CostProfile, SplitAttention, dump_cost_profile
+from fcp_cli.cost.profile import CostProfile, dump_cost_profile
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
@@ -27,7 +27,7 @@ from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import make_solver
 from fcp_cli.profiling.analytic import analytic_profile
-from fcp_cli.recipe import Recipe
+from fcp_cli.recipe import Recipe, SplitAttention
 
 MODELS = "qwen3-8b", "qwen3-32b", "llama3-70b"
 CLUSTERS = "h100-8x8", "h200-8x8", "a100-8x8", "ascend910b-8x8"

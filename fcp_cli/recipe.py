@@ -19,6 +19,8 @@ PrecisionName: TypeAlias = Literal["bf16", "amp", "fp32", "fp64"]
 Recompute: TypeAlias = Literal["none", "selective", "full"]
 Loss: TypeAlias = Literal["chunked", "plain"]
 Offload: TypeAlias = Literal["none", "activations"]
+SplitAttention: TypeAlias = Literal["ulysses", "2d"]  # groups split heads alone, or both heads and tokens
+Phase: TypeAlias = Literal["forward"]  # what a job runs that does not train
 
 AUTO: Final = "auto"
 _OF_ACCELERATORS: Final = ("bf16", "amp")

@@ -22,7 +22,7 @@ from msgspec import Meta
 from fcp_cli.errors import ProfileError
 from fcp_cli.kinds import another_kind
 from fcp_cli.reading.documents import parse_yaml, read_text
-from fcp_cli.recipe import Recipe
+from fcp_cli.recipe import Phase, Recipe
 from fcp_cli.validation import Count, NonNegative, Positive, Share, validated
 
 FORMAT: Final = "fcp-cost-profile/1"
@@ -31,8 +31,6 @@ HIDDEN_RING: Final = "hidden_ring"  # attention may hide the whole ring
 EXPOSED_RING: Final = "exposed_ring_share"
 Origin = Literal["measured", "fitted", "analytic", "assumed"]
 Sync = Literal["iteration", "microbatch"]
-SplitAttention = Literal["ulysses", "2d"]  # groups split heads alone, or both heads and tokens
-Phase = Literal["forward"]
 # Beside what is fixed, tokens must still show in a sum of doubles: a thousandth of the quickest models' and devices'.
 _LEAST_PER_TOKEN: Final = 1e-12
 _LEAST_PER_TOKEN2: Final = 1e-16

@@ -13,14 +13,13 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from fcp_cli.cost.profile import Phase, SplitAttention
 from fcp_cli.errors import PlanError
 from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.plan.refits import Refit, refit_at
 from fcp_cli.plan.speeds import Speed, Speeds, speeds_of
 from fcp_cli.reading.documents import kind_of
 from fcp_cli.reading.parquet import FOOTER_KEY, footer_document
-from fcp_cli.recipe import Recipe
+from fcp_cli.recipe import Phase, Recipe, SplitAttention
 from fcp_cli.validation import Count, NonNegativeCount, RankCount, validated
 
 FORMAT: Final = "fcp-plan/1"

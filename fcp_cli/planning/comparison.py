@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from fcp_cli.cost.profile import SplitAttention
 from fcp_cli.errors import PlanError
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import Sync
@@ -22,6 +21,7 @@ from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
 from fcp_cli.planning.solvers import DEFAULT, SPLITS_HEADS, make_solver
 from fcp_cli.planning.stress import stressed_seconds
+from fcp_cli.recipe import SplitAttention
 
 SYNCS: tuple[Sync, ...] = ("microbatch", "iteration")
 _BLIND_TO_SYNC = ("flexsp",)  # plans waves whatever the sync; slow enough not to be asked twice

@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.cost.model import Work
-from fcp_cli.cost.profile import CostProfile, Phase, SplitAttention, parse_cost_profile
+from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.plan.metadata import EncoderBalance, PlanMetadata, Sync
 from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.plan.refits import refitted
 from fcp_cli.plan.speeds import Speeds
-from fcp_cli.recipe import Recipe
+from fcp_cli.recipe import Phase, Recipe, SplitAttention
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

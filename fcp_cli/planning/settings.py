@@ -15,7 +15,6 @@ import numpy as np
 from fcp_cli.console import Origins
 from fcp_cli.cost.profile import (
     CostProfile,
-    SplitAttention,
     dump_cost_profile,
     load_cost_profile,
     parse_cost_profile,
@@ -50,6 +49,7 @@ from fcp_cli.planning.rank_speeds import requested_speeds, speeds_of_run
 from fcp_cli.planning.ranks import Ranks, devices_of_rank, ranks_on, ranks_under, require_pipelines
 from fcp_cli.profiling.analytic import analytic_profile
 from fcp_cli.profiling.forward import forward_profile
+from fcp_cli.recipe import SplitAttention
 from fcp_cli.words import counted
 
 _FOLDER_PROFILE = Path("profile.yaml")

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TypeAlias, cast
 
-from fcp_cli.cost.profile import CostProfile, SplitAttention
+from fcp_cli.cost.profile import CostProfile
 from fcp_cli.errors import UsageError
 from fcp_cli.planning.batches import GlobalBatches
 from fcp_cli.planning.problem import Solver
+from fcp_cli.recipe import SplitAttention
 
 # Makes a solver for one plan. It may look at the plan's batches to tune itself once, as `static` does.
 SolverFactory: TypeAlias = Callable[[GlobalBatches], Solver]

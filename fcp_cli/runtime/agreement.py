@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
     from fcp_cli.runtime.world import World
 
+NO_TRAINING = (
+    "the plan is of forward passes (phase forward), whose micro-batches have no backward; train under a plan that was "
+    "made without --phase forward"
+)
 _HEX_DIGITS_PER_WORD = 4  # words of 16 bits: small enough for every back end's int32 reductions
 _HASH_WORDS = 16
 
@@ -147,3 +151,9 @@ def _name(ranks: list[int]) -> str:
         return f"rank {ranks[0]}"
     shown = ", ".join(map(str, ranks[:4]))
     return f"each of ranks {shown}{f' and {len(ranks) - 4} more' if len(ranks) > 4 else ''}"
+
+
+def require_training(metadata: PlanMetadata) -> None:
+    """Raise RunError if a loop that trains was given a plan of forward passes, which have room for more tokens."""
+    if metadata.phase == "forward":
+        raise RunError(NO_TRAINING)

@@ -29,7 +29,7 @@ from fcp_cli.plan.online import OnlineSettings
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.recipe import Reduce
-from fcp_cli.runtime.agreement import agree_on_plan
+from fcp_cli.runtime.agreement import NO_TRAINING, agree_on_plan
 from fcp_cli.runtime.contacts import Contacts, open_contacts, report_to_stderr
 from fcp_cli.runtime.cursor import PlanCursor
 from fcp_cli.runtime.embedding_cache import EmbeddingCache
@@ -38,7 +38,7 @@ from fcp_cli.runtime.finite import LossWatch
 from fcp_cli.runtime.followed_step import FollowedStep, plan_path
 from fcp_cli.runtime.grad_ring import GradRingDtype, agreed_grad_dtype
 from fcp_cli.runtime.gradients import GradientSync, gradient_sync
-from fcp_cli.runtime.gradients.forward import NO_TRAINING, without_backward
+from fcp_cli.runtime.gradients.forward import without_backward
 from fcp_cli.runtime.guards import NO_BACKWARD, OTHER_LOSS, Guards
 from fcp_cli.runtime.loader import Fetch, LoadedStep, Shard, fetches_labels, load_steps
 from fcp_cli.runtime.loss import Labels, head_loss_sum, token_loss_sum

@@ -33,7 +33,7 @@ SURFACE = {
     "profile": """
         --model -m --cluster --sync --zero --shard-ranks --reduce --precision --recompute --loss --offload
         --freeze-vision --lora --freeze --budget-minutes --max-length --degrees --ranks --device --layers --samples --fresh
-        --from-samples --nodes --devices-per-node --analytic --tensor-parallel --pipeline-parallel --hf-config
+        --from-samples --nodes --devices-per-node --analytic --tensor-parallel --pipeline-parallel --expert-parallel --hf-config
         --output -o --json
     """,
     "profile show": """

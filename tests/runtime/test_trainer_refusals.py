@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,10 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.integrations.hugging_face.checks import check_trainer
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.runtime.integrations.hugging_face.checks import check_global_batch, check_trainer
 from tests.runtime.models import hugging_face
+from tests.runtime.plans import Row, write_plan
 
 pytestmark = pytest.mark.hf
 
@@ -131,3 +134,10 @@ def test_a_class_that_does_itself_what_the_plan_does_is_refused(
     with pytest.raises(RunError) as refused:
         check_trainer(trainer_of(kind, tmp_path))
     assert str(refused.value) == message
+
+
+def test_a_plan_of_forward_passes_is_none_to_train_by(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path / "plan.parquet", [[Row([0], [8])]], num_ranks=1)
+    metadata = replace(PlanReader(plan).metadata, phase="forward")
+    with pytest.raises(RunError, match=r"the plan is of forward passes .* made without --phase forward"):
+        check_global_batch(metadata, metadata.global_batch_size, "batch size 1")

@@ -6,9 +6,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from fcp_cli.cost.profile import Phase
 from fcp_cli.plan.metadata import Sync
-from fcp_cli.recipe import Reduce
+from fcp_cli.recipe import Phase, Reduce
 from fcp_cli.runtime.gradients.base import GradientSync
 from fcp_cli.runtime.gradients.engine import engine_sync
 from fcp_cli.runtime.gradients.forward import forward_sync

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fcp_cli.cost.profile import Heads, SplitAttention, dump_cost_profile
+from fcp_cli.cost.profile import Heads, dump_cost_profile
 from fcp_cli.errors import UsageError
 from fcp_cli.plan.check import check_plan
 from fcp_cli.plan.reader import PlanReader
@@ -20,6 +20,7 @@ from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.run import make_plan
 from fcp_cli.planning.settings import PlanInputs
 from fcp_cli.planning.solvers import make_solver, names_under
+from fcp_cli.recipe import SplitAttention
 from tests.planning.examples import example_problem, table_of
 
 HEADS = Heads(

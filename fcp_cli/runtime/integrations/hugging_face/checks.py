@@ -9,6 +9,7 @@ from typing import Any
 
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.runtime.agreement import require_training
 from fcp_cli.runtime.integrations.requirements import require
 
 KNOWN_TO_WORK = ("5.23.0",)
@@ -127,13 +128,14 @@ def check_schedule(trainer: Any, metadata: PlanMetadata, plan: Any) -> None:
 
 
 def check_global_batch(metadata: PlanMetadata, batch: int, made_of: str) -> None:
-    """Raise RunError unless a script trains on as many sequences a step as the plan.
+    """Raise RunError unless the plan is one of training, on as many sequences a step as the script.
 
     Args:
         metadata: of the plan.
         batch: sequences of a step of the script, over all ranks.
         made_of: the script's settings that give them.
     """
+    require_training(metadata)
     size = metadata.global_batch_size
     if batch != size:
         raise RunError(
