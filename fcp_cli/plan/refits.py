@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 from msgspec import Meta
 
-from fcp_cli.cost.profile import CostProfile
 from fcp_cli.plan.speeds import Speed, speeds_text
 from fcp_cli.validation import NonNegativeCount
+
+if TYPE_CHECKING:  # ranks read plans, and need nothing of the cost model
+    from fcp_cli.cost.profile import CostProfile
 
 MOST_FACTOR: Final = 10.0
 """By which a coefficient may leave the cost profile, up or down: beyond, something is broken that no plan mends."""
