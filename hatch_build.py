@@ -20,37 +20,37 @@ from pathlib import Path
 from typing import Any
 
 COMPILED = Path(__file__).parent / "build" / "compiled"
-_KEPT = "kept"  # the argument of the second process
 
 
 def collect() -> None:
-    """Compile the planner afresh, and keep what a process that only plans and compares loads of it."""
+    """Compile planner and pipelines afresh, and keep what a process that only plans and compares loads of them."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "NUMBA_CACHE_DIR": folder, "PYTHONPATH": str(Path(__file__).parent)}
-        for argument in ("", _KEPT):
-            subprocess.run([sys.executable, __file__, argument], check=True, env=environment, cwd=folder)
+        for kept in ("", str(COMPILED)):  # what the first process compiles, the second one loads
+            subprocess.run([sys.executable, __file__, kept], check=True, env=environment, cwd=folder)
 
 
 def plan_everything() -> None:
-    """Run every strategy on one small step under both syncs, in this process."""
+    """Run every strategy on one small step under both syncs, without and with pipelines, in this process."""
     from fcp_cli.app import app
 
     lengths = "\n".join(str(64 + 97 * i % 4000 + (30_000 if i % 20 == 0 else 0)) for i in range(80))
     Path("lengths.jsonl").write_text(lengths, encoding="utf-8")
-    with Path("lengths.jsonl").open(encoding="utf-8") as sys.stdin:
-        app(["-q", "compare", "-", "--model", "qwen3-8b", "--ranks", "16", "--steps", "1"], standalone_mode=False)
+    step = ["-q", "compare", "lengths.jsonl", "--model", "qwen3-8b", "--ranks", "16", "--steps", "1"]
+    for options in ([], ["--pipeline-parallel", "2"]):
+        app([*step, *options], standalone_mode=False)
 
 
-def keep_loaded() -> None:
+def keep_loaded(folder: Path) -> None:
     """Copy the cache entries of the functions that Python itself called: what these call in turn is inside them."""
     from numba.core.dispatcher import Dispatcher
 
-    COMPILED.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for dispatcher in [one for one in gc.get_objects() if isinstance(one, Dispatcher)]:
         if sum(dispatcher.stats.cache_hits.values()):
             cache: Any = dispatcher._cache
             for file in Path(cache.cache_path).glob(f"{cache._impl.filename_base}.*"):
-                shutil.copy2(file, COMPILED)
+                shutil.copy2(file, folder)
 
 
 if __name__ == "__main__":
@@ -58,8 +58,8 @@ if __name__ == "__main__":
         collect()
     else:
         plan_everything()
-        if sys.argv[1] == _KEPT:
-            keep_loaded()
+        if sys.argv[1]:
+            keep_loaded(Path(sys.argv[1]))
 else:
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fcp_cli import __version__
+from fcp_cli.compiling import timed_loading
 from fcp_cli.errors import Interrupted
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
@@ -17,7 +18,6 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.summary import PlanSummary
 from fcp_cli.plan.writer import plan_writer
 from fcp_cli.planning.batches import GlobalBatches
-from fcp_cli.planning.compiled.compiling import timed_loading
 from fcp_cli.planning.journal import Journal
 from fcp_cli.planning.parallel import default_workers, plan_step, plan_steps
 from fcp_cli.planning.problem import Solver

@@ -5,34 +5,12 @@ Imported only there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def kernel(function: _Function) -> _Function:
-    """Compile a function on its first call, and keep the result on disk where some folder can be written."""
-    return _compiled(function)
-
-
-def leaf(function: _Function) -> _Function:
-    """Compile, as `kernel`, a function that makes no arrays: it counts no references to those that it is given."""
-    return _compiled(function, _nrt=False)
-
-
-def _compiled(function: _Function, **options: Any) -> _Function:
-    compiled: Any = njit(nogil=True, **options)(function)
-    # No folder can be written to, or nothing is compiled (NUMBA_DISABLE_JIT).
-    with suppress(RuntimeError, AttributeError):
-        compiled.enable_caching()
-    return cast(_Function, compiled)
+from fcp_cli.compiling import kernel, leaf
 
 
 class Graph(NamedTuple):

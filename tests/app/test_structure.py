@@ -64,6 +64,21 @@ def imported_modules(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "fcp_cli")
 
 
+def test_compiled_functions_call_none_of_other_folders() -> None:
+    """They would outlive a change there: they are kept until a source of their own folder changes."""
+    compiled = {path: set(imported_modules(path)) for path in PACKAGE.rglob("*.py")}
+    found = {
+        f"{path.relative_to(ROOT)}: {module}"
+        for path, modules in compiled.items()
+        for module in modules
+        if "fcp_cli.compiling.kernel" in modules
+        and not module.startswith(
+            (".".join(path.parent.relative_to(ROOT).parts), "fcp_cli.compiling", "fcp_cli.arrays")
+        )
+    }
+    assert found == set()
+
+
 def test_functions_are_short_and_take_few_parameters_or_say_why_not() -> None:
     found = {name for name, lines, parameters in functions() if lines > MOST_LINES or parameters > MOST_PARAMETERS}
     assert found == set(EXCEPTIONS)

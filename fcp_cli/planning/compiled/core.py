@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.planning.compiled.compiling import inlined, kernel, leaf
+from fcp_cli.compiling import inlined, kernel, leaf
 
 NONE = -1
 AT_BEST = -1  # `across` of a group of which nothing is known but that it lies across nodes

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from fcp_cli.arrays import IntArray
-from fcp_cli.planning.compiled.compiling import kernel, leaf
+from fcp_cli.compiling import kernel, leaf
 from fcp_cli.planning.compiled.core import Machine, Sequences
 from fcp_cli.planning.compiled.rings import Rings, Timeline, make_rings, make_timeline, place_rings, with_ranks_for
 from fcp_cli.planning.compiled.sand import Sand, balance, fill, make_sand

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.planning.compiled.compiling import inlined, kernel
+from fcp_cli.compiling import inlined, kernel
 from fcp_cli.planning.compiled.core import (
     AT_BEST,
     NONE,

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fcp_cli.arrays import IntArray
+from fcp_cli.compiling import is_kept
 from fcp_cli.cost.model import Work, encoder_seconds
 from fcp_cli.errors import UsageError
 from fcp_cli.plan.metadata import Sync
@@ -18,7 +19,6 @@ from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import GlobalBatches, spread_steps
 from fcp_cli.planning.bounds import lower_bound_seconds, simple_bound_seconds
 from fcp_cli.planning.compiled import iteration, microbatch
-from fcp_cli.planning.compiled.compiling import is_kept
 from fcp_cli.planning.compiled.core import ANY_RANKS, Machine, Sequences
 from fcp_cli.planning.compiled.one_degree import quickest
 from fcp_cli.planning.fcp.catalogue import Trial, choose_groups

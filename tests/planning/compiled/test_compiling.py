@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from fcp_cli.planning.compiled import compiling
-from fcp_cli.planning.compiled.compiling import is_kept, kernel, package_stamp, timed_loading
+from fcp_cli import compiling
+from fcp_cli.compiling import is_kept, kernel, package_stamp, timed_loading
 from tests.patience import PATIENCE_SECONDS
+
+ROOT = Path(__file__).parents[3]
 
 
 def doubling(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -28,18 +30,27 @@ def doubling(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return kernel(module.double)
 
 
-def test_a_kernel_is_kept_until_any_source_of_the_package_changes(
+def test_a_kernel_is_kept_until_any_source_of_its_own_folder_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "package_stamp", lambda: "these sources")
-    assert not is_kept(doubling(tmp_path, monkeypatch))
-    assert doubling(tmp_path, monkeypatch)(4) == 8
-    again = doubling(tmp_path, monkeypatch)
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    for folder in (home, elsewhere):
+        folder.mkdir()
+        (folder / "called.py").write_text("x = 1\n")
+
+    def edit(folder: Path) -> None:
+        (folder / "called.py").write_text("x = 2\n")
+        package_stamp.cache_clear()
+
+    assert not is_kept(doubling(home, monkeypatch))
+    assert doubling(home, monkeypatch)(4) == 8
+    edit(elsewhere)
+    again = doubling(home, monkeypatch)
     assert is_kept(again)
     assert again(4) == 8
     assert sum(again.stats.cache_hits.values()) == 1
-    monkeypatch.setattr(compiling, "package_stamp", lambda: "other sources")
-    changed = doubling(tmp_path, monkeypatch)
+    edit(home)
+    changed = doubling(home, monkeypatch)
     assert not is_kept(changed)
     assert changed(4) == 8
     assert sum(changed.stats.cache_hits.values()) == 0
@@ -85,6 +96,22 @@ def test_the_stamp_of_a_package_is_that_of_every_source_in_it(tmp_path: Path) ->
 
 def test_a_plain_function_is_not_kept() -> None:
     assert not is_kept(len)
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_the_wheel_brings_the_kernels_of_plans_and_of_their_pipelines(tmp_path: Path) -> None:
+    for kept in ("", str(tmp_path / "kept")):  # the first compiles what no run before it did
+        subprocess.run(
+            [sys.executable, ROOT / "hatch_build.py", kept],
+            check=True,
+            capture_output=True,
+            timeout=PATIENCE_SECONDS,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+    kept_functions = {file.name.split("-")[0] for file in (tmp_path / "kept").glob("*.nbi")}
+    assert {"iteration.schedule", "microbatch.search", "layout.places", "kernel.longest_paths"} <= kept_functions
 
 
 @pytest.mark.processes

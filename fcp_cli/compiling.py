@@ -1,4 +1,4 @@
-"""Compiles the planner's inner loops: on their first call, and kept on disk for later runs.
+"""Compiles inner loops, the planner's and the pipelines': on their first call, and kept on disk for later runs.
 
 Without fast-math and without threads: every machine computes the same bits, so every machine makes the same plan. And
 for any processor of an architecture, not for the one at hand: what a wheel brings compiled (`make wheel`), or a home
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import inspect
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from numba.core.event import TimingListener, install_listener, trigger_event
 from numba.core.registry import cpu_target
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-SHIPPED: Final = Path(__file__).parents[2] / "_data" / "compiled"
+SHIPPED: Final = Path(__file__).parent / "_data" / "compiled"
 """Kernels that came with the wheel, for the Python, numba and architecture that it was made on; used where all fit."""
 
 _COMPILE: Final = "numba:compile"
@@ -69,26 +70,28 @@ def timed_loading() -> Iterator[Callable[[], float]]:
 
 
 @cache
-def package_stamp(folder: Path = Path(__file__).parent) -> str:
-    """Return the hash of all sources of a package: this one's is the key under which its kernels are kept."""
-    return hashlib.sha256(b"".join(source.read_bytes() for source in sorted(folder.glob("*.py")))).hexdigest()
+def package_stamp(folder: Path) -> str:
+    """Return the hash of a folder's sources and of this file: the key under which the folder's kernels are kept."""
+    sources = (*sorted(folder.glob("*.py")), Path(__file__))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
 class _PackageCache(FunctionCache):
-    """numba's cache on disk, whose entries count only for one state of this whole package.
+    """numba's cache on disk, whose entries count only for one state of the whole folder that a function stands in.
 
     numba compares the file in which a function stands; but what that function calls is compiled into it and stands in
-    other files, so that a change there would go unseen. numba has no setting for this: the stamp that its index of a
-    function carries is exchanged here. Entries under another stamp are passed over, and overwritten by the next ones
-    of their name, as numba does after a change of the file itself; nothing is deleted.
+    other files of the folder, so that a change there would go unseen. numba has no setting for this: the stamp that its
+    index of a function carries is exchanged here. Entries under another stamp are passed over, and overwritten by the
+    next ones of their name, as numba does after a change of the file itself; nothing is deleted.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)  # type: ignore[no-untyped-call]
+        stamp = package_stamp(Path(inspect.getfile(function)).parent)
         self._cache_file: Any
         self._shipped: Any
         self._cache_file, self._shipped = (
-            IndexDataCacheFile(folder, self._impl.filename_base, package_stamp())  # type: ignore[no-untyped-call]
+            IndexDataCacheFile(folder, self._impl.filename_base, stamp)  # type: ignore[no-untyped-call]
             for folder in (self.cache_path, SHIPPED)
         )
 
