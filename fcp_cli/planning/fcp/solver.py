@@ -250,10 +250,13 @@ class FcpSolver:
         waves = replace(waves, wave=np.full_like(waves.wave, -1))
         return waves if makespan_seconds(waves, batch, self.problem) < seconds else found
 
-    def _assign_alike(self, batch: Batch, *, dearer_hop_seconds: float) -> Assignment:
-        """Plan one step as if all ranks were as fast as the profile says."""
-        machine = self.machine._replace(hop=self.machine.hop + dearer_hop_seconds)
-        return replace(self, problem=replace(self.problem, rank_speeds=None), machine=machine).assign(batch)
+    def _assign_alike(self, batch: Batch, *, num_ranks: int, dearer_hop_seconds: float = 0.0) -> Assignment:
+        """Plan one step as if all ranks, or as there are some fewer of them, were as fast as the profile says."""
+        alike = replace(self.problem, num_ranks=num_ranks, rank_speeds=None)
+        is_whole = num_ranks == self.problem.num_ranks
+        solver = self if is_whole else solver_of(alike, max_degree=self.options.get("max_degree"))
+        machine = solver.machine._replace(hop=solver.machine.hop + dearer_hop_seconds)
+        return replace(solver, problem=alike, machine=machine).assign(batch)
 
     def _assign(self, batch: Batch) -> Assignment:
         found = self._planned_by(batch.work, batch)

@@ -3,8 +3,9 @@
 The compiled search knows no speeds. A rank of speed s does in T seconds what another does in s T, so beside a pack of
 (1 - s) T seconds that nobody runs it would be like the others: under `iteration` the batch gets such a pack for each
 slow rank, and whichever rank the search gives it to becomes the slow one. Under `microbatch`, where waves are of
-different lengths, each wave's lightest packs go to its slowest ranks. Either way sequences are then exchanged between
-the rank that ends last and others, at their real speeds, and the answer that ends first by the cost model is taken.
+different lengths, each wave's lightest packs go to its slowest ranks. Where few ranks are slow, the quick ones are also
+planned for by themselves. Either way sequences are then exchanged between the rank that ends last and others, at their
+real speeds, and the answer that ends first by the cost model is taken.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Final, Protocol, TypeAlias
 
 import numpy as np
@@ -29,15 +31,16 @@ _MOST_EXCHANGES: Final = 512  # of a step or a wave
 _LEAST_GAIN: Final = 1e-5  # of the rank that ends last, for an exchange to be worth its time
 
 _CLOSE_ENOUGH: Final = 0.01  # to the proven bound: no further ways are tried
+_MOST_SLOW: Final = 0.25  # of all ranks, for the others to be planned for by themselves
 _HOPS: Final = 0.0, 1 / 128, 1 / 32, 1 / 8  # of a step, by which ring hops are made dearer in turn
 
 AnyInts: TypeAlias = IntArray | Int32Array
 
 
 class Solve(Protocol):
-    """Plans a batch for ranks of speed 1, with rings whose hops take so many seconds more."""
+    """Plans a batch for so many ranks of speed 1, with rings whose hops take so many seconds more."""
 
-    def __call__(self, batch: Batch, *, dearer_hop_seconds: float) -> Assignment: ...
+    def __call__(self, batch: Batch, *, num_ranks: int, dearer_hop_seconds: float = 0.0) -> Assignment: ...
 
 
 def assign_at_speeds(batch: Batch, problem: Problem, speeds: Speeds, solve: Solve) -> Assignment:
@@ -49,21 +52,38 @@ def assign_at_speeds(batch: Batch, problem: Problem, speeds: Speeds, solve: Solv
         batch: the global batch.
         problem: with the speeds.
         speeds: [ranks] of it.
-        solve: plans it for as many ranks of speed 1.
+        solve: plans it for ranks of speed 1.
     """
     each = np.array(speeds)
     enough = lower_bound_seconds(batch.work, problem) * (1.0 + _CLOSE_ENOUGH)
     best, seconds, step_seconds = None, np.inf, 0.0
     for share in _HOPS:
-        even = solve(batch, dearer_hop_seconds=share * step_seconds)
+        even = solve(batch, num_ranks=problem.num_ranks, dearer_hop_seconds=share * step_seconds)
         step_seconds = step_seconds or makespan_seconds(even, batch, problem)
-        for one in _candidates(even, batch, problem, each, partial(solve, dearer_hop_seconds=share * step_seconds)):
+        solve_even = partial(solve, num_ranks=problem.num_ranks, dearer_hop_seconds=share * step_seconds)
+        tried = _candidates(even, batch, problem, each, solve_even)
+        for one in chain(_of_quick_ranks(batch, problem, each, solve), tried) if not share else tried:
             if (takes := makespan_seconds(one, batch, problem)) < seconds:
                 best, seconds = one, takes
         if seconds <= enough or problem.pipeline is not None:
             break
     assert best is not None, "the first answer is always one"
     return best
+
+
+def _of_quick_ranks(batch: Batch, problem: Problem, speeds: FloatArray, solve: Solve) -> Iterator[Assignment]:
+    """Yield steps of the quick ranks, without the slow ones, and with what these can take off the others."""
+    slow = np.flatnonzero(speeds < speeds.max())
+    num_ranks = problem.num_ranks - len(slow)
+    holds = num_ranks * problem.tokens_per_rank >= int(batch.work.tokens.max())
+    if problem.pipeline is not None or not holds or len(slow) > _MOST_SLOW * problem.num_ranks:
+        return
+    node = np.arange(problem.num_ranks) // problem.ranks_per_node
+    lacking = np.bincount(node[slow], minlength=int(node[-1]) + 1)
+    names = np.lexsort((node, lacking[node], speeds < speeds.max()))[:num_ranks]  # whole nodes first
+    found = _renamed(solve(batch, num_ranks=num_ranks), names[None, :])
+    yield found
+    yield exchanged(found, batch, problem, speeds)
 
 
 def _candidates(
@@ -132,7 +152,7 @@ def _without(found: Assignment, group_of: IntArray) -> Assignment:
 
 
 def _gathered(wave: AnyInts, degree: IntArray, ranks: AnyInts, group_of: IntArray) -> Assignment:
-    """Make an assignment of groups in their order, without empty ones.
+    """Make an assignment of groups in their order, without empty ones and without waves of such alone.
 
     Args:
         wave, degree: [groups].
@@ -141,8 +161,11 @@ def _gathered(wave: AnyInts, degree: IntArray, ranks: AnyInts, group_of: IntArra
     """
     sizes = np.bincount(group_of, minlength=len(wave))
     kept = sizes > 0
+    waves = wave[kept]
+    if waves.min(initial=0) >= 0:
+        waves = np.unique(waves, return_inverse=True)[1]
     return Assignment(
-        wave=wave[kept].astype(np.int32),
+        wave=waves.astype(np.int32),
         rank_offsets=offsets_of(degree[kept]),
         ranks=ranks[np.repeat(kept, degree)].astype(np.int32),
         member_offsets=offsets_of(sizes[kept]),
