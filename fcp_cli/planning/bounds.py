@@ -193,14 +193,17 @@ def _alone_seconds(work: Work, index: Any, degree: IntArray, problem: Problem) -
     quickest = np.ones(1) if problem.rank_speeds is None else np.sort(problem.rank_speeds)[::-1]
     speeds = quickest[np.minimum(degree, len(quickest)) - 1]
 
-    def seconds(heads_degree: IntArray | int) -> FloatArray:
+    def seconds(heads_degree: IntArray | int, on: Any = slice(None)) -> FloatArray:
+        """Price the sequences on those of the degrees alone."""
+        parts = (work.attention_seconds[index], work.linear_seconds[index], work.tokens[index])
+        attention, linear, tokens = (part[on] if part.shape == degree.shape else part for part in parts)
         return group_seconds(
             problem.profile,
-            attention_seconds=work.attention_seconds[index],
-            linear_seconds=work.linear_seconds[index],
-            tokens=work.tokens[index],
-            degree=degree,
-            crosses_nodes=crosses,
+            attention_seconds=attention,
+            linear_seconds=linear,
+            tokens=tokens,
+            degree=degree[on],
+            crosses_nodes=crosses[on],
             heads_degree=heads_degree,
             sets_cross_nodes=(np.asarray(heads_degree) > problem.ranks_per_node)
             | (bandwidth.inter_node > bandwidth.intra_node),
@@ -213,5 +216,6 @@ def _alone_seconds(work: Work, index: Any, degree: IntArray, problem: Problem) -
         return np.where(np.isin(degree, (1, *heads.degrees(problem.num_ranks))), seconds(degree) / speeds, np.inf)
     best = seconds(1)
     for one in heads.degrees(problem.ranks_per_node):
-        best = np.minimum(best, np.where(degree % one == 0, seconds(np.where(degree % one == 0, one, 1)), np.inf))
+        splits = np.flatnonzero(degree % one == 0)
+        best[..., splits] = np.minimum(best[..., splits], seconds(one, splits))
     return np.asarray(best / speeds)

@@ -259,25 +259,32 @@ class FcpSolver:
         return replace(solver, problem=alike, machine=machine).assign(batch)
 
     def _assign(self, batch: Batch) -> Assignment:
-        found = self._planned_by(batch.work, batch)
+        enough = self._enough(batch.work)
+        found = self._planned_by(batch.work, batch, enough)
         terms = self.problem.profile.step
         floored = self.problem.sync == "microbatch" and (terms.wave_floor_seconds or terms.lockstep)
         if not floored and self.problem.attention != "2d":
             return found
         seconds = makespan_seconds(found, batch, self.problem)
-        enough = lower_bound_seconds(batch.work, self.problem) * (1.0 + _CLOSE_ENOUGH)
-        for machine, work in self._led_otherwise(batch.work):
+        for machine, work in self._led_otherwise(batch.work, seconds):
             if seconds <= enough:
                 break
-            other = replace(self, machine=machine)._planned_by(work, batch)
+            its_enough = enough if work is batch.work else self._enough(work)
+            other = replace(self, machine=machine)._planned_by(work, batch, its_enough)
             if (takes := makespan_seconds(other, batch, self.problem)) < seconds:
                 found, seconds = other, takes
         return found
 
-    def _led_otherwise(self, work: Work) -> Iterator[tuple[Machine, Work]]:
-        """Yield machines and work by which the greedy search goes other ways."""
+    def _enough(self, work: Work) -> float:
+        """Return the seconds so close to the bound of this work that no other way is tried."""
+        return lower_bound_seconds(work, self.problem) * (1.0 + _CLOSE_ENOUGH)
+
+    def _led_otherwise(self, work: Work, seconds: float) -> Iterator[tuple[Machine, Work]]:
+        """Yield machines and work by which the greedy search goes other ways, where a step takes these seconds."""
         if self.problem.attention == "2d":  # never slower than rings alone, whose groups then split heads where it pays
-            yield self.machine._replace(splits=splits_of(replace(self.problem, attention=None))), work
+            rings = replace(self.problem, attention=None)
+            if lower_bound_seconds(work, rings) < seconds:
+                yield self.machine._replace(splits=splits_of(rings)), work
         if self.problem.sync == "iteration":
             return
         encoder = encoder_seconds(work, self.problem.profile)
@@ -291,8 +298,8 @@ class FcpSolver:
                 yield dearer, work
                 yield dearer._replace(floor=0.0), work
 
-    def _planned_by(self, work: Work, batch: Batch) -> Assignment:
-        """Plan the batch as if it had this work."""
+    def _planned_by(self, work: Work, batch: Batch, enough: float) -> Assignment:
+        """Plan the batch as if it had this work; where a step takes more than `enough` seconds, in other ways, too."""
         batch = replace(batch, work=work)
         order, sequences = by_falling_work(work)
         # The compiled core knows nothing of what closes a step.
@@ -303,7 +310,6 @@ class FcpSolver:
             found, seconds = waves, makespan_seconds(waves, batch, self.problem)
         else:
             found, seconds = self._timelines(batch, order, sequences)
-        enough = lower_bound_seconds(work, self.problem) * (1.0 + _CLOSE_ENOUGH)
         for machine in _with_less(self.machine, sequences):
             if seconds <= enough or self.problem.attention == "ulysses":  # whose widest group may need every token
                 break
