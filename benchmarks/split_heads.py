@@ -124,7 +124,7 @@ def drawing() -> str:
 _WIDTH, _HEIGHT = 330, 230
 _COLOURS = "#2166ac", "#4393c3", "#92c5de", "#f4a582", "#d6604d", "#b2182b"
 _DRAWN = [2**k for k in range(13, 21)]
-_LEAST, _MOST = math.log10(0.1), math.log10(2000)
+_LEAST, _MOST = math.log10(0.2), math.log10(6000)
 
 
 def _panel(cluster: str, left: float, top: float) -> Iterator[str]:
