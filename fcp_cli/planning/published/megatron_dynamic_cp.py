@@ -29,7 +29,7 @@ def make_solver(batches: GlobalBatches) -> Solver:
 
 
 class MegatronDynamicCP:
-    name = "megatron-dynamic-cp"
+    name: str = "megatron-dynamic-cp"
     options: Mapping[str, Any] = {}
 
     def __init__(self, problem: Problem) -> None:
@@ -49,9 +49,15 @@ class MegatronDynamicCP:
         for tokens_per_rank in shard_sizes(problem.tokens_per_rank):
             if degree_needed(max(lengths), tokens_per_rank) > problem.num_ranks:
                 return
-            rounds = balanced_rounds(lengths, max_tokens_per_rank=tokens_per_rank, num_ranks=problem.num_ranks)
-            yield assign(list(drafts_of(rounds, _alone)), problem.sync)
-            yield assign(list(drafts_of(rounds, partial(_packed, batch, problem))), problem.sync)
+            for drafts in self._drafts(batch, lengths, tokens_per_rank):
+                yield assign(list(drafts), problem.sync)
+
+    def _drafts(self, batch: Batch, lengths: list[int], tokens_per_rank: int) -> Iterator[Iterator[Draft]]:
+        """Yield the ways to run the rounds of one token budget."""
+        problem = self._problem
+        rounds = balanced_rounds(lengths, max_tokens_per_rank=tokens_per_rank, num_ranks=problem.num_ranks)
+        yield drafts_of(rounds, _alone)
+        yield drafts_of(rounds, partial(packed, batch, problem))
 
 
 def check_fits(name: str, longest: int, problem: Problem) -> None:
@@ -83,5 +89,6 @@ def _alone(group: Group) -> list[list[int]]:
     return [[sequence] for sequence in group.sequences]
 
 
-def _packed(batch: Batch, problem: Problem, group: Group) -> list[list[int]]:
+def packed(batch: Batch, problem: Problem, group: Group) -> list[list[int]]:
+    """Return a group's sequences in as few packs as its ranks hold."""
     return packs_of(group.sequences, batch, problem, group.degree)

@@ -15,16 +15,15 @@ follow from is halved up to three times and the quickest kept for every step; no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from fcp_cli.planning.batches import GlobalBatches
-from fcp_cli.planning.problem import Assignment, Batch, Problem
-from fcp_cli.planning.published.drafts import assign, packs_of, quickest, shard_sizes
-from fcp_cli.planning.published.megatron_dynamic_cp import check_fits, drafts_of
+from fcp_cli.planning.problem import Batch
+from fcp_cli.planning.published.drafts import Draft
+from fcp_cli.planning.published.megatron_dynamic_cp import MegatronDynamicCP, drafts_of, packed
 from fcp_cli.planning.published.megatron_rounds import Group, degree_needed
 
 _CAP = 1.05  # of longest x budget: the work that a rank may have in a micro-batch
@@ -35,33 +34,13 @@ def make_solver(batches: GlobalBatches) -> MegatronPacking:
     return MegatronPacking(batches.problem)
 
 
-class MegatronPacking:
+class MegatronPacking(MegatronDynamicCP):
     name = "megatron-packing"
-    options: Mapping[str, Any] = {}
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-
-    def assign(self, batch: Batch) -> Assignment:
-        """Schedule one batch.
-
-        Raises:
-            PlanError: a sequence needs more ranks than there are, rounded up to a power of two.
-        """
-        return quickest(self._candidates(batch), batch, self._problem)
-
-    def _candidates(self, batch: Batch) -> Iterator[Assignment]:
-        problem, lengths = self._problem, batch.lengths.tolist()
-        check_fits(self.name, max(lengths), problem)
-        for tokens_per_rank in shard_sizes(problem.tokens_per_rank):
-            if degree_needed(max(lengths), tokens_per_rank) > problem.num_ranks:
-                return
-            rounds = packed_rounds(lengths, max_tokens_per_rank=tokens_per_rank, num_ranks=problem.num_ranks)
-            yield assign(list(drafts_of(rounds, partial(_packed, batch, problem))), problem.sync)
-
-
-def _packed(batch: Batch, problem: Problem, group: Group) -> list[list[int]]:
-    return packs_of(group.sequences, batch, problem, group.degree)
+    def _drafts(self, batch: Batch, lengths: list[int], tokens_per_rank: int) -> Iterator[Iterator[Draft]]:
+        problem = self._problem
+        rounds = packed_rounds(lengths, max_tokens_per_rank=tokens_per_rank, num_ranks=problem.num_ranks)
+        yield drafts_of(rounds, partial(packed, batch, problem))
 
 
 def packed_rounds(lengths: Sequence[int], *, max_tokens_per_rank: int, num_ranks: int) -> list[list[Group]]:
