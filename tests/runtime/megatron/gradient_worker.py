@@ -47,6 +47,7 @@ finalize: Any = sys.modules["megatron.core.distributed.finalize_model_grads"]  #
 SWITCHING, EQUAL_SHAPES, WAVES = "switching.parquet", "equal_shapes.parquet", "waves.parquet"
 SHARING_HEADS, TENSOR, PIPELINE = "sharing_heads.parquet", "tensor.parquet", "pipeline.parquet"
 UNEQUAL, STAGES = "unequal.parquet", "stages.parquet"
+PLANNED, PLANNED_STAGES = "planned.parquet", "planned_stages.parquet"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,6 +166,10 @@ PARALLEL_CASES: Mapping[str, Case] = {
     ),
     "four stages": Case(
         plan=STAGES, pipeline_parallel=4, settings={"pipeline_model_parallel_size": 4, "num_layers": 4}
+    ),
+    "planned pipelines": Case(plan=PLANNED, pipeline_parallel=2, settings={"pipeline_model_parallel_size": 2}),
+    "planned stages recomputed": Case(
+        plan=PLANNED_STAGES, pipeline_parallel=4, settings={"pipeline_model_parallel_size": 4, "num_layers": 4, **FULL}
     ),
     "engine pipeline": Case(
         plan=PIPELINE, pipeline_parallel=2, settings={"pipeline_model_parallel_size": 2, **FULL}, engine=True

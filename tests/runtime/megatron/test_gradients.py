@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ import numpy as np
 import pytest
 
 from fcp_cli.plan.pipeline import Pipeline
+from fcp_cli.planning.batches import BatchSettings
+from fcp_cli.planning.run import make_plan
+from fcp_cli.planning.settings import PlanInputs
+from tests.planning.examples import example_problem, table_of
 from tests.runtime.launch import torchrun
 from tests.runtime.plans import Row, write_plan
 
@@ -65,6 +70,8 @@ SHARES = (
     "sequence",
     "pipeline recomputed",
     "unequal pipelines recomputed",
+    "planned pipelines",
+    "planned stages recomputed",
     "engine sequence",
     "balanced experts in a pipeline",
     "expert parallel",
@@ -169,9 +176,20 @@ def run(folder: Path, *cases: str) -> Path:
     timed = Pipeline(forward_share=1 / 3)
     write_plan(folder / "unequal.parquet", UNEQUAL, num_ranks=2, rows=24, pipeline_parallel=2, pipeline=timed)
     write_plan(folder / "stages.parquet", STAGES, num_ranks=1, rows=16, pipeline_parallel=4, pipeline=timed)
+    write_planned(folder / "planned.parquet", num_ranks=2, stages=2, tokens_per_rank=16)
+    write_planned(folder / "planned_stages.parquet", num_ranks=1, stages=4, tokens_per_rank=32)
     (folder / "settings.json").write_text(json.dumps({name: given for name, (given, _) in SETTINGS.items()}))
     torchrun("-m", "tests.runtime.megatron.gradient_worker", str(folder), *cases, num_ranks=NUM_RANKS)
     return folder
+
+
+def write_planned(path: Path, *, num_ranks: int, stages: int, tokens_per_rank: int) -> None:
+    """What the planner makes of three steps for pipelines: its micro-batches, in its order."""
+    plain = example_problem(num_ranks=num_ranks, ranks_per_node=num_ranks, tokens_per_rank=tokens_per_rank)
+    problem = replace(plain, pipeline_parallel=stages, pipeline=Pipeline(forward_share=1 / 3))
+    table = table_of([7, 30, 5, 13, 2, 9, 1, 4, 9, 21, 29, 1, 6, 3, 8, 2, 9, 3, 4, 11, 2, 1, 31, 7])
+    batches = BatchSettings(global_batch_size=8, shuffle=False)
+    make_plan(path, PlanInputs(table=table, problem=problem, settings=batches), solver_name="fcp")
 
 
 def worst_error(folder: Path, case: str) -> float:
