@@ -25,11 +25,6 @@ class Operations:
     vision_per_patch: float = 0.0
     vision_per_patch2: float = 0.0  # full mask within one image or frame
 
-    @property
-    def break_even_tokens(self) -> float:
-        """Length at which attention has as many operations as the matrices."""
-        return self.linear_per_token / self.attention_per_token2
-
 
 def forward_operations(spec: ModelSpec) -> Operations:
     """Count the operations of one forward pass, with the output layer: it is 22 % of the matrices of Qwen3-1.7B."""

@@ -83,7 +83,8 @@ class Planner:
             UsageError: settings that contradict each other or cannot be assumed.
         """
         if unknown := set(more) - set(MoreSettings.__annotations__):
-            raise UsageError(f"Planner has no setting {min(unknown)}; beside its own it takes those of MoreSettings")
+            known = " and ".join(MoreSettings.__annotations__)
+            raise UsageError(f"Planner has no setting {min(unknown)}; beside its arguments it takes {known}")
         request = PlanRequest(
             profile=None if profile is None else Path(profile),
             model=model,
@@ -146,7 +147,7 @@ class Planner:
             global_batch_size: sequences per optimizer step.
             global_batch_tokens: most tokens per optimizer step instead. Neither: the stream gives whole batches.
             reorder_window: so many batches in a row may share their sequences out anew; None: all keep their order.
-            options: fields of `OnlineOptions`: ahead, planner, stream_begins.
+            options: fields of `OnlineOptions`: ahead, planner, stream_begins, refit_every.
 
         Raises:
             UsageError: both sizes are given, or a value cannot be used.

@@ -119,6 +119,7 @@ def _priced(
     crosses = (
         microbatch.ranks[0] // size != microbatch.ranks[-1] // size if degree == microbatch.degree else degree > size
     )
+    slowest = min((problem.rank_speeds[rank] for rank in microbatch.ranks), default=1.0) if problem.rank_speeds else 1.0
     splits = {
         heads_degree: float(
             group_seconds(
@@ -132,11 +133,11 @@ def _priced(
                 sets_cross_nodes=heads_degree > size,
             )
         )
+        / slowest
         for heads_degree in _heads_degrees(microbatch, degree, problem)
     }
     heads_degree = microbatch.heads_degree if degree == microbatch.degree else min(splits, key=splits.__getitem__)
-    slowest = min((problem.rank_speeds[rank] for rank in microbatch.ranks), default=1.0) if problem.rank_speeds else 1.0
-    seconds = splits[heads_degree] / slowest
+    seconds = splits[heads_degree]
     at = {"tokens": tokens, "degree": degree, "crosses_nodes": crosses, "heads_degree": heads_degree}
     ring, home = ring_seconds(problem.profile, **at), last_hop_seconds(problem.profile, **at)
     exposed = problem.profile.coefficients.exposed_ring_share * (ring - home) + home
@@ -147,8 +148,8 @@ def _priced(
         fits=tokens <= problem.tokens_per_rank * degree,
         crosses_nodes=crosses,
         seconds=seconds,
-        attention_seconds=float(attention) / degree,
-        ring_seconds=float(ring - exposed),
+        attention_seconds=float(attention) / degree / slowest,
+        ring_seconds=float(ring - exposed) / slowest,
         end_seconds=microbatch.start_seconds + seconds,
         heads_degree=heads_degree,
         split_seconds=splits,

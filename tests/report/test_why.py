@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,16 @@ def test_a_group_that_ends_with_its_step_is_not_shown_to_end_before_it(explanati
     ]
     assert against_more
     assert not any("ends 0.000 s before" in reason.text for reason in against_more)
+
+
+def test_all_seconds_are_those_of_the_slowest_rank(tmp_path: Path) -> None:
+    make_example_plan(tmp_path / "plan.parquet", num_ranks=7)
+    reader = PlanReader(tmp_path / "plan.parquet")
+    problem, step = problem_of(reader.metadata, name="plan"), next(iter(reader.steps()))
+    slow = replace(problem, rank_speeds=(0.5,) * 7)
+    for quick, other in zip(*(explain_degree(step, 0, one).alternatives for one in (problem, slow)), strict=True):
+        assert other.seconds == pytest.approx(2 * quick.seconds)
+        assert other.split_seconds == pytest.approx({u: 2 * seconds for u, seconds in quick.split_seconds.items()})
+        assert (other.attention_seconds, other.ring_seconds) == pytest.approx(
+            (2 * quick.attention_seconds, 2 * quick.ring_seconds)
+        )
