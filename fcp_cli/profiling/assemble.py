@@ -159,9 +159,11 @@ def _scaled(samples: Sequence[Sample], prior: CostProfile) -> Fit:
     names = (
         "attention_seconds_per_token2",
         "window_seconds_per_token2",
+        "chunk_seconds_per_token",
         "linear_seconds_per_token",
         "microbatch_seconds",
         "ring_hop_seconds",
+        "last_hop_seconds",
     )
     scaled = {name: factor * getattr(prior.coefficients, name) for name in names}
     profile = replace(prior, coefficients=replace(prior.coefficients, **scaled))
@@ -224,7 +226,9 @@ def _prior(samples: SamplesFile, spec: ModelSpec, recipe: Recipe, sync: Sync) ->
     across = [figures[1] for tier in _ACROSS_NODES if (figures := _transfer_figures(samples, tier)) is not None]
     inter = min(across, default=prior.bandwidth.inter_node)
     messages = messages_per_hop(spec, recompute=recipe.recompute == "full")
-    coefficients = replace(prior.coefficients, ring_hop_seconds=messages * latency)
+    c, hop_seconds = prior.coefficients, messages * latency
+    last_hop_seconds = c.last_hop_seconds * hop_seconds / c.ring_hop_seconds if c.ring_hop_seconds else 0.0
+    coefficients = replace(c, ring_hop_seconds=hop_seconds, last_hop_seconds=last_hop_seconds)
     return replace(prior, coefficients=coefficients, bandwidth=Bandwidth(intra_node=bandwidth, inter_node=inter))
 
 

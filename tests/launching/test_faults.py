@@ -155,6 +155,7 @@ def test_a_plan_deleted_before_the_ranks_opened_it_is_told_by_name(folder: Path,
     assert f"there is no plan {folder / 'early.parquet'}; make one with 'fcp plan" in ended.last
 
 
+@pytest.mark.full  # a whole job for what must not happen; the one deleted early fails
 def test_a_plan_deleted_later_does_not_disturb_the_job_that_holds_it_open(
     folder: Path, fails: Callable[..., Ended]
 ) -> None:
@@ -215,6 +216,7 @@ def test_a_port_in_use_is_found_before_anything_is_started(folder: Path, address
     assert not (folder / "nodes").exists()
 
 
+@pytest.mark.full  # waits out its time, as the next one does
 def test_a_node_0_that_nobody_started_is_told_in_one_line(folder: Path, address: str) -> None:
     port = unused_port()
     ended = node(folder, address, port, rank=1)

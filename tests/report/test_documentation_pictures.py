@@ -59,7 +59,7 @@ def test_vega_draws_every_picture(plans: dict[str, list[StepPlan]]) -> None:
 
 def test_pictures_in_the_docs_are_light_and_need_nothing_from_elsewhere() -> None:
     pictures = sorted((DOCS / "pictures").glob("*.svg"))
-    drawn = {"degrees.svg", "idle.svg", "planner-growth.svg", "step.svg", "words.svg"}
+    drawn = {"degrees.svg", "idle.svg", "paced.svg", "planner-growth.svg", "split-heads.svg", "step.svg", "words.svg"}
     assert {path.name for path in pictures} == drawn | {"study-extreme.svg", "study-scaling.svg", "study-speedups.svg"}
     for path in pictures:
         text = path.read_text()

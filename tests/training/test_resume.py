@@ -271,6 +271,7 @@ def test_a_sharded_run_resumes_bit_for_bit_and_on_more_ranks(folder: Path) -> No
     assert_same_trajectory(go_on(folder, "more", ranks=3, steps=4), steps_of(folder / "whole"))
 
 
+@pytest.mark.full  # test_zero.py resumes under other stages
 def test_a_run_goes_on_with_its_optimizer_shared_out_where_none_was(folder: Path, straight: Path) -> None:
     """Under one command; every stage on what every other one saved, bit for bit: test_zero.py."""
     cut(folder / "shared", straight, step=3)

@@ -121,7 +121,10 @@ def test_tokenizer_and_processor_go_along_and_nothing_else(tmp_path: Path) -> No
 
 @pytest.mark.processes
 @pytest.mark.distributed
-@pytest.mark.parametrize(("ranks", "shards"), [(3, 3), (4, 2)], ids=["sharded", "copies of shards"])
+@pytest.mark.parametrize(
+    ("ranks", "shards"),
+    [pytest.param(3, 3, id="sharded"), pytest.param(4, 2, id="copies of shards", marks=pytest.mark.full)],
+)
 def test_ranks_read_their_rows_and_write_files_of_their_own(tmp_path: Path, ranks: int, shards: int) -> None:
     expected = saved(tmp_path / "source")
     program = str(Path(__file__).with_name("weights_worker.py"))
