@@ -29,21 +29,26 @@ class Finding:
         return where + self.message
 
 
-class Limits(Protocol):
-    """The limits of a step's rows: both a plan's metadata and a planning problem have them."""
+class Waiting(Protocol):
+    """Where ranks wait for each other: both a plan's metadata and a planning problem say it."""
 
     @property
     def num_ranks(self) -> int: ...
-    @property
-    def tokens_per_rank(self) -> int: ...
-    @property
-    def padding_multiple(self) -> int | None: ...
     @property
     def sync(self) -> Sync: ...
     @property
     def pipeline_parallel(self) -> int: ...
     @property
     def pipeline(self) -> Pipeline | None: ...
+
+
+class Limits(Waiting, Protocol):
+    """The limits of a step's rows, beside where ranks wait: a plan's metadata and a planning problem have them."""
+
+    @property
+    def tokens_per_rank(self) -> int: ...
+    @property
+    def padding_multiple(self) -> int | None: ...
 
 
 def check_layout(step: StepPlan, limits: Limits) -> Iterator[Finding]:

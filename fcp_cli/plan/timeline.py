@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.cost.profile import StepTerms
+from fcp_cli.plan.layout import Waiting
 from fcp_cli.plan.metadata import Sync
-from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.plan.pricing import Prices
 
 NO_TERMS: Final = StepTerms()
@@ -25,19 +25,6 @@ class Times(NamedTuple):
     start_seconds: FloatArray
     makespan_seconds: float
     stuck: tuple[int, ...] = ()
-
-
-class Waiting(Protocol):
-    """Where ranks wait for each other: both a plan's metadata and a planning problem say it."""
-
-    @property
-    def num_ranks(self) -> int: ...
-    @property
-    def sync(self) -> Sync: ...
-    @property
-    def pipeline_parallel(self) -> int: ...
-    @property
-    def pipeline(self) -> Pipeline | None: ...
 
 
 def priced_times(
