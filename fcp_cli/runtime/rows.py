@@ -5,9 +5,11 @@ On CUDA with triton one kernel does each of the updates (`kernels/fused.py`); wh
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fcp_cli.arrays import IntArray
 from fcp_cli.runtime.kernels import fused
 from fcp_cli.runtime.kernels.base import lse_dtype, to_device
 from fcp_cli.runtime.layout import Rows
@@ -56,6 +58,22 @@ def add(source: Tensor, into: Tensor, also: Tensor | None, rows: Rows, share: Te
         _put(into, rows, total)
         if also is not None:
             _put(also, rows, total)
+
+
+def rows_at(positions: IntArray) -> Rows:
+    """Return the rows at positions [n], n > 0: as a slice where they are on end."""
+    first = int(positions[0])
+    if np.array_equal(positions, np.arange(first, first + positions.size)):
+        return Rows((first, first + positions.size))
+    return Rows(None, positions)
+
+
+def add_to_rows(total: Tensor, rows: Rows, share: Tensor) -> None:
+    """Add `share` [n, ..] to the rows of `total` [T, ..], each named once, in place."""
+    if rows.span is not None:
+        take(total, rows).add_(share)
+    else:
+        total.index_add_(0, _positions(rows, total.device), share.to(total.dtype))
 
 
 def add_pair(total: Tensor, rows: Rows, first: Tensor, second: Tensor) -> None:

@@ -1,0 +1,311 @@
+"""Bring every chunk of a shard the rows just before it, from the members that hold them, and gradients back to those.
+
+What looks back a few tokens, as attention in windows does, needs of the other members the last rows before each of a
+member's chunks, its *halo*, and not the rest of the pack. Chunks that follow each other are held by members that stand
+beside each other in the ring, so a halo comes from there, over the ring's own connections: in a round every member
+sends the rows that the front of the next member looks back at, then those that the back of the previous member does.
+
+    front chunks  0 -> 1 -> .. -> d-1         back chunks  d -> d+1 -> .. -> 2d-1
+    members       0 -> 1 -> .. -> d-1                      d-1 -> d-2 -> .. -> 0
+
+Where chunks are shorter than the halo, a second round passes on what came in the first, and so forth: a neighbour needs
+no row that this member does not need or hold, so each row arrives once, and none that nobody looks at.
+Backward goes through the rounds from the last to the first, the other way, and sums gradients as they come by.
+
+All sizes follow from the layout. Every round is a batch of one send and one receive for fronts and then one for backs,
+the same on all members, so the order stays common (`transport`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, count, pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fcp_cli.arrays import IntArray
+from fcp_cli.runtime.layout import CACHED_LAYOUTS, Rows, ShardLayout
+from fcp_cli.runtime.rows import add_to_rows, rows_at, take
+from fcp_cli.runtime.transport import Handle, Transport, Waits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Message:
+    """One batch of a round, as one member sees it.
+
+    Attributes:
+        to, source: places in the ring, before and after which there is nobody at its ends.
+        is_own: whether the rows sent are the member's own; else it received them in an earlier round.
+        sent: which of these rows; None for none.
+        num_sent: how many.
+        received: (start, stop) among the rows that the member receives; empty for none.
+    """
+
+    to: int
+    source: int
+    is_own: bool
+    sent: Rows | None
+    num_sent: int
+    received: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Halo:
+    """What one member of a ring looks back at. Get it from `halo_of`, which caches.
+
+    A *run* is a member's rows of a sequence that lie on end there: a chunk, or the two in the middle together.
+
+    Attributes:
+        index: the member's place in the ring.
+        tokens: rows that it holds.
+        received: rows that it gets from others.
+        rounds: messages, in the order of issue.
+        firsts: [runs] where each run starts in the member's buffer.
+        sizes: [runs] rows of each.
+        counts: [runs] rows that each looks back at; fewer than the reach where a sequence starts.
+        before: [sum(counts)] where these lie, in order, in a buffer of the member's rows and, behind, those received.
+    """
+
+    index: int
+    tokens: int
+    received: int
+    rounds: tuple[tuple[Message, ...], ...]
+    firsts: IntArray
+    sizes: IntArray
+    counts: IntArray
+    before: IntArray
+
+
+@lru_cache(maxsize=CACHED_LAYOUTS)
+def halo_of(layout: ShardLayout, index: int, reach: int) -> Halo:
+    """Return what member `index` of a ring looks back at, if each token looks back at `reach` before it.
+
+    Args:
+        layout: of the ring: `ShardLayout.ring` of a group's.
+        index: place in the ring.
+        reach: rows, >= 0.
+    """
+    return _Lanes(layout, reach).halo(index)
+
+
+class FetchedRows:
+    """A forward exchange, whose first round is under way once this is made.
+
+    Args:
+        kind: what travels, for records and messages.
+        halo: this member's part.
+        ranks: global ranks of the ring, in its order.
+        transport: carries the messages; None is enough where nothing is received.
+        tensors: [tokens, n, ...] each, of one type; a message has the rows of all.
+    """
+
+    def __init__(
+        self, kind: str, halo: Halo, ranks: tuple[int, ...], transport: Transport | None, *tensors: Tensor
+    ) -> None:
+        self._wire = _Wire(kind, halo, ranks, transport)
+        self._tensors = tensors
+        widths = [tensor.shape[1:].numel() for tensor in tensors]
+        self._columns = [slice(*ends) for ends in pairwise(accumulate(widths, initial=0))]
+        self._received = tensors[0].new_empty(halo.received, sum(widths))
+        self._under_way = self._issue(0)
+
+    def rows(self) -> Waits[list[Tensor]]:
+        """Run what is left of the exchange; yield the handles it waits for.
+
+        Returns:
+            [halo.received, n, ...] per tensor; its last dimension is contiguous.
+        """
+        for number in range(len(self._wire.halo.rounds)):
+            if number:
+                self._under_way = self._issue(number)
+            for handle, _ in self._under_way:
+                yield handle
+        self._under_way = []
+        return [
+            self._received[:, column].view(-1, *tensor.shape[1:])
+            for tensor, column in zip(self._tensors, self._columns, strict=True)
+        ]
+
+    def _issue(self, number: int) -> list[tuple[Handle, Tensor | None]]:
+        under_way = []
+        for message in self._wire.messages(number):
+            sent = None if message.sent is None else self._sent(message, message.sent)
+            start, stop = message.received
+            received = self._received[start:stop] if stop > start else None
+            # What is sent must live until it has left.
+            under_way.append((self._wire.start(sent, message.to, received, message.source), sent))
+        return under_way
+
+    def _sent(self, message: Message, rows: Rows) -> Tensor:
+        if not message.is_own:
+            return take(self._received, rows)
+        parts = [take(tensor, rows).flatten(1) for tensor in self._tensors]
+        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0].contiguous()
+
+
+class ReturnedRows:
+    """The backward of an exchange, whose first round is under way once this is made.
+
+    Args:
+        kind, halo, ranks, transport: as given to `FetchedRows`.
+        received: [halo.received, width] gradients of the rows that the forward received; changed in place.
+    """
+
+    def __init__(
+        self, kind: str, halo: Halo, ranks: tuple[int, ...], transport: Transport | None, received: Tensor
+    ) -> None:
+        self._wire = _Wire(kind, halo, ranks, transport)
+        self._received = received
+        self._last = len(halo.rounds) - 1
+        self._under_way = self._issue(self._last)
+
+    def add_to(self, own: Tensor) -> Waits[None]:
+        """Add what others' look-backs give to the gradients [tokens, width] of the own rows, in place.
+
+        Run what is left of the exchange for it; yield the handles it waits for.
+        """
+        for number in range(self._last, -1, -1):
+            if number < self._last:
+                self._under_way = self._issue(number)
+            for handle, message, arrived in self._under_way:
+                yield handle
+                if message.sent is not None and arrived is not None:
+                    add_to_rows(own if message.is_own else self._received, message.sent, arrived)
+        self._under_way = []
+
+    def _issue(self, number: int) -> list[tuple[Handle, Message, Tensor | None]]:
+        under_way = []
+        for message in self._wire.messages(number):
+            start, stop = message.received
+            sent = self._received[start:stop] if stop > start else None
+            count = message.num_sent
+            arrived = self._received.new_empty(count, self._received.shape[1]) if count else None
+            under_way.append((self._wire.start(sent, message.source, arrived, message.to), message, arrived))
+        return under_way
+
+
+class _Wire:
+    """Where the messages of a halo go."""
+
+    __slots__ = ("_kind", "_ranks", "_transport", "halo")
+
+    def __init__(self, kind: str, halo: Halo, ranks: tuple[int, ...], transport: Transport | None) -> None:
+        self.halo, self._kind, self._ranks, self._transport = halo, kind, ranks, transport
+
+    def messages(self, number: int) -> tuple[Message, ...]:
+        return self.halo.rounds[number] if self.halo.rounds else ()
+
+    def start(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> Handle:
+        assert self._transport is not None, "a ring of several members needs a transport"
+        size = len(self._ranks)  # beyond the ends of the ring nothing is sent, and no rank is asked
+        return self._transport.start(self._kind, sent, self._ranks[to % size], received, self._ranks[source % size])
+
+
+class _Lanes:
+    """Which rows of each sequence travel to which member in which round."""
+
+    def __init__(self, layout: ShardLayout, reach: int) -> None:
+        self._layout, self._reach = layout, reach
+        lengths = np.asarray(layout.lengths, dtype=np.int64)
+        self._chunk, self._extra = np.divmod(lengths, 2 * layout.degree)
+        self._bases = np.cumsum(lengths) - lengths
+
+    def halo(self, index: int) -> Halo:
+        layout, received, rounds = self._layout, [np.empty(0, dtype=np.int64)], []
+        own, num_received = layout.index(index), 0
+        for number in count(1):
+            batches = []
+            # Fronts go up the ring, backs down.
+            for is_front, step in ((True, 1), (False, -1)):
+                arrives = self._rows(index, number, is_front=is_front)
+                leaves = self._rows(index + step, number, is_front=is_front)
+                if not arrives.size and not leaves.size:
+                    continue  # both ends know from the layout, and some back ends cannot send nothing
+                places = _positions(leaves, own, *received)
+                batches.append(
+                    Message(
+                        to=index + step,
+                        source=index - step,
+                        is_own=not places.size or bool(places[0] < own.size),
+                        sent=_rows_or_none(places, own.size),
+                        num_sent=places.size,
+                        received=(num_received, num_received + arrives.size),
+                    )
+                )
+                received.append(arrives)
+                num_received += arrives.size
+            if not batches:
+                break
+            rounds.append(tuple(batches))
+        firsts, sizes, starts, bases = self._runs(index)
+        counts = np.minimum(starts, self._reach)
+        wanted = _ranges(bases + starts - counts, counts)
+        return Halo(
+            index=index,
+            tokens=own.size,
+            received=num_received,
+            rounds=tuple(rounds),
+            firsts=firsts,
+            sizes=sizes,
+            counts=counts,
+            before=_positions(wanted, own, *received),
+        )
+
+    def _start(self, chunk: int) -> IntArray:
+        """Return [sequences] where a chunk starts."""
+        starts: IntArray = chunk * self._chunk + np.minimum(chunk, self._extra)
+        return starts
+
+    def _rows(self, member: int, number: int, *, is_front: bool) -> IntArray:
+        """Return which rows of the pack a member gets for its front, or its back, in a round from 1 on.
+
+        They are of the chunk so many before its own. What its back looks back at before its front, the front does, too.
+        """
+        degree = self._layout.degree
+        own = member if is_front else 2 * degree - 1 - member
+        chunk = own - number
+        if not 0 <= member < degree or chunk < (0 if is_front else member + 1):
+            return np.empty(0, dtype=np.int64)
+        first = np.maximum(self._start(chunk), self._start(own) - self._reach)
+        sizes = np.maximum(self._start(chunk + 1) - first, 0)
+        sizes[self._start(own + 1) == self._start(own)] = 0  # a chunk without tokens looks at none
+        return _ranges(self._bases + first, sizes)
+
+    def _runs(self, index: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """Return [runs] the first rows in the member's buffer, sizes, positions in their sequences, and the bases."""
+        degree, fronts, backs = self._layout.degree, self._layout.fronts(index), self._layout.backs(index)
+        back = 2 * degree - 1 - index
+        if index == degree - 1:  # its chunks lie on end
+            sizes, starts, bases = fronts + backs, self._start(index), self._bases
+        else:
+            sizes = np.stack((fronts, backs), axis=1).ravel()
+            starts = np.stack((self._start(index), self._start(back)), axis=1).ravel()
+            bases = np.repeat(self._bases, 2)
+        live = sizes > 0
+        firsts = np.cumsum(sizes) - sizes
+        return firsts[live], sizes[live], starts[live], bases[live]
+
+
+def _ranges(starts: IntArray, sizes: IntArray) -> IntArray:
+    """Return [sum(sizes)] the numbers of each range on end."""
+    offsets = np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
+    ranges: IntArray = np.arange(int(sizes.sum()), dtype=np.int64) + offsets
+    return ranges
+
+
+def _positions(wanted: IntArray, *held: IntArray) -> IntArray:
+    """Return where rows of the pack lie in a buffer that holds some of them."""
+    rows = np.concatenate(held)
+    order = np.argsort(rows)
+    found: IntArray = order[np.searchsorted(rows, wanted, sorter=order)] if wanted.size else wanted
+    assert np.array_equal(rows[found], wanted), "a member lacks rows that it looks back at, or passes on"
+    return found
+
+
+def _rows_or_none(places: IntArray, own: int) -> Rows | None:
+    if not places.size:
+        return None
+    return rows_at(places if places[0] < own else places - own)
