@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,11 +17,20 @@ from fcp_cli.plan.step import StepPlan
 
 @dataclass(slots=True)
 class DegreeTotals:
-    """Totals over the micro-batches of one degree."""
+    """Totals over the micro-batches of one degree.
+
+    Attributes:
+        heads_degrees: micro-batches by how many ranks of their group share heads; empty where a plan has rings alone.
+    """
 
     microbatches: int = 0
     tokens: int = 0
     rank_seconds: float = 0.0
+    heads_degrees: Counter[int] = field(default_factory=Counter)
+
+    def shapes(self, degree: int) -> str:
+        """Name the shapes heads x ring that groups of the degree have, the commonest first."""
+        return ", ".join(f"{u} x {degree // u}: {count:,}" for u, count in self.heads_degrees.most_common())
 
 
 @dataclass(kw_only=True, slots=True)
@@ -85,6 +95,9 @@ class PlanSummary:
                 totals.microbatches += count
                 totals.tokens += int(tokens[degree])
                 totals.rank_seconds += degree * float(seconds[degree])
+        if step.heads_degree is not None:
+            for degree, heads_degree in zip(degrees.tolist(), step.heads_degree[working].tolist(), strict=True):
+                self.degrees[degree].heads_degrees[heads_degree] += 1
 
     @property
     def mean_step_seconds(self) -> float:
@@ -139,7 +152,12 @@ class PlanSummary:
                     "micro_batches": totals.microbatches,
                     "tokens": totals.tokens,
                     "rank_seconds": totals.rank_seconds,
+                    **({"heads_degrees": _by_number(totals.heads_degrees)} if totals.heads_degrees else {}),
                 }
                 for degree, totals in sorted(self.degrees.items())
             },
         }
+
+
+def _by_number(counts: Counter[int]) -> dict[str, int]:
+    return {str(number): count for number, count in sorted(counts.items())}

@@ -112,6 +112,7 @@ def gantt_chart(
             "color": colours.encoding(),
             "tooltip": [
                 *tooltip(order="micro-batch", degree="degree", tokens="tokens"),
+                *(tooltip(heads="ranks that share heads") if "heads" in bars else []),
                 *({"field": f, "title": f, "type": "quantitative", "format": ".4f"} for f in ("start", "seconds")),
             ],
         },

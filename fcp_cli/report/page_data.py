@@ -61,6 +61,7 @@ def bars_of(step: StepPlan, shown: RanksShown, metadata: PlanMetadata | None = N
         "top": ranks[starts] + heights,
         "start": step.start_seconds[row],
         "end": step.start_seconds[row] + step.seconds[row],
+        **({} if step.heads_degree is None else {"heads": step.heads_degree[row]}),
     }
 
 

@@ -128,13 +128,15 @@ def _data_and_degrees(plan: PlanPicture) -> str:
 
 
 def _degree_table(plan: PlanPicture) -> str:
+    splits_heads = plan.metadata.attention is not None
     head = ("degree", "micro-batches", "tokens", "rank-seconds", "distinct groups")
     rows = []
     for degree, (_, tokens, time) in degree_shares(plan).items():
-        microbatches = plan.summary.degrees[degree].microbatches
+        totals = plan.summary.degrees[degree]
         groups = f"{len(plan.groups[degree]):,}" if degree in plan.groups else ""
-        rows.append((str(degree), f"{microbatches:,}", f"{tokens:.1%}", f"{time:.1%}", groups))
-    return table(head, rows)
+        shapes = (totals.shapes(degree),) if splits_heads else ()
+        rows.append((str(degree), f"{totals.microbatches:,}", f"{tokens:.1%}", f"{time:.1%}", groups, *shapes))
+    return table((*head, "heads x ring") if splits_heads else head, rows)
 
 
 def _memory(metadata: PlanMetadata, plan: PlanPicture, run: RunPicture | None) -> str:

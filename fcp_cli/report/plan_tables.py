@@ -124,7 +124,8 @@ def _degree_table(summary: PlanSummary, ascii_only: bool) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("degree", "micro-batches", "tokens", "rank-seconds"):
         table.add_column(name, justify="right")
-    table.add_column("")
+    splits_heads = any(totals.heads_degrees for totals in summary.degrees.values())
+    table.add_column("heads x ring" if splits_heads else "")
     total_tokens, busy = max(summary.tokens, 1), summary.busy_rank_seconds or 1.0
     for degree, totals in sorted(summary.degrees.items()):
         share = totals.rank_seconds / busy
@@ -133,7 +134,7 @@ def _degree_table(summary: PlanSummary, ascii_only: bool) -> Table:
             f"{totals.microbatches:,}",
             f"{totals.tokens / total_tokens:.1%}",
             f"{share:.1%}",
-            bar(share, _BAR_COLUMNS, ascii_only=ascii_only),
+            totals.shapes(degree) if splits_heads else bar(share, _BAR_COLUMNS, ascii_only=ascii_only),
         )
     return table
 

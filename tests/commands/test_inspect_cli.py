@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from fcp_cli.plan.reader import PlanReader
@@ -84,3 +86,23 @@ def test_a_name_that_the_system_refuses_is_one_short_line(tmp_path: Path) -> Non
     assert error.startswith("error: cannot use kkkk")
     assert error.endswith("kkkk: File name too long")
     assert len(error) < 1300
+
+
+def test_plans_that_split_heads_show_the_shapes_of_their_groups(tmp_path: Path) -> None:
+    lengths = [131_072, 40_000, 40_000, *[3_000] * 13]
+    pq.write_table(pa.table({"length": lengths}), tmp_path / "dataset.parquet")
+    fcp("profile", "--analytic", "--model", "qwen3-8b", "--cluster", "h100-8x8", "-o", "profile.yaml", cwd=tmp_path)
+    ranks = ("--ranks", "16", "--ranks-per-node", "8", "--tokens-per-rank", "16384", "--global-batch-size", "16")
+    result = fcp("plan", "dataset.parquet", *ranks, "--attention", "2d", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    step = next(PlanReader(tmp_path / "plan.parquet").steps(0))
+    widest = max(step.microbatches(), key=lambda row: row.degree)
+    assert widest.heads_degree > 1
+    table = fcp("inspect", cwd=tmp_path).stderr
+    assert "heads x ring" in table and f"{widest.heads_degree} x {widest.ring_degree}: 1" in table
+    assert max(map(len, table.splitlines())) <= 80
+    totals = json.loads(fcp("inspect", "--json", cwd=tmp_path).stdout)["degrees"][str(widest.degree)]
+    assert totals["heads_degrees"][str(widest.heads_degree)] == 1
+    assert fcp("report", "plan.parquet", "-o", "page.html", cwd=tmp_path).returncode == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "<th>heads x ring</th>" in page and "ranks that share heads" in page
