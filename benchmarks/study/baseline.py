@@ -1,4 +1,6 @@
-"""The papers' own baseline: one degree that holds 128k tokens, "standard packing", the best degree counts.
+"""The papers' own baselines: one degree that holds 128k tokens, "standard packing", the best degree counts.
+
+Megatron-LM's groups are rings; those of DeepSpeed-Ulysses split heads alone, so that their degree divides the heads.
 
 Our solver `static` is a stronger one. It needs to hold no more than the longest sequence that there is, looks at all
 sequences of a step before it packs them, and hands out the dearest packs first.
@@ -25,6 +27,7 @@ class StandardPacking:
 
     problem: Problem
     degree: int
+    heads_degree: int = 1
     name: str = "standard packing"
 
     @property
@@ -45,6 +48,7 @@ class StandardPacking:
             ranks=(group[:, None] * self.degree + np.arange(self.degree)).ravel().astype(np.int32),
             member_offsets=offsets,
             members=members,
+            heads_degree=np.full(packs, self.heads_degree, dtype=np.int32) if self.heads_degree > 1 else None,
         )
 
 
@@ -59,16 +63,19 @@ def packs_by_arrival(tokens: IntArray) -> IntArray:
     return pack_of
 
 
-def best_standard_packing(problem: Problem, batches: Sequence[Batch]) -> StandardPacking:
-    """The degree that is quickest on these batches."""
+def best_standard_packing(problem: Problem, batches: Sequence[Batch]) -> StandardPacking | None:
+    """The degree that is quickest on these batches; None: no degree that holds 128k tokens divides the heads."""
 
     def seconds(solver: StandardPacking) -> float:
         return sum(makespan_seconds(solver.assign(batch), batch, problem) for batch in batches)
 
-    return min(_candidates(problem), key=seconds)
+    return min(_candidates(problem), key=seconds, default=None)
 
 
 def _candidates(problem: Problem) -> Iterator[StandardPacking]:
     for degree in range(1, problem.num_ranks + 1):
         if problem.num_ranks % degree == 0 and degree * problem.tokens_per_rank >= MAX_LENGTH:
-            yield StandardPacking(problem=problem, degree=degree)
+            if problem.attention is None:
+                yield StandardPacking(problem=problem, degree=degree)
+            elif problem.profile.heads is not None and degree in problem.profile.heads.degrees(degree):
+                yield StandardPacking(problem=problem, degree=degree, heads_degree=degree)

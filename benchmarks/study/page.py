@@ -17,7 +17,7 @@ from benchmarks.study.published import (
     SCHEDULE_SECONDS,
     Encoder,
 )
-from benchmarks.study.runs import OURS, PAPER, STANDARD, STATIC, SYNCS, Cell, EncoderGain
+from benchmarks.study.runs import OURS, PAPER, SPLIT, STANDARD, STATIC, SYNCS, ULYSSES, Cell, EncoderGain
 
 
 def fill(text: str, study: Study) -> str:
@@ -77,7 +77,9 @@ def _summary(study: Study) -> Iterator[str]:
         "data set",
         "fcp-paper over standard packing",
         "**fcp** over standard packing",
+        "**fcp** over Ulysses (models)",
         "**fcp** over static",
+        "fcp, 2d over fcp",
         "papers, measured",
     )
     yield from _table(head, _summary_rows(study))
@@ -89,11 +91,20 @@ def _summary_rows(study: Study) -> Iterator[Sequence[str]]:
 
     for (cluster, encoder, dataset), group in groupby(study.grid, key):
         cells = list(group)
-        ratios = ((PAPER, STANDARD), (OURS, STANDARD), (OURS, STATIC))
-        means = [_both([geometric_mean(cells, sync, of=of, over=over) for sync in SYNCS]) for of, over in ratios]
+        ratios = ((PAPER, STANDARD), (OURS, STANDARD), (OURS, ULYSSES), (OURS, STATIC), (SPLIT, OURS))
+        means = [_mean(cells, of=of, over=over) for of, over in ratios]
         claim = CLAIMS.get((cluster, encoder))
         named = sorted(value for (_, where), value in (claim.bars.items() if claim else ()) if where == dataset)
         yield cluster, encoder, dataset, *means, ", ".join(f"{value:.2f}x" for value in named) or "-"
+
+
+def _mean(cells: Sequence[Cell], *, of: str, over: str) -> str:
+    """The mean of the models that both can plan, and of how many where it is not all of them."""
+    both = [cell for cell in cells if (over, SYNCS[0]) in cell.outcomes]
+    if not both:
+        return "-"
+    mean = _both([geometric_mean(both, sync, of=of, over=over) for sync in SYNCS])
+    return mean if len(both) == len(cells) else f"{mean} ({len(both)})"
 
 
 def _claims(study: Study) -> Iterator[str]:
@@ -138,12 +149,12 @@ def _said(cell: Cell) -> float | None:
 def _standing(study: Study) -> Iterator[str]:
     """How many cells ours wins, and by how much it loses where it does."""
     for sync in SYNCS:
-        for over in (STANDARD, STATIC, PAPER):
-            ratios = [cell.speedup(sync, over=over) for cell in study.grid]
+        for of, over in ((OURS, STANDARD), (OURS, ULYSSES), (OURS, STATIC), (OURS, PAPER), (SPLIT, OURS)):
+            ratios = [cell.speedup(sync, of=of, over=over) for cell in study.grid if (over, sync) in cell.outcomes]
             slower = [ratio for ratio in ratios if ratio < 1]
             loses = f"; slower in {len(slower)}, by {1 / min(slower) - 1:.1%} at most" if slower else ""
             yield (
-                f"- `{sync}`, fcp over {over}: {min(ratios):.2f}x to {max(ratios):.2f}x, geometric mean "
+                f"- `{sync}`, {of} over {over}: {min(ratios):.2f}x to {max(ratios):.2f}x, geometric mean "
                 f"{statistics.geometric_mean(ratios):.2f}x over {len(ratios)} cells{loses}."
             )
 
@@ -175,6 +186,7 @@ def _scaling(study: Study) -> Iterator[str]:
         "tokens/s a rank",
         "fcp over standard packing",
         "fcp over static",
+        "fcp, 2d over fcp",
         "papers",
         "planning, of the step",
         "fcp-paper: planning",
@@ -193,6 +205,7 @@ def _scaling_row(cell: Cell) -> Sequence[str]:
         f"{cell.tokens_per_step / ours.step_seconds / ranks:,.0f}",
         _both(cell.speedups(over=STANDARD)),
         _both(cell.speedups(over=STATIC)),
+        _both(cell.speedups(of=SPLIT, over=OURS)),
         f"{SCALING_SPEEDUPS[ranks]:.2f}x" if ranks in SCALING_SPEEDUPS else "-",
         f"{ours.planning_seconds / ours.step_seconds:.2%}",
         "-" if paper is None else f"{paper.planning_seconds / paper.step_seconds:.2%}",
@@ -210,7 +223,7 @@ def _schedule(study: Study) -> Iterator[str]:
 def _extreme(study: Study) -> Iterator[str]:
     head = ("cluster", "short sequences", "fcp, step", "fcp-paper over standard packing", "fcp over standard packing")
     yield from _table(
-        (*head, "fcp over static", "FCP paper"),
+        (*head, "fcp over Ulysses", "fcp over static", "fcp, 2d over fcp", "FCP paper"),
         (
             (
                 one.cluster,
@@ -218,7 +231,9 @@ def _extreme(study: Study) -> Iterator[str]:
                 " / ".join(f"{one.seconds[OURS, sync]:.1f} s" for sync in SYNCS),
                 _both(one.speedups(of=PAPER, over=STANDARD)),
                 _both(one.speedups(over=STANDARD)),
+                _both(one.speedups(over=ULYSSES)),
                 _both(one.speedups(over=STATIC)),
+                _both(one.speedups(of=SPLIT, over=OURS)),
                 f"{EXTREME_SPEEDUP:.2f}x",
             )
             for one in study.extremes
@@ -252,9 +267,11 @@ def _cells(study: Study) -> Iterator[str]:
         "data set",
         "model",
         "standard packing",
+        "Ulysses",
         "static",
         "fcp-paper",
         "fcp",
+        "fcp, 2d",
         "gap",
         "fcp-paper over standard packing",
     )
@@ -273,7 +290,7 @@ def _cell_row(cell: Cell) -> Sequence[str]:
     return (
         cell.setting.dataset,
         cell.setting.model,
-        *(_seconds(cell, name) for name in (STANDARD, STATIC, PAPER, OURS)),
+        *(_seconds(cell, name) for name in (STANDARD, ULYSSES, STATIC, PAPER, OURS, SPLIT)),
         f"{cell.outcomes[OURS, 'microbatch'].gap:.1%}",
         _both(cell.speedups(of=PAPER, over=STANDARD)),
         _both(cell.speedups(over=STANDARD)),
@@ -283,7 +300,9 @@ def _cell_row(cell: Cell) -> Sequence[str]:
 
 
 def _seconds(cell: Cell, name: str) -> str:
-    outcome = cell.outcomes[name, "microbatch"]
+    outcome = cell.outcomes.get((name, "microbatch"))
+    if outcome is None:
+        return "-"
     return f"{outcome.step_seconds:.2f} s" + ("" if outcome.degree is None else f" <{outcome.degree}>")
 
 

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TypeAlias
 
 from benchmarks.study.baseline import StandardPacking, best_standard_packing
@@ -18,9 +19,18 @@ from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.bounds import lower_bound_seconds
 from fcp_cli.planning.problem import Batch, Solver
 from fcp_cli.planning.solvers import make_solver
+from fcp_cli.recipe import SplitAttention
 
-STANDARD, STATIC, PAPER, OURS = "standard packing", "static", "fcp-paper", "fcp"
-STRATEGIES = (STANDARD, STATIC, PAPER, OURS)
+STANDARD, ULYSSES, STATIC, PAPER, OURS, SPLIT = (
+    "standard packing",
+    "standard packing, Ulysses",
+    "static",
+    "fcp-paper",
+    "fcp",
+    "fcp, 2d",
+)
+STRATEGIES = (STANDARD, ULYSSES, STATIC, PAPER, OURS, SPLIT)
+_ATTENTION: dict[str, SplitAttention] = {ULYSSES: "ulysses", SPLIT: "2d"}  # others run rings
 SYNCS: tuple[Sync, ...] = ("microbatch", "iteration")
 
 _Solver: TypeAlias = Solver | StandardPacking
@@ -50,6 +60,7 @@ class Cell:
     Attributes:
         tokens: of the planned steps.
         longest_tokens: of any sequence in them.
+        outcomes: of each strategy and sync; none of a strategy that cannot plan the setting.
     """
 
     setting: Setting
@@ -70,24 +81,26 @@ class Cell:
         return self.tokens / self.steps
 
 
-def batches_of(setting: Setting, table: LengthTable, sync: Sync, *, steps: int) -> GlobalBatches:
+def batches_of(
+    setting: Setting, table: LengthTable, sync: Sync, *, steps: int, attention: SplitAttention | None = None
+) -> GlobalBatches:
     """The first steps of a manifest, in its order; the few clips of more than 128k tokens are left out."""
     settings = BatchSettings(
         global_batch_size=setting.batch_size, shuffle=False, max_length=MAX_LENGTH, overlong="drop", step_limit=steps
     )
-    return GlobalBatches(table, setting.problem(sync), settings)
+    return GlobalBatches(table, replace(setting.problem(sync), attention=attention), settings)
 
 
 def run_cell(setting: Setting, table: LengthTable, *, steps: int, strategies: Sequence[str] = STRATEGIES) -> Cell:
     """Let the strategies plan the same steps under both syncs."""
     outcomes: dict[tuple[str, Sync], Outcome] = {}
     planned: list[Batch] = []
-    for sync in SYNCS:
-        batches = batches_of(setting, table, sync, steps=steps)
+    for sync, name in product(SYNCS, strategies):
+        batches = batches_of(setting, table, sync, steps=steps, attention=_ATTENTION.get(name))
         planned = list(batches)
-        bound = sum(lower_bound_seconds(batch.work, batches.problem) for batch in planned)
-        for name in strategies:
-            outcomes[name, sync] = _outcome(_solver(name, batches, planned), batches, planned, bound)
+        solver = _solver(name, batches, planned)
+        if solver is not None:
+            outcomes[name, sync] = _outcome(solver, batches, planned)
     return Cell(
         setting=setting,
         steps=len(planned),
@@ -97,13 +110,14 @@ def run_cell(setting: Setting, table: LengthTable, *, steps: int, strategies: Se
     )
 
 
-def _solver(name: str, batches: GlobalBatches, planned: Sequence[Batch]) -> _Solver:
-    if name == STANDARD:
+def _solver(name: str, batches: GlobalBatches, planned: Sequence[Batch]) -> _Solver | None:
+    if name in (STANDARD, ULYSSES):
         return best_standard_packing(batches.problem, planned)
-    return make_solver(name, batches)
+    return make_solver(OURS if name == SPLIT else name, batches)
 
 
-def _outcome(solver: _Solver, batches: GlobalBatches, planned: Sequence[Batch], bound: float) -> Outcome:
+def _outcome(solver: _Solver, batches: GlobalBatches, planned: Sequence[Batch]) -> Outcome:
+    bound = sum(lower_bound_seconds(batch.work, batches.problem) for batch in planned)
     seconds, planning = [], []
     for batch in planned:
         started = time.perf_counter()

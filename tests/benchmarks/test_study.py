@@ -17,7 +17,7 @@ from benchmarks.study.baseline import StandardPacking, best_standard_packing, pa
 from benchmarks.study.page import fill
 from benchmarks.study.parts import QUICK, Scope, Study, grid_settings, run_study
 from benchmarks.study.published import CLAIMS, FCP_CLUSTER
-from benchmarks.study.runs import OURS, STANDARD, STATIC, STRATEGIES, SYNCS, batches_of, run_cell
+from benchmarks.study.runs import OURS, SPLIT, STANDARD, STATIC, STRATEGIES, SYNCS, ULYSSES, batches_of, run_cell
 from benchmarks.study.workload import Setting, extreme_table
 from benchmarks.workloads import MAX_LENGTH
 from fcp_cli.manifest.table import LengthTable
@@ -53,6 +53,7 @@ def test_standard_packing_is_a_valid_plan_of_one_degree_that_holds_128k_tokens(l
     batches = batches_of(SETTING, table, sync, steps=1)
     batch = batches.batch(0)
     solver = best_standard_packing(batches.problem, [batch])
+    assert solver is not None
     step = assemble(solver.assign(batch), batch, batches.problem)
     assert {row.degree for row in step.microbatches() if not row.is_idle} == {solver.degree}
     assert solver.degree * SETTING.tokens_per_rank >= MAX_LENGTH
@@ -68,12 +69,30 @@ def test_no_other_degree_that_holds_128k_tokens_is_quicker(sync: Sync) -> None:
         ).makespan_seconds
         for degree in (8, 16)
     }
-    assert best_standard_packing(batches.problem, [batch]).degree == min(seconds, key=lambda degree: seconds[degree])
+    best = best_standard_packing(batches.problem, [batch])
+    assert best is not None and best.degree == min(seconds, key=lambda degree: seconds[degree])
+
+
+def test_groups_of_the_ulysses_baseline_split_heads_alone() -> None:
+    batches = batches_of(SETTING, extreme_table(59, seed=0), "microbatch", steps=1, attention="ulysses")
+    batch = batches.batch(0)
+    solver = best_standard_packing(batches.problem, [batch])
+    assert solver is not None
+    step = assemble(solver.assign(batch), batch, batches.problem)
+    assert {row.ring_degree for row in step.microbatches() if not row.is_idle} == {1}
+
+
+def test_a_model_whose_heads_no_degree_for_128k_tokens_divides_has_no_ulysses_baseline() -> None:
+    setting = replace(SETTING, model="internvl3-2b")  # 12 heads, on 16 ranks of which 8 at least hold 128k tokens
+    batches = batches_of(setting, extreme_table(59, seed=0), "microbatch", steps=1, attention="ulysses")
+    assert best_standard_packing(batches.problem, [batches.batch(0)]) is None
 
 
 def test_no_strategy_beats_the_bound_and_none_is_flattered(study: Study) -> None:
     for cell in (*study.grid, *(cell for _, cell in study.variants), *study.scaling):
-        assert set(cell.outcomes) == {(name, sync) for name in STRATEGIES for sync in SYNCS}
+        planned = {name for name, _ in cell.outcomes}
+        assert set(cell.outcomes) == {(name, sync) for name in planned for sync in SYNCS}
+        assert planned >= {*STRATEGIES} - {ULYSSES}
         for outcome in cell.outcomes.values():
             assert outcome.gap > -1e-9
 
@@ -86,6 +105,11 @@ def test_ours_is_never_slower_than_a_static_baseline_by_more_than_its_own_tolera
                 assert speedup >= (1 / 1.01 if cell.setting.ranks <= 32 else 1 / 1.03)
     for extreme in study.extremes:
         assert min(extreme.speedups(over=STANDARD)) >= 1.0
+
+
+def test_splitting_heads_where_it_takes_less_is_not_slower_than_rings_alone(study: Study) -> None:
+    for cell in (*study.grid, *study.scaling):
+        assert min(cell.speedups(of=SPLIT, over=OURS)) >= 1 / 1.01
 
 
 def test_a_plan_that_knows_the_encoder_is_not_slower_than_one_that_does_not(study: Study) -> None:
