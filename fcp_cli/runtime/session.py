@@ -684,15 +684,17 @@ class Step(FollowedStep):
             values: [1, tokens] of each of this rank's micro-batches, in their order.
 
         Raises:
-            RunError: there is not one tensor for each micro-batch, or not one value for each token.
+            RunError: there is not one tensor for each micro-batch, or not one value for each token; on every rank.
         """
+        fault = ""
         if len(values) != len(self._shards):
-            raise RunError(
+            fault = (
                 f"step {self.index} has {len(self._shards)} micro-batches here and values of {len(values)}; "
                 "collect one tensor for each"
             )
-        parts = [(one.row, one.layout, one.member, of) for one, of in zip(self._shards, values, strict=True)]
-        return collect(self._session.world, parts, self._session.device)
+        shards = () if fault else zip(self._shards, values, strict=True)
+        parts = [(one.row, one.layout, one.member, of) for one, of in shards]
+        return collect(self._session.world, parts, self._session.device, fault=fault)
 
     def reduced_loss(self) -> float:
         """Return the step's loss as one process would report it: token losses of all ranks / tokens of the batch.

@@ -60,7 +60,11 @@ def part_of(values: Mapping[int, Tensor], row: MicroBatch, layout: ShardLayout, 
 
 
 def collect(
-    world: World, parts: Sequence[tuple[MicroBatch, ShardLayout, int, Tensor]], device: torch.device
+    world: World,
+    parts: Sequence[tuple[MicroBatch, ShardLayout, int, Tensor]],
+    device: torch.device,
+    *,
+    fault: str = "",
 ) -> dict[int, Tensor]:
     """Return, on every rank, manifest row -> [length] of the values that the ranks hold in parts. Every rank calls it.
 
@@ -68,16 +72,12 @@ def collect(
         world: all ranks.
         parts: of this rank's micro-batches: the row, its layout, the rank's place, and [1, tokens] the values.
         device: where ranks exchange, and the values then are.
+        fault: why this rank has no parts, where it has none.
 
     Raises:
-        RunError: this rank's values are not one per token.
+        RunError: values of a rank are not one per token; on every rank, since the others would wait for it.
     """
-    for row, layout, member, values in parts:
-        if values.numel() != max(layout.tokens(member), 1):
-            raise RunError(
-                f"micro-batch {row.order} has values of the shape {tuple(values.shape)}, but this rank holds "
-                f"{layout.tokens(member)} of its tokens; give one value for each"
-            )
+    fault = fault or _fault(parts)
     # Rank 0 of each ring tells of its sequences; then all put their tokens at their places, and the rest is zero.
     told = [
         (sequence, length)
@@ -85,10 +85,12 @@ def collect(
         if member == 0
         for sequence, length in zip(row.sequences, row.lengths, strict=True)
     ]
-    counts = torch.zeros(world.size, dtype=torch.int64, device=device)
-    counts[world.rank] = len(told)
-    world.all_reduce_sum(counts)
-    ends = counts.cumsum(0).tolist()
+    facts = torch.zeros((world.size, 3), dtype=torch.int64, device=device)
+    facts[world.rank] = torch.tensor((len(told), _is_double(parts), bool(fault)), device=device)
+    world.all_reduce_sum(facts)
+    if faulty := facts[:, 2].nonzero().flatten().tolist():
+        raise RunError(fault or f"values of rank {faulty[0]} are not one per token; its own message says which")
+    ends = facts[:, 0].cumsum(0).tolist()
     table = torch.zeros((ends[-1], 2), dtype=torch.int64, device=device)
     if told:
         table[ends[world.rank] - len(told) : ends[world.rank]] = torch.tensor(told, device=device)
@@ -97,7 +99,8 @@ def collect(
     for sequence, length in table.tolist():
         offsets[sequence] = (total, total + length)
         total += length
-    flat = torch.zeros(total, dtype=torch.float64 if _is_double(parts) else torch.float32, device=device)
+    # Of all ranks: what one with nothing to do was given may be of another type.
+    flat = torch.zeros(total, dtype=torch.float64 if facts[:, 1].any() else torch.float32, device=device)
     for row, layout, member, values in parts:
         if layout.tokens(member):
             starts = torch.cat([torch.arange(*offsets[sequence]) for sequence in row.sequences])
@@ -105,6 +108,17 @@ def collect(
             flat[places] = values.detach().flatten().to(device=device, dtype=flat.dtype)
     world.all_reduce_sum(flat)
     return {sequence: flat[start:end] for sequence, (start, end) in offsets.items()}
+
+
+def _fault(parts: Sequence[tuple[MicroBatch, ShardLayout, int, Tensor]]) -> str:
+    """Say what is wrong with this rank's values; "" where nothing is."""
+    for row, layout, member, values in parts:
+        if values.numel() != max(layout.tokens(member), 1):
+            return (
+                f"micro-batch {row.order} has values of the shape {tuple(values.shape)}, but this rank holds "
+                f"{layout.tokens(member)} of its tokens; give one value for each"
+            )
+    return ""
 
 
 def _is_double(parts: Sequence[tuple[MicroBatch, ShardLayout, int, Tensor]]) -> bool:

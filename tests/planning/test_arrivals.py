@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,7 +44,31 @@ def test_a_batch_waits_for_its_rollouts_and_late_ones_make_the_next() -> None:
     assert seen == [["a", "b"], ["late", "d"]] == [[one for one, _ in batch] for batch in rollouts.batches()]
 
 
+def test_a_batch_that_all_passes_have_read_is_dropped() -> None:
+    class Rollout:
+        pass
+
+    rollouts = Rollouts(fewest=2, most=2, passes=2)
+    made = [Rollout() for _ in range(4)]
+    kept = [weakref.ref(one) for one in made]
+    for one in made:
+        rollouts.add(one, 5)
+    rollouts.end()
+    del made, one
+    first, second = rollouts.batches(), rollouts.batches()
+    next(first)
+    assert [ref() is not None for ref in kept] == [True, True, True, True]
+    next(second)
+    next(first)
+    next(second)
+    assert [ref() is not None for ref in kept] == [False, False, True, True]
+    with raises("UsageError: pass 3 over rollouts for 2; raise passes= of Rollouts"):
+        rollouts.batches()
+
+
 def test_what_cannot_be_a_batch_is_one_line() -> None:
+    with raises("UsageError: passes is 0; one at least reads the batches"):
+        Rollouts(passes=0)
     with raises("UsageError: fewest is 3 and most 2; a batch has one rollout at least, and most >= fewest"):
         Rollouts(fewest=3, most=2)
     with raises("UsageError: parts is 0; a batch is cut in one at least"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -16,19 +17,25 @@ class Rollouts:
     Args:
         fewest: rollouts that a batch waits for.
         most: of a batch; the others wait for the next. None: all that are there.
+        passes: that read the batches; one that all of them have read is dropped. None: any number of passes, and
+            every batch is kept for one that may still begin.
 
     Raises:
         UsageError: the numbers contradict each other.
     """
 
-    def __init__(self, *, fewest: int = 1, most: int | None = None) -> None:
+    def __init__(self, *, fewest: int = 1, most: int | None = None, passes: int | None = None) -> None:
         if fewest < 1 or (most is not None and most < fewest):
             raise UsageError(
                 f"fewest is {fewest} and most {most}; a batch has one rollout at least, and most >= fewest"
             )
-        self._fewest, self._most = fewest, most
+        if passes is not None and passes < 1:
+            raise UsageError(f"passes is {passes}; one at least reads the batches")
+        self._fewest, self._most, self._passes = fewest, most, passes
         self._waiting: list[tuple[Any, int]] = []
-        self._batches: list[list[tuple[Any, int]]] = []
+        self._batches: dict[int, list[tuple[Any, int]]] = {}
+        self._made = self._begun = 0
+        self._readers: Counter[int] = Counter()
         self._has_ended = False
         self._changed = threading.Condition()
 
@@ -65,10 +72,13 @@ class Rollouts:
             parts: cut each batch in so many, in order, as training does that takes several steps with one rollout.
 
         Raises:
-            UsageError: `parts` is not positive.
+            UsageError: `parts` is not positive, or more passes begin than were announced.
         """
         if parts < 1:
             raise UsageError(f"parts is {parts}; a batch is cut in one at least")
+        self._begun += 1
+        if self._passes is not None and self._begun > self._passes:
+            raise UsageError(f"pass {self._begun} over rollouts for {self._passes}; raise passes= of Rollouts")
         return self._cut(parts)
 
     def _cut(self, parts: int) -> Iterator[list[tuple[Any, int]]]:
@@ -80,13 +90,21 @@ class Rollouts:
 
     def _batch(self, number: int) -> list[tuple[Any, int]] | None:
         with self._changed:
-            while number == len(self._batches):
+            while number == self._made:
                 if len(self._waiting) >= self._fewest or (self._has_ended and self._waiting):
                     most = self._most or len(self._waiting)
-                    self._batches.append(self._waiting[:most])
+                    self._batches[self._made] = self._waiting[:most]
                     self._waiting = self._waiting[most:]
+                    self._made += 1
                 elif self._has_ended:
                     return None
                 else:
                     self._changed.wait()
+            return self._read(number)
+
+    def _read(self, number: int) -> list[tuple[Any, int]]:
+        self._readers[number] += 1
+        if self._readers[number] != self._passes:
             return self._batches[number]
+        del self._readers[number]
+        return self._batches.pop(number)
