@@ -75,9 +75,10 @@ def refitted(profile: CostProfile, refit: Refit | None) -> CostProfile:
     if refit is None:
         return profile
     c, by = profile.coefficients, refit.factors
-    bandwidth = profile.bandwidth
+    bandwidth, heads = profile.bandwidth, profile.heads
     return replace(
         profile,
+        heads=heads and replace(heads, exchange_seconds=heads.exchange_seconds * by.ring),
         coefficients=replace(
             c,
             microbatch_seconds=c.microbatch_seconds * by.microbatch,
@@ -88,6 +89,7 @@ def refitted(profile: CostProfile, refit: Refit | None) -> CostProfile:
             vision_seconds_per_patch=c.vision_seconds_per_patch * by.linear,
             vision_seconds_per_patch2=c.vision_seconds_per_patch2 * by.linear,
             ring_hop_seconds=c.ring_hop_seconds * by.ring,
+            last_hop_seconds=c.last_hop_seconds * by.ring,
         ),
         bandwidth=replace(
             bandwidth, intra_node=bandwidth.intra_node / by.ring, inter_node=bandwidth.inter_node / by.ring
