@@ -18,6 +18,7 @@ class _Known(NamedTuple):
 _BY_FORMAT: Final = {
     "fcp-manifest": _Known("manifest", "a length manifest", "'fcp plan {}' plans it"),
     "fcp-plan": _Known("plan", "a plan", "'fcp inspect {}' shows it"),
+    "fcp-execution-plan": _Known("execution plan", "a plan in Megatron's words", "name the plan.parquet beside it"),
     "fcp-cost-profile": _Known("cost profile", "a cost profile", "'fcp profile show {}' shows it"),
     "fcp-metrics": _Known("metrics", "the metrics of a run", "'fcp report PLAN --metrics {}' draws them"),
     "fcp-samples": _Known("samples", "the samples of a measurement", "'fcp profile --from-samples {}' fits them"),

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast
 
 from fcp_cli.command_line import takes
 from fcp_cli.console import Origins, human, note, print_json, progress
@@ -49,6 +49,10 @@ class PlanOptions(PlanRequest):
     robust: Annotated[
         bool, Opt("Of answers within 0.5 % choose the one that noise, a slow rank and shared links hurt least.")
     ] = False
+    emit: Annotated[
+        Literal["megatron-execution-plan"] | None,
+        Opt("Write the plan in another's form, too, beside it: PLAN.execution.jsonl.", unset="nothing"),
+    ] = None
     workers: Annotated[int | None, Opt("Planning processes.", min=1, unset="as many as pay")] = None
     json: Annotated[bool, Opt("Print the summary as one JSON document on stdout.")] = False
     typed: Annotated[frozenset[str], Typed()] = frozenset()
@@ -70,7 +74,11 @@ def plan(options: PlanOptions) -> None:
         _continue(options, options.continue_from)
         return
     output, origins = options.output or _PLAN, Origins()
+    if options.emit is not None and str(output) == "-":
+        raise UsageError("--emit writes beside the plan, which -o - writes to stdout; name a file with -o")
     if options.manifest is None and options.resume:
+        if options.emit is not None:
+            raise UsageError("--emit needs the MANIFEST: without it, --resume only ends what a run had planned")
         _finish(output, options)
         return
     if options.manifest is not None and str(output) == "-":
@@ -157,11 +165,13 @@ def _plan_to_file(
     from fcp_cli.planning.verdict import plan_verdict
     from fcp_cli.report.verdict_lines import verdict_lines
 
+    _check_emit(inputs, options)
     result, sample = _make_with_progress(inputs, options, output)
+    emitted = _emit(options, output)
     extra = _gain_and_time(result, sample, inputs) | _price_of_limit(result, inputs)
     verdict = plan_verdict(result, sample, inputs, options, (extra["speedup_over_static"], extra["static_degree"]))
     if options.json:
-        print_json(_document(result, output, {**extra, "verdict": verdict.to_json()}, origins))
+        print_json(_document(result, output, {**extra, **emitted, "verdict": verdict.to_json()}, origins))
     else:
         _show(result, extra)
         for line in verdict_lines(verdict):
@@ -169,7 +179,33 @@ def _plan_to_file(
     trains = f"--plan {output} -- SCRIPT ARGS"  # the bundled trainer's ranks are of one device
     if result.metadata.devices_per_rank == 1 and result.metadata.phase is None:
         trains = f"--model {inputs.problem.profile.model} --plan {output}"
+    for path in emitted.values():
+        note(f"wrote {path}")
     note(f"wrote {output}; next: {next_command or f'fcp launch {trains}'}")
+
+
+def _check_emit(inputs: PlanInputs, options: PlanOptions) -> None:
+    """Refuse, before planning, what another's form cannot say."""
+    if options.emit is None:
+        return
+    from fcp_cli.plan.execution_plan import refuse_inexpressible
+
+    refuse_inexpressible(
+        attention=inputs.problem.attention,
+        encoder_balance=inputs.problem.encoder_balance,
+        truncates=options.overlong == "truncate",
+    )
+
+
+def _emit(options: PlanOptions, output: Path) -> dict[str, str]:
+    """Write a finished plan in another's form; return the file by the form's name."""
+    if options.emit is None:
+        return {}
+    from fcp_cli.plan.execution_plan import write_execution_plan
+
+    path = output.with_suffix(".execution.jsonl")
+    write_execution_plan(output, path)
+    return {options.emit.replace("-", "_"): str(path)}
 
 
 def _plan_to_stdout(inputs: PlanInputs, options: PlanOptions) -> None:

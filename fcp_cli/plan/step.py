@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -24,6 +24,17 @@ def offsets_of(sizes: npt.ArrayLike) -> IntArray:
 def sizes_of(offsets: IntArray) -> IntArray:
     """Return the sizes of lists that lie back to back: the inverse of `offsets_of`."""
     return offsets[1:] - offsets[:-1]  # np.diff costs more than the subtraction itself, at many calls per step
+
+
+def level_waves(groups: Iterable[Collection[int]]) -> list[int]:
+    """Return the wave of each group of ranks when each rank takes part once per wave and keeps its order."""
+    next_wave: dict[int, int] = {}
+    waves = []
+    for ranks in groups:
+        wave = max(next_wave.get(rank, 0) for rank in ranks)
+        next_wave.update(dict.fromkeys(ranks, wave + 1))
+        waves.append(wave)
+    return waves
 
 
 class RingGroup(NamedTuple):

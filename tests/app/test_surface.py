@@ -51,7 +51,7 @@ SURFACE = {
         --encoder-ranks --embeddings-cached --zero --shard-ranks --reduce
         --precision --recompute --loss --offload --freeze-vision --lora --freeze --global-batch-size --steps --epochs --seed
         --shuffle --no-shuffle --max-length --overlong --last-batch --length-column --output -o --solver --resume
-        --continue-from --max-degree --max-groups --max-peers --robust --workers --json
+        --continue-from --max-degree --max-groups --max-peers --robust --emit --workers --json
         --device-hour-price
     """,
     "launch": """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fcp_cli.plan.metadata import Sync
-from fcp_cli.plan.step import offsets_of
+from fcp_cli.plan.step import level_waves, offsets_of
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.packing import first_fit_decreasing
 from fcp_cli.planning.placement import place_groups
@@ -26,7 +26,7 @@ class Draft:
 
 def assign(drafts: Sequence[Draft], sync: Sync) -> Assignment:
     """Keep micro-batches in the order given; under `microbatch`, in the first wave that their ranks are free for."""
-    return assign_waves(drafts, level_waves(drafts), sync)
+    return assign_waves(drafts, level_waves(draft.ranks for draft in drafts), sync)
 
 
 def assign_waves(drafts: Sequence[Draft], waves: Sequence[int], sync: Sync) -> Assignment:
@@ -55,17 +55,6 @@ def place_waves(waves: Sequence[Sequence[tuple[int, Sequence[int]]]], problem: P
         drafts += [Draft(group.tolist(), members) for group, (_, members) in zip(groups, packs, strict=True)]
         of_wave += [wave] * len(packs)
     return assign_waves(drafts, of_wave, problem.sync)
-
-
-def level_waves(drafts: Sequence[Draft]) -> list[int]:
-    """Return the wave of each micro-batch when each rank takes part once per wave and keeps its order."""
-    next_wave: dict[int, int] = {}
-    waves = []
-    for draft in drafts:
-        wave = max(next_wave.get(rank, 0) for rank in draft.ranks)
-        next_wave.update(dict.fromkeys(draft.ranks, wave + 1))
-        waves.append(wave)
-    return waves
 
 
 def quickest(candidates: Iterable[Assignment], batch: Batch, problem: Problem) -> Assignment:
