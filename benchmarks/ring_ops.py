@@ -29,7 +29,7 @@ import math
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,6 +39,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fcp_cli.cost.model import exchange_seconds, ring_seconds
+from fcp_cli.cost.profile import Bandwidth
+from fcp_cli.models.cluster import load_cluster
+from fcp_cli.models.model import load_model
+from fcp_cli.profiling.analytic import analytic_profile
+from fcp_cli.recipe import Recipe
 from fcp_cli.runtime import passes as passes_module
 from fcp_cli.runtime.grad_ring import GradRingDtype
 from fcp_cli.runtime.kernels import fused
@@ -280,14 +286,34 @@ def count_sent(u: int, r: int) -> Counts:
 
 
 def predicted_sent(u: int, r: int) -> Counts:
-    """Return what the cost model says: 4 exchanges with u - 1 others; r - 1 hops forward, r + 1 back (2 of r = 2)."""
-    tokens, element = RANK_TOKENS, torch.bfloat16.itemsize
-    q = 4 * HEADS * HEAD_DIM * element  # and out, and their gradients
-    kv = 4 * KV_HEADS * HEAD_DIM * element * max(1, u // KV_HEADS)  # and theirs; replicated in a set that large
-    exchanged = (q + kv) * tokens * (u - 1) // u
-    ring = 2 * kv * tokens * (r - 1)  # keys and values forward and backward, and their gradients in fp32
-    hops = 0 if r == 1 else 3 if r == 2 else 2 * r
-    return Counts(messages=4 * (u - 1) + hops, sent_bytes=exchanged + ring)
+    """Return what the cost model says of one layer: seconds where a message takes one, then where a byte does."""
+    messages = _priced(u, r, message_seconds=1, bytes_per_second=math.inf)
+    moved = _priced(u, r, message_seconds=0, bytes_per_second=1)
+    if r == 2:
+        messages -= 1  # gradients that travel one hop behind have none to travel behind
+    return Counts(messages=round(messages), sent_bytes=round(moved))
+
+
+def _priced(u: int, r: int, *, message_seconds: float, bytes_per_second: float) -> float:
+    layer = replace(load_model("qwen3-8b"), num_layers=1)
+    assert (layer.num_heads, layer.num_kv_heads, layer.head_dim) == (HEADS, KV_HEADS, HEAD_DIM)
+    cluster = replace(load_cluster("h100-8x8"), message_seconds=1.0)
+    profile = analytic_profile(layer, cluster, recipe=Recipe(), sync="iteration", ranks=u * r)
+    assert profile.heads is not None
+    c = profile.coefficients
+    profile = replace(
+        profile,
+        bandwidth=Bandwidth(intra_node=bytes_per_second, inter_node=bytes_per_second),
+        heads=replace(profile.heads, exchange_seconds=message_seconds * profile.heads.exchange_seconds),
+        coefficients=replace(
+            c,
+            ring_hop_seconds=message_seconds * c.ring_hop_seconds,
+            last_hop_seconds=message_seconds * c.last_hop_seconds,
+        ),
+    )
+    group: dict[str, Any] = {"tokens": RANK_TOKENS * u * r, "degree": u * r, "heads_degree": u}
+    exchanged = exchange_seconds(profile, **group, sets_cross_nodes=False)
+    return float(exchanged + ring_seconds(profile, **group, crosses_nodes=False))
 
 
 def measure() -> dict[str, Any]:

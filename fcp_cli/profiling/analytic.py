@@ -190,20 +190,25 @@ class _Job:
         """Price exchanges of tokens for heads; None where messages take no time, as in the papers' formula.
 
         Queries, keys and values go one way and outputs back, and so do their gradients: two messages to each rank of
-        the set and layer, forward and backward.
+        the set and layer, forward and backward. A third in backward has a number of each query head, in at least fp32.
         """
         spec, cut = self.spec, self.cut
         if not self.cluster.message_seconds:
             return None
         reached = backward_of(spec, self.recipe).layers
         passes = 1 + reached * (1 + (self.recipe.recompute == "full"))
-        size = passes * spec.ring_layers * (spec.key_size + spec.value_size) * precision_of(self.recipe).activation
+        activation = precision_of(self.recipe).activation
+        size = passes * spec.ring_layers * (spec.key_size + spec.value_size) * activation
+        numbers = reached * spec.ring_layers * spec.num_heads * max(4, activation)
         return Heads(
             query_heads=max(1, spec.num_heads // cut.tensor_parallel),
             key_value_heads=max(1, spec.num_kv_heads // cut.tensor_parallel),
-            exchange_bytes_per_token=size * spec.num_heads / spec.num_kv_heads / cut.devices,
+            exchange_bytes_per_token=(size * spec.num_heads / spec.num_kv_heads + numbers) / cut.devices,
             key_value_exchange_bytes_per_token=size / cut.devices,
-            exchange_seconds=2 * spec.num_layers * passes * self.cluster.message_seconds / cut.pipeline_parallel,
+            exchange_seconds=(2 * passes + reached)
+            * spec.num_layers
+            * self.cluster.message_seconds
+            / cut.pipeline_parallel,
         )
 
     def last_hop(self, *, gradient_bytes: int, reached: float) -> tuple[float, float]:

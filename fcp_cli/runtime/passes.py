@@ -37,16 +37,17 @@ from fcp_cli.runtime.kernels import AttentionKernel, lse_dtype, select_kernel
 from fcp_cli.runtime.layout import Hop, Rows, ShardLayout
 from fcp_cli.runtime.ring_member import RingMember
 from fcp_cli.runtime.rows import add, add_pair, merge, take, take_pair, take_with_lse
-from fcp_cli.runtime.shared_heads import HeadSharing
+from fcp_cli.runtime.shared_heads import HeadSharing, of_products, row_products
 from fcp_cli.runtime.transport import Handle, Transport, Waits
 
 
 class Kept(NamedTuple):
-    """What the backward of one call needs of its forward.
+    """What the backward of one call needs of its forward: of the tokens and heads that this member attended with.
 
     Attributes:
-        q, out: [T, H, D], of the tokens and heads that this member attended with.
+        q: [T, H, D]
         k, v: [T, G, D]
+        out: [T, H, D], of the member's own tokens and all heads: the model keeps it in any case.
         lse: [T, H]
     """
 
@@ -113,7 +114,7 @@ def group_forward(member: GroupMember, q: Tensor, k: Tensor, v: Tensor, scale: f
     q, k, v = yield from exchange.to_heads("heads", q, k, v)
     out, lse = yield from ring_forward(member.around_ring(), q, k, v, scale)
     (own,) = yield from exchange.to_tokens("tokens", out, heads=(heads,))
-    return own, Kept(q, k, v, out, lse)
+    return own, Kept(q, k, v, own, lse)
 
 
 def group_backward(
@@ -133,9 +134,14 @@ def group_backward(
     if member.heads_degree == 1:
         return (yield from ring_backward(member, grad_out, *kept, scale))
     exchange, heads = member.in_set(), grad_out.shape[1]
+    delta = row_products(grad_out, kept.out)
     (grad_out,) = yield from exchange.to_heads("heads", grad_out)
-    grads = yield from ring_backward(member.around_ring(), grad_out, *kept, scale)
-    dq, dk, dv = yield from exchange.to_tokens("tokens", *grads, heads=(heads, kv_heads, kv_heads))
+    (delta,) = yield from exchange.to_heads("delta", delta)
+    kept = kept._replace(out=of_products(delta, grad_out))
+    grads = ring_backward(member.around_ring(), grad_out, *kept, scale)
+    # Nothing here holds what is given away, so that it is gone before what it becomes is made.
+    counts = (heads, kv_heads, kv_heads)
+    dq, dk, dv = yield from exchange.to_tokens("tokens", *(yield from grads), heads=counts)
     return dq, dk, dv
 
 
@@ -152,9 +158,9 @@ def exchanged_again(member: GroupMember, own: Kept) -> Waits[Kept]:
     if member.heads_degree == 1:
         return own
     exchange = member.in_set()
-    q, k, v, out = yield from exchange.to_heads("heads", *own[:4])
+    q, k, v = yield from exchange.to_heads("heads", own.q, own.k, own.v)
     (lse,) = yield from exchange.to_heads("lse", own.lse.unsqueeze(-1))
-    return Kept(q, k, v, out, lse.squeeze(-1))
+    return Kept(q, k, v, own.out, lse.squeeze(-1))
 
 
 def ring_forward(ring: GroupMember, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Waits[tuple[Tensor, Tensor]]:

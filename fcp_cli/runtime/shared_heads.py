@@ -12,6 +12,9 @@ part then travel around the ring of those with the same part in other sets (Fang
 Member a has query heads a H / u to (a + 1) H / u - 1 and the key/value heads that serve them. Where u exceeds G, u / G
 neighbours have the same key/value head, and its gradients are summed by the member whose tokens they are.
 
+A backward kernel needs of a row's output only its product with the output's gradient. The row's owner, where the model
+keeps the output, sends that number; whoever attended keeps no output, and gives its kernel one with the same product.
+
 In round j every member sends to the j-th after it and receives from the j-th before it, over the rings' communicator:
 at most one send and one receive per batch, the same rounds in the same order on all members. Sizes follow from the
 layout. Messages are whole rows of a buffer: what arrives is in place.
@@ -80,6 +83,7 @@ class HeadSharing:
         size, own = len(self._ranks), self._tokens[self._place]
         columns = self._columns(heads)
         sent = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors, dim=1)
+        del tensors
         received = sent.new_empty(size, own, *sent.shape[1:])
         received[self._place].copy_(sent[self._rows[self._place]])
         yield from self._rounds(kind, lambda to: sent[self._rows[to]], lambda source: received[source])
@@ -108,6 +112,19 @@ class HeadSharing:
             )
             under_way.append(handle)
         yield from under_way
+
+
+def row_products(grad_out: Tensor, out: Tensor) -> Tensor:
+    """Return [T, H, 1] the products of two tensors' rows [T, H, D], summed over D as kernels sum them."""
+    wide = lse_dtype(out.dtype)
+    return (grad_out.to(wide) * out).sum(-1, keepdim=True)
+
+
+def of_products(delta: Tensor, grad_out: Tensor) -> Tensor:
+    """Return [T, H, D] rows whose products with those of `grad_out` are `delta` [T, H, 1]; zeros where these are."""
+    length = row_products(grad_out, grad_out)
+    factor = torch.where(length > 0, delta / length, 0.0)
+    return (factor * grad_out).to(grad_out.dtype)
 
 
 def _spread(tensor: Tensor, parts: Tensor) -> None:

@@ -57,7 +57,8 @@ class FakeJob:
         recipe: what the rank keeps and how it computes.
         tokens: of the rank in each micro-batch.
         ranks: of the job.
-        degree: members of the rings.
+        degree: members of the groups.
+        heads_degree: of them, those of a set that shares the heads.
         on_cpu: ranks run on hosts, whose attention has another kernel.
     """
 
@@ -67,6 +68,7 @@ class FakeJob:
     tokens: int
     ranks: int = 8
     degree: int = 2
+    heads_degree: int = 1
     on_cpu: bool = False
 
 
@@ -120,7 +122,7 @@ def _trainer(job: FakeJob, folder: Path) -> Trainer:
 
 
 def _write_plan(path: Path, job: FakeJob) -> PlanMetadata:
-    """Write two steps in which every rank runs the same micro-batches, in rings of neighbours."""
+    """Write two steps in which every rank runs the same micro-batches, in groups of neighbours."""
     metadata = PlanMetadata(
         fcp_version=__version__,
         num_ranks=job.ranks,
@@ -133,6 +135,7 @@ def _write_plan(path: Path, job: FakeJob) -> PlanMetadata:
         solver="by hand",
         manifest=ManifestReference(name="lengths.parquet", rows=1 << 20, content_hash="0" * 64),
         cost_profile="",
+        attention="2d" if job.heads_degree > 1 else None,
     )
     with plan_writer(path, metadata) as writer:
         for number, microbatches in enumerate((_WARM_UP, _MEASURED)):
@@ -141,10 +144,10 @@ def _write_plan(path: Path, job: FakeJob) -> PlanMetadata:
 
 
 def _step(number: int, microbatches: int, job: FakeJob) -> StepPlan:
-    rings = job.ranks // job.degree
-    rows = microbatches * rings
+    groups = job.ranks // job.degree
+    rows = microbatches * groups
     lengths = np.full(rows * _SEQUENCES, job.tokens * job.degree // _SEQUENCES)
-    waves = np.repeat(np.arange(microbatches), rings) if job.sync == "microbatch" else np.full(rows, -1)
+    waves = np.repeat(np.arange(microbatches), groups) if job.sync == "microbatch" else np.full(rows, -1)
     return StepPlan(
         step=number,
         wave=waves.astype(np.int32),
@@ -157,6 +160,7 @@ def _step(number: int, microbatches: int, job: FakeJob) -> StepPlan:
         seconds=np.ones(rows),
         makespan_seconds=float(microbatches),
         bound_seconds=float(microbatches),
+        heads_degree=None if job.heads_degree == 1 else np.full(rows, job.heads_degree, dtype=np.int32),
     )
 
 

@@ -6,10 +6,14 @@ from itertools import chain
 
 import pytest
 import torch
+from torch import Tensor
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.layout import SetLayout, shard_layout
+from fcp_cli.runtime.passes import group_forward
 from fcp_cli.runtime.ring import Ring, attention
+from fcp_cli.runtime.shared_heads import of_products, row_products
+from fcp_cli.runtime.transport import Handle, drive
 from fcp_cli.verification.emulation import LockstepTransport, Mailbox
 from fcp_cli.verification.order import check_order
 from tests.runtime.emulation import run_emulated, run_recorded
@@ -60,10 +64,47 @@ def test_a_set_exchanges_rows_of_exact_length_and_its_rings_carry_its_share_of_t
         ("kv", 8, of_set * 2),
         ("tokens", 5, tokens[1] * 4),
         ("heads", 5, tokens[0] * 4),
+        ("delta", 5, tokens[0]),  # a number of each of four heads
         ("kv", 8, of_set * 2),
         ("dkv", 8, 2 * (tokens[2] + tokens[3])),
         ("tokens", 5, tokens[1] * (4 + 1 + 1)),
     ]
+
+
+def test_what_stands_for_an_output_has_its_product_with_the_gradient() -> None:
+    torch.manual_seed(0)
+    for dtype, exact in ((torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2e-3)):
+        gradient, out = (torch.randn(50, 4, 128, dtype=dtype) for _ in range(2))
+        gradient[7] = 0.0
+        gradient[8] *= 1e-15
+        delta = row_products(gradient, out)
+        again = row_products(gradient, of_products(delta, gradient))
+        assert torch.isfinite(again).all()
+        assert relative_error(again, delta) <= exact
+        assert relative_error(again[8], delta[8]) <= 10 * exact
+
+
+def test_a_member_keeps_what_its_model_keeps_of_a_ring() -> None:
+    """Of its own tokens, or as much of those of its set: nothing twice."""
+    transport, layout = _Loopback(), shard_layout((96,), 2, 2)
+    ring = Ring(layout, 0, (0, 1), transport)
+    q, k = torch.randn(48, 8, 16), torch.randn(48, 2, 16)
+    out, kept = drive(group_forward(ring, q, k, k.clone(), 1.0))
+    assert kept.out is out
+    assert [one.numel() for one in kept] == [q.numel(), k.numel(), k.numel(), q.numel(), 48 * 8]
+
+
+class _Loopback:
+    """Brings what was sent back to who sent it."""
+
+    def start(self, kind: str, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> Handle:
+        assert send is not None
+        assert receive is not None
+        receive.copy_(send)
+        return self
+
+    def wait(self) -> None:
+        pass
 
 
 def test_sets_hold_what_members_of_their_ring_would_one_run_behind_the_other() -> None:
