@@ -5,6 +5,7 @@ FcpError                     exit status 1: the input, the plan or the run is at
 ├── ProfileError             a cost profile, a model or a cluster description
 ├── PlanError                a plan file: damaged, foreign, or against its own rules
 │   └── OverlongError        sequences that no group of ranks can hold
+├── MaskError                a mask that no sequence can have
 ├── RunError                 a training job that cannot follow its plan
 ├── UsageError               exit status 2: the command line is at fault
 └── Interrupted              exit status 130: Ctrl-C
@@ -43,6 +44,10 @@ class PlanError(FcpError):
 
 class OverlongError(PlanError):
     """Sequences that no group of ranks can hold."""
+
+
+class MaskError(FcpError):
+    """A mask that no sequence can have."""
 
 
 class RunError(FcpError):

@@ -1,0 +1,243 @@
+"""What the tokens of one sequence see of each other: causal attention, and what models of images and videos add to it.
+
+A mask is a small value that a manifest derives `eta` from and that a ring follows:
+
+    causal                token q sees tokens 0..q; what a sequence has that names no mask
+    full()                every token sees every other
+    prefix(p)             the first p tokens see each other, the rest is causal
+    segments(spans)       causal, and tokens of one span (an image, as in Gemma 3) see each other
+    chunk_pairs(sizes)    teacher forcing of a video in chunks: clean tokens of all chunks, then as many noisy ones; a
+                          clean chunk sees the clean chunks up to itself, a noisy one those before it, and itself
+
+Example: `segments([(1, 4)])` and `chunk_pairs([1, 2])` on 6 tokens; queries are rows, and `x` is seen:
+
+    x . . . . .        x . . . . .      clean 0
+    x x x x . .        x x x . . .      clean 1
+    x x x x . .        x x x . . .
+    x x x x . .        . . . x . .      noisy 0
+    x x x x x .        x . . . x x      noisy 1
+    x x x x x x        x . . . x x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from fcp_cli.arrays import IntArray
+from fcp_cli.errors import MaskError
+
+Shape: TypeAlias = Literal["full", "causal", "later"]
+"""What an area lets through: every pair, keys up to the query's own, or keys after it; the last two are squares."""
+
+# A span of at least such a part of its sequence is shared out among members by itself; see `Spans.cuts`.
+_WIDE_PART = 16
+_WHOLE = 2**31 - 1  # the longest sequence there is
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """A part of a mask: pairs of queries `q_start` to `q_stop` and keys `k_start` to `k_stop` of one sequence."""
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    shape: Shape = "full"
+
+    @property
+    def pairs(self) -> int:
+        """Return how many pairs it lets through."""
+        queries, keys = self.q_stop - self.q_start, self.k_stop - self.k_start
+        if self.shape == "full":
+            return queries * keys
+        return queries * (queries + 1) // 2 if self.shape == "causal" else queries * (queries - 1) // 2
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Causal attention in which the tokens of each span see each other, too.
+
+    Attributes:
+        spans: (start, stop) of each, ascending, of 2 tokens at least; what lies beyond a sequence has no meaning.
+    """
+
+    spans: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def is_causal(self) -> bool:
+        return not self.spans
+
+    def misfit(self, length: int) -> str:
+        """Say why a sequence of so many tokens cannot have the mask; "" where it can."""
+        last = self.spans[-1][1] if self.spans else 0
+        return "" if last <= length or last == _WHOLE else f"its mask has a span up to token {last}"
+
+    def pairs(self, length: int) -> int:
+        """Return how many pairs of a query and a key a sequence of `length` tokens has."""
+        return length * (length + 1) // 2 + sum(
+            (stop - start) * (stop - start - 1) // 2 for start, stop in self._within(length)
+        )
+
+    def cuts(self, length: int) -> tuple[int, ...]:
+        """Return where the sequence falls into stretches, 0 and `length` among them, so that a zig-zag of each is even.
+
+        Queries of a span see equally many keys, those of other tokens one more each: either way the first and the last
+        chunk of a stretch weigh as much together as any two that lie between. Spans of less than a 16th of the
+        sequence stay within a stretch, since they add less than that to any query's keys.
+        """
+        wide = (span for span in self._within(length) if (span[1] - span[0]) * _WIDE_PART >= length)
+        return tuple(sorted({0, length, *(end for span in wide for end in span)}))
+
+    def areas(self, length: int, cuts: Sequence[int] | None = None) -> tuple[Area, ...]:
+        """Return disjoint areas that make up the mask.
+
+        Args:
+            length: tokens of the sequence.
+            cuts: as from `cuts`, the default: no causal or later area reaches over one.
+        """
+        cuts = self.cuts(length) if cuts is None else cuts
+        spans, found = list(self._within(length)), list(_below(cuts))
+        for start, stop in pairwise(cuts):
+            if (start, stop) in spans:
+                found.append(Area(start, stop, start, stop))
+                continue
+            found.append(Area(start, stop, start, stop, "causal"))
+            found += (Area(*span, *span, "later") for span in spans if start <= span[0] and span[1] <= stop)
+        return tuple(found)
+
+    def position_ids(self, length: int) -> IntArray:
+        """Return [length] the position of each token for its embedding."""
+        return np.arange(length, dtype=np.int64)
+
+    def eta(self, length: int) -> float:
+        """Return the mask factor of a sequence; see `eta_of`."""
+        return eta_of(self.pairs(length), length)
+
+    def _within(self, length: int) -> Iterator[tuple[int, int]]:
+        """Return the spans as far as they lie in the sequence."""
+        for start, stop in self.spans:
+            if min(stop, length) - start > 1:
+                yield start, min(stop, length)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPairs:
+    """Chunks of clean tokens, then chunks of as many noisy ones, each of which sees the clean ones before, and itself.
+
+    Attributes:
+        sizes: tokens of each clean chunk, and of its noisy one.
+    """
+
+    sizes: tuple[int, ...]
+
+    is_causal = False
+
+    def misfit(self, length: int) -> str:
+        """Say why a sequence of so many tokens cannot have the mask; "" where it can."""
+        wanted = 2 * sum(self.sizes)
+        return "" if wanted == length else f"its mask has chunk pairs of {wanted} tokens, which cannot be cut"
+
+    def pairs(self, length: int) -> int:
+        """Return how many pairs of a query and a key the sequence has."""
+        return 2 * sum(size * stop for size, stop in zip(self.sizes, accumulate(self.sizes), strict=True))
+
+    def cuts(self, length: int) -> tuple[int, ...]:
+        """Return where the sequence falls into stretches: noisy tokens lie with their clean ones, cut as these are."""
+        return 0, length // 2, length
+
+    def areas(self, length: int, cuts: Sequence[int] | None = None) -> tuple[Area, ...]:
+        """Return disjoint areas that make up the mask; `cuts` are as for `Spans.areas` and change nothing."""
+        half, bounds = length // 2, list(accumulate(self.sizes, initial=0))
+        found: list[Area] = []
+        for area in _below(bounds):
+            noisy = Area(area.q_start + half, area.q_stop + half, area.k_start, area.k_stop)
+            found += (area, noisy)
+        for shift in (0, half):
+            found += (Area(a + shift, b + shift, a + shift, b + shift) for a, b in pairwise(bounds))
+        return tuple(found)
+
+    def position_ids(self, length: int) -> IntArray:
+        """Return [length] the position of each token for its embedding: noisy tokens have those of their clean ones."""
+        return np.tile(np.arange(length // 2, dtype=np.int64), 2)
+
+    def eta(self, length: int) -> float:
+        """Return the mask factor of a sequence; see `eta_of`."""
+        return eta_of(self.pairs(length), length)
+
+
+Mask: TypeAlias = Spans | ChunkPairs
+
+CAUSAL = Spans()
+
+
+def eta_of(pairs: int, length: int) -> float:
+    """Return the mask factor of so many pairs: 0 is what causal attention has, 1 is all; a mask of less is below 0.
+
+    A causal sequence of L tokens has L (L + 1) / 2 pairs, a full one L (L - 1) / 2 more; eta counts in the latter.
+    """
+    return 0.0 if length < 2 else (pairs - length * (length + 1) // 2) / (length * (length - 1) // 2)
+
+
+def full() -> Mask:
+    """Return the mask of a sequence whose tokens all see each other."""
+    return Spans(((0, _WHOLE),))
+
+
+def prefix(tokens: int) -> Mask:
+    """Return the mask of a sequence whose first `tokens` see each other, while the rest is causal.
+
+    Raises:
+        MaskError: `tokens` is below 0.
+    """
+    if tokens < 0:
+        raise MaskError(f"a prefix has {tokens} tokens; it has 0 or more")
+    return segments([(0, tokens)])
+
+
+def segments(spans: Iterable[Sequence[int]]) -> Mask:
+    """Return the mask of a causal sequence in which tokens of the same span see each other both ways.
+
+    Args:
+        spans: (start, stop) of each, ascending and apart, `stop` not included.
+
+    Raises:
+        MaskError: a span ends before it starts, or starts before the one before it ends.
+    """
+    given = [tuple(map(int, span)) for span in spans]
+    end = 0
+    for span in given:
+        if len(span) != 2 or not end <= span[0] <= span[1]:
+            raise MaskError(f"span {span} of a mask does not follow token {end}; spans are (start, stop), ascending")
+        end = span[1]
+    return Spans(tuple((start, stop) for start, stop in given if stop - start > 1))
+
+
+def chunk_pairs(sizes: Iterable[int]) -> Mask:
+    """Return the mask of teacher forcing: clean chunks of these sizes, then noisy ones of the same sizes.
+
+    Raises:
+        MaskError: there is no chunk, or one without tokens.
+    """
+    given = tuple(map(int, sizes))
+    if not given or min(given) < 1:
+        raise MaskError(f"chunks of {list(given)} tokens; a mask of pairs has chunks of at least 1 token each")
+    return ChunkPairs(given)
+
+
+def _below(bounds: Sequence[int]) -> Iterator[Area]:
+    """Return areas of all blocks of later queries and earlier keys, where `bounds` cut both into blocks.
+
+    n blocks are halved, the later half sees the earlier one, and both are halved again: log2(n) rounds, in none of
+    which a query or a key takes part twice. The order is that of the rounds.
+    """
+    halves = [(0, len(bounds) - 1)]
+    for first, last in halves:  # grows while it is read
+        middle = (first + last + 1) // 2
+        if last - first > 1:
+            yield Area(bounds[middle], bounds[last], bounds[first], bounds[middle])
+            halves += [(first, middle), (middle, last)]

@@ -1,0 +1,57 @@
+"""Masks that are hard to cut, and what each lets through by its definition alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import strategies as st
+
+from fcp_cli.masks import CAUSAL, ChunkPairs, Mask, Spans, chunk_pairs, full, prefix, segments
+
+
+@dataclass(frozen=True, slots=True)
+class Masked:
+    """The mask of a sequence of so many tokens."""
+
+    mask: Mask
+    length: int
+
+
+def seen(masked: Masked) -> npt.NDArray[np.bool_]:
+    """[queries, keys]: whether the query sees the key."""
+    mask, length = masked.mask, masked.length
+    queries, keys = np.arange(length)[:, None], np.arange(length)[None, :]
+    if isinstance(mask, ChunkPairs):
+        half = length // 2
+        chunk = np.tile(np.repeat(np.arange(len(mask.sizes)), mask.sizes), 2)
+        is_noisy = np.arange(length) >= half
+        q_chunk, k_chunk, q_noisy, k_noisy = chunk[:, None], chunk[None, :], is_noisy[:, None], is_noisy[None, :]
+        clean = ~q_noisy & ~k_noisy & (k_chunk <= q_chunk)
+        noisy: npt.NDArray[np.bool_] = q_noisy & np.where(k_noisy, k_chunk == q_chunk, k_chunk < q_chunk)
+        return clean | noisy
+    assert isinstance(mask, Spans)
+    allowed: npt.NDArray[np.bool_] = keys <= queries
+    for start, stop in mask.spans:
+        allowed = allowed | ((start <= queries) & (queries < stop) & (start <= keys) & (keys < stop))
+    return allowed
+
+
+def spans_within(length: int) -> st.SearchStrategy[Mask]:
+    """Segments that may end anywhere in a sequence."""
+    ends = st.lists(st.integers(0, length), max_size=8).map(sorted)
+    return ends.map(lambda found: segments(zip(found[::2], found[1::2], strict=False)))
+
+
+@st.composite
+def all_masked(draw: st.DrawFn, longest: int = 60) -> Masked:
+    """Any mask of a sequence of up to `longest` tokens."""
+    kind = draw(st.sampled_from(["causal", "full", "prefix", "segments", "pairs"]))
+    if kind == "pairs":
+        sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=max(1, longest // 10)))
+        return Masked(chunk_pairs(sizes), 2 * sum(sizes))
+    length = draw(st.integers(1, longest))
+    if kind == "segments":
+        return Masked(draw(spans_within(length)), length)
+    return Masked({"causal": CAUSAL, "full": full(), "prefix": prefix(draw(st.integers(0, length)))}[kind], length)
