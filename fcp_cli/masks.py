@@ -94,21 +94,17 @@ class Spans:
         return tuple(sorted({0, length, *(end for span in wide for end in span)}))
 
     def areas(self, length: int, cuts: Sequence[int] | None = None) -> tuple[Area, ...]:
-        """Return disjoint areas that make up the mask.
+        """Return disjoint areas that make up the mask: those on the diagonal, then those below it.
 
         Args:
             length: tokens of the sequence.
-            cuts: as from `cuts`, the default: no causal or later area reaches over one.
+            cuts: as from `cuts`, the default, or without some of them: no causal area reaches over one.
         """
         cuts = self.cuts(length) if cuts is None else cuts
-        spans, found = list(self._within(length)), list(_below(cuts))
-        for start, stop in pairwise(cuts):
-            if (start, stop) in spans:
-                found.append(Area(start, stop, start, stop))
-                continue
-            found.append(Area(start, stop, start, stop, "causal"))
-            found += (Area(*span, *span, "later") for span in spans if start <= span[0] and span[1] <= stop)
-        return tuple(found)
+        spans, stretches = list(self._within(length)), list(pairwise(cuts))
+        found = [Area(*one, *one, "full" if one in spans else "causal") for one in stretches]
+        found += (Area(*span, *span, "later") for span in spans if span not in stretches)
+        return (*found, *_below(cuts))
 
     def position_ids(self, length: int) -> IntArray:
         """Return [length] the position of each token for its embedding."""
@@ -153,12 +149,10 @@ class ChunkPairs:
     def areas(self, length: int, cuts: Sequence[int] | None = None) -> tuple[Area, ...]:
         """Return disjoint areas that make up the mask; `cuts` are as for `Spans.areas` and change nothing."""
         half, bounds = length // 2, list(accumulate(self.sizes, initial=0))
-        found: list[Area] = []
-        for area in _below(bounds):
-            noisy = Area(area.q_start + half, area.q_stop + half, area.k_start, area.k_stop)
-            found += (area, noisy)
-        for shift in (0, half):
-            found += (Area(a + shift, b + shift, a + shift, b + shift) for a, b in pairwise(bounds))
+        found = [Area(a + shift, b + shift, a + shift, b + shift) for shift in (0, half) for a, b in pairwise(bounds)]
+        for clean in _below(bounds):
+            noisy = Area(clean.q_start + half, clean.q_stop + half, clean.k_start, clean.k_stop)
+            found += (clean, noisy)
         return tuple(found)
 
     def position_ids(self, length: int) -> IntArray:

@@ -26,6 +26,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fcp_cli.arrays import IntArray
+from fcp_cli.masks import CAUSAL, Mask
+from fcp_cli.runtime.masked_chunks import MaskedChunks, Piece, joined_calls
 
 Value = TypeVar("Value")
 
@@ -99,6 +101,9 @@ class ShardLayout:
     heads_degree = 1
     """Members that share the heads of what they hold together."""
 
+    masks: tuple[Mask, ...] = ()
+    """Of each sequence; none: all are causal."""
+
     def __init__(self, lengths: tuple[int, ...], degree: int) -> None:
         assert degree >= 1, degree
         assert all(length >= 1 for length in lengths), lengths
@@ -146,15 +151,12 @@ class ShardLayout:
 
     def position_ids(self, index: int) -> IntArray:
         """Return [tokens(index)] the position of each local token within its own sequence."""
-        positions = np.arange(self._tokens[index], dtype=np.int64)
-        starts, sizes = self._runs(index)
-        return positions + np.repeat(starts - _offsets(sizes), sizes)
+        return self._places(index)
 
     def index(self, index: int) -> IntArray:
         """Return [tokens(index)] the position of each local token in the whole pack; ``pack[index]`` is the shard."""
-        owned = self._fronts[index] + self._backs[index]
         bases = _offsets(np.asarray(self.lengths, dtype=np.int64))
-        return self.position_ids(index) + np.repeat(bases, owned)
+        return self._places(index) + np.repeat(bases, self._owned(index))
 
     def hops(self, member: int, source: int, *, packed: bool = True) -> tuple[Hop, ...]:
         """Return the work of `member` with the keys and values of `source`; none where no query meets a key.
@@ -173,6 +175,16 @@ class ShardLayout:
         if key not in self._hops:
             self._hops[key] = self._make_hops(member, source, packed)
         return self._hops[key]
+
+    def _places(self, index: int) -> IntArray:
+        """Return [tokens(index)] where each local token stands in its sequence."""
+        starts, sizes = self._runs(index)
+        return np.arange(self._tokens[index], dtype=np.int64) + np.repeat(starts - _offsets(sizes), sizes)
+
+    def _owned(self, index: int) -> IntArray:
+        """Return [sequences] the tokens of each that a member holds."""
+        owned: IntArray = self._fronts[index] + self._backs[index]
+        return owned
 
     def _runs(self, index: int) -> tuple[IntArray, IntArray]:
         """Return where [front_0, back_0, front_1, back_1, ...] start within their sequences, and their sizes."""
@@ -212,6 +224,48 @@ class ShardLayout:
         )
 
 
+class MaskedLayout(ShardLayout):
+    """Layout of a pack in which a sequence has a mask: zig-zag chunks of the stretches that its mask cuts it into.
+
+    The sequences without one lie as they otherwise do, and take part in the same calls.
+
+    Args:
+        lengths, degree: as of any layout.
+        masks: of each sequence.
+    """
+
+    __slots__ = ("_sequences", "masks")
+
+    def __init__(self, lengths: tuple[int, ...], degree: int, masks: tuple[Mask, ...]) -> None:
+        self.lengths = lengths
+        self.degree = degree
+        self.masks = masks
+        self._sequences = [MaskedChunks(mask, length, degree) for mask, length in zip(masks, lengths, strict=True)]
+        self._tokens = np.sum([one.tokens for one in self._sequences], axis=0).tolist()
+        self._hops = {}
+
+    def __repr__(self) -> str:
+        return f"MaskedLayout(lengths={self.lengths}, degree={self.degree}, masks={self.masks})"
+
+    def position_ids(self, index: int) -> IntArray:
+        positions = [mask.position_ids(length) for mask, length in zip(self.masks, self.lengths, strict=True)]
+        return np.concatenate(positions)[self.index(index)]
+
+    def _owned(self, index: int) -> IntArray:
+        return np.array([one.tokens[index] for one in self._sequences], dtype=np.int64)
+
+    def _runs(self, index: int) -> tuple[IntArray, IntArray]:
+        starts, sizes = zip(*(one.runs(index) for one in self._sequences), strict=True)
+        return np.concatenate(starts), np.concatenate(sizes)
+
+    def _make_hops(self, member: int, source: int, packed: bool) -> tuple[Hop, ...]:
+        calls = joined_calls([one.calls(member, source) for one in self._sequences])
+        if not packed:
+            calls = [[piece] for call in calls for piece in call]
+        q_bases, k_bases = _offsets(self._owned(member)), _offsets(self._owned(source))
+        return tuple(_hop(call, q_bases, k_bases) for call in calls)
+
+
 class SetLayout(ShardLayout):
     """Layout of one pack on a group whose sets of members share the heads: the ring's layout of sets, cut further.
 
@@ -222,16 +276,18 @@ class SetLayout(ShardLayout):
         lengths: as of the ring.
         degree: members, a multiple of `heads_degree`.
         heads_degree: members of a set, >= 2.
+        masks: as of the ring.
     """
 
-    __slots__ = ("_ring", "_starts", "heads_degree")
+    __slots__ = ("_ring", "_starts", "heads_degree", "masks")
 
-    def __init__(self, lengths: tuple[int, ...], degree: int, heads_degree: int) -> None:
+    def __init__(self, lengths: tuple[int, ...], degree: int, heads_degree: int, masks: tuple[Mask, ...] = ()) -> None:
         assert degree % heads_degree == 0, (degree, heads_degree)
         self.lengths = lengths
         self.degree = degree
         self.heads_degree = heads_degree
-        self._ring = shard_layout(lengths, degree // heads_degree)
+        self.masks = masks
+        self._ring = shard_layout(lengths, degree // heads_degree, *([1, masks] if masks else []))
         held = np.array([self._ring.tokens(place) for place in range(self._ring.degree)], dtype=np.int64)
         run, extra = np.divmod(held, heads_degree)
         sizes = run[:, None] + (np.arange(heads_degree) < extra[:, None])  # [sets, u]
@@ -256,20 +312,46 @@ class SetLayout(ShardLayout):
 
 
 @lru_cache(maxsize=CACHED_LAYOUTS)
-def shard_layout(lengths: tuple[int, ...], degree: int, heads_degree: int = 1) -> ShardLayout:
+def shard_layout(
+    lengths: tuple[int, ...], degree: int, heads_degree: int = 1, masks: tuple[Mask, ...] = ()
+) -> ShardLayout:
     """Return the layout of a pack on a group; cached, so micro-batches of equal shape share it.
 
     Args:
         lengths: tokens of each sequence.
         degree: members of the group.
         heads_degree: how many of them, one beside the other, share the heads; divides `degree`.
+        masks: of each sequence; none: all are causal.
     """
-    return ShardLayout(lengths, degree) if heads_degree == 1 else SetLayout(lengths, degree, heads_degree)
+    if heads_degree > 1:
+        return SetLayout(lengths, degree, heads_degree, masks)
+    return (
+        MaskedLayout(lengths, degree, masks) if any(mask != CAUSAL for mask in masks) else ShardLayout(lengths, degree)
+    )
 
 
 def _offsets(sizes: IntArray) -> IntArray:
     """Return the exclusive prefix sum."""
     return np.cumsum(sizes) - sizes
+
+
+def _hop(call: list[tuple[int, Piece]], q_bases: IntArray, k_bases: IntArray) -> Hop:
+    """Make the call of some pieces, whose rows count from where their sequences begin."""
+    return Hop(
+        q_rows=_rows_of(np.concatenate([piece.queries + q_bases[sequence] for sequence, piece in call])),
+        k_rows=_rows_of(np.concatenate([piece.keys + k_bases[sequence] for sequence, piece in call])),
+        segments=Segments(
+            tuple(len(piece.queries) for _, piece in call),
+            tuple(len(piece.keys) for _, piece in call),
+            call[0][1].causal,
+        ),
+    )
+
+
+def _rows_of(positions: IntArray) -> Rows:
+    first, total = int(positions[0]), len(positions)
+    is_span = np.array_equal(positions, np.arange(first, first + total))
+    return Rows((first, first + total)) if is_span else Rows(None, positions)
 
 
 def _rows(starts: IntArray, sizes: IntArray) -> Rows:

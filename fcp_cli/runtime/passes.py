@@ -177,7 +177,8 @@ def ring_forward(ring: GroupMember, q: Tensor, k: Tensor, v: Tensor, scale: floa
     """
     kernel = select_kernel(q.device.type, q.dtype)
     if ring.degree == 1:
-        return _forward_own(kernel, ring, q, k, v, scale)
+        out, lse = _forward_own(kernel, ring, q, k, v, scale)
+        return out.to(q.dtype), lse
 
     messages = _Messages(ring, k, v)
     # The own keys leave first, so that they travel while this member computes with them.
@@ -193,7 +194,7 @@ def ring_forward(ring: GroupMember, q: Tensor, k: Tensor, v: Tensor, scale: floa
             (rows,) = queries.at(work.q_rows)
             part, part_lse = kernel.forward(rows, *take_pair(keys, work.k_rows), work.segments, scale)
             merge(*places, lse, work.q_rows, part, part_lse)
-    return out, lse
+    return out.to(q.dtype), lse
 
 
 def ring_backward(
@@ -211,19 +212,13 @@ def ring_backward(
         (dq [T, H, D], dk [T, G, D], dv [T, G, D]).
     """
     kernel = select_kernel(q.device.type, q.dtype)
-
-    def share_of_own_keys() -> tuple[Tensor, Tensor, Tensor]:
-        work = ring.work(0)
-        if not work:  # a member without tokens still passes the others' on
-            return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        return kernel.backward(grad_out, q, k, v, out, lse, work[0].segments, scale)
-
     if ring.degree == 1:
-        return share_of_own_keys()
+        dq, dk, dv = _backward_own(kernel, ring, grad_out, Kept(q, k, v, out, lse), scale)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     messages = _Messages(ring, k, v, lse.dtype if ring.grad_dtype == "fp32" else k.dtype)
     arrival = messages.pass_on(0)
-    dq, dk, dv = share_of_own_keys()
+    dq, dk, dv = _backward_own(kernel, ring, grad_out, Kept(q, k, v, out, lse), scale)
     sums, own_rows = _Sums(ring, dq, lse.dtype), _Gathered(grad_out, q, out, lse)
     shares: list[tuple[Hop, Tensor, Tensor]] = []  # of the hop before
     for hop in range(1, ring.degree):
@@ -242,7 +237,7 @@ def ring_backward(
     yield from _settle(messages.pass_on(ring.degree))
     for own, arrived in zip((dk, dv), messages.gradients(ring.degree), strict=True):
         own.add_(arrived)  # summed in the wider type, and rounded once
-    return dq, dk, dv
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 class _Messages:
@@ -341,7 +336,8 @@ class _Sums:
     Folding in bf16 would round once per hop, so 16-bit results are folded in the type of lse. The first fold reads
     `result`, and the last one that a row takes part in writes it, so that nothing is converted on its own. Rows that
     take part in a hop take part in all hops before it: those of earlier members come first, which meet all rows, then
-    those of later ones, which meet the backs.
+    those of later ones, which meet the backs. Under masks other than causal that does not hold: `result` then is in
+    the type of lse from the start, and is converted in the end.
     """
 
     __slots__ = ("_precise", "_result", "_ring")
@@ -392,8 +388,53 @@ def _settle(handle: Handle | None) -> Generator[Handle, None, None]:
 def _forward_own(
     kernel: AttentionKernel, ring: GroupMember, q: Tensor, k: Tensor, v: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the member's own keys: the only causal call, and the only one that every row takes part in."""
-    work = ring.work(0)
-    if not work:
+    """Attend to the member's own keys, which every row takes part in: one causal call, and what masks add to it.
+
+    Under masks the result is in the type of lse, which calls and hops are folded in.
+    """
+    works = _own_work(kernel, ring)
+    if not works:
         return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
-    return kernel.forward(q, k, v, work[0].segments, scale)
+    if _is_whole(works):
+        out, lse = kernel.forward(q, k, v, works[0].segments, scale)
+        return out.to(lse.dtype) if ring.layout.masks else out, lse
+    # Of weight 0, until the first call that a row takes part in.
+    lse = q.new_full(q.shape[:2], float("-inf"), dtype=lse_dtype(q.dtype))
+    out = lse.new_zeros(*q.shape[:2], v.shape[2])
+    for work in works:
+        part, part_lse = kernel.forward(
+            take(q, work.q_rows), take(k, work.k_rows), take(v, work.k_rows), work.segments, scale
+        )
+        merge(out, out, None, lse, work.q_rows, part, part_lse)
+    return out, lse
+
+
+def _backward_own(
+    kernel: AttentionKernel, ring: GroupMember, grad_out: Tensor, kept: Kept, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a member's shares (dq, dk, dv) of its own keys; under masks in the type of lse."""
+    q, k, v, out, lse = kept
+    works = _own_work(kernel, ring)
+    if not works:  # a member without tokens still passes the others' on
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    if _is_whole(works):
+        own = kernel.backward(grad_out, q, k, v, out, lse, works[0].segments, scale)
+        return (own[0].to(lse.dtype), own[1], own[2]) if ring.layout.masks else own
+    dq, dk, dv = (torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (q, k, v))
+    for work in works:
+        dos, qs, outs, lses = take_with_lse((grad_out, q, out), lse, work.q_rows)
+        ks, vs = take(k, work.k_rows), take(v, work.k_rows)
+        shares = kernel.backward(dos, qs, ks, vs, outs, lses, work.segments, scale)
+        for total, rows, share in zip((dq, dk, dv), (work.q_rows, work.k_rows, work.k_rows), shares, strict=True):
+            add(total, total, None, rows, share)
+    return dq, dk, dv
+
+
+def _own_work(kernel: AttentionKernel, ring: GroupMember) -> tuple[Hop, ...]:
+    """Return the calls with a member's own keys; without masks it is one, which takes its rows as they lie."""
+    return ring.work(0, packed=kernel.packed or not ring.layout.masks)
+
+
+def _is_whole(works: tuple[Hop, ...]) -> bool:
+    """Return whether one call takes all rows as they lie."""
+    return len(works) == 1 and works[0].q_rows.span is not None and works[0].k_rows.span is not None

@@ -30,7 +30,7 @@ def run_recorded(
     heads_degree: int = 1,
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], dict[int, list[Operation]]]:
     """As `run_emulated`, with what every rank sent and received."""
-    layout, mailbox = shard_layout(example.lengths, len(ranks), heads_degree), Mailbox()
+    layout, mailbox = shard_layout(example.lengths, len(ranks), heads_degree, example.masks), Mailbox()
     recorders = [RecordingTransport(LockstepTransport(mailbox, rank)) for rank in ranks]
     members = [GroupMember(layout, i, ranks, recorder, grad_dtype) for i, recorder in enumerate(recorders)]
     shards = [_shard(example, layout, i, dtype) for i in range(len(ranks))]

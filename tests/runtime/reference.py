@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fcp_cli.masks import CAUSAL, Mask
+from tests.masks import Masked, seen
+
 # Lengths of 1, shorter than 2 * degree, prime, not divisible by anything, and one that dominates.
 PACKS: list[tuple[int, ...]] = [(1,), (1, 2, 3), (5, 7, 13, 37, 101), (64,), (100, 1, 4), (3, 3, 3, 3, 3, 3)]
 HEADS = [(4, 4), (8, 2), (3, 1)]
@@ -30,6 +33,7 @@ class Example:
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    masks: tuple[Mask, ...] = ()
 
     @property
     def scale(self) -> float:
@@ -46,6 +50,7 @@ def make_example(
     head_dim: int = 16,
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
+    masks: tuple[Mask, ...] = (),
 ) -> Example:
     """Random inputs that `dtype` holds exactly; results always in fp64."""
     generator = torch.Generator().manual_seed(seed)
@@ -55,24 +60,26 @@ def make_example(
         for count in (num_heads, kv_heads, kv_heads, num_heads)
     )
     q_leaf, k_leaf, v_leaf = (tensor.clone().requires_grad_() for tensor in (q, k, v))
-    out = packed_attention(q_leaf, k_leaf, v_leaf, lengths)
+    out = packed_attention(q_leaf, k_leaf, v_leaf, lengths, masks)
     dq, dk, dv = torch.autograd.grad(out, (q_leaf, k_leaf, v_leaf), grad_out)
-    return Example(lengths=lengths, q=q, k=k, v=v, grad_out=grad_out, out=out.detach(), dq=dq, dk=dk, dv=dv)
+    results = {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
+    return Example(lengths=lengths, q=q, k=k, v=v, grad_out=grad_out, **results, masks=masks)
 
 
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """[tokens, heads, head_dim]: causal within each sequence, by softmax over all scores."""
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], masks: tuple[Mask, ...] = ()) -> Tensor:
+    """[tokens, heads, head_dim]: what its mask allows within each sequence, by softmax over all scores."""
     parts = zip(*(torch.split_with_sizes(tensor, lengths) for tensor in (q, k, v)), strict=True)
-    return torch.cat([_sequence_attention(*part) for part in parts])
+    of_each = zip(parts, masks or [CAUSAL] * len(lengths), strict=True)
+    return torch.cat([_sequence_attention(q_i, k_i, v_i, mask) for (q_i, k_i, v_i), mask in of_each])
 
 
-def _sequence_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _sequence_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     repeats = q.shape[1] // k.shape[1]
     q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
     k, v = k.repeat_interleave(repeats, dim=0), v.repeat_interleave(repeats, dim=0)
     scores = q @ k.transpose(1, 2) * q.shape[-1] ** -0.5
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    out: Tensor = scores.masked_fill(future, float("-inf")).softmax(-1) @ v
+    unseen = torch.from_numpy(~seen(Masked(mask, q.shape[1])))
+    out: Tensor = scores.masked_fill(unseen, float("-inf")).softmax(-1) @ v
     return out.transpose(0, 1)
 
 
