@@ -14,6 +14,9 @@ from fcp_cli.models.hf_config import read_hf_config
 from fcp_cli.models.layers import ATTENTION_NAMES, Architecture, LanguageModel, TextFigures
 from fcp_cli.validation import Count, NonEmptyText, NonNegativeCount, validated
 
+_TRAINED = ("full", "latent")
+"""Kinds of attention that the runtime's ring runs."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionSpec:
@@ -133,14 +136,15 @@ class ModelSpec(LanguageModel):
         """
         if self.untrained_attention is not None:
             raise RunError(
-                f"{self.name} has {self.untrained_attention}, which a plan cannot follow: it is for full attention "
-                "only; 'fcp profile --analytic', 'fcp plan' and 'fcp compare' take the model"
+                f"{self.name} has {self.untrained_attention}, which a plan cannot follow: it is for "
+                f"{' and '.join(_TRAINED)} attention only; 'fcp profile --analytic', 'fcp plan' and 'fcp compare' take "
+                "the model"
             )
 
     @property
     def untrained_attention(self) -> str | None:
         """Attention that the runtime's ring cannot run, with the layers that have it; None: it can train the model."""
-        kinds = Counter(kind.attention for kind in self.layer_kinds if kind.attention != "full")
+        kinds = Counter(kind.attention for kind in self.layer_kinds if kind.attention not in _TRAINED)
         found = [f"{ATTENTION_NAMES[attention]} in {count} layers" for attention, count in kinds.items()]
         if self.has("sinks"):
             found.append(f"attention sinks in all {self.num_layers} layers")

@@ -36,7 +36,7 @@ from fcp_cli.runtime.grad_ring import GradRingDtype
 from fcp_cli.runtime.kernels import AttentionKernel, lse_dtype, select_kernel
 from fcp_cli.runtime.layout import Hop, Rows, ShardLayout
 from fcp_cli.runtime.ring_member import RingMember
-from fcp_cli.runtime.rows import add, add_pair, merge, take, take_pair, take_with_lse
+from fcp_cli.runtime.rows import Pair, add, add_pair, merge, take, take_pair, take_with_lse
 from fcp_cli.runtime.shared_heads import HeadSharing, of_products, row_products
 from fcp_cli.runtime.transport import Handle, Transport, Waits
 
@@ -46,8 +46,8 @@ class Kept(NamedTuple):
 
     Attributes:
         q: [T, H, D]
-        k, v: [T, G, D]
-        out: [T, H, D], of the member's own tokens and all heads: the model keeps it in any case.
+        k, v: [T, G, D] and [T, G, Dv]
+        out: [T, H, Dv], of the member's own tokens and all heads: the model keeps it in any case.
         lse: [T, H]
     """
 
@@ -101,11 +101,11 @@ def group_forward(member: GroupMember, q: Tensor, k: Tensor, v: Tensor, scale: f
 
     Args:
         member: its view of the group.
-        q, k, v: [T, H, D] and twice [T, G, D], T = member.tokens.
+        q, k, v: [T, H, D], [T, G, D] and [T, G, Dv], T = member.tokens.
         scale: factor on the scores.
 
     Returns:
-        out [T, H, D] in the type of q, and what `group_backward` needs.
+        out [T, H, Dv] in the type of q, and what `group_backward` needs.
     """
     if member.heads_degree == 1:
         out, lse = yield from ring_forward(member, q, k, v, scale)
@@ -124,12 +124,12 @@ def group_backward(
 
     Args:
         member, scale: as given to `group_forward`.
-        grad_out: [T, H, D].
+        grad_out: [T, H, Dv].
         kept: as `group_forward` returned it.
         kv_heads: of the tensors k and v that `group_forward` was given.
 
     Returns:
-        (dq [T, H, D], dk [T, G, D], dv [T, G, D]).
+        (dq [T, H, D], dk [T, G, D], dv [T, G, Dv]).
     """
     if member.heads_degree == 1:
         return (yield from ring_backward(member, grad_out, *kept, scale))
@@ -169,11 +169,11 @@ def ring_forward(ring: GroupMember, q: Tensor, k: Tensor, v: Tensor, scale: floa
     Args:
         ring: the member's view of a ring.
         q: [T, H, D], T = ring.tokens.
-        k, v: [T, G, D].
+        k, v: [T, G, D] and [T, G, Dv].
         scale: factor on the scores.
 
     Returns:
-        out [T, H, D] in the type of q, and the final lse [T, H] in fp32 (fp64 for fp64).
+        out [T, H, Dv] in the type of q, and the final lse [T, H] in fp32 (fp64 for fp64).
     """
     kernel = select_kernel(q.device.type, q.dtype)
     if ring.degree == 1:
@@ -203,13 +203,13 @@ def ring_backward(
     """Run the backward of one member; yield the handles it waits for.
 
     Args:
-        grad_out: [T, H, D].
+        grad_out: [T, H, Dv].
         ring, q, k, v, scale: as given to `ring_forward`.
         out, lse: as `ring_forward` returned them. They hold the whole row, which makes each hop's share of dq, dk and
             dv exact: shares need only be added.
 
     Returns:
-        (dq [T, H, D], dk [T, G, D], dv [T, G, D]).
+        (dq [T, H, D], dk [T, G, D], dv [T, G, Dv]).
     """
     kernel = select_kernel(q.device.type, q.dtype)
     if ring.degree == 1:
@@ -248,16 +248,19 @@ class _Messages:
     at its next hop and at that hop, so what has arrived is changed in place and sent on as it is. Keys are not sent
     home, and sums begin at hop 1: their owner adds its own share in the end.
 
+    Keys come first, then their values, whose heads may have another size: each is a block of its own, so that nothing
+    is padded. Where the sizes are equal, the two blocks are one [2, tokens, G, D].
+
     Two buffers are enough: a member waits for message h - 1 to settle before it issues message h, while the next one
     arrives in the buffer that message h - 1 was sent from.
     """
 
-    __slots__ = ("_buffers", "_grad_dtype", "_ring", "_shape")
+    __slots__ = ("_buffers", "_grad_dtype", "_ring", "_shapes")
 
     def __init__(self, ring: GroupMember, k: Tensor, v: Tensor, grad_dtype: torch.dtype | None = None) -> None:
         """Start with the member's own pair; without `grad_dtype` gradients do not travel."""
         self._ring = ring
-        self._shape = k.shape[1:]
+        self._shapes = k.shape[1:], v.shape[1:]
         self._grad_dtype = grad_dtype
         size = self._numel(ring.layout.most_tokens)
         if grad_dtype is not None:
@@ -268,25 +271,21 @@ class _Messages:
         own[0].copy_(k)
         own[1].copy_(v)
 
-    def keys(self, hop: int) -> Tensor:
-        """Return [2, tokens, G, D] the keys and values that this member holds at `hop`."""
-        tokens = self._tokens(hop)
-        return self._buffers[hop % 2][: self._numel(tokens)].view(2, tokens, *self._shape)
+    def keys(self, hop: int) -> Pair:
+        """Return the keys and values that this member holds at `hop`."""
+        return self._pair(self._buffers[hop % 2], self._tokens(hop))
 
-    def gradients(self, hop: int) -> Tensor:
-        """Return [2, tokens, G, D] the sums for the pair of `hop`, which are in the message after."""
-        assert self._grad_dtype is not None
-        start, stop = self._span(hop + 1)[1:]
-        tokens = self._tokens(hop)
-        return self._buffers[(hop + 1) % 2][start:stop].view(self._grad_dtype).view(2, tokens, *self._shape)
+    def gradients(self, hop: int) -> Pair:
+        """Return the sums for the pair of `hop`, which are in the message after."""
+        return self._pair(self._flat_gradients(hop), self._tokens(hop))
 
     def add(self, hop: int, shares: Sequence[tuple[Hop, Tensor, Tensor]]) -> None:
         """Add a member's own shares to the sums for the pair of `hop`; the first member begins them."""
         if hop == 0:
             return
-        sums = self.gradients(hop)
         if hop == 1:
-            sums.zero_()
+            self._flat_gradients(hop).zero_()
+        sums = self.gradients(hop)
         for work, dk, dv in shares:
             add_pair(sums, work.k_rows, dk, dv)
 
@@ -310,6 +309,19 @@ class _Messages:
             ring.ranks[ring.index - 1],
         )
 
+    def _flat_gradients(self, hop: int) -> Tensor:
+        assert self._grad_dtype is not None
+        start, stop = self._span(hop + 1)[1:]
+        return self._buffers[(hop + 1) % 2][start:stop].view(self._grad_dtype)
+
+    def _pair(self, flat: Tensor, tokens: int) -> Pair:
+        """View the beginning of a message, or of its gradients, as those of the keys and of the values."""
+        first, second = ((tokens, *shape) for shape in self._shapes)
+        middle, stop = (tokens * sum(shape.numel() for shape in self._shapes[:count]) for count in (1, 2))
+        if first == second:
+            return flat[:stop].view(2, *first)
+        return flat[:middle].view(first), flat[middle:stop].view(second)
+
     def _part(self, message: int, has_keys: bool, has_gradients: bool) -> Tensor:
         """Return the part of a message that travels; it is flat, and in the type of the keys."""
         start, middle, stop = self._span(message)
@@ -327,7 +339,9 @@ class _Messages:
         return self._ring.layout.tokens(self._ring.source(hop))
 
     def _numel(self, tokens: int) -> int:
-        return 2 * tokens * self._shape.numel()
+        """Return the elements of a pair; even, so that gradients of twice the size can begin behind them."""
+        elements = tokens * sum(shape.numel() for shape in self._shapes)
+        return elements + elements % 2
 
 
 class _Sums:
@@ -394,7 +408,7 @@ def _forward_own(
     """
     works = _own_work(kernel, ring)
     if not works:
-        return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
+        return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
     if _is_whole(works):
         out, lse = kernel.forward(q, k, v, works[0].segments, scale)
         return out.to(lse.dtype) if ring.layout.masks else out, lse

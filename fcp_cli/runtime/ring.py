@@ -8,6 +8,8 @@ Shapes. T tokens of this member, H query heads, G key/value heads (H is a multip
     the two passes   q, out [T, H, D]              k, v [T, G, D]            lse [T, H]
     on the way       [2, T of the source, G, D]: keys and values; then dk and dv of another source, in one message
 
+Heads of values, and with them those of `out`, may have another size than D (latent attention).
+
 Where u members share the heads, the last two have the tokens of all u, H / u query heads, and G / u key/value heads or
 one.
 """
@@ -135,12 +137,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring | None = None, scal
     Args:
         q: [1, H, tokens, D], the local shard in the order of `ring.layout.index(ring.index)`. Rows beyond
             `ring.tokens` are padding: they give zeros and get zero gradients.
-        k, v: [1, G, tokens, D]; H is a multiple of G.
+        k, v: [1, G, tokens, D]; H is a multiple of G. The heads of v may have another size, Dv.
         ring: the micro-batch's ring; by default the one in `current_ring`. Pass it where activations are recomputed.
         scale: factor on the scores; 1 / sqrt(D) by default.
 
     Returns:
-        [1, H, tokens, D], in the autocast type where autocast is on, as scaled_dot_product_attention gives it.
+        [1, H, tokens, Dv], in the autocast type where autocast is on, as scaled_dot_product_attention gives it.
 
     Raises:
         RunError: no ring, a shape that does not fit the ring, or a call inside backward without an explicit ring.
@@ -273,7 +275,8 @@ def _attention_backward_operator(
 @_attention_operator.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     _, heads, padded, _ = q.shape
-    return _like_packed(q), q.new_empty(padded, heads, dtype=lse_dtype(q.dtype)), torch.empty_like(handle)
+    lse = q.new_empty(padded, heads, dtype=lse_dtype(q.dtype))
+    return _like_packed(q, v.shape[3]), lse, torch.empty_like(handle)
 
 
 @_attention_backward_operator.register_fake
@@ -281,10 +284,10 @@ def _(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tenso
     return _like_packed(q), _like_packed(k), _like_packed(v)
 
 
-def _like_packed(batched: Tensor) -> Tensor:
+def _like_packed(batched: Tensor, head_dim: int | None = None) -> Tensor:
     """Return an empty [1, H, padded, D] that lies in memory as what `_unpack` returns."""
-    _, heads, padded, head_dim = batched.shape
-    return batched.new_empty(padded, heads, head_dim).transpose(0, 1).unsqueeze(0)
+    _, heads, padded, own = batched.shape
+    return batched.new_empty(padded, heads, head_dim or own).transpose(0, 1).unsqueeze(0)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

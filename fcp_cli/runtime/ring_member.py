@@ -55,6 +55,8 @@ class RingMember:
     def check_shapes(self, q: Any, k: Any, v: Any) -> None:
         """Check that queries, keys and values [1, heads, tokens, head_dim] of any framework are this member's shard.
 
+        Heads of values may have a size of their own.
+
         Raises:
             RunError: they are not.
         """
@@ -62,7 +64,7 @@ class RingMember:
             raise RunError(
                 f"attention takes q of shape [1, heads, tokens, head_dim], got {tuple(q.shape)}: pack the batch"
             )
-        if k.shape != v.shape or k.shape[2:] != q.shape[2:] or k.shape[0] != 1 or q.shape[1] % k.shape[1]:
+        if k.shape[:3] != v.shape[:3] or k.shape[2:] != q.shape[2:] or k.shape[0] != 1 or q.shape[1] % k.shape[1]:
             raise RunError(f"k {tuple(k.shape)} and v {tuple(v.shape)} do not fit q {tuple(q.shape)}")
         shared = self.heads_degree
         if q.shape[1] % shared or (k.shape[1] % shared and shared % k.shape[1]):

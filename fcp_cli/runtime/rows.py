@@ -5,6 +5,8 @@ On CUDA with triton one kernel does each of the updates (`kernels/fused.py`); wh
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,6 +16,9 @@ from fcp_cli.runtime.kernels import fused
 from fcp_cli.runtime.kernels.base import lse_dtype, to_device
 from fcp_cli.runtime.layout import Rows
 
+Pair: TypeAlias = Tensor | tuple[Tensor, Tensor]
+"""Two tensors [T, G, D]: halves of one [2, T, G, D] where they are alike, so that one operation serves both."""
+
 
 def take(tensor: Tensor, rows: Rows) -> Tensor:
     """Return the rows of `tensor`; a view where they are contiguous."""
@@ -22,8 +27,10 @@ def take(tensor: Tensor, rows: Rows) -> Tensor:
     return tensor.index_select(0, _positions(rows, tensor.device))
 
 
-def take_pair(pair: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Return the rows of both halves of [2, T, ..], as `take` does."""
+def take_pair(pair: Pair, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Return the rows of both tensors of a pair, as `take` does."""
+    if isinstance(pair, tuple):
+        return take(pair[0], rows), take(pair[1], rows)
     if rows.span is not None:
         start, stop = rows.span
         first, second = pair.narrow(1, start, stop - start).unbind()
@@ -35,9 +42,9 @@ def take_pair(pair: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
 def take_with_lse(
     tensors: tuple[Tensor, Tensor, Tensor], lse: Tensor, rows: Rows
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the rows of three tensors [T, H, D] and of `lse` [T, H], as `take` does."""
+    """Return the rows of three tensors [T, H, any D] and of `lse` [T, H], as `take` does."""
     first, second, third = tensors
-    if rows.span is None and fused.fused_rows(lse.device.type):
+    if rows.span is None and first.shape == second.shape == third.shape and fused.fused_rows(lse.device.type):
         return fused.take_rows(first, second, third, lse, _positions(rows, lse.device))
     return take(first, rows), take(second, rows), take(third, rows), take(lse, rows)
 
@@ -76,8 +83,12 @@ def add_to_rows(total: Tensor, rows: Rows, share: Tensor) -> None:
         total.index_add_(0, _positions(rows, total.device), share.to(total.dtype))
 
 
-def add_pair(total: Tensor, rows: Rows, first: Tensor, second: Tensor) -> None:
-    """Add `first` and `second` to the rows of the halves of `total` [2, T, ..], in place."""
+def add_pair(total: Pair, rows: Rows, first: Tensor, second: Tensor) -> None:
+    """Add `first` and `second` to the rows of the tensors of `total`, in place."""
+    if isinstance(total, tuple):
+        add(total[0], total[0], None, rows, first)
+        add(total[1], total[1], None, rows, second)
+        return
     if _fuses(total):
         positions = None if rows.span is not None else _positions(rows, total.device)
         halves = total if rows.span is None else total[:, rows.span[0] : rows.span[1]]

@@ -9,6 +9,8 @@ part then travel around the ring of those with the same part in other sets (Fang
     before, after      q, out [t(a), H, D]                 k, v [t(a), G, D]
     between            q, out [T, H / u, D]                k, v [T, max(1, G / u), D]
 
+Heads of values, and with them those of out, may have another size than D.
+
 Member a has query heads a H / u to (a + 1) H / u - 1 and the key/value heads that serve them. Where u exceeds G, u / G
 neighbours have the same key/value head, and its gradients are summed by the member whose tokens they are.
 
@@ -53,45 +55,47 @@ class HeadSharing:
 
         Args:
             kind: what travels, for records and messages.
-            tensors: [own tokens, heads, D] each, of one type; u divides the heads of each, or these divide u.
+            tensors: [own tokens, heads, any D] each, of one type; u divides the heads of each, or these divide u.
 
         Returns:
             [tokens of the set, max(1, heads / u), D] each: views of one buffer, the last dimension contiguous.
         """
         size, own = len(self._ranks), self._tokens[self._place]
-        columns = self._columns([tensor.shape[1] for tensor in tensors])
-        first, width, head_dim = tensors[0], columns[-1].stop, tensors[0].shape[-1]
-        sent = first.new_empty(size, own, width, head_dim)
-        received = first.new_empty(sum(self._tokens), width, head_dim)
-        for tensor, column in zip(tensors, columns, strict=True):
-            _spread(tensor, sent[:, :, column])
+        sizes = [tensor.shape[2] for tensor in tensors]
+        columns = self._columns([tensor.shape[1] for tensor in tensors], sizes)
+        sent = tensors[0].new_empty(size, own, columns[-1].stop)
+        received = sent.new_empty(sum(self._tokens), columns[-1].stop)
+        for tensor, column, head_dim in zip(tensors, columns, sizes, strict=True):
+            _spread(tensor, _by_heads(sent[..., column], head_dim))
         received[self._rows[self._place]].copy_(sent[self._place])
         yield from self._rounds(kind, lambda to: sent[to], lambda source: received[self._rows[source]])
-        return [received[:, column] for column in columns]
+        return [_by_heads(received[:, column], head_dim) for column, head_dim in zip(columns, sizes, strict=True)]
 
     def to_tokens(self, kind: str, *tensors: Tensor, heads: Sequence[int]) -> Waits[list[Tensor]]:
         """Undo `to_heads`: give the own tokens for all heads in return for the set's. What replicas have is summed.
 
         Args:
             kind: what travels.
-            tensors: [tokens of the set, max(1, heads / u), D] each, of one type.
+            tensors: [tokens of the set, max(1, heads / u), any D] each, of one type.
             heads: of all members together, per tensor.
 
         Returns:
             [own tokens, heads, D] each.
         """
         size, own = len(self._ranks), self._tokens[self._place]
-        columns = self._columns(heads)
-        sent = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors, dim=1)
-        del tensors
-        received = sent.new_empty(size, own, *sent.shape[1:])
+        sizes = [tensor.shape[2] for tensor in tensors]
+        rows = [tensor.flatten(1) for tensor in tensors]
+        sent = rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, dim=1)
+        del tensors, rows
+        received = sent.new_empty(size, own, sent.shape[1])
         received[self._place].copy_(sent[self._rows[self._place]])
         yield from self._rounds(kind, lambda to: sent[self._rows[to]], lambda source: received[source])
-        return [_gather(received[:, :, column], count) for column, count in zip(columns, heads, strict=True)]
+        parts = zip(self._columns(heads, sizes), sizes, heads, strict=True)
+        return [_gather(_by_heads(received[..., column], head_dim), count) for column, head_dim, count in parts]
 
-    def _columns(self, heads: Sequence[int]) -> list[slice]:
-        """Return where each tensor's heads of one member stand in a row of a message."""
-        shares = (max(1, count // len(self._ranks)) for count in heads)
+    def _columns(self, heads: Sequence[int], sizes: Sequence[int]) -> list[slice]:
+        """Return where each tensor's heads of one member, of these sizes, stand in a row of a message."""
+        shares = (max(1, count // len(self._ranks)) * size for count, size in zip(heads, sizes, strict=True))
         return [slice(*ends) for ends in pairwise(accumulate(shares, initial=0))]
 
     def _rounds(
@@ -125,6 +129,11 @@ def of_products(delta: Tensor, grad_out: Tensor) -> Tensor:
     length = row_products(grad_out, grad_out)
     factor = torch.where(length > 0, delta / length, 0.0)
     return (factor * grad_out).to(grad_out.dtype)
+
+
+def _by_heads(rows: Tensor, head_dim: int) -> Tensor:
+    """View [.., heads * D] as [.., heads, D]."""
+    return rows.view(*rows.shape[:-1], rows.shape[-1] // head_dim, head_dim)
 
 
 def _spread(tensor: Tensor, parts: Tensor) -> None:

@@ -266,7 +266,7 @@ def test_a_model_that_no_ring_can_run_is_refused_before_anything_starts(fcp: Fcp
     found = fcp("--model", "gemma3-27b", "--plan", str(folder / "plan.parquet"), "--run-dir", str(tmp_path / "run"))
     assert found.status == 1
     assert found.last_line == snapshot(
-        "error: gemma3-27b has sliding-window attention in 52 layers, which a plan cannot follow: it is for full attention only; 'fcp profile --analytic', 'fcp plan' and 'fcp compare' take the model"
+        "error: gemma3-27b has sliding-window attention in 52 layers, which a plan cannot follow: it is for full and latent attention only; 'fcp profile --analytic', 'fcp plan' and 'fcp compare' take the model"
     )
     assert not (tmp_path / "run").exists()
 

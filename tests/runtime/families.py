@@ -36,7 +36,17 @@ _SIZES: Mapping[str, Any] = {
 }
 _FULL = {"layer_types": ["full_attention"] * 2}
 _NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
-_LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "head_dim": 8}
+_LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+}
+_LONGCAT = {**_LATENT, "num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "zero_expert_num": 0}
+_GROUPS = {"n_routed_experts": 8, "num_local_experts": 8, "n_group": 4, "topk_group": 2}
 _DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
@@ -133,14 +143,20 @@ FAMILIES: Mapping[str, Family] = {
     "falcon": Family(kind="falcon", without=("head_dim",), refused="interface"),
     "deepseek_v2": Family(
         kind="deepseek_v2",
-        settings={**_LATENT, "q_lora_rank": 16, "num_key_value_heads": 4},
-        refused="keys and values of different sizes",
+        settings=_LATENT,
+        tolerance=1e-8,
     ),
     "deepseek_v3": Family(
         kind="deepseek_v3",
-        settings={**_LATENT, "q_lora_rank": 16, "num_key_value_heads": 4},
-        refused="keys and values of different sizes",
+        settings={**_LATENT, **_GROUPS, "first_k_dense_replace": 1},
+        tolerance=1e-8,
     ),
+    "deepseek_v3, dense": Family(kind="deepseek_v3", settings={**_LATENT, "first_k_dense_replace": 2}),
+    "glm4_moe_lite": Family(kind="glm4_moe_lite", settings=_LATENT, tolerance=1e-8),
+    "longcat_flash": Family(kind="longcat_flash", settings=_LONGCAT, tolerance=1e-8),
+    "minicpm3": Family(kind="minicpm3", settings=_LATENT),
+    "youtu": Family(kind="youtu", settings=_LATENT),
+    "deepseek_v32": Family(kind="deepseek_v32", settings=_LATENT, refused="layers of indexed_attention"),
     "cohere2": Family(kind="cohere2", settings=_FULL, tolerance=1e-8),
     "gemma3_text": Family(kind="gemma3_text", settings=_FULL, tolerance=1e-8),
     "gemma2": Family(kind="gemma2", settings=_FULL, refused="a soft cap on scores"),

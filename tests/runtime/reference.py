@@ -51,13 +51,15 @@ def make_example(
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
     masks: tuple[Mask, ...] = (),
+    value_dim: int | None = None,
 ) -> Example:
-    """Random inputs that `dtype` holds exactly; results always in fp64."""
+    """Random inputs that `dtype` holds exactly, `value_dim` of values; results always in fp64."""
     generator = torch.Generator().manual_seed(seed)
     num_heads, kv_heads = heads
+    values = value_dim or head_dim
     q, k, v, grad_out = (
-        torch.randn(sum(lengths), count, head_dim, generator=generator, dtype=torch.float64).to(dtype).double()
-        for count in (num_heads, kv_heads, kv_heads, num_heads)
+        torch.randn(sum(lengths), count, size, generator=generator, dtype=torch.float64).to(dtype).double()
+        for count, size in ((num_heads, head_dim), (kv_heads, head_dim), (kv_heads, values), (num_heads, values))
     )
     q_leaf, k_leaf, v_leaf = (tensor.clone().requires_grad_() for tensor in (q, k, v))
     out = packed_attention(q_leaf, k_leaf, v_leaf, lengths, masks)

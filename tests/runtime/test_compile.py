@@ -18,18 +18,22 @@ from fcp_cli.verification.emulation import Mailbox, ThreadTransport
 
 pytestmark = pytest.mark.torch
 
-HEADS, KV_HEADS, HEAD_DIM, LAYERS = 4, 2, 8, 2
+HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, LAYERS = 4, 2, 8, 6, 2
 
 
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.qkv = nn.Linear(HEADS * HEAD_DIM, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
+        self.qk = nn.Linear(HEADS * HEAD_DIM, (HEADS + KV_HEADS) * HEAD_DIM)
+        self.v = nn.Linear(HEADS * HEAD_DIM, KV_HEADS * VALUE_DIM)
+        self.out = nn.Linear(HEADS * VALUE_DIM, HEADS * HEAD_DIM)
 
     def forward(self, x: Tensor, ring: Ring | None) -> Tensor:
-        heads = self.qkv(x).view(1, x.shape[1], -1, HEAD_DIM).transpose(1, 2)
-        q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
-        return x + attention(q, k, v, ring=ring).transpose(1, 2).reshape(x.shape)
+        heads = self.qk(x).view(1, x.shape[1], -1, HEAD_DIM).transpose(1, 2)
+        q, k = heads.split((HEADS, KV_HEADS), dim=1)
+        v = self.v(x).view(1, x.shape[1], -1, VALUE_DIM).transpose(1, 2)
+        out: Tensor = self.out(attention(q, k, v, ring=ring).transpose(1, 2).flatten(2))
+        return x + out
 
 
 class Model(nn.Module):

@@ -49,6 +49,19 @@ def test_the_cpu_kernel_repeats_key_heads_for_releases_that_cannot_share_them(
     test_causal_segments_match_plain_attention_in_fp64(CpuKernel(), (5, 7, 13), heads)
 
 
+@pytest.mark.parametrize("sizes", [(12, 8), (8, 12)], ids=str)
+@pytest.mark.parametrize("kernel", [*EXACT, NpuKernel(FakeNpu(head_major=True))], ids=["cpu", "dense", "npu"])
+def test_values_may_have_heads_of_another_size(kernel: AttentionKernel, sizes: tuple[int, int]) -> None:
+    example = make_example((5, 7), (4, 2), sizes[0], value_dim=sizes[1], dtype=torch.float32)
+    inputs = (example.q.float(), example.k.float(), example.v.float())
+    segments = Segments((5, 7), (5, 7), causal=True)
+    out, lse = kernel.forward(*inputs, segments, example.scale)
+    grads = kernel.backward(example.grad_out.float(), *inputs, out, lse, segments, example.scale)
+    for found, expected in zip((out, *grads), example.results, strict=True):
+        assert found.shape == expected.shape
+        assert relative_error(found, expected) <= 2e-6
+
+
 @pytest.mark.parametrize("kernel", EXACT, ids=["cpu", "dense"])
 def test_a_backward_over_part_of_the_keys_gives_that_part_of_the_gradients(kernel: AttentionKernel) -> None:
     """With the whole row's out and lse, the shares over two halves of the keys add up to the whole."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import product
 
 import pytest
 import torch
@@ -92,6 +93,34 @@ def test_gathered_rows_give_the_same_as_rows_in_place(
     for degree in DEGREES:
         for found, expected in zip(run_emulated(example, degree, torch.float64), example.results, strict=True):
             assert absolute_error(found, expected) <= 1e-12
+
+
+@pytest.mark.parametrize("sizes", [(12, 8), (7, 4), (8, 12)], ids=str)
+def test_heads_of_values_may_have_a_size_of_their_own(sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    examples = [make_example(lengths, (4, 2), sizes[0], value_dim=sizes[1]) for lengths in PACKS[1:3]]
+    for kernel in (CpuKernel(), GatheringCpuKernel()):
+        monkeypatch.setattr(passes_module, "select_kernel", lambda device_type, dtype, kernel=kernel: kernel)
+        for example, degree, shared in product(examples, DEGREES, (1, 2, 4)):
+            if not degree % shared:
+                results = run_emulated(example, degree, torch.float64, shared)
+                for found, expected in zip(results, example.results, strict=True):
+                    assert absolute_error(found, expected) <= 1e-12, (degree, shared)
+
+
+def test_keys_and_values_of_different_sizes_travel_without_padding() -> None:
+    example = make_example((100,), (4, 2), 12, value_dim=8, dtype=torch.bfloat16)
+    found, operations = run_recorded(example, (3, 5, 9, 11, 12), torch.bfloat16)
+    pair = 20 * 2 * (12 + 8) * 2
+    assert sent_by(operations, 5) == [("kv", pair)] * 6 + [("kv+dkv", 3 * pair)] * 2 + [("dkv", 2 * pair)] * 2
+    check_order(operations)
+    assert max(relative_error(*one) for one in zip(found, example.results, strict=True)) <= 1e-2
+
+
+def test_an_odd_pair_in_bf16_is_followed_by_gradients_in_fp32() -> None:
+    """Which begin on a boundary of four bytes."""
+    example = make_example((7, 30), (3, 1), 7, value_dim=4, dtype=torch.bfloat16)
+    found, _ = run_recorded(example, (0, 1, 2, 3), torch.bfloat16)
+    assert max(relative_error(*one) for one in zip(found, example.results, strict=True)) <= 1e-2
 
 
 @pytest.mark.parametrize("heads", HEADS)

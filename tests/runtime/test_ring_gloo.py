@@ -40,6 +40,7 @@ def test_every_rank_computes_what_one_process_does(report: dict[str, Any]) -> No
     assert report["degrees"] == list(range(1, report["num_ranks"] + 1))
     if report["num_ranks"] == 4:
         assert report["sharing"] == [[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]]
+    assert report["value_dims"] == [5, 8, 11]
     assert report["modes"] == ["non-reentrant", "plain", "reentrant"]
     assert report["dtypes"] == ["torch.float32", "torch.float64"]
 

@@ -52,7 +52,6 @@ _NO_ARGUMENTS = (
     "the {name} model does not hand keyword arguments down to its attention, which needs to know its ring there; "
     "prepare a model class that does"
 )
-_SIZES = "the {name} model has keys and values of different sizes ({remedy} per head), which travel a ring as one"
 _FAILED = "the {name} model cannot be run on a few tokens, to see whether a plan can split sequences for it: {remedy}"
 _SCALES = (
     "the {name} model scales its queries by positions that it counts itself, which are wrong where a rank holds a part "
@@ -191,8 +190,6 @@ class _Probe:
         self._counting.is_on = False
         if "ring" not in kwargs:
             self._refuse(_NO_ARGUMENTS)
-        if key.shape != value.shape:
-            self._refuse(_SIZES, f"{key.shape[-1]} and {value.shape[-1]}")
         self._check(module, mask, kwargs)
         self._modules[module] = None
         groups = query.shape[1] // key.shape[1]

@@ -1,6 +1,7 @@
 """The interface of an attention kernel to the ring.
 
-T tokens, H query heads, G key/value heads, D head size; Tq and Tk where queries and keys differ in number.
+T tokens, H query heads, G key/value heads, D head size; Tq and Tk where queries and keys differ in number, Dv where
+heads of values have a size of their own.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ class AttentionKernel(Protocol):
 
         Args:
             q: [Tq, H, D], Tq = sum(q_lengths); the last dimension is contiguous, as in `k` and `v`.
-            k, v: [Tk, G, D], Tk = sum(k_lengths); H is a multiple of G.
+            k, v: [Tk, G, D] and [Tk, G, Dv], Tk = sum(k_lengths); H is a multiple of G.
             scale: factor on the scores.
 
         Returns:
-            out [Tq, H, D] in the type of `q`, and lse [Tq, H] in `lse_dtype(q.dtype)`.
+            out [Tq, H, Dv] in the type of `q`, and lse [Tq, H] in `lse_dtype(q.dtype)`.
         """
         ...
 

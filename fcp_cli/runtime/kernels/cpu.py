@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fcp_cli.runtime.kernels.equal_sizes import with_equal_sizes, with_equal_sizes_backward
 from fcp_cli.runtime.layout import Segments
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -19,6 +20,7 @@ class CpuKernel:
 
     packed = False
 
+    @with_equal_sizes
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         assert all(segments.q_lengths), "an empty query segment"
         assert all(segments.k_lengths), "an empty key segment"
@@ -29,6 +31,7 @@ class CpuKernel:
         results = [_forward(q_i, k_i, v_i, 0.0, segments.causal, scale=scale) for q_i, k_i, v_i in pieces]
         return _join([out for out, _ in results]), _join([lse for _, lse in results])
 
+    @with_equal_sizes_backward
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:

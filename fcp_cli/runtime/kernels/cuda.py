@@ -19,6 +19,7 @@ from torch import Tensor
 from fcp_cli.console import note
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.kernels.base import to_device
+from fcp_cli.runtime.kernels.equal_sizes import with_equal_sizes, with_equal_sizes_backward
 from fcp_cli.runtime.layout import Segments
 
 _forward = torch.ops.aten._flash_attention_forward.default
@@ -69,6 +70,7 @@ class CudaFlashKernel:
 
     packed = True
 
+    @with_equal_sizes
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         check_head_dim(q)
         bounds = _bounds(segments, q.device)
@@ -77,6 +79,7 @@ class CudaFlashKernel:
         )
         return out, tokens_first(lse, q)
 
+    @with_equal_sizes_backward
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:

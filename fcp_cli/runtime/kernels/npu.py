@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.kernels.base import to_device
+from fcp_cli.runtime.kernels.equal_sizes import with_equal_sizes, with_equal_sizes_backward
 from fcp_cli.runtime.layout import Segments
 
 _STATS_LANES = 8  # the operator repeats each row's statistic 8 times
@@ -37,11 +38,13 @@ class NpuKernel:
         self._operators = importlib.import_module("torch_npu") if operators is None else operators
         self._head_major: bool | None = None
 
+    @with_equal_sizes
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         out, largest, total = self._fusion_attention(q, k, v, segments, scale)
         lse = largest[..., 0] + total[..., 0].log()
         return out, tokens_first(lse, segments.q_lengths) if self._stats_are_head_major(q) else lse
 
+    @with_equal_sizes_backward
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from fcp_cli.errors import RunError
@@ -30,6 +31,7 @@ from tests.runtime.workers.leave import leave_job
 
 MODES = ["plain", "reentrant", "non-reentrant"]
 RANDOM_STEPS = 12
+HEAD_DIM = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +42,7 @@ class Job:
     heads_degree: int
     lengths: tuple[int, ...]
     heads: tuple[int, int]
+    value_dim: int
     dtype: torch.dtype
     mode: str
     seed: int
@@ -80,6 +83,7 @@ def make_job(generator: random.Random, ranks: tuple[int, ...]) -> Job:
         heads_degree=shared,
         lengths=generator.choice([*PACKS, tuple(generator.randint(1, 40) for _ in range(generator.randint(1, 5)))]),
         heads=generator.choice([heads for heads in HEADS if can_share(heads, shared)]),
+        value_dim=generator.choice([HEAD_DIM, HEAD_DIM, 5, 11]),
         dtype=generator.choice([torch.float64, torch.float64, torch.float32]),
         mode=generator.choice(MODES),
         seed=generator.randrange(2**31),
@@ -94,8 +98,13 @@ class Attempt:
         num_heads, kv_heads = job.heads
         self.job = job
         self.whole = [
-            torch.randn(sum(job.lengths), count, 8, generator=generator, dtype=torch.float64).to(job.dtype).double()
-            for count in (num_heads, kv_heads, kv_heads, num_heads)
+            torch.randn(sum(job.lengths), count, size, generator=generator, dtype=torch.float64).to(job.dtype).double()
+            for count, size in (
+                (num_heads, HEAD_DIM),
+                (kv_heads, HEAD_DIM),
+                (kv_heads, job.value_dim),
+                (num_heads, job.value_dim),
+            )
         ]
         member = job.ranks.index(rank)
         self.ring = Ring(shard_layout(job.lengths, len(job.ranks), job.heads_degree), member, job.ranks, transport)
@@ -110,20 +119,21 @@ class Attempt:
             self.out = checkpoint(self._explicit, q, k, v, use_reentrant=self.job.mode == "reentrant")
             return
         token = current_ring.set(self.ring)
-        self.out = attention(attention(q, k, v), k, v)
+        self.out = attention(queries_of(attention(q, k, v)), k, v)
         current_ring.reset(token)
 
     def backward(self) -> float:
         """Run it; returns how far this rank is from the truth, as a share of what is allowed."""
         torch.autograd.backward(self.out, self.grad_out)
         q, k, v = (tensor.clone().requires_grad_() for tensor in self.whole[:3])
-        out = packed_attention(packed_attention(q, k, v, self.job.lengths), k, v, self.job.lengths)
+        first = packed_attention(q, k, v, self.job.lengths)
+        out = packed_attention(queries_of(first), k, v, self.job.lengths)
         expected = (out.detach(), *torch.autograd.grad(out, (q, k, v), self.whole[3]))
         found = (self.out, *(leaf.grad for leaf in self.leaves))
         return max(self._error(*pair) for pair in zip(found, expected, strict=True))
 
     def _explicit(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(attention(q, k, v, ring=self.ring), k, v, ring=self.ring)
+        return attention(queries_of(attention(q, k, v, ring=self.ring)), k, v, ring=self.ring)
 
     def _shard(self, tensor: Tensor) -> Tensor:
         return tensor[self.index].to(self.job.dtype).transpose(0, 1).unsqueeze(0).contiguous()
@@ -137,6 +147,11 @@ class Attempt:
         # are single tokens, dq and dk are exactly 0 and some CPUs' kernels leave rounding: relative to what flows in.
         share = (local.double() - expected[self.index]).norm() / (expected.norm() or self.whole[3].norm())
         return float(share) / 2e-6
+
+
+def queries_of(out: Tensor) -> Tensor:
+    """The queries of the second layer: the output of the first, whose heads have the size of values."""
+    return functional.pad(out, (0, HEAD_DIM - out.shape[-1]))
 
 
 def run_step(jobs: list[Job], rank: int, transport: Transport) -> float:
@@ -186,6 +201,7 @@ def describe(steps: list[list[Job]]) -> dict[str, Any]:
     return {
         "degrees": sorted({len(job.ranks) for job in jobs}),
         "sharing": sorted({(job.heads_degree, len(job.ranks) // job.heads_degree) for job in jobs}),
+        "value_dims": sorted({job.value_dim for job in jobs}),
         "modes": sorted({job.mode for job in jobs}),
         "dtypes": sorted({str(job.dtype) for job in jobs}),
         "groups": len({job.ranks for job in jobs}),

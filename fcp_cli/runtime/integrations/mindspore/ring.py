@@ -17,6 +17,7 @@ import mindspore
 import numpy as np
 from mindspore import Tensor, _Function, ops
 
+from fcp_cli.errors import RunError
 from fcp_cli.runtime.integrations.mindspore.ranks import Exchange, Ranks
 from fcp_cli.runtime.layout import Hop, Rows, ShardLayout
 from fcp_cli.runtime.ring_member import RingMember
@@ -60,9 +61,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring, scale: float | Non
         As q.
 
     Raises:
-        RunError: a shape that does not fit the ring.
+        RunError: a shape that does not fit the ring, or heads of values of another size.
     """
     ring.check_shapes(q, k, v)
+    if k.shape != v.shape:
+        raise RunError(
+            f"k {tuple(k.shape)} and v {tuple(v.shape)} have heads of different sizes, which travel MindSpore's rings "
+            "as one tensor: pad the smaller with zeros and cut the output"
+        )
     ring.attention_calls += 1
     return _RingAttention.apply(q, k, v, ring, q.shape[-1] ** -0.5 if scale is None else scale)
 
