@@ -83,8 +83,13 @@ class Heads:
 
         Where there are more ranks than key/value heads, neighbours hold the same one.
         """
-        q, kv = self.query_heads, self.key_value_heads
-        return tuple(u for u in range(2, min(most, q) + 1) if q % u == 0 and (kv % u == 0 or u % kv == 0))
+        return heads_degrees(self.query_heads, self.key_value_heads, most)
+
+
+def heads_degrees(query_heads: int, key_value_heads: int, most: int) -> tuple[int, ...]:
+    """Return how many ranks, from 2 to `most`, can share so many heads: see `Heads.degrees`."""
+    q, kv = query_heads, key_value_heads
+    return tuple(u for u in range(2, min(most, q) + 1) if q % u == 0 and (kv % u == 0 or u % kv == 0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -173,6 +173,26 @@ def attention_backward_bytes(spec: ModelSpec, kind: LayerKind, precision: Precis
     return alone + (4 * q + t * (q + 2 * out) if in_rings else 0)
 
 
+def replicated_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision, copies: float) -> float:
+    """Count the bytes per token of keys and values that a rank keeps of a layer beside its share of them.
+
+    Args:
+        spec, kind, precision: of the layer.
+        copies: ranks that have the same heads, where more ranks share heads than there are of keys and values.
+    """
+    if kind.attention == "linear":
+        return 0.0
+    return precision.activation * (copies - 1) * (spec.key_size + spec.value_size)
+
+
+def exchanged_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
+    """Count the bytes per token that attention's backward takes more where ranks share heads.
+
+    The output's gradient and what stands for the output, of the exchanged tokens and heads.
+    """
+    return 0 if kind.attention == "linear" else 2 * precision.activation * _output_size(spec, kind)
+
+
 def ring_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
     """Return the bytes per token of the ring's buffers: two for keys and values, two for their fp32 gradients."""
     return 0 if kind.attention == "linear" else 2 * (spec.key_size + spec.value_size) * (precision.activation + 4)

@@ -15,7 +15,7 @@ from fcp_cli.memory.table import RankMemory
 from fcp_cli.memory.trained import check_trained
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.plan.metadata import Sync
-from fcp_cli.recipe import Offload, Recipe, RecipeRequest, Recompute, ZeroStage, check_recipe
+from fcp_cli.recipe import Offload, Recipe, RecipeRequest, Recompute, SplitAttention, ZeroStage, check_recipe
 
 LEAST_TOKENS: Final = 16_384
 """Tokens a rank that a recipe should leave room for: below that, rings of long sequences wait for their messages."""
@@ -27,6 +27,13 @@ _SYNCS: Final[tuple[Sync, ...]] = ("iteration", "microbatch")
 
 # Ranks that one meets in the rings of 20 steps, at most, in plans for 64 ranks: they still meet more under microbatch.
 _EXPECTED_PEERS: Final[Mapping[Sync, int]] = {"iteration": 9, "microbatch": 22}
+
+
+def sharing_ranks(attention: SplitAttention | None, *, ranks: int, ranks_per_node: int) -> int:
+    """Return how many ranks may share heads in a plan, at most: sets of rings stand inside nodes."""
+    if attention is None:
+        return 1
+    return ranks if attention == "ulysses" else ranks_per_node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +48,7 @@ class Place:
         expert_parallel: ranks that share out the experts of a layer.
         on_cpu: the ranks run on hosts.
         most_peers: ranks that one may meet in rings; None: as many as plans usually have.
+        sharing: ranks that may share heads, at most.
         measured_bytes_per_token: what a token takes, where that was measured; None: by the memory model.
     """
 
@@ -54,6 +62,7 @@ class Place:
     on_cpu: bool = False
     most_peers: int | None = None
     measured_bytes_per_token: float | None = None
+    sharing: int = 1
 
     @property
     def cut(self) -> Cut:
@@ -79,18 +88,34 @@ class Place:
             cut=self.cut,
             on_cpu=self.on_cpu,
             peers=self.peers(sync),
+            sharing=self.sharing,
         )
+
+    def _bytes_per_token(self, memory: RankMemory, spec: ModelSpec, recipe: Recipe, sync: Sync) -> float:
+        """Return what a token takes by a rank's memory, or as measured, with what sharing heads adds to rings."""
+        slope = memory.as_profile_memory(self.capacity_bytes).bytes_per_token
+        if not self.measured_bytes_per_token:
+            return slope
+        ring = replace(self, sharing=1).memory(spec, recipe, sync).as_profile_memory(self.capacity_bytes)
+        return self.measured_bytes_per_token + max(0.0, slope - ring.bytes_per_token)
 
     def fit(self, spec: ModelSpec, recipe: Recipe, sync: Sync, *, wanted_tokens: int = LEAST_TOKENS) -> Fit:
         """Return what a recipe leaves here."""
         memory = self.memory(spec, recipe, sync)
-        tokens = memory.tokens(self.capacity_bytes)
+        tokens, per_token = memory.tokens(self.capacity_bytes), self._bytes_per_token(memory, spec, recipe, sync)
         if self.measured_bytes_per_token:
             room = self.capacity_bytes - memory.binding(self.capacity_bytes).fixed_bytes
-            tokens = max(0, math.floor(room / self.measured_bytes_per_token))
+            tokens = max(0, math.floor(room / per_token))
         if self.virtual_stages > 1:  # P V blocks of layers are in flight on the first stage, and P - 1 more
             tokens = int(tokens / (1 + (self.pipeline_parallel - 1) / (self.pipeline_parallel * self.virtual_stages)))
-        return Fit(recipe=recipe, sync=sync, memory=memory, tokens=tokens, wanted_tokens=wanted_tokens)
+        return Fit(
+            recipe=recipe,
+            sync=sync,
+            memory=memory,
+            tokens=tokens,
+            wanted_tokens=wanted_tokens,
+            bytes_per_token=per_token,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +127,7 @@ class Fit:
         memory: of a rank.
         tokens: that a rank may hold; 0 where not even the model fits.
         wanted_tokens: that were to fit.
+        bytes_per_token: that one takes where tokens are most, by the memory model or as measured.
     """
 
     recipe: Recipe
@@ -109,6 +135,7 @@ class Fit:
     memory: RankMemory
     tokens: int
     wanted_tokens: int
+    bytes_per_token: float
 
     @property
     def is_enough(self) -> bool:
@@ -117,7 +144,8 @@ class Fit:
     def in_forward(self, place: Place) -> Fit:
         """Return what the same leaves where nothing but forward passes runs."""
         memory = self.memory.in_forward()
-        return replace(self, memory=memory, tokens=memory.tokens(place.capacity_bytes))
+        per_token = memory.as_profile_memory(place.capacity_bytes).bytes_per_token
+        return replace(self, memory=memory, tokens=memory.tokens(place.capacity_bytes), bytes_per_token=per_token)
 
     @property
     def roominess(self) -> tuple[int, float]:

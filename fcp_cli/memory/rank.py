@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from fcp_cli.cost.profile import heads_degrees
 from fcp_cli.memory import activations
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.state import WHOLE, Cut, State, communicators
@@ -25,6 +26,7 @@ def rank_memory(
     cut: Cut = WHOLE,
     on_cpu: bool = False,
     peers: int = 0,
+    sharing: int = 1,
 ) -> RankMemory:
     """Return what the fullest device of a rank holds in a step of several micro-batches.
 
@@ -36,6 +38,8 @@ def rank_memory(
         cut: of the model over devices of a rank, and of its experts over ranks.
         on_cpu: the job runs on hosts: no device communicators.
         peers: ranks that one meets in rings, whose channels take memory on accelerators.
+        sharing: ranks that may share heads, at most; they hold keys and values of a head several times where they are
+            more than these.
     """
     state = State(
         spec=spec,
@@ -45,7 +49,13 @@ def rank_memory(
         cut=cut,
     )
     links = communicators(ranks, peers, on_cpu=on_cpu)
-    running = _MicroBatch(state=state, in_rings=ranks > 1, held=(*state.held(), links))
+    running = _MicroBatch(
+        state=state,
+        in_rings=ranks > 1,
+        held=(*state.held(), links),
+        shares_heads=sharing > 1,
+        copies=most_copies(spec, cut, sharing),
+    )
     moments = [
         *(running.mlp_backward(kind) for kind in spec.kinds),
         *(running.attention_backward(kind) for kind in spec.kinds),
@@ -56,6 +66,12 @@ def rank_memory(
     if spec.vision is not None:
         moments.append(running.encoder())
     return RankMemory(moments=tuple(moments), forward_moments=tuple(running.forwards()))
+
+
+def most_copies(spec: ModelSpec, cut: Cut, sharing: int) -> float:
+    """Return how many ranks hold the same key/value head, at most, where so many may share heads."""
+    query_heads, heads = (max(1, count // cut.tensor_parallel) for count in (spec.num_heads, spec.num_kv_heads))
+    return max(1.0, *(u / heads for u in (1, *heads_degrees(query_heads, heads, sharing))))
 
 
 def saved_bytes(spec: ModelSpec, recipe: Recipe, *, ranks: int) -> float:
@@ -78,12 +94,15 @@ class _MicroBatch:
     state: State
     in_rings: bool
     held: tuple[Item, ...]
+    shares_heads: bool
+    copies: float
 
     def mlp_backward(self, kind: LayerKind) -> Moment:
         """Return where the backward of a layer takes the most: between the matrices of its MLP."""
         spec, recipe, precision = self.state.spec, self.state.recipe, self.state.precision
         again = activations.recomputed_bytes(spec, kind, recipe, precision)
-        layer = again + activations.mlp_backward_bytes(spec, kind, precision)
+        copies = self._replicated(kind) if recipe.recompute == "full" else 0.0
+        layer = again + activations.mlp_backward_bytes(spec, kind, precision) + copies
         items = (self._item("one layer", layer), self.state.new_gradients(), self._copies_of_backward())
         return Moment(name="backward of a layer", items=(*self.held, *self._kept(), *items))
 
@@ -92,12 +111,16 @@ class _MicroBatch:
         spec, recipe, precision = self.state.spec, self.state.recipe, self.state.precision
         gone = activations.mlp_side_bytes(spec, kind, precision)
         again = activations.recomputed_bytes(spec, kind, recipe, precision)
-        working = activations.attention_backward_bytes(spec, kind, precision, in_rings=self.in_rings)
+        working: float = activations.attention_backward_bytes(spec, kind, precision, in_rings=self.in_rings)
         if again:
             working, gone = working + again - gone, 0
+        if self.shares_heads:  # copies have gradients, those of a hop and their sum, and may be computed again
+            working += activations.exchanged_bytes(spec, kind, precision)
+            working += self._replicated(kind) * (3 if recipe.recompute == "full" else 2)
+        rings = activations.ring_bytes(spec, kind, precision) if self.in_rings else 0
         items = (
             self._item("one layer", working),
-            self._item("ring buffers", activations.ring_bytes(spec, kind, precision) if self.in_rings else 0),
+            self._item("ring buffers", self.copies * rings),
             self.state.new_gradients(),
             self._copies_of_backward(),
         )
@@ -136,8 +159,9 @@ class _MicroBatch:
             self.state.copies(of_all=True),
         )
         rings = activations.forward_ring_bytes(spec, precision) if self.in_rings else 0
-        layer = activations.layer_forward_bytes(spec, precision, in_rings=self.in_rings)
-        items = (self._item("one layer", layer), self._item("ring buffers", rings))
+        copies = 2 * max(map(self._replicated, spec.kinds))  # as they are sent, and as they arrived
+        layer = activations.layer_forward_bytes(spec, precision, in_rings=self.in_rings) + copies
+        items = (self._item("one layer", layer), self._item("ring buffers", self.copies * rings))
         moments = [Moment(name="forward of a layer", items=(*held, *items))]
         if self.state.cut.pipeline_parallel == 1:
             norm = self._item("loss head", activations.final_norm_bytes(spec, precision))
@@ -160,7 +184,12 @@ class _MicroBatch:
         spec, recipe, precision = self.state.spec, self.state.recipe, self.state.precision
         reached = backward_of(spec, recipe).layers
         kept = sum(
-            count * reached * activations.kept_bytes(spec, kind, recipe, precision)
+            count
+            * reached
+            * (
+                activations.kept_bytes(spec, kind, recipe, precision)
+                + (0 if recipe.recompute == "full" else self._replicated(kind))
+            )
             for kind, count in spec.kinds.items()
         )
         layers = kept - gone
@@ -169,6 +198,9 @@ class _MicroBatch:
             self._item("visual tokens", activations.vision_bytes(spec, recipe, precision)),
             self._item("micro-batch", activations.input_bytes(spec, precision)),
         )
+
+    def _replicated(self, kind: LayerKind) -> float:
+        return activations.replicated_bytes(self.state.spec, kind, self.state.precision, self.copies)
 
     def _copies_of_backward(self) -> Item:
         return self.state.copies(of_all=self.state.recipe.recompute == "none")

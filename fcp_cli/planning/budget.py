@@ -137,12 +137,13 @@ def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: Ranks, or
     sync: Sync = request.sync or ("iteration" if ranks.virtual_stages == 1 else "microbatch")
     spec = _known_model(profile.model)
     if profile.recipe is None and not request.recipe.given():
-        return Budget(tokens_per_rank=_tokens_of_block(request, profile, origins), sync=sync)
+        return Budget(tokens_per_rank=_tokens_of_block(request, profile, ranks, origins), sync=sync)
     if spec is None or not profile.memory.capacity_bytes:
         recipe = None if profile.recipe is None else request.recipe.applied_to(profile.recipe)
         reason = "is not a shipped model" if spec is None else "has no capacity of a device in its profile"
         origins.assume("memory", "as the cost profile has it", f"{profile.model} {reason}")
-        return Budget(tokens_per_rank=_tokens_of_block(request, profile, origins), sync=sync, recipe=recipe)
+        tokens = _tokens_of_block(request, profile, ranks, origins)
+        return Budget(tokens_per_rank=tokens, sync=sync, recipe=recipe)
     # What was measured is of training.
     is_measured = request.phase == "training" and _has_measured_tokens(profile)
     measured = profile.memory.bytes_per_token if is_measured else None
@@ -203,11 +204,10 @@ def _said(request: PlanRequest, place: Place, fit: Fit, origins: Origins, reason
 
 def _room_text(place: Place, fit: Fit) -> str:
     memory = fit.memory.as_profile_memory(place.capacity_bytes)
-    per_token = place.measured_bytes_per_token or memory.bytes_per_token
     measured = ", measured" if place.measured_bytes_per_token else ""
     return (
         f"the model takes {memory.model_state_bytes / 1e9:.1f} of {place.capacity_bytes / 1e9:.1f} GB on each of "
-        f"{place.ranks} ranks, and a token {per_token / 1e6:.2f} MB{measured}"
+        f"{place.ranks} ranks, and a token {fit.bytes_per_token / 1e6:.2f} MB{measured}"
     )
 
 
@@ -230,9 +230,15 @@ def _require_room(spec: ModelSpec, request: PlanRequest, place: Place, fit: Fit)
     )
 
 
-def _tokens_of_block(request: PlanRequest, profile: CostProfile, origins: Origins) -> int:
+def _tokens_of_block(request: PlanRequest, profile: CostProfile, ranks: Ranks, origins: Origins) -> int:
     """Return the token budget by the memory block of a profile, which does not say what it is of."""
-    tokens, room = request.tokens_per_rank, profile.memory.tokens_per_rank()
+    tokens, memory, heads = request.tokens_per_rank, profile.memory, profile.heads
+    if heads is not None and memory.bytes_per_token:
+        # Keys and values that several ranks hold are kept as they were exchanged, once in each direction at least.
+        most = max(heads.degrees(ranks.sharing), default=1)
+        kept = max(0.0, most / heads.key_value_heads - 1.0) * heads.key_value_exchange_bytes_per_token / 2
+        memory = replace(memory, bytes_per_token=memory.bytes_per_token + kept)
+    room = memory.tokens_per_rank()
     if tokens is not None and room is not None and tokens > room:
         origins.warn(f"--tokens-per-rank is {tokens:,}, but by the profile's memory a rank holds {max(room, 0):,}")
     if tokens is not None:

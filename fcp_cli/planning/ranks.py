@@ -9,14 +9,18 @@ from dataclasses import dataclass, replace
 from fcp_cli.console import Origins
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.errors import ProfileError, UsageError
-from fcp_cli.memory.fitting import Place
+from fcp_cli.memory.fitting import Place, sharing_ranks
 from fcp_cli.models.cluster import EXAMPLE_CLUSTER, ClusterSpec, load_cluster
 from fcp_cli.planning.options import PlanRequest
+from fcp_cli.recipe import SplitAttention
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
-    """The ranks of a plan: how many, how many on a node, how many devices each has, and how many others it may meet."""
+    """The ranks of a plan: how many, how many on a node, how many devices each has, and how many others it may meet.
+
+    `sharing` ranks may share heads, at most.
+    """
 
     num_ranks: int
     ranks_per_node: int
@@ -25,6 +29,7 @@ class Ranks:
     virtual_stages: int = 1
     expert_parallel: int = 1
     most_peers: int | None = None
+    sharing: int = 1
 
     def place(self, *, capacity_bytes: float, on_cpu: bool, measured_bytes_per_token: float | None = None) -> Place:
         return Place(
@@ -38,7 +43,16 @@ class Ranks:
             on_cpu=on_cpu,
             measured_bytes_per_token=measured_bytes_per_token,
             most_peers=self.most_peers,
+            sharing=self.sharing,
         )
+
+    def that_share(self, asked: str, *, prices_heads: bool) -> Ranks:
+        """Return them as they may share heads under an `--attention` of a plan, and a profile that may price it."""
+        if asked == "ring" or not prices_heads:
+            return self
+        attention: SplitAttention = "ulysses" if asked == "ulysses" else "2d"
+        most = sharing_ranks(attention, ranks=self.num_ranks, ranks_per_node=self.ranks_per_node)
+        return replace(self, sharing=most)
 
 
 def ranks_under(profile: CostProfile, request: PlanRequest, origins: Origins) -> Ranks:

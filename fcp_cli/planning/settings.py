@@ -209,6 +209,7 @@ def resolve_problem(request: PlanRequest, origins: Origins, *, most_peers: int |
         profile, ranks, budget = computed_basis(request, origins, most_peers=most_peers)
     else:
         ranks = replace(ranks_under(profile, request, origins), most_peers=most_peers)
+        ranks = ranks.that_share(request.attention, prices_heads=profile.heads is not None)
         budget = profiled_budget(request, profile, ranks, origins)
     say_what_offloading_costs(budget, profile, origins)
     return _problem(request, profile, ranks, budget, origins), budget
@@ -235,6 +236,7 @@ def problem_under(request: PlanRequest, inputs: PlanInputs) -> Problem:
         most_peers=known.room.place.most_peers if known and known.room else None,
     )
     if known is None or known.cluster is None:
+        ranks = ranks.that_share(request.attention, prices_heads=now.profile.heads is not None)
         return _problem(request, now.profile, ranks, profiled_budget(request, now.profile, ranks, origins), origins)
     request = replace(
         request,
@@ -354,6 +356,7 @@ def computed_basis(
     tensor_parallel, pipeline_parallel = request.tensor_parallel or 1, request.pipeline_parallel or 1
     require_pipelines(request, pipeline_parallel)
     ranks = replace(ranks_on(request, cluster, tensor_parallel, pipeline_parallel, origins), most_peers=most_peers)
+    ranks = ranks.that_share(request.attention, prices_heads=bool(cluster.message_seconds))
     if cluster.is_host:  # whose cores share one memory, however many ranks run on them
         cluster = replace(cluster, memory_bytes=cluster.memory_bytes * cluster.num_devices / ranks.num_ranks)
     place = ranks.place(capacity_bytes=cluster.memory_bytes * (1 - RESERVE_FRACTION), on_cpu=cluster.is_host)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fcp_cli.cost.profile import parse_cost_profile
 from fcp_cli.errors import ProfileError
+from fcp_cli.memory.fitting import sharing_ranks
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.memory.state import Cut
 from fcp_cli.memory.table import RankMemory
@@ -48,6 +49,7 @@ def planned_memory(metadata: PlanMetadata, peers: int) -> RankMemory | None:
         ),
         on_cpu=ranks_are_hosts(metadata),
         peers=peers,
+        sharing=sharing_ranks(metadata.attention, ranks=metadata.num_ranks, ranks_per_node=metadata.ranks_per_node),
     )
     return memory if metadata.phase is None else memory.in_forward()
 

@@ -8,7 +8,7 @@ import torch
 
 from fcp_cli.cost.offload import PCIE_BYTES_PER_SECOND, profiled_offload_cost
 from fcp_cli.cost.profile import parse_cost_profile
-from fcp_cli.memory.fitting import Place
+from fcp_cli.memory.fitting import Place, sharing_ranks
 from fcp_cli.memory.precision import precision_of
 from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.model import load_model
@@ -36,6 +36,7 @@ def open_offload(recipe: Recipe, model: str, metadata: PlanMetadata, device: tor
         ranks=metadata.num_ranks,
         ranks_per_node=metadata.ranks_per_node,
         capacity_bytes=total_bytes * (1 - RESERVE_FRACTION),
+        sharing=sharing_ranks(metadata.attention, ranks=metadata.num_ranks, ranks_per_node=metadata.ranks_per_node),
     )
     return ActivationOffload(device, above_tokens=tokens_without_offload(recipe, model, metadata, place))
 

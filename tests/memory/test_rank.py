@@ -26,6 +26,22 @@ def test_the_tokens_that_fit_are_the_most_that_do() -> None:
     assert memory.total_bytes(tokens) <= 80e9 < memory.total_bytes(tokens + 1)
 
 
+def test_sharing_heads_takes_more_only_where_ranks_hold_copies_of_keys_and_values() -> None:
+    """qwen3-8b has 32 query and 8 key/value heads of 128, in 36 layers."""
+
+    def held(sharing: int, **settings: Any) -> float:
+        recipe = Recipe(zero_stage=2, **settings)
+        memory = rank_memory(load_model("qwen3-8b"), recipe, sync="iteration", ranks=64, sharing=sharing)
+        return memory.total_bytes(16_384)
+
+    assert held(1) == held(8)
+    copies = 3 * 2 * 8 * 128 * 2  # of four, three more, of keys and values in bf16
+    assert held(32) == held(64)
+    assert 1.0 <= (held(32) - held(8)) / (36 * 16_384 * copies) < 1.05
+    assert held(64, recompute="selective") - held(1, recompute="selective") >= 36 * 16_384 * copies
+    assert held(64, recompute="full") - held(1, recompute="full") < 5 * 16_384 * copies  # of one layer
+
+
 def test_the_line_of_a_profile_gives_the_same_tokens() -> None:
     memory = memory_of(zero_stage=2, recompute="full")
     assert memory.as_profile_memory(80e9).tokens_per_rank() == memory.tokens(80e9)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -142,6 +143,23 @@ def test_a_profile_of_64_ranks_is_budgeted_anew_for_8(folder: Path) -> None:
     assert problem.tokens_per_rank == fit.tokens != made_for_64.memory.tokens_per_rank()
     assert "on each of 8 ranks" in origins.assumed["--tokens-per-rank"]
     assert "the cost profile's" in origins.assumed["recipe"]
+
+
+def test_the_budget_counts_copies_of_keys_that_ranks_may_hold(folder: Path) -> None:
+    """64 ranks split 32 heads, 8 of keys and values, into copies; the 8 of a node do not."""
+
+    def tokens(attention: Any) -> int:
+        return resolve(PlanRequest(manifest=DATASET, attention=attention), Origins()).problem.tokens_per_rank
+
+    computed = profile_of(folder)
+    computed_tokens = [tokens("ring"), tokens("2d"), tokens("auto"), tokens("ulysses")]
+    assert len({*computed_tokens[:3]}) == 1
+    assert 0.9 < computed_tokens[3] / computed_tokens[0] < 1.0
+    readings = [{"tokens": count, "peak_bytes": 1.0} for count in (1024, 2048)]
+    profile_of(folder, origin="measured", measurement={"memory_readings": readings})
+    assert tokens("ulysses") < tokens("2d") == tokens("ring")
+    profile_of(folder, recipe=None)  # which says nothing of what is kept
+    assert tokens("ulysses") < tokens("2d") == tokens("ring") == computed.memory.tokens_per_rank()
 
 
 def test_bytes_of_a_token_that_were_measured_stay(folder: Path) -> None:

@@ -42,6 +42,35 @@ def test_the_estimate_is_the_tracked_peak(
     assert memory.total_bytes(tokens) == pytest.approx(tracked_step(job).peak_bytes, rel=0.05)
 
 
+SHARED: list[Any] = [
+    ((4, 2), {"recompute": "selective"}),  # two copies of each key/value head
+    *(
+        pytest.param(group, settings, marks=pytest.mark.full)
+        for group in ((2, 2), (4, 1))
+        for settings in ({}, {"recompute": "selective"}, {"recompute": "full"})
+    ),
+]
+
+
+@pytest.mark.parametrize(("group", "settings"), SHARED)
+def test_the_estimate_where_ranks_share_heads_is_hardly_less_than_the_tracked_peak(
+    group: tuple[int, int], settings: dict[str, Any]
+) -> None:
+    (shared, ring), recipe = group, Recipe(zero_stage=2, **settings)
+    job = FakeJob(
+        model="qwen3-tiny",
+        recipe=recipe,
+        sync="iteration",
+        tokens=4096,
+        ranks=8,
+        degree=shared * ring,
+        heads_degree=shared,
+    )
+    memory = rank_memory(load_model("qwen3-tiny"), recipe, sync="iteration", ranks=8, sharing=shared)
+    memory = memory.without("communicators", "visual tokens", "encoder block")
+    assert 0.98 <= memory.total_bytes(4096) / tracked_step(job).peak_bytes <= 1.08
+
+
 def test_the_estimate_of_adapters_is_a_bound() -> None:
     """What frozen matrices would keep for their own gradients counts, although autograd keeps less of it."""
     recipe = Recipe(zero_stage=2, lora="r=16")

@@ -15,7 +15,7 @@ from fcp_cli.launching.assumed_plan import is_assumed
 from fcp_cli.launching.checks.finding import Finding, error, warning
 from fcp_cli.launching.job.job import Job
 from fcp_cli.machine.facts import Facts
-from fcp_cli.memory.fitting import Place, fitting_recipe
+from fcp_cli.memory.fitting import Place, fitting_recipe, sharing_ranks
 from fcp_cli.memory.rank import saved_bytes
 from fcp_cli.memory.table import RESERVE_FRACTION, RankMemory
 from fcp_cli.models.model import ModelSpec, load_model
@@ -121,6 +121,7 @@ def place_of(job: Job, *, capacity_bytes: float) -> Place:
         expert_parallel=1 if job.profile is None else job.profile.expert_parallel,
         on_cpu=is_host,
         most_peers=_most_peers(job.plan.absolute(), metadata.plan_hash) if counts_peers else None,
+        sharing=sharing_ranks(metadata.attention, ranks=metadata.num_ranks, ranks_per_node=metadata.ranks_per_node),
     )
 
 
