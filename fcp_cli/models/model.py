@@ -14,8 +14,8 @@ from fcp_cli.models.hf_config import read_hf_config
 from fcp_cli.models.layers import ATTENTION_NAMES, Architecture, LanguageModel, TextFigures
 from fcp_cli.validation import Count, NonEmptyText, NonNegativeCount, validated
 
-_TRAINED = ("full", "latent")
-"""Kinds of attention that the runtime's ring runs."""
+_TRAINED = ("full", "latent", "linear")
+"""Kinds of attention that the runtime's rings run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -168,22 +168,32 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, ring: Ring | None, scale: float | N
 
 def _checked_ring(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Ring:
     """Return the ring, if it can run and the tensors fit it."""
-    if ring.backward_forbidden:  # recomputed in a backward that would only then find out, with hops under way
-        raise RunError(ring.backward_forbidden)
     if not q.dtype == k.dtype == v.dtype:
         raise RunError(f"q, k and v have different types: {q.dtype}, {k.dtype}, {v.dtype}")
     ring.check_shapes(q, k, v)
+    begin_forward(ring, q.shape[2])
+    return ring
+
+
+def begin_forward(ring: Ring, tokens: int) -> None:
+    """Count a forward of a layer that mixes tokens; raise RunError where it must not run.
+
+    Args:
+        ring: of the micro-batch.
+        tokens: that the layer was called with, padding included.
+    """
+    if ring.backward_forbidden:  # recomputed in a backward that would only then find out, with hops under way
+        raise RunError(ring.backward_forbidden)
     if torch._C._current_graph_task_id() == -1:  # else it is computed again inside backward
         ring.forward_calls += 1
         _require_expected(ring, ring.forward_calls, ring.most_forwards, "forward")
     elif ring.begin_pass is not None:
         ring.begin_pass("recomputed forward", ring.attention_calls)
-    if ring.model_tokens not in (None, q.shape[2]):
+    if ring.model_tokens not in (None, tokens):
         raise RunError(
-            f"{ring.place}: the model was called with {q.shape[2]} tokens, but its shard of the micro-batch has "
+            f"{ring.place}: the model was called with {tokens} tokens, but its shard of the micro-batch has "
             f"{ring.model_tokens}: give it the micro-batch's own, and evaluate or generate in 'with fcp.outside():'"
         )
-    return ring
 
 
 class RingAttention(torch.autograd.Function):
@@ -203,13 +213,13 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        _check_backward(ctx.ring)
+        begin_backward(ctx.ring)
         packed, kept = _pack(grad_out, ctx.ring.tokens), Kept(*ctx.saved_tensors)
         grads = drive(group_backward(ctx.ring, packed, kept, ctx.scale, kv_heads=ctx.kv_heads))
         return *(_unpack(grad, ctx.padded) for grad in grads), None, None
 
 
-def _check_backward(ring: Ring) -> None:
+def begin_backward(ring: Ring) -> None:
     """Count a backward; raise RunError where it must not run."""
     if ring.backward_forbidden or ring.loss_missing:
         raise RunError(ring.backward_forbidden or ring.loss_missing)
@@ -263,7 +273,7 @@ def _attention_backward_operator(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     ring = _ring_of(int(handle))
-    _check_backward(ring)
+    begin_backward(ring)
     tokens = ring.tokens
     own = Kept(_pack(q, tokens), _pack(k, tokens), _pack(v, tokens), _pack(out, tokens), lse[:tokens])
     # What a graph keeps has sizes of its own; those of what a set exchanges follow from the ring.

@@ -47,13 +47,6 @@ _LATENT = {
 }
 _LONGCAT = {**_LATENT, "num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "zero_expert_num": 0}
 _GROUPS = {"n_routed_experts": 8, "num_local_experts": 8, "n_group": 4, "topk_group": 2}
-_DELTA = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
 _STATES = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8}
 _LLAMA4 = {**_FULL, "intermediate_size_mlp": 48, "no_rope_layers": [1, 0]}
 
@@ -223,9 +216,6 @@ HYBRIDS: Mapping[str, Family] = {
             "ssm_state_size": 8,
         },
     ),
-    "olmo_hybrid": Family(kind="olmo_hybrid"),
-    "qwen3_next": Family(kind="qwen3_next", settings=_DELTA),
-    "qwen3_5_text": Family(kind="qwen3_5_text", settings=_DELTA),
     "recurrent_gemma": Family(kind="recurrent_gemma", settings={"block_types": ["recurrent", "attention"]}),
     "zamba2": Family(
         kind="zamba2",

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from fcp_cli.errors import RunError
 from fcp_cli.recipe import Recompute
 from fcp_cli.runtime.exchange import exchange
+from fcp_cli.runtime.integrations.transformers_linear import hook_linear_layers, linear_layers
 from fcp_cli.runtime.integrations.transformers_loss import prepare_loss, takes_labels
 from fcp_cli.runtime.integrations.transformers_probe import probe
 from fcp_cli.runtime.outside import switch_outside
@@ -106,7 +107,8 @@ def _own_attention(config: Any, implementation: str, use_cache: bool, _: nn.Modu
 def _run_on_rings(model: transformers.PreTrainedModel) -> Any:
     """Put the ring's attention in place of the decoder's, bound to each call; return the decoder's configuration."""
     text = _text_config(model.config)
-    _check_config(text)
+    _check_config(text, has_linear_layers=bool(linear_layers(model)))
+    hook_linear_layers(model)
     probe(model, text, _check_call)
     transformers.AttentionInterface.register(NAME, _attention_forward)
     model.set_attn_implementation(NAME if text is model.config else {"text_config": NAME})
@@ -156,13 +158,13 @@ def _encoder_owner(model: transformers.PreTrainedModel) -> nn.Module:
     return owner
 
 
-def _check_config(config: Any) -> None:
+def _check_config(config: Any, *, has_linear_layers: bool) -> None:
     """Refuse settings that no plan can follow, before the first forward."""
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise RunError(f"a {name} model is not a plain decoder; prepare its decoder")
     layers = getattr(config, "layer_types", None)
-    kinds = set(layers or ()) - {"full_attention"}
+    kinds = set(layers or ()) - {"full_attention"} - ({"linear_attention"} if has_linear_layers else set())
     if kinds:
         raise RunError(f"the {name} model has layers of {', '.join(sorted(kinds))}; a plan is for full attention only")
     if getattr(config, "attention_dropout", 0.0):

@@ -1,9 +1,10 @@
 """Find out what a transformers model does to a shard of a sequence, by running it on a few tokens before it is trained.
 
 A rank holds some tokens of a sequence, and only attention may bring the others in. So while `probe` runs, attention
-answers for each token from that token's own query, key and value. What is left must give every token the same result
-whether it stands among its sequence or among some of it: layers that mix tokens (state spaces, convolutions, linear
-attention, token shifts) do not, nor do models that count positions themselves instead of taking `position_ids`.
+answers for each token from that token's own query, key and value, and linear attention that can run on rings as if each
+token were a sequence. What is left must give every token the same result whether it stands among its sequence or among
+some of it: layers that mix tokens (state spaces, convolutions, token shifts) do not, nor do models that count positions
+themselves instead of taking `position_ids`.
 
 What a model is called does not matter, and neither does what its layers are: they are run.
 """
@@ -23,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from fcp_cli.errors import FcpError, RunError
+from fcp_cli.runtime.integrations.transformers_linear import linear_layers, tokens_apart
 from fcp_cli.runtime.integrations.transformers_twin import twin_of
 
 _NAME = "fcp-probe"
@@ -208,7 +210,7 @@ class _Probe:
         hooks = [module.register_forward_pre_hook(self._enter) for module in model.modules()]
         try:
             set_attention(model, self._config, _NAME)
-            with torch.no_grad():
+            with torch.no_grad(), tokens_apart():
                 yield
         finally:
             _current.reset(token)
@@ -256,7 +258,10 @@ def _is_unreal(parameter: Tensor) -> bool:
 
 def _require_no_mixing_modules(model: nn.Module, config: Any) -> None:
     """Raise RunError if a model has modules that mix tokens, leaving out those that encode images."""
+    on_rings = {f"{name}.conv1d" for name in linear_layers(model)}
     for name, module in model.named_modules():
+        if name in on_rings:
+            continue
         mixes = isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size != (1,))
         if mixes and not hasattr(config, "vision_config"):
             raise RunError(f"{_MIXES.format(name=config.model_type)}; its {name} is one")

@@ -1,0 +1,231 @@
+"""Linear attention and short convolutions over shards, all members of a group in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from fcp_cli.errors import RunError
+from fcp_cli.masks import CAUSAL, full
+from fcp_cli.runtime import linear_states
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.linear_attention import DeltaRule, Tokens, gated_delta_rule
+from fcp_cli.runtime.linear_convolution import short_convolution
+from fcp_cli.runtime.linear_states import carry
+from fcp_cli.runtime.passes import GroupMember
+from fcp_cli.runtime.recompute import keep_attention
+from fcp_cli.runtime.ring import Ring
+from fcp_cli.verification.emulation import LockstepTransport, Mailbox, Meeting, ThreadTransport, run_lockstep, run_ranks
+from fcp_cli.verification.order import check_order
+from fcp_cli.verification.recording import RecordingTransport
+from tests.runtime.emulation import unshard
+
+pytestmark = pytest.mark.torch
+
+KEY_HEADS, HEADS, KEY_SIZE, SIZE, KERNEL = 2, 4, 3, 5, 4
+PACKS = [(1,), (3, 1, 2), (9, 26), (6, 6, 6)]
+GROUPS = [(degree, 1) for degree in range(1, 9)] + [(2, 2), (4, 2), (6, 2), (4, 4)]
+Shards = list[Tensor]
+
+
+def rule_by_tokens(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule as its formula says it, token by token."""
+    if cu_seqlens is not None:
+        ends = cu_seqlens.tolist()
+        parts = [
+            rule_by_tokens(
+                *(tensor[:, a:b] for tensor in (query, key, value)),
+                g=g[:, a:b],
+                beta=beta[:, a:b],
+                initial_state=None if initial_state is None else initial_state[run : run + 1],
+            )
+            for run, (a, b) in enumerate(pairwise(ends))
+        ]
+        return torch.cat([out for out, _ in parts], dim=1), torch.cat([left for _, left in parts])
+    repeats = value.shape[2] // key.shape[2]
+    query, key = (tensor.repeat_interleave(repeats, dim=2) for tensor in (query, key))
+    batch, tokens, heads, size = value.shape
+    state = value.new_zeros(batch, heads, key.shape[-1], size) if initial_state is None else initial_state
+    outs = []
+    for token in range(tokens):
+        k, strength = key[:, token, :, :, None], beta[:, token, :, None, None]
+        state = g[:, token, :, None, None].exp() * (state - strength * k @ (k.mT @ state))
+        state = state + strength * k @ value[:, token, :, None, :]
+        outs.append((query[:, token, :, None, :] @ state)[:, :, 0] * key.shape[-1] ** -0.5)
+    return torch.stack(outs, dim=1), state
+
+
+BY_TOKENS = DeltaRule(call=rule_by_tokens, takes_packs=False, options={})
+OF_PACKS = DeltaRule(call=rule_by_tokens, takes_packs=True, options={})
+
+
+@cache
+def example(lengths: tuple[int, ...]) -> tuple[Shards, Tensor]:
+    """What the rule takes of a pack, [tokens, ...] each, and the gradient of what it gives."""
+    generator, tokens = torch.Generator().manual_seed(0), sum(lengths)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(tokens, *shape, generator=generator, dtype=torch.float64)
+
+    inputs = [draw(KEY_HEADS, KEY_SIZE), draw(KEY_HEADS, KEY_SIZE), draw(HEADS, SIZE)]
+    return [*inputs, -draw(HEADS).abs() / 4, draw(HEADS).sigmoid()], draw(HEADS, SIZE)
+
+
+@cache
+def alone(lengths: tuple[int, ...]) -> Shards:
+    """What comes out of the whole pack, and the gradients."""
+    inputs, grad_out = example(lengths)
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+    parts = zip(*(torch.split_with_sizes(leaf[None], lengths, 1) for leaf in leaves), strict=True)
+    out = torch.cat([rule_by_tokens(q, k, v, g=g, beta=beta)[0] for q, k, v, g, beta in parts], dim=1)[0]
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+
+
+def on_ranks(
+    lengths: tuple[int, ...],
+    group: tuple[int, int],
+    inputs: Shards,
+    grad_out: Tensor,
+    compute: Callable[[Shards, Ring], Tensor],
+    *,
+    padding: int = 0,
+) -> tuple[Shards, list[Ring]]:
+    """What comes out of the shards of a group's members, put together again, the gradients of `inputs`, and the rings."""
+    layout = shard_layout(lengths, *group)
+
+    def run(meeting: Meeting, rank: int) -> tuple[Shards, Ring]:
+        own = torch.from_numpy(layout.index(rank))
+        padded = padding or int(not len(own))  # a model is called with a token at least
+        ring = Ring(layout, rank, tuple(range(group[0])), ThreadTransport(meeting.mailbox, rank, 60.0))
+        leaves = [
+            torch.cat((tensor[own], tensor.new_ones(padded, *tensor.shape[1:]))).requires_grad_() for tensor in inputs
+        ]
+        out = compute([leaf[None] for leaf in leaves], ring)[0]
+        wanted = torch.cat((grad_out[own], grad_out.new_zeros(padded, *grad_out.shape[1:])))
+        found = [out.detach(), *torch.autograd.grad(out, leaves, wanted)]
+        assert not any(grad[len(own) :].any() for grad in found[1:])
+        return [tensor[: len(own)] for tensor in found], ring
+
+    found = run_ranks(group[0], run)
+    shards = [unshard(layout, list(parts)) for parts in zip(*(shard for shard, _ in found), strict=True)]
+    return shards, [ring for _, ring in found]
+
+
+def require_equal(found: Shards, wanted: Shards) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert float((one - other).abs().max()) <= 1e-12
+
+
+def delta_rule(rule: DeltaRule) -> Callable[[Shards, Ring], Tensor]:
+    return lambda inputs, ring: gated_delta_rule(rule, Tokens(*inputs), ring)
+
+
+@pytest.mark.parametrize("lengths", PACKS)
+def test_any_group_computes_the_rule_of_one_process(lengths: tuple[int, ...]) -> None:
+    for number, group in enumerate(GROUPS):
+        rule = (BY_TOKENS, OF_PACKS)[number % 2]
+        found, rings = on_ranks(lengths, group, *example(lengths), delta_rule(rule), padding=number % 3)
+        require_equal(found, alone(lengths))
+        assert {(ring.forward_calls, ring.backward_calls) for ring in rings} == {(1, 1)}
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_recomputed_layer_computes_the_same(keeps: bool) -> None:
+    def recomputed(inputs: Shards, ring: Ring) -> Tensor:
+        kept: dict[str, Any] = {"context_fn": keep_attention} if keeps else {}
+        out: Tensor = checkpoint(lambda *t: delta_rule(OF_PACKS)(list(t), ring), *inputs, use_reentrant=False, **kept)
+        return out
+
+    found, rings = on_ranks((9, 26), (3, 1), *example((9, 26)), recomputed)
+    require_equal(found, alone((9, 26)))
+    assert {ring.forward_calls for ring in rings} == {1}
+
+
+def test_states_travel_in_pieces_whose_order_cannot_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    degree, sequences = 4, 3
+    generator = torch.Generator().manual_seed(0)
+    times = torch.randn(2 * degree, sequences, HEADS, KEY_SIZE, KEY_SIZE, generator=generator, dtype=torch.float64)
+    plus = torch.randn(2 * degree, sequences, HEADS, KEY_SIZE, SIZE, generator=generator, dtype=torch.float64)
+    state, states = torch.zeros_like(plus[0]), []
+    for chunk in range(2 * degree):
+        states.append(state)
+        state = times[chunk] @ state + plus[chunk]
+    each = KEY_SIZE * SIZE * 8
+    for piece_bytes in (1, 5 * each, 1 << 20):
+        monkeypatch.setattr(linear_states, "PIECE_BYTES", piece_bytes)
+        mailbox, layout = Mailbox(), shard_layout((9, 9, 9), degree)
+        recorders = [RecordingTransport(LockstepTransport(mailbox, rank)) for rank in range(degree)]
+        members = [GroupMember(layout, i, (0, 1, 2, 3), recorder) for i, recorder in enumerate(recorders)]
+        own = [[i, 2 * degree - 1 - i] for i in range(degree)]
+        found = run_lockstep(
+            [carry(member, "state", times[o], plus[o]) for member, o in zip(members, own, strict=True)]
+        )
+        for arrived, o in zip(found, own, strict=True):
+            torch.testing.assert_close(arrived, torch.stack([states[chunk] for chunk in o]), rtol=0, atol=1e-12)
+        operations = {rank: recorder.operations for rank, recorder in enumerate(recorders)}
+        check_order(operations)
+        sent = [sum(op.num_bytes for op in ops if op.verb == "send") for ops in operations.values()]
+        assert sent == [sequences * HEADS * each * ways for ways in (1, 2, 2, 1)]
+
+
+def convolved(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda rows: functional.conv1d(
+        rows, weight[:, None], padding=KERNEL - 1, groups=len(weight)
+    )[..., : rows.shape[-1]].sigmoid()  # fmt: skip
+
+
+@pytest.mark.parametrize("lengths", PACKS)
+def test_any_group_convolves_as_one_process(lengths: tuple[int, ...]) -> None:
+    weight = torch.randn(HEADS * SIZE, KERNEL, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    _, drawn = example(lengths)
+    rows = drawn.flatten(1)
+
+    def on_ring(inputs: Shards, ring: Ring) -> Tensor:
+        return short_convolution(convolved(weight), inputs[0].transpose(1, 2), KERNEL, ring).transpose(1, 2)
+
+    leaf = rows.clone().requires_grad_()
+    out = torch.cat([convolved(weight)(part.T[None])[0].T for part in torch.split_with_sizes(leaf, lengths)])
+    wanted = [out.detach(), *torch.autograd.grad(out, [leaf], rows)]
+    for number, group in enumerate(GROUPS):
+        found, _ = on_ranks(lengths, group, [rows], rows, on_ring, padding=number % 3)
+        require_equal(found, wanted)
+
+
+def test_a_shard_that_does_not_fit_is_refused() -> None:
+    inputs = [tensor[None] for tensor in example((9, 26))[0]]
+    ring = Ring(shard_layout((9, 26, 1), 1))
+    with pytest.raises(RunError, match="given a batch of 1 with 35 tokens, but rank 0 holds 36"):
+        gated_delta_rule(BY_TOKENS, Tokens(*inputs), ring)
+    with pytest.raises(RunError, match="given a batch of 1 with 35 tokens, but rank 0 holds 36"):
+        short_convolution(lambda rows: rows, inputs[2].flatten(2).transpose(1, 2), KERNEL, ring)
+
+
+def test_heads_that_ranks_cannot_share_are_refused() -> None:
+    layout, transport = shard_layout((9, 26), 3, 3), ThreadTransport(Mailbox(), 0)
+    inputs = [tensor[None] for tensor in example((9, 26))[0]]
+    with pytest.raises(RunError, match=r"among 3 ranks, which the 2 key heads and 4 value heads .* cannot be"):
+        gated_delta_rule(BY_TOKENS, Tokens(*inputs), Ring(layout, 0, (0, 1, 2), transport))
+
+
+def test_masks_are_refused() -> None:
+    ring = Ring(shard_layout((9, 26), 1, 1, (full(), CAUSAL)))
+    with pytest.raises(RunError, match="the pack has masks"):
+        gated_delta_rule(BY_TOKENS, Tokens(*(tensor[None] for tensor in example((9, 26))[0])), ring)

@@ -1,0 +1,146 @@
+"""Unmodified decoders with linear attention under a plan, on threads as ranks and on gloo ranks."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fcp_cli.errors import RunError
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.ring import Ring
+from fcp_cli.verification.emulation import Meeting, run_ranks
+from fcp_cli.verification.order import check_order
+from fcp_cli.verification.recording import RecordingTransport, RecordingWorld
+from fcp_cli.verification.replay import Replayed, gradients_on_rank, synthetic_tokens, thread_session
+from tests.runtime.launch import torchrun
+from tests.runtime.models import Recomputation
+from tests.runtime.plans import Row, random_steps, write_plan
+
+pytestmark = [pytest.mark.torch, pytest.mark.hf]
+
+transformers = pytest.importorskip("transformers")
+
+from tests.runtime.linear_models import (  # noqa: E402
+    InDouble,
+    linear_alone,
+    linear_model,
+    loss_under_a_plan,
+    model_under_a_plan,
+)
+from tests.runtime.workers.linear_worker import CASES, ITERATION, WAVES  # noqa: E402
+
+ROWS = (Row([0, 1, 2], [2, 75]), Row([1], [6, 3]))
+_building = threading.Lock()  # weights are drawn from one random state
+
+
+def require_trained_as_in_one_process(
+    folder: Path, steps: list[tuple[Row, ...]], num_ranks: int, recompute: Recomputation = "off", **model: Any
+) -> None:
+    plan = write_plan(folder / "plan.parquet", steps, num_ranks=num_ranks)
+    fetch = synthetic_tokens(plan, 61)
+
+    def on_rank(meeting: Meeting, rank: int) -> Replayed:
+        with _building:
+            built = model_under_a_plan(recompute, **model)
+        session = thread_session(plan, fetch, meeting, rank)
+        session.transport = recorded[rank] = RecordingTransport(session.transport)
+        session.world = RecordingWorld(session.world, recorded[rank])
+        with InDouble():
+            return gradients_on_rank(session, built, loss_under_a_plan(built))
+
+    recorded: dict[int, RecordingTransport] = {}
+    alone = linear_alone(plan, fetch, **model)
+    for rank in run_ranks(num_ranks, on_rank):
+        require_equal(rank, alone)
+    check_order({rank: recorder.operations for rank, recorder in recorded.items()})
+
+
+def require_equal(found: Replayed, alone: Replayed) -> None:
+    assert np.abs(alone.gradients).max() > 1e-2
+    np.testing.assert_allclose(found.gradients, alone.gradients, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(found.losses, alone.losses, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("recompute", ["off", "selective"])
+def test_a_decoder_is_trained_as_in_one_process(recompute: Recomputation, tmp_path: Path) -> None:
+    require_trained_as_in_one_process(tmp_path, [ROWS], 3, recompute)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recompute", ["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"])
+def test_families_are_trained_as_in_one_process(kind: str, recompute: Recomputation, tmp_path: Path) -> None:
+    require_trained_as_in_one_process(tmp_path, [ROWS], 3, recompute, kind=kind)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("degree", [4, 5, 6, 7, 8])
+def test_groups_of_any_degree_train_as_one_process(degree: int, tmp_path: Path) -> None:
+    rows = (Row(range(degree), [150, 11]), Row(range(0, degree, 2), [1, 80]))
+    require_trained_as_in_one_process(tmp_path, [rows], degree)
+
+
+@pytest.mark.full
+def test_groups_that_share_heads_train_as_one_process(tmp_path: Path) -> None:
+    rows = (Row(range(4), [70, 11], heads_degree=2), Row([0, 1], [40], heads_degree=2))
+    require_trained_as_in_one_process(tmp_path, [rows], 4)
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_processes_train_as_one(tmp_path: Path) -> None:
+    plans: dict[str, Sync] = {ITERATION: "iteration", WAVES: "microbatch"}
+    for name, sync in plans.items():
+        write_plan(tmp_path / name, random_steps(4, 2, sync=sync, seed=5), num_ranks=4, sync=sync)
+    torchrun("-m", "tests.runtime.workers.linear_worker", str(tmp_path), num_ranks=4)
+    for name, (plan, _, _) in CASES.items():
+        alone = linear_alone(tmp_path / plan, synthetic_tokens(tmp_path / plan, 61))
+        for rank in range(4):
+            require_equal(pickle.loads((tmp_path / f"{name}-{rank}.pickle").read_bytes()), alone)
+
+
+def test_what_the_hooks_stand_for_is_there() -> None:
+    from transformers.models.qwen3_next import modeling_qwen3_next as module
+
+    model_under_a_plan()
+    rule = inspect.unwrap(module.torch_chunk_gated_delta_rule)
+    assert {"g", "beta", "initial_state", "output_final_state"} < set(inspect.signature(rule).parameters)
+    convolution = inspect.unwrap(module.causal_conv1d_fn)
+    assert list(inspect.signature(convolution).parameters)[:3] == ["hidden_states", "weight", "bias"]
+
+
+def test_without_a_ring_a_hooked_layer_does_what_it_did() -> None:
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        model_under_a_plan()
+        own = linear_model().eval()
+        whole = own(input_ids=ids).logits
+        begun = own(input_ids=ids[:, :6], use_cache=True)
+        rest = own(input_ids=ids[:, 6:], past_key_values=begun.past_key_values)
+    torch.testing.assert_close(rest.logits, whole[:, 6:], rtol=1e-4, atol=1e-4)
+
+
+def test_a_state_that_is_asked_for_under_a_plan_is_refused() -> None:
+    from transformers.models.qwen3_next import modeling_qwen3_next as module
+
+    model_under_a_plan()
+    heads, gates, ring = torch.zeros(1, 3, 2, 8), torch.zeros(1, 3, 2), Ring(shard_layout((3,), 1))
+    asked = {"g": gates, "beta": gates, "output_final_state": True, "ring": ring}
+    with pytest.raises(RunError, match="given or asked for a state"):
+        module.torch_chunk_gated_delta_rule(heads, heads, heads, **asked)
+
+
+def test_weights_that_are_still_to_come_are_judged_by_a_small_model() -> None:
+    from fcp_cli.runtime.integrations.transformers import prepare
+
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(linear_model().config)
+    prepare(model)
