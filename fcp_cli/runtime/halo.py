@@ -242,7 +242,7 @@ class _Lanes:
             rounds.append(tuple(batches))
         firsts, sizes, starts, bases = self._runs(index)
         counts = np.minimum(starts, self._reach)
-        wanted = _ranges(bases + starts - counts, counts)
+        wanted = ranges(bases + starts - counts, counts)
         return Halo(
             index=index,
             tokens=own.size,
@@ -272,7 +272,7 @@ class _Lanes:
         first = np.maximum(self._start(chunk), self._start(own) - self._reach)
         sizes = np.maximum(self._start(chunk + 1) - first, 0)
         sizes[self._start(own + 1) == self._start(own)] = 0  # a chunk without tokens looks at none
-        return _ranges(self._bases + first, sizes)
+        return ranges(self._bases + first, sizes)
 
     def _runs(self, index: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
         """Return [runs] the first rows in the member's buffer, sizes, positions in their sequences, and the bases."""
@@ -289,7 +289,7 @@ class _Lanes:
         return firsts[live], sizes[live], starts[live], bases[live]
 
 
-def _ranges(starts: IntArray, sizes: IntArray) -> IntArray:
+def ranges(starts: IntArray, sizes: IntArray) -> IntArray:
     """Return [sum(sizes)] the numbers of each range on end."""
     offsets = np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
     ranges: IntArray = np.arange(int(sizes.sum()), dtype=np.int64) + offsets

@@ -42,6 +42,8 @@ class Segments:
     Attributes:
         q_lengths, k_lengths: tokens of each segment's queries and of its keys.
         causal: query i sees keys 0..i of its segment (then both lengths are equal); else every query sees every key.
+        window: of causal segments: a query sees so many keys at most, itself among them, and the last query the last
+            keys; a segment may then have more keys than queries.
         memo: values that a kernel derived from the lengths, by `derived`; freed with the layout.
     """
 
@@ -49,6 +51,7 @@ class Segments:
     k_lengths: tuple[int, ...]
     causal: bool
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    window: int | None = None
 
     def derived(self, key: Hashable, make: Callable[[], Value]) -> Value:
         """Return `make()`, called once per key: a layout serves all layers of a model, and many micro-batches."""

@@ -15,6 +15,9 @@ Of d members, member i holds at hop h the keys and values of member (i - h) mod 
 
 where d(j) are the gradients of member j's keys and values, summed over members j+1 to i.
 
+Attention in sliding windows runs no ring, but brings each chunk the rows before it (`windows`). Learned sinks enter
+when all of a row's keys have (`sinks`).
+
 Where sets of members share the heads (`shared_heads`), the members of a set exchange tokens for heads, and those of one
 place in all sets run such a ring for their part of the heads.
 
@@ -38,7 +41,9 @@ from fcp_cli.runtime.layout import Hop, Rows, ShardLayout
 from fcp_cli.runtime.ring_member import RingMember
 from fcp_cli.runtime.rows import Pair, add, add_pair, merge, take, take_pair, take_with_lse
 from fcp_cli.runtime.shared_heads import HeadSharing, of_products, row_products
+from fcp_cli.runtime.sinks import sink_gradients, with_sinks
 from fcp_cli.runtime.transport import Handle, Transport, Waits
+from fcp_cli.runtime.windows import fits_in, window_backward, window_forward
 
 
 class Kept(NamedTuple):
@@ -87,6 +92,11 @@ class GroupMember(RingMember):
         ranks = self.ranks[self.index % shared :: shared]
         return GroupMember(self.layout.ring, self.index // shared, ranks, self.transport, self.grad_dtype)
 
+    def own_heads(self, of_all: Tensor) -> Tensor:
+        """Return a view of [H] with the heads that this member attends with."""
+        share = of_all.shape[0] // self.heads_degree
+        return of_all.narrow(0, self.index % self.heads_degree * share, share)
+
     def in_set(self) -> HeadSharing:
         """Return this member's part in the exchanges of those that share the heads with it."""
         assert self.transport is not None
@@ -96,53 +106,102 @@ class GroupMember(RingMember):
         return HeadSharing(ranks, place, [self.layout.tokens(member) for member in members], self.transport)
 
 
-def group_forward(member: GroupMember, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Waits[tuple[Tensor, Kept]]:
+def group_forward(
+    member: GroupMember,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Waits[tuple[Tensor, Kept]]:
     """Run the forward of one member of any group; yield the handles it waits for.
 
     Args:
         member: its view of the group.
         q, k, v: [T, H, D], [T, G, D] and [T, G, Dv], T = member.tokens.
         scale: factor on the scores.
+        window: tokens that a token attends to, itself among them; None for all before it.
+        sinks: [H] a logit for each head, to which no key belongs; None for none.
 
     Returns:
         out [T, H, Dv] in the type of q, and what `group_backward` needs.
     """
     if member.heads_degree == 1:
-        out, lse = yield from ring_forward(member, q, k, v, scale)
+        out, lse = yield from _forward(member, q, k, v, scale, window, sinks)
         return out, Kept(q, k, v, out, lse)
     exchange, heads = member.in_set(), q.shape[1]
     q, k, v = yield from exchange.to_heads("heads", q, k, v)
-    out, lse = yield from ring_forward(member.around_ring(), q, k, v, scale)
+    own_sinks = None if sinks is None else member.own_heads(sinks)
+    out, lse = yield from _forward(member.around_ring(), q, k, v, scale, window, own_sinks)
     (own,) = yield from exchange.to_tokens("tokens", out, heads=(heads,))
     return own, Kept(q, k, v, own, lse)
 
 
+def _forward(
+    ring: GroupMember, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sinks: Tensor | None
+) -> Waits[tuple[Tensor, Tensor]]:
+    if window is None or fits_in(window, ring.layout):
+        out, lse = yield from ring_forward(ring, q, k, v, scale)
+    else:
+        out, lse = yield from window_forward(ring, q, k, v, scale, window)
+    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
+
+
+class Gradients(NamedTuple):
+    """What `group_backward` returns: dq [T, H, D], dk [T, G, D], dv [T, G, Dv], and a member's part of sinks [H]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+
+
 def group_backward(
-    member: GroupMember, grad_out: Tensor, kept: Kept, scale: float, *, kv_heads: int
-) -> Waits[tuple[Tensor, Tensor, Tensor]]:
+    member: GroupMember,
+    grad_out: Tensor,
+    kept: Kept,
+    scale: float,
+    *,
+    kv_heads: int,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Waits[Gradients]:
     """Run the backward of one member of any group; yield the handles it waits for.
 
     Args:
-        member, scale: as given to `group_forward`.
+        member, scale, window, sinks: as given to `group_forward`.
         grad_out: [T, H, Dv].
         kept: as `group_forward` returned it.
         kv_heads: of the tensors k and v that `group_forward` was given.
-
-    Returns:
-        (dq [T, H, D], dk [T, G, D], dv [T, G, Dv]).
     """
+    dsinks = None if sinks is None else torch.zeros_like(sinks)
     if member.heads_degree == 1:
-        return (yield from ring_backward(member, grad_out, *kept, scale))
+        if sinks is not None and dsinks is not None:
+            dsinks.copy_(sink_gradients(grad_out, kept.out, kept.lse, sinks))
+        return Gradients(*(yield from _backward(member, grad_out, kept, scale, window)), dsinks)
     exchange, heads = member.in_set(), grad_out.shape[1]
     delta = row_products(grad_out, kept.out)
     (grad_out,) = yield from exchange.to_heads("heads", grad_out)
     (delta,) = yield from exchange.to_heads("delta", delta)
     kept = kept._replace(out=of_products(delta, grad_out))
-    grads = ring_backward(member.around_ring(), grad_out, *kept, scale)
+    if sinks is not None and dsinks is not None:  # of its heads alone; the members of a set add up to all
+        own = sink_gradients(grad_out, kept.out, kept.lse, member.own_heads(sinks))
+        member.own_heads(dsinks).copy_(own)
+    grads = _backward(member.around_ring(), grad_out, kept, scale, window)
     # Nothing here holds what is given away, so that it is gone before what it becomes is made.
     counts = (heads, kv_heads, kv_heads)
     dq, dk, dv = yield from exchange.to_tokens("tokens", *(yield from grads), heads=counts)
-    return dq, dk, dv
+    return Gradients(dq, dk, dv, dsinks)
+
+
+def _backward(
+    ring: GroupMember, grad_out: Tensor, kept: Kept, scale: float, window: int | None
+) -> Waits[tuple[Tensor, Tensor, Tensor]]:
+    if window is None or fits_in(window, ring.layout):
+        return (yield from ring_backward(ring, grad_out, *kept, scale))
+    return (yield from window_backward(ring, grad_out, kept, scale, window))
 
 
 def lse_of_tokens(member: GroupMember, kept: Kept, *, heads: int) -> Waits[Tensor]:

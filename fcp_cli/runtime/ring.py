@@ -25,12 +25,12 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.grad_ring import GradRingDtype
 from fcp_cli.runtime.kernels import lse_dtype
 from fcp_cli.runtime.layout import ShardLayout
+from fcp_cli.runtime.outside_attention import attention_outside
 from fcp_cli.runtime.passes import (
     GroupMember,
     Kept,
@@ -129,7 +129,16 @@ runs_outside: ContextVar[bool] = ContextVar("runs_outside", default=False)
 """Whether attention without a ring attends over the whole batch that it is given; set by `outside.outside`."""
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring | None = None, scale: float | None = None) -> Tensor:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    ring: Ring | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Compute causal attention over the micro-batch's pack, of which each member of the ring holds a shard.
 
     Collective over the ring's members, and so is its backward. Every sequence attends to itself only.
@@ -140,6 +149,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring | None = None, scal
         k, v: [1, G, tokens, D]; H is a multiple of G. The heads of v may have another size, Dv.
         ring: the micro-batch's ring; by default the one in `current_ring`. Pass it where activations are recomputed.
         scale: factor on the scores; 1 / sqrt(D) by default.
+        window: tokens that a token attends to, itself among them; None for all before it. The same on all members.
+        sinks: [H] a learned logit for each head, which takes its part of the softmax and adds nothing; None for none.
+            Its gradient is of the member's own tokens, like that of any weight.
 
     Returns:
         [1, H, tokens, Dv], in the autocast type where autocast is on, as scaled_dot_product_attention gives it.
@@ -148,26 +160,42 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring | None = None, scal
         RunError: no ring, a shape that does not fit the ring, or a call inside backward without an explicit ring.
     """
     if torch.compiler.is_compiling():
-        return _attend_compiled(q, k, v, ring, scale)
+        return _attend_compiled(q, k, v, ring, scale, window, sinks)
     stage = attention_stage.get()
     if stage is None:
-        return _attend(q, k, v, ring, scale)
-    return stage.attend(lambda: _attend(q, k, v, ring, scale))
+        return _attend(q, k, v, ring, scale, window, sinks)
+    return stage.attend(lambda: _attend(q, k, v, ring, scale, window, sinks))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, ring: Ring | None, scale: float | None) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, ring: Ring | None, scale: float | None, window: int | None, sinks: Tensor | None
+) -> Tensor:
     if ring is None:
         if runs_outside.get():
-            return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+            return attention_outside(q, k, v, scale=scale, window=window, sinks=sinks)
         ring = _implicit_ring()
     q, k, v = _autocast(q, k, v)
-    _checked_ring(ring, q, k, v).attention_calls += 1
-    out: Tensor = RingAttention.apply(q, k, v, ring, q.shape[-1] ** -0.5 if scale is None else scale)  # type: ignore[no-untyped-call]
+    _checked_ring(ring, q, k, v, window, sinks).attention_calls += 1
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out: Tensor = RingAttention.apply(q, k, v, sinks, ring, scale, window)  # type: ignore[no-untyped-call]
     return out
 
 
-def _checked_ring(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Ring:
+def _checked_ring(
+    ring: Ring, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, sinks: Tensor | None = None
+) -> Ring:
     """Return the ring, if it can run and the tensors fit it."""
+    if window is not None and window < 1:
+        raise RunError(f"attention was given window={window}; a token attends to itself at least, so 1 or more")
+    if window is not None and ring.layout.masks:
+        raise RunError(
+            f"{ring.place}: attention in windows of {window} tokens is causal, but the manifest gives sequences of the "
+            "micro-batch masks of their own; plan for a manifest without its mask column, or a model without windows"
+        )
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise RunError(
+            f"sinks of shape {tuple(sinks.shape)} do not fit the {q.shape[1]} query heads: give one for each"
+        )
     if not q.dtype == k.dtype == v.dtype:
         raise RunError(f"q, k and v have different types: {q.dtype}, {k.dtype}, {v.dtype}")
     ring.check_shapes(q, k, v)
@@ -203,20 +231,30 @@ class RingAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, scale: float) -> Tensor:
-        tokens = ring.tokens
-        out, kept = drive(group_forward(ring, _pack(q, tokens), _pack(k, tokens), _pack(v, tokens), scale))
-        ctx.ring, ctx.scale, ctx.padded, ctx.kv_heads = ring, scale, q.shape[2], k.shape[1]
-        ctx.save_for_backward(*kept)
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        ring: Ring,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        own = (_pack(q, ring.tokens), _pack(k, ring.tokens), _pack(v, ring.tokens))
+        out, kept = drive(group_forward(ring, *own, scale, window=window, sinks=sinks))
+        ctx.ring, ctx.scale, ctx.window, ctx.padded, ctx.kv_heads = ring, scale, window, q.shape[2], k.shape[1]
+        ctx.save_for_backward(*kept, sinks)
         return _unpack(out, q.shape[2])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         begin_backward(ctx.ring)
-        packed, kept = _pack(grad_out, ctx.ring.tokens), Kept(*ctx.saved_tensors)
-        grads = drive(group_backward(ctx.ring, packed, kept, ctx.scale, kv_heads=ctx.kv_heads))
-        return *(_unpack(grad, ctx.padded) for grad in grads), None, None
+        *kept, sinks = ctx.saved_tensors
+        packed, how = _pack(grad_out, ctx.ring.tokens), {"window": ctx.window, "sinks": sinks}
+        grads = drive(group_backward(ctx.ring, packed, Kept(*kept), ctx.scale, kv_heads=ctx.kv_heads, **how))
+        return *(_unpack(grad, ctx.padded) for grad in grads[:3]), grads.sinks, None, None, None
 
 
 def begin_backward(ring: Ring) -> None:
@@ -244,25 +282,31 @@ _CURRENT = torch.tensor(
 )  # the handle that stands for the ring which is current when a compiled graph runs
 
 
-def _attend_compiled(q: Tensor, k: Tensor, v: Tensor, ring: Ring | None, scale: float | None) -> Tensor:
+def _attend_compiled(
+    q: Tensor, k: Tensor, v: Tensor, ring: Ring | None, scale: float | None, window: int | None, sinks: Tensor | None
+) -> Tensor:
     """Do what `attention` does, for a trace by torch.compile, which must look neither into a ring nor into its hops.
 
     The ring is given by its handle, a tensor, so that a graph serves all rings. A ring lives as long as its step.
     """
     q, k, v = _autocast(q, k, v)
     handle = _CURRENT if ring is None else ring.handle
-    out: Tensor = _attention_operator(q, k, v, handle, q.shape[-1] ** -0.5 if scale is None else scale)[0]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out: Tensor = _attention_operator(q, k, v, sinks, handle, scale, window)[0]
     return out
 
 
 @torch.library.custom_op("fcp::attention", mutates_args=())
-def _attention_operator(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _attention_operator(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: Tensor, scale: float, window: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output like q, lse [padded, H], and the handle of the ring that it ran on."""
     number = int(handle)
-    ring = _checked_ring(_implicit_ring() if number < 0 else _ring_of(number), q, k, v)
+    ring = _checked_ring(_implicit_ring() if number < 0 else _ring_of(number), q, k, v, window, sinks)
     ring.attention_calls += 1
     tokens, padded = ring.tokens, q.shape[2]
-    out, kept = drive(group_forward(ring, _pack(q, tokens), _pack(k, tokens), _pack(v, tokens), scale))
+    own = (_pack(q, tokens), _pack(k, tokens), _pack(v, tokens))
+    out, kept = drive(group_forward(ring, *own, scale, window=window, sinks=sinks))
     full_lse = kept.lse.new_zeros(padded, q.shape[1])
     full_lse[:tokens] = drive(lse_of_tokens(ring, kept, heads=q.shape[1]))
     return _unpack(out, padded), full_lse, ring.handle.clone()
@@ -270,28 +314,42 @@ def _attention_operator(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, scale: 
 
 @torch.library.custom_op("fcp::attention_backward", mutates_args=())
 def _attention_backward_operator(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    handle: Tensor,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v and sinks, that of sinks empty where there are none."""
     ring = _ring_of(int(handle))
     begin_backward(ring)
     tokens = ring.tokens
     own = Kept(_pack(q, tokens), _pack(k, tokens), _pack(v, tokens), _pack(out, tokens), lse[:tokens])
     # What a graph keeps has sizes of its own; those of what a set exchanges follow from the ring.
     kept, grad = drive(exchanged_again(ring, own)), _pack(grad_out, tokens)
-    dq, dk, dv = drive(group_backward(ring, grad, kept, scale, kv_heads=k.shape[1]))
-    return _unpack(dq, q.shape[2]), _unpack(dk, q.shape[2]), _unpack(dv, q.shape[2])
+    grads = drive(group_backward(ring, grad, kept, scale, kv_heads=k.shape[1], window=window, sinks=sinks))
+    dq, dk, dv = (_unpack(grad, q.shape[2]) for grad in grads[:3])
+    return dq, dk, dv, q.new_empty(0) if grads.sinks is None else grads.sinks
 
 
 @_attention_operator.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    _, heads, padded, _ = q.shape
+def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    heads, padded = q.shape[1:3]
     lse = q.new_empty(padded, heads, dtype=lse_dtype(q.dtype))
     return _like_packed(q, v.shape[3]), lse, torch.empty_like(handle)
 
 
 @_attention_backward_operator.register_fake
-def _(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _like_packed(q), _like_packed(k), _like_packed(v)
+def _(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    of_sinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return _like_packed(q), _like_packed(k), _like_packed(v), of_sinks
 
 
 def _like_packed(batched: Tensor, head_dim: int | None = None) -> Tensor:
@@ -301,14 +359,14 @@ def _like_packed(batched: Tensor, head_dim: int | None = None) -> Tensor:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, _, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    q, k, v, sinks, _, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(q, k, v, sinks, *output)
 
 
 def _differentiate(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, handle = ctx.saved_tensors
-    dq, dk, dv = _attention_backward_operator(grad_out, q, k, v, out, lse, handle, ctx.scale)
-    return dq, dk, dv, None, None
+    q, k, v, sinks, *kept = ctx.saved_tensors
+    dq, dk, dv, of_sinks = _attention_backward_operator(grad_out, q, k, v, sinks, *kept, ctx.scale, ctx.window)
+    return dq, dk, dv, None if sinks is None else of_sinks, None, None, None
 
 
 _attention_operator.register_autograd(_differentiate, setup_context=_keep)

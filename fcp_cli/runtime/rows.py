@@ -62,9 +62,9 @@ def add(source: Tensor, into: Tensor, also: Tensor | None, rows: Rows, share: Te
     else:
         precise = lse_dtype(source.dtype)
         total = take(source, rows).to(precise) + share
-        _put(into, rows, total)
+        put(into, rows, total)
         if also is not None:
-            _put(also, rows, total)
+            put(also, rows, total)
 
 
 def rows_at(positions: IntArray) -> Rows:
@@ -139,16 +139,16 @@ def merge(
     torch.logaddexp(old_lse, part_lse, out=old_lse)
     is_view = rows.span is not None
     if not is_view:  # what was gathered is a copy; views have changed `lse` already
-        _put(lse, rows, old_lse)
+        put(lse, rows, old_lse)
     in_place = into is source and old.dtype == lse.dtype
     merged = (old.lerp_ if in_place else old.to(lse.dtype).lerp)(part.to(lse.dtype), weight)
     if not (in_place and is_view):
-        _put(into, rows, merged)
+        put(into, rows, merged)
     if also is not None:
-        _put(also, rows, merged)
+        put(also, rows, merged)
 
 
-def _put(target: Tensor, rows: Rows, values: Tensor) -> None:
+def put(target: Tensor, rows: Rows, values: Tensor) -> None:
     """Write `values` to the rows of `target`."""
     if rows.span is not None:
         target[rows.span[0] : rows.span[1]].copy_(values)

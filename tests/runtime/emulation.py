@@ -13,6 +13,9 @@ from fcp_cli.verification.order import Operation
 from fcp_cli.verification.recording import RecordingTransport
 from tests.runtime.reference import Example
 
+# Relative and absolute; a sink's gradient sums over all rows.
+TOLERANCES_OF_SINKS = {torch.float64: (0.0, 1e-12), torch.float32: (2e-5, 2e-6), torch.bfloat16: (5e-2, 5e-2)}
+
 
 def run_emulated(
     example: Example, degree: int, dtype: torch.dtype, heads_degree: int = 1
@@ -34,17 +37,34 @@ def run_recorded(
     recorders = [RecordingTransport(LockstepTransport(mailbox, rank)) for rank in ranks]
     members = [GroupMember(layout, i, ranks, recorder, grad_dtype) for i, recorder in enumerate(recorders)]
     shards = [_shard(example, layout, i, dtype) for i in range(len(ranks))]
+    sinks = None if example.sinks is None else example.sinks.to(dtype)
     forward = run_lockstep(
-        [group_forward(member, q, k, v, example.scale) for member, (q, k, v, _) in zip(members, shards, strict=True)]
+        [
+            group_forward(member, q, k, v, example.scale, window=example.window, sinks=sinks)
+            for member, (q, k, v, _) in zip(members, shards, strict=True)
+        ]
     )
     backward = run_lockstep(
         [
-            group_backward(member, grad_out, kept, example.scale, kv_heads=example.k.shape[1])
+            group_backward(
+                member,
+                grad_out,
+                kept,
+                example.scale,
+                kv_heads=example.k.shape[1],
+                window=example.window,
+                sinks=sinks,
+            )
             for member, (_, _, _, grad_out), (_, kept) in zip(members, shards, forward, strict=True)
         ]
     )
     out = unshard(layout, [out for out, _ in forward])
-    dq, dk, dv = (unshard(layout, list(parts)) for parts in zip(*backward, strict=True))
+    *grads, of_sinks = zip(*backward, strict=True)
+    dq, dk, dv = (unshard(layout, list(parts)) for parts in grads)
+    if sinks is not None:  # like that of any weight: each member's share, summed
+        assert example.dsinks is not None
+        found, (rtol, atol) = torch.stack(of_sinks).double().sum(0), TOLERANCES_OF_SINKS[dtype]
+        torch.testing.assert_close(found, example.dsinks, rtol=rtol, atol=atol)
     return (out, dq, dk, dv), {rank: recorder.operations for rank, recorder in zip(ranks, recorders, strict=True)}
 
 

@@ -34,6 +34,9 @@ class Example:
     dk: Tensor
     dv: Tensor
     masks: tuple[Mask, ...] = ()
+    window: int | None = None
+    sinks: Tensor | None = None
+    dsinks: Tensor | None = None
 
     @property
     def scale(self) -> float:
@@ -52,6 +55,8 @@ def make_example(
     dtype: torch.dtype = torch.float64,
     masks: tuple[Mask, ...] = (),
     value_dim: int | None = None,
+    window: int | None = None,
+    has_sinks: bool = False,
 ) -> Example:
     """Random inputs that `dtype` holds exactly, `value_dim` of values; results always in fp64."""
     generator = torch.Generator().manual_seed(seed)
@@ -61,27 +66,59 @@ def make_example(
         torch.randn(sum(lengths), count, size, generator=generator, dtype=torch.float64).to(dtype).double()
         for count, size in ((num_heads, head_dim), (kv_heads, head_dim), (kv_heads, values), (num_heads, values))
     )
-    q_leaf, k_leaf, v_leaf = (tensor.clone().requires_grad_() for tensor in (q, k, v))
-    out = packed_attention(q_leaf, k_leaf, v_leaf, lengths, masks)
-    dq, dk, dv = torch.autograd.grad(out, (q_leaf, k_leaf, v_leaf), grad_out)
+    sinks = torch.randn(num_heads, generator=generator, dtype=torch.float64).to(dtype).double() if has_sinks else None
+    leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v, *([] if sinks is None else [sinks]))]
+    q_leaf, k_leaf, v_leaf, *rest = leaves
+    out = packed_attention(q_leaf, k_leaf, v_leaf, lengths, masks, window, *rest)
+    dq, dk, dv, *of_sinks = torch.autograd.grad(out, leaves, grad_out)
     results = {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
-    return Example(lengths=lengths, q=q, k=k, v=v, grad_out=grad_out, **results, masks=masks)
+    dsinks = of_sinks[0] if of_sinks else None
+    return Example(
+        lengths=lengths,
+        q=q,
+        k=k,
+        v=v,
+        grad_out=grad_out,
+        **results,
+        masks=masks,
+        window=window,
+        sinks=sinks,
+        dsinks=dsinks,
+    )
 
 
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], masks: tuple[Mask, ...] = ()) -> Tensor:
-    """[tokens, heads, head_dim]: what its mask allows within each sequence, by softmax over all scores."""
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: tuple[int, ...],
+    masks: tuple[Mask, ...] = (),
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """[tokens, heads, head_dim]: what its mask allows within each sequence, by softmax over all scores.
+
+    A token sees the `window` last ones, itself among them; the scores of a row have the `sinks` [heads] among them.
+    """
     parts = zip(*(torch.split_with_sizes(tensor, lengths) for tensor in (q, k, v)), strict=True)
     of_each = zip(parts, masks or [CAUSAL] * len(lengths), strict=True)
-    return torch.cat([_sequence_attention(q_i, k_i, v_i, mask) for (q_i, k_i, v_i), mask in of_each])
+    return torch.cat([_sequence_attention(*part, mask=mask, window=window, sinks=sinks) for part, mask in of_each])
 
 
-def _sequence_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+def _sequence_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, window: int | None, sinks: Tensor | None
+) -> Tensor:
     repeats = q.shape[1] // k.shape[1]
     q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
     k, v = k.repeat_interleave(repeats, dim=0), v.repeat_interleave(repeats, dim=0)
     scores = q @ k.transpose(1, 2) * q.shape[-1] ** -0.5
     unseen = torch.from_numpy(~seen(Masked(mask, q.shape[1])))
-    out: Tensor = scores.masked_fill(unseen, float("-inf")).softmax(-1) @ v
+    if window is not None:
+        unseen |= torch.ones_like(unseen).tril(-window)
+    scores = scores.masked_fill(unseen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, len(unseen), 1)), dim=-1)
+    out: Tensor = scores.softmax(-1)[..., : len(unseen)] @ v
     return out.transpose(0, 1)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -173,12 +174,26 @@ def test_the_npu_kernel_refuses_statistics_of_unknown_order() -> None:
         NpuKernel(Other(head_major=False)).forward(q, q, q, Segments((4,), (4,), causal=True), 1.0)
 
 
-def test_the_cuda_kernel_calls_the_flash_operators_with_shapes_they_accept(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_cuda_kernel_calls_the_flash_operators_with_shapes_they_accept(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fake CUDA tensors run the operators' own shape functions; no GPU is needed, and no number is checked."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)  # fake tensors cannot
-    kernel, segments = CudaFlashKernel(), Segments((4, 6), (3, 5), causal=False)
+    asked: list[tuple[int | None, int | None]] = []
+
+    def counted(real: Callable[..., object]) -> Callable[..., object]:
+        def run(*args: object, **options: Any) -> object:
+            asked.append((options.get("window_size_left"), options.get("window_size_right")))
+            return real(*args, **options)
+
+        return run
+
+    for name in ("_forward", "_backward"):
+        monkeypatch.setattr(cuda, name, counted(getattr(cuda, name)))
+    kernel, segments = CudaFlashKernel(), Segments((4, 6), (3, 5), causal=window is not None, window=window)
     with FakeTensorMode():
         q = torch.empty(10, 8, 64, dtype=torch.bfloat16, device="cuda")
         k = torch.empty(8, 2, 64, dtype=torch.bfloat16, device="cuda")
@@ -187,6 +202,7 @@ def test_the_cuda_kernel_calls_the_flash_operators_with_shapes_they_accept(monke
         assert (lse.shape, lse.dtype) == ((10, 8), torch.float32)
         grads = kernel.backward(out, q, k, k, out, lse, segments, 0.125)
     assert [grad.shape for grad in grads] == [q.shape, k.shape, k.shape]
+    assert asked == 2 * [(None, None) if window is None else (window - 1, 0)]
 
 
 def test_the_cuda_kernel_refuses_a_log_sum_exp_of_unknown_shape() -> None:

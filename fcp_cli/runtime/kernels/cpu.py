@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
+from fcp_cli.runtime.kernels.base import lse_dtype
 from fcp_cli.runtime.kernels.equal_sizes import with_equal_sizes, with_equal_sizes_backward
 from fcp_cli.runtime.layout import Segments
 
@@ -13,6 +17,10 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 # Before 2.9 the kernel took as many key heads as query heads for granted and read past the end of fewer.
 _SHARES_KV_HEADS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
+
+
+# Queries of one call where each sees a window: as many as the window has keys, within these bounds.
+_LEAST_BLOCK, _MOST_BLOCK = 128, 1024
 
 
 class CpuKernel:
@@ -28,7 +36,10 @@ class CpuKernel:
         pieces = zip(
             _split(q, segments.q_lengths), _split(k, segments.k_lengths), _split(v, segments.k_lengths), strict=True
         )
-        results = [_forward(q_i, k_i, v_i, 0.0, segments.causal, scale=scale) for q_i, k_i, v_i in pieces]
+        if segments.window is not None:
+            results = [_windowed_forward(*piece, segments.window, scale) for piece in pieces]
+        else:
+            results = [_forward(*piece, 0.0, segments.causal, scale=scale) for piece in pieces]
         return _join([out for out, _ in results]), _join([lse for _, lse in results])
 
     @with_equal_sizes_backward
@@ -46,9 +57,55 @@ class CpuKernel:
             _split(lse, rows),
             strict=True,
         )
-        results = [_backward(*piece, 0.0, segments.causal, scale=scale) for piece in pieces]
+        if segments.window is not None:
+            results = [_windowed_backward(*piece, window=segments.window, scale=scale) for piece in pieces]
+        else:
+            results = [_backward(*piece, 0.0, segments.causal, scale=scale) for piece in pieces]
         dq, dk, dv = zip(*results, strict=True)
         return _join(dq), _sum_heads(_join(dk), kv_heads), _sum_heads(_join(dv), kv_heads)
+
+
+def _windowed_forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend in blocks of queries, each to the keys that one of them sees: [1, H, n, D] and [1, G, m, D]."""
+    results = [
+        _forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], 0.0, attn_mask=mask, scale=scale)
+        for rows, keys, mask in _blocks(q, k, window)
+    ]
+    outs, lses = zip(*results, strict=True)
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+
+def _windowed_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, window: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dqs, dtype = [], lse_dtype(q.dtype)
+    dk, dv = (torch.zeros_like(tensor, dtype=dtype) for tensor in (k, v))
+    for rows, keys, mask in _blocks(q, k, window):
+        of_rows = [tensor[:, :, rows] for tensor in (dout, q, out, lse)]
+        grads = _backward(
+            of_rows[0], of_rows[1], k[:, :, keys], v[:, :, keys], *of_rows[2:], 0.0, False, attn_mask=mask, scale=scale
+        )
+        dqs.append(grads[0])
+        dk[:, :, keys] += grads[1]
+        dv[:, :, keys] += grads[2]
+    return torch.cat(dqs, dim=2), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _blocks(q: Tensor, k: Tensor, window: int) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Yield queries, the keys that any of them sees, and the mask of both; the last query sees the last keys."""
+    queries, more = q.shape[2], k.shape[2] - q.shape[2]
+    size = min(max(window, _LEAST_BLOCK), _MOST_BLOCK)
+    for start in range(0, queries, size):
+        stop = min(start + size, queries)
+        first = max(0, start + more - window + 1)
+        yield slice(start, stop), slice(first, stop + more), _band(stop - start, stop + more - first, window, q.dtype)
+
+
+@lru_cache(maxsize=32)
+def _band(rows: int, keys: int, window: int, dtype: torch.dtype) -> Tensor:
+    """Return [rows, keys] what is added to scores: 0 within a query's window, minus infinity elsewhere."""
+    seen = torch.ones(rows, keys, dtype=torch.bool).tril_(keys - rows).triu_(keys - rows - window + 1)
+    return torch.zeros(rows, keys, dtype=dtype).masked_fill_(~seen, float("-inf"))
 
 
 def _split(packed: Tensor, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:

@@ -75,7 +75,18 @@ class CudaFlashKernel:
         check_head_dim(q)
         bounds = _bounds(segments, q.device)
         out, lse, *_ = _forward(
-            q, k, v, bounds.q, bounds.k, bounds.longest_q, bounds.longest_k, 0.0, segments.causal, False, scale=scale
+            q,
+            k,
+            v,
+            bounds.q,
+            bounds.k,
+            bounds.longest_q,
+            bounds.longest_k,
+            0.0,
+            segments.causal,
+            False,
+            scale=scale,
+            **_window(segments),
         )
         return out, tokens_first(lse, q)
 
@@ -105,8 +116,14 @@ class CudaFlashKernel:
             random_state,
             unused,
             scale=scale,
+            **_window(segments),
         )
         return dq, dk, dv
+
+
+def _window(segments: Segments) -> dict[str, int]:
+    """Return how many keys before and after its own a query sees, which the kernel aligns at the last of both."""
+    return {} if segments.window is None else {"window_size_left": segments.window - 1, "window_size_right": 0}
 
 
 def check_head_dim(q: Tensor) -> None:

@@ -25,7 +25,7 @@ class DenseKernel:
             torch.split_with_sizes(v, segments.k_lengths),
             strict=True,
         ):
-            scores = _scores(q_i, k_i, segments.causal, scale)
+            scores = _scores(q_i, k_i, segments, scale)
             lse = scores.logsumexp(-1)
             out = (scores - lse.unsqueeze(-1)).exp_() @ _expand(v_i, q_i).to(scores.dtype)
             results.append((out.transpose(0, 1).to(q.dtype), lse.transpose(0, 1)))
@@ -38,7 +38,7 @@ class DenseKernel:
         rows, keys = segments.q_lengths, segments.k_lengths
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
         results = [
-            _segment_backward(*piece, causal=segments.causal, scale=scale)
+            _segment_backward(*piece, segments=segments, scale=scale)
             for piece in zip(
                 torch.split_with_sizes(dout, rows),
                 torch.split_with_sizes(q, rows),
@@ -54,9 +54,9 @@ class DenseKernel:
 
 
 def _segment_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *, causal: bool, scale: float
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *, segments: Segments, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    weights = (_scores(q, k, causal, scale) - lse.t().unsqueeze(-1)).exp_()  # [heads, rows, keys]
+    weights = (_scores(q, k, segments, scale) - lse.t().unsqueeze(-1)).exp_()  # [heads, rows, keys]
     grad = grad_out.transpose(0, 1).to(weights.dtype)
     dv = weights.transpose(1, 2) @ grad
     grad_weights = grad @ _expand(v, q).to(weights.dtype).transpose(1, 2)
@@ -66,13 +66,17 @@ def _segment_backward(
     return dq.transpose(0, 1).to(q.dtype), _reduce(dk, k), _reduce(dv, v)
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, segments: Segments, scale: float) -> Tensor:
     """Return the scores [H, rows, keys] in the precision of lse."""
     dtype = lse_dtype(q.dtype)
     scores = (q.transpose(0, 1).to(dtype) @ _expand(k, q).transpose(1, 2).to(dtype)) * scale
-    if causal:
-        future = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu_(1)
-        scores.masked_fill_(future, float("-inf"))
+    if segments.causal:
+        ones = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device)
+        more = k.shape[0] - q.shape[0]  # keys before those of the first query
+        unseen = ones.triu(1 + more)
+        if segments.window is not None:
+            unseen |= ones.tril(more - segments.window)
+        scores.masked_fill_(unseen, float("-inf"))
     return scores
 
 

@@ -22,7 +22,7 @@ from fcp_cli.runtime.layout import Segments
 _STATS_LANES = 8  # the operator repeats each row's statistic 8 times
 _MASK_SIDE = 2048  # the compressed causal mask has this size, whatever the lengths are
 _MOST_BLOCKS = 64  # a view and a copy of each cost the host some microseconds
-_NO_MASK, _CAUSAL_BOTTOM_RIGHT = 0, 3  # sparse_mode
+_NO_MASK, _CAUSAL_BOTTOM_RIGHT, _BAND = 0, 3, 4  # sparse_mode
 
 
 class NpuKernel:
@@ -161,9 +161,13 @@ def _mask_and_lengths(segments: Segments, device: torch.device) -> dict[str, Any
 
 def _make_mask_and_lengths(segments: Segments, device: torch.device) -> dict[str, Any]:
     """Make the operator's keyword arguments; lengths are cumulative host integers without the leading 0."""
+    mode = (_BAND if segments.window else _CAUSAL_BOTTOM_RIGHT) if segments.causal else _NO_MASK
+    # A band counts keys from the last of a segment, and takes the same compressed mask.
+    band = {} if segments.window is None else {"pre_tockens": segments.window - 1, "next_tockens": 0}
     return {
         "atten_mask": _causal_mask(device) if segments.causal else None,
-        "sparse_mode": _CAUSAL_BOTTOM_RIGHT if segments.causal else _NO_MASK,
+        "sparse_mode": mode,
+        **band,
         "actual_seq_qlen": torch.tensor(segments.q_lengths).cumsum(0).tolist(),
         "actual_seq_kvlen": torch.tensor(segments.k_lengths).cumsum(0).tolist(),
     }
