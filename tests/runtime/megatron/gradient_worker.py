@@ -66,6 +66,7 @@ class Case:
         expert_parallel: ranks that share the experts.
         engine: Transformer Engine attends (Megatron's wrapper, over a fake of what it wraps).
         hybrid: a HybridModel, which newer versions have, in place of a GPTModel.
+        packed: each item of the data set is several sequences.
     """
 
     plan: str = SWITCHING
@@ -80,6 +81,7 @@ class Case:
     expert_parallel: int = 1
     engine: bool = False
     hybrid: bool = False
+    packed: bool = False
 
 
 GATHERING = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -101,6 +103,9 @@ CASES: Mapping[str, Case] = {
     "engine two forwards recomputed": Case(plan=WAVES, two_forwards=True, settings=FULL, engine=True),
     "engine core attention recomputed": Case(settings={"recompute_granularity": "selective"}, engine=True),
     "sharing heads": Case(plan=SHARING_HEADS, two_forwards=True, settings=FULL, engine=True),
+    "packed": Case(packed=True),
+    "packed in waves recomputed": Case(plan=WAVES, two_forwards=True, settings=FULL, packed=True),
+    "engine packed": Case(engine=True, packed=True),
     "hybrid": Case(hybrid=True),
     "hybrid two forwards recomputed": Case(plan=WAVES, two_forwards=True, settings=FULL, hybrid=True),
     "without rotary": Case(plan=EQUAL_SHAPES, broken="rotary"),
@@ -286,7 +291,7 @@ def joined(case: Case = Case()) -> Iterator[None]:
 
 def gradients_alone(plan: Path, case: Case) -> np.ndarray:
     """[steps, parameters] of one process that runs sequence by sequence with Megatron's own attention."""
-    dataset = tiny.Sequences(lengths_of(plan), axes=3 if case.rope == "mrope" else 1)
+    dataset = tiny.Sequences(lengths_of(plan), axes=3 if case.rope == "mrope" else 1, packed=case.packed)
     settings = tiny.config(**{**case.settings, "recompute_granularity": None})
     model = tiny.build(settings, rope=case.rope, hybrid=case.hybrid)
     return np.stack([gradient_alone(model, dataset, rows) for rows in global_batches(plan)])
@@ -295,8 +300,7 @@ def gradients_alone(plan: Path, case: Case) -> np.ndarray:
 def gradient_alone(model: Any, dataset: tiny.Sequences, rows: list[int]) -> np.ndarray:
     model.zero_grad()
     tokens = sum(float(dataset[row]["loss_mask"].sum()) for row in rows)
-    for row in rows:
-        batch = {name: tensor.unsqueeze(0) for name, tensor in dataset[row].items()}
+    for batch in (batch for row in rows for batch in dataset.alone(row)):
         output, loss = tiny.forward_step(iter([batch]), model)
         (loss(output)[0] / tokens).backward()
     return torch.cat([gradient(parameter).flatten() for parameter in model.parameters()]).numpy()
@@ -304,7 +308,7 @@ def gradient_alone(model: Any, dataset: tiny.Sequences, rows: list[int]) -> np.n
 
 def gradients_planned(plan: Path, case: Case) -> np.ndarray:
     """[steps, parameters] of this rank, with groups that change with every micro-batch."""
-    dataset = tiny.Sequences(lengths_of(plan), axes=3 if case.rope == "mrope" else 1)
+    dataset = tiny.Sequences(lengths_of(plan), axes=3 if case.rope == "mrope" else 1, packed=case.packed)
     settings, model = wrapped(case)
     return np.stack(steps_planned(plan, case, dataset, settings, model, lambda: _reduced_gradient(model)))
 

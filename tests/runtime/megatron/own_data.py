@@ -49,7 +49,7 @@ def datasets_provider(sizes: Any, vp_stage: int | None = None) -> tuple[Any, Any
     return dataset, dataset, None
 
 
-def first_arguments(pretrain_gpt: Any) -> tuple[Any, ...]:
+def first_arguments(datasets_provider: Any) -> tuple[Any, ...]:
     """What `pretrain` is given first, by version: from 0.19 on the configuration of all, before that a model's builder."""
     if hasattr(pretrain_gpt, "parse_and_validate_args"):
         args = pretrain_gpt.parse_and_validate_args()
@@ -61,11 +61,15 @@ def first_arguments(pretrain_gpt: Any) -> tuple[Any, ...]:
     return datasets_provider, partial(model_provider, gpt_builder)
 
 
-if __name__ == "__main__":
-    datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+def train(datasets_provider: Any) -> None:
     pretrain(
-        *first_arguments(pretrain_gpt),
+        *first_arguments(datasets_provider),
         ModelType.encoder_or_decoder,
         pretrain_gpt.forward_step,
         get_embedding_ranks=pretrain_gpt.get_embedding_ranks,
     )
+
+
+if __name__ == "__main__":
+    datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+    train(datasets_provider)

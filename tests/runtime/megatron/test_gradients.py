@@ -65,7 +65,7 @@ STAGES = (
 )
 _EXPERTS = {"num_moe_experts": 4}
 EQUAL = ("plain", "core attention recomputed", "two forwards recomputed", "overlapped", "gathering in waves", "mrope",
-         "engine two forwards recomputed", "sharing heads")  # fmt: skip
+         "engine two forwards recomputed", "sharing heads", "packed")  # fmt: skip
 SHARES = (
     "sequence",
     "pipeline recomputed",
@@ -82,7 +82,7 @@ HYBRID = ("hybrid", "hybrid two forwards recomputed") if HAS_HYBRID_MODEL else (
 HYBRID_SHARES = ("balanced experts in a hybrid pipeline",) if HAS_HYBRID_MODEL else ()
 # What other cases cover by example.
 MORE_EQUAL = ("recomputed", "two forwards", "distributed optimizer", "gathering", "waves", "yarn", "engine",
-              "engine core attention recomputed")  # fmt: skip
+              "engine core attention recomputed", "packed in waves recomputed", "engine packed")  # fmt: skip
 MORE_SHARES = ("tensor", "tensor recomputed", "pipeline", "unequal pipelines", "four stages", "engine pipeline",
                "experts", "balanced experts",
                "balanced experts recomputed", "balanced experts in sequence")  # fmt: skip

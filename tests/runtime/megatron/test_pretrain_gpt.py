@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 NUM_RANKS = 4
 STEPS, GLOBAL_BATCH_SIZE = 12, 8
 TOKENS_PER_SAMPLE = 64
+CONVERSATIONS = ROOT / "tests" / "runtime" / "megatron" / "conversations.py"
 OWN_DATA = ROOT / "tests" / "runtime" / "megatron" / "own_data.py"
 
 MODEL = (
@@ -52,6 +53,8 @@ BUSY = (
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
     "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 )
+
+PACKED = "--seq-length 128 --max-position-embeddings 128 --num-workers 0 --eval-iters 0 --eval-interval 100"
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +142,16 @@ def test_its_training_loop_on_data_of_any_lengths_trains_as_without_fcp(folder: 
     train(folder, "own data alone", OWN_DATA, *arguments[:-1], str(folder / "lengths.parquet"))
     launch(folder, "own data", "lengths-plan.parquet", OWN_DATA, *arguments)
     assert_same(folder, "own data", "own data alone")
+
+
+def test_conversations_that_sft_packs_are_trained_as_masked_ones_without_fcp(folder: Path, source: Path) -> None:
+    draw = random.Random(2)
+    lengths = [draw.choice([9, 17, 30, 61, 100]) for _ in range(STEPS * GLOBAL_BATCH_SIZE)]
+    write_plan(folder, "packs", lengths)
+    arguments = [*PACKED.split(), "--data-path", str(folder / "packs.parquet")]
+    train(folder, "packs alone", CONVERSATIONS, *arguments)
+    launch(folder, "packs", "packs-plan.parquet", CONVERSATIONS, *arguments, "--sft")
+    assert_same(folder, "packs", "packs alone")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from copy import copy
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import tests.runtime.megatron.cpu_shim  # noqa: F401  before megatron
@@ -31,11 +32,15 @@ YARN = {
 
 
 class Sequences(Dataset[dict[str, Tensor]]):
-    """Random sequences: some tokens carry no loss, the last of each never."""
+    """Random sequences: some tokens carry no loss, the last of each never.
 
-    def __init__(self, lengths: Sequence[int], *, axes: int = 1) -> None:
+    Packed, each is several that do not see each other, as its `cu_seqlens` say.
+    """
+
+    def __init__(self, lengths: Sequence[int], *, axes: int = 1, packed: bool = False) -> None:
         self._lengths = lengths
         self._axes = axes
+        self._packed = packed
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -49,13 +54,27 @@ class Sequences(Dataset[dict[str, Tensor]]):
         positions = torch.arange(length)
         if self._axes > 1:  # as of images: every axis counts in its own way
             positions = torch.stack([positions // (axis + 1) for axis in range(self._axes)])
-        return {
+        item = {
             "tokens": text[:-1],
             "labels": text[1:],
             "loss_mask": loss_mask,
             "position_ids": positions,
             "attention_mask": torch.ones(1, length, length, dtype=torch.bool).triu(1),
         }
+        if self._packed:
+            begins = (torch.rand(length, generator=draw) < 0.2).nonzero().flatten().tolist()
+            item["cu_seqlens"] = torch.tensor([0, *begins, length], dtype=torch.int32)
+        return item
+
+    def alone(self, at: int) -> Iterator[dict[str, Tensor]]:
+        """Yield the sequences of an item as batches of one."""
+        item = self[at]
+        ends = item.pop("cu_seqlens", torch.tensor([0, self._lengths[at]])).tolist()
+        for first, end in pairwise(sorted(set(ends))):
+            sequence = {name: tensor[..., first:end].unsqueeze(0) for name, tensor in item.items()}
+            sequence["attention_mask"] = sequence["attention_mask"][..., first:end, :]
+            sequence["position_ids"] = sequence["position_ids"] - first if self._packed else sequence["position_ids"]
+            yield sequence
 
 
 class ConsumedSampler:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ TOKENS = "tokens"
 LOSS_MASK = "loss_mask"
 POSITIONS = "position_ids"
 ATTENTION_MASK = "attention_mask"
-_ENDS = "cu_seqlens"
+_ENDS, _PADDED_ENDS = "cu_seqlens", "cu_seqlens_padded"
 
 # Random samplers hand out the data set in an order of their own, and count ahead of training.
 _RANDOM_SAMPLER = "MegatronPretrainingRandomSampler"
@@ -159,18 +160,19 @@ def load_shard(
         even_chunks: pad each sequence until its chunks are equally long, and such multiples; rings of others need it.
     """
     member = row.ranks.index(rank)
-    padded = row.lengths
+    packs = [_sequences(samples, at, length) for at, length in zip(row.sequences, row.lengths, strict=True)]
+    items = [sequence for pack in packs for sequence in pack]
+    lengths = padded = tuple(item[TOKENS].shape[-1] for item in items)
     if even_chunks:
         multiple = padding_multiple(multiple)
-        padded = tuple(padded_tokens(row.lengths, row.degree, multiple).tolist())
+        padded = tuple(padded_tokens(lengths, row.degree, multiple).tolist())
     layout = shard_layout(padded, row.degree, row.heads_degree)
     positions = torch.from_numpy(layout.position_ids(member))
     index = torch.from_numpy(layout.index(member)) if row.degree > 1 else None
     padding = max(-(-len(positions) // multiple), 1) * multiple - len(positions)
-    items = [_item(samples, at, length) for at, length in zip(row.sequences, row.lengths, strict=True)]
-    ends = [most - length for most, length in zip(padded, row.lengths, strict=True)]
+    ends = [most - length for most, length in zip(padded, lengths, strict=True)]
     if not items:  # an idle row: an item cut to no token shows the names and types of the data set's tensors
-        items, ends = [_item(samples, 0, 0)], [0]
+        items, ends = _sequences(samples, 0, 0), [0]
 
     def shard_of(whole: Sequence[Tensor]) -> Tensor:
         ended = [_ended(tensor, end) for tensor, end in zip(whole, ends, strict=True)]
@@ -179,7 +181,8 @@ def load_shard(
 
     shard = {name: shard_of([item[name] for item in items]) for name in items[0]}
     positions = _ended(positions, padding)
-    if shard.get(POSITIONS, positions).dim() == 1:  # those of several axes (mRoPE) are the data set's own
+    # Those of several axes (mRoPE), and of packs, in which they may run on, are the data set's own.
+    if shard.get(POSITIONS, positions).dim() == 1 and len(items) <= max(len(packs), 1):
         shard[POSITIONS] = positions
     # The plan decides which tokens see each other; a script that passes a mask on must find one all the same.
     shard[ATTENTION_MASK] = torch.zeros(1, 1, 1, dtype=torch.bool)
@@ -198,8 +201,8 @@ def _ended(tensor: Tensor, end: int) -> Tensor:
     return pad(tensor, (0, end)) if end else tensor
 
 
-def _item(samples: Samples, at: int, length: int) -> dict[str, Tensor]:
-    """Return what an item of the data set holds per token, cut to the plan's length."""
+def _sequences(samples: Samples, at: int, length: int) -> list[dict[str, Tensor]]:
+    """Return what an item of the data set holds per token, cut to the plan's length: of each sequence in it."""
     found = samples.dataset[at]
     if not isinstance(found, Mapping) or TOKENS not in found:
         names = ", ".join(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
@@ -212,32 +215,61 @@ def _item(samples: Samples, at: int, length: int) -> dict[str, Tensor]:
             f"row {at} of the data set has {tokens} tokens but {length} in the plan: the plan was made from another "
             "manifest; build it again with 'fcp manifest build' and 'fcp plan'"
         )
-    if length:
-        _check_is_one_sequence(found, at, tokens, length)
     tensors = {name: torch.as_tensor(value) for name, value in found.items() if name != ATTENTION_MASK}
-    return {
-        name: tensor[..., :length] for name, tensor in tensors.items() if tensor.dim() and tensor.shape[-1] == tokens
-    }
+    whole = {name: tensor for name, tensor in tensors.items() if tensor.dim() and tensor.shape[-1] == tokens}
+    ends = sequence_ends(found, at, tokens, length)
+    return [{name: tensor[..., first:end] for name, tensor in whole.items()} for first, end in pairwise((0, *ends))]
 
 
-def _check_is_one_sequence(item: Mapping[str, Any], at: int, tokens: int, length: int) -> None:
-    """Raise RunError if the item itself shows that its tokens do not all see those before them, as in a plan."""
-    ends = item.get(_ENDS)
-    if ends is not None and len(ends) > 2:
-        raise RunError(
-            f"row {at} of the data set is a pack of {len(ends) - 1} sequences ({_ENDS}), but a plan packs sequences "
-            "itself; make each an item, and a row of the manifest"
-        )
+def sequence_ends(item: Mapping[str, Any], at: int, tokens: int, length: int) -> list[int]:
+    """Return where each sequence of an item ends, up to the planned length, at which the last one does.
+
+    An item may be a pack: its `cu_seqlens` say so, as of conversations under `--sft`, or an attention mask in which
+    documents do not see each other (`--reset-attention-mask`).
+
+    Raises:
+        RunError: positions begin anew, but nothing says which tokens see each other; or what says so makes no sense.
+    """
+    if not length:
+        return [0]
+    packed = next((item[name] for name in (_PADDED_ENDS, _ENDS) if item.get(name) is not None), None)
     mask, positions = (torch.as_tensor(item.get(name, ())) for name in (ATTENTION_MASK, POSITIONS))
-    is_cut = False
-    if mask.dtype == torch.bool and mask.shape[-2:] == (tokens, tokens):
-        seen = mask[..., length - 1, :length]  # by the last token; one that it does not see belongs to another document
-        is_cut = bool(seen.any() and not seen.all())
-    if positions.shape == (tokens,):
-        is_cut = is_cut or int(positions[length - 1]) != length - 1
-    if is_cut:
+    ends = [length]
+    if packed is not None:
+        ends = _ends_in(torch.as_tensor(packed).flatten().tolist(), at, length)
+    elif mask.dtype == torch.bool and mask.shape[-2:] == (tokens, tokens):
+        ends = _ends_by(mask.reshape(tokens, tokens), at, length)
+    if len(ends) == 1 and positions.shape == (tokens,) and int(positions[length - 1]) != length - 1:
         raise RunError(
-            f"row {at} of the data set is cut into documents (by its {ATTENTION_MASK} or {POSITIONS}), of which the "
-            "plan does not know; leave --reset-attention-mask and --reset-position-ids out, or make each document an "
-            "item, and a row of the manifest"
+            f"row {at} of the data set has {POSITIONS} that begin anew, but neither {_ENDS} nor an {ATTENTION_MASK} "
+            "that say which tokens see each other; leave --reset-position-ids out, or make each document an item, and "
+            "a row of the manifest"
         )
+    return ends
+
+
+def _ends_in(ends: list[int], at: int, length: int) -> list[int]:
+    """Return the ends that `cu_seqlens` name; it may repeat the last one, and leave padding after it out."""
+    if ends[:1] != [0] or ends != sorted(ends):
+        raise RunError(f"row {at} of the data set has {_ENDS} that do not ascend from 0; they are {_short(ends)}")
+    return sorted({min(end, length) for end in (*ends, length)} - {0})
+
+
+def _ends_by(mask: Tensor, at: int, length: int) -> list[int]:
+    """Return the ends of the documents of an attention mask, [tokens, tokens], true where a token is hidden."""
+    ends = [length]
+    while True:
+        hidden = mask[ends[-1] - 1, : ends[-1]]
+        first = int(hidden.sum())  # of the tokens that the document's last one sees
+        if first in (0, len(hidden)):  # in some masks true is what is seen
+            return ends[::-1]
+        if not hidden[:first].all():
+            raise RunError(
+                f"row {at} of the data set has an {ATTENTION_MASK} by which token {ends[-1] - 1} does not see all "
+                "tokens of one document up to itself; a plan's attention is causal, within documents"
+            )
+        ends.append(first)
+
+
+def _short(values: list[int], most: int = 8) -> str:
+    return ", ".join(map(str, values[:most])) + (", ..." if len(values) > most else "")
