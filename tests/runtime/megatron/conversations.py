@@ -92,6 +92,7 @@ def datasets_provider(sizes: Any, vp_stage: int | None = None) -> tuple[Any, Any
         reset_attention_mask=False,
         eod_mask_loss=False,
         create_attention_mask=False,
+        context_parallel_size=1,
     )
     packed = SFTDataset(Conversations(lengths), manifest, np.arange(len(lengths)), len(lengths), Split.train, config)
     dataset = packed if args.sft else Masked(packed)

@@ -506,10 +506,12 @@ def refused_models() -> dict[str, str]:
     bidirectional.decoder.layers[1].self_attention.attn_mask_type = AttnMaskType.no_mask
     no_attention = torch.nn.Linear(1, 1)
     fsdp = type("FullyShardedDataParallel", (torch.nn.Module,), {})()
+    mixed_in = torch.nn.Sequential(type("Sharded", (type("FsdpModule", (), {}), torch.nn.Linear), {})(1, 1))
     mamba = type("MambaMixer", (torch.nn.Module,), {})()
     return {
         "several chunks": message_of(lambda: checks.check_chunks([no_attention, no_attention])),
         "FSDP": message_of(lambda: checks.check_chunks([fsdp])),
+        "FSDP by a mixin": message_of(lambda: checks.check_chunks([mixed_in])),
         "another model": message_of(lambda: hooks.unwrapped(no_attention)),
         "no attention": message_of(lambda: checks.check_layers(no_attention)),
         "state": message_of(lambda: checks.check_layers(torch.nn.Sequential(mamba))),

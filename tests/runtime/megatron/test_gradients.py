@@ -140,8 +140,10 @@ STOPPED: Mapping[str, str] = {
 }
 MODELS: Mapping[str, str] = {
     "several chunks": "the model has 2 chunks (virtual pipeline), which a plan cannot drive; use one",
-    "FSDP": "the model is sharded with FSDP, whose ranks must run equally many micro-batches, which has not been made "
-    "to work under Megatron; use DistributedDataParallel, with the distributed optimizer if memory is short",
+    "FSDP": "the model is sharded with FSDP (FullyShardedDataParallel), whose ranks must run equally many micro-batches, "
+    "which has not been made to work under Megatron; use DistributedDataParallel, with the distributed optimizer if "
+    "memory is short",
+    "FSDP by a mixin": "the model is sharded with FSDP (FsdpModule), whose ranks",
     "another model": "the model is a Linear, not a GPTModel or HybridModel of megatron-core; a plan cannot drive it",
     "no attention": "the model has no attention layer that a plan can drive (a stage without layers)",
     "state": "the model has a MambaMixer, whose state would have to pass along the ring; a plan cannot follow it",

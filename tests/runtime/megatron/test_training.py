@@ -132,6 +132,30 @@ def test_replicas_of_two_processes_start_by_themselves_and_train_to_the_same_los
         assert found.tokens == expected.tokens[:6]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--grad-reduce-in-bf16",
+        "--use-distributed-optimizer",
+        "--use-distributed-optimizer --grad-reduce-in-bf16",
+        "--use-distributed-optimizer --clip-grad 1.0",
+    ],
+)
+def test_in_bf16_a_plan_is_as_near_to_fp64_as_the_script_alone(folder: Path, flags: str) -> None:
+    given = ["--bf16", *flags.split()]
+    torchrun(str(SCRIPT), str(folder / "lengths.parquet"), str(folder / "bf16"), *given, num_ranks=NUM_RANKS, **EAGER)
+    done = launch(folder, "bf16-planned", *given)
+    assert done.returncode == 0, done.stderr
+    exact, alone, planned = (read(folder / name, 0) for name in ("alone", "bf16", "bf16-planned"))
+    assert planned.tokens == exact.tokens
+    for step in (slice(1), slice(None)):  # before any weight has moved, and after all steps
+        rounding = np.abs(alone.losses - exact.losses)[step].max()
+        assert np.abs(planned.losses - exact.losses)[step].max() <= 2 * rounding <= 0.05
+    assert abs(planned.grad_norms[0] / exact.grad_norms[0] - 1) <= 0.02
+
+
 def test_a_script_with_another_global_batch_ends_the_job_with_one_line(folder: Path) -> None:
     lengths = pq.read_table(folder / "lengths.parquet").column("length").to_pylist()
     rows = [Row([0, 1], lengths[:4])]

@@ -25,6 +25,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
 
 try:  # from 0.19 on
     from megatron.core.utils import get_batch_on_this_tp_rank as broadcast
@@ -44,7 +45,29 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--load", type=Path)
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--grad-reduce-in-bf16", action="store_true")
+    parser.add_argument("--use-distributed-optimizer", action="store_true")
+    parser.add_argument("--clip-grad", type=float, default=0.0)
     return parser.parse_args()
+
+
+def types_of_cuda() -> None:
+    """Megatron's optimizers of bf16 sort parameters by the names of CUDA's tensor types."""
+    named = {torch.bfloat16: "torch.cuda.BFloat16Tensor", torch.float32: "torch.cuda.FloatTensor"}
+    torch.Tensor.type = lambda tensor: named[tensor.dtype]  # type: ignore[method-assign, assignment, misc]
+
+
+def model_of(settings: Any, arguments: argparse.Namespace) -> DistributedDataParallel:
+    """As `get_model` of Megatron's training loop makes it."""
+    ddp_config = DistributedDataParallelConfig(
+        overlap_grad_reduce=True,
+        bucket_size=4000,
+        use_distributed_optimizer=arguments.use_distributed_optimizer,
+        grad_reduce_in_fp32=arguments.bf16 and not arguments.grad_reduce_in_bf16,
+    )
+    built = tiny.build(settings)
+    return DistributedDataParallel(settings, ddp_config, Float16Module(settings, built) if arguments.bf16 else built)
 
 
 def state_of(model: Any, optimizer: Any, consumed: int, *, is_loading: bool = False) -> dict[str, Any]:
@@ -84,16 +107,32 @@ def broadcast_batch(data_iterator: Any) -> Any:
 def main() -> None:
     arguments = parse()
     torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
+    dtype = torch.bfloat16 if arguments.bf16 else torch.float64
+    torch.set_default_dtype(torch.float32 if arguments.bf16 else dtype)
+    if arguments.bf16:
+        types_of_cuda()
     dist.init_process_group("gloo")
     tensor_parallel, pipeline_parallel = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
     parallel_state.initialize_model_parallel(tensor_parallel, pipeline_parallel, create_gloo_process_groups=True)
-    settings = tiny.config(tensor_model_parallel_size=tensor_parallel, pipeline_model_parallel_size=pipeline_parallel)
-    ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=4000)
-    model = DistributedDataParallel(settings, ddp_config, tiny.build(settings))
+    settings = tiny.config(
+        tensor_model_parallel_size=tensor_parallel,
+        pipeline_model_parallel_size=pipeline_parallel,
+        bf16=arguments.bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+    )
+    model = model_of(settings, arguments)
     settings.finalize_model_grads_func = finalize_model_grads
     settings.no_sync_func = model.no_sync
-    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=0.01, clip_grad=0.0), [model])
+    optimizing = OptimizerConfig(
+        optimizer="adam",
+        lr=0.01,
+        clip_grad=arguments.clip_grad,
+        bf16=arguments.bf16,
+        params_dtype=dtype,
+        use_distributed_optimizer=arguments.use_distributed_optimizer,
+    )
+    optimizer = get_megatron_optimizer(optimizing, [model])
     consumed = 0
     if arguments.load is not None:
         saved = dist_checkpointing.load(state_of(model, optimizer, 0, is_loading=True), str(arguments.load))

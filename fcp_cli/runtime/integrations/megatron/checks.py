@@ -86,12 +86,20 @@ def check_chunks(model: Any) -> Any:
     chunks = model if isinstance(model, list) else [model]
     if len(chunks) > 1:
         raise RunError(f"the model has {len(chunks)} chunks (virtual pipeline), which a plan cannot drive; use one")
-    if "FullyShardedDataParallel" in type(chunks[0]).__name__:
+    sharding = _fsdp_class(chunks[0])
+    if sharding is not None:
         raise RunError(
-            "the model is sharded with FSDP, whose ranks must run equally many micro-batches, which has not been made "
-            "to work under Megatron; use DistributedDataParallel, with the distributed optimizer if memory is short"
+            f"the model is sharded with FSDP ({sharding}), whose ranks must run equally many micro-batches, which has "
+            "not been made to work under Megatron; use DistributedDataParallel, with the distributed optimizer if "
+            "memory is short"
         )
     return chunks[0]
+
+
+def _fsdp_class(chunk: Any) -> str | None:
+    """Return the class by which a model is sharded: PyTorch's, Megatron's wrappers, or their mixins of its modules."""
+    kinds = (kind.__name__ for module in chunk.modules() for kind in type(module).__mro__)
+    return next((name for name in kinds if "fsdp" in name.lower() or "FullyShardedDataParallel" in name), None)
 
 
 def check_config(config: Any) -> None:
