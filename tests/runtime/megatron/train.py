@@ -55,7 +55,7 @@ def parse() -> argparse.Namespace:
 def types_of_cuda() -> None:
     """Megatron's optimizers of bf16 sort parameters by the names of CUDA's tensor types."""
     named = {torch.bfloat16: "torch.cuda.BFloat16Tensor", torch.float32: "torch.cuda.FloatTensor"}
-    torch.Tensor.type = lambda tensor: named[tensor.dtype]  # type: ignore[method-assign, assignment, misc]
+    torch.Tensor.type = lambda tensor: named[tensor.dtype]  # type: ignore[method-assign, assignment]
 
 
 def model_of(settings: Any, arguments: argparse.Namespace) -> DistributedDataParallel:
@@ -163,7 +163,9 @@ def main() -> None:
         dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
         dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())  # the last stage has it
         norm = torch.cat([parameter.main_grad.flatten() for parameter in model.parameters()]).norm()
-        optimizer.step()
+        _, whole_norm, _ = optimizer.step()
+        if arguments.clip_grad:
+            norm = whole_norm  # a distributed optimizer reduces only a part of the gradient on each rank
         consumed += GLOBAL_BATCH_SIZE
         records.append({"loss": float(total[0] / total[1]), "tokens": int(total[1]), "grad_norm": float(norm)})
     if arguments.save is not None:
