@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -68,9 +68,16 @@ class Spans:
 
     spans: tuple[tuple[int, int], ...] = ()
 
+    can_be_cut = True
+
     @property
     def is_causal(self) -> bool:
         return not self.spans
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Return what tells the mask from others of its kind."""
+        return tuple(end for span in self.spans for end in span)
 
     def misfit(self, length: int) -> str:
         """Say why a sequence of so many tokens cannot have the mask; "" where it can."""
@@ -131,7 +138,12 @@ class ChunkPairs:
 
     sizes: tuple[int, ...]
 
-    is_causal = False
+    is_causal = can_be_cut = False
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Return what tells the mask from others of its kind."""
+        return self.sizes
 
     def misfit(self, length: int) -> str:
         """Say why a sequence of so many tokens cannot have the mask; "" where it can."""
@@ -167,6 +179,25 @@ class ChunkPairs:
 Mask: TypeAlias = Spans | ChunkPairs
 
 CAUSAL = Spans()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MaskedSequence:
+    """One sequence with a mask, as `fetch` returns it.
+
+    Attributes:
+        tokens: [tokens] ids.
+        mask: what they see of each other.
+        labels: [tokens] as Hugging Face data sets have them, or None to learn every token.
+        own_labels: each token is to predict its own label, as in masked and diffusion language models; else the next.
+        position_ids: [axes, tokens] where the model's positions are not those of the mask.
+    """
+
+    tokens: Any
+    mask: Mask
+    labels: Any = None
+    own_labels: bool = False
+    position_ids: IntArray | None = None
 
 
 def eta_of(pairs: int, length: int) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -55,3 +57,14 @@ def all_masked(draw: st.DrawFn, longest: int = 60) -> Masked:
     if kind == "segments":
         return Masked(draw(spans_within(length)), length)
     return Masked({"causal": CAUSAL, "full": full(), "prefix": prefix(draw(st.integers(0, length)))}[kind], length)
+
+
+def random_mask(generator: random.Random, length: int) -> Mask:
+    """Any mask that a sequence of so many tokens can have."""
+    kinds: list[Mask] = [CAUSAL, full(), prefix(generator.randint(0, length))]
+    ends = sorted(generator.sample(range(length + 1), min(length + 1, 2 * generator.randint(0, 3)) // 2 * 2))
+    kinds.append(segments(zip(ends[::2], ends[1::2], strict=True)))
+    if length % 2 == 0:
+        cuts = sorted({0, length // 2, *(generator.randint(0, length // 2) for _ in range(3))})
+        kinds.append(chunk_pairs(stop - start for start, stop in pairwise(cuts)))
+    return generator.choice(kinds)

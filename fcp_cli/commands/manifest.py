@@ -75,6 +75,15 @@ class BuildOptions:
     bad_rows: Annotated[
         Literal["error", "skip"], Opt("End at a record whose picture cannot be read, or leave it out and count it.")
     ] = "error"
+    mask: Annotated[
+        str | None,
+        Opt(
+            "What the tokens of a sequence see of each other: all of it, or by a column with the tokens of a prefix, "
+            "with [start, stop] of spans that see themselves both ways, or with sizes of clean and noisy chunks.",
+            metavar="full|prefix:COLUMN|segments:COLUMN|pairs:COLUMN",
+            unset="causal",
+        ),
+    ] = None
     vocab_size: Annotated[
         int | None,
         Opt(
@@ -116,6 +125,7 @@ def build(options: BuildOptions) -> None:
         train_on=options.train_on,
         skips_bad=options.bad_rows == "skip",
         vocab_size=options.vocab_size,
+        mask=options.mask,
     )
     opened = open_source(source, kind, reading, output=output.absolute())
     _note_unused(opened.describe(), reading)

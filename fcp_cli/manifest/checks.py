@@ -60,7 +60,7 @@ def checked_table(
     if len(bad):
         raise ManifestError(_bad_length(name, length_column, lengths, bad))
     for column, values in factors.items():
-        _check_factor(name, column, values)
+        _check_factor(name, column, values, *((-1, ">") if column == "eta" else (0, ">=")))
     # Leaving out factors of zeros keeps the content hash, and with it the plan, independent of whether they were given.
     kept: dict[str, Any] = {column: values if values.any() else None for column, values in factors.items()}
     return LengthTable(name=name, length_tokens=lengths, column=length_column, **kept)
@@ -84,12 +84,13 @@ def with_steps(table: LengthTable, steps: IntArray | None, column: str | None) -
     return replace(table, steps=steps)
 
 
-def _check_factor(name: str, column: str, values: FloatArray | IntArray) -> None:
-    broken = np.flatnonzero(~((values >= 0) & np.isfinite(values)))
+def _check_factor(name: str, column: str, values: FloatArray | IntArray, least: int, relation: str) -> None:
+    is_enough = values > least if relation == ">" else values >= least
+    broken = np.flatnonzero(~(is_enough & np.isfinite(values)))
     if len(broken):
         row = int(broken[0])
         raise ManifestError(
-            f"{name}: row {row} of column {column!r} is {values[row]}; it must be a finite number >= 0 "
+            f"{name}: row {row} of column {column!r} is {values[row]}; it must be a finite number {relation} {least} "
             f"({_rows(len(broken))} in all)"
         )
 

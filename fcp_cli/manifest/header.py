@@ -118,4 +118,6 @@ def build_command(source: Mapping[str, Any], manifest: Path) -> str:
         words += ["--tokenizer", str(source["tokenizer"])]
     if source.get("train_on"):
         words += ["--train-on", str(source["train_on"])]
+    if source.get("mask"):
+        words += ["--mask", str(source["mask"])]
     return shlex.join([*words, "-o", str(manifest)])

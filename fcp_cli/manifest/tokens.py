@@ -23,12 +23,14 @@ from fcp_cli.manifest.sources.base import SourceTokens
 from fcp_cli.manifest.sources.chat import ChatData, ChatTokens
 from fcp_cli.manifest.sources.columnar import ColumnarTokens, columnar
 from fcp_cli.manifest.sources.jsonl import JsonLines, JsonLinesTokens
+from fcp_cli.manifest.sources.masks import MASK_COLUMN, MaskRule, mask_rule
 from fcp_cli.manifest.sources.media import MediaRecords
 from fcp_cli.manifest.sources.megatron import MegatronIndex, MegatronTokens
 from fcp_cli.manifest.sources.pictures import PICTURES_COLUMN, PictureData, PictureRecords
 from fcp_cli.manifest.sources.shards import open_shard
 from fcp_cli.manifest.sources.text import TextTokens
 from fcp_cli.manifest.tokenizer import open_tokenizer
+from fcp_cli.masks import MaskedSequence
 from fcp_cli.reading.parquet import open_parquet
 from fcp_cli.vision.processors import open_processor, recorded_processor
 
@@ -40,8 +42,11 @@ class TokenReader(Protocol):
     def vocab_size(self) -> int:
         """One more than the largest token id."""
 
-    def __call__(self, row: int) -> IntArray | tuple[IntArray, IntArray]:
-        """Return the tokens of one sequence, [length] int64, or (tokens, labels) with -100 where nothing is learned."""
+    def __call__(self, row: int) -> Any:
+        """Return the tokens of one sequence, [length] int64, or (tokens, labels) with -100 where nothing is learned.
+
+        Of data with masks, these are a `MaskedSequence`.
+        """
 
 
 class SyntheticTokens:
@@ -89,6 +94,29 @@ class CheckedTokens:
         return found
 
 
+class MaskedTokens:
+    """Tokens with the masks that a manifest keeps.
+
+    Args:
+        tokens: of the sequences.
+        rule: what the masks are.
+        numbers: [rows] of each mask, as Arrow lists; None for masks without any.
+    """
+
+    def __init__(self, tokens: CheckedTokens, rule: MaskRule, numbers: Any) -> None:
+        self._tokens, self._rule, self._numbers = tokens, rule, numbers
+
+    @property
+    def vocab_size(self) -> int:
+        return self._tokens.vocab_size
+
+    def __call__(self, row: int) -> MaskedSequence:
+        found = self._tokens(row)
+        tokens, labels = found if isinstance(found, tuple) else (found, None)
+        numbers = [] if self._numbers is None else self._numbers[int(row)].as_py()
+        return MaskedSequence(tokens=tokens, labels=labels, mask=self._rule.mask(numbers))
+
+
 def open_tokens(
     manifest_path: str | Path,
     *,
@@ -122,7 +150,11 @@ def open_tokens(
         recorded = recorded | {"path": str(Path(source).absolute())}
     remedy = f"build and plan again: {build_command(recorded, path)}"
     tokens = _source_tokens(path, _with_tokenizer(recorded, kept), remedy)
-    return CheckedTokens(tokens, lengths, remedy, entries=entries)
+    checked = CheckedTokens(tokens, lengths, remedy, entries=entries)
+    if recorded.get("mask") is None:
+        return checked
+    rule = mask_rule(recorded["mask"])
+    return MaskedTokens(checked, rule, _column(path, MASK_COLUMN) if rule.column else None)
 
 
 def open_media(manifest_path: str | Path) -> MediaRecords | None:

@@ -28,7 +28,7 @@ METADATA_KEY: Final = FOOTER_KEY
 # left out where None, so that plans without them have the hash that they had before the keys existed.
 _OPTIONAL_KEYS: Final = (
     *("attention", "batching", "cached_from_step", "continues", "encoder_balance", "encoder_ranks"),
-    *("padding_multiple", "phase", "pipeline", "rank_speeds", "recipe", "refits"),
+    *("masked_sequences", "padding_multiple", "phase", "pipeline", "rank_speeds", "recipe", "refits"),
 )
 _OPTIONAL_RECIPE_KEYS: Final = ("lora", "freeze")
 
@@ -127,6 +127,7 @@ class PlanMetadata:
         cached_from_step: optimizer step from which on a frozen encoder's embeddings are read and not computed; None: no
             step.
         padding_multiple: sequences count as `padding.padded_tokens` makes them; None: as they are.
+        masked_sequences: rows of the manifest whose mask factor says that they are not causal; None: none.
         phase: `forward`: micro-batches have no backward, and times and token budget are of that; None: they train.
         pipeline: under which pipelines were timed; None: there are none, or they were planned as waves.
         rank_speeds: of ranks that are not as fast as the cost profile says, by rank; None: all are (see `speeds`).
@@ -155,6 +156,7 @@ class PlanMetadata:
     global_batch_size: Count
     tokens_per_rank: Count
     padding_multiple: Count | None = None
+    masked_sequences: Count | None = None
     attention: SplitAttention | None = None
     encoder_balance: EncoderBalance | None = None
     encoder_ranks: Count | None = None

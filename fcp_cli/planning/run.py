@@ -8,6 +8,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from fcp_cli import __version__
 from fcp_cli.compiling import timed_loading
 from fcp_cli.errors import Interrupted
@@ -148,6 +150,7 @@ def plan_metadata(table: LengthTable, batches: GlobalBatches, solver: Solver) ->
         global_batch_size=settings.global_batch_size,
         tokens_per_rank=problem.tokens_per_rank,
         padding_multiple=problem.padding_multiple,
+        masked_sequences=None if table.eta is None else int(np.count_nonzero(table.eta)),
         attention=problem.attention,
         encoder_balance=problem.encoder_balance,
         encoder_ranks=problem.encoder_ranks,

@@ -12,6 +12,7 @@ from fcp_cli.arrays import IntArray
 from fcp_cli.errors import FcpError, PlanError, RunError
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
+from fcp_cli.words import counted
 
 if TYPE_CHECKING:
     import torch
@@ -151,6 +152,21 @@ def _name(ranks: list[int]) -> str:
         return f"rank {ranks[0]}"
     shown = ", ".join(map(str, ranks[:4]))
     return f"each of ranks {shown}{f' and {len(ranks) - 4} more' if len(ranks) > 4 else ''}"
+
+
+def require_causal(metadata: PlanMetadata, path: Path, loop: str) -> None:
+    """Raise RunError if a loop that has no masks was given a plan that was made for some.
+
+    Args:
+        metadata, path: of the plan.
+        loop: what it is called.
+    """
+    if metadata.masked_sequences is not None:
+        raise RunError(
+            f"{path} was planned for {counted(metadata.masked_sequences, 'sequence')} with masks (column eta of "
+            f"{metadata.manifest.name}), but {loop} would train them causally; plan lengths without eta, or train them "
+            "in a loop of fcp.steps (docs/how-to/training-loop.md)"
+        )
 
 
 def require_training(metadata: PlanMetadata) -> None:

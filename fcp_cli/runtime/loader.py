@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fcp_cli.errors import RunError
+from fcp_cli.masks import CAUSAL, Mask, MaskedSequence
 from fcp_cli.plan.step import MicroBatch, StepPlan
 from fcp_cli.runtime.cursor import RankStep
 from fcp_cli.runtime.embedding_cache import EmbeddingCache
@@ -27,8 +28,8 @@ from fcp_cli.vision.parts import VisualPart, VisualSequence
 Fetch: TypeAlias = Callable[[int], Any]
 """From a manifest row to the sequence's tokens, or to (tokens, labels); arrays, tensors or lists of integers.
 
-A sequence with images or videos is a `VisualSequence`; beside such, a text-only one may be either. A row that holds
-several sequences which do not see each other is a `JoinedSequences`.
+A sequence with images or videos is a `VisualSequence`, one with a mask a `MaskedSequence`; beside such, a causal one of
+text may be either. A row that holds several sequences which do not see each other is a `JoinedSequences`.
 
 Labels are as long as the tokens and belong to them one by one, as Hugging Face data sets have them (-100 where the
 token is not to be learned, a prompt for example); shifting them to the next token is done here.
@@ -75,6 +76,7 @@ class _Sequence:
     position_ids: Tensor | None = None
     parts: tuple[VisualPart, ...] = ()
     lengths: tuple[int, ...] = ()
+    mask: Mask = CAUSAL
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,7 +216,8 @@ def begin_shard(
     member = row.ranks.index(rank)
     sequences = [_sequence(fetch, at, length, labelled) for at, length in zip(row.sequences, row.lengths, strict=True)]
     lengths = tuple(length for sequence in sequences for length in sequence.lengths)
-    layout = shard_layout(lengths, row.degree, row.heads_degree)
+    masks = [sequence.mask for sequence in sequences for _ in sequence.lengths]
+    layout = shard_layout(lengths, row.degree, row.heads_degree, _masks(masks))
     place = partial(Shard, row=row, member=member, layout=layout, digest=_digest(row, member, sequences))
     # Joined sequences have no parts.
     own = VisualPack(
@@ -235,9 +238,19 @@ def _pack_of_others(row: MicroBatch, fetch: Fetch) -> VisualPack:
     return VisualPack(
         parts=[one.parts if isinstance(one, VisualSequence) else () for one in found],
         rows=row.sequences,
-        layout=shard_layout(row.lengths, row.degree, row.heads_degree),
+        layout=shard_layout(
+            row.lengths,
+            row.degree,
+            row.heads_degree,
+            _masks([one.mask if isinstance(one, (VisualSequence, MaskedSequence)) else CAUSAL for one in found]),
+        ),
         ranks=row.ranks,
     )
+
+
+def _masks(masks: Sequence[Mask]) -> tuple[Mask, ...]:
+    """Return the masks of a pack as its layout takes them: none where all are causal."""
+    return () if all(mask.is_causal for mask in masks) else tuple(masks)
 
 
 def _tokens_of_shard(
@@ -268,15 +281,16 @@ def _digest(row: MicroBatch, member: int, sequences: list[_Sequence]) -> PackDig
         member=member,
         degree=row.degree,
         rows=row.sequences,
-        digests=[
-            digest(
-                (found.tokens, found.labels)
-                if found.position_ids is None
-                else (found.tokens, found.labels, found.position_ids)
-            )
-            for found in sequences
-        ],
+        digests=[digest(_content(found)) for found in sequences],
     )
+
+
+def _content(found: _Sequence) -> Iterator[Tensor]:
+    yield from (found.tokens, found.labels)
+    if found.position_ids is not None:
+        yield found.position_ids
+    if not found.mask.is_causal:
+        yield torch.tensor(found.mask.numbers)
 
 
 def _position_ids(sequences: list[_Sequence], layout: ShardLayout, member: int, index: Tensor) -> Tensor:
@@ -286,7 +300,9 @@ def _position_ids(sequences: list[_Sequence], layout: ShardLayout, member: int, 
         return torch.from_numpy(layout.position_ids(member)).unsqueeze(0)
     axes = len(given[0])
     whole = [
-        torch.arange(len(sequence.tokens)).expand(axes, -1) if sequence.position_ids is None else sequence.position_ids
+        torch.from_numpy(sequence.mask.position_ids(len(sequence.tokens))).expand(axes, -1)
+        if sequence.position_ids is None
+        else sequence.position_ids
         for sequence in sequences
     ]
     return torch.cat(whole, dim=1)[:, index].unsqueeze(1)
@@ -300,8 +316,8 @@ def _sequence(fetch: Fetch, at: int, length: int, labelled: bool) -> _Sequence:
         )
     if isinstance(found, JoinedSequences):
         return _joined(found, at, length)
-    visual = found if isinstance(found, VisualSequence) else None
-    given, given_labels = (visual.tokens, visual.labels) if visual else found if labelled else (found, None)
+    whole = found if isinstance(found, (VisualSequence, MaskedSequence)) else None
+    given, given_labels = (whole.tokens, whole.labels) if whole else found if labelled else (found, None)
     tokens = _tokens(given)
     require_length(len(tokens), length, row=at)
     labels = tokens if given_labels is None else _tokens(given_labels)
@@ -309,13 +325,21 @@ def _sequence(fetch: Fetch, at: int, length: int, labelled: bool) -> _Sequence:
         raise RunError(
             f"row {at} of the data has {len(tokens)} tokens but {len(labels)} labels; fetch must return as many"
         )
+    has_own = isinstance(found, MaskedSequence) and found.own_labels
     return _Sequence(
         tokens=tokens[:length],
-        labels=next_token_labels(labels[:length]),
-        position_ids=_given_positions(visual, at, len(tokens), length),
-        parts=visual.parts if visual else (),
+        labels=labels[:length] if has_own else next_token_labels(labels[:length]),
+        position_ids=_given_positions(whole, at, len(tokens), length),
+        parts=found.parts if isinstance(found, VisualSequence) else (),
         lengths=(length,),
+        mask=CAUSAL if whole is None else _fitting_mask(whole.mask, at, len(tokens), length),
     )
+
+
+def _fitting_mask(mask: Mask, at: int, tokens: int, length: int) -> Mask:
+    if misfit := mask.misfit(tokens) or ("" if mask.can_be_cut else mask.misfit(length)):
+        raise RunError(f"row {at} of the data has {tokens} tokens, {length} in the plan, but {misfit}")
+    return mask
 
 
 def _joined(found: JoinedSequences, at: int, length: int) -> _Sequence:
@@ -328,10 +352,10 @@ def _joined(found: JoinedSequences, at: int, length: int) -> _Sequence:
     return _Sequence(tokens=found.tokens, labels=found.next_labels(), lengths=found.lengths)
 
 
-def _given_positions(visual: VisualSequence | None, at: int, tokens: int, length: int) -> Tensor | None:
-    if visual is None or visual.position_ids is None:
+def _given_positions(whole: VisualSequence | MaskedSequence | None, at: int, tokens: int, length: int) -> Tensor | None:
+    if whole is None or whole.position_ids is None:
         return None
-    positions = torch.from_numpy(visual.position_ids)
+    positions = torch.from_numpy(whole.position_ids)
     if positions.dim() != 2 or positions.shape[1] != tokens:
         raise RunError(
             f"row {at} of the data has {tokens} tokens but position_ids of shape {tuple(positions.shape)}; "
@@ -343,7 +367,8 @@ def _given_positions(visual: VisualSequence | None, at: int, tokens: int, length
 def _has_labels(found: Any) -> bool:
     if isinstance(found, JoinedSequences):
         return True
-    return found.labels is not None if isinstance(found, VisualSequence) else isinstance(found, tuple)
+    has_fields = isinstance(found, (VisualSequence, MaskedSequence))
+    return found.labels is not None if has_fields else isinstance(found, tuple)
 
 
 def _tokens(values: Any) -> Tensor:

@@ -11,6 +11,7 @@ from fcp_cli.manifest.header import manifest_source
 from fcp_cli.manifest.tokenizer import FileTokenizer
 from fcp_cli.manifest.tokens import SyntheticTokens, TokenReader, open_media, open_tokens
 from fcp_cli.plan.reader import PlanReader
+from fcp_cli.runtime.agreement import require_causal
 
 
 def open_data(
@@ -31,6 +32,7 @@ def open_data(
         RunError: the tokens do not fit the model's vocabulary.
     """
     if manifest is None or open_media(manifest) is not None:
+        require_causal(PlanReader(plan).metadata, plan, "random tokens")
         return SyntheticTokens(planned_lengths(plan), vocab_size, seed)
     tokens = open_tokens(manifest, length_column=length_column, kept=kept, entries=vocab_size)
     if tokens.vocab_size > vocab_size:

@@ -12,6 +12,7 @@ import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.errors import RunError
+from fcp_cli.masks import CAUSAL, Mask
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,12 +111,14 @@ class VisualSequence:
         labels: [tokens] as Hugging Face data sets have them, or None to learn every token.
         parts: the pieces of its images and videos, in the order of their tokens; may be empty.
         position_ids: [axes, tokens] where the model's positions are not 0, 1, 2, ...
+        mask: what its tokens see of each other; images that see themselves both ways are `masks.segments`.
     """
 
     tokens: Any
     labels: Any = None
     parts: tuple[VisualPart, ...] = ()
     position_ids: IntArray | None = None
+    mask: Mask = CAUSAL
 
 
 def content_key(part: VisualPart) -> str:

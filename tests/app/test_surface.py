@@ -22,7 +22,7 @@ SURFACE = {
     """,
     "manifest build": """
         SOURCE --output -o --tokenizer --kind --column --text-field --include --exclude --train-on
-        --processor --bad-rows --vocab-size --json
+        --processor --bad-rows --mask --vocab-size --json
     """,
     "manifest show": """
         MANIFEST --length-column --json

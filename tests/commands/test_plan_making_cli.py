@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from fcp_cli.plan.peers import plan_peers
@@ -101,3 +103,18 @@ def test_a_long_plan_interrupted_by_ctrl_c_continues_to_the_same_plan(tmp_path: 
     )
     assert json.loads(resumed.stdout)["plan_hash"] == json.loads(whole.stdout)["plan_hash"]
     assert not (tmp_path / ".plan.parquet.journal").exists()
+
+
+def test_a_plan_of_masked_sequences_says_so_and_counts_what_they_cost(folder: Path) -> None:
+    rows = {"input_ids": [[1] * 4000, [2] * 3000, [3] * 2000], "chunks": [[1000, 1000], None, [10] * 100]}
+    pq.write_table(pa.table(rows), folder / "data.parquet")
+    bounds = {}
+    for name, options in {"masked": ("--mask", "pairs:chunks"), "causal": ()}.items():
+        assert fcp("manifest", "build", "data.parquet", *options, "-o", f"{name}.parquet", cwd=folder).returncode == 0
+        plan = ("plan", f"{name}.parquet", *EIGHT_RANKS, "--global-batch-size", "3", "-o", f"{name}.plan.parquet")
+        assert fcp(*plan, cwd=folder).returncode == 0
+        assert fcp("check", f"{name}.plan.parquet", "--manifest", f"{name}.parquet", cwd=folder).returncode == 0
+        reader = PlanReader(folder / f"{name}.plan.parquet")
+        bounds[name] = next(iter(reader.steps())).bound_seconds
+        assert reader.metadata.masked_sequences == (2 if options else None)
+    assert bounds["masked"] < bounds["causal"]

@@ -286,15 +286,15 @@ def test_a_manifest_of_a_later_format_is_refused(tmp_path: Path) -> None:
     ("columns", "message"),
     [
         (
-            {"eta": [0.0, -0.5]},
+            {"eta": [0.0, -1.5]},
             snapshot(
-                "ManifestError: m.parquet: row 1 of column 'eta' is -0.5; it must be a finite number >= 0 (1 such row in all)"
+                "ManifestError: m.parquet: row 1 of column 'eta' is -1.5; it must be a finite number > -1 (1 such row in all)"
             ),
         ),
         (
             {"eta": [float("nan"), 0.0]},
             snapshot(
-                "ManifestError: m.parquet: row 0 of column 'eta' is nan; it must be a finite number >= 0 (1 such row in all)"
+                "ManifestError: m.parquet: row 0 of column 'eta' is nan; it must be a finite number > -1 (1 such row in all)"
             ),
         ),
         (
@@ -386,7 +386,7 @@ def test_a_dash_reads_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             '{"length": 5, "eta": -1}',
             snapshot(
-                "ManifestError: stdin: row 0 of column 'eta' is -1.0; it must be a finite number >= 0 (1 such row in all)"
+                "ManifestError: stdin: row 0 of column 'eta' is -1.0; it must be a finite number > -1 (1 such row in all)"
             ),
         ),
         ('{"length": 5, "eta": "x"}', snapshot("ManifestError: line 1 of standard input: eta is 'x', not a number")),

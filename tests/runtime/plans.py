@@ -37,6 +37,7 @@ def write_plan(
     encoder_balance: EncoderBalance | None = None,
     pipeline: Pipeline | None = None,
     encoder_ranks: int | None = None,
+    masked_sequences: int | None = None,
 ) -> Path:
     """Write a plan whose sequences are numbered in order of appearance, of a manifest of so many rows."""
     sequences = 0
@@ -48,6 +49,7 @@ def write_plan(
         encoder_balance=encoder_balance,
         pipeline=pipeline,
         encoder_ranks=encoder_ranks,
+        masked_sequences=masked_sequences,
         attention="2d" if shares_heads else None,
     )
     with plan_writer(path, metadata) as writer:

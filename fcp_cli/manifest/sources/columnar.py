@@ -36,6 +36,7 @@ class Columnar:
         shards: opened files in the order of their rows.
         column: token ids (a list column), texts (string or binary) or lengths (integers).
         content: which of them it is: `tokens`, `text` or `lengths`.
+        mask_column: goes along as `mask`; "" for none.
     """
 
     path: Path
@@ -43,6 +44,7 @@ class Columnar:
     column: str
     content: str
     tokenizer: Tokenizer
+    mask_column: str = ""
 
     @property
     def units(self) -> int | None:
@@ -64,10 +66,12 @@ class Columnar:
         for shard in self.shards:
             factors = [name for name in FACTORS if name in shard.schema.names and name != self.column]
             first = start
-            for batch in shard.batches([self.column, *factors], batch_rows):
+            masks = {"mask": self.mask_column} if self.mask_column else {}
+            for batch in shard.batches([self.column, *factors, *masks.values()], batch_rows):
                 lengths, largest = self._count(shard, batch.column(self.column), row=start - first)
                 ids = np.arange(start, start + len(lengths))
                 rows = {"id": ids, "length": lengths} | {name: batch.column(name) for name in factors}
+                rows |= {name: batch.column(column) for name, column in masks.items()}
                 yield RowBatch(rows=pa.record_batch(rows), done=len(lengths), largest_token=largest)
                 start += len(lengths)
 
@@ -149,7 +153,9 @@ class ColumnarTokens:
             return self._cache[index]
 
 
-def columnar(path: Path, shards: Sequence[Shard], column: str | None, tokenizer: Tokenizer) -> Columnar:
+def columnar(
+    path: Path, shards: Sequence[Shard], column: str | None, tokenizer: Tokenizer, *, mask_column: str = ""
+) -> Columnar:
     """Open the source; its column is found by name or by the usual names of such columns.
 
     Raises:
@@ -167,10 +173,21 @@ def columnar(path: Path, shards: Sequence[Shard], column: str | None, tokenizer:
             f"{path}: column {column!r} is {schema.field(column).type}; it must hold lists of integer tokens, texts or "
             "integer lengths; name another with --column"
         )
+    if mask_column and mask_column not in schema.names:
+        raise ManifestError(
+            f"{path} has no column {mask_column!r} for --mask; its columns are {', '.join(schema.names)}"
+        )
     for shard in shards:
         if column not in shard.schema.names or _content(shard.schema.field(column).type) != content:
             raise ManifestError(f"{shard.path} has no column {column!r} of {content} like {shards[0].path.name} has")
-    return Columnar(path=path, shards=tuple(shards), column=column, content=content, tokenizer=tokenizer)
+    return Columnar(
+        path=path,
+        shards=tuple(shards),
+        column=column,
+        content=content,
+        tokenizer=tokenizer,
+        mask_column=mask_column,
+    )
 
 
 def _content(kind: Any) -> str | None:

@@ -15,6 +15,7 @@ from fcp_cli.manifest.sources.base import Source
 from fcp_cli.manifest.sources.chat import ChatData, chat_records
 from fcp_cli.manifest.sources.columnar import columnar
 from fcp_cli.manifest.sources.jsonl import JsonLines, usual_field
+from fcp_cli.manifest.sources.masks import MaskedSource, mask_rule
 from fcp_cli.manifest.sources.media import MediaSizes
 from fcp_cli.manifest.sources.media_readers import media_files
 from fcp_cli.manifest.sources.megatron import MegatronIndex
@@ -52,6 +53,7 @@ class SourceOptions:
         vocab_size: of Megatron data, where known; saves reading its `.bin` for the largest token.
         train_on: of chat data, what is learned.
         skips_bad: leave out records whose pictures cannot be read.
+        mask: of the sequences, as `mask_rule` reads it; None: all are causal.
     """
 
     tokenizer: str = "bytes"
@@ -62,6 +64,7 @@ class SourceOptions:
     processor: str | None = None
     vocab_size: int | None = None
     skips_bad: bool = False
+    mask: str | None = None
 
 
 def detect_kind(path: Path) -> str:
@@ -108,6 +111,21 @@ def _kind_by_name(path: Path) -> str:
 
 
 def open_source(path: Path, kind: str, options: SourceOptions, *, output: Path | None = None) -> Source:
+    """Open a source to count its sequences, as `_open_source` does, which have masks where the options say so.
+
+    Raises:
+        UsageError: also for masks that sequences of the kind cannot have.
+    """
+    if options.mask is None:
+        return _open_source(path, kind, options, output)
+    rule = mask_rule(options.mask)
+    if kind == "media" or (rule.column and kind not in ("jsonl", "parquet", "arrow")):
+        named = "sequences of token ids or texts" if kind == "media" else "JSONL, Parquet or Arrow with that column"
+        raise UsageError(f"--mask {rule} needs {named}, not --kind {kind}")
+    return MaskedSource(_open_source(path, kind, options, output, rule.column), rule)
+
+
+def _open_source(path: Path, kind: str, options: SourceOptions, output: Path | None, mask_column: str = "") -> Source:
     """Open a source to count its sequences.
 
     Args:
@@ -115,6 +133,7 @@ def open_source(path: Path, kind: str, options: SourceOptions, *, output: Path |
         kind: one of `KINDS`.
         options: how to read it.
         output: the manifest to be written, absolute; a text tree leaves it out, and it may not become a shard.
+        mask_column: goes along with the lengths; "" for none.
 
     Raises:
         ManifestError: the source, its column or its tokenizer is missing or of another kind.
@@ -141,8 +160,9 @@ def open_source(path: Path, kind: str, options: SourceOptions, *, output: Path |
         raise ManifestError(f"{path} holds no {' or '.join(_SUFFIXES[kind])} file")
     if kind == "jsonl":
         column = options.column or usual_field(files[0])
-        return JsonLines(path=path, files=tuple(files), column=column, tokenizer=tokenizer)
-    return columnar(path, [open_shard(file) for file in files], options.column, tokenizer)
+        return JsonLines(path=path, files=tuple(files), column=column, tokenizer=tokenizer, mask_column=mask_column)
+    shards = [open_shard(file) for file in files]
+    return columnar(path, shards, options.column, tokenizer, mask_column=mask_column)
 
 
 def _splits_of(folder: Path) -> str:

@@ -30,12 +30,14 @@ class JsonLines:
         path: the file, or the folder that holds `files`.
         files: the files, absolute, in the order of their rows.
         column: the field with a text (tokenized) or with a list of token ids (taken as it is).
+        mask_column: the field that goes along as `mask`; "" for none.
     """
 
     path: Path
     files: tuple[Path, ...]
     column: str
     tokenizer: Tokenizer
+    mask_column: str = ""
 
     @property
     def units(self) -> int | None:
@@ -66,18 +68,28 @@ class JsonLines:
             pa.array([value for value in values if isinstance(value, bytes)], pa.large_binary())
         )
         ids = [int(value.max()) for value in values if not isinstance(value, bytes) and len(value)]
-        rows = pa.record_batch(
-            {
-                "id": pa.array(range(start, start + len(lines)), pa.int64()),
-                "length": pa.array(lengths),
-                "shard": pa.array([shard] * len(lines), pa.int32()),
-                "byte_offset": pa.array([offset for _, offset, _ in lines], pa.int64()),
-            }
-        )
+        columns = {
+            "id": pa.array(range(start, start + len(lines)), pa.int64()),
+            "length": pa.array(lengths),
+            "shard": pa.array([shard] * len(lines), pa.int32()),
+            "byte_offset": pa.array([offset for _, offset, _ in lines], pa.int64()),
+        }
+        if self.mask_column:
+            columns["mask"] = self._masks(file, lines)
+        rows = pa.record_batch(columns)
         largest = max([*ids, -1])
         if is_text.any():
             largest = max(largest, self.tokenizer.vocab_size - 1)
         return RowBatch(rows=rows, done=sum(len(line) for _, _, line in lines), largest_token=largest)
+
+    def _masks(self, file: Path, lines: list[tuple[int, int, bytes]]) -> Any:
+        values = [json_record(line, f"{file}:{number}").get(self.mask_column) for number, _, line in lines]
+        try:
+            return pa.array(values)
+        except pa.ArrowException as error:
+            raise ManifestError(
+                f"{file}: field {self.mask_column!r} holds values of several kinds ({error}); correct the data"
+            ) from error
 
 
 class JsonLinesTokens:

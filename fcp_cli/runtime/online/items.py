@@ -11,8 +11,10 @@ import numpy as np
 import pyarrow as pa
 
 from fcp_cli.errors import RunError
+from fcp_cli.masks import CAUSAL, MaskedSequence
 from fcp_cli.plan.batching import cut_by_count, cut_by_tokens
 from fcp_cli.plan.online import OnlineSettings
+from fcp_cli.vision.parts import VisualSequence
 
 _FACTORS = {"eta": np.float64, "vision_patches": np.int64, "vision_patch_pairs": np.int64}
 
@@ -53,8 +55,10 @@ def item_of(given: Any, number: int) -> Item:
     tokens: Any = given.get("input_ids") if isinstance(given, Mapping) else getattr(given, "tokens", given)
     if isinstance(given, tuple) and len(given) == 2:
         tokens = given[0]
+    mask = given.mask if isinstance(given, (MaskedSequence, VisualSequence)) else CAUSAL
     try:
-        return Item(len(tokens), given, True, {})
+        length = len(tokens)
+        return Item(length, given, True, {} if mask.is_causal else {"eta": mask.eta(length)})
     except TypeError:
         raise RunError(
             f"sequence {number} of the stream is {_shown(given)}; a stream gives (id, length), or rows with input_ids"

@@ -20,11 +20,13 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from fcp_cli.errors import RunError
+from fcp_cli.masks import Mask
 from fcp_cli.runtime.layout import shard_layout
 from fcp_cli.runtime.ring import Ring, attention, current_ring
 from fcp_cli.runtime.transport import ProcessTransport, Transport
 from fcp_cli.verification.order import Operation, check_order
 from fcp_cli.verification.recording import RecordingTransport
+from tests.masks import random_mask
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.reference import HEADS, PACKS, absolute_error, can_share, packed_attention
 from tests.runtime.workers.leave import leave_job
@@ -36,11 +38,12 @@ HEAD_DIM = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One micro-batch: a pack on some ranks, of which each `heads_degree` share the heads."""
+    """One micro-batch: a pack on some ranks, of which each `heads_degree` share the heads; half of them with masks."""
 
     ranks: tuple[int, ...]
     heads_degree: int
     lengths: tuple[int, ...]
+    masks: tuple[Mask, ...]
     heads: tuple[int, int]
     value_dim: int
     dtype: torch.dtype
@@ -78,10 +81,13 @@ def make_steps(world_size: int) -> list[list[Job]]:
 def make_job(generator: random.Random, ranks: tuple[int, ...]) -> Job:
     degrees = [u for u in range(1, len(ranks) + 1) if not len(ranks) % u]
     shared = generator.choice([u for u in degrees if any(can_share(heads, u) for heads in HEADS)])
+    lengths = generator.choice([*PACKS, tuple(generator.randint(1, 40) for _ in range(generator.randint(1, 5)))])
+    masks = random.Random(str(lengths))
     return Job(
         ranks=ranks,
         heads_degree=shared,
-        lengths=generator.choice([*PACKS, tuple(generator.randint(1, 40) for _ in range(generator.randint(1, 5)))]),
+        lengths=lengths,
+        masks=tuple(random_mask(masks, length) for length in lengths) if masks.random() < 0.5 else (),
         heads=generator.choice([heads for heads in HEADS if can_share(heads, shared)]),
         value_dim=generator.choice([HEAD_DIM, HEAD_DIM, 5, 11]),
         dtype=generator.choice([torch.float64, torch.float64, torch.float32]),
@@ -107,7 +113,8 @@ class Attempt:
             )
         ]
         member = job.ranks.index(rank)
-        self.ring = Ring(shard_layout(job.lengths, len(job.ranks), job.heads_degree), member, job.ranks, transport)
+        layout = shard_layout(job.lengths, len(job.ranks), job.heads_degree, job.masks)
+        self.ring = Ring(layout, member, job.ranks, transport)
         self.index = torch.from_numpy(self.ring.layout.index(member))
         q, k, v, self.grad_out = (self._shard(tensor) for tensor in self.whole)
         self.leaves = [q.requires_grad_(), k.requires_grad_(), v.requires_grad_()]
@@ -126,8 +133,9 @@ class Attempt:
         """Run it; returns how far this rank is from the truth, as a share of what is allowed."""
         torch.autograd.backward(self.out, self.grad_out)
         q, k, v = (tensor.clone().requires_grad_() for tensor in self.whole[:3])
-        first = packed_attention(q, k, v, self.job.lengths)
-        out = packed_attention(queries_of(first), k, v, self.job.lengths)
+        pack = (self.job.lengths, self.job.masks)
+        first = packed_attention(q, k, v, *pack)
+        out = packed_attention(queries_of(first), k, v, *pack)
         expected = (out.detach(), *torch.autograd.grad(out, (q, k, v), self.whole[3]))
         found = (self.out, *(leaf.grad for leaf in self.leaves))
         return max(self._error(*pair) for pair in zip(found, expected, strict=True))
@@ -205,6 +213,7 @@ def describe(steps: list[list[Job]]) -> dict[str, Any]:
         "modes": sorted({job.mode for job in jobs}),
         "dtypes": sorted({str(job.dtype) for job in jobs}),
         "groups": len({job.ranks for job in jobs}),
+        "masked": sorted({(len(job.ranks), job.mode) for job in jobs if any(not mask.is_causal for mask in job.masks)}),
     }
 
 

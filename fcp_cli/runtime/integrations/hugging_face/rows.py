@@ -15,6 +15,7 @@ from fcp_cli.arrays import IntArray
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
+from fcp_cli.runtime.agreement import require_causal
 from fcp_cli.runtime.integrations.hugging_face.batches import one_pair, one_sequence
 from fcp_cli.runtime.integrations.hugging_face.sampler import PlanSampler
 from fcp_cli.runtime.joined import JoinedSequences
@@ -44,6 +45,7 @@ class CollatedRows:
                 f"the training data is a {type(dataset).__name__}, which is read in one go; a plan needs its rows by "
                 "number: use a data set with random access (datasets.Dataset, not streaming)"
             )
+        require_causal(metadata, plan, "a collator's rows")
         rows, name = metadata.manifest.rows, metadata.manifest.name
         if len(dataset) != rows:
             raise RunError(

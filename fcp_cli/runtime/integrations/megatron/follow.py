@@ -16,7 +16,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.agreement import agree_on_plan, require_training
+from fcp_cli.runtime.agreement import agree_on_plan, require_causal, require_training
 from fcp_cli.runtime.contacts import open_contacts, report_to_stderr
 from fcp_cli.runtime.cursor import PlanCursor
 from fcp_cli.runtime.followed_plans import note_follower
@@ -82,6 +82,7 @@ class Follower:
             pipeline_parallel=pipeline_parallel,
         )
         require_training(self.metadata)
+        require_causal(self.metadata, plan, self.stack.name)
         expert_parallel = parallel_state.get_expert_model_parallel_world_size()
         times_pipelines = self.metadata.pipeline is not None
         checks.check_waves(pipeline_parallel, expert_parallel, self.metadata.sync, times_pipelines=times_pipelines)

@@ -25,7 +25,7 @@ from fcp_cli.arrays import IntArray
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.step import MicroBatch as PlannedMicroBatch
-from fcp_cli.runtime.agreement import fingerprint, require_agreement, require_training
+from fcp_cli.runtime.agreement import fingerprint, require_agreement, require_causal, require_training
 from fcp_cli.runtime.cursor import PlanCursor, RankStep
 from fcp_cli.runtime.followed_step import IGNORED, FollowedStep, plan_path, require_length
 from fcp_cli.runtime.integrations.mindspore.ranks import Ranks, join
@@ -59,6 +59,7 @@ def start(plan: str | Path | None = None, fetch: Fetch | None = None) -> Session
     mine = fingerprint(path)
     metadata = require_agreement(path, mine, ranks.gather(mine.words))
     require_training(metadata)
+    require_causal(metadata, path, "MindSpore's rings")
     if metadata.attention is not None:
         raise RunError(
             f"{path} has groups whose ranks share heads, which MindSpore's rings cannot run; plan with 'fcp plan "

@@ -1,0 +1,134 @@
+"""Masks of sequences, as a column of the data says them: what `--mask` names, and what a manifest keeps of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, cast, get_args
+
+import pyarrow as pa
+
+from fcp_cli.errors import ManifestError, MaskError, UsageError
+from fcp_cli.manifest.sources.base import RowBatch, Source
+from fcp_cli.masks import CAUSAL, Mask, chunk_pairs, full, prefix, segments
+
+MASK_COLUMN: Final = "mask"
+"""Column of a manifest: the numbers of each sequence's mask; the header says of which kind it is."""
+
+MaskKind = Literal["full", "prefix", "segments", "pairs"]
+_KINDS: Final = "full, prefix:COLUMN, segments:COLUMN or pairs:COLUMN"
+_WANTED: Final = {
+    "prefix": "a whole number of tokens",
+    "segments": "a list of [start, stop] of spans",
+    "pairs": "a list of the tokens of each clean chunk",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MaskRule:
+    """What the masks of a data set are.
+
+    Attributes:
+        kind: of all of them.
+        column: with the numbers of each; "" for full ones, which have none.
+    """
+
+    kind: MaskKind
+    column: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.column}" if self.column else self.kind
+
+    def numbers(self, value: Any) -> list[int]:
+        """Return what a manifest keeps of a value of the column; a null is a causal sequence.
+
+        Raises:
+            MaskError: the value is not what masks of this kind are made of.
+        """
+        if value is None:
+            return []
+        flat = [value] if self.kind == "prefix" else value
+        if self.kind == "segments" and isinstance(value, list):
+            pairs = [list(span.values()) if isinstance(span, Mapping) else span for span in value]
+            flat = [end for span in pairs for end in span] if all(_is_pair(span) for span in pairs) else None
+        if not isinstance(flat, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in flat):
+            raise MaskError(f"{str(value)[:40]!r} is not {_WANTED[self.kind]}")
+        return flat
+
+    def mask(self, numbers: list[int]) -> Mask:
+        """Return the mask of what a manifest keeps.
+
+        Raises:
+            MaskError: there is none such.
+        """
+        if self.kind == "full":
+            return full()
+        if not numbers:
+            return CAUSAL
+        if self.kind == "prefix":
+            return prefix(numbers[0])
+        return chunk_pairs(numbers) if self.kind == "pairs" else segments(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def _is_pair(span: Any) -> bool:
+    return isinstance(span, list) and len(span) == 2
+
+
+def mask_rule(text: str) -> MaskRule:
+    """Parse what `--mask` says.
+
+    Raises:
+        UsageError: it is no kind of mask, or one without its column.
+    """
+    kind, _, column = text.partition(":")
+    if kind not in get_args(MaskKind) or bool(column) == (kind == "full"):
+        raise UsageError(f"--mask {text}: it is {_KINDS}")
+    return MaskRule(cast(MaskKind, kind), column)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedSource:
+    """A source whose sequences have masks: adds `eta`, and the masks themselves where they differ.
+
+    Attributes:
+        source: gives the rule's column under the name `mask`, where the rule has one.
+        rule: of its masks.
+    """
+
+    source: Source
+    rule: MaskRule
+
+    @property
+    def units(self) -> int | None:
+        return self.source.units
+
+    def describe(self) -> dict[str, Any]:
+        return self.source.describe() | {"mask": str(self.rule)}
+
+    def batches(self) -> Iterator[RowBatch]:
+        for batch in self.source.batches():
+            yield replace(batch, rows=self._with_eta(batch.rows))
+
+    def _with_eta(self, rows: Any) -> Any:
+        if "eta" in rows.schema.names:
+            raise ManifestError(
+                f"{self.source.describe()['path']} has a column 'eta', which --mask works out; leave out one of them"
+            )
+        lengths = rows.column("length").to_pylist()
+        values = rows.column(MASK_COLUMN).to_pylist() if self.rule.column else [None] * len(lengths)
+        kept, etas = [], []
+        for row, (length, value) in enumerate(zip(lengths, values, strict=True)):
+            try:
+                numbers = self.rule.numbers(value)
+                mask = self.rule.mask(numbers)
+                misfit = mask.misfit(length) if length else ""
+                if misfit:
+                    raise MaskError(f"it has {length} tokens, but {misfit}")
+            except MaskError as error:
+                place = f"{self.source.describe()['path']}: sequence {rows.column('id')[row].as_py()}"
+                raise ManifestError(f"{place}, column {self.rule.column!r}: {error}; correct the data") from error
+            kept.append(numbers)
+            etas.append(mask.eta(length) if length else 0.0)
+        columns = {name: rows.column(name) for name in rows.schema.names if name != MASK_COLUMN}
+        masks = {MASK_COLUMN: pa.array(kept, pa.list_(pa.int32()))} if self.rule.column else {}
+        return pa.record_batch(columns | {"eta": pa.array(etas, pa.float64())} | masks)
