@@ -193,6 +193,19 @@ def exchanged_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> i
     return 0 if kind.attention == "linear" else 2 * precision.activation * _output_size(spec, kind)
 
 
+def state_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> tuple[float, float]:
+    """Return the bytes that linear attention keeps in rings beside `attention_bytes`: of one sequence, and of a token.
+
+    Of each of a sequence's two chunks the state that the kernel began with, A, and the state that arrived; of a token
+    the columns beside its values, and what it reads of that state.
+    """
+    if kind.attention != "linear":
+        return 0.0, 0.0
+    linear = spec.linear_figures
+    of_chunk = 4 * linear.value_heads * linear.key_size * 2 * (linear.key_size + linear.value_size)
+    return 2.0 * of_chunk, 1.0 * (precision.activation + 4) * linear.value_heads * linear.key_size
+
+
 def ring_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
     """Return the bytes per token of the ring's buffers: two for keys and values, two for their fp32 gradients."""
     return 0 if kind.attention == "linear" else 2 * (spec.key_size + spec.value_size) * (precision.activation + 4)

@@ -195,12 +195,30 @@ class _MicroBatch:
         layers = kept - gone
         return (
             self._item("activations" if recipe.recompute == "none" else "layer inputs", layers),
+            *self._states(reached),
             self._item("visual tokens", activations.vision_bytes(spec, recipe, precision)),
             self._item("micro-batch", activations.input_bytes(spec, precision)),
         )
 
     def _replicated(self, kind: LayerKind) -> float:
         return activations.replicated_bytes(self.state.spec, kind, self.state.precision, self.copies)
+
+    def _states(self, reached: float) -> tuple[Item, ...]:
+        """Return what linear attention keeps in rings for a pack of one sequence."""
+        spec, recipe = self.state.spec, self.state.recipe
+        found = [
+            (count, *activations.state_bytes(spec, kind, precision_of(recipe)))
+            for kind, count in spec.kinds.items()
+            if kind.attention == "linear"
+        ]
+        if not found or not self.in_rings:
+            return ()
+        # Computed again, there are those of the layer at work alone.
+        layers = 1.0 if recipe.recompute == "full" else reached * sum(count for count, _, _ in found)
+        _, of_sequence, of_token = found[0]
+        tensor = self.state.cut.tensor_parallel
+        fixed, each = layers * of_sequence / tensor, layers * of_token / tensor
+        return (Item(name="linear attention's states", fixed_bytes=fixed, bytes_per_token=each),)
 
     def _copies_of_backward(self) -> Item:
         return self.state.copies(of_all=self.state.recipe.recompute == "none")

@@ -224,6 +224,14 @@ class LanguageModel(TextFigures):
         """Layers whose keys and values go round a ring; linear attention hands on a state, whatever the length."""
         return sum(kind.attention != "linear" for kind in self.layer_kinds)
 
+    @property
+    def layer_period(self) -> int:
+        """Layers after which their kinds repeat; 1 where all are alike, or they do not repeat from the first on."""
+        kinds = self.layer_kinds
+        periods = range(1, len(self.attention) + 1)
+        found = (period for period in periods if kinds == (kinds[:period] * len(kinds))[: len(kinds)])
+        return next(found, 1)
+
     def matrices(self, kind: LayerKind) -> dict[str, Matrix]:
         """Return the matrices of a layer of a kind by their names below it."""
         return _ATTENTION_MATRICES[kind.attention](self) | _mlp_matrices(self, kind)

@@ -53,9 +53,11 @@ def ring_bytes_per_token(
 def messages_per_hop(spec: ModelSpec, *, recompute: bool = False, reached: float = 1.0) -> float:
     """Return how many messages one micro-batch sends over one hop of its ring, all layers.
 
-    One forward and one backward, where dK/dV ride with K/V; recomputing runs the forward's ring once more.
+    One forward and one backward, where dK/dV ride with K/V; recomputing runs the forward's ring once more. States of
+    linear attention go up the ring and down again.
     """
-    return spec.num_layers * (1 + reached * (2 if recompute else 1))
+    per_pass = spec.ring_layers + 2 * (spec.num_layers - spec.ring_layers)
+    return per_pass * (1 + reached * (2 if recompute else 1))
 
 
 def analytic_profile(
@@ -220,7 +222,7 @@ class _Job:
             return 0.0, 0.0
         spec, cut = self.spec, self.cut
         size = spec.ring_layers * (spec.key_size + spec.value_size) * gradient_bytes * reached / cut.devices
-        return size, 2 * spec.num_layers * reached * self.cluster.message_seconds / cut.pipeline_parallel
+        return size, 2 * spec.ring_layers * reached * self.cluster.message_seconds / cut.pipeline_parallel
 
     def coefficients(self) -> Coefficients:
         spec, cluster, recipe = self.spec, self.cluster, self.recipe

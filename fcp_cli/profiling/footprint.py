@@ -139,11 +139,12 @@ def default_layers(
     whole = footprint(spec.num_layers)
     if whole.memory().total_bytes(LEAST_LENGTH) + whole.optimizer_bytes <= _STATE_SHARE * device_bytes:
         return (spec.num_layers,)
+    period = spec.layer_period  # of each kind as many as in the whole model
     if device == "cpu":
-        return (1, 2)
-    counts = [layers for layers in _LAYER_COUNTS if layers <= spec.num_layers]
-    most = next((layers for layers in counts if footprint(layers).fits), 2)
-    return (max(1, most // 3), most)
+        return (period, 2 * period)
+    counts = [count for count in _LAYER_COUNTS if count * period <= spec.num_layers]
+    most = next((count for count in counts if footprint(count * period).fits), 2)
+    return (max(1, most // 3) * period, most * period)
 
 
 def points_that_fit(points: Sequence[Point], footprint: Footprint) -> tuple[Point, ...]:

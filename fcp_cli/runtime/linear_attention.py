@@ -237,15 +237,16 @@ def _around_ring(rule: DeltaRule, held: Tokens, member: GroupMember) -> Tensor:
         left = passed.index_copy(0, places, left)
     states = _arriving(left, width, member)
     reads = torch.split_with_sizes(out[0, ..., width:], lengths)
-    added = [_read(read, states[place]) for read, place in zip(reads, live.tolist(), strict=True)]
+    added = [_read(read, states[run % 2, run // 2]) for read, run in zip(reads, live.tolist(), strict=True)]
     return (out[..., :width] + torch.cat(added)).to(value.dtype)
 
 
 def _arriving(left: Tensor, width: int, member: GroupMember) -> Tensor:
-    """Return the states [runs, H, Dk, Dv] with which runs begin, of what they leave: [runs, H, Dk, Dv + Dk]."""
+    """Return the states [2, sequences, H, Dk, Dv] with which chunks begin, of what they leave, by turns of a sequence:
+    [runs, H, Dk, Dv + Dk].
+    """
     of_chunks = left.view(-1, 2, *left.shape[1:]).transpose(0, 1)
-    states = states_at_chunks(member, of_chunks[..., width:], of_chunks[..., :width])
-    return states.transpose(0, 1).flatten(0, 1)
+    return states_at_chunks(member, of_chunks[..., width:], of_chunks[..., :width])
 
 
 def _read(reads: Tensor, state: Tensor) -> Tensor:

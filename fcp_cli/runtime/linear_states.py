@@ -51,7 +51,7 @@ class _States(torch.autograd.Function):
     def forward(ctx: Any, transitions: Tensor, updates: Tensor, member: GroupMember) -> Tensor:
         states = drive(carry(member, "state", transitions, updates))
         ctx.member = member
-        ctx.save_for_backward(transitions, states)
+        ctx.save_for_backward(transitions.contiguous(), states)  # else what it is a part of would stay, too
         return states
 
     @staticmethod

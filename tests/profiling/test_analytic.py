@@ -17,7 +17,7 @@ from fcp_cli.models.descriptions import shipped_names
 from fcp_cli.models.model import load_model
 from fcp_cli.models.operations import forward_operations
 from fcp_cli.models.shipped import shipped_profile
-from fcp_cli.profiling.analytic import analytic_profile, ring_bytes_per_token
+from fcp_cli.profiling.analytic import analytic_profile, messages_per_hop, ring_bytes_per_token
 from fcp_cli.recipe import Recipe, Recompute, ZeroStage
 from tests.messages import raises
 
@@ -278,3 +278,9 @@ def test_the_token_budget_falls_with_the_state_and_the_activations() -> None:
     budget = _profile(recipe=recipe).memory.tokens_per_rank()
     assert budget is not None
     assert held.total_bytes(budget) <= 64e9 * 0.92 < held.total_bytes(budget + 1)
+
+
+def test_states_of_linear_attention_go_up_a_ring_and_down_again() -> None:
+    hybrid = load_model("qwen3-next")
+    assert messages_per_hop(hybrid) == 2 * (12 + 2 * 36)
+    assert messages_per_hop(hybrid, recompute=True, reached=0.5) == (12 + 2 * 36) * 2

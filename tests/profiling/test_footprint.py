@@ -58,3 +58,11 @@ def test_packs_that_need_more_memory_than_a_rank_has_are_left_out() -> None:
 def test_recomputation_makes_room_for_longer_packs() -> None:
     again = replace(WORKER, recipe=Recipe(recompute="full"))
     assert again.room_tokens > 1.5 * WORKER.room_tokens
+
+
+def test_layers_of_several_kinds_are_measured_in_whole_periods() -> None:
+    spec = load_model("qwen3-next")
+    assert spec.layer_period == 4
+    assert load_model("glm-4.5").layer_period == load_model("qwen3-8b").layer_period == 1
+    assert default_layers(spec, Recipe(), device="cpu", device_bytes=H100) == (4, 8)
+    assert default_layers(spec, Recipe(), device="cuda", device_bytes=20 * H100, ranks=8) == (8, 24)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -15,6 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from fcp_cli.errors import RunError
 from fcp_cli.masks import CAUSAL, full
+from fcp_cli.memory.activations import state_bytes
+from fcp_cli.memory.precision import precision_of
+from fcp_cli.models.layers import LayerKind, Linear
+from fcp_cli.models.model import load_model
+from fcp_cli.recipe import Recipe
 from fcp_cli.runtime import linear_states
 from fcp_cli.runtime.layout import shard_layout
 from fcp_cli.runtime.linear_attention import DeltaRule, Tokens, gated_delta_rule
@@ -229,3 +235,61 @@ def test_masks_are_refused() -> None:
     ring = Ring(shard_layout((9, 26), 1, 1, (full(), CAUSAL)))
     with pytest.raises(RunError, match="the pack has masks"):
         gated_delta_rule(BY_TOKENS, Tokens(*(tensor[None] for tensor in example((9, 26))[0])), ring)
+
+
+class Kernel(torch.autograd.Function):
+    """Keeps what kernels of the rule keep, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        _, _, value, *_ = tensors
+        ctx.save_for_backward(*(tensor.contiguous() for tensor in tensors))
+        return torch.zeros_like(value), torch.zeros_like(tensors[-1])
+
+
+def kept_bytes(length: int, sequences: int, degree: int) -> int:
+    """Bytes that a member keeps for the backward of a layer in bf16, with gates in fp32."""
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **given: Any) -> Any:
+        runs = len(given["cu_seqlens"]) - 1 if "cu_seqlens" in given else 1
+        start = torch.zeros(runs, HEADS, KEY_SIZE, value.shape[-1]) if given["initial_state"] is None else None
+        begun = given["initial_state"] if start is None else start
+        return Kernel.apply(query, key, value, g, beta, begun)  # type: ignore[no-untyped-call]
+
+    layout, held = shard_layout((length,) * sequences, degree), {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        held[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        kept.append(tensor)
+        return tensor
+
+    def run(meeting: Meeting, rank: int) -> int:
+        ring = Ring(layout, rank, tuple(range(degree)), ThreadTransport(meeting.mailbox, rank, 60.0))
+        sizes = ((KEY_HEADS, KEY_SIZE), (KEY_HEADS, KEY_SIZE), (HEADS, SIZE), (HEADS,), (HEADS,))
+        inputs = [torch.ones(1, ring.tokens, *size, dtype=torch.bfloat16, requires_grad=True) for size in sizes]
+        inputs[3] = torch.ones(1, ring.tokens, HEADS, requires_grad=True)
+        rule = DeltaRule(call=kernel, takes_packs=True, options={})
+        if rank:
+            gated_delta_rule(rule, Tokens(*inputs), ring)
+            return 0
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            gated_delta_rule(rule, Tokens(*inputs), ring)
+        return sum(held.values())
+
+    kept: Shards = []
+    return run_ranks(degree, run)[0]
+
+
+def test_memory_counts_what_rings_keep_beside_one_rank() -> None:
+    spec = replace(
+        load_model("qwen3-next"),
+        linear=Linear(key_heads=KEY_HEADS, value_heads=HEADS, key_size=KEY_SIZE, value_size=SIZE, kernel_size=KERNEL),
+    )
+    of_sequence, of_token = state_bytes(spec, LayerKind("linear"), precision_of(Recipe()))
+
+    def more(length: int, sequences: int) -> int:
+        return kept_bytes(length, sequences, 2) - kept_bytes(length // 2, sequences, 1)
+
+    starts = HEADS * KEY_SIZE * SIZE * 4  # with which the kernel begins on one rank, too
+    assert more(16, 2) - more(8, 2) == 2 * (16 - 8) // 2 * of_token
+    assert more(8, 3) - more(8, 2) == of_sequence + 8 // 2 * of_token - starts
