@@ -212,9 +212,9 @@ def _kernels_of_linear_attention(model: Any) -> Iterator[None]:
 
 
 def main(names: list[str]) -> None:
-    """Print a table of models: what they have, how far descriptions are off, and whether the runtime trains them."""
-    print("| model | parameters | active | layers | error of parameters, operations, bytes | trains |")
-    print("|---|---:|---:|---|---|---|")
+    """Print a table of models: what they have and how far descriptions are off."""
+    print("| model | parameters | active | layers | error of parameters, operations, bytes |")
+    print("|---|---:|---:|---|---|")
     for name in names or [name for name in shipped_names("model") if not name.endswith("-tiny")]:
         spec = load_model(name)
         found, precision = counted(spec, tokens=_TOKENS), precision_of(Recipe())
@@ -226,7 +226,7 @@ def main(names: list[str]) -> None:
             f"{abs(kept / found.bytes_per_token - 1):.3%}",
         ]
         sizes = f"{spec.text_parameters / 1e9:.2f} B | {spec.active_parameters / 1e9:.2f} B"
-        print(f"| `{name}` | {sizes} | {_layers(spec)} | {', '.join(errors)} | {spec.untrained_attention or 'yes'} |")
+        print(f"| `{name}` | {sizes} | {_layers(spec)} | {', '.join(errors)} |")
 
 
 def causal_operations(spec: ModelSpec, tokens: int) -> float:

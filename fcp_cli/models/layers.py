@@ -31,12 +31,6 @@ Architecture: TypeAlias = Literal[
 ]
 Attention: TypeAlias = Literal["full", "window", "latent", "linear"]
 
-ATTENTION_NAMES: Final[Mapping[Attention, str]] = {
-    "full": "full attention",
-    "window": "sliding-window attention",
-    "latent": "latent attention (MLA)",
-    "linear": "linear attention (gated delta rule)",
-}
 LINEAR_CHUNK: Final = 64
 """Tokens that kernels of linear attention take at once."""
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from fcp_cli.errors import ProfileError, RunError
+from fcp_cli.errors import ProfileError
 from fcp_cli.models.descriptions import find_shipped, read_description
 from fcp_cli.models.hf_config import read_hf_config
-from fcp_cli.models.layers import ATTENTION_NAMES, Architecture, LanguageModel, TextFigures
+from fcp_cli.models.layers import Architecture, LanguageModel, TextFigures
 from fcp_cli.validation import Count, NonEmptyText, NonNegativeCount, validated
-
-_TRAINED = ("full", "latent", "linear")
-"""Kinds of attention that the runtime's rings run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,28 +123,6 @@ class ModelSpec(LanguageModel):
     @property
     def parameters(self) -> int:
         return self.text_parameters + (self.vision.parameters if self.vision else 0)
-
-    def require_trainable(self) -> None:
-        """Refuse a model that the runtime cannot train, before anything of it is built.
-
-        Raises:
-            RunError: it attends in a way that a ring of shards cannot follow; the message names layers and kind.
-        """
-        if self.untrained_attention is not None:
-            raise RunError(
-                f"{self.name} has {self.untrained_attention}, which a plan cannot follow: it is for "
-                f"{' and '.join(_TRAINED)} attention only; 'fcp profile --analytic', 'fcp plan' and 'fcp compare' take "
-                "the model"
-            )
-
-    @property
-    def untrained_attention(self) -> str | None:
-        """Attention that the runtime's ring cannot run, with the layers that have it; None: it can train the model."""
-        kinds = Counter(kind.attention for kind in self.layer_kinds if kind.attention not in _TRAINED)
-        found = [f"{ATTENTION_NAMES[attention]} in {count} layers" for attention, count in kinds.items()]
-        if self.has("sinks"):
-            found.append(f"attention sinks in all {self.num_layers} layers")
-        return " and ".join(found) or None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

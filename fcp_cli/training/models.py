@@ -66,14 +66,13 @@ def build_model(
 
     Raises:
         ProfileError: there is no such model.
-        RunError: its attention is not plain causal attention.
+        RunError: it attends in a way that a plan cannot follow.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     from fcp_cli.runtime.integrations.transformers import prepare, recompute_layers
     from fcp_cli.runtime.integrations.transformers_probe import weights_to_come
 
-    load_model(name).require_trainable()
     config = model_config(name)
     family = AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
     with _no_init_weights():

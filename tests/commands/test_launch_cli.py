@@ -262,15 +262,6 @@ def test_without_a_plan_the_command_that_makes_one_is_named(
     assert "make one with 'fcp plan dataset.parquet -o plan.parquet'" in fcp("--model", "qwen3-tiny").err
 
 
-def test_a_model_that_no_ring_can_run_is_refused_before_anything_starts(fcp: Fcp, folder: Path, tmp_path: Path) -> None:
-    found = fcp("--model", "gemma3-27b", "--plan", str(folder / "plan.parquet"), "--run-dir", str(tmp_path / "run"))
-    assert found.status == 1
-    assert found.last_line == snapshot(
-        "error: gemma3-27b has sliding-window attention in 52 layers, which a plan cannot follow: it is for full and latent attention only; 'fcp profile --analytic', 'fcp plan' and 'fcp compare' take the model"
-    )
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_manifest_that_changed_since_the_plan_is_refused(fcp: Fcp, folder: Path, tmp_path: Path) -> None:
     pq.write_table(pa.table({"length": [5, 6, 7]}), tmp_path / "other.parquet")
     result = fcp("--manifest", str(tmp_path / "other.parquet"))

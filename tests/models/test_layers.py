@@ -11,7 +11,7 @@ import pytest
 import yaml
 from inline_snapshot import snapshot
 
-from fcp_cli.errors import ProfileError, RunError
+from fcp_cli.errors import ProfileError
 from fcp_cli.files import shipped
 from fcp_cli.memory.activations import final_norm_bytes, layer_bytes
 from fcp_cli.memory.precision import precision_of
@@ -35,7 +35,6 @@ FEW_LAYERS = {
     "glm-4.5": 4,
     "qwen3-next-80b-a3b": 4,
 }
-UNTRAINED = {"gemma3-27b", "gpt-oss-20b", "gpt-oss-120b"}
 
 
 def _require_equal_figures(spec: ModelSpec, *, tokens: int) -> None:
@@ -173,23 +172,6 @@ def test_a_description_that_lacks_what_its_kinds_need_is_rejected(
     (tmp_path / "model.yaml").write_text(yaml.safe_dump(document))
     with raises(message):
         load_model(tmp_path / "model.yaml")
-
-
-@pytest.mark.parametrize("name", FEW_LAYERS)
-def test_models_whose_attention_no_ring_can_run_are_refused_by_its_kind(name: str) -> None:
-    spec = load_model(name)
-    if name not in UNTRAINED:
-        spec.require_trainable()
-        return
-    with pytest.raises(RunError, match="which a plan cannot follow"):
-        spec.require_trainable()
-
-
-def test_a_refusal_names_kinds_and_layers() -> None:
-    assert load_model("gpt-oss-20b").untrained_attention == snapshot(
-        "sliding-window attention in 12 layers and attention sinks in all 24 layers"
-    )
-    assert load_model("deepseek-v3").untrained_attention is None
 
 
 def test_a_token_meets_the_published_number_of_parameters() -> None:

@@ -35,6 +35,7 @@ _SIZES: Mapping[str, Any] = {
     "topk_group": 1,
 }
 _FULL = {"layer_types": ["full_attention"] * 2}
+_WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
 _NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
 _LATENT = {
     "q_lora_rank": 16,
@@ -153,7 +154,7 @@ FAMILIES: Mapping[str, Family] = {
     "cohere2": Family(kind="cohere2", settings=_FULL, tolerance=1e-8),
     "gemma3_text": Family(kind="gemma3_text", settings=_FULL, tolerance=1e-8),
     "gemma2": Family(kind="gemma2", settings=_FULL, refused="a soft cap on scores"),
-    "gpt_oss": Family(kind="gpt_oss", settings=_FULL, refused="attention sinks"),
+    "gpt_oss": Family(kind="gpt_oss", settings=_WINDOWS),
     "doge": Family(kind="doge", refused="an attention mask"),
     "vaultgemma": Family(kind="vaultgemma", settings=_FULL, refused="a soft cap on scores"),
     # Positions
@@ -197,9 +198,19 @@ FAMILIES: Mapping[str, Family] = {
     "nemotron": Family(kind="nemotron", refused="does not hand keyword arguments down"),
     "stablelm": Family(kind="stablelm", refused="does not hand keyword arguments down"),
     # Windows
-    "cwm": Family(kind="cwm", refused="sliding_attention"),
-    "ministral": Family(kind="ministral", refused="sliding_attention"),
-    "afmoe": Family(kind="afmoe", refused="sliding_attention"),
+    "cwm": Family(kind="cwm", settings=_WINDOWS),
+    "ministral": Family(kind="ministral", settings=_WINDOWS),
+    "afmoe": Family(kind="afmoe", settings=_WINDOWS),
+    "gemma3_text, windows": Family(kind="gemma3_text", settings=_WINDOWS, tolerance=1e-8),
+    "mistral, windows": Family(kind="mistral", settings={"sliding_window": 7}),
+    "qwen2, windows": Family(kind="qwen2", settings={**_WINDOWS, "use_sliding_window": True}),
+    "qwen3, windows": Family(kind="qwen3", settings={**_WINDOWS, "use_sliding_window": True}),
+    "olmo3, windows": Family(kind="olmo3", settings=_WINDOWS),
+    "phi3, windows": Family(kind="phi3", settings={"sliding_window": 7}),
+    "cohere2, windows": Family(kind="cohere2", settings=_WINDOWS, tolerance=1e-8),
+    "smollm3, windows": Family(kind="smollm3", settings={**_WINDOWS, "use_sliding_window": True}),
+    "starcoder2, windows": Family(kind="starcoder2", settings={"sliding_window": 7}),
+    "mixtral, windows": Family(kind="mixtral", settings={"sliding_window": 7}),
 }  # fmt: skip
 
 HYBRIDS: Mapping[str, Family] = {

@@ -111,6 +111,10 @@ def test_latent_attention_whose_values_have_a_size_of_their_own_is_trained(tmp_p
     check(FAMILIES["deepseek_v3, dense"], tmp_path)
 
 
+def test_windows_and_sinks_are_trained(tmp_path: Path) -> None:
+    check(FAMILIES["gpt_oss"], tmp_path)
+
+
 @pytest.mark.parametrize("name", ["llama4_text, tuned", "llama, dynamic"])
 def test_a_model_that_counts_positions_itself_is_refused(name: str, tmp_path: Path) -> None:
     check(FAMILIES[name], tmp_path)

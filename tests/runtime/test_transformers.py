@@ -103,12 +103,13 @@ def test_arguments_that_would_be_ignored_or_wrong_are_refused(
         prepared()(**{"input_ids": IDS, "position_ids": POSITIONS, **arguments})
 
 
-def sliding(config: Any) -> None:
-    config.layer_types = ["full_attention", "sliding_attention"]
+def chunked(config: Any) -> None:
+    config.layer_types = ["full_attention", "chunked_attention"]
 
 
 def window(config: Any) -> None:
-    config.layer_types, config.use_sliding_window, config.sliding_window = None, True, 16
+    """As of a layer that leaves its window to the mask, which no plan builds."""
+    config.layer_types, config.sliding_window = ["full_attention", "sliding_attention"], 16
 
 
 def dropout(config: Any) -> None:
@@ -118,8 +119,11 @@ def dropout(config: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (sliding, "the qwen3 model has layers of sliding_attention; a plan is for full attention only"),
-        (window, "the qwen3 model has sliding_window 16; set it to None in its config"),
+        (chunked, "the qwen3 model has layers of chunked_attention; a plan is for full attention and windows"),
+        (
+            window,
+            "Qwen3Attention asks for a window of None tokens where its config says 16; which",
+        ),
         (dropout, "the qwen3 model has attention_dropout 0.1; set it to 0 in its config"),
     ],
 )
@@ -193,7 +197,7 @@ def test_a_model_that_changes_its_logits_is_not_given_a_wrong_loss(microbatch: R
         model(input_ids=IDS, position_ids=POSITIONS, labels=labelled(microbatch))
 
 
-@pytest.mark.parametrize("argument", ["softcap", "s_aux", "dropout", "sliding_window"])
+@pytest.mark.parametrize("argument", ["softcap", "dropout"])
 def test_what_a_layer_asks_of_attention_is_not_left_out_in_silence(microbatch: Ring, argument: str) -> None:
     from fcp_cli.runtime.integrations.transformers import _attention_forward
 

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from fcp_cli.errors import ProfileError, RunError
+from fcp_cli.errors import ProfileError
 from fcp_cli.models.model import load_model
 from fcp_cli.training.models import build_model, model_vocab_size
 
@@ -53,11 +54,11 @@ def test_a_hugging_face_config_is_built_as_it_stands(tmp_path: Path) -> None:
     assert model_vocab_size(name) == 64
 
 
-def test_a_sliding_window_is_refused(tmp_path: Path) -> None:
+def test_a_model_with_sliding_windows_is_built(tmp_path: Path) -> None:
     name = write_config(tmp_path, model_type="qwen3", head_dim=8, use_sliding_window=True, sliding_window=8,
                         max_window_layers=1)  # fmt: skip
-    with pytest.raises(RunError, match="full attention only"):
-        build_model(name, seed=0, device=CPU)
+    model: Any = build_model(name, seed=0, device=CPU).model
+    assert "sliding_attention" in model.config.layer_types
 
 
 @pytest.mark.parametrize("name", ["qwen3-tiny", "qwen3-vl-tiny"])

@@ -164,14 +164,14 @@ def _check_config(config: Any, *, has_linear_layers: bool) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise RunError(f"a {name} model is not a plain decoder; prepare its decoder")
     layers = getattr(config, "layer_types", None)
-    kinds = set(layers or ()) - {"full_attention"} - ({"linear_attention"} if has_linear_layers else set())
+    known = {"full_attention", "sliding_attention"} | ({"linear_attention"} if has_linear_layers else set())
+    kinds = set(layers or ()) - known
     if kinds:
-        raise RunError(f"the {name} model has layers of {', '.join(sorted(kinds))}; a plan is for full attention only")
+        raise RunError(
+            f"the {name} model has layers of {', '.join(sorted(kinds))}; a plan is for full attention and windows"
+        )
     if getattr(config, "attention_dropout", 0.0):
         raise RunError(f"the {name} model has attention_dropout {config.attention_dropout}; set it to 0 in its config")
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if window is not None and not layers:  # where layers say what they are, none slides
-        raise RunError(f"the {name} model has sliding_window {window}; set it to None in its config")
 
 
 def _bind_ring(
@@ -254,7 +254,9 @@ def _attention_forward(
             f"{__name__}, and use a model class that hands keyword arguments down to its attention"
         )
     _check_call(module, attention_mask, kwargs)
-    out = attention(query, key, value, ring=ring, scale=scaling)
+    # Both count the token itself: transformers' own masks let through the last `sliding_window` tokens.
+    window, sinks = kwargs.get("sliding_window"), kwargs.get("s_aux")
+    out = attention(query, key, value, ring=ring, scale=scaling, window=window, sinks=sinks)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -264,11 +266,25 @@ def _check_call(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[s
     refused = {
         "an attention mask": attention_mask is not None,
         "attention dropout": bool(kwargs.get("dropout")),
-        "a sliding window": kwargs.get("sliding_window") is not None,
         "a soft cap on scores": kwargs.get("softcap") is not None,
-        "attention sinks": kwargs.get("s_aux") is not None,
         "attention that is not causal": not (getattr(module, "is_causal", True) if is_causal is None else is_causal),
     }
     for what, found in refused.items():
         if found:
             raise RunError(f"{type(module).__name__} asks for {what}, which a plan cannot follow")
+    expected, window = _window_of(module), kwargs.get("sliding_window")
+    if window != expected:
+        raise RunError(
+            f"{type(module).__name__} asks for a window of {window} tokens where its config says {expected}; which of "
+            "both counts is in the masks that a plan does without"
+        )
+
+
+def _window_of(module: nn.Module) -> int | None:
+    """Return the tokens of a layer's window by its config, as transformers' masks have it; None without one."""
+    config = getattr(module, "config", None)
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds, place = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if kinds and place is not None:
+        return window if kinds[place] == "sliding_attention" else None
+    return window if getattr(config, "use_sliding_window", True) else None
