@@ -49,6 +49,7 @@ def install(environment: MutableMapping[str, str]) -> None:
             "pytorch_lightning.loops.fit_loop": _hook_lightning,
             "torchtitan.trainer": _refuse_torchtitan,
             "torchtune.config._parse": _refuse_torchtune,
+            "mindspeed_mm.fsdp.train.train_engine": _refuse_mindspeed_mm,
         }
     )
 
@@ -120,6 +121,12 @@ def _refuse_torchtitan(trainer: ModuleType) -> None:
     from fcp_cli.runtime.integrations.own_loops import refuse_torchtitan
 
     refuse_torchtitan(trainer)
+
+
+def _refuse_mindspeed_mm(train_engine: ModuleType) -> None:
+    from fcp_cli.runtime.integrations.own_loops import refuse_mindspeed_mm
+
+    refuse_mindspeed_mm(train_engine)
 
 
 def _refuse_torchtune(parsing: ModuleType) -> None:

@@ -44,7 +44,9 @@ def hook_schedules(schedules: ModuleType) -> None:
         if follower is None:
             from fcp_cli.runtime.integrations.megatron.follow import Follower
 
-            follower = Follower(Path(os.environ["FCP_PLAN"]), arguments, _make_stack(is_under_mindspeed))
+            follower = Follower(
+                Path(os.environ["FCP_PLAN"]), arguments, _make_stack(is_under_mindspeed, arguments["model"])
+            )
         return follower
 
     @wraps(get_schedule)
@@ -62,11 +64,14 @@ def hook_schedules(schedules: ModuleType) -> None:
     setattr(schedules, _HOOKED, get_planned_schedule)
 
 
-def _make_stack(is_under_mindspeed: bool) -> Stack:
+def _make_stack(is_under_mindspeed: bool, model: Any) -> Stack:
     if is_under_mindspeed:
+        from megatron.core.utils import get_model_config
+
         from fcp_cli.runtime.integrations.mindspeed.stack import MindSpeedStack
 
-        return MindSpeedStack()
+        first = model[0] if isinstance(model, list) else model
+        return MindSpeedStack(get_model_config(first).context_parallel_size)
     from fcp_cli.runtime.integrations.megatron.stack import MegatronStack
 
     return MegatronStack()

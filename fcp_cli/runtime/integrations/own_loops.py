@@ -1,13 +1,13 @@
 """Refuse the training loops of frameworks that no plan can drive, where they begin, with what to use in their place.
 
-Both would be stopped before their first optimizer step, as any script is in which nothing follows the plan; but by then
+All would be stopped before their first optimizer step, as any script is in which nothing follows the plan; but by then
 weights have been read and a step has been computed.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +17,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.runtime.integrations.requirements import require
 
 _TITAN_LOOP = ("train", "train_step", "forward_backward_step", "_forward_backward_body")
+_ENGINE_LOOP = ("train", "train_step")
 
 
 def refuse_torchtitan(trainer: ModuleType) -> None:
@@ -27,18 +28,41 @@ def refuse_torchtitan(trainer: ModuleType) -> None:
     """
     found = "this torchtitan"
     require(trainer, "Trainer.train", ("self",), found=found, advice="version known to be looked at: 0.3.0")
-    kind: Any = trainer.Trainer
-    own = {name: getattr(kind, name, None) for name in _TITAN_LOOP}
+    _refuse_unless_replaced(
+        trainer.Trainer,
+        _TITAN_LOOP,
+        "torchtitan's Trainer reads a stream of text in pieces of one length, which are no rows of a manifest, "
+        f"and so would train without the plan {os.environ.get('FCP_PLAN')}; train torchtitan's model in a loop "
+        "over the plan's steps (docs/how-to/training-loop.md, torchtitan)",
+    )
+
+
+def refuse_mindspeed_mm(train_engine: ModuleType) -> None:
+    """Make `mindspeed_mm.fsdp.train.train_engine`'s TrainEngine refuse to be made, unless a subclass has its own loop.
+
+    Raises:
+        RunError: this version of MindSpeed-MM has no such class.
+    """
+    advice = "version known to be looked at: master of 2026-08"
+    require(train_engine, "TrainEngine.train_step", ("self",), found="this MindSpeed-MM", advice=advice)
+    _refuse_unless_replaced(
+        train_engine.TrainEngine,
+        _ENGINE_LOOP,
+        "MindSpeed-MM's TrainEngine takes gradient_accumulation_steps batches of its own loader per step and averages "
+        f"their losses over ranks, and so would train without the plan {os.environ.get('FCP_PLAN')}; give a subclass a "
+        "train_step over the plan's micro-batches (docs/how-to/mindspeed.md, MindSpeed-MM)",
+    )
+
+
+def _refuse_unless_replaced(kind: Any, loop: Sequence[str], message: str) -> None:
+    """Make a class refuse to be made where all methods of its loop are its own."""
+    own = {name: getattr(kind, name, None) for name in loop}
     make = kind.__init__
 
     @wraps(make)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        if all(getattr(type(self), name, None) is loop for name, loop in own.items()):
-            raise RunError(
-                "torchtitan's Trainer reads a stream of text in pieces of one length, which are no rows of a manifest, "
-                f"and so would train without the plan {os.environ.get('FCP_PLAN')}; train torchtitan's model in a loop "
-                "over the plan's steps (docs/how-to/training-loop.md, torchtitan)"
-            )
+        if all(getattr(type(self), name, None) is method for name, method in own.items()):
+            raise RunError(message)
         make(self, *args, **kwargs)
 
     kind.__init__ = __init__

@@ -20,6 +20,7 @@ from tests.runtime.fake_npu import FakeNpu
 
 # Devices and kernels, and numbers in 8 bits, of which 26.1 imports `megatron.training`: that is not on PyPI.
 _LEFT_OUT = ("torch_npu", "torch_npu.contrib", "torch_npu.npu", "torchair", "torchair.ge",
+             "mindspeed.ops.triton.l2norm", "mindspeed.core.ssm.chunk_gated_delta_rule",
              "mindspeed.te.pytorch.fp8.tensor.float8_tensor",
              "mindspeed.core.transformer.moe.moe_feature.fb_overlap.modules.weight_grad_store")  # fmt: skip
 
@@ -41,7 +42,8 @@ def _install() -> None:
     torch_npu.npu_fusion_attention = attention.npu_fusion_attention
     torch_npu.npu_fusion_attention_grad = attention.npu_fusion_attention_grad
     after_import({"mindspeed.core.megatron_basic.requirements_basic": _sum_doubles})
-    fused_layer_norm.FusedLayerNorm.__new__ = megatron_on_cpu._layer_norm  # Apex's, which MindSpeed wants
+    # Apex's, which MindSpeed wants.
+    fused_layer_norm.FusedLayerNorm.__new__ = lambda _, *args, **kwargs: megatron_on_cpu._layer_norm(*args, **kwargs)
     npu = MagicMock()
     npu.current_device = lambda: torch.device("cpu")
     setattr(torch, "npu", npu)  # noqa: B010

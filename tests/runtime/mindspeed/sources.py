@@ -16,8 +16,7 @@ def real_sources() -> tuple[str, str]:
     mindspeed, megatron = (os.environ.get(f"FCP_{name}_SOURCE") for name in ("MINDSPEED", "MEGATRON"))
     if not mindspeed or not megatron:
         pytest.skip(
-            "opt-in: FCP_MINDSPEED_SOURCE names a checkout of MindSpeed, branch 2.3.0_core_r0.12.1 or "
-            "26.1.0_core_r0.12.1, and FCP_MEGATRON_SOURCE a folder made by "
-            "'pip install --no-deps --target FOLDER megatron-core==0.12.1 einops'"
+            "opt-in: FCP_MINDSPEED_SOURCE names a checkout of MindSpeed, and FCP_MEGATRON_SOURCE a folder made by "
+            "'pip install --no-deps --target FOLDER megatron-core==VERSION einops', of the branch's line"
         )
     return megatron, mindspeed

@@ -29,30 +29,52 @@ WAVES = (
     (Row([0, 1, 2], [7, 30], 0), Row([3], [5, 1], 0), Row([0, 3], [13], 1), Row([1, 2], [41, 2, 3], 1)),
     (Row([0, 1, 2, 3], [9, 8, 7, 6, 5], 0), Row([0, 2], [1, 2], 1), Row([1], [4], 1), Row([3], (), 1)),
 )
-EQUAL = ("switching", "recomputed", "core attention recomputed", "two forwards", "two forwards recomputed",
-         "without patch manager", "keys and values kept", "mrope", "mrope recomputed")  # fmt: skip
+# All heads shared; sets of two on a ring; as many ranks as query heads, more than key/value heads; rings beside sets.
+SHARING_HEADS = (
+    (Row([0, 1], [7, 30], heads_degree=2), Row([2, 3], [5, 1]), Row([0, 1, 2, 3], [41, 2, 3, 9], heads_degree=2)),
+    (Row([0, 1, 2, 3], [33, 5, 1], heads_degree=4), Row([0, 2], [17, 4], heads_degree=2), Row([1, 3], [8, 2, 1])),
+    (Row([0, 1, 2], [10, 11]), Row([3], [12, 3, 4]), Row([2, 3], [6, 1, 9], heads_degree=2)),
+)
+# On two ranks of two stages each.
+PIPELINE = (
+    (Row([0, 1], [7, 30], 0), Row([0], [5], 1), Row([1], [13], 1)),
+    (Row([0], [9], 0), Row([1], [21], 0), Row([0, 1], [1, 6], 1), Row([0], (), 2), Row([1], (), 2)),
+)
+EQUAL = ("switching", "core attention recomputed", "two forwards recomputed", "without patch manager",
+         "keys and values kept", "mrope recomputed", "sharing heads recomputed", "hybrid mrope", "own ring recomputed",
+         "own ring sharing heads")  # fmt: skip
+FULL_EQUAL = ("recomputed", "two forwards", "mrope", "sharing heads", "ulysses", "ulysses on rings", "hybrid",
+              "own ring", "own ring, core attention recomputed", "own ring mrope")  # fmt: skip
 # As SWITCHING, of two ranks with two processes each.
 TENSOR = (
     (Row([0, 1], [7, 30]), Row([0], [5]), Row([1], [13])),
     (Row([0, 1], [9]), Row([1], [21]), Row([0, 1], [1, 6])),
     (Row([0], [9, 3, 4, 11]), Row([1])),
 )
-SHARES = ("tensor", "sequence recomputed")
+SHARES = ("sequence recomputed", "pipeline recomputed")
+FULL_SHARES = ("tensor", "pipeline", "own ring pipeline")
 
 
-def run_worker(folder: Path, *sources: Path | str) -> Path:
+def run_worker(folder: Path, *sources: Path | str, kind: str) -> Path:
     write_plan(folder / "switching.parquet", SWITCHING, num_ranks=NUM_RANKS, rows=32)
     write_plan(folder / "waves.parquet", WAVES, num_ranks=NUM_RANKS, sync="microbatch", rows=16)
+    write_plan(folder / "sharing_heads.parquet", SHARING_HEADS, num_ranks=NUM_RANKS, rows=24)
     write_plan(folder / "tensor.parquet", TENSOR, num_ranks=2, rows=12, tensor_parallel=2)
+    write_plan(folder / "pipeline.parquet", PIPELINE, num_ranks=2, rows=8, sync="microbatch", pipeline_parallel=2)
     path = os.pathsep.join(map(str, (*sources, ROOT)))
-    torchrun("-m", "tests.runtime.mindspeed.worker", str(folder), num_ranks=NUM_RANKS, PYTHONPATH=path)
+    torchrun("-m", "tests.runtime.mindspeed.worker", str(folder), kind, num_ranks=NUM_RANKS, PYTHONPATH=path)
     return folder
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where one job of four ranks left the gradients of all cases."""
-    return run_worker(tmp_path_factory.mktemp("mindspeed"), STAND_IN)
+    """Where one job of four ranks left the gradients of its cases."""
+    return run_worker(tmp_path_factory.mktemp("mindspeed"), STAND_IN, kind="default")
+
+
+@pytest.fixture(scope="module")
+def full_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_worker(tmp_path_factory.mktemp("mindspeed-full"), STAND_IN, kind="full")
 
 
 def found_by(folder: Path, case: str, rank: int) -> tuple[np.ndarray, list[Any]]:
@@ -85,6 +107,18 @@ def test_every_process_of_a_rank_ends_with_its_share_of_the_gradient_of_one_proc
     assert worst_share_error(folder, case) <= 1e-12
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("case", FULL_EQUAL)
+def test_every_rank_ends_with_the_gradient_of_one_process_in_more_cases(full_folder: Path, case: str) -> None:
+    assert worst_error(full_folder, case) <= 1e-12
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", FULL_SHARES)
+def test_every_process_of_a_rank_ends_with_its_share_in_more_cases(full_folder: Path, case: str) -> None:
+    assert worst_share_error(full_folder, case) <= 1e-12
+
+
 def test_the_script_gets_one_report_of_all_ranks(folder: Path) -> None:
     reports = [found_by(folder, "switching", rank)[1] for rank in range(NUM_RANKS)]
     for step in range(len(SWITCHING)):
@@ -97,16 +131,16 @@ def test_the_script_gets_one_report_of_all_ranks(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("ulysses", "--context-parallel-algo ulysses_cp_algo keeps the groups that its layers were made with"),
+        ("adaptive", "--context-parallel-algo adaptive_cp_algo attends over groups and masks that were made before"),
         ("per-token loss", "add --calculate-per-token-loss"),
-        ("other line", "on megatron-core 0.16.1 cannot follow a plan; branches known to work: 2.3.0_core_r0.12.1, "),
+        ("no ring", ".ring_context_parallel.ring_context_parallel; start with --context-parallel-size 1, where fcp's"),
         ("changed", "has no mindspeed.core.context_parallel.utils.unflatten_softmax; branches known to work: "),
         (
             "other attention",
-            "the model attends with a Identity, not with MindSpeed's ring attention; import mindspeed.",
+            "the model attends with a Identity, with no core attention of Megatron or MindSpeed; a plan cannot follow",
         ),
         ("probe", "the probe before the first step failed: on the plan's groups attention differs by "),
-        ("repatched", "something has taken away the hooks that inform MindSpeed's attention of the plan's groups"),
+        ("repatched", "something has taken away the hooks that inform Megatron of the plan's groups"),
     ],
 )
 def test_what_cannot_be_followed_stops_every_rank_with_one_line(folder: Path, case: str, message: str) -> None:
@@ -117,8 +151,8 @@ def test_what_cannot_be_followed_stops_every_rank_with_one_line(folder: Path, ca
 
 def test_real_mindspeed_ends_with_the_gradient_of_one_process(tmp_path: Path) -> None:
     """Its own ring, patch manager and Megatron, on a torch_npu whose attention is written out in fp64."""
-    run_worker(tmp_path, *real_sources())
-    errors = {case: worst_error(tmp_path, case) for case in EQUAL}
-    errors |= {case: worst_share_error(tmp_path, case) for case in SHARES}
+    run_worker(tmp_path, *real_sources(), kind="all")
+    errors = {case: worst_error(tmp_path, case) for case in (*EQUAL, *FULL_EQUAL)}
+    errors |= {case: worst_share_error(tmp_path, case) for case in (*SHARES, *FULL_SHARES)}
     print(errors)
     assert max(errors.values()) <= 1e-12

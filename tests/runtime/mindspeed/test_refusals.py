@@ -17,8 +17,11 @@ def config(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**right, **changes})
 
 
-def test_a_job_on_mindspeeds_ring_with_summed_losses_is_let_through() -> None:
+def test_a_job_with_summed_losses_is_let_through() -> None:
     check_config(config())
+    check_config(config(context_parallel_size=1, context_parallel_algo="kvallgather_cp_algo"))
+    for algorithm in ("ulysses_cp_algo", "hybrid_cp_algo"):
+        check_config(config(context_parallel_algo=algorithm, pipeline_model_parallel_size=2))
     check_config(config(context_parallel_algo="megatron_cp_algo", attention_mask_type="causal", cp_window_size=1))
 
 
@@ -26,16 +29,10 @@ def test_a_job_on_mindspeeds_ring_with_summed_losses_is_let_through() -> None:
     ("setting", "value", "message"),
     [
         (
-            "context_parallel_size",
-            1,
-            "the job has context parallel 1, and MindSpeed puts its ring attention into the model from 2 on only; "
-            "start with --context-parallel-size 2, all other ranks as data parallel (the plan makes the groups itself)",
-        ),
-        (
             "context_parallel_algo",
-            "hybrid_cp_algo",
-            "--context-parallel-algo hybrid_cp_algo keeps the groups that its layers were made with, which a plan "
-            "cannot change; use megatron_cp_algo (ring attention)",
+            "kvallgather_cp_algo",
+            "--context-parallel-algo kvallgather_cp_algo attends over groups and masks that were made before the first "
+            "step, which a plan cannot change; use megatron_cp_algo (the plan says how many ranks share heads)",
         ),
         (
             "attention_mask_type",
@@ -45,7 +42,7 @@ def test_a_job_on_mindspeeds_ring_with_summed_losses_is_let_through() -> None:
         (
             "cp_window_size",
             2,
-            "--cp-window-size 2 makes rings of rings, whose windows would have to divide every degree of the plan; "
+            "--cp-window-size 2 makes rings of rings, whose windows would have to divide every ring of the plan; "
             "leave it at 1",
         ),
         (
@@ -61,11 +58,6 @@ def test_a_job_on_mindspeeds_ring_with_summed_losses_is_let_through() -> None:
         ),
         ("tp_2d", True, "2D tensor parallelism (--tp-2d) cannot follow a plan"),
         ("alibi_fusion_attn_type", 2, "ALiBi (--alibi-fusion-attn-type) cannot follow a plan"),
-        (
-            "pipeline_model_parallel_size",
-            4,
-            "pipeline parallel 4 has not been made to follow a plan under MindSpeed; use 1",
-        ),
         (
             "calculate_per_token_loss",
             False,

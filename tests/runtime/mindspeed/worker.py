@@ -1,7 +1,7 @@
 """One rank of a job that runs plans through MindSpeed; leaves `CASE-RANK.pickle` and `CASE-RANK.txt` in FOLDER.
 
-Run by torchrun as `-m tests.runtime.mindspeed.worker FOLDER`, with a `mindspeed` on PYTHONPATH: this test's own, or a
-checkout (then with megatron-core 0.12.1 there, too).
+Run by torchrun as `-m tests.runtime.mindspeed.worker FOLDER default|full|all`, with a `mindspeed` on PYTHONPATH: this test's own, or a
+checkout (then with its line of megatron-core there, too).
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from unittest import mock
 import tests.runtime.mindspeed.cpu  # isort: skip  # noqa: F401
 import tests.runtime.megatron.tiny as tiny  # isort: skip
 
+import mindspeed
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import package_info, parallel_state
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 
 from fcp_cli.runtime.integrations.megatron.microbatch import current_microbatch
 from fcp_cli.runtime.integrations.megatron_schedule import hook_schedules
-from fcp_cli.runtime.integrations.mindspeed import attention
+from fcp_cli.runtime.integrations.mindspeed import checks, stack
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.megatron.gradient_worker import (
     FULL,
@@ -47,13 +48,15 @@ from tests.runtime.megatron.gradient_worker import (
     share_error,
     two_forwards,
 )
+from tests.runtime.mindspeed.sources import STAND_IN
+from tests.runtime.workers import groups
 from tests.runtime.workers.groups import own_groups
 from tests.runtime.workers.leave import leave_job
 
 Result = TypeVar("Result")
 SWITCHING, WAVES, TENSOR = "switching.parquet", "waves.parquet", "tensor.parquet"
+SHARING_HEADS, PIPELINE = "sharing_heads.parquet", "pipeline.parquet"
 STATIC_DEGREE = 2
-OWN_VERSION = "0.12.1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +70,10 @@ class Case:
         rope: kind of position embedding.
         two_forwards: run one forward ahead of the backwards.
         broken: what MindSpeed is left without.
-        tensor_parallel: processes per rank of the plan.
+        tensor_parallel, pipeline_parallel: processes per rank of the plan.
+        static: size of the job's context-parallel group; 1: fcp's own ring attends.
+        wrapped: whether MindSpeed wraps the core attention to exchange tokens for heads over its own groups.
+        full: left to the full run of tests.
     """
 
     plan: str = SWITCHING
@@ -77,30 +83,67 @@ class Case:
     two_forwards: bool = False
     broken: str = ""
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    static: int = STATIC_DEGREE
+    wrapped: bool = False
+    full: bool = False
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Megatron's process groups."""
+        return {
+            "context_parallel_size": self.static,
+            "tensor_model_parallel_size": self.tensor_parallel,
+            "pipeline_model_parallel_size": self.pipeline_parallel,
+        }
 
 
+ULYSSES: Mapping[str, Any] = {"context_parallel_algo": "ulysses_cp_algo"}
+HYBRID: Mapping[str, Any] = {"context_parallel_algo": "hybrid_cp_algo", "ulysses_degree_in_cp": 2}
 CASES: Mapping[str, Case] = {
     "switching": Case(),
-    "recomputed": Case(settings=FULL),
+    "recomputed": Case(full=True, settings=FULL),
     "core attention recomputed": Case(settings={"recompute_granularity": "selective"}),
-    "two forwards": Case(plan=WAVES, two_forwards=True),
+    "two forwards": Case(full=True, plan=WAVES, two_forwards=True),
     "two forwards recomputed": Case(plan=WAVES, two_forwards=True, settings=FULL),
     "without patch manager": Case(broken="patch manager"),
     "keys and values kept": Case(mindspeed={"context_parallel_kv_cache_policy": "full"}),
-    "mrope": Case(rope="mrope", settings={"mrope_section": [2, 1, 1]}),
+    "mrope": Case(full=True, rope="mrope", settings={"mrope_section": [2, 1, 1]}),
     "mrope recomputed": Case(rope="mrope", settings={"mrope_section": [2, 1, 1], **FULL}),
+    "sharing heads": Case(full=True, plan=SHARING_HEADS),
+    "sharing heads recomputed": Case(plan=SHARING_HEADS, settings=FULL),
+    "ulysses": Case(full=True, plan=SHARING_HEADS, mindspeed=ULYSSES, wrapped=True),
+    "ulysses on rings": Case(full=True, mindspeed=ULYSSES, wrapped=True),
+    "hybrid": Case(full=True, plan=SHARING_HEADS, mindspeed=HYBRID, static=4, wrapped=True),
+    "hybrid mrope": Case(
+        plan=SHARING_HEADS,
+        mindspeed=HYBRID,
+        static=4,
+        wrapped=True,
+        rope="mrope",
+        settings={"mrope_section": [2, 1, 1]},
+    ),
+    "own ring": Case(full=True, static=1),
+    "own ring recomputed": Case(static=1, settings=FULL),
+    "own ring, core attention recomputed": Case(full=True, static=1, settings={"recompute_granularity": "selective"}),
+    "own ring sharing heads": Case(static=1, plan=SHARING_HEADS),
+    "own ring mrope": Case(full=True, static=1, rope="mrope", settings={"mrope_section": [2, 1, 1]}),
 }
+STAGES: Mapping[str, Any] = {"pipeline_model_parallel_size": 2}
 SHARED: Mapping[str, Any] = {"tensor_model_parallel_size": 2}
 # On two ranks of the plan, with two processes each.
 PARALLEL_CASES: Mapping[str, Case] = {
-    "tensor": Case(plan=TENSOR, tensor_parallel=2, settings=SHARED),
+    "tensor": Case(full=True, plan=TENSOR, tensor_parallel=2, settings=SHARED),
     "sequence recomputed": Case(plan=TENSOR, tensor_parallel=2, settings={**SHARED, "sequence_parallel": True, **FULL}),
+    "pipeline": Case(full=True, plan=PIPELINE, pipeline_parallel=2, settings=STAGES),
+    "pipeline recomputed": Case(plan=PIPELINE, pipeline_parallel=2, settings={**STAGES, **FULL}),
+    "own ring pipeline": Case(full=True, plan=PIPELINE, pipeline_parallel=2, settings=STAGES, static=1),
 }
 # What must stop with one line.
 REFUSED: Mapping[str, Case] = {
-    "ulysses": Case(mindspeed={"context_parallel_algo": "ulysses_cp_algo"}),
+    "adaptive": Case(mindspeed={"context_parallel_algo": "adaptive_cp_algo"}),
     "per-token loss": Case(settings={"calculate_per_token_loss": False}),
-    "other line": Case(broken="other line"),
+    "no ring": Case(broken="no ring"),
     "changed": Case(broken="changed"),
     "other attention": Case(broken="other attention"),
     "repatched": Case(broken="repatched"),
@@ -110,7 +153,7 @@ REFUSED: Mapping[str, Case] = {
 
 def become_mindspeed() -> argparse.Namespace:
     """Import MindSpeed, which puts itself into Megatron by the command line."""
-    sys.argv = [sys.argv[0], "--context-parallel-size", str(STATIC_DEGREE)]
+    sys.argv = [sys.argv[0], "--context-parallel-size", str(STATIC_DEGREE), "--transformer-impl", "local"]
     from tests.runtime.mindspeed.train import job_settings
 
     return job_settings(STATIC_DEGREE)
@@ -135,6 +178,11 @@ class Whole:
 
     weights: Mapping[str, Tensor]
     gradients: Sequence[Mapping[str, Tensor]]
+
+
+def whole_models(folder: Path) -> Mapping[str, Whole]:
+    """By plan."""
+    return {plan: whole_model(folder / plan) for plan in {case.plan for case in PARALLEL_CASES.values()}}
 
 
 def whole_model(plan: Path) -> Whole:
@@ -168,8 +216,9 @@ def gradients_planned(plan: Path, case: Case, settings: argparse.Namespace) -> t
     """[steps, parameters] of this rank, and what each step reported."""
     from tests.runtime.mindspeed.train import wrapped_model
 
-    with mock.patch.dict(vars(settings), case.mindspeed):
-        _, model = wrapped_model(settings, rope=case.rope, **case.settings)
+    _, model = wrapped_model(settings, rope=case.rope, **case.settings)
+    core = type(model.module.decoder.layers[0].self_attention.core_attention).__name__
+    assert (core == "UlyssesContextAttention") == case.wrapped, core
     if case.broken == "other attention":
         model.module.decoder.layers[0].self_attention.core_attention = torch.nn.Identity()
     if case.broken == "rotary":
@@ -212,8 +261,8 @@ def steps_planned(
             model.zero_grad_buffer()
             with broken(case.broken):
                 reports.append(run(**arguments))
-            assert parallel_state.get_context_parallel_world_size() == STATIC_DEGREE, "the static group is as it was"
-            assert settings.context_parallel_size == STATIC_DEGREE
+            assert parallel_state.get_context_parallel_world_size() == case.static, "the static group is as it was"
+            assert settings.context_parallel_size == case.static
             found.append(take())
     finally:
         schedules.get_forward_backward_func = get_schedule
@@ -227,9 +276,10 @@ def _reverse(_: Any, __: Any, table: Tensor) -> Tensor | None:
 
 @contextmanager
 def broken(what: str) -> Iterator[None]:
-    """Another version of Megatron; a MindSpeed that lacks something, or takes its patches away."""
-    if what == "other line":
-        package_info.__version__ = "0.16.1"
+    """A MindSpeed that lacks something, or takes its patches away."""
+    ring: Any = sys.modules[f"{checks._RING}.ring_context_parallel"]
+    if what == "no ring":
+        sys.modules[ring.__name__] = None  # type: ignore[assignment]  # so that importing it fails
     held: Any = sys.modules["mindspeed.patch_utils"]
     if what == "patch manager":
         sys.modules["mindspeed.patch_utils"] = types.ModuleType("mindspeed.patch_utils")
@@ -238,14 +288,14 @@ def broken(what: str) -> Iterator[None]:
     unflatten = utils.unflatten_softmax
     if what == "changed":
         del utils.unflatten_softmax
-    hooks: Any = attention
+    hooks: Any = stack
     placed = hooks.placed
     if what == "repatched":
         hooks.placed = lambda _: nullcontext()
     try:
         yield
     finally:
-        package_info.__version__ = OWN_VERSION
+        sys.modules[ring.__name__] = ring
         sys.modules["mindspeed.patch_utils"] = held
         if what == "changed":
             utils.unflatten_softmax = unflatten
@@ -256,40 +306,53 @@ def broken(what: str) -> Iterator[None]:
 def parallel(**sizes: int) -> Iterator[None]:
     """Within it, Megatron has process groups of these sizes. Collective."""
     with own_groups():
+        parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None  # which Megatron 0.12 does not forget
         parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
         yield
         parallel_state.destroy_model_parallel()
 
 
-def main(folder: Path) -> None:
+def chosen(cases: Mapping[str, Case], kind: str) -> list[tuple[str, Case]]:
+    return [(name, case) for name, case in cases.items() if kind == "all" or case.full == (kind == "full")]
+
+
+@contextmanager
+def arranged(case: Case, settings: argparse.Namespace) -> Iterator[None]:
+    """Within it, the job is as the case wants it. Collective."""
+    changes = {**case.mindspeed, "context_parallel_size": case.static}
+    with mock.patch.dict(vars(settings), changes), parallel(**case.sizes):
+        yield
+
+
+def main(folder: Path, kind: str = "all") -> None:
     faulthandler.dump_traceback_later(PATIENCE_SECONDS, exit=True)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
+    if not Path(str(mindspeed.__file__)).is_relative_to(STAND_IN):
+        groups.MOST_THREADS = 4000  # rotary tables that newer Megatrons keep hold the groups of models that are gone
     torch.compiler.set_stance("force_eager")  # Megatron compiles what it fuses, for longer than all cases take
     rank = dist.get_rank()
     with parallel():
         alone = gradients_alone(folder) if rank == 0 else {}
-        whole = whole_model(folder / TENSOR)
+        whole = whole_models(folder)
     settings = become_mindspeed()
-    with parallel(context_parallel_size=STATIC_DEGREE):
-        for name, case in REFUSED.items():
-            with own_groups():
-                message = message_of(partial(gradients_planned, folder / case.plan, case, settings))
-            (folder / f"{name}-{rank}.refused").write_text(message)
-        for name, case in CASES.items():
-            with own_groups():
-                found = gradients_planned(folder / case.plan, case, settings)
-            (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(found))
-            if rank == 0:
-                (folder / f"{name}-alone.pickle").write_bytes(pickle.dumps(alone[case.plan, case.rope]))
-    with parallel(tensor_model_parallel_size=2, context_parallel_size=STATIC_DEGREE):
-        for name, case in PARALLEL_CASES.items():
-            with own_groups():
-                worst = worst_share_error(folder / case.plan, case, settings, whole)
-            (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(worst))
+    for name, case in chosen(REFUSED, kind):
+        with arranged(case, settings):
+            message = message_of(partial(gradients_planned, folder / case.plan, case, settings))
+        (folder / f"{name}-{rank}.refused").write_text(message)
+    for name, case in chosen(CASES, kind):
+        with arranged(case, settings):
+            found = gradients_planned(folder / case.plan, case, settings)
+        (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(found))
+        if rank == 0:
+            (folder / f"{name}-alone.pickle").write_bytes(pickle.dumps(alone[case.plan, case.rope]))
+    for name, case in chosen(PARALLEL_CASES, kind):
+        with arranged(case, settings):
+            worst = worst_share_error(folder / case.plan, case, settings, whole[case.plan])
+        (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(worst))
     leave_job()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

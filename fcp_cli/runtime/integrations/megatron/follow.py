@@ -96,13 +96,7 @@ class Follower:
         self._multiple = tensor_parallel if self._config.sequence_parallel else 1
         self._engine: Rings | None = None
         shares_heads = self.metadata.attention is not None
-        if self.stack.even_chunks and shares_heads:
-            raise RunError(
-                f"{plan} has groups whose ranks share heads, which the ring attention of {self.stack.name} cannot run; "
-                "plan with 'fcp plan --attention ring'"
-            )
-        # A stack with a ring of its own keeps that.
-        if not self.stack.even_chunks and wants_rings(model, shares_heads=shares_heads):
+        if self.stack.engine_rings and wants_rings(model, shares_heads=shares_heads):
             self._engine = make_rings(model, plan, self._peers, self._device)
         else:
             report = report_to_stderr(dist.get_rank(), self._device)

@@ -15,9 +15,11 @@ class Stack(Protocol):
 
     Attributes:
         even_chunks: whether sequences are padded until all chunks are equally long.
+        engine_rings: whether Transformer Engine's rings run the plan's groups where the model attends with it.
     """
 
     even_chunks: bool
+    engine_rings: bool
 
     @property
     def name(self) -> str:
@@ -53,6 +55,7 @@ class MegatronStack:
     """megatron-core alone, with a static context-parallel group of one rank, in which nothing has to be switched."""
 
     even_chunks = False
+    engine_rings = True
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""MindSpeed's ring attention on the ring of each call.
+"""Hooks by which each attention layer of a model attends on the ring of its call.
 
 The ring comes with the call's PackedSeqParams, which every layer hands down and recomputation keeps. Only the core
 attention is given packed sequences: megatron-core 0.12 would else rotate queries and keys by its static group.
@@ -8,21 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import Attention
 from torch import Tensor, nn
 
-from fcp_cli.errors import RunError
 from fcp_cli.runtime.integrations.megatron.microbatch import current_microbatch
 from fcp_cli.runtime.integrations.megatron.model import PARAMS, RingSequences
-from fcp_cli.runtime.integrations.mindspeed.placement import Placement, placed, wrap_everywhere
-from fcp_cli.runtime.layout import CACHED_LAYOUTS
+from fcp_cli.runtime.integrations.mindspeed.placement import wrap_everywhere
 from fcp_cli.runtime.ring import Ring
 
 _UNFLATTEN = "mindspeed.core.context_parallel.utils.unflatten_softmax"
@@ -30,11 +25,23 @@ _UNFLATTEN = "mindspeed.core.context_parallel.utils.unflatten_softmax"
 _sequences: ContextVar[RingSequences | None] = ContextVar("sequences_of_the_layer", default=None)
 
 
-def hook_layer(layer: Attention, *, group: dist.ProcessGroup) -> None:
-    """Make one attention layer attend on the ring of the call, over `group`. Its modules stay what they are."""
+def hook_layer(layer: Attention, on_ring: Callable[[Ring, Tensor, Tensor, Tensor], Tensor]) -> None:
+    """Make one attention layer attend on the ring of the call. Its modules stay what they are.
+
+    Args:
+        on_ring: attends, given the ring and a shard's queries, keys and values [tokens, heads, head_dim].
+    """
     layer.forward = partial(_attention, layer.forward)
     layer._checkpointed_attention_forward = partial(_recomputable_core, layer._checkpointed_attention_forward)
-    layer.core_attention.forward = partial(_core_attention, layer.core_attention.forward, group)
+    layer.core_attention.forward = partial(_core_attention, layer.core_attention.forward, on_ring)
+
+
+def scale_of(core: nn.Module, config: Any) -> float:
+    """Return the factor on the scores of a core attention, of which MindSpeed's Ulysses wraps another."""
+    local = getattr(core, "local_attn", core)
+    made, asked = getattr(local, "softmax_scale", None), getattr(config, "softmax_scale", None)
+    scale: float = config.kv_channels**-0.5 if asked is None else asked
+    return scale if made is None else float(made)
 
 
 def hook_rotary(rotary: nn.Module) -> None:
@@ -64,7 +71,7 @@ def _recomputable_core(original: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 def _core_attention(
     original: Callable[..., Tensor],
-    group: dist.ProcessGroup,
+    on_ring: Callable[[Ring, Tensor, Tensor, Tensor], Tensor],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -72,24 +79,12 @@ def _core_attention(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Megatron's signature of a core attention; query [tokens, 1, heads, head_dim] -> [tokens, 1, heads * head_dim].
-
-    MindSpeed's takes packed sequences as [tokens, heads, head_dim].
-    """
+    """Megatron's signature of a core attention; query [tokens, 1, heads, head_dim] -> [tokens, 1, heads * head_dim]."""
     given = kwargs.get(PARAMS)
     sequences = given if isinstance(given, RingSequences) else _sequences.get()
     if sequences is None or sequences.ring is None:
         return original(query, key, value, attention_mask, *args, **kwargs)
-    ring = sequences.ring
-    ring.attention_calls += 1
-    local_lengths = tuple(
-        (ring.layout.fronts(ring.index) + ring.layout.backs(ring.index)).tolist()
-    )  # () on an idle rank
-    packed = _local_sequences(local_lengths or (query.shape[0],), query.device)
-    shards = [tensor.squeeze(1) for tensor in (query, key, value)]
-    with placed(Placement(ranks=ring.ranks, index=ring.index, group=group)):
-        _check_placement(ring)
-        out = original(*shards, None, *args, **{**kwargs, PARAMS: packed})
+    out = on_ring(sequences.ring, query.squeeze(1), key.squeeze(1), value.squeeze(1))
     return out.reshape(query.shape[0], 1, -1)
 
 
@@ -105,30 +100,6 @@ def plain_attention(scale: float, query: Tensor, key: Tensor, value: Tensor, *_:
     scores = (q @ k.transpose(1, 2) * scale).masked_fill(future, float("-inf"))
     out: Tensor = (scores.softmax(-1) @ v).to(query.dtype).transpose(0, 1)
     return out.reshape(query.shape[0], 1, -1)
-
-
-@lru_cache(maxsize=CACHED_LAYOUTS)
-def _local_sequences(lengths: tuple[int, ...], device: torch.device) -> PackedSeqParams:
-    """Describe a shard as MindSpeed does: where each sequence ends, and the rows of its front and its back chunk."""
-    sizes = torch.tensor(lengths)
-    ends = sizes.cumsum(0)
-    is_front = torch.arange(int(ends[-1])) < (ends - sizes // 2).repeat_interleave(sizes)
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
-    packed.kv_index = is_front.nonzero().flatten().to(device)
-    packed.q_index = (~is_front).nonzero().flatten().to(device)
-    return packed
-
-
-def _check_placement(ring: Ring) -> None:
-    """Raise RunError where MindSpeed has renewed its patches (`repatch`): its ring would be the static one."""
-    from mindspeed.core.context_parallel import dot_product_attention
-
-    asked = dot_product_attention.get_ring_ranks_for_inter_window_kv()
-    if tuple(asked) != ring.ranks or parallel_state.get_context_parallel_world_size() != ring.degree:
-        raise RunError(
-            "something has taken away the hooks that inform MindSpeed's attention of the plan's groups (MindSpeed's "
-            "repatch?); it must not be called after the first training step"
-        )
 
 
 def replace_unflatten() -> bool:

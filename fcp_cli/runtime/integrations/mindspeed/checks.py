@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from importlib import metadata
+from importlib import import_module, metadata
 from types import ModuleType
 from typing import Any
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.integrations.megatron import checks as megatron
 
-KNOWN_TO_WORK = ("2.3.0_core_r0.12.1", "26.1.0_core_r0.12.1")
-_MEGATRON = "0.12."
-_RING = "megatron_cp_algo"
+KNOWN_TO_WORK = ("2.3.0_core_r0.12.1", "26.1.0_core_r0.12.1", "core_r0.15.3", "core_r0.16.0")
+_CONTEXT_PARALLEL = "mindspeed.core.context_parallel"
+_RING = f"{_CONTEXT_PARALLEL}.ring_context_parallel"
+_RING_ALGORITHM = "megatron_cp_algo"
+# Layers of the last two exchange tokens for heads over groups of theirs, which a plan's exchange replaces.
+_FOLLOWED = (_RING_ALGORITHM, "ulysses_cp_algo", "hybrid_cp_algo")
 
 
 def name() -> str:
@@ -25,55 +28,70 @@ def name() -> str:
 
 
 def _advice() -> str:
-    return f"branches known to work: {', '.join(KNOWN_TO_WORK)}, on megatron-core 0.12.1"
+    return f"branches known to work: {', '.join(KNOWN_TO_WORK)}"
 
 
 def check_schedules(schedules: ModuleType) -> None:
-    """Check the versions, and the functions that are called in `megatron.core.pipeline_parallel.schedules`.
+    """Check the functions that are called in `megatron.core.pipeline_parallel.schedules`.
 
     Raises:
-        RunError: another line of MindSpeed, or changed.
+        RunError: changed.
     """
-    if not megatron.megatron_version().startswith(_MEGATRON):
-        raise RunError(f"{name()} cannot follow a plan; {_advice()}")
     _require(schedules, "get_forward_backward_func", ())
     wanted = ("forward_step_func", "data_iterator", "model", "num_microbatches", "micro_batch_size", "forward_only")
-    _require(schedules, "forward_backward_no_pipelining", wanted)
+    for function in ("forward_backward_no_pipelining", "forward_backward_pipelining_without_interleaving"):
+        _require(schedules, function, wanted)
 
 
 def check_targets() -> None:
-    """Check everything that is hooked, or relied on, in Megatron and MindSpeed.
+    """Check everything that is hooked, or relied on, in Megatron and MindSpeed, but for MindSpeed's ring.
 
     Raises:
-        RunError: a function or an argument is missing.
+        RunError: a module, a function or an argument is missing.
     """
     from megatron.core import packed_seq_params, parallel_state
     from megatron.core.models.common.embeddings import rotary_pos_embedding
     from megatron.core.models.gpt import gpt_model
     from megatron.core.transformer import attention
-    from mindspeed import args_utils
-    from mindspeed.core.context_parallel import dot_product_attention, model_parallel_utils, utils
-    from mindspeed.core.context_parallel.ring_context_parallel import ring_context_parallel
 
     _require(gpt_model, "GPTModel.forward", ("input_ids", "packed_seq_params"))
     _require(attention, "Attention.forward", ("rotary_pos_emb", "packed_seq_params"))
     _require(attention, "Attention._checkpointed_attention_forward", ("packed_seq_params",))
-    _require(packed_seq_params, "PackedSeqParams", ("cu_seqlens_q", "cu_seqlens_kv"))
+    _require(packed_seq_params, "PackedSeqParams", ("qkv_format", "max_seqlen_q", "cu_seqlens_q", "cu_seqlens_kv"))
     _require(rotary_pos_embedding, "RotaryEmbedding.forward", ("max_seq_len", "packed_seq"))
     _require(rotary_pos_embedding, "RotaryEmbedding.get_rotary_seq_len", ("packed_seq_params",))
+    _require(rotary_pos_embedding, "get_pos_emb_on_this_cp_rank", ())
     for asked in ("group", "global_ranks", "world_size", "rank"):
         _require(parallel_state, f"get_context_parallel_{asked}", ())
     _require(parallel_state, "get_data_parallel_group", ("with_context_parallel",))
-    _require(args_utils, "get_full_args", ())
-    core = ("query", "key", "value", "attention_mask", "packed_seq_params")
-    _require(dot_product_attention, "CPDotProductAttentionImpl.forward", core)
-    for asked in ("intra_window", "inter_window_kv", "inter_window_dkv"):
-        _require(model_parallel_utils, f"get_ring_ranks_for_{asked}", ())
-        _require(dot_product_attention, f"get_ring_ranks_for_{asked}", ())
-    ring = ("q", "k", "v", "n", "cp_para", "softmax_scale", "attn_mask", "packed_seq_params")
-    _require(ring_context_parallel, "ringattn_context_parallel", ring)
+    _require(_module("mindspeed.args_utils"), "get_full_args", ())
+
+
+def check_ring() -> None:
+    """Check MindSpeed's ring attention.
+
+    Raises:
+        RunError: a module, a function or an argument is missing.
+    """
+    ring = ("q", "k", "v", "n", "cp_para", "softmax_scale", "attn_mask", "dropout_p", "packed_seq_params")
+    _require(_module(f"{_RING}.ring_context_parallel"), "ringattn_context_parallel", ring)
+    policy = ("layer_number", "cache_policy_init", "cache_interval")
+    _require(_module(f"{_RING}.context_parallel_kv_cache"), "get_cache_policy", policy)
+    utils = _module(f"{_CONTEXT_PARALLEL}.utils")
     _require(utils, "RingP2P", ("ring_global_ranks", "group"))
     _require(utils, "unflatten_softmax", ("x", "sub_seq_len"))
+
+
+def _module(path: str) -> ModuleType:
+    try:
+        return import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not path.startswith(error.name):
+            raise
+        raise RunError(
+            f"{name()} has no {path}; start with --context-parallel-size 1, where fcp's own ring attends, or use "
+            f"another branch ({_advice()})"
+        ) from None
 
 
 def _require(module: ModuleType, path: str, parameters: tuple[str, ...]) -> None:
@@ -96,24 +114,18 @@ def _refusals(config: Any) -> Iterable[tuple[bool, str]]:
     def setting(key: str, default: Any = None) -> Any:
         return getattr(config, key, default)
 
-    size = config.context_parallel_size
+    algorithm = setting("context_parallel_algo", _RING_ALGORITHM)
     yield (
-        size < 2,
-        f"the job has context parallel {size}, and MindSpeed puts its ring attention into the model from 2 on only; "
-        "start with --context-parallel-size 2, all other ranks as data parallel (the plan makes the groups itself)",
-    )
-    algorithm = setting("context_parallel_algo", _RING)
-    yield (
-        algorithm != _RING,
-        f"--context-parallel-algo {algorithm} keeps the groups that its layers were made with, which a plan cannot "
-        f"change; use {_RING} (ring attention)",
+        config.context_parallel_size > 1 and algorithm not in _FOLLOWED,
+        f"--context-parallel-algo {algorithm} attends over groups and masks that were made before the first step, "
+        f"which a plan cannot change; use {_RING_ALGORITHM} (the plan says how many ranks share heads)",
     )
     mask = setting("attention_mask_type", "causal")
     yield mask != "causal", f"--attention-mask-type {mask} cannot follow a plan, which is for causal attention"
     window = setting("cp_window_size", 1)
     yield (
         window != 1,
-        f"--cp-window-size {window} makes rings of rings, whose windows would have to divide every degree of the plan; "
+        f"--cp-window-size {window} makes rings of rings, whose windows would have to divide every ring of the plan; "
         "leave it at 1",
     )
     yield (
@@ -127,21 +139,18 @@ def _refusals(config: Any) -> Iterable[tuple[bool, str]]:
     )
     yield bool(setting("tp_2d")), "2D tensor parallelism (--tp-2d) cannot follow a plan"
     yield setting("alibi_fusion_attn_type") is not None, "ALiBi (--alibi-fusion-attn-type) cannot follow a plan"
-    stages = setting("pipeline_model_parallel_size", 1)
-    yield stages > 1, f"pipeline parallel {stages} has not been made to follow a plan under MindSpeed; use 1"
 
 
 def check_layers(model: Any) -> None:
-    """The attention layers of a GPTModel.
+    """Check the attention layers of a GPTModel.
 
     Raises:
-        RunError: one is not of MindSpeed's ring attention.
+        RunError: one attends with what neither Megatron nor MindSpeed has made.
     """
-    from mindspeed.core.context_parallel.dot_product_attention import CPDotProductAttentionImpl
-
     for layer in megatron.attention_layers(model):
-        if not isinstance(layer.core_attention, CPDotProductAttentionImpl):
+        core = type(layer.core_attention)
+        if core.__module__.split(".")[0] not in ("megatron", "mindspeed"):
             raise RunError(
-                f"the model attends with a {type(layer.core_attention).__name__}, not with MindSpeed's ring attention; "
-                "import mindspeed.megatron_adaptor before the model is built"
+                f"the model attends with a {core.__name__}, with no core attention of Megatron or MindSpeed; a plan "
+                "cannot follow it"
             )

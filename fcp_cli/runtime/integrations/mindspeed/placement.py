@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 _PARALLEL_STATE = "megatron.core.parallel_state"
-_RINGS = "mindspeed.core.context_parallel.model_parallel_utils"
+_SLICE_TABLE = "megatron.core.models.common.embeddings.rotary_pos_embedding.get_pos_emb_on_this_cp_rank"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,9 +27,9 @@ class Placement:
     """The groups of a call; what is left out stays Megatron's static answer.
 
     Attributes:
-        ranks: global ranks of the ring, in its order.
+        ranks: global ranks of the context-parallel group.
         index: this process's place in `ranks`.
-        group: process group that carries the ring; may have more members, since MindSpeed's ring names global ranks.
+        group: process group of them.
         data: process group of data-parallel sums, whether asked for with context parallelism or without.
     """
 
@@ -48,11 +48,6 @@ _ANSWERS: Mapping[str, Callable[[Placement], Any]] = {
     f"{_PARALLEL_STATE}.get_context_parallel_world_size": lambda placement: len(placement.ranks) or None,
     f"{_PARALLEL_STATE}.get_context_parallel_rank": lambda placement: placement.index if placement.ranks else None,
     f"{_PARALLEL_STATE}.get_data_parallel_group": lambda placement: placement.data,
-    f"{_RINGS}.get_ring_ranks_for_intra_window": lambda placement: (
-        list(placement.ranks[placement.index : placement.index + 1]) or None  # a window of this rank alone
-    ),
-    f"{_RINGS}.get_ring_ranks_for_inter_window_kv": lambda placement: list(placement.ranks) or None,
-    f"{_RINGS}.get_ring_ranks_for_inter_window_dkv": lambda placement: list(placement.ranks) or None,
 }
 
 
@@ -70,6 +65,18 @@ def hook_parallel_state() -> None:
     """Make the functions of `_ANSWERS` answer with the placement of the call, for all who have imported them."""
     for path, answer in _ANSWERS.items():
         wrap_everywhere(path, _answering(answer))
+    wrap_everywhere(_SLICE_TABLE, _whole_table_wrapper)
+
+
+def _whole_table_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave rotary tables whole for a rank that is alone. Newer Megatrons ask the group that a module was made with."""
+
+    @wraps(original)
+    def slice_table(table: Any, *args: Any, **kwargs: Any) -> Any:
+        placement = _current.get()
+        return table if placement is not None and len(placement.ranks) == 1 else original(table, *args, **kwargs)
+
+    return slice_table
 
 
 def _answering(answer: Callable[[Placement], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from fcp_cli.errors import RunError
 from fcp_cli.runtime.integrations.megatron.model import hook_model
 from fcp_cli.runtime.integrations.mindspeed import checks
 from fcp_cli.runtime.integrations.mindspeed.attention import (
@@ -19,43 +20,65 @@ from fcp_cli.runtime.integrations.mindspeed.attention import (
     hook_rotary,
     plain_attention,
     replace_unflatten,
+    scale_of,
 )
 from fcp_cli.runtime.integrations.mindspeed.placement import Placement, hook_parallel_state, placed
+from fcp_cli.runtime.integrations.mindspeed.ring import attend_on_mindspeed, attend_on_own, ring_settings
 from fcp_cli.runtime.transport import ProcessTransport
+
+# Of Megatron's groups, those that may be of one process: what a script sums over such a one stays as it is.
+_SMALL_GROUPS = ("pipeline_model_parallel", "tensor_model_parallel", "expert_model_parallel")
 
 
 class MindSpeedStack:
-    """megatron-core under MindSpeed, which keeps its static context-parallel group and is given another call by call.
+    """megatron-core under MindSpeed. Where the job has a static context-parallel group, MindSpeed's ring attends.
 
     A script's own code runs as that of a rank that is alone: what it would slice for, multiply by or sum over the
     static group stays as it is. Gradients are counted over all ranks, where megatron-core 0.12 leaves the members of a
     context-parallel group out, since it expects each to have counted for all of them.
+
+    Args:
+        context_parallel: size of the static group; with 1, fcp's own ring attends, and nothing is padded.
     """
 
-    even_chunks = True
+    engine_rings = False
+
+    def __init__(self, context_parallel: int) -> None:
+        self.even_chunks = context_parallel > 1
 
     @property
     def name(self) -> str:
-        return checks.name()
+        return f"{checks.name()}, {'its' if self.even_chunks else 'own'} ring attention"
 
     def check(self, config: Any, model: Any) -> None:
         checks.check_targets()
+        if self.even_chunks:
+            checks.check_ring()
         checks.check_config(config)
         checks.check_layers(model)
 
     def hook(self, model: Any, transport: ProcessTransport) -> int:
         self._all = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        alone = parallel_state.get_pipeline_model_parallel_group()  # of one process, as was checked
+        alone = _group_of_one()
         self._alone = Placement(ranks=(dist.get_rank(),), group=alone, data=alone)
         hook_parallel_state()
-        replace_unflatten()
-        layers = hook_model(model, partial(hook_layer, group=transport.group))
+        if self.even_chunks:
+            replace_unflatten()
+        layers = hook_model(model, partial(self._hook_layer, group=transport.group))
         if getattr(model, "rotary_pos_emb", None) is not None and model.position_embedding_type != "mrope":
             hook_rotary(model.rotary_pos_emb)
         return layers
 
+    def _hook_layer(self, layer: Any, *, group: dist.ProcessGroup) -> None:
+        scale = scale_of(layer.core_attention, layer.config)
+        if not self.even_chunks:
+            hook_layer(layer, partial(attend_on_own, scale=scale))
+            return
+        settings = ring_settings(layer.config, layer.layer_number)
+        hook_layer(layer, partial(attend_on_mindspeed, scale=scale, group=group, settings=settings))
+
     def around_step(self) -> AbstractContextManager[None]:
-        return placed(Placement(data=self._all))
+        return _told(Placement(data=self._all))
 
     @contextmanager
     def around_script(self) -> Iterator[None]:
@@ -65,17 +88,17 @@ class MindSpeedStack:
         static = settings.context_parallel_size
         settings.context_parallel_size = 1
         try:
-            with placed(self._alone):
+            with _told(self._alone):
                 yield
         finally:
             settings.context_parallel_size = static
 
     @contextmanager
     def without_ring(self, model: Any, layer: Any) -> Iterator[None]:
-        """Replace MindSpeed's attention, which needs a ring of two or more ranks, by one that is written out."""
+        """Replace the attention, since MindSpeed's needs a ring of two or more ranks, by one that is written out."""
         static, ring = model.config.context_parallel_size, layer.core_attention.forward
         model.config.context_parallel_size = 1  # else the rotary table would be as long as a whole static group's
-        layer.core_attention.forward = partial(plain_attention, layer.core_attention.softmax_scale)
+        layer.core_attention.forward = partial(plain_attention, scale_of(layer.core_attention, layer.config))
         try:
             with self.around_script():
                 yield
@@ -101,6 +124,34 @@ class MindSpeedStack:
             pairs = dict(zip(pairs, totals, strict=True))
         means = {key: sum(values) / len(values) for key, values in columns.items() if key not in pairs}
         return [{**means, **{key: (total[0], total[1]) for key, total in pairs.items()}}]
+
+
+@contextmanager
+def _told(placement: Placement) -> Iterator[None]:
+    """Give calls the placement. Raise RunError where MindSpeed has renewed its patches (`repatch`) and they miss it."""
+    with placed(placement):
+        if parallel_state.get_data_parallel_group() is not placement.data:
+            raise RunError(
+                "something has taken away the hooks that inform Megatron of the plan's groups (MindSpeed's repatch?); "
+                "it must not be called after the first training step"
+            )
+        yield
+
+
+def _group_of_one() -> dist.ProcessGroup:
+    """Return one of Megatron's groups that has this process alone.
+
+    Raises:
+        RunError: there is none.
+    """
+    for name in _SMALL_GROUPS:
+        group: dist.ProcessGroup = getattr(parallel_state, f"get_{name}_group")()
+        if dist.get_world_size(group) == 1:
+            return group
+    raise RunError(
+        "the job has pipeline, tensor and expert parallel at once, which has not been made to follow a plan under "
+        "MindSpeed; leave one of them at 1"
+    )
 
 
 def _is_pair(value: Any) -> bool:
