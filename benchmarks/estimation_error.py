@@ -100,7 +100,7 @@ def print_table(profiles: dict[str, CostProfile]) -> None:
 
 def held_out_percent(profile: CostProfile, degree: int) -> float:
     """Held-out error of one degree."""
-    rows = {row["degree"]: row for row in profile.measurement["error_by_degree"]}
+    rows = {row["degree"]: row for row in profile.measurement["error_by_degree"] if row["heads_degree"] == 1}
     return float(rows[degree]["held_out_percent"])
 
 

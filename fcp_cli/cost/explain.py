@@ -32,6 +32,7 @@ MEANINGS = {
     "exchange_bytes_per_token": "queries, outputs and their gradients, where ranks exchange tokens for heads",
     "key_value_exchange_bytes_per_token": "keys, values and their gradients, where ranks exchange tokens for heads",
     "exchange_seconds": "messages to one rank that shares the heads, forward and backward, all layers",
+    "bandwidth_share": "of the bandwidth of rings, that exchanges reach",
     "vision_seconds_per_patch": "vision encoder, per patch",
     "vision_seconds_per_patch2": "vision encoder's attention, per pair of patches of one image",
     "intra_node": "bytes per second in a ring inside a node",

@@ -1,28 +1,37 @@
 """Fits the coefficients of the cost model to measured micro-batches, on relative error and robust to outliers.
 
-With A = sum (1 + eta) length^2 / d, T = tokens / d and hops = d - 1 a sample reads
+With A = sum (1 + eta) length^2 / d, T = tokens / d and hops = r - 1 (d - 1 in a ring) a sample reads
 
-    seconds = beta1 + alpha2 T + v P + max(alpha1 A, (1 - s) ring) + s ring
+    seconds = beta1 + alpha2 T + v P + max(alpha1 A, (1 - s) ring) + s ring + exchange
     ring    = r T hops + beta2 hops,    r = alpha3 / bandwidth (one r per tier)
 
 with s = 0 where attention may hide the whole ring, and s = `exposed_ring_share` where that predicts held-out samples
 better. P = patches / d is the vision encoder's work, with pairs of patches as the patches that take as
-long by the prior. Bytes and bandwidth only ever appear as their quotient: alpha3 is counted from the model, r is
-fitted, and the bandwidth follows. A non-negative least-squares fit without the maximum starts a bounded, robust one
-with it. What the samples do not determine (a ring that always hides behind attention) stays near its prior.
+long by the prior. Exchanges of ranks that share heads are as the prior has them; `heads_fitting` fits these. Bytes and
+bandwidth only ever appear as their quotient: alpha3 is counted from the model, r is fitted, and the bandwidth follows.
+A non-negative least-squares fit without the maximum starts a bounded, robust one with it. What the samples do not
+determine (a ring that always hides behind attention) stays near its prior.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares, nnls
 
 from fcp_cli.arrays import FloatArray
-from fcp_cli.cost.model import attention_seconds, group_seconds, overlapped_seconds, windowed_pairs
+from fcp_cli.cost.model import (
+    attention_seconds,
+    exchange_seconds,
+    group_seconds,
+    key_copies,
+    overlapped_seconds,
+    windowed_pairs,
+)
 from fcp_cli.cost.profile import EXPOSED_RING, HIDDEN_RING, Bandwidth, Coefficients, CommonGround, CostProfile
 from fcp_cli.errors import ProfileError
 
@@ -45,6 +54,7 @@ class Sample:
         degree: ranks of its group.
         seconds: from the moment all ranks of the group were ready to the end of its backward.
         crosses_nodes: whether the group spans nodes.
+        heads_degree: ranks of a set that shares heads, inside a node.
         silent: its peers were emulated, so that nothing was communicated.
         patches: of the pack's images and videos, and what their pairs of patches take, in patches.
     """
@@ -53,6 +63,7 @@ class Sample:
     degree: int
     seconds: float
     crosses_nodes: bool = False
+    heads_degree: int = 1
     silent: bool = False
     patches: float = 0.0
 
@@ -84,8 +95,8 @@ def fit_profile(samples: Sequence[Sample], prior: CostProfile, *, held_out: Sequ
     Raises:
         ProfileError: too few samples, or too alike to tell the coefficients apart; the message says what is missing.
     """
-    _require_enough(samples, prior.coefficients)
-    terms = _Terms.of(samples, prior.coefficients)
+    _require_enough(samples, prior)
+    terms = _Terms.of(samples, prior)
     tiers = [name for name, used in (("intra_node", terms.intra), ("inter_node", terms.inter)) if used.any()]
     profile = _fitted(terms, tiers, prior.on_common_ground(), with_share=False)
     held_out_percent: dict[str, float] = {}
@@ -139,6 +150,7 @@ def predicted_seconds(samples: Sequence[Sample], profile: CostProfile) -> FloatA
             tokens=tokens,
             degree=[s.degree for s in samples],
             crosses_nodes=[s.crosses_nodes for s in samples],
+            heads_degree=[s.heads_degree for s in samples],
         )
         for coefficients in (c, _without_rings(c))
     )
@@ -167,7 +179,8 @@ class _Terms:
     """The factors of the coefficients; every array is [samples]."""
 
     attention: FloatArray
-    chunks: FloatArray  # seconds, as the prior knows them
+    chunks: FloatArray  # seconds, as the prior knows them, and so are exchanges
+    exchanges: FloatArray
     linear: FloatArray
     patches: FloatArray
     ring: FloatArray
@@ -177,19 +190,24 @@ class _Terms:
     seconds: FloatArray
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], prior: Coefficients) -> _Terms:
+    def of(cls, samples: Sequence[Sample], prior: CostProfile) -> _Terms:
+        c = prior.coefficients
+        shared = np.array([s.heads_degree for s in samples], dtype=np.float64)
         degree = np.array([s.degree for s in samples], dtype=np.float64)
         tokens = np.array([sum(s.lengths) for s in samples], dtype=np.float64)
-        squares = np.array([_pairs(s.lengths, prior) for s in samples], dtype=np.float64)
+        squares = np.array([_pairs(s.lengths, c) for s in samples], dtype=np.float64)
         crosses = np.array([s.crosses_nodes for s in samples], dtype=np.float64)
-        rings = (degree > 1) & ~np.array([s.silent for s in samples], dtype=bool)
+        hops = degree / shared - 1
+        rings = (hops > 0) & ~np.array([s.silent for s in samples], dtype=bool)
+        place: dict[str, Any] = {"tokens": tokens, "degree": degree, "heads_degree": shared, "sets_cross_nodes": False}
         return cls(
             attention=squares / degree,
-            chunks=prior.chunk_seconds_per_token * tokens * (degree - 1) / degree,
+            chunks=c.chunk_seconds_per_token * tokens * hops / degree,
+            exchanges=np.zeros_like(degree) if prior.heads is None else exchange_seconds(prior, **place),
             linear=tokens / degree,
             patches=np.array([s.patches for s in samples], dtype=np.float64) / degree,
-            ring=rings * tokens * (degree - 1) / degree,
-            hops=rings * (degree - 1),
+            ring=rings * key_copies(prior, shared) * tokens * hops / degree,
+            hops=rings * hops,
             intra=rings * (1 - crosses),
             inter=rings * crosses,
             seconds=np.array([s.seconds for s in samples], dtype=np.float64),
@@ -216,7 +234,7 @@ class _Terms:
             ring += parameters[position] * self.ring * self.tier(name)
         if len(parameters) > at + 1 + len(tiers):
             share = parameters[-1]
-        return overlapped_seconds(columns[:, 1:] @ parameters[1:at], attention, ring, share)
+        return overlapped_seconds(columns[:, 1:] @ parameters[1:at] + self.exchanges, attention, ring, share)
 
 
 def _pairs(lengths: Sequence[int], prior: Coefficients) -> float:
@@ -229,7 +247,7 @@ def _pairs(lengths: Sequence[int], prior: Coefficients) -> float:
     return squares + windowed / full * within if full else within
 
 
-def _require_enough(samples: Sequence[Sample], prior: Coefficients) -> None:
+def _require_enough(samples: Sequence[Sample], prior: CostProfile) -> None:
     for sample in samples:
         if not sample.lengths or not np.isfinite(sample.seconds) or sample.seconds <= 0:
             raise ProfileError(

@@ -5,7 +5,7 @@ linear    = sum_k alpha2 length_k / d + vision_k / d
 ring      = 0 if r = 1 else alpha3 c * tokens * (r - 1) / d / bandwidth + ring_hop_seconds * (r - 1) + last_hop_seconds
 home      = 0 if r = 1 else last_hop_bytes_per_token c * tokens / d / bandwidth + last_hop_seconds
 exposed   = s (ring - home) + home,     s = exposed_ring_share
-exchange  = (q + c k) * tokens / d * (u - 1) / u / bandwidth + exchange_seconds * (u - 1)
+exchange  = (q + c k) * tokens / d * (u - 1) / u / (share bandwidth) + exchange_seconds * (u - 1)
 T         = microbatch_seconds + linear + max(attention, ring - exposed) + exposed + exchange
 
 Of a sequence of L tokens, pairs = L^2 - max(L - w, 0)^2 lie within windows of w tokens, in the units of alpha1.
@@ -181,7 +181,7 @@ def ring_seconds(
     c = profile.coefficients
     d = np.asarray(degree, dtype=np.float64)
     hops = d / np.asarray(heads_degree) - 1.0
-    moved = _copies(profile, heads_degree) * np.asarray(tokens)
+    moved = key_copies(profile, heads_degree) * np.asarray(tokens)
     ring = c.ring_bytes_per_token * moved * hops / d / _bandwidth(profile, crosses_nodes) + c.ring_hop_seconds * hops
     return np.asarray(ring + np.where(hops > 0, c.last_hop_seconds, 0.0))
 
@@ -197,7 +197,7 @@ def last_hop_seconds(
     """Predict the part of `ring_seconds` in which gradients travel home, with no kernel beside it. All broadcast."""
     c = profile.coefficients
     d = np.asarray(degree, dtype=np.float64)
-    moved = _copies(profile, heads_degree) * np.asarray(tokens)
+    moved = key_copies(profile, heads_degree) * np.asarray(tokens)
     home = c.last_hop_bytes_per_token * moved / d / _bandwidth(profile, crosses_nodes) + c.last_hop_seconds
     return np.where(d > np.asarray(heads_degree), home, 0.0)
 
@@ -212,7 +212,7 @@ def exchange_seconds(
 ) -> FloatArray:
     """Predict the seconds in which the ranks of each set exchange tokens for heads, and back. Arguments broadcast."""
     assert profile.heads is not None, "a profile without the block `heads` knows rings alone"
-    bandwidth = _bandwidth(profile, sets_cross_nodes)
+    bandwidth = _bandwidth(profile, sets_cross_nodes) * profile.heads.bandwidth_share
     u = np.asarray(heads_degree, dtype=np.float64)
     size = exchanged_bytes_per_token(profile.heads, u)
     return np.asarray(size * np.asarray(tokens) / degree / bandwidth + profile.heads.exchange_seconds * (u - 1.0))
@@ -229,6 +229,7 @@ def _bandwidth(profile: CostProfile, crosses_nodes: npt.ArrayLike) -> FloatArray
     return np.where(crosses_nodes, profile.bandwidth.inter_node, profile.bandwidth.intra_node)
 
 
-def _copies(profile: CostProfile, heads_degree: npt.ArrayLike) -> FloatArray:
+def key_copies(profile: CostProfile, heads_degree: npt.ArrayLike) -> FloatArray:
+    """Return how many ranks of a set hold the same key/value head."""
     key_value_heads = np.inf if profile.heads is None else profile.heads.key_value_heads
     return np.maximum(1.0, np.asarray(heads_degree, dtype=np.float64) / key_value_heads)

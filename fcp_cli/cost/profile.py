@@ -70,6 +70,7 @@ class Heads:
         exchange_bytes_per_token: of all heads' queries and outputs forward, their gradients backward, all layers.
         key_value_exchange_bytes_per_token: of keys and values, and their gradients.
         exchange_seconds: per other rank of the set, whatever the bytes: the messages of all layers.
+        bandwidth_share: of a ring's bandwidth, at which exchanges travel, copies before and after them included.
     """
 
     query_heads: Count
@@ -77,6 +78,7 @@ class Heads:
     exchange_bytes_per_token: NonNegative
     key_value_exchange_bytes_per_token: NonNegative
     exchange_seconds: Overhead = 0.0
+    bandwidth_share: Positive = 1.0
 
     def degrees(self, most: int) -> tuple[int, ...]:
         """Return the heads degrees from 2 to `most`: each rank has as many query heads, of whole key/value heads.
@@ -316,6 +318,8 @@ def dump_cost_profile(profile: CostProfile) -> str:
         document["step"] = {name: value for name, value in asdict(profile.step).items() if value}
     if profile.heads is not None:
         document["heads"] = asdict(profile.heads)
+        if profile.heads.bandwidth_share == 1.0:
+            del document["heads"]["bandwidth_share"]
     if profile.recipe is not None:
         document["recipe"] = {name: value for name, value in asdict(profile.recipe).items() if value is not None}
     if profile.sync is not None:

@@ -52,11 +52,12 @@ def splits_of(problem: Problem) -> Splits:
         degrees = heads.degrees(problem.num_ranks if only else min(problem.num_ranks, problem.ranks_per_node))
     u = np.array(degrees, dtype=np.int64)
     size = np.zeros(0) if heads is None else exchanged_bytes_per_token(heads, u)
+    share = 1.0 if heads is None else heads.bandwidth_share
     return Splits(
         heads=u,
         copies=np.ones(0) if heads is None else np.maximum(1.0, u / heads.key_value_heads),
-        inside=size / bandwidth.intra_node,
-        across=size / bandwidth.inter_node,
+        inside=size / (bandwidth.intra_node * share),
+        across=size / (bandwidth.inter_node * share),
         messages=np.asarray((0.0 if heads is None else heads.exchange_seconds) * (u - 1.0), dtype=np.float64),
         only=int(only),
     )

@@ -281,8 +281,8 @@ def split_attention(request: PlanRequest, profile: CostProfile) -> SplitAttentio
     if profile.heads is None:
         raise UsageError(
             f"--attention {request.attention} needs a cost profile with the block heads, which says what exchanging "
-            f"tokens for heads takes; that of {profile.model} on {profile.cluster} has none; 'fcp profile --analytic "
-            "--cluster NAME' computes it for clusters such as h100-8x8"
+            f"tokens for heads takes; that of {profile.model} on {profile.cluster} has none; 'fcp profile' measures it "
+            "on two ranks or more, and with --analytic --cluster NAME computes it for clusters such as h100-8x8"
         )
     return "ulysses" if request.attention == "ulysses" else "2d"
 

@@ -60,6 +60,30 @@ def messages_per_hop(spec: ModelSpec, *, recompute: bool = False, reached: float
     return per_pass * (1 + reached * (2 if recompute else 1))
 
 
+def counted_heads(spec: ModelSpec, recipe: Recipe, cut: Cut = WHOLE, *, message_seconds: float) -> Heads:
+    """Count bytes and messages of exchanges of tokens for heads.
+
+    Queries, keys and values go one way and outputs back, and so do their gradients: two messages to each rank of the
+    set and layer, forward and backward. A third in backward has a number of each query head, in at least fp32.
+
+    Args:
+        spec, recipe, cut: of the job.
+        message_seconds: of one message.
+    """
+    reached = backward_of(spec, recipe).layers
+    passes = 1 + reached * (1 + (recipe.recompute == "full"))
+    activation = precision_of(recipe).activation
+    size = passes * spec.ring_layers * (spec.key_size + spec.value_size) * activation
+    numbers = reached * spec.ring_layers * spec.num_heads * max(4, activation)
+    return Heads(
+        query_heads=max(1, spec.num_heads // cut.tensor_parallel),
+        key_value_heads=max(1, spec.num_kv_heads // cut.tensor_parallel),
+        exchange_bytes_per_token=(size * spec.num_heads / spec.num_kv_heads + numbers) / cut.devices,
+        key_value_exchange_bytes_per_token=size / cut.devices,
+        exchange_seconds=(2 * passes + reached) * spec.num_layers * message_seconds / cut.pipeline_parallel,
+    )
+
+
 def analytic_profile(
     spec: ModelSpec,
     cluster: ClusterSpec,
@@ -189,29 +213,9 @@ class _Job:
         return size / self.cluster.memory_bytes_per_second / self.cut.devices
 
     def heads(self) -> Heads | None:
-        """Price exchanges of tokens for heads; None where messages take no time, as in the papers' formula.
-
-        Queries, keys and values go one way and outputs back, and so do their gradients: two messages to each rank of
-        the set and layer, forward and backward. A third in backward has a number of each query head, in at least fp32.
-        """
-        spec, cut = self.spec, self.cut
-        if not self.cluster.message_seconds:
-            return None
-        reached = backward_of(spec, self.recipe).layers
-        passes = 1 + reached * (1 + (self.recipe.recompute == "full"))
-        activation = precision_of(self.recipe).activation
-        size = passes * spec.ring_layers * (spec.key_size + spec.value_size) * activation
-        numbers = reached * spec.ring_layers * spec.num_heads * max(4, activation)
-        return Heads(
-            query_heads=max(1, spec.num_heads // cut.tensor_parallel),
-            key_value_heads=max(1, spec.num_kv_heads // cut.tensor_parallel),
-            exchange_bytes_per_token=(size * spec.num_heads / spec.num_kv_heads + numbers) / cut.devices,
-            key_value_exchange_bytes_per_token=size / cut.devices,
-            exchange_seconds=(2 * passes + reached)
-            * spec.num_layers
-            * self.cluster.message_seconds
-            / cut.pipeline_parallel,
-        )
+        """Price exchanges of tokens for heads; None where messages take no time, as in the papers' formula."""
+        seconds = self.cluster.message_seconds
+        return counted_heads(self.spec, self.recipe, self.cut, message_seconds=seconds) if seconds else None
 
     def last_hop(self, *, gradient_bytes: int, reached: float) -> tuple[float, float]:
         """Return bytes per token and seconds of a ring's last hop; 0 where `heads` has none.

@@ -10,17 +10,18 @@ import numpy as np
 from scipy.optimize import nnls
 
 from fcp_cli import __version__
-from fcp_cli.cost.fitting import Fit, Sample, fit_profile, mean_absolute_percentage, predicted_seconds
+from fcp_cli.cost.fitting import Fit, Sample, mean_absolute_percentage, predicted_seconds
+from fcp_cli.cost.heads_fitting import fit_groups
 from fcp_cli.cost.profile import Bandwidth, CostProfile, Sync, dump_cost_profile
 from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.models.cluster import THIS_MACHINE, load_cluster
 from fcp_cli.models.model import ModelSpec, load_model
-from fcp_cli.profiling.analytic import analytic_profile, messages_per_hop
+from fcp_cli.profiling.analytic import analytic_profile, counted_heads, messages_per_hop
 from fcp_cli.profiling.measurement import timed_settings
 from fcp_cli.profiling.memory_block import MemoryFigures, place_of, readings, text_bytes_per_token
 from fcp_cli.profiling.points import Point
 from fcp_cli.profiling.samples import MeasuredPoint, SamplesFile, measured_points
-from fcp_cli.profiling.tuned import measured_recipe, scaled_to_trained
+from fcp_cli.profiling.tuned import heads_of_trained, measured_recipe, scaled_to_trained
 from fcp_cli.profiling.vision_fit import (
     VisionFit,
     fit_vision_samples,
@@ -39,9 +40,13 @@ _ACROSS_NODES = ("inter_node", "inter_node_cross_rail")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DegreeError:
-    """Mean absolute error of the prediction at one degree, in per cent; None where nothing was held out."""
+    """Mean absolute error of the prediction at one degree, in per cent; None where nothing was held out.
+
+    Of the degree, sets of `heads_degree` ranks share heads.
+    """
 
     degree: int
+    heads_degree: int
     points: int
     fitted_percent: float
     held_out_points: int
@@ -95,7 +100,7 @@ def profile_from_samples(
     recipe, sync = recipe_of(samples, request or RecipeRequest(), sync)
     measured = measured_points(samples, subject.points(), layers=subject.layers, model_layers=spec.num_layers)
     timed = measured_recipe(spec, recipe)
-    prior = _prior(samples, spec, timed, sync)
+    prior = _prior(samples, spec, timed, sync, shares_heads=any(one.point.heads_degree > 1 for one in measured))
     fit, warnings = _fit(samples, measured, prior)
     predicted = predicted_seconds([point.sample(silent=subject.emulate) for point in measured], fit.profile)
     vision = fit_vision_samples(samples, spec)
@@ -109,6 +114,9 @@ def profile_from_samples(
         profile = with_vision(profile, encoder.costs)
     computed = (_computed(samples, spec, one, sync) for one in (timed, recipe))
     profile, scaled = scaled_to_trained(profile, *computed)
+    if profile.heads is not None:
+        counted = (counted_heads(spec, one, message_seconds=1.0) for one in (timed, recipe))
+        profile = replace(profile, heads=heads_of_trained(profile.heads, *counted))
     measurement = {
         **_circumstances(samples, environments[-1]),
         **_errors(measured, predicted),
@@ -137,7 +145,7 @@ def _fit(
         [point.sample(silent=silent) for point in measured if point.point.held_out is kind] for kind in (False, True)
     )
     try:
-        return fit_profile(fitted, prior, held_out=held_out), ()
+        return fit_groups(fitted, prior, held_out=held_out), ()
     except ProfileError as error:
         seen = [*fitted, *held_out]
         if not seen:
@@ -215,13 +223,18 @@ def _on_one_node(profile: CostProfile) -> CostProfile:
     return replace(profile, bandwidth=bandwidth, common_ground=ground)
 
 
-def _prior(samples: SamplesFile, spec: ModelSpec, recipe: Recipe, sync: Sync) -> CostProfile:
-    """Return figures for what packs do not show: transfers between ranks where they were timed, else the cluster's."""
+def _prior(samples: SamplesFile, spec: ModelSpec, recipe: Recipe, sync: Sync, *, shares_heads: bool) -> CostProfile:
+    """Return figures for what packs do not show: transfers between ranks where they were timed, else the cluster's.
+
+    Exchanges of ranks that share heads are priced where they were observed, and where the cluster has figures for them.
+    """
     prior = replace(_computed(samples, spec, recipe, sync), measurement={})
     intra = _transfer_figures(samples, "intra_node")
+    latency, bandwidth = intra or (0.0, 0.0)
+    if shares_heads:
+        prior = replace(prior, heads=counted_heads(spec, recipe, message_seconds=latency))
     if intra is None:
         return prior
-    latency, bandwidth = intra
     # A ring is as slow as its slowest hop, and rings over parts of nodes cross rails.
     across = [figures[1] for tier in _ACROSS_NODES if (figures := _transfer_figures(samples, tier)) is not None]
     inter = min(across, default=prior.bandwidth.inter_node)
@@ -229,7 +242,11 @@ def _prior(samples: SamplesFile, spec: ModelSpec, recipe: Recipe, sync: Sync) ->
     c, hop_seconds = prior.coefficients, messages * latency
     last_hop_seconds = c.last_hop_seconds * hop_seconds / c.ring_hop_seconds if c.ring_hop_seconds else 0.0
     coefficients = replace(c, ring_hop_seconds=hop_seconds, last_hop_seconds=last_hop_seconds)
-    return replace(prior, coefficients=coefficients, bandwidth=Bandwidth(intra_node=bandwidth, inter_node=inter))
+    return replace(
+        prior,
+        coefficients=coefficients,
+        bandwidth=Bandwidth(intra_node=bandwidth, inter_node=inter),
+    )
 
 
 def _computed(samples: SamplesFile, spec: ModelSpec, recipe: Recipe, sync: Sync) -> CostProfile:
@@ -327,27 +344,28 @@ def _first_contacts(samples: SamplesFile) -> dict[str, Any]:
 
 
 def _errors(measured: Sequence[MeasuredPoint[Point]], predicted: Any) -> dict[str, Any]:
-    degrees = errors_by_degree(measured, predicted)
+    groups = errors_by_group(measured, predicted)
     relative = np.array(predicted) / np.array([point.seconds for point in measured]) - 1.0
     held_out = np.array([point.point.held_out for point in measured])
     return {
         "fitted_error_percent": mean_absolute_percentage(relative[~held_out]),
         "held_out_error_percent": mean_absolute_percentage(relative[held_out]) if held_out.any() else None,
-        "error_by_degree": [asdict(degree) for degree in degrees],
+        "error_by_degree": [asdict(group) for group in groups],
     }
 
 
-def errors_by_degree(measured: Sequence[MeasuredPoint[Point]], predicted: Any) -> list[DegreeError]:
-    """Return the mean errors of fitted and of held-out points at each degree."""
+def errors_by_group(measured: Sequence[MeasuredPoint[Point]], predicted: Any) -> list[DegreeError]:
+    """Return the mean errors of fitted and of held-out points at each degree, of rings and of each kind of sets."""
     found = []
-    for degree in sorted({point.point.degree for point in measured}):
+    for degree, shared in sorted({(point.point.degree, point.point.heads_degree) for point in measured}):
         errors: dict[bool, list[float]] = {False: [], True: []}
         for point, seconds in zip(measured, predicted, strict=True):
-            if point.point.degree == degree:
+            if (point.point.degree, point.point.heads_degree) == (degree, shared):
                 errors[point.point.held_out].append(float(seconds) / point.seconds - 1.0)
         found.append(
             DegreeError(
                 degree=degree,
+                heads_degree=shared,
                 points=len(errors[False]),
                 fitted_percent=mean_absolute_percentage(errors[False]) if errors[False] else 0.0,
                 held_out_points=len(errors[True]),
@@ -361,6 +379,7 @@ def _point_record(point: MeasuredPoint[Point], predicted: float) -> dict[str, An
     return {
         "lengths": list(point.point.lengths),
         "degree": point.point.degree,
+        **({"heads_degree": point.point.heads_degree} if point.point.heads_degree > 1 else {}),
         "seconds": point.seconds,
         "predicted_seconds": predicted,
         "error_percent": 100.0 * (predicted / point.seconds - 1.0),

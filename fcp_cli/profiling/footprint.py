@@ -75,6 +75,7 @@ class Footprint:
             ranks=max(2, self.ranks),  # rings are run, or one member of them
             on_cpu=self.on_cpu or self.ranks == 1,
             peers=self.ranks - 1,
+            sharing=self.ranks,
         )
         encoder = Item(name="vision encoder", fixed_bytes=self._encoder_bytes)
         moments = tuple(

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from fcp_cli.cost.profile import Sync
+from fcp_cli.cost.profile import Sync, heads_degrees
 from fcp_cli.errors import ProfileError
 from fcp_cli.models.model import ModelSpec, load_model
-from fcp_cli.profiling.points import Point, VisionPoint, measurement_points, vision_points
+from fcp_cli.profiling.points import Point, VisionPoint, heads_points, measurement_points, vision_points
 from fcp_cli.reading.documents import decode_json, read_json
 from fcp_cli.recipe import Recipe
 from fcp_cli.validation import Count, NonEmptyText, validated
@@ -53,18 +53,19 @@ class Subject:
         return self.ranks == 1
 
     def points(self) -> list[Point]:
-        """Return the packs to measure: in rings inside nodes, then across them.
+        """Return the packs to measure: in rings inside nodes, then across them, then where ranks share heads.
 
         Raises:
             UsageError: `max_length` leaves too few lengths to separate the coefficients.
         """
-        if self.nodes == 1:
+        if self.emulate:
             return measurement_points(self.max_length, self.degrees)
         inside = [degree for degree in self.degrees if degree <= self.ranks // self.nodes]
-        across = [degree for degree in self.degrees if degree > 1]
+        across = [degree for degree in self.degrees if degree > 1] if self.nodes > 1 else []
         return [
             *measurement_points(self.max_length, inside),
             *measurement_points(self.max_length, across, crosses_nodes=True),
+            *heads_points(self.max_length, inside, shareable(load_model(self.model), max(inside))),
         ]
 
     def vision_points(self) -> list[VisionPoint]:
@@ -124,6 +125,13 @@ def model_figures(model: str) -> Mapping[str, Any]:
 def timed_settings(recipe: Recipe) -> dict[str, str]:
     """Return the settings of a recipe that decide what a pack takes; the others decide what ranks hold."""
     return {name: getattr(recipe, name) for name in ("precision", "recompute", "loss", "offload")}
+
+
+def shareable(spec: ModelSpec, most: int) -> tuple[int, ...]:
+    """Return how many ranks, up to `most`, can share a model's heads; none where a layer has no heads to share."""
+    if any(kind.attention not in ("full", "latent") for kind in spec.kinds):
+        return ()
+    return heads_degrees(spec.num_heads, spec.num_kv_heads, most)
 
 
 def default_degrees(ranks: int, most: int = 8) -> tuple[int, ...]:

@@ -18,17 +18,22 @@ LEAST_LENGTH = 64  # below it a micro-batch costs its fixed part, whatever its l
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """A pack to be measured at a degree; a held-out one is never fitted, only compared."""
+    """A pack to be measured at a degree; a held-out one is never fitted, only compared.
+
+    Of the degree, sets of `heads_degree` ranks share heads.
+    """
 
     lengths: tuple[int, ...]
     degree: int
     held_out: bool = False
     crosses_nodes: bool = False
+    heads_degree: int = 1
 
     @property
     def key(self) -> str:
         """The name of the point in the samples file."""
-        return f"{self.degree}{'x' if self.crosses_nodes else ''}:{'+'.join(map(str, self.lengths))}"
+        sets = f"h{self.heads_degree}" if self.heads_degree > 1 else ""
+        return f"{self.degree}{'x' if self.crosses_nodes else ''}{sets}:{'+'.join(map(str, self.lengths))}"
 
     @property
     def tokens(self) -> int:
@@ -94,6 +99,23 @@ def measurement_points(max_length: int, degrees: Sequence[int], *, crosses_nodes
         Point(lengths=lengths, degree=degree, held_out=is_held_out, crosses_nodes=crosses_nodes and degree > 1)
         for degree in degrees
         for lengths, is_held_out in [*((pack, False) for pack in fitted), *((pack, True) for pack in held_out)]
+    ]
+    return sorted(points, key=lambda point: (point.work, point.key))
+
+
+def heads_points(max_length: int, degrees: Sequence[int], heads_degrees: Sequence[int]) -> list[Point]:
+    """Return the points of groups that share heads, cheapest first: all groups of these degrees and sets.
+
+    Fitted: three lengths of each group that is one set. Held out: four between them, of sets that form a ring, too.
+    """
+    groups = [(degree, shared) for degree in degrees for shared in heads_degrees if degree % shared == 0]
+    points = [
+        Point(lengths=lengths, degree=degree, heads_degree=shared, held_out=is_held_out)
+        for degree, shared in groups
+        for lengths, is_held_out in [
+            *((one, False) for one in _singles(max_length)[:-6:-2] if degree == shared),
+            *((one, True) for one in _between(max_length)[-4:]),
+        ]
     ]
     return sorted(points, key=lambda point: (point.work, point.key))
 

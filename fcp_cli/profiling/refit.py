@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from fcp_cli.cost.fitting import Sample, error_percent, fit_profile, predicted_seconds
+from fcp_cli.cost.fitting import Sample, error_percent, predicted_seconds
+from fcp_cli.cost.heads_fitting import fit_groups
 from fcp_cli.cost.profile import CostProfile, StepTerms, dump_cost_profile, parse_cost_profile
 from fcp_cli.errors import ProfileError
 from fcp_cli.models.model import load_model
@@ -155,6 +156,7 @@ def _samples_of_step(
                 degree=microbatch.degree,
                 seconds=seconds,
                 crosses_nodes=len(nodes) > 1,
+                heads_degree=microbatch.heads_degree,
             )
             yield replace(sample, patches=_patches(sample, microbatch.seconds, planned))
 
@@ -182,7 +184,7 @@ def refit(runs: Sequence[RunSamples], *, before: CostProfile | None = None) -> R
     samples = [sample for run in runs for sample in run.samples]
     fitted = [sample for i, sample in enumerate(samples) if i % HOLD_OUT_EVERY != HOLD_OUT_EVERY - 1]
     held_out = samples[HOLD_OUT_EVERY - 1 :: HOLD_OUT_EVERY]
-    fit = fit_profile(fitted, before, held_out=held_out)
+    fit = fit_groups(fitted, before, held_out=held_out)
     errors = {
         name: (error_percent(part, before), error_percent(part, fit.profile))
         for name, part in (("f", fitted), ("h", held_out))

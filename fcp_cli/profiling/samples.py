@@ -105,6 +105,7 @@ class MeasuredPoint(Generic[P]):
             degree=self.point.degree,
             seconds=self.seconds,
             crosses_nodes=self.point.crosses_nodes,
+            heads_degree=self.point.heads_degree,
             silent=silent and self.point.degree > 1,
         )
 

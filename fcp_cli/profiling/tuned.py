@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from fcp_cli.cost.profile import Coefficients, CostProfile
+from fcp_cli.cost.profile import Coefficients, CostProfile, Heads
 from fcp_cli.memory.trained import backward_of
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.recipe import Recipe
@@ -43,6 +43,13 @@ def scaled_to_trained(profile: CostProfile, whole: CostProfile, tuned: CostProfi
         replace(profile, coefficients=_scaled(profile.coefficients, changed), common_ground=ground),
         f"coefficients: all of the language model was trained while they were measured; computed for what is: {words}",
     )
+
+
+def heads_of_trained(heads: Heads, whole: Heads, tuned: Heads) -> Heads:
+    """Return what exchanges take with what is trained, from what they took with all of it; counts are given of both."""
+    names = ("exchange_bytes_per_token", "key_value_exchange_bytes_per_token", "exchange_seconds")
+    counted = {name: getattr(tuned, name) / getattr(whole, name) for name in names}
+    return replace(heads, **{name: ratio * getattr(heads, name) for name, ratio in counted.items()})
 
 
 def _scaled(coefficients: Coefficients, ratios: dict[str, float]) -> Coefficients:

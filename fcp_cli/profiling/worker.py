@@ -192,10 +192,11 @@ class Measurer:
         return [row.tolist() for row in everyone]
 
     def _warm_up(self) -> None:
-        """Run each degree once or twice: the first call of a kernel compiles and allocates, later ones do not."""
-        # A set of small integers has one order on all ranks, which run this together; points come cheapest first.
-        for degree in {point.degree for point in self.points}:
-            cheapest = next(point for point in self.points if point.degree == degree)
+        """Run each kind of group twice: the first call of a kernel compiles and allocates, later ones do not."""
+        cheapest_of: dict[tuple[int, int], Point] = {}  # points come cheapest first
+        for point in self.points:
+            cheapest_of.setdefault((point.degree, point.heads_degree), point)
+        for cheapest in cheapest_of.values():
             for _ in range(2):
                 self._observe(Task(point=cheapest, layers=max(self.request.layers)))
         for task in self.vision_schedule.tasks[:2]:
@@ -242,7 +243,10 @@ class Measurer:
         groups = groups_of(task.point, world=self.world.size, ranks_per_node=self.ranks_per_node)
         left_over = tuple(sorted(set(range(self.world.size)).difference(*groups))) if self.shares_cores else ()
         mine = next((group for group in (*groups, left_over) if self.world.rank in group), None)
-        work = None if mine is None else self.workload.microbatch(task.point.lengths, mine, mine.index(self.world.rank))
+        work = None
+        if mine is not None:
+            shared = task.point.heads_degree if len(mine) == task.point.degree else 1
+            work = self.workload.microbatch(task.point.lengths, mine, mine.index(self.world.rank), shared)
         dist.barrier()
         everyone = self._gather(measure(work, runs) if work else [0.0] * runs)
         if self.shares_cores:

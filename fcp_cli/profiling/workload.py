@@ -139,16 +139,24 @@ class Workload:
         # Decoders of transformers run self.layers[: config.num_hidden_layers].
         self.model.config.num_hidden_layers = layers  # type: ignore[union-attr]
 
-    def microbatch(self, lengths: tuple[int, ...], ranks: Sequence[int], index: int) -> Callable[[], None]:
-        """Return a function that runs forward and backward of member `index`; gradients add up as in training."""
+    def microbatch(
+        self, lengths: tuple[int, ...], ranks: Sequence[int], index: int, heads_degree: int = 1
+    ) -> Callable[[], None]:
+        """Return a function that runs forward and backward of member `index`; gradients add up as in training.
+
+        Args:
+            lengths: of the pack.
+            ranks: of the group.
+            index: of the member.
+            heads_degree: ranks of a set that shares heads.
+        """
         degree = len(ranks)
-        batch = self._batch(lengths, degree, index)
+        batch = self._batch(lengths, degree, index, heads_degree)
         tokens = sum(lengths)
 
         def run() -> None:
-            ring = Ring(
-                layout=shard_layout(lengths, degree), index=index, ranks=tuple(ranks), transport=self._transport
-            )
+            layout = shard_layout(lengths, degree, heads_degree)
+            ring = Ring(layout=layout, index=index, ranks=tuple(ranks), transport=self._transport)
             current_ring.set(ring)
             loss: Any = self._loss_sum(batch, ring) / tokens
             loss.backward()
@@ -167,8 +175,8 @@ class Workload:
             logits = self.model(**inputs).logits
         return token_loss_sum(logits, batch.labels)
 
-    def _make_batch(self, lengths: tuple[int, ...], degree: int, index: int) -> Batch:
-        layout = shard_layout(lengths, degree)
+    def _make_batch(self, lengths: tuple[int, ...], degree: int, index: int, heads_degree: int) -> Batch:
+        layout = shard_layout(lengths, degree, heads_degree)
         draw = torch.Generator().manual_seed(sum(lengths))
         tokens = torch.randint(self._vocabulary, (1, layout.tokens(index)), generator=draw)
         positions = torch.from_numpy(layout.position_ids(index))[None]

@@ -146,9 +146,9 @@ def print_errors(console: Console, profile: CostProfile) -> None:
         return
     table = _table("degree", "error held out", "error fitted", "held out", "points")
     for row in rows:
-        held_out = row.get("held_out_percent")
+        held_out, shared = row.get("held_out_percent"), row.get("heads_degree", 1)
         table.add_row(
-            str(row["degree"]),
+            str(row["degree"]) if shared == 1 else f"{row['degree']} = {shared} x {row['degree'] // shared}",
             "-" if held_out is None else f"{held_out:.2f} %",
             f"{row['fitted_percent']:.2f} %",
             str(row["held_out_points"]),

@@ -17,7 +17,7 @@ from fcp_cli.console import verbosity
 from fcp_cli.cost.profile import load_cost_profile
 from fcp_cli.machine.processes import descendants, send
 from fcp_cli.profiling.measurement import default_degrees, read_measurement
-from fcp_cli.profiling.points import measurement_points
+from fcp_cli.profiling.points import heads_points, measurement_points
 from fcp_cli.profiling.refit import HOLD_OUT_EVERY
 from fcp_cli.profiling.samples import read_samples
 from fcp_cli.recipe import Recipe
@@ -218,7 +218,8 @@ def test_several_nodes_get_a_command_to_run_on_each(tmp_path: Path, fcp: Fcp) ->
 @pytest.mark.distributed
 def test_a_measurement_whose_worker_dies_is_kept_and_gone_on_with(tmp_path: Path, fcp: Fcp) -> None:
     words = ["profile", "--ranks", "2", "--max-length", "512", "--budget-minutes"]
-    every_point = len(measurement_points(512, default_degrees(2)))  # so that the rest fits however slow this machine is
+    # So that the rest fits however slow this machine is; two ranks run rings, and share heads.
+    every_point = len(measurement_points(512, default_degrees(2))) + len(heads_points(512, default_degrees(2), (2,)))
     _kill_a_rank_after(every_point, [*words, "10"], tmp_path)
     kept = len(read_samples(tmp_path / "profile.samples.jsonl").of_kind("observation"))
     assert kept >= every_point
@@ -235,6 +236,9 @@ def test_a_measurement_whose_worker_dies_is_kept_and_gone_on_with(tmp_path: Path
     assert measurement["degrees"] == [1, 2]
     assert {"torch", "date", "device_name", "held_out_error_percent", "step_seconds"} <= set(measurement)
     assert all(point["seconds"] > 0 for point in measurement["points"])
+    assert profile.heads is not None and profile.heads.query_heads == 4  # and priced as it was measured
+    assert profile.heads.bandwidth_share != 1.0
+    assert [point["held_out"] for point in measurement["points"] if "heads_degree" in point].count(True) >= 2
     assert profile.recipe == Recipe(precision="fp32")
     assert profile.memory.model_state_bytes >= 16 * 426_752  # fp32 weights, gradients and two moments
     assert (profile.memory.tokens_per_rank() or 0) > 1000

@@ -81,7 +81,10 @@ def _circumstances(draw: random.Random) -> Iterator[dict[str, Any]]:
 
 def _observations(measurement: Measurement, draw: random.Random) -> Iterator[dict[str, Any]]:
     points = measurement.points()
-    samples = [Sample(lengths=point.lengths, degree=point.degree, seconds=1.0) for point in points]
+    samples = [
+        Sample(lengths=point.lengths, degree=point.degree, heads_degree=point.heads_degree, seconds=1.0)
+        for point in points
+    ]
     layers = load_model(MODEL).num_layers
     for point, seconds in zip(points, predicted_seconds(samples, truth(measurement.recipe)).tolist(), strict=True):
         if seconds > 30.0:  # a third of what is left of ten minutes does not pay for it

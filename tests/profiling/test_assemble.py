@@ -13,7 +13,9 @@ from fcp_cli.cost.fitting import Sample, predicted_seconds
 from fcp_cli.cost.profile import EXPOSED_RING, HIDDEN_RING, Bandwidth, Coefficients, CostProfile, parse_cost_profile
 from fcp_cli.memory.fitting import Place
 from fcp_cli.memory.rank import rank_memory
+from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
+from fcp_cli.profiling.analytic import analytic_profile, counted_heads
 from fcp_cli.profiling.assemble import profile_from_samples
 from fcp_cli.profiling.measurement import Measurement, model_figures
 from fcp_cli.profiling.memory_block import MemoryFigures
@@ -58,7 +60,7 @@ def samples_of(
 ) -> SamplesFile:
     """What four ranks would have written if every pack took what `truth` says; memory of 40 kB per token."""
     points = measurement.points()[:observed]
-    drawn = [_drawn(point.lengths, point.degree) for point in points]
+    drawn = [_drawn(point.lengths, point.degree, point.heads_degree) for point in points]
     lines: list[dict[str, Any]] = [{**ENVIRONMENT, **environment}]
     lines += [
         {"kind": "observation", "point": point.key, "layers": measurement.layers[0], "seconds": [seconds] * 3}
@@ -70,8 +72,8 @@ def samples_of(
     return SamplesFile(subject=measurement.subject(), figures=figures, lines=lines)
 
 
-def _drawn(lengths: tuple[int, ...], degree: int) -> Sample:
-    return Sample(lengths=lengths, degree=degree, seconds=1.0)
+def _drawn(lengths: tuple[int, ...], degree: int, heads_degree: int = 1) -> Sample:
+    return Sample(lengths=lengths, degree=degree, heads_degree=heads_degree, seconds=1.0)
 
 
 def test_exposed_rings_make_a_profile_with_an_exposed_share_that_says_what_it_gains() -> None:
@@ -85,6 +87,31 @@ def test_exposed_rings_make_a_profile_with_an_exposed_share_that_says_what_it_ga
     assert parse_cost_profile(profile.text, name="x").common_ground == profile.common_ground
     ground = profile.on_common_ground()
     assert ground.bandwidth.inter_node == ground.bandwidth.intra_node  # one node: nothing is beyond it
+
+
+def test_what_exchanges_take_is_fitted_beside_rings_and_foretells_rings_of_sets() -> None:
+    counted = counted_heads(load_model("qwen3-tiny"), MEASUREMENT.recipe, message_seconds=0.0)
+    heads = replace(counted, bandwidth_share=0.25, exchange_seconds=6e-3)
+    profile = profile_from_samples(samples_of(replace(TRUTH, heads=heads)))
+    assert profile.heads is not None
+    assert profile.heads.bandwidth_share * profile.bandwidth.intra_node == pytest.approx(0.25 * 4e8, rel=0.1)
+    assert profile.heads.exchange_seconds == pytest.approx(6e-3, rel=0.1)
+    assert replace(profile.heads, bandwidth_share=1.0, exchange_seconds=0.0) == counted
+    groups = {(row["degree"], row["heads_degree"]): row for row in profile.measurement["error_by_degree"]}
+    assert set(groups) == {(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4)}
+    assert groups[4, 2]["points"] == 0, "sets that form a ring are foretold"
+    assert all(row["held_out_percent"] < 2.0 for row in groups.values())
+    assert parse_cost_profile(profile.text, name="x").heads == profile.heads
+
+
+def test_one_rank_observes_no_exchanges_and_keeps_those_of_its_cluster() -> None:
+    alone = replace(MEASUREMENT, ranks=1)
+    assert all(point.heads_degree == 1 for point in alone.points())
+    on_cluster = replace(alone, cluster="h100-8x8")
+    computed = analytic_profile(
+        load_model("qwen3-tiny"), load_cluster("h100-8x8"), recipe=alone.recipe, sync="iteration", ranks=1
+    )
+    assert profile_from_samples(samples_of(TRUTH, measurement=on_cluster)).heads == computed.heads
 
 
 def test_rings_that_hide_make_a_profile_without_an_exposed_share() -> None:

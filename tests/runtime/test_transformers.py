@@ -17,7 +17,7 @@ from fcp_cli.runtime.ring import Ring, current_ring
 from fcp_cli.verification.emulation import Meeting, run_ranks
 from fcp_cli.verification.replay import Replayed, gradients_on_rank, thread_session
 from tests.runtime.models import Case, Family, Recomputation, assert_agrees, build, expected, hugging_face
-from tests.runtime.plans import random_steps, write_plan
+from tests.runtime.plans import Row, random_steps, write_plan
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
 
@@ -40,6 +40,33 @@ def test_a_decoder_under_a_plan_computes_what_sdpa_computes(
 
     alone = expected(case, plan)
     for rank in run_ranks(3, run):
+        assert_agrees(case, rank, alone)
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        get_args(Recomputation)[0],
+        *(pytest.param(one, marks=pytest.mark.full) for one in get_args(Recomputation)[1:]),
+    ],
+)
+def test_a_decoder_whose_ranks_share_heads_computes_what_sdpa_computes(
+    recompute: Recomputation, tmp_path: Path
+) -> None:
+    """Four query and two key/value heads: sets of four hold each of these twice."""
+    steps = [
+        [Row([0, 1, 2, 3], [31, 1, 6], heads_degree=2), Row([1, 2], [9], heads_degree=2), Row([0, 3], [7, 3])],
+        [Row([0, 1], [1], heads_degree=2), Row([2, 3], [20]), Row([0, 1, 2, 3], [17, 4], heads_degree=4)],
+    ]
+    plan = write_plan(tmp_path / "p", steps, num_ranks=4)
+    case = Case(family="qwen3", recompute=recompute)
+    built = [build(case) for _ in range(4)]
+
+    def run(meeting: Meeting, rank: int) -> Replayed:
+        return gradients_on_rank(thread_session(plan, case.fetch(plan), meeting, rank), *built[rank])
+
+    alone = expected(case, plan)
+    for rank in run_ranks(4, run):
         assert_agrees(case, rank, alone)
 
 
