@@ -12,7 +12,14 @@ from torch import Tensor
 from fcp_cli.errors import RunError
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.cursor import RankStep
-from fcp_cli.runtime.integrations.megatron.samples import LoadedStep, LocalShard, Samples, load_shard, pinned
+from fcp_cli.runtime.integrations.megatron.samples import (
+    LoadedStep,
+    LocalShard,
+    Samples,
+    find_samples,
+    load_shard,
+    pinned,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -63,6 +70,7 @@ def test_an_item_that_is_one_sequence_is_cut_to_its_planned_length(item: dict[st
         ({"cu_seqlens": torch.tensor([0, 3, LENGTH], dtype=torch.int32)}, (3, 3)),
         ({"cu_seqlens": torch.tensor([0, 3, 5])}, (3, 2, 1)),  # what follows is padding, a sequence of its own
         ({"cu_seqlens": torch.tensor([0, 3, 5, *[LENGTH] * 6])}, (3, 2, 1)),  # as --sft has it since 0.19
+        ({"cu_seqlens_q": torch.tensor([0, 3, LENGTH, -1, -1])}, (3, 3)),  # as Megatron-Bridge has it
         ({"cu_seqlens": torch.tensor([0, 2, 5]), "cu_seqlens_padded": torch.tensor([0, 3, LENGTH])}, (3, 3)),
     ],
 )
@@ -99,6 +107,12 @@ def test_an_item_of_which_nobody_knows_what_sees_what_is_refused(item: dict[str,
     with pytest.raises(RunError) as error:
         load(**item)
     assert message in str(error.value)
+
+
+def test_batches_that_were_drawn_before_the_schedule_was_asked_are_refused() -> None:
+    """As by Megatron-Bridge for fine-tuning: the plan's rows cannot be read out of them."""
+    with pytest.raises(RunError, match="the data iterator is a list_iterator, behind which no data set"):
+        find_samples(iter([{"tokens": torch.arange(LENGTH)}]))
 
 
 def test_a_step_for_a_gpu_lies_in_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:

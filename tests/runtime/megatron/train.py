@@ -55,7 +55,10 @@ def parse() -> argparse.Namespace:
 def types_of_cuda() -> None:
     """Megatron's optimizers of bf16 sort parameters by the names of CUDA's tensor types."""
     named = {torch.bfloat16: "torch.cuda.BFloat16Tensor", torch.float32: "torch.cuda.FloatTensor"}
-    torch.Tensor.type = lambda tensor: named[tensor.dtype]  # type: ignore[method-assign, assignment]
+    type_of = torch.Tensor.type
+    torch.Tensor.type = lambda tensor, *args: (  # type: ignore[method-assign, assignment]
+        type_of(tensor, *args) if args else named[tensor.dtype]
+    )
 
 
 def model_of(settings: Any, arguments: argparse.Namespace) -> DistributedDataParallel:

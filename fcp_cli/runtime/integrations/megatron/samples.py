@@ -27,7 +27,9 @@ TOKENS = "tokens"
 LOSS_MASK = "loss_mask"
 POSITIONS = "position_ids"
 ATTENTION_MASK = "attention_mask"
-_ENDS, _PADDED_ENDS = "cu_seqlens", "cu_seqlens_padded"
+_ENDS = "cu_seqlens"
+# Where sequences end in a pack as it lies there, by whose data set it is: padded sequences before bare ones.
+_ENDS_OF_PACKS = ("cu_seqlens_q_padded", "cu_seqlens_padded", "cu_seqlens_q", _ENDS)
 
 # Random samplers hand out the data set in an order of their own, and count ahead of training.
 _RANDOM_SAMPLER = "MegatronPretrainingRandomSampler"
@@ -232,7 +234,7 @@ def sequence_ends(item: Mapping[str, Any], at: int, tokens: int, length: int) ->
     """
     if not length:
         return [0]
-    packed = next((item[name] for name in (_PADDED_ENDS, _ENDS) if item.get(name) is not None), None)
+    packed = next((item[name] for name in _ENDS_OF_PACKS if item.get(name) is not None), None)
     mask, positions = (torch.as_tensor(item.get(name, ())) for name in (ATTENTION_MASK, POSITIONS))
     ends = [length]
     if packed is not None:
@@ -249,7 +251,9 @@ def sequence_ends(item: Mapping[str, Any], at: int, tokens: int, length: int) ->
 
 
 def _ends_in(ends: list[int], at: int, length: int) -> list[int]:
-    """Return the ends that `cu_seqlens` name; it may repeat the last one, and leave padding after it out."""
+    """Return the ends that `cu_seqlens` name; it may repeat the last one, or end in -1, and leave padding out."""
+    while ends and ends[-1] == -1:
+        ends = ends[:-1]
     if ends[:1] != [0] or ends != sorted(ends):
         raise RunError(f"row {at} of the data set has {_ENDS} that do not ascend from 0; they are {_short(ends)}")
     return sorted({min(end, length) for end in (*ends, length)} - {0})
