@@ -36,7 +36,7 @@ class TrainEngine:
         for _ in range(2):
             assert train_dataloader_iter is not None
             loss: Tensor = self.model(**next(train_dataloader_iter), use_cache=False).loss / 2
-            loss.backward()
+            torch.autograd.backward(loss)
             total += float(loss)
         return {"loss": total}
 
@@ -61,7 +61,7 @@ def planned_engine(at: Rank) -> TrainEngine:
         def train_step(self, train_dataloader_iter: Any) -> dict[str, float]:
             step = next(self.steps)
             for microbatch in step:
-                microbatch.loss(at.logits(microbatch)).backward()
+                torch.autograd.backward(microbatch.loss(at.logits(microbatch)))
             return {"loss": step.reduced_loss()}
 
     return PlannedEngine(at.model, torch.optim.SGD(at.model.parameters(), lr=0.0))

@@ -22,6 +22,6 @@ def ensure_contiguous_wrapper(view: Callable[..., Tensor]) -> Callable[..., Tens
     return contiguous_view
 
 
-torch.Tensor.view = ensure_contiguous_wrapper(torch.Tensor.view)  # type: ignore[method-assign, assignment]
+torch.Tensor.view = ensure_contiguous_wrapper(torch.Tensor.view)  # type: ignore[method-assign]
 ContextParallelFeature().register_patches(MindSpeedPatchesManager, get_full_args())
 MindSpeedPatchesManager.apply_patches()
