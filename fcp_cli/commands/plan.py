@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast
 
@@ -86,6 +86,7 @@ def plan(options: PlanOptions) -> None:
             raise UsageError("--json and -o - both want stdout; write the plan to a file")
         if options.resume:
             raise UsageError("--resume continues a file, which -o - is not; write the plan to a file")
+    options = _with_its_attention(options, origins)
     inputs = resolve(
         options, origins, most_peers=options.max_peers
     )  # first: a plan that is given as the manifest is no source to be kept
@@ -95,6 +96,17 @@ def plan(options: PlanOptions) -> None:
         _plan_to_stdout(inputs, options)
     else:
         _plan_to_file(inputs, options, output, origins)
+
+
+def _with_its_attention(options: PlanOptions, origins: Origins) -> PlanOptions:
+    """Return the options with the way to split attention that the strategy consists of, where none was typed."""
+    from fcp_cli.planning.solvers import SPLITS_HEADS
+
+    attention = SPLITS_HEADS.get(options.solver)
+    if attention is None or "attention" in options.typed:
+        return options
+    origins.assume("--attention", attention, f"--solver {options.solver} splits heads so")
+    return replace(options, attention=attention)
 
 
 def _finish(output: Path, options: PlanOptions) -> None:

@@ -273,26 +273,22 @@ def quickest_heads(
     if attention == "ulysses":
         return degree.astype(np.int32)
 
-    def seconds(heads_degree: Int32Array) -> FloatArray:
-        return microbatch_prices(
-            work,
-            offsets,
-            rank_offsets=rank_offsets,
-            ranks=ranks,
-            profile=profile,
-            ranks_per_node=ranks_per_node,
-            padding_multiple=padding_multiple,
-            heads_degree=heads_degree,
-        ).seconds
-
-    best = np.ones(len(degree), dtype=np.int32)
-    least, together = seconds(best), ranks_together(rank_offsets, ranks, ranks_per_node)
-    for heads_degree in profile.heads.degrees(ranks_per_node):
-        fits = together % heads_degree == 0
-        if fits.any():
-            tried = seconds(np.where(fits, heads_degree, 1).astype(np.int32))
-            quicker = fits & (tried < least)
-            best[quicker], least[quicker] = heads_degree, tried[quicker]
+    best, working = np.ones(len(degree), dtype=np.int32), np.flatnonzero(sizes_of(offsets))
+    pack = pack_work(work, np.append(offsets[working], offsets[-1:]), degree[working], profile, padding_multiple)
+    wide = np.flatnonzero(degree[working] > 1)
+    pack, groups = pack.take(wide), working[wide]
+    choices = np.array((1, *profile.heads.degrees(ranks_per_node)))[:, None]
+    seconds = group_seconds(
+        profile,
+        attention_seconds=pack.attention_seconds,
+        linear_seconds=pack.linear_seconds,
+        tokens=pack.tokens,
+        degree=degree[groups],
+        crosses_nodes=crosses_nodes(rank_offsets, ranks, ranks_per_node)[groups],
+        heads_degree=choices,
+    )
+    fits = ranks_together(rank_offsets, ranks, ranks_per_node)[groups] % choices == 0
+    best[groups] = choices[np.where(fits, seconds, np.inf).argmin(axis=0), 0]
     return best
 
 

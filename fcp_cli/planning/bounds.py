@@ -6,19 +6,18 @@ The simple bounds stand here, the tightened ones with their proofs in `certifica
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.cost.model import Work, group_seconds
+from fcp_cli.arrays import FloatArray
+from fcp_cli.cost.model import Work
 from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.plan.speeds import Speeds
+from fcp_cli.planning.compiled.alone import alone_by_degree, least_alone, longest_alone
 from fcp_cli.planning.compiled.certificate import area_bound, crowd_bound, wave_bound
-from fcp_cli.planning.kernel_inputs import by_falling_work, machine_of
+from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, machine_of
 from fcp_cli.planning.problem import Problem
 
-_CHUNK = 32  # sequences whose degrees are tried at once
 _MOST_ABREAST = 16  # sequences of which more fit side by side are left to the work's bound
 _MOST_SUMMED = 512  # sequences whose least times are summed
 _MARGIN = 1e-9  # relative; keeps rounding on the safe side
@@ -105,7 +104,7 @@ def _beside_longest_seconds(work: Work, even: FloatArray, problem: Problem, pipe
     others_seconds = float(others.sum() - others[longest])
     degree = np.arange(max(1, -(-int(work.tokens[longest]) // problem.tokens_per_rank)), n + 1)
     messages = 2 * (stages * pipeline.virtual_stages - 1) * pipeline.send_seconds
-    way = stages * _alone_seconds(work, longest, degree, problem) + messages
+    way = stages * alone_by_degree(longest, in_batch_order(work), machine_of(problem))[degree] + messages
     step = (degree * way + others_seconds) / (degree + share * (n - degree))
     best = stages * longest_sequence_bound_seconds(work, problem) + messages
     return max(best, float(np.maximum(way, step).min()))
@@ -140,16 +139,7 @@ def longest_sequence_bound_seconds(work: Work, problem: Problem) -> float:
 
     A group of d ranks is no quicker than the d-th quickest rank.
     """
-    min_degree = np.maximum(1, -(-work.tokens // problem.tokens_per_rank))
-    at_min_degree = _alone_seconds(work, slice(None), min_degree, problem)
-    best = 0.0
-    order = np.argsort(-at_min_degree, kind="stable")
-    for first in range(0, len(order), _CHUNK):
-        chunk = order[first : first + _CHUNK]
-        if at_min_degree[chunk[0]] <= best:
-            break  # no later sequence takes longer than this one's time at its smallest degree
-        best = max(best, float(_least_seconds(work, chunk, problem).max()))
-    return best
+    return float(longest_alone(_quickest_first(problem), in_batch_order(work), machine_of(problem)))
 
 
 def abreast_bound_seconds(work: Work, problem: Problem) -> float:
@@ -166,15 +156,8 @@ def abreast_bound_seconds(work: Work, problem: Problem) -> float:
     if not len(longest):
         return 0.0
     abreast = np.maximum(1, room // work.tokens[longest])
-    return float((np.cumsum(_least_seconds(work, longest, problem)) / abreast).max()) * (1.0 - _MARGIN)
-
-
-def _least_seconds(work: Work, index: IntArray, problem: Problem) -> FloatArray:
-    """Return the seconds of sequences alone, each on the degree that suits it best."""
-    degrees = np.arange(1, problem.num_ranks + 1)
-    seconds = _alone_seconds(work, (index, None), degrees, problem)
-    feasible = degrees * problem.tokens_per_rank >= work.tokens[index, None]
-    return np.asarray(np.where(feasible, seconds, np.inf).min(axis=1))
+    least = least_alone(longest, _quickest_first(problem), in_batch_order(work), machine_of(problem))
+    return float((np.cumsum(least) / abreast).max()) * (1.0 - _MARGIN)
 
 
 def floored_bound_seconds(work: Work, problem: Problem) -> float:
@@ -186,36 +169,8 @@ def floored_bound_seconds(work: Work, problem: Problem) -> float:
     return (waves - 1) * floor + max(floor, longest_sequence_bound_seconds(work, problem))
 
 
-def _alone_seconds(work: Work, index: Any, degree: IntArray, problem: Problem) -> FloatArray:
-    """Return the least seconds of sequences alone on groups of these degrees, over all ways to split heads."""
-    bandwidth = problem.profile.bandwidth
-    crosses = (degree > problem.ranks_per_node) | (bandwidth.inter_node > bandwidth.intra_node)
-    quickest = np.ones(1) if problem.rank_speeds is None else np.sort(problem.rank_speeds)[::-1]
-    speeds = quickest[np.minimum(degree, len(quickest)) - 1]
-
-    def seconds(heads_degree: IntArray | int, on: Any = slice(None)) -> FloatArray:
-        """Price the sequences on those of the degrees alone."""
-        parts = (work.attention_seconds[index], work.linear_seconds[index], work.tokens[index])
-        attention, linear, tokens = (part[on] if part.shape == degree.shape else part for part in parts)
-        return group_seconds(
-            problem.profile,
-            attention_seconds=attention,
-            linear_seconds=linear,
-            tokens=tokens,
-            degree=degree[on],
-            crosses_nodes=crosses[on],
-            heads_degree=heads_degree,
-            sets_cross_nodes=(np.asarray(heads_degree) > problem.ranks_per_node)
-            | (bandwidth.inter_node > bandwidth.intra_node),
-        )
-
-    heads = problem.profile.heads
-    if problem.attention is None or heads is None:
-        return np.asarray(seconds(1) / speeds)
-    if problem.attention == "ulysses":
-        return np.where(np.isin(degree, (1, *heads.degrees(problem.num_ranks))), seconds(degree) / speeds, np.inf)
-    best = seconds(1)
-    for one in heads.degrees(problem.ranks_per_node):
-        splits = np.flatnonzero(degree % one == 0)
-        best[..., splits] = np.minimum(best[..., splits], seconds(one, splits))
-    return np.asarray(best / speeds)
+def _quickest_first(problem: Problem) -> FloatArray:
+    """Return [num_ranks] the speeds of the ranks, falling."""
+    if problem.rank_speeds is None:
+        return np.ones(problem.num_ranks)
+    return np.asarray(sorted(problem.rank_speeds, reverse=True), dtype=np.float64)

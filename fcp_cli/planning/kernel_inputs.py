@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.cost.model import Work, exchanged_bytes_per_token
 from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.compiled.core import ANY_RANKS, Machine, Sequences, Splits
+from fcp_cli.planning.compiled.ways import tabulated
 from fcp_cli.planning.problem import Problem
+
+
+def changed(machine: Machine, **fields: Any) -> Machine:
+    """Return a machine on which something costs otherwise, or ranks hold other numbers of tokens."""
+    machine = machine._replace(**fields)
+    splits = machine.splits
+    return machine._replace(splits=tabulated(machine)) if splits.only or len(splits.heads) else machine
 
 
 def machine_of(problem: Problem, groups: list[range] | None = None, *, placement: int = ANY_RANKS) -> Machine:
@@ -20,7 +30,7 @@ def machine_of(problem: Problem, groups: list[range] | None = None, *, placement
     first, ranks, allowed = _back_to_back(groups or [], problem.num_ranks)
     if not groups:
         allowed[:] = 1
-    return Machine(
+    machine = Machine(
         num_ranks=problem.num_ranks,
         ranks_per_node=min(problem.ranks_per_node, problem.num_ranks),
         tokens_per_rank=problem.tokens_per_rank,
@@ -40,26 +50,47 @@ def machine_of(problem: Problem, groups: list[range] | None = None, *, placement
         group_ranks=ranks,
         allowed=allowed,
         placement=placement,
-        splits=splits_of(problem),
+        splits=_splits_of(problem),
+    )
+    return changed(machine)
+
+
+def without_splits(machine: Machine) -> Machine:
+    """Return the machine on which groups are rings."""
+    return machine._replace(splits=_no_splits())
+
+
+def _splits_of(problem: Problem) -> Splits:
+    """Return how groups may split heads: inside nodes beside rings, or any number of ranks in place of rings."""
+    heads, bandwidth = problem.profile.heads, problem.profile.bandwidth
+    if problem.attention is None or heads is None:
+        return _no_splits()
+    only = problem.attention == "ulysses"
+    u = np.array(heads.degrees(problem.num_ranks if only else min(problem.num_ranks, problem.ranks_per_node)))
+    u = u.astype(np.int64)
+    size = exchanged_bytes_per_token(heads, u)
+    return _no_splits()._replace(
+        heads=u,
+        copies=np.maximum(1.0, u / heads.key_value_heads),
+        inside=size / (bandwidth.intra_node * heads.bandwidth_share),
+        across=size / (bandwidth.inter_node * heads.bandwidth_share),
+        messages=np.asarray(heads.exchange_seconds * (u - 1.0), dtype=np.float64),
+        only=int(only),
     )
 
 
-def splits_of(problem: Problem) -> Splits:
-    """Return how groups may split heads: inside nodes beside rings, or any number of ranks in place of rings."""
-    only, heads, bandwidth = problem.attention == "ulysses", problem.profile.heads, problem.profile.bandwidth
-    degrees: tuple[int, ...] = ()
-    if problem.attention is not None and heads is not None:
-        degrees = heads.degrees(problem.num_ranks if only else min(problem.num_ranks, problem.ranks_per_node))
-    u = np.array(degrees, dtype=np.int64)
-    size = np.zeros(0) if heads is None else exchanged_bytes_per_token(heads, u)
-    share = 1.0 if heads is None else heads.bandwidth_share
+def _no_splits() -> Splits:
+    none = np.zeros(0)
     return Splits(
-        heads=u,
-        copies=np.ones(0) if heads is None else np.maximum(1.0, u / heads.key_value_heads),
-        inside=size / (bandwidth.intra_node * share),
-        across=size / (bandwidth.inter_node * share),
-        messages=np.asarray((0.0 if heads is None else heads.exchange_seconds) * (u - 1.0), dtype=np.float64),
-        only=int(only),
+        heads=np.zeros(0, dtype=np.int64),
+        copies=none,
+        inside=none,
+        across=none,
+        messages=none,
+        only=0,
+        lies=np.zeros(0, dtype=np.int64),
+        first=np.zeros((0, 0), dtype=np.int64),
+        ways=np.zeros((0, 5)),
     )
 
 

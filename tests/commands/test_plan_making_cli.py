@@ -7,16 +7,20 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fcp_cli.cost.profile import dump_cost_profile
 from fcp_cli.plan.peers import plan_peers
 from fcp_cli.plan.reader import PlanReader
 from tests.commands.planning_folder import EIGHT_RANKS, assert_one_error_line, fcp, write_dataset
 from tests.patience import PATIENCE_SECONDS, wait_until
+from tests.planning.examples import example_profile
+from tests.planning.published.test_split_heads import HEADS
 
 
 @pytest.fixture
@@ -77,6 +81,18 @@ def test_a_step_may_have_so_many_tokens_in_place_of_so_many_sequences(folder: Pa
 def test_what_cannot_be_done_is_one_line(folder: Path, arguments: tuple[str, ...], status: int, message: str) -> None:
     result = fcp("plan", "dataset.parquet", *EIGHT_RANKS, *arguments, cwd=folder)
     assert message in assert_one_error_line(result, status)
+
+
+@pytest.mark.parametrize(("solver", "attention"), [("usp", "2d"), ("deepspeed-ulysses", "ulysses")])
+def test_a_strategy_that_splits_heads_brings_its_attention(folder: Path, solver: str, attention: str) -> None:
+    profile = replace(example_profile(), heads=HEADS)
+    (folder / "profile.yaml").write_text(dump_cost_profile(profile))
+    result = fcp("plan", "dataset.parquet", *EIGHT_RANKS, "--solver", solver, cwd=folder)
+    assert result.returncode == 0, result.stderr
+    assert f"assumed --attention = {attention} (--solver {solver} splits heads so)" in result.stderr
+    assert PlanReader(folder / "plan.parquet").metadata.attention == attention
+    result = fcp("plan", "dataset.parquet", *EIGHT_RANKS, "--solver", solver, "--attention", "ring", cwd=folder)
+    assert f"--solver {solver} splits heads; add --attention {attention}" in assert_one_error_line(result, 2)
 
 
 @pytest.mark.processes

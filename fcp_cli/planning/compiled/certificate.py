@@ -15,32 +15,20 @@ import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.compiling import inlined, kernel
+from fcp_cli.planning.compiled.alone import alone_at_best, at_best
 from fcp_cli.planning.compiled.core import (
-    AT_BEST,
     Machine,
     Sequences,
     pack_seconds,
     ring_pack_seconds,
-    split_pack_seconds,
     total_of,
+    way_seconds,
 )
 
 _STEPS = 24  # of bisection
 _LONGEST = 4  # sequences whose wave is looked at
 _GRID = 1.003  # steps in which the length of a wave is looked at
 _MARGIN = 1e-9  # relative; keeps rounding on the safe side
-
-
-@inlined
-def _alone(i: int, degree: int, sequences: Sequences, machine: Machine) -> float:
-    """Return T(s, d) of sequence i: its seconds alone on a group of this degree, placed at best."""
-    across = _at_best(degree, machine)
-    return pack_seconds(sequences.attention[i], sequences.linear[i], sequences.tokens[i], degree, across, machine)
-
-
-@inlined
-def _at_best(degree: int, machine: Machine) -> int:
-    return AT_BEST if degree > machine.ranks_per_node or machine.inter < machine.intra else 0
 
 
 @kernel
@@ -78,7 +66,7 @@ def _least_area(i: int, makespan: float, outlasting: float, sequences: Sequences
     tokens = sequences.tokens[i]
     lowest = max(1, (sequences.tokens[i] + machine.tokens_per_rank - 1) // machine.tokens_per_rank)
     for degree in range(lowest, machine.num_ranks + 1):
-        if _alone(i, degree, sequences, machine) > makespan:
+        if alone_at_best(i, degree, sequences, machine) > makespan:
             continue
         first = first if first else degree
         if machine.splits.only and degree > 1:
@@ -211,7 +199,7 @@ def _wave_of(
     for degree in range(
         max(1, (sequences.tokens[j] + machine.tokens_per_rank - 1) // machine.tokens_per_rank), num_ranks + 1
     ):
-        if _alone(j, degree, sequences, machine) + more_waves >= least:
+        if alone_at_best(j, degree, sequences, machine) + more_waves >= least:
             continue
         others = num_ranks - degree
         held = _densest(float(others * machine.tokens_per_rank), j, by_density, sequences)
@@ -241,13 +229,13 @@ def _growth(k: int, j: int, degree: int, dense: float, thin: float, sequences: S
     attention, linear, tokens = sequences.attention[j], sequences.linear[j], sequences.tokens[j]
     if degree == 1:
         return machine.beta + linear + attention, 1.0
-    across, sets, exchange = _at_best(degree, machine), degree, 0.0
+    across, sets, exchange = at_best(degree, machine), degree, 0.0
     if k < 0:
         shortest = np.inf
         if not machine.splits.only:
             shortest = ring_pack_seconds(attention, linear, tokens, degree, across, machine)
     else:
-        shortest = split_pack_seconds(k, attention, linear, tokens, degree, across, machine)
+        shortest = way_seconds(k, attention, linear, tokens, degree, across, machine)
         sets, exchange = degree // machine.splits.heads[k], _exchange(k, machine)
     traffic = _traffic(degree, sets, machine)
     hidden = traffic - _home(degree, machine)
@@ -332,7 +320,7 @@ def _least_member(degree: int, crowd: Crowd, machine: Machine) -> float:
     """Return the least seconds of a pack of this degree with one of the crowd, or more; infinite over the budget."""
     if degree * machine.tokens_per_rank < crowd.least_tokens:
         return np.inf
-    across = _at_best(degree, machine)
+    across = at_best(degree, machine)
     return pack_seconds(crowd.least_attention, crowd.least_linear, crowd.least_tokens, degree, across, machine)
 
 
@@ -415,7 +403,7 @@ def crowd_bound(at_least: float, sequences: Sequences, machine: Machine) -> floa
     for degree in range(
         (sequences.tokens[0] + machine.tokens_per_rank - 1) // machine.tokens_per_rank, machine.num_ranks + 1
     ):
-        longest = min(longest, _alone(0, degree, sequences, machine))
+        longest = min(longest, alone_at_best(0, degree, sequences, machine))
     best, count = at_least, 2
     while count <= n:
         crowd = _make_crowd(count, by_density, thin, sequences)

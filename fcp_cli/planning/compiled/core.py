@@ -1,8 +1,10 @@
 """Shared by both searches: sequences and ranks as arrays, the price of a pack, a tree that finds the first with room.
 
 The price repeats the formulas of `cost.model` and `planning.work`, which work on whole arrays, for one pack in an inner
-loop. A test holds the two equal to the last bit, but for one thing: bytes are divided by the bandwidth once for all
-(`Machine.intra`, `Machine.inter`) instead of in every evaluation, which may round the ring's seconds otherwise.
+loop: `ring_pack_seconds` for rings alone, `way_terms` where groups may split heads. A test holds those of rings alone
+equal to the last bit, but for one thing: bytes are divided by the bandwidth once for all (`Machine.intra`,
+`Machine.inter`) instead of in every evaluation, which may round the ring's seconds otherwise. Those of `way_terms` are
+summed up before tokens are known, and round otherwise.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class Sequences(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """How groups may split heads. All arrays are [heads degrees that there may be].
+    """How groups may split heads. The first five arrays are [heads degrees that there may be].
 
     Attributes:
         heads: ranks of a set that shares the heads.
@@ -40,6 +42,10 @@ class Splits(NamedTuple):
         inside, across: seconds in which a set exchanges one token of each, in a node and across nodes.
         messages: seconds of the exchanges beside their bytes.
         only: 1 where all ranks of a group are one set, which may then lie across nodes.
+        lies: [ranks_per_node + 2] the row of `first` for `across` = AT_BEST, 0, 1, and so on; empty where groups are
+            rings, whatever they cost.
+        first: [rows, num_ranks + 2] where the ways to run a pack on each degree begin in `ways`.
+        ways: [ways, 5] what `way_terms` returns of each; `ways.tabulated` leaves out those that never take least.
     """
 
     heads: IntArray
@@ -48,6 +54,9 @@ class Splits(NamedTuple):
     across: FloatArray
     messages: FloatArray
     only: int
+    lies: IntArray
+    first: IntArray
+    ways: FloatArray
 
 
 class Machine(NamedTuple):
@@ -105,10 +114,10 @@ class Tree(NamedTuple):
 
 
 @inlined
-def ring_seconds(tokens: float, degree: int, sets: int, across: int, machine: Machine) -> float:
-    """Return the seconds of a ring of `sets`, each with an even part of the heads: `cost.model.ring_seconds`."""
+def ring_seconds(tokens: float, degree: int, across: int, machine: Machine) -> float:
+    """Return the seconds of a ring of single ranks: `cost.model.ring_seconds`."""
     per_token = machine.inter if across else machine.intra
-    return per_token * tokens * (sets - 1) / degree + machine.hop * (sets - 1) + machine.home
+    return per_token * tokens * (degree - 1) / degree + machine.hop * (degree - 1) + machine.home
 
 
 @inlined
@@ -116,21 +125,6 @@ def exposed_seconds(ring: float, tokens: float, degree: int, across: int, machin
     """Return the seconds of a ring that nothing hides: a share, and the last hop (`cost.model.last_hop_seconds`)."""
     home = (machine.home_inter if across else machine.home_intra) * tokens / degree + machine.home
     return machine.exposed * (ring - home) + home
-
-
-@inlined
-def exchange_seconds(k: int, tokens: int, degree: int, across: int, machine: Machine) -> float:
-    """Return the seconds in which sets of the k-th heads degree exchange a pack; infinite where there are none such.
-
-    That is: they do not fill the group, or lie across nodes and are not the whole group.
-    """
-    splits = machine.splits
-    heads = splits.heads[k]
-    spans = heads > machine.ranks_per_node or (across > 0 and across % heads != 0)
-    if degree % heads != 0 or (degree != heads if splits.only else spans):
-        return np.inf
-    per_token = splits.across[k] if spans else splits.inside[k]
-    return float(per_token * tokens / degree + splits.messages[k])
 
 
 @inlined
@@ -159,10 +153,15 @@ def pack_seconds(attention: float, linear: float, tokens: int, degree: int, acro
     """
     if degree == 1:
         return machine.beta + linear + attention
-    best = np.inf if machine.splits.only else ring_pack_seconds(attention, linear, tokens, degree, across, machine)
-    for k in range(len(machine.splits.heads)):
-        best = min(best, split_pack_seconds(k, attention, linear, tokens, degree, across, machine))
-    return best
+    if len(machine.splits.lies) == 0:
+        return ring_pack_seconds(attention, linear, tokens, degree, across, machine)
+    splits, best = machine.splits, np.inf
+    row = splits.lies[across + 1]
+    for way in range(splits.first[row, degree], splits.first[row, degree + 1]):
+        computed = attention / degree + splits.ways[way, 0] * tokens
+        moved = splits.ways[way, 1] * tokens + splits.ways[way, 2]
+        best = min(best, max(computed, moved) + (splits.ways[way, 3] * tokens + splits.ways[way, 4]))
+    return machine.beta + linear / degree + best
 
 
 @inlined
@@ -170,26 +169,54 @@ def ring_pack_seconds(
     attention: float, linear: float, tokens: int, degree: int, across: int, machine: Machine
 ) -> float:
     """Return the predicted seconds of a pack on a ring of more than one rank."""
-    ring = ring_seconds(tokens, degree, degree, across, machine)
+    ring = ring_seconds(tokens, degree, across, machine)
     exposed = exposed_seconds(ring, tokens, degree, across, machine)
     computed = attention / degree + machine.chunk * tokens * (degree - 1.0) / degree
     return machine.beta + linear / degree + max(computed, ring - exposed) + exposed
 
 
 @inlined
-def split_pack_seconds(
+def way_terms(k: int, degree: int, across: int, machine: Machine) -> Any:
+    """Return how a pack's seconds follow from its tokens where the k-th heads degree splits it, -1 for a ring.
+
+    These are c, p, q, r and s of
+
+        beta + linear / d + max(attention / d + c tokens, p tokens + q) + r tokens + s
+
+    all infinite where there are no such sets: they do not fill the group, or lie across nodes and are not all of it.
+    """
+    splits = machine.splits
+    heads, copies, exchange, messages = 1, 1.0, 0.0, 0.0
+    if k >= 0:
+        heads, copies, messages = splits.heads[k], splits.copies[k], splits.messages[k]
+        spans = heads > machine.ranks_per_node or (across > 0 and across % heads != 0)
+        exchange = splits.across[k] if spans else splits.inside[k]
+        if across == AT_BEST and splits.only and not spans:
+            exchange = min(splits.across[k], splits.inside[k])
+        if degree % heads != 0 or (degree != heads if splits.only else spans):
+            return np.inf, np.inf, np.inf, np.inf, np.inf
+    hops = degree // heads - 1
+    if hops == 0:
+        return 0.0, 0.0, 0.0, exchange / degree, messages
+    home = (machine.home_inter if across else machine.home_intra) * copies
+    hidden = (machine.inter if across else machine.intra) * copies * hops - home  # but for the share that is exposed
+    return (
+        machine.chunk * hops / degree,
+        (1.0 - machine.exposed) * hidden / degree,
+        (1.0 - machine.exposed) * machine.hop * hops,
+        (machine.exposed * hidden + home + exchange) / degree,
+        machine.exposed * machine.hop * hops + machine.home + messages,
+    )
+
+
+@inlined
+def way_seconds(
     k: int, attention: float, linear: float, tokens: int, degree: int, across: int, machine: Machine
 ) -> float:
-    """Return the predicted seconds of a pack whose heads are split by the k-th heads degree; infinite if none can."""
-    exchange = exchange_seconds(k, tokens, degree, across, machine)
-    sets = degree // machine.splits.heads[k]
-    if exchange == np.inf or sets <= 1:
-        return machine.beta + linear / degree + attention / degree + exchange
-    moved = machine.splits.copies[k] * tokens
-    ring = ring_seconds(moved, degree, sets, across, machine)
-    exposed = exposed_seconds(ring, moved, degree, across, machine)
-    computed = attention / degree + machine.chunk * tokens * (sets - 1.0) / degree
-    return float(machine.beta + linear / degree + max(computed, ring - exposed) + exposed + exchange)
+    """Return the predicted seconds of a pack on more than one rank that goes the way of `way_terms`."""
+    chunks, bytes_hidden, hops_hidden, bytes_beside, beside = way_terms(k, degree, across, machine)
+    busy = max(attention / degree + chunks * tokens, bytes_hidden * tokens + hops_hidden)
+    return float(machine.beta + linear / degree + busy + bytes_beside * tokens + beside)
 
 
 @inlined

@@ -2,6 +2,7 @@
 
 `schedule` knows a target that nothing can beat, and looks for the smallest one above it that works:
 
+    where a step is known already: end unless its seconds may be beaten
     double the gap to the lower bound until everything fits            _attempt
     bisect between the last gap that did not fit and the first that did
     try that target and three lower ones, where some sequences end late;
@@ -92,11 +93,14 @@ def _slots(bins: int, sequences: Sequences, machine: Machine) -> int:
 
 
 @kernel
-def schedule(lower: float, ride: bool, work_limit: int, sequences: Sequences, machine: Machine) -> Any:
-    """Return the best schedule found: rings, sand and timelines.
+def schedule(lower: float, limit: float, ride: bool, work_limit: int, sequences: Sequences, machine: Machine) -> Any:
+    """Return the best schedule found: rings, sand and timelines; and whether it is worth a look.
+
+    It is not where rings and sand do not fit by the limit.
 
     Args:
         lower: seconds that no schedule can beat.
+        limit: seconds of a step that is known, or infinite; only a quicker one is of interest.
         ride: whether short sequences may ride in rings.
         work_limit: comparisons of each balancing.
         sequences: by falling work.
@@ -108,6 +112,10 @@ def schedule(lower: float, ride: bool, work_limit: int, sequences: Sequences, ma
     rings = make_rings(n, machine.num_ranks)
     sand = make_sand(n, bins, _slots(bins, sequences, machine), n)
     sand_order = np.zeros(n, dtype=np.int64)
+    if limit < np.inf:
+        late, rings = _attempt(limit, ride, sequences, machine, timeline, rings, sand, sand_order)
+        if late != 0:
+            return rings, sand, timeline, False
     # The gap to the lower bound that fits, and the largest known not to. All ends late enough fit, so this ends.
     gap, infeasible = 0.002, 0.0
     while True:
@@ -135,4 +143,4 @@ def schedule(lower: float, ride: bool, work_limit: int, sequences: Sequences, ma
             best, best_target = end, target
     late, rings = _attempt(best_target, ride, sequences, machine, timeline, rings, sand, sand_order)
     balance(best_target, timeline.gaps[0], work_limit, sequences, machine, sand)
-    return rings, sand, timeline
+    return rings, sand, timeline, True

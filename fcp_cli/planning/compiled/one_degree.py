@@ -11,8 +11,8 @@ import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.compiling import inlined, kernel
+from fcp_cli.planning.compiled.alone import alone_at_best, at_best
 from fcp_cli.planning.compiled.core import (
-    AT_BEST,
     NONE,
     Machine,
     Sequences,
@@ -26,10 +26,12 @@ from fcp_cli.planning.compiled.core import (
     set_room,
     total_of,
 )
+from fcp_cli.planning.compiled.ways import least_of_packs
 
 FULL, EVEN, LEVEL = 0, 1, 2  # how sequences become packs
 _EXCHANGES = 300_000  # pairs of sequences compared for one degree
 _LEVEL_ENOUGH = 1e-4  # relative; groups as busy as that are not evened out further
+_HIDING = 4  # shares of attention, beside none, that are tried as hiding what is sent
 _MARGIN = 1e-9  # relative; by so much a bound may be rounded up
 
 
@@ -252,19 +254,18 @@ def _pack_level(
 def _at_least(degree: int, attention: float, linear: float, tokens: int, machine: Machine) -> float:
     """Return the least seconds of so much work on groups of one degree: all busy, packs as few as tokens allow."""
     packs = max(1.0, tokens / (degree * machine.tokens_per_rank))
-    if len(machine.splits.heads):
-        return (machine.beta * degree * packs + linear + attention) / machine.num_ranks
+    if len(machine.splits.lies) and degree > 1:
+        beside = 0.0
+        for step in range(_HIDING + 1):
+            hiding = step / _HIDING
+            across = at_best(degree, machine)
+            least = least_of_packs(hiding, tokens, packs, degree, across, machine)
+            beside = max(beside, hiding * attention / degree + least)
+        return (machine.beta * packs + linear / degree + beside) * degree / machine.num_ranks
     traffic = (machine.inter if degree > machine.ranks_per_node else min(machine.intra, machine.inter)) * (degree - 1)
     ring = traffic * tokens + machine.hop * (degree - 1) * degree * packs
     hidden = max(attention, (1.0 - machine.exposed) * ring) if degree > 1 else attention
     return (machine.beta * degree * packs + linear + hidden + machine.exposed * ring) / machine.num_ranks
-
-
-@inlined
-def _alone(i: int, degree: int, sequences: Sequences, machine: Machine) -> float:
-    """Return the least seconds of a pack that holds this sequence."""
-    across = AT_BEST if degree > machine.ranks_per_node or machine.inter < machine.intra else 0
-    return pack_seconds(sequences.attention[i], sequences.linear[i], sequences.tokens[i], degree, across, machine)
 
 
 @kernel
@@ -280,9 +281,8 @@ def quickest(seconds: float, degrees: IntArray, waves: bool, sequences: Sequence
         group_tokens = degree * machine.tokens_per_rank
         if sequences.tokens[by_tokens[0]] > group_tokens:
             continue
-        least = max(
-            _at_least(degree, attention, linear, tokens, machine), _alone(by_tokens[0], degree, sequences, machine)
-        )
+        least = _at_least(degree, attention, linear, tokens, machine)
+        least = max(least, alone_at_best(by_tokens[0], degree, sequences, machine))
         if least * (1.0 - _MARGIN) >= seconds:
             continue
         padded, longest = sequences, by_tokens

@@ -24,7 +24,6 @@ from fcp_cli.planning.compiled.core import (
     across_at_best,
     across_of,
     alone_seconds,
-    exchange_seconds,
     exposed_seconds,
     first_with_room,
     make_tree,
@@ -33,6 +32,7 @@ from fcp_cli.planning.compiled.core import (
     ring_seconds,
     set_room,
 )
+from fcp_cli.planning.compiled.ways import least_of_packs
 
 _SLACK = 1e-12
 
@@ -376,18 +376,14 @@ def _open_on(ranks: IntArray, machine: Machine, wave: Wave) -> int:
 def _free_seconds(g: int, target: float, machine: Machine, wave: Wave) -> float:
     """Return the rank-seconds that group g has left, where attention hides of its ring what it can."""
     degree, tokens, across = wave.degree[g], wave.tokens[g], wave.across[g]
-    free = -np.inf
-    if degree == 1 or not machine.splits.only:
-        exposed = 0.0
-        if degree > 1:
-            ring = ring_seconds(tokens, degree, degree, across, machine)
-            exposed = exposed_seconds(ring, tokens, degree, across, machine)
+    exposed, chunks = 0.0, 0.0
+    if degree > 1 and len(machine.splits.lies):
+        exposed = least_of_packs(1.0, tokens, 1.0, degree, across, machine)
+    elif degree > 1:
+        ring = ring_seconds(tokens, degree, across, machine)
+        exposed = exposed_seconds(ring, tokens, degree, across, machine)
         chunks = machine.chunk * tokens * (degree - 1)
-        free = degree * (target - machine.beta - exposed) - wave.attention[g] - wave.linear[g] - chunks
-    for k in range(len(machine.splits.heads) if degree > 1 else 0):  # with a ring of which nothing is exposed, at best
-        exchange = exchange_seconds(k, tokens, degree, across, machine)
-        free = max(free, degree * (target - machine.beta - exchange) - wave.attention[g] - wave.linear[g])
-    return float(free)
+    return float(degree * (target - machine.beta - exposed) - wave.attention[g] - wave.linear[g] - chunks)
 
 
 @leaf
@@ -501,7 +497,7 @@ def outlook(target: float, count: int, pool: Pool, sequences: Sequences, machine
         free_tokens = degree * machine.tokens_per_rank - wave.tokens[g]
         ring = machine.inter if wave.across[g] else machine.intra
         hidden = (1.0 - machine.exposed) * ring * (degree - 1) * wave.tokens[g]
-        if hidden < wave.attention[g] or len(machine.splits.heads):
+        if hidden < wave.attention[g] or len(machine.splits.lies):
             seconds += _free_seconds(g, target, machine, wave)
             room += free_tokens
     for k in range(small):

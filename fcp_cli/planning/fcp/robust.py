@@ -17,6 +17,7 @@ from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.compiled.core import Machine
 from fcp_cli.planning.fcp.apart import kept_apart
 from fcp_cli.planning.fcp.solver import FcpSolver
+from fcp_cli.planning.kernel_inputs import changed
 from fcp_cli.planning.problem import Assignment, Batch
 from fcp_cli.planning.stress import stressed_seconds
 
@@ -59,8 +60,8 @@ class RobustSolver:
 
 def _machines(machine: Machine) -> Iterator[Machine]:
     yield machine
-    yield machine._replace(inter=2.0 * machine.inter)
-    yield machine._replace(inter=1.2 * machine.inter, intra=1.2 * machine.intra, hop=1.2 * machine.hop)
+    yield changed(machine, inter=2.0 * machine.inter)
+    yield changed(machine, inter=1.2 * machine.inter, intra=1.2 * machine.intra, hop=1.2 * machine.hop)
     yield machine._replace(beta=1.5 * machine.beta)
 
 

@@ -84,9 +84,14 @@ def wave_parts(sequences: Sequences, machine: Machine) -> list[IntArray]:
     return [np.flatnonzero(part == number) for number in range(count)]
 
 
-def assign_timelines(lower: float, order: IntArray, sequences: Sequences, machine: Machine) -> Assignment:
+def assign_timelines(
+    lower: float, order: IntArray, sequences: Sequences, machine: Machine, limit_seconds: float = np.inf
+) -> Assignment | None:
+    """Plan timelines; None where that takes as long as a step that is known."""
     exchanges = _EXCHANGES * (1 if len(order) <= 1024 else len(order) // 64)
-    rings, sand, timeline = iteration.schedule(lower, True, exchanges, sequences, machine)
+    rings, sand, timeline, found = iteration.schedule(lower, limit_seconds, True, exchanges, sequences, machine)
+    if not found:
+        return None
     count, gaps = int(rings.placed[0]), int(timeline.gaps[0])
     slots = sand.slot_tokens.shape[1]
     bins, slot = np.nonzero(sand.slot_tokens[: machine.num_ranks + gaps] != CLOSED)

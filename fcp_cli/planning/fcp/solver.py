@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from fcp_cli.planning.fcp.searches import assign_timelines, assign_waves
 from fcp_cli.planning.fcp.speeds import assign_at_speeds
 from fcp_cli.planning.fcp.tiny import assign_tiny, is_tiny
 from fcp_cli.planning.interrupts import interrupts_deferred
-from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, machine_of, splits_of
+from fcp_cli.planning.kernel_inputs import by_falling_work, changed, in_batch_order, machine_of, without_splits
 from fcp_cli.planning.problem import Assignment, Batch, Problem, whole_budget
 from fcp_cli.planning.static import PACKINGS, StaticSolver, static_degrees
 
@@ -159,7 +159,7 @@ def _without_rings(problem: Problem, max_degree: int) -> FcpSolver:
         raise UsageError(f"--max-degree is {max_degree}; 1, which forbids rings, is the only limit")
     machine = machine_of(problem)
     if problem.num_ranks > 1:  # the search knows rings of a catalogue, here of one ring that never pays
-        machine = machine_of(problem, [range(problem.num_ranks)])._replace(hop=_NEVER_PAYS_SECONDS)
+        machine = changed(machine_of(problem, [range(problem.num_ranks)]), hop=_NEVER_PAYS_SECONDS)
     return FcpSolver(problem=problem, machine=machine, degrees=np.array([1]), options={"max_degree": 1})
 
 
@@ -210,6 +210,16 @@ def limit_price(limited: FcpSolver, batches: GlobalBatches) -> float:
     return seconds[0] / seconds[1] - 1.0
 
 
+class _Found(NamedTuple):
+    """A step and what it takes; none takes for ever."""
+
+    assignment: Assignment | None
+    seconds: float
+
+
+_NOTHING = _Found(None, np.inf)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FcpSolver:
     """Plans whole steps by predicted cost, under either sync.
@@ -255,36 +265,30 @@ class FcpSolver:
         alike = replace(self.problem, num_ranks=num_ranks, rank_speeds=None)
         is_whole = num_ranks == self.problem.num_ranks
         solver = self if is_whole else solver_of(alike, max_degree=self.options.get("max_degree"))
-        machine = solver.machine._replace(hop=solver.machine.hop + dearer_hop_seconds)
+        machine = changed(solver.machine, hop=solver.machine.hop + dearer_hop_seconds)
         return replace(solver, problem=alike, machine=machine).assign(batch)
 
     def _assign(self, batch: Batch) -> Assignment:
         enough = self._enough(batch.work)
-        found = self._planned_by(batch.work, batch, enough)
-        terms = self.problem.profile.step
-        floored = self.problem.sync == "microbatch" and (terms.wave_floor_seconds or terms.lockstep)
-        if not floored and self.problem.attention != "2d":
-            return found
-        seconds = makespan_seconds(found, batch, self.problem)
-        for machine, work in self._led_otherwise(batch.work, seconds):
-            if seconds <= enough:
+        found = self._planned_by(batch.work, batch, enough, _NOTHING)
+        if self.problem.attention == "2d" and found.seconds > enough:  # what rings lead to may be quicker
+            rings = replace(self, machine=without_splits(self.machine))
+            found = rings._planned_by(batch.work, batch, enough, found)
+        for machine, work in self._led_otherwise(batch.work):
+            if found.seconds <= enough:
                 break
             its_enough = enough if work is batch.work else self._enough(work)
-            other = replace(self, machine=machine)._planned_by(work, batch, its_enough)
-            if (takes := makespan_seconds(other, batch, self.problem)) < seconds:
-                found, seconds = other, takes
-        return found
+            other = replace(self, machine=machine)._planned_by(work, batch, its_enough, _NOTHING)
+            found = self._quicker(other.assignment, batch, found)
+        assert found.assignment is not None, "a step was sought below a limit"
+        return found.assignment
 
     def _enough(self, work: Work) -> float:
         """Return the seconds so close to the bound of this work that no other way is tried."""
         return lower_bound_seconds(work, self.problem) * (1.0 + _CLOSE_ENOUGH)
 
-    def _led_otherwise(self, work: Work, seconds: float) -> Iterator[tuple[Machine, Work]]:
-        """Yield machines and work by which the greedy search goes other ways, where a step takes these seconds."""
-        if self.problem.attention == "2d":  # never slower than rings alone, whose groups then split heads where it pays
-            rings = replace(self.problem, attention=None)
-            if lower_bound_seconds(work, rings) < seconds:
-                yield self.machine._replace(splits=splits_of(rings)), work
+    def _led_otherwise(self, work: Work) -> Iterator[tuple[Machine, Work]]:
+        """Yield machines and work by which the greedy search goes other ways."""
         if self.problem.sync == "iteration":
             return
         encoder = encoder_seconds(work, self.problem.profile)
@@ -298,25 +302,40 @@ class FcpSolver:
                 yield dearer, work
                 yield dearer._replace(floor=0.0), work
 
-    def _planned_by(self, work: Work, batch: Batch, enough: float) -> Assignment:
-        """Plan the batch as if it had this work; where a step takes more than `enough` seconds, in other ways, too."""
+    def _planned_by(self, work: Work, batch: Batch, enough: float, known: _Found) -> _Found:
+        """Plan the batch as if it had this work; where a step takes more than `enough` seconds, in other ways, too.
+
+        Returns:
+            The step, or the known one of the same work where none was found that takes less.
+        """
         batch = replace(batch, work=work)
         order, sequences = by_falling_work(work)
         # The compiled core knows nothing of what closes a step.
         closing = self.problem.profile.step.closing_seconds(self.problem.sync)
-        if self.problem.sync == "microbatch":
-            waves = assign_waves(order, sequences, self.machine)
-            assert waves is not None, "waves were sought below a limit"
-            found, seconds = waves, makespan_seconds(waves, batch, self.problem)
-        else:
-            found, seconds = self._timelines(batch, order, sequences)
+        found = known
+        if self.problem.sync == "iteration":
+            limit = found.seconds - closing
+            least = simple_bound_seconds(work, self.problem) if known is _NOTHING else 0.9 * limit
+            lines = assign_timelines(least, order, sequences, self.machine, limit)
+            found = self._quicker(lines, batch, found)
+        waves = assign_waves(order, sequences, self.machine, found.seconds - closing)
+        if waves is not None and self.problem.sync == "iteration":  # a valid order of timelines, too
+            waves = _without_waves(waves)
+        found = self._quicker(waves, batch, found)
         for machine in _with_less(self.machine, sequences):
-            if seconds <= enough or self.problem.attention == "ulysses":  # whose widest group may need every token
+            # Under `ulysses` the widest group may need every token.
+            if found.seconds <= enough or self.problem.attention == "ulysses":
                 break
-            other = self._searched(machine, order, sequences, seconds - closing)
-            if other is not None and (taken := makespan_seconds(other, batch, self.problem)) < seconds:
-                found, seconds = other, taken
-        return self._static(batch, seconds - closing) or found
+            other = self._searched(machine, order, sequences, found.seconds - closing)
+            found = self._quicker(other, batch, found)
+        return self._quicker(self._static(batch, found.seconds - closing), batch, found)
+
+    def _quicker(self, other: Assignment | None, batch: Batch, found: _Found) -> _Found:
+        """Return another answer, if there is one, where it is quicker than what was found."""
+        if other is None:
+            return found
+        seconds = makespan_seconds(other, batch, self.problem)
+        return _Found(other, seconds) if seconds < found.seconds else found
 
     def _searched(self, machine: Machine, order: IntArray, sequences: Sequences, limit: float) -> Assignment | None:
         """Search on another machine for a step that takes fewer seconds than the limit."""
@@ -335,19 +354,6 @@ class FcpSolver:
             machine = self.machine._replace(tokens_per_rank=plain.tokens_per_rank)
             found = FcpSolver(problem=plain, machine=machine, degrees=self.degrees).assign(batch)
             yield Candidate.of(found, batch, self.problem)
-
-    def _timelines(self, batch: Batch, order: IntArray, sequences: Sequences) -> tuple[Assignment, float]:
-        """Plan timelines or, if they are quicker, waves, which are a valid order, too; return the step's seconds."""
-        simple = simple_bound_seconds(batch.work, self.problem)
-        found = assign_timelines(simple, order, sequences, self.machine)
-        seconds = makespan_seconds(found, batch, self.problem)
-        closing = self.problem.profile.step.closing_seconds(self.problem.sync)
-        waves = assign_waves(order, sequences, self.machine, seconds - closing)
-        if waves is not None:
-            waves = _without_waves(waves)
-            if (taken := makespan_seconds(waves, batch, self.problem)) < seconds:
-                return waves, taken
-        return found, seconds
 
     def _exact(self, batch: Batch, found: Assignment) -> Assignment:
         """Return the best step of all, or the one that was found; in rounding, what was found wins."""
