@@ -37,8 +37,8 @@ def ring_bytes_per_token(
 ) -> float:
     """Return the bytes that a token sends around a ring: K/V forward, K/V and dK/dV backward, all layers.
 
-    Of layers with windows, too, whose far hops a ring could leave out, and none of linear attention, which hands on a
-    state that no length makes larger.
+    Of layers with windows, too, of which only the rows before chunks travel, and none of linear attention, which hands
+    on a state that no length makes larger.
 
     Args:
         kv_bytes: of one element of K or V on the wire.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -134,11 +135,6 @@ def chunked(config: Any) -> None:
     config.layer_types = ["full_attention", "chunked_attention"]
 
 
-def window(config: Any) -> None:
-    """As of a layer that leaves its window to the mask, which no plan builds."""
-    config.layer_types, config.sliding_window = ["full_attention", "sliding_attention"], 16
-
-
 def dropout(config: Any) -> None:
     config.attention_dropout = 0.1
 
@@ -147,10 +143,6 @@ def dropout(config: Any) -> None:
     ("change", "message"),
     [
         (chunked, "the qwen3 model has layers of chunked_attention; a plan is for full attention and windows"),
-        (
-            window,
-            "Qwen3Attention asks for a window of None tokens where its config says 16; which",
-        ),
         (dropout, "the qwen3 model has attention_dropout 0.1; set it to 0 in its config"),
     ],
 )
@@ -231,6 +223,17 @@ def test_what_a_layer_asks_of_attention_is_not_left_out_in_silence(microbatch: R
     heads = torch.zeros(1, 2, 4, 8)
     with pytest.raises(RunError, match=r"Module asks for .*, which a plan cannot follow"):
         _attention_forward(torch.nn.Module(), heads, heads, heads, None, ring=microbatch, **{argument: 2})
+
+
+def test_a_layer_that_leaves_its_window_to_a_mask_is_refused() -> None:
+    from fcp_cli.runtime.integrations.transformers import _check_call
+
+    layer: Any = torch.nn.Module()
+    layer.config = SimpleNamespace(layer_types=["full_attention", "sliding_attention"], sliding_window=16)
+    for layer.layer_idx, right, wrong in ((0, None, 16), (1, 16, None), (1, 16, 17)):
+        _check_call(layer, None, {"sliding_window": right})
+        with pytest.raises(RunError, match=f"asks for a window of {wrong} tokens where its config says {right}; which"):
+            _check_call(layer, None, {"sliding_window": wrong})
 
 
 def test_a_layer_without_its_ring_names_the_way_out() -> None:
