@@ -5,7 +5,8 @@ python -m benchmarks.model_figures [MODEL ...]
 Nothing is allocated: the classes run whole, all layers, on tensors without memory. Counted are parameters; operations
 of one forward, by `FlopCounterMode`, those of attention from the pairs of tokens that transformers' own masks let
 through; and the bytes of all storages that autograd still holds when a forward has ended, in bfloat16, as the
-difference between two lengths. Attention keeps what flash kernels keep; linear attention what those of `fla` do.
+difference between two lengths. Attention keeps what flash kernels keep, linear attention what those of `fla` do, and
+state spaces what those of `mamba_ssm` do.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def forward_operations(model: Any, tokens: int) -> float:
 def kept_bytes_per_token(model: Any, *, tokens: int = 1024) -> float:
     """Count the bytes that autograd holds for each token when the decoder's forward has ended, its head left out."""
     kept = []
-    with _kernels_of_linear_attention(model):
+    with _kernels_of_states(model):
         for count in (tokens, 2 * tokens):
             held = _Held(model)
             with torch.autograd.graph.saved_tensors_hooks(held.keep, lambda one: one.tensor):
@@ -191,24 +192,49 @@ class _Update(torch.autograd.Function):
         raise NotImplementedError
 
 
+class _Scan(torch.autograd.Function):
+    """Keeps what `mamba_ssm`'s kernel of a whole layer behind its first product keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, projected: Tensor, weight: Tensor, groups: int) -> Tensor:
+        _, tokens, _ = projected.shape
+        width, size = weight.shape[1], weight.shape[0]
+        ctx.save_for_backward(
+            projected,
+            projected.new_empty(tokens, width),
+            projected.new_empty(tokens, groups, dtype=torch.float32),
+        )
+        return projected.new_empty(1, tokens, size)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, ...]:
+        raise NotImplementedError
+
+
+def _update(query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **_: Any) -> tuple[Tensor, None]:
+    return _Update.apply(query, key, value, g, beta), None  # type: ignore[no-untyped-call]
+
+
+def _scan(projected: Tensor, *_: Any, outproj_weight: Tensor, ngroups: int, **__: Any) -> Tensor:
+    out: Tensor = _Scan.apply(projected, outproj_weight, ngroups)  # type: ignore[no-untyped-call]
+    return out
+
+
+_KERNELS = {"torch_chunk_gated_delta_rule": _update, "mamba2_split_conv1d_scan_combined": _scan}
+
+
 @contextmanager
-def _kernels_of_linear_attention(model: Any) -> Iterator[None]:
-    """Replace the delta rule in PyTorch, which keeps each step of its arithmetic."""
+def _kernels_of_states(model: Any) -> Iterator[None]:
+    """Replace what updates states in PyTorch, which keeps each step of its arithmetic."""
     module: Any = sys.modules[type(model).__module__]
-    name = "torch_chunk_gated_delta_rule"
-    whole = getattr(module, name, None)
-    if whole is None:
-        yield
-        return
-
-    def update(query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **_: Any) -> tuple[Tensor, None]:
-        return _Update.apply(query, key, value, g, beta), None  # type: ignore[no-untyped-call]
-
-    setattr(module, name, update)
+    found = {name: getattr(module, name) for name in _KERNELS if hasattr(module, name)}
+    for name in found:
+        setattr(module, name, _KERNELS[name])
     try:
         yield
     finally:
-        setattr(module, name, whole)
+        for name, whole in found.items():
+            setattr(module, name, whole)
 
 
 def main(names: list[str]) -> None:

@@ -54,6 +54,8 @@ def attention_side_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision)
         # A norm over each head, its gate in fp32 before and after SiLU, and what both give.
         gated = (4 + 2 * t + 2 * 4 + t) * _output_size(spec, kind) + 4 * linear.value_heads
         return _layer_norm_bytes(spec, precision, readers=2) + gated + of_attention
+    if kind.attention == "mamba":
+        return _layer_norm_bytes(spec, precision, readers=1) + of_attention
     if kind.attention == "latent":
         latent = spec.latent_figures
         ranks = [rank for rank in (latent.query_rank, latent.key_value_rank) if rank is not None]
@@ -69,7 +71,8 @@ def attention_side_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision)
 def attention_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
     """Count the bytes per token of what attention's backward needs: q, k, v, the output, and its log-sum-exp.
 
-    Values of latent attention are a part of a product that holds most of the keys, too. Linear attention keeps what its
+    Values of latent attention are a part of a product that holds most of the keys, too. State spaces keep the product
+    that all is made of, what comes out of the states and the scale of its norm. Linear attention keeps what its
     convolution takes and gives, before and after SiLU, decays and strengths of its updates, and a row of a chunk's
     triangular system.
     """
@@ -78,6 +81,9 @@ def attention_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> i
         linear = spec.linear_figures
         of_heads = (3 * 4 + t + t * LINEAR_CHUNK) * linear.value_heads + 2 * 4 * linear.key_heads
         return 3 * t * _mixed_size(linear) + of_heads
+    if kind.attention == "mamba":
+        mamba = spec.mamba_figures
+        return t * (mamba.projected_size + mamba.width) + 4 * mamba.groups
     q, out = spec.num_heads * spec.head_dim, _output_size(spec, kind)
     if kind.attention == "latent":
         product = out + q - spec.num_heads * spec.latent_figures.rotary_size
@@ -94,6 +100,8 @@ def _output_size(spec: ModelSpec, kind: LayerKind) -> int:
     """Return the width of what attention gives the layer's output matrix."""
     if kind.attention == "linear":
         return spec.linear_figures.value_heads * spec.linear_figures.value_size
+    if kind.attention == "mamba":
+        return spec.mamba_figures.width
     return spec.num_heads * (spec.latent_figures.value_size if kind.attention == "latent" else spec.head_dim)
 
 
@@ -168,6 +176,8 @@ def attention_backward_bytes(spec: ModelSpec, kind: LayerKind, precision: Precis
     t, out = precision.activation, _output_size(spec, kind)
     if kind.attention == "linear":
         return precision.residual * spec.hidden_size + t * (out + _mixed_size(spec.linear_figures))
+    if kind.attention == "mamba":
+        return precision.residual * spec.hidden_size + t * (out + spec.mamba_figures.projected_size)
     q = spec.num_heads * spec.head_dim
     alone = precision.residual * spec.hidden_size + t * (q + out + spec.key_size + spec.value_size)
     return alone + (4 * q + t * (q + 2 * out) if in_rings else 0)
@@ -180,7 +190,7 @@ def replicated_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision, cop
         spec, kind, precision: of the layer.
         copies: ranks that have the same heads, where more ranks share heads than there are of keys and values.
     """
-    if kind.attention == "linear":
+    if kind.keeps_state:
         return 0.0
     return precision.activation * (copies - 1) * (spec.key_size + spec.value_size)
 
@@ -190,7 +200,7 @@ def exchanged_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> i
 
     The output's gradient and what stands for the output, of the exchanged tokens and heads.
     """
-    return 0 if kind.attention == "linear" else 2 * precision.activation * _output_size(spec, kind)
+    return 0 if kind.keeps_state else 2 * precision.activation * _output_size(spec, kind)
 
 
 def state_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> tuple[float, float]:
@@ -208,7 +218,7 @@ def state_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> tuple
 
 def ring_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
     """Return the bytes per token of the ring's buffers: two for keys and values, two for their fp32 gradients."""
-    return 0 if kind.attention == "linear" else 2 * (spec.key_size + spec.value_size) * (precision.activation + 4)
+    return 0 if kind.keeps_state else 2 * (spec.key_size + spec.value_size) * (precision.activation + 4)
 
 
 def layer_forward_bytes(spec: ModelSpec, precision: Precision, *, in_rings: bool) -> int:

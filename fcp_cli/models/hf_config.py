@@ -27,6 +27,7 @@ _ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "deepseek_v3": "deepseek_v3",
     "glm4_moe": "glm4_moe",
     "qwen3_next": "qwen3_next",
+    "bamba": "bamba",
 }
 
 # Figures of a description -> their names in a config.json, which differ between families for experts alone.
@@ -69,6 +70,14 @@ LINEAR_NAMES: Final = {
     "value_size": "linear_value_head_dim",
     "kernel_size": "linear_conv_kernel_dim",
 }
+MAMBA_NAMES: Final = {
+    "heads": "mamba_n_heads",
+    "head_size": "mamba_d_head",
+    "groups": "mamba_n_groups",
+    "state_size": "mamba_d_state",
+    "kernel_size": "mamba_d_conv",
+    "chunk_size": "mamba_chunk_size",
+}
 LAYER_TYPES: Final[Mapping[Attention, str]] = {
     "full": "full_attention",
     "window": "sliding_attention",
@@ -80,7 +89,7 @@ _DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "gpt_oss": {"attention_bias": True},
 }
 _MOST_LAYERS: Final = 10_000
-_UNTIED: Final = ("qwen2_5_vl", "qwen2_5_vl_text", *EXPERT_NAMES)  # where they do not say
+_UNTIED: Final = ("qwen2_5_vl", "qwen2_5_vl_text", "bamba", *EXPERT_NAMES)  # where they do not say
 _WITH_HEAD_NORMS: Final = ("qwen3", "qwen3_vl_text", "qwen3_moe", "qwen3_vl_moe_text", "gemma3_text", "qwen3_next")
 
 
@@ -156,6 +165,7 @@ def _text_figures(text: Mapping[str, Any], architecture: Architecture, *, where:
         "experts": _experts(text, architecture, where=where),
         "latent": _named_figures(text, LATENT_NAMES) if "latent" in kinds else None,
         "linear": _named_figures(text, LINEAR_NAMES) if "linear" in kinds else None,
+        "mamba": _named_figures(text, MAMBA_NAMES) if "mamba" in kinds else None,
     }
 
 
@@ -202,6 +212,10 @@ def _attention(text: Mapping[str, Any], architecture: Architecture, *, where: st
     """Return how each layer attends; of one kind alone, or of a family's pattern, no more than repeats."""
     if architecture == "deepseek_v3":
         return ["latent"]
+    if architecture == "bamba":
+        full, layers = text.get("attn_layer_indices") or [], text.get("num_hidden_layers")
+        known = isinstance(full, list) and isinstance(layers, int)
+        return ["full" if layer in full else "mamba" for layer in range(min(layers, _MOST_LAYERS))] if known else []
     types = text.get("layer_types")
     if isinstance(types, list) and types:
         by_name = {name: kind for kind, name in LAYER_TYPES.items()}

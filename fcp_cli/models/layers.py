@@ -7,7 +7,7 @@ knows of families. Symbols: h = hidden_size, H = num_heads, K = num_kv_heads, D 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Final, Literal, TypeAlias
@@ -28,8 +28,9 @@ Architecture: TypeAlias = Literal[
     "deepseek_v3",
     "glm4_moe",
     "qwen3_next",
+    "bamba",
 ]
-Attention: TypeAlias = Literal["full", "window", "latent", "linear"]
+Attention: TypeAlias = Literal["full", "window", "latent", "linear", "mamba"]
 
 LINEAR_CHUNK: Final = 64
 """Tokens that kernels of linear attention take at once."""
@@ -106,6 +107,42 @@ class Linear:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Mamba:
+    """A state space of fixed size in place of attention (Mamba-2).
+
+    Attributes:
+        heads: which share out what a layer is wide inside.
+        head_size: of one.
+        groups: of heads, each of which shares what writes and reads states; divides `heads`.
+        state_size: numbers of the state for each of a head's.
+        kernel_size: tokens of the short convolution before it.
+        chunk_size: tokens that its kernel takes at once.
+    """
+
+    heads: Count
+    head_size: Count
+    groups: Count
+    state_size: Count
+    kernel_size: Count
+    chunk_size: Count
+
+    @property
+    def width(self) -> int:
+        """Width of what goes through the states, and of what comes out."""
+        return self.heads * self.head_size
+
+    @property
+    def mixed_size(self) -> int:
+        """Width of what the convolution mixes."""
+        return self.width + 2 * self.groups * self.state_size
+
+    @property
+    def projected_size(self) -> int:
+        """Width of the product that all of a layer is made of: a gate, what is mixed, and a time step a head."""
+        return self.width + self.mixed_size + self.heads
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TextFigures:
     """The shapes of a language model, as the block `text` of a description gives them.
 
@@ -113,9 +150,9 @@ class TextFigures:
         ffn_size: width of the gated MLP (three matrices of hidden_size x ffn_size).
         qkv_bias: biases on the query, key and value projections.
         qk_norm: RMS norms over head_dim on queries and keys.
-        attention: of the first layers, repeated over all: `full`, `window`, `latent` or `linear`.
+        attention: of the first layers, repeated over all: `full`, `window`, `latent`, `linear` or `mamba`.
         window_tokens: that a token of a `window` layer attends to, itself among them.
-        experts, latent, linear: given where layers have them.
+        experts, latent, linear, mamba: given where layers have them.
     """
 
     num_layers: Count
@@ -135,6 +172,7 @@ class TextFigures:
     experts: Experts | None = None
     latent: Latent | None = None
     linear: Linear | None = None
+    mamba: Mamba | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +181,11 @@ class LayerKind:
 
     attention: Attention
     has_experts: bool = False
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether tokens see what came before in a state of fixed size, and not in keys and values."""
+        return self.attention in ("linear", "mamba")
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,15 +257,21 @@ class LanguageModel(TextFigures):
         return self.linear
 
     @property
+    def mamba_figures(self) -> Mamba:
+        """The figures of state spaces, of a model that has such layers."""
+        assert self.mamba is not None, "a description that names a kind of layer has its figures"
+        return self.mamba
+
+    @property
     def ring_layers(self) -> int:
-        """Layers whose keys and values go round a ring; linear attention hands on a state, whatever the length."""
-        return sum(kind.attention != "linear" for kind in self.layer_kinds)
+        """Layers whose keys and values go round a ring; others hand on a state, whatever the length."""
+        return sum(not kind.keeps_state for kind in self.layer_kinds)
 
     @property
     def layer_period(self) -> int:
         """Layers after which their kinds repeat; 1 where all are alike, or they do not repeat from the first on."""
         kinds = self.layer_kinds
-        periods = range(1, len(self.attention) + 1)
+        periods = range(1, min(len(self.attention), self.num_layers // 2) + 1)
         found = (period for period in periods if kinds == (kinds[:period] * len(kinds))[: len(kinds)])
         return next(found, 1)
 
@@ -335,11 +384,21 @@ def _linear_matrices(spec: LanguageModel) -> dict[str, Matrix]:
     }
 
 
+def _mamba_matrices(spec: LanguageModel) -> dict[str, Matrix]:
+    h, mamba = spec.hidden_size, spec.mamba_figures
+    return {
+        "mamba.in_proj": Matrix((h, mamba.projected_size)),
+        "mamba.conv1d": Matrix((mamba.kernel_size, mamba.mixed_size), is_linear=False),
+        "mamba.out_proj": Matrix((mamba.width, h)),
+    }
+
+
 _ATTENTION_MATRICES: Final = {
     "full": _softmax_matrices,
     "window": _softmax_matrices,
     "latent": _latent_matrices,
     "linear": _linear_matrices,
+    "mamba": _mamba_matrices,
 }
 
 
@@ -351,7 +410,7 @@ def _gated_mlp(prefix: str, hidden_size: int, width: int) -> dict[str, Matrix]:
 def _mlp_matrices(spec: LanguageModel, kind: LayerKind) -> dict[str, Matrix]:
     h, experts = spec.hidden_size, spec.experts
     if experts is None or not kind.has_experts:
-        return _gated_mlp("mlp", h, spec.ffn_size)
+        return _gated_mlp("feed_forward" if spec.architecture == "bamba" else "mlp", h, spec.ffn_size)
     router, shared = _NAMES_OF_EXPERTS.get(spec.architecture, ("gate", "shared_expert"))
     found = {
         f"mlp.{router}": Matrix((h, experts.count), is_linear=False),
@@ -366,7 +425,7 @@ def _mlp_matrices(spec: LanguageModel, kind: LayerKind) -> dict[str, Matrix]:
 def _vectors(spec: LanguageModel, kind: LayerKind) -> int:
     """Count the parameters of a layer that are no matrices: norms, biases, and what attention has of its own."""
     found = (4 if spec.has("four norms") else 2) * spec.hidden_size
-    found += _linear_vectors(spec) if kind.attention == "linear" else _softmax_vectors(spec, kind.attention)
+    found += _VECTORS[kind.attention](spec) if kind.keeps_state else _softmax_vectors(spec, kind.attention)
     experts = spec.experts
     if kind.has_experts and experts is not None and spec.has("expert biases"):
         found += experts.count * (1 + 2 * experts.ffn_size + spec.hidden_size)  # the router's, too
@@ -376,6 +435,18 @@ def _vectors(spec: LanguageModel, kind: LayerKind) -> int:
 def _linear_vectors(spec: LanguageModel) -> int:
     linear = spec.linear_figures
     return 2 * linear.value_heads + linear.value_size  # decay and its bias, and a norm over a head
+
+
+def _mamba_vectors(spec: LanguageModel) -> int:
+    mamba = spec.mamba_figures
+    # The convolution's bias, decay, time step and what passes the state by, and a norm.
+    return mamba.mixed_size + 3 * mamba.heads + mamba.width
+
+
+_VECTORS: Final[Mapping[Attention, Callable[[LanguageModel], int]]] = {
+    "linear": _linear_vectors,
+    "mamba": _mamba_vectors,
+}
 
 
 def _softmax_vectors(spec: LanguageModel, attention: Attention) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from fcp_cli.errors import ProfileError
+from fcp_cli.errors import ProfileError, RunError
 from fcp_cli.models.descriptions import find_shipped, read_description
 from fcp_cli.models.hf_config import read_hf_config
 from fcp_cli.models.layers import Architecture, LanguageModel, TextFigures
@@ -124,6 +124,15 @@ class ModelSpec(LanguageModel):
     def parameters(self) -> int:
         return self.text_parameters + (self.vision.parameters if self.vision else 0)
 
+    def require_trainable(self) -> None:
+        """Raise RunError if the runtime cannot train the model, before anything of it is built."""
+        layers = sum(kind.attention == "mamba" for kind in self.layer_kinds)
+        if layers:
+            raise RunError(
+                f"{self.name} has state spaces (Mamba-2) in {layers} of its {self.num_layers} layers, which a plan "
+                "cannot follow; 'fcp profile --analytic', 'fcp plan' and 'fcp compare' take the model"
+            )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Description:
@@ -206,8 +215,8 @@ def _checked(spec: ModelSpec, *, where: str) -> ModelSpec:
 
 def _kind_complaints(spec: ModelSpec) -> list[tuple[bool, str]]:
     """Return what is wrong with the kinds of layers, and with the blocks that describe them."""
-    experts, latent, linear = spec.experts, spec.latent, spec.linear
-    needed = {"window": spec.window_tokens, "latent": latent, "linear": linear}
+    experts, latent, linear, mamba = spec.experts, spec.latent, spec.linear, spec.mamba
+    needed = {"window": spec.window_tokens, "latent": latent, "linear": linear, "mamba": mamba}
     key = {"window": "window_tokens"}
     complaints = [(not spec.attention, "attention is empty; it names the kinds of the first layers, as [full]")]
     complaints += [
@@ -233,6 +242,15 @@ def _kind_complaints(spec: ModelSpec) -> list[tuple[bool, str]]:
     if linear is not None:
         keys, values = linear.key_heads, linear.value_heads
         complaints.append((values % keys != 0, f"linear.key_heads {keys} does not divide linear.value_heads {values}"))
+    if mamba is not None:
+        complaints += [
+            (mamba.heads % mamba.groups != 0, f"mamba.groups {mamba.groups} does not divide mamba.heads {mamba.heads}"),
+            (
+                mamba.width % spec.hidden_size != 0,
+                f"mamba.heads {mamba.heads} of mamba.head_size {mamba.head_size} are no multiple of hidden_size "
+                f"{spec.hidden_size}",
+            ),
+        ]
     return complaints
 
 

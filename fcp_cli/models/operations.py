@@ -3,8 +3,10 @@
 Two per matrix entry and token, of all experts those that a token goes to; causal attention by softmax H (D + Dv) per
 layer and pair of tokens, half of what a full mask takes (D of queries and keys, Dv of values), in a window as many as
 `cost.model.windowed_pairs` says. Linear attention works on chunks of C tokens with a state of Dk x Dv in each head:
-2 C (3 Dk + 2 Dv) + 6 Dk Dv per token and head. A vision encoder attends without a mask, 4 h per block and pair of
-patches of an image or frame, or of a window, whose pairs grow with the patches alone.
+2 C (3 Dk + 2 Dv) + 6 Dk Dv per token and head. State spaces of P x N in each head do so, too: 2 C (N + P) + 4 P N per
+token and head, as in transformers' own code, which works out for each head what its group's have in common. A vision
+encoder attends without a mask, 4 h per block and pair of patches of an image or frame, or of a window, whose pairs grow
+with the patches alone.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from fcp_cli.models.model import ModelSpec, VisionSpec
 class Operations:
     """Operations of one forward pass of the whole model on one device."""
 
-    linear_per_token: float  # matrices of the layers and the output layer, and linear attention
+    linear_per_token: float  # matrices of the layers and the output layer, and updates of states
     attention_per_token2: float  # causal, of layers without windows
     window_per_token2: float = 0.0  # causal, of layers with them
     vision_per_patch: float = 0.0
@@ -30,7 +32,7 @@ def forward_operations(spec: ModelSpec) -> Operations:
     """Count the operations of one forward pass, with the output layer: it is 22 % of the matrices of Qwen3-1.7B."""
     vision = spec.vision
     return Operations(
-        linear_per_token=2.0 * spec.matrix_parameters + _linear_attention(spec),
+        linear_per_token=2.0 * spec.matrix_parameters + _linear_attention(spec) + _state_spaces(spec),
         attention_per_token2=_of_pairs(spec, "full") + _of_pairs(spec, "latent"),
         window_per_token2=_of_pairs(spec, "window"),
         vision_per_patch=_operations_per_patch(vision) if vision else 0.0,
@@ -54,6 +56,15 @@ def _linear_attention(spec: LanguageModel) -> float:
     linear = spec.linear_figures
     keys, values = linear.key_size, linear.value_size
     return layers * linear.value_heads * (2.0 * LINEAR_CHUNK * (3 * keys + 2 * values) + 6.0 * keys * values)
+
+
+def _state_spaces(spec: LanguageModel) -> float:
+    layers = _layers(spec, "mamba")
+    if not layers:
+        return 0.0
+    mamba = spec.mamba_figures
+    size, state = mamba.head_size, mamba.state_size
+    return layers * mamba.heads * (2.0 * mamba.chunk_size * (state + size) + 4.0 * size * state)
 
 
 def _operations_per_patch(vision: VisionSpec) -> float:

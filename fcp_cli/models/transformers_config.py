@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from fcp_cli.models.hf_config import EXPERT_NAMES, LATENT_NAMES, LAYER_TYPES, LINEAR_NAMES, TEXT_NAMES
+from fcp_cli.models.hf_config import EXPERT_NAMES, LATENT_NAMES, LAYER_TYPES, LINEAR_NAMES, MAMBA_NAMES, TEXT_NAMES
 from fcp_cli.models.layers import Experts
 from fcp_cli.models.model import ModelSpec, VisionSpec
 
@@ -26,6 +26,11 @@ def text_config(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
         del arguments["head_dim"]  # that of the rotation there
     if spec.linear is not None:
         arguments |= {name: getattr(spec.linear, figure) for figure, name in LINEAR_NAMES.items()}
+    if spec.mamba is not None:
+        kinds = enumerate(spec.layer_kinds)
+        arguments |= {name: getattr(spec.mamba, figure) for figure, name in MAMBA_NAMES.items()}
+        arguments["mamba_expand"] = spec.mamba.width // spec.hidden_size
+        arguments["attn_layer_indices"] = [layer for layer, kind in kinds if kind.attention == "full"]
     if spec.window_tokens is not None or spec.linear is not None:
         arguments["layer_types"] = [LAYER_TYPES[kind.attention] for kind in spec.layer_kinds]
         arguments |= {} if spec.window_tokens is None else {"sliding_window": spec.window_tokens}

@@ -108,11 +108,12 @@ def choose_measurement(request: ProfileRequest, origins: Origins) -> Measurement
     Raises:
         UsageError: options that contradict each other or this machine.
         ProfileError: unknown model or cluster, or torch and transformers are not installed.
-        RunError: torch does not import, or there is no such device.
+        RunError: torch does not import, there is no such device, or the model is not one that the runtime can train.
     """
     kind, units = _units(request, origins)
     on_cpu = kind == "cpu"
     spec = load_model(request.model or (_CPU_MODEL if on_cpu else DEFAULT_MODEL))
+    spec.require_trainable()  # packs run under the runtime's attention
     _assume(origins, "--model", request.model, spec.name, "small enough for a CPU" if on_cpu else "--model sets it")
     device = None if on_cpu or request.nodes > 1 else _device(kind)
     cluster = request.cluster or (THIS_MACHINE if on_cpu else cluster_like(device.name if device else ""))

@@ -34,6 +34,7 @@ FEW_LAYERS = {
     "deepseek-v3": 4,
     "glm-4.5": 4,
     "qwen3-next-80b-a3b": 4,
+    "bamba-9b": 10,
 }
 
 
@@ -157,9 +158,21 @@ def test_layers_that_cannot_be_are_rejected(changes: dict[str, Any], message: st
         ),
         (
             "qwen3-next-80b-a3b",
-            {"attention": ["linear", "mamba"]},
+            {"attention": ["linear", "rwkv"]},
             snapshot(
-                "ProfileError: FOLDER/model.yaml: text.attention[1] is 'mamba'; it must be one of full, latent, linear, window"
+                "ProfileError: FOLDER/model.yaml: text.attention[1] is 'rwkv'; it must be one of full, latent, linear, mamba, window"
+            ),
+        ),
+        (
+            "bamba-9b",
+            {"mamba": None},
+            snapshot("ProfileError: FOLDER/model.yaml: attention has mamba layers, and mamba is missing"),
+        ),
+        (
+            "bamba-9b",
+            {"hidden_size": 5120},
+            snapshot(
+                "ProfileError: FOLDER/model.yaml: mamba.heads 128 of mamba.head_size 64 are no multiple of hidden_size 5120"
             ),
         ),
     ],
@@ -172,6 +185,16 @@ def test_a_description_that_lacks_what_its_kinds_need_is_rejected(
     (tmp_path / "model.yaml").write_text(yaml.safe_dump(document))
     with raises(message):
         load_model(tmp_path / "model.yaml")
+
+
+def test_a_model_with_state_spaces_is_refused_for_training_alone() -> None:
+    load_model("qwen3-next").require_trainable()
+    with raises(
+        snapshot(
+            "RunError: bamba-9b has state spaces (Mamba-2) in 29 of its 32 layers, which a plan cannot follow; 'fcp profile --analytic', 'fcp plan' and 'fcp compare' take the model"
+        )
+    ):
+        load_model("bamba-9b").require_trainable()
 
 
 def test_a_token_meets_the_published_number_of_parameters() -> None:

@@ -42,6 +42,7 @@ SIZES = {
     "deepseek-v3": (671.026, None),
     "glm-4.5": (352.798, None),
     "qwen3-next-80b-a3b": (79.674, None),
+    "bamba-9b": (9.780, None),
 }
 
 
@@ -127,7 +128,7 @@ def test_an_architecture_of_no_family_is_rejected(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump({**_document(), "architecture": "mamba"}))
     with raises(
         snapshot(
-            "ProfileError: FOLDER/model.yaml: architecture is 'mamba'; it must be one of deepseek_v3, gemma3_text, glm4_moe, gpt_oss, internvl, llama, qwen2, qwen2_5_vl, qwen3, qwen3_moe, qwen3_next, qwen3_vl, qwen3_vl_moe"
+            "ProfileError: FOLDER/model.yaml: architecture is 'mamba'; it must be one of bamba, deepseek_v3, gemma3_text, glm4_moe, gpt_oss, internvl, llama, qwen2, qwen2_5_vl, qwen3, qwen3_moe, qwen3_next, qwen3_vl, qwen3_vl_moe"
         )
     ):
         load_model(path)
@@ -208,7 +209,7 @@ def test_both_forms_of_a_qwen2_5_vl_configuration_are_read(document: dict[str, A
         (
             {"model_type": "mamba"},
             snapshot(
-                "ProfileError: FOLDER/config.json: model_type is 'mamba'; known: deepseek_v3, gemma3_text, glm4_moe, gpt_oss, llama, mistral, qwen2, qwen2_5_vl, qwen2_5_vl_text, qwen3, qwen3_moe, qwen3_next, qwen3_vl_moe_text, qwen3_vl_text"
+                "ProfileError: FOLDER/config.json: model_type is 'mamba'; known: bamba, deepseek_v3, gemma3_text, glm4_moe, gpt_oss, llama, mistral, qwen2, qwen2_5_vl, qwen2_5_vl_text, qwen3, qwen3_moe, qwen3_next, qwen3_vl_moe_text, qwen3_vl_text"
             ),
         ),
         (
