@@ -38,12 +38,16 @@ HEAD_DIM = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One micro-batch: a pack on some ranks, of which each `heads_degree` share the heads; half of them with masks."""
+    """One micro-batch: a pack on some ranks, of which each `heads_degree` share the heads.
+
+    Half of them have masks, most of the others windows.
+    """
 
     ranks: tuple[int, ...]
     heads_degree: int
     lengths: tuple[int, ...]
     masks: tuple[Mask, ...]
+    window: int | None
     heads: tuple[int, int]
     value_dim: int
     dtype: torch.dtype
@@ -82,12 +86,14 @@ def make_job(generator: random.Random, ranks: tuple[int, ...]) -> Job:
     degrees = [u for u in range(1, len(ranks) + 1) if not len(ranks) % u]
     shared = generator.choice([u for u in degrees if any(can_share(heads, u) for heads in HEADS)])
     lengths = generator.choice([*PACKS, tuple(generator.randint(1, 40) for _ in range(generator.randint(1, 5)))])
-    masks = random.Random(str(lengths))
+    of_lengths = random.Random(str(lengths))
+    is_masked = of_lengths.random() < 0.5
     return Job(
         ranks=ranks,
         heads_degree=shared,
         lengths=lengths,
-        masks=tuple(random_mask(masks, length) for length in lengths) if masks.random() < 0.5 else (),
+        masks=tuple(random_mask(of_lengths, length) for length in lengths) if is_masked else (),
+        window=None if is_masked else of_lengths.choice([None, 2, 5, 30]),
         heads=generator.choice([heads for heads in HEADS if can_share(heads, shared)]),
         value_dim=generator.choice([HEAD_DIM, HEAD_DIM, 5, 11]),
         dtype=generator.choice([torch.float64, torch.float64, torch.float32]),
@@ -126,14 +132,15 @@ class Attempt:
             self.out = checkpoint(self._explicit, q, k, v, use_reentrant=self.job.mode == "reentrant")
             return
         token = current_ring.set(self.ring)
-        self.out = attention(queries_of(attention(q, k, v)), k, v)
+        window = self.job.window
+        self.out = attention(queries_of(attention(q, k, v, window=window)), k, v, window=window)
         current_ring.reset(token)
 
     def backward(self) -> float:
         """Run it; returns how far this rank is from the truth, as a share of what is allowed."""
         torch.autograd.backward(self.out, self.grad_out)
         q, k, v = (tensor.clone().requires_grad_() for tensor in self.whole[:3])
-        pack = (self.job.lengths, self.job.masks)
+        pack = (self.job.lengths, self.job.masks, self.job.window)
         first = packed_attention(q, k, v, *pack)
         out = packed_attention(queries_of(first), k, v, *pack)
         expected = (out.detach(), *torch.autograd.grad(out, (q, k, v), self.whole[3]))
@@ -141,7 +148,8 @@ class Attempt:
         return max(self._error(*pair) for pair in zip(found, expected, strict=True))
 
     def _explicit(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(queries_of(attention(q, k, v, ring=self.ring)), k, v, ring=self.ring)
+        how: dict[str, Any] = {"ring": self.ring, "window": self.job.window}
+        return attention(queries_of(attention(q, k, v, **how)), k, v, **how)
 
     def _shard(self, tensor: Tensor) -> Tensor:
         return tensor[self.index].to(self.job.dtype).transpose(0, 1).unsqueeze(0).contiguous()
@@ -213,6 +221,7 @@ def describe(steps: list[list[Job]]) -> dict[str, Any]:
         "modes": sorted({job.mode for job in jobs}),
         "dtypes": sorted({str(job.dtype) for job in jobs}),
         "groups": len({job.ranks for job in jobs}),
+        "windowed": sorted({len(job.ranks) for job in jobs if job.window is not None}),
         "masked": sorted({(len(job.ranks), job.mode) for job in jobs if any(not mask.is_causal for mask in job.masks)}),
     }
 
