@@ -139,11 +139,16 @@ def dropout(config: Any) -> None:
     config.attention_dropout = 0.1
 
 
+def router_logits(config: Any) -> None:
+    config.output_router_logits = True
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (chunked, "the qwen3 model has layers of chunked_attention; a plan is for full attention and windows"),
         (dropout, "the qwen3 model has attention_dropout 0.1; set it to 0 in its config"),
+        (router_logits, "the qwen3 model adds an auxiliary loss of its experts (output_router_logits), which is made"),
     ],
 )
 def test_attention_that_a_ring_cannot_follow_is_refused_before_training(

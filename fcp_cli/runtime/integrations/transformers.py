@@ -172,6 +172,11 @@ def _check_config(config: Any, *, has_linear_layers: bool) -> None:
         )
     if getattr(config, "attention_dropout", 0.0):
         raise RunError(f"the {name} model has attention_dropout {config.attention_dropout}; set it to 0 in its config")
+    if getattr(config, "output_router_logits", False):
+        raise RunError(
+            f"the {name} model adds an auxiliary loss of its experts (output_router_logits), which is made of one "
+            "rank's tokens of a micro-batch, which the plan chooses; set it to False"
+        )
 
 
 def _bind_ring(

@@ -105,6 +105,11 @@ def _expert_parts(moe_utils: Any) -> None:
     moe_utils.te_general_gemm = None
 
 
+def _latent_parts(multi_latent_attention: Any) -> None:
+    """Megatron 0.16.1 takes the engine for there, whose modules are then no classes."""
+    multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
+
+
 def _dispatchers(token_dispatcher: Any) -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = _to_cpu
 
@@ -116,6 +121,7 @@ after_import(
         "megatron.core.models.hybrid.hybrid_block": _final_norm,
         "megatron.core.transformer.moe.moe_utils": _expert_parts,
         "megatron.core.transformer.moe.token_dispatcher": _dispatchers,
+        "megatron.core.transformer.multi_latent_attention": _latent_parts,
         "megatron.core.transformer.torch_norm": _norms,
     }
 )

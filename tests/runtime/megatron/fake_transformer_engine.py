@@ -28,7 +28,9 @@ from fcp_cli.runtime.transport import ProcessTransport
 class DotProductAttention(nn.Module):
     """transformer_engine.pytorch.DotProductAttention, of which Megatron's TEDotProductAttention is a subclass."""
 
-    def __init__(self, num_attention_heads: int, kv_channels: int, *, softmax_scale: float | None, **_: Any) -> None:
+    def __init__(
+        self, num_attention_heads: int, kv_channels: int, *, softmax_scale: float | None = None, **_: Any
+    ) -> None:
         super().__init__()
         self.cp_group: Any = None
         self.cp_global_ranks: Any = None

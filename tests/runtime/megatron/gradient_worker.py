@@ -11,7 +11,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -28,6 +28,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
 from torch import Tensor
 
 from fcp_cli.errors import FcpError
@@ -86,6 +87,7 @@ class Case:
 
 GATHERING = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+LATENT = {"multi_latent_attention": True}
 CASES: Mapping[str, Case] = {
     "plain": Case(),
     "recomputed": Case(settings=FULL),
@@ -106,6 +108,11 @@ CASES: Mapping[str, Case] = {
     "packed": Case(packed=True),
     "packed in waves recomputed": Case(plan=WAVES, two_forwards=True, settings=FULL, packed=True),
     "engine packed": Case(engine=True, packed=True),
+    "latent": Case(plan=WAVES, two_forwards=True, settings={**LATENT, **FULL}),
+    "latent with YaRN": Case(settings={**LATENT, "rope_type": "yarn", "original_max_position_embeddings": 16}),
+    "latent without a query rank": Case(settings={**LATENT, "q_lora_rank": None, "qk_layernorm": False}),
+    "latent, sharing heads": Case(plan=SHARING_HEADS, settings=LATENT, engine=True),
+    "latent without positions": Case(settings=LATENT, broken="latent positions"),
     "hybrid": Case(hybrid=True),
     "hybrid two forwards recomputed": Case(plan=WAVES, two_forwards=True, settings=FULL, hybrid=True),
     "without rotary": Case(plan=EQUAL_SHAPES, broken="rotary"),
@@ -129,6 +136,13 @@ BALANCED = {
     "moe_router_enable_expert_bias": True,
     "moe_router_bias_update_rate": 0.05,
 }
+# Large, so that they matter.
+SEQUENCE_LOSS = {
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 0.5,
+    "moe_z_loss_coeff": 0.1,
+}
+PACK_LOSS = {**SEQUENCE_LOSS, "moe_router_load_balancing_type": "aux_loss"}
 # What must stop with one line: it is left in place of gradients.
 REFUSED: Mapping[str, Case] = {
     "probe": Case(rope="mrope", settings={"mrope_section": [2, 1, 1]}, broken="positions", probes=True),
@@ -160,6 +174,9 @@ SEQUENCE_PARALLEL = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PARALLEL_CASES: Mapping[str, Case] = {
     "tensor": Case(plan=TENSOR, tensor_parallel=2, settings={"tensor_model_parallel_size": 2}),
     "tensor recomputed": Case(plan=TENSOR, tensor_parallel=2, settings={"tensor_model_parallel_size": 2, **FULL}),
+    "latent in a pipeline": Case(
+        plan=PIPELINE, pipeline_parallel=2, settings={"pipeline_model_parallel_size": 2, **LATENT}
+    ),
     "sequence": Case(plan=TENSOR, tensor_parallel=2, settings=SEQUENCE_PARALLEL),
     "pipeline": Case(plan=PIPELINE, pipeline_parallel=2, settings={"pipeline_model_parallel_size": 2}),
     "pipeline recomputed": Case(
@@ -190,6 +207,24 @@ PARALLEL_CASES: Mapping[str, Case] = {
     "balanced experts in a hybrid pipeline": Case(
         plan=PIPELINE, pipeline_parallel=2, settings={**BALANCED, "pipeline_model_parallel_size": 2}, hybrid=True
     ),
+    "losses of sequences": Case(settings={**EXPERTS, **SEQUENCE_LOSS}),
+    "losses of sequences, sharing heads": Case(plan=SHARING_HEADS, settings={**EXPERTS, **SEQUENCE_LOSS, **FULL}),
+    "losses of sequences in sequence": Case(
+        plan=TENSOR, tensor_parallel=2, settings={**EXPERTS, **SEQUENCE_LOSS, **SEQUENCE_PARALLEL}
+    ),
+    "losses of sequences in a pipeline": Case(
+        plan=PIPELINE,
+        pipeline_parallel=2,
+        settings={**EXPERTS, **SEQUENCE_LOSS, "pipeline_model_parallel_size": 2, **FULL},
+    ),
+    "losses of packs": Case(settings={**EXPERTS, **PACK_LOSS}),
+    "losses of packs, recomputed": Case(plan=WAVES, settings={**EXPERTS, **PACK_LOSS, **FULL}),
+    "losses of packs in sequence": Case(
+        plan=TENSOR, tensor_parallel=2, settings={**EXPERTS, **PACK_LOSS, **SEQUENCE_PARALLEL}
+    ),
+    "losses of packs, expert parallel": Case(
+        plan=WAVES, expert_parallel=2, settings={**EXPERTS, **PACK_LOSS, "expert_model_parallel_size": 2}
+    ),
     "expert parallel": Case(plan=WAVES, expert_parallel=2, settings={**BALANCED, "expert_model_parallel_size": 2}),
 }
 # What only a share of the processes has, and one process has not.
@@ -204,6 +239,11 @@ def lengths_of(plan: Path) -> list[int]:
     for step in PlanReader(plan).steps():
         found.update(zip(step.sequences.tolist(), step.lengths.tolist(), strict=True))
     return [found[row] for row in range(len(found))]
+
+
+def packs_of(plan: Path) -> Iterator[list[list[int]]]:
+    for step in PlanReader(plan).steps():
+        yield [list(row.sequences) for row in step.microbatches() if row.sequences]
 
 
 def global_batches(plan: Path) -> Iterator[list[int]]:
@@ -228,8 +268,9 @@ def whole_gradients(plan: Path, case: Case, dataset: tiny.Sequences) -> tuple[Na
     alone = tiny.config(**{name: value for name, value in case.settings.items() if name not in SHARED})
     whole = tiny.build(alone, rope=case.rope, hybrid=case.hybrid)
     expected: list[Named] = []
-    for rows in global_batches(plan):
-        gradient_alone(whole, dataset, rows)
+    is_of_packs = case.settings.get("moe_router_load_balancing_type") == "aux_loss"
+    for rows, packs in zip(global_batches(plan), packs_of(plan), strict=True):
+        gradient_alone(whole, dataset, rows, packs if is_of_packs else None)
         expected.append({name: gradient(parameter).clone() for name, parameter in whole.named_parameters()})
         if alone.moe_router_enable_expert_bias:  # by the counts of all processes, which are equal
             finalize._update_router_expert_bias([whole], alone)
@@ -252,6 +293,25 @@ def share_error(found: Mapping[str, tuple[Tensor, Tensor]], whole: Named, tensor
         for name, (parameter, own) in found.items()
     ]
     return max(errors) / max(float(gradient.abs().max()) for gradient in whole.values())
+
+
+def pack_alone(model: Any, items: list[dict[str, Tensor]]) -> tuple[dict[str, Tensor], AbstractContextManager[None]]:
+    """The batch of a pack that one process runs, and what its forward runs in."""
+    names = [name for name in items[0] if name != "attention_mask"]
+    batch = {name: torch.cat([item[name] for item in items], dim=-1).unsqueeze(0) for name in names}
+    owners = torch.cat([torch.full((len(item["tokens"]),), at) for at, item in enumerate(items)])
+    batch["attention_mask"] = ~(owners[:, None] == owners).tril()[None, None]
+    return batch, rotary_of(model, batch["position_ids"][0])
+
+
+@contextmanager
+def rotary_of(model: Any, positions: Tensor) -> Iterator[None]:
+    """Within it, a model rotates the tokens of a pack by these positions [tokens]."""
+    handle = model.rotary_pos_emb.register_forward_hook(lambda module, args, table: table[positions])
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def gradient(parameter: Any) -> Tensor:
@@ -297,12 +357,23 @@ def gradients_alone(plan: Path, case: Case) -> np.ndarray:
     return np.stack([gradient_alone(model, dataset, rows) for rows in global_batches(plan)])
 
 
-def gradient_alone(model: Any, dataset: tiny.Sequences, rows: list[int]) -> np.ndarray:
+def gradient_alone(
+    model: Any, dataset: tiny.Sequences, rows: list[int], packs: list[list[int]] | None = None
+) -> np.ndarray:
+    """Of each sequence on its own, or of each pack."""
     model.zero_grad()
     tokens = sum(float(dataset[row]["loss_mask"].sum()) for row in rows)
-    for batch in (batch for row in rows for batch in dataset.alone(row)):
-        output, loss = tiny.forward_step(iter([batch]), model)
-        (loss(output)[0] / tokens).backward()
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / tokens)
+    batches: list[tuple[dict[str, Tensor], AbstractContextManager[None]]]
+    if packs is None:
+        batches = [(batch, nullcontext()) for row in rows for batch in dataset.alone(row)]
+    else:
+        batches = [pack_alone(model, [dataset[row] for row in pack]) for pack in packs]
+    for batch, context in batches:
+        with context:
+            output, loss = tiny.forward_step(iter([batch]), model)
+            (loss(output)[0] / tokens).backward()
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
     return torch.cat([gradient(parameter).flatten() for parameter in model.parameters()]).numpy()
 
 
@@ -430,6 +501,10 @@ def _break(what: str, model: DistributedDataParallel) -> None:
     elif what == "rotary rows":
         gpt.rotary_pos_emb._forward_hooks.clear()
         gpt.rotary_pos_emb.register_forward_hook(_first_rows)
+    elif what == "latent positions":
+        for layer in gpt.decoder.layers:
+            layer.self_attention.rotary_pos_emb._forward_hooks.clear()
+            layer.self_attention.rotary_pos_emb.register_forward_hook(_first_rows)
     elif what == "binding":  # the group of the latest forward, wherever a forward is recomputed
         for layer in gpt.decoder.layers:
             core = layer.self_attention.core_attention

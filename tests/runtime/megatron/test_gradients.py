@@ -65,7 +65,7 @@ STAGES = (
 )
 _EXPERTS = {"num_moe_experts": 4}
 EQUAL = ("plain", "core attention recomputed", "two forwards recomputed", "overlapped", "gathering in waves", "mrope",
-         "engine two forwards recomputed", "sharing heads", "packed")  # fmt: skip
+         "engine two forwards recomputed", "sharing heads", "packed", "latent")  # fmt: skip
 SHARES = (
     "sequence",
     "pipeline recomputed",
@@ -74,6 +74,8 @@ SHARES = (
     "planned stages recomputed",
     "engine sequence",
     "balanced experts in a pipeline",
+    "losses of sequences",
+    "losses of packs in sequence",
     "expert parallel",
 )
 # Of the HybridModel that newer versions have: make test-megatron-next.
@@ -82,11 +84,14 @@ HYBRID = ("hybrid", "hybrid two forwards recomputed") if HAS_HYBRID_MODEL else (
 HYBRID_SHARES = ("balanced experts in a hybrid pipeline",) if HAS_HYBRID_MODEL else ()
 # What other cases cover by example.
 MORE_EQUAL = ("recomputed", "two forwards", "distributed optimizer", "gathering", "waves", "yarn", "engine",
-              "engine core attention recomputed", "packed in waves recomputed", "engine packed")  # fmt: skip
+              "engine core attention recomputed", "packed in waves recomputed", "engine packed", "latent with YaRN",
+              "latent without a query rank", "latent, sharing heads")  # fmt: skip
 MORE_SHARES = ("tensor", "tensor recomputed", "pipeline", "unequal pipelines", "four stages", "engine pipeline",
                "experts", "balanced experts",
-               "balanced experts recomputed", "balanced experts in sequence")  # fmt: skip
-WRONG = ("without rotary", "without binding", "without positions")
+               "balanced experts recomputed", "balanced experts in sequence", "latent in a pipeline",
+               "losses of sequences in sequence", "losses of sequences in a pipeline", "losses of packs",
+               "losses of packs, recomputed", "losses of packs, expert parallel")  # fmt: skip
+WRONG = ("without rotary", "without binding", "without positions", "latent without positions")
 # Name: settings of the transformer, and what is said of them.
 SETTINGS: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "static groups": ({"context_parallel_size": 2}, "the job has context parallel 2; a plan makes the groups itself: "
@@ -96,15 +101,15 @@ SETTINGS: Mapping[str, tuple[Mapping[str, Any], str]] = {
                     "how the plan packs them; add --calculate-per-token-loss"),
     "attention dropout": ({"attention_dropout": 0.1}, "attention dropout is 0.1, which a ring cannot repeat; add "
                           "--attention-dropout 0"),
-    "MLA": ({"multi_latent_attention": True}, "multi-latent attention (MLA) cannot follow a plan"),
+    "fused MLA": ({"multi_latent_attention": True, "apply_rope_fusion": True}, "multi-latent attention (MLA) with "
+                  "fused rotary embeddings rotates by its own idea of who holds which tokens; add --no-rope-fusion"),
     "MTP": ({"mtp_num_layers": 1}, "multi-token prediction (MTP) shifts tokens from rank to rank and cannot follow"),
-    "auxiliary loss": ({**_EXPERTS, "moe_aux_loss_coeff": 0.01}, "the router's auxiliary loss (coefficient 0.01) is "
-                       "made of one rank's tokens of a micro-batch, which the plan chooses; set --moe-aux-loss-coeff 0 "
-                       "and balance with --moe-router-enable-expert-bias"),
-    "one of two losses": ({**_EXPERTS, "moe_aux_loss_coeff": [0.0, 0.1]}, "the router's auxiliary loss (coefficient "
-                          "[0.0, 0.1]) is made of one rank's tokens"),
-    "z-loss": ({**_EXPERTS, "moe_z_loss_coeff": 1e-3}, "the router's z-loss (coefficient 0.001) counts padding, too; "
-               "leave --moe-z-loss-coeff out"),
+    "global loss": ({**_EXPERTS, "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"],
+                     "moe_aux_loss_coeff": [0.0, 0.1]}, "the router's global auxiliary loss adds up counts over all ranks "
+                    "in every forward, of which a plan gives ranks unequal numbers; set "),
+    "recomputed router": ({**_EXPERTS, "moe_z_loss_coeff": 1e-3, "recompute_granularity": "selective",
+                           "recompute_modules": ["moe"]}, "a router with a loss is computed again without the rest of "
+                          "its layer, where its micro-batch is not known; leave moe out of --recompute-modules"),
     "capacity": ({**_EXPERTS, "moe_expert_capacity_factor": 1.0}, "experts of limited capacity drop tokens by what "
                  "else is in the micro-batch, which the plan chooses; leave --moe-expert-capacity-factor out"),
     "sinkhorn": ({**_EXPERTS, "moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn routing depends on what else is "

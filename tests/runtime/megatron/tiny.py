@@ -15,7 +15,8 @@ from megatron.core import parallel_state  # isort: skip
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
 from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # isort: skip
-from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+from megatron.core.transformer.dot_product_attention import DotProductAttention as LocalAttention  # isort: skip
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # isort: skip
 from torch import Tensor  # isort: skip
 from torch.utils.data import DataLoader, Dataset  # isort: skip
 
@@ -28,6 +29,19 @@ YARN = {
     "yarn_mscale": 1.0,
     "yarn_mscale_all_dim": 0.0,
     "yarn_correction_range_round_to_int": True,
+}
+# Keys of 12, values of 6 per head.
+LATENT = {
+    "num_query_groups": None,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 6,
+    "rope_type": "rope",
+    "rotary_base": 100,
+    "normalization": "LayerNorm",
+    "qk_layernorm": True,
 }
 
 
@@ -120,7 +134,17 @@ def config(**changes: Any) -> TransformerConfig:
         "pipeline_dtype": torch.float64,
         "deallocate_pipeline_outputs": False,
     }
+    if changes.get("multi_latent_attention"):  # as Megatron's command line chooses
+        return MLATransformerConfig(**{**settings, **LATENT, **changes})
     return TransformerConfig(**{**settings, **changes})
+
+
+class DotProductAttention(LocalAttention):  # type: ignore[misc]  # megatron-core has no types
+    """Megatron's, for heads of values of their own size, which Transformer Engine's takes and the local one does not."""
+
+    def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)  # which the layer's base class also makes, without sizes
+        self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
 
 def build(settings: TransformerConfig, *, rope: str = "rope", core: Any = None, hybrid: bool = False) -> Any:
@@ -148,7 +172,12 @@ def build(settings: TransformerConfig, *, rope: str = "rope", core: Any = None, 
 def _build(
     settings: TransformerConfig, *, rope: str, core: Any, hybrid: bool, first: bool = True, last: bool = True
 ) -> Any:
-    spec = get_gpt_layer_local_spec(num_experts=settings.num_moe_experts, qk_layernorm=False)
+    latent = settings.multi_latent_attention
+    spec = get_gpt_layer_local_spec(
+        num_experts=settings.num_moe_experts, qk_layernorm=settings.qk_layernorm, multi_latent_attention=latent
+    )
+    if latent and core is None:
+        core = DotProductAttention
     if core is not None:
         spec.submodules.self_attention.submodules.core_attention = core
     if rope == "yarn":

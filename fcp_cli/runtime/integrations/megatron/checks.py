@@ -40,10 +40,12 @@ def check_model_classes() -> None:
     from megatron.core import packed_seq_params, parallel_state
     from megatron.core.models.common.embeddings import rotary_pos_embedding
     from megatron.core.models.gpt import gpt_model
-    from megatron.core.transformer import attention
+    from megatron.core.transformer import attention, multi_latent_attention
 
     require(gpt_model, "GPTModel.forward", ("input_ids", "packed_seq_params"))
     require(attention, "Attention.forward", ("rotary_pos_emb", "packed_seq_params"))
+    made = ("hidden_states", "key_value_states", "position_ids", "packed_seq_params")
+    require(multi_latent_attention, "MLASelfAttention.get_query_key_value_tensors", made)
     require(
         packed_seq_params,
         "PackedSeqParams",
@@ -139,7 +141,11 @@ def _refusals(config: Any) -> Iterable[tuple[bool, str]]:
         bool(config.attention_dropout),
         f"attention dropout is {config.attention_dropout}, which a ring cannot repeat; add --attention-dropout 0",
     )
-    yield bool(setting("multi_latent_attention")), "multi-latent attention (MLA) cannot follow a plan"
+    yield (
+        bool(setting("multi_latent_attention") and setting("apply_rope_fusion")),
+        "multi-latent attention (MLA) with fused rotary embeddings rotates by its own idea of who holds which tokens; "
+        "add --no-rope-fusion (TransformerConfig.apply_rope_fusion)",
+    )
     yield (
         bool(setting("mtp_num_layers")),
         "multi-token prediction (MTP) shifts tokens from rank to rank and cannot follow a plan",
@@ -162,16 +168,17 @@ def _refusals(config: Any) -> Iterable[tuple[bool, str]]:
 
 def _moe_refusals(setting: Callable[[str], Any]) -> Iterable[tuple[bool, str]]:
     """Yield settings that make a token's experts, or its loss, depend on the tokens that it shares a rank with."""
-    coefficients = setting("moe_aux_loss_coeff")
+    losses = _balancing_losses(setting)
     yield (
-        any(coefficients) if isinstance(coefficients, list) else bool(coefficients),
-        f"the router's auxiliary loss (coefficient {coefficients}) is made of one rank's tokens of a micro-batch, "
-        "which the plan chooses; set --moe-aux-loss-coeff 0 and balance with --moe-router-enable-expert-bias",
+        "global_aux_loss" in losses,
+        "the router's global auxiliary loss adds up counts over all ranks in every forward, of which a plan gives "
+        "ranks unequal numbers; set --moe-router-load-balancing-type seq_aux_loss or aux_loss",
     )
+    has_loss = bool(losses or setting("moe_z_loss_coeff"))
     yield (
-        bool(setting("moe_z_loss_coeff")),
-        f"the router's z-loss (coefficient {setting('moe_z_loss_coeff')}) counts padding, too; leave "
-        "--moe-z-loss-coeff out",
+        has_loss and setting("recompute_granularity") == "selective" and "moe" in (setting("recompute_modules") or ()),
+        "a router with a loss is computed again without the rest of its layer, where its micro-batch is not known; "
+        "leave moe out of --recompute-modules",
     )
     yield (
         setting("moe_expert_capacity_factor") is not None,
@@ -206,6 +213,52 @@ def _moe_refusals(setting: Callable[[str], Any]) -> Iterable[tuple[bool, str]]:
     )
 
 
+def loss_refusals(config: Any) -> Iterable[tuple[bool, str]]:
+    """Yield whether a router's loss is on, and its message, for stacks whose routers are not hooked."""
+    coefficients, of_logits = (getattr(config, name, None) for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"))
+    yield (
+        any(coefficients) if isinstance(coefficients, list) else bool(coefficients),
+        f"the router's auxiliary loss (coefficient {coefficients}) is made of one rank's tokens of a micro-batch, "
+        "which the plan chooses; set --moe-aux-loss-coeff 0 and balance with --moe-router-enable-expert-bias",
+    )
+    yield (
+        bool(of_logits),
+        f"the router's z-loss (coefficient {of_logits}) counts padding, too; leave --moe-z-loss-coeff out",
+    )
+
+
+def balances_experts(config: Any) -> bool:
+    """Return whether routers have losses: for balance, or of their logits."""
+
+    def setting(name: str) -> Any:
+        return getattr(config, name, None)
+
+    return bool(setting("num_moe_experts") and (_balancing_losses(setting) or setting("moe_z_loss_coeff")))
+
+
+def _balancing_losses(setting: Callable[[str], Any]) -> list[str]:
+    """Return the names of the balancing losses whose coefficient is not 0."""
+    names, coefficients = setting("moe_router_load_balancing_type"), setting("moe_aux_loss_coeff")
+    if not isinstance(names, list):
+        names, coefficients = [names], [coefficients]
+    return [str(name) for name, coefficient in zip(names, coefficients, strict=True) if coefficient]
+
+
+def check_routers() -> None:
+    """Check what is hooked in routers that have losses.
+
+    Raises:
+        RunError: a function or an argument is missing.
+    """
+    from megatron.core.transformer.moe import router
+
+    counted = ("probs", "scores_for_aux_loss", "routing_map")
+    for name in ("_apply_aux_loss", "_apply_seq_aux_loss"):
+        require(router, f"TopKRouter.{name}", counted)
+    require(router, "TopKRouter.apply_z_loss", ("logits",))
+    require(router, "MoEAuxLossAutoScaler.apply", ())
+
+
 def check_layers(model: Any) -> None:
     """Check the attention layers of a language model.
 
@@ -226,6 +279,7 @@ def attention_layers(model: Any) -> list[Any]:
     """
     from megatron.core.transformer.attention import Attention, SelfAttention
     from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
     for module in model.modules():
         if type(module).__name__ in _WITH_STATE:
@@ -237,7 +291,7 @@ def attention_layers(model: Any) -> list[Any]:
     if not layers:
         raise RunError("the model has no attention layer that a plan can drive (a stage without layers)")
     for layer in layers:
-        if type(layer).forward is not SelfAttention.forward:
+        if type(layer).forward not in (SelfAttention.forward, MultiLatentAttention.forward):
             raise RunError(f"the model has a {type(layer).__name__}, whose forward is its own; a plan cannot follow it")
         if layer.attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
             raise RunError(f"the model attends with a {layer.attn_mask_type.name} mask; a plan is for causal attention")

@@ -94,14 +94,8 @@ class Follower:
         self._transport = ProcessTransport.create(self._device)
         self._grad_dtype = agreed_grad_dtype(ProcessWorld(), self._device)
         self._multiple = tensor_parallel if self._config.sequence_parallel else 1
-        self._engine: Rings | None = None
-        shares_heads = self.metadata.attention is not None
-        if self.stack.engine_rings and wants_rings(model, shares_heads=shares_heads):
-            self._engine = make_rings(model, plan, self._peers, self._device)
-        else:
-            report = report_to_stderr(dist.get_rank(), self._device)
-            peers = tuple(self._peers)
-            open_contacts(plan, self._transport, rank=self._rank, device=self._device, peers=peers, report=report)
+        self._balances = checks.balances_experts(self._config)
+        self._engine = self._open_rings(model)
         self._even_chunks = self.stack.even_chunks or self._engine is not None
         self._load = partial(load_shard, rank=self._rank, multiple=self._multiple, even_chunks=self._even_chunks)
         self._layers = self.stack.hook(model, self._transport)
@@ -117,6 +111,17 @@ class Follower:
         self._replica = parallel_state.get_model_parallel_group()
         self._shares_data: bool | None = None
         self._first_step = self._next_step = 0
+
+    def _open_rings(self, model: Any) -> Rings | None:
+        """Let ranks that meet in rings meet once; return Transformer Engine's rings, where its attention runs."""
+        shares_heads = self.metadata.attention is not None
+        engine, is_latent = None, bool(getattr(self._config, "multi_latent_attention", False))
+        if self.stack.engine_rings and wants_rings(model, shares_heads=shares_heads, is_latent=is_latent):
+            engine = make_rings(model, self._plan, self._peers, self._device)
+        if engine is None or self._balances:
+            report, peers = report_to_stderr(dist.get_rank(), self._device), tuple(self._peers)
+            open_contacts(self._plan, self._transport, rank=self._rank, device=self._device, peers=peers, report=report)
+        return engine
 
     def run(self, schedule: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Run the schedule's next step on the plan's micro-batches instead of the script's; return what it returns."""
@@ -277,6 +282,8 @@ class Follower:
             positions=shard.positions.to(self._device, non_blocking=True),
             is_planned=shard.is_planned.to(self._device, non_blocking=True),
             longest_tokens=max(layout.lengths, default=1),
+            owners=shard.owners.to(self._device, non_blocking=True) if self._balances else None,
+            lengths=shard.lengths,
             # To Transformer Engine, an idle rank's padding is a sequence.
             packed=None if self._engine is None else self._engine.sequences(ranks, layout.lengths or (tokens,)),
         )

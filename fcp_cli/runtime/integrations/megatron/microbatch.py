@@ -24,6 +24,9 @@ class PlannedMicroBatch:
         positions: [tokens] int64, of each token within its own sequence.
         is_planned: [tokens] bool; padding is not.
         longest_tokens: of the row's longest sequence, with its padding; 1 where there is none.
+        lengths: tokens of each sequence, without padding.
+        owners: [tokens] int64, which of the sequences a token belongs to, and their number for padding; None where no
+            loss is made of them.
         packed: the same for Transformer Engine, where that attends: Megatron's PackedSeqParams with a process group.
     """
 
@@ -33,6 +36,8 @@ class PlannedMicroBatch:
     positions: Tensor
     is_planned: Tensor
     longest_tokens: int
+    lengths: tuple[int, ...] = ()
+    owners: Tensor | None = None
     packed: Any = None
 
     @property

@@ -22,6 +22,7 @@ from megatron.core.transformer.attention import Attention
 from torch import Tensor, nn
 
 from fcp_cli.errors import RunError
+from fcp_cli.runtime.integrations.megatron.latent import cut_table, hook_latent, is_latent
 from fcp_cli.runtime.integrations.megatron.microbatch import PlannedMicroBatch, current_microbatch
 from fcp_cli.runtime.integrations.megatron.transformer_engine import attend
 from fcp_cli.runtime.ring import Ring, attention
@@ -38,6 +39,9 @@ class RingSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core has
     """
 
     ring: Ring | None = None
+    positions: Tensor | None = None  # [tokens], for layers that make their rotary table themselves
+    owners: Tensor | None = None  # of `PlannedMicroBatch`
+    lengths: tuple[int, ...] = ()
     packed: PackedSeqParams | None = None  # what Transformer Engine is given in its place, where that attends
 
 
@@ -90,18 +94,16 @@ def _sequences(microbatch: PlannedMicroBatch) -> RingSequences:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         ring=microbatch.ring,
+        positions=microbatch.positions,
+        owners=microbatch.owners,
+        lengths=microbatch.lengths,
         packed=microbatch.packed,
     )
 
 
 def _cut_rotary_table(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Cut the table [longest, 1, 1, dim] to [tokens, 1, 1, dim]; YaRN returns the table with a factor."""
     microbatch = current_microbatch.get()
-    if microbatch is None:
-        return None
-    table, *rest = output if isinstance(output, tuple) else (output,)
-    cut = table.index_select(0, microbatch.positions)
-    return (cut, *rest) if isinstance(output, tuple) else cut
+    return None if microbatch is None else cut_table(output, microbatch.positions)
 
 
 def _hook_core_attention(layer: Attention) -> None:
@@ -109,6 +111,9 @@ def _hook_core_attention(layer: Attention) -> None:
     core = layer.core_attention
     config = layer.config
     scale = config.kv_channels**-0.5 if config.softmax_scale is None else config.softmax_scale
+    if is_latent(layer):
+        scale = layer.softmax_scale
+        hook_latent(layer)
     core.forward = partial(_core_attention, core, core.forward, scale)
 
 
@@ -123,7 +128,7 @@ def _core_attention(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Megatron's signature of a core attention; query [tokens, 1, heads, head_dim] -> [tokens, 1, heads * head_dim]."""
+    """Megatron's signature of a core attention; query [tokens, 1, heads, size] -> [tokens, 1, heads * value size]."""
     sequences = kwargs.get(PARAMS)
     if not isinstance(sequences, RingSequences) or sequences.ring is None:
         return original(query, key, value, attention_mask, *args, **kwargs)

@@ -61,6 +61,7 @@ class LocalShard:
         batch: as the script's data iterator shall give it.
         positions: [tokens] int64, of each token within its own sequence.
         is_planned: [tokens] bool; padding is not.
+        lengths: tokens of each sequence of the row, without padding; packs of the data set have several.
     """
 
     row: MicroBatch
@@ -69,6 +70,17 @@ class LocalShard:
     batch: Mapping[str, Any]
     positions: Tensor
     is_planned: Tensor
+    lengths: tuple[int, ...]
+
+    @property
+    def owners(self) -> Tensor:
+        """Return [tokens] int64, which of the sequences each token belongs to, and their number for padding."""
+        count = len(self.lengths)
+        of_pack = torch.arange(count).repeat_interleave(torch.tensor(self.layout.lengths, dtype=torch.int64))
+        owners = torch.full_like(self.positions, count)
+        held = of_pack[torch.from_numpy(self.layout.index(self.member))]
+        owners[: held.shape[0]] = held
+        return owners.masked_fill(~self.is_planned, count)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,6 +207,7 @@ def load_shard(
         batch=samples.collate([shard]),
         positions=positions,
         is_planned=shard_of([torch.ones(item[TOKENS].shape[-1], dtype=torch.bool) for item in items]),
+        lengths=lengths,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from fcp_cli.runtime.integrations.megatron import checks
 from fcp_cli.runtime.integrations.megatron.model import hook_model
+from fcp_cli.runtime.integrations.megatron.router_losses import hook_losses
 from fcp_cli.runtime.transport import ProcessTransport
 
 
@@ -64,9 +65,13 @@ class MegatronStack:
     def check(self, config: Any, model: Any) -> None:
         checks.check_model_classes()
         checks.check_config(config)
+        if checks.balances_experts(config):
+            checks.check_routers()
         checks.check_layers(model)
 
     def hook(self, model: Any, transport: ProcessTransport) -> int:
+        if checks.balances_experts(model.config):
+            hook_losses(model)
         return hook_model(model)
 
     def around_step(self) -> AbstractContextManager[None]:

@@ -73,13 +73,14 @@ class Rings:
         )
 
 
-def wants_rings(model: nn.Module, *, shares_heads: bool = False) -> bool:
+def wants_rings(model: nn.Module, *, shares_heads: bool = False, is_latent: bool = False) -> bool:
     """Return whether Transformer Engine attends: it does where the model has it, unless FCP_ATTENTION forbids it.
 
     Args:
         model: whose attention it is.
         shares_heads: whether the plan has groups whose ranks share heads: those run on fcp's own driver, which holds
             tokens unlike Transformer Engine.
+        is_latent: whether heads of values have another size than those of keys (MLA), which run there, too.
 
     Raises:
         RunError: the variable asks for what is not there.
@@ -98,7 +99,12 @@ def wants_rings(model: nn.Module, *, shares_heads: bool = False) -> bool:
             f"{_VARIABLE} is {_ENGINE}, but the plan has groups whose ranks share heads, which run on fcp's own "
             "attention; unset it, or plan with 'fcp plan --attention ring'"
         )
-    return has_engine and wanted != _OWN and not shares_heads
+    if wanted == _ENGINE and is_latent:
+        raise RunError(
+            f"{_VARIABLE} is {_ENGINE}, but the model has multi-latent attention (MLA), which runs on fcp's own ring; "
+            "unset it"
+        )
+    return has_engine and wanted != _OWN and not shares_heads and not is_latent
 
 
 def make_rings(model: nn.Module, plan: Path, peers: Sequence[int], device: torch.device) -> Rings:

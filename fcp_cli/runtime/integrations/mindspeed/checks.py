@@ -107,6 +107,11 @@ def check_config(config: Any) -> None:
     for is_refused, reason in _refusals(config):
         if is_refused:
             raise RunError(reason)
+    if getattr(config, "multi_latent_attention", False):
+        raise RunError("multi-latent attention (MLA) cannot follow a plan")
+    for is_refused, reason in megatron.loss_refusals(config) if getattr(config, "num_moe_experts", None) else ():
+        if is_refused:
+            raise RunError(reason)
     megatron.check_settings(config)
 
 
