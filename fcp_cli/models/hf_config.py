@@ -214,8 +214,9 @@ def _attention(text: Mapping[str, Any], architecture: Architecture, *, where: st
         return ["latent"]
     if architecture == "bamba":
         full, layers = text.get("attn_layer_indices") or [], text.get("num_hidden_layers")
-        known = isinstance(full, list) and isinstance(layers, int)
-        return ["full" if layer in full else "mamba" for layer in range(min(layers, _MOST_LAYERS))] if known else []
+        if not isinstance(full, list) or not isinstance(layers, int):
+            return []
+        return ["full" if layer in full else "mamba" for layer in range(min(layers, _MOST_LAYERS))]
     types = text.get("layer_types")
     if isinstance(types, list) and types:
         by_name = {name: kind for kind, name in LAYER_TYPES.items()}

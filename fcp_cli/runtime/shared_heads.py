@@ -133,7 +133,7 @@ def of_products(delta: Tensor, grad_out: Tensor) -> Tensor:
 
 def _by_heads(rows: Tensor, head_dim: int) -> Tensor:
     """View [.., heads * D] as [.., heads, D], never as a copy, which MindSpeed's `Tensor.view` may give."""
-    return rows.unflatten(-1, (-1, head_dim))
+    return torch.unflatten(rows, -1, (-1, head_dim))
 
 
 def _spread(tensor: Tensor, parts: Tensor) -> None:
@@ -142,7 +142,7 @@ def _spread(tensor: Tensor, parts: Tensor) -> None:
     if heads >= size:
         parts.copy_(tensor.view(tokens, size, heads // size, head_dim).transpose(0, 1))
     else:
-        replicated = parts.unflatten(0, (heads, size // heads))
+        replicated = torch.unflatten(parts, 0, (heads, size // heads))
         replicated.copy_(tensor.transpose(0, 1).reshape(heads, 1, tokens, 1, head_dim))
 
 
