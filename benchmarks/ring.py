@@ -24,8 +24,8 @@ from torch import Tensor
 
 from fcp_cli.runtime.kernels import select_kernel
 from fcp_cli.runtime.layout import shard_layout
-from fcp_cli.runtime.passes import ring_backward, ring_forward
 from fcp_cli.runtime.ring import Ring, attention
+from fcp_cli.runtime.ring_passes import ring_backward, ring_forward
 from fcp_cli.runtime.transport import Handle
 from fcp_cli.verification.emulation import LockstepTransport, Mailbox, run_lockstep
 

@@ -45,7 +45,7 @@ from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
 from fcp_cli.profiling.analytic import analytic_profile
 from fcp_cli.recipe import Recipe
-from fcp_cli.runtime import passes as passes_module
+from fcp_cli.runtime import ring_passes
 from fcp_cli.runtime.grad_ring import GradRingDtype
 from fcp_cli.runtime.kernels import fused
 from fcp_cli.runtime.kernels.cuda import CudaFlashKernel
@@ -244,7 +244,7 @@ def count_pack(lengths: tuple[int, ...], degree: int, heads_degree: int = 1) -> 
 def pretended_gpu() -> Iterator[None]:
     """Treat meta tensors as those of a GPU with triton."""
     with (
-        mock.patch.object(passes_module, "select_kernel", lambda device_type, dtype: CudaFlashKernel()),
+        mock.patch.object(ring_passes, "select_kernel", lambda device_type, dtype: CudaFlashKernel()),
         mock.patch.object(fused, "fused_rows", lambda device_type: True),
     ):
         yield
@@ -273,7 +273,7 @@ def _count_member(layout: ShardLayout, index: int) -> dict[str, Counts]:
         merge(*args)
         counter.merges = False
 
-    with mock.patch.object(passes_module, "merge", counted_merge), counter:
+    with mock.patch.object(ring_passes, "merge", counted_merge), counter:
         layer()
         return layer()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fcp_cli.runtime.passes import GroupMember
+from fcp_cli.runtime.group_member import GroupMember
 from fcp_cli.runtime.transport import Transport, Waits
 
 

@@ -28,12 +28,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import pad_sequence
 
 from fcp_cli.errors import RunError
+from fcp_cli.runtime.group_member import GroupMember
 from fcp_cli.runtime.kernels import lse_dtype
 from fcp_cli.runtime.kernels.base import to_device
 from fcp_cli.runtime.layout import CACHED_LAYOUTS
 from fcp_cli.runtime.linear_convolution import begin_layer
 from fcp_cli.runtime.linear_states import states_at_chunks
-from fcp_cli.runtime.passes import GroupMember
 from fcp_cli.runtime.recompute import attention_stage
 from fcp_cli.runtime.ring import Ring, begin_backward
 from fcp_cli.runtime.shared_heads import HeadSharing

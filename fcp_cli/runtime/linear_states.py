@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fcp_cli.runtime.passes import GroupMember
+from fcp_cli.runtime.group_member import GroupMember
 from fcp_cli.runtime.transport import Waits, drive
 
 PIECE_BYTES = 1 << 19

@@ -28,12 +28,11 @@ from torch.autograd.function import once_differentiable
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.grad_ring import GradRingDtype
+from fcp_cli.runtime.group_member import GroupMember, Kept
 from fcp_cli.runtime.kernels import lse_dtype
 from fcp_cli.runtime.layout import ShardLayout
 from fcp_cli.runtime.outside_attention import attention_outside
 from fcp_cli.runtime.passes import (
-    GroupMember,
-    Kept,
     exchanged_again,
     group_backward,
     group_forward,

@@ -18,29 +18,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fcp_cli.arrays import IntArray
-from fcp_cli.runtime.grad_ring import GradRingDtype
+from fcp_cli.runtime.group_member import GroupMember, Kept
 from fcp_cli.runtime.halo import FetchedRows, Halo, ReturnedRows, halo_of, ranges
 from fcp_cli.runtime.kernels import lse_dtype, select_kernel
 from fcp_cli.runtime.layout import CACHED_LAYOUTS, Rows, Segments, ShardLayout
 from fcp_cli.runtime.rows import add_to_rows, put, rows_at, take, take_with_lse
-from fcp_cli.runtime.transport import Transport, Waits
-
-
-class WindowMember(Protocol):
-    """What a member of a ring has, as `passes.GroupMember` does."""
-
-    layout: ShardLayout
-    index: int
-    ranks: tuple[int, ...]
-    transport: Transport | None
-    grad_dtype: GradRingDtype
+from fcp_cli.runtime.transport import Waits
 
 
 def fits_in(window: int | None, layout: ShardLayout) -> bool:
@@ -142,9 +131,9 @@ def _segments(q_lengths: IntArray, k_lengths: IntArray, window: int) -> Segments
 
 
 def window_forward(
-    ring: WindowMember, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int
+    ring: GroupMember, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int
 ) -> Waits[tuple[Tensor, Tensor]]:
-    """Do what `passes.ring_forward` does where each token attends to the last `window` tokens, itself among them."""
+    """Do what `ring_passes.ring_forward` does where each token attends to the last `window` ones, itself among them."""
     kernel, work = select_kernel(q.device.type, q.dtype), window_work(ring.layout, ring.index, window)
     fetched = FetchedRows("halo", work.halo, ring.ranks, ring.transport, k, v)
     out, lse = q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
@@ -159,9 +148,9 @@ def window_forward(
 
 
 def window_backward(
-    ring: WindowMember, grad_out: Tensor, kept: tuple[Tensor, ...], scale: float, window: int
+    ring: GroupMember, grad_out: Tensor, kept: Kept, scale: float, window: int
 ) -> Waits[tuple[Tensor, Tensor, Tensor]]:
-    """Do what `passes.ring_backward` does where each token attends to the last `window` tokens, itself among them.
+    """Do what `ring_passes.ring_backward` does where each token attends to the last `window` tokens, itself among them.
 
     Args:
         ring, scale, window: as given to `window_forward`.

@@ -220,7 +220,7 @@ def _fake_ranks(job: FakeJob) -> Iterator[None]:
 
 
 def _replacements(job: FakeJob) -> list[tuple[Any, str, Any]]:
-    from fcp_cli.runtime import passes
+    from fcp_cli.runtime import ring_passes, windows
     from fcp_cli.runtime.guards import Guards
     from fcp_cli.training import shares, trainer
 
@@ -240,7 +240,7 @@ def _replacements(job: FakeJob) -> list[tuple[Any, str, Any]]:
         (torch.nn.Module, "to", lambda module, *args, **kwargs: module),
     ]
     if not job.on_cpu:
-        found.append((passes, "select_kernel", lambda device, dtype: CudaFlashKernel()))
+        found += [(one, "select_kernel", lambda device, dtype: CudaFlashKernel()) for one in (ring_passes, windows)]
     architecture = load_model(job.model).architecture
     if architecture in ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"):
         found += _replacements_of_qwen(architecture)

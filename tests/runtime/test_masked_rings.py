@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fcp_cli.masks import CAUSAL, Mask, chunk_pairs, full, prefix, segments
-from fcp_cli.runtime import passes as passes_module
+from fcp_cli.runtime import ring_passes
 from fcp_cli.runtime.kernels.cpu import CpuKernel
 from fcp_cli.runtime.kernels.npu import NpuKernel
 from fcp_cli.runtime.layout import Hop, MaskedLayout, Rows, Segments, ShardLayout, shard_layout
@@ -86,7 +86,7 @@ class GatheringCpuKernel(CpuKernel):
 
 @pytest.mark.parametrize("degree", [1, 3, 4])
 def test_calls_of_all_sequences_together_give_the_same(degree: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes_module, "select_kernel", lambda device_type, dtype: GatheringCpuKernel())
+    monkeypatch.setattr(ring_passes, "select_kernel", lambda device_type, dtype: GatheringCpuKernel())
     pack = PACKS["mixed"]
     example = make_example(lengths_of(pack), (3, 1), head_dim=8, masks=masks_of(pack))
     for found, expected in zip(run_emulated(example, degree, torch.float64), example.results, strict=True):
@@ -95,7 +95,7 @@ def test_calls_of_all_sequences_together_give_the_same(degree: int, monkeypatch:
 
 def test_the_npu_operator_needs_no_mask_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = NpuKernel(FakeNpu(head_major=True))
-    monkeypatch.setattr(passes_module, "select_kernel", lambda device_type, dtype: kernel)
+    monkeypatch.setattr(ring_passes, "select_kernel", lambda device_type, dtype: kernel)
     pack = PACKS["mixed"]
     example = make_example(lengths_of(pack), (4, 2), dtype=torch.float32, masks=masks_of(pack))
     for found, expected in zip(run_emulated(example, 3, torch.float32), example.results, strict=True):

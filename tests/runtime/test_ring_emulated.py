@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime import passes as passes_module
+from fcp_cli.runtime import ring_passes
 from fcp_cli.runtime.grad_ring import GradRingDtype
 from fcp_cli.runtime.kernels import select_kernel
 from fcp_cli.runtime.kernels.cpu import CpuKernel
 from fcp_cli.runtime.kernels.npu import NpuKernel
 from fcp_cli.runtime.layout import Segments, shard_layout
-from fcp_cli.runtime.passes import ring_forward
 from fcp_cli.runtime.ring import Ring, attention, current_ring
+from fcp_cli.runtime.ring_passes import ring_forward
 from fcp_cli.verification.emulation import LockstepTransport, Mailbox, ThreadTransport, run_lockstep
 from fcp_cli.verification.order import Operation, check_order
 from tests.runtime.emulation import run_emulated, run_recorded, unshard
@@ -88,7 +88,7 @@ class GatheringCpuKernel(CpuKernel):
 def test_gathered_rows_give_the_same_as_rows_in_place(
     lengths: tuple[int, ...], heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(passes_module, "select_kernel", lambda device_type, dtype: GatheringCpuKernel())
+    monkeypatch.setattr(ring_passes, "select_kernel", lambda device_type, dtype: GatheringCpuKernel())
     example = make_example(lengths, heads)
     for degree in DEGREES:
         for found, expected in zip(run_emulated(example, degree, torch.float64), example.results, strict=True):
@@ -99,7 +99,7 @@ def test_gathered_rows_give_the_same_as_rows_in_place(
 def test_heads_of_values_may_have_a_size_of_their_own(sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     examples = [make_example(lengths, (4, 2), sizes[0], value_dim=sizes[1]) for lengths in PACKS[1:3]]
     for kernel in (CpuKernel(), GatheringCpuKernel()):
-        monkeypatch.setattr(passes_module, "select_kernel", lambda device_type, dtype, kernel=kernel: kernel)
+        monkeypatch.setattr(ring_passes, "select_kernel", lambda device_type, dtype, kernel=kernel: kernel)
         for example, degree, shared in product(examples, DEGREES, (1, 2, 4)):
             if not degree % shared:
                 results = run_emulated(example, degree, torch.float64, shared)
@@ -129,7 +129,7 @@ def test_a_ring_on_the_npu_operator_computes_plain_attention(
     head_major: bool, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = NpuKernel(FakeNpu(head_major=head_major))
-    monkeypatch.setattr(passes_module, "select_kernel", lambda device_type, dtype: kernel)
+    monkeypatch.setattr(ring_passes, "select_kernel", lambda device_type, dtype: kernel)
     example = make_example((5, 7, 13, 37, 101), heads, dtype=torch.float32)
     for degree in DEGREES:
         for found, expected in zip(run_emulated(example, degree, torch.float32), example.results, strict=True):

@@ -104,7 +104,7 @@ def merges_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         *places, part, part_lse = arguments
         original(*places, part * (1 + 1e-6), part_lse)
 
-    monkeypatch.setattr("fcp_cli.runtime.passes.merge", merge)
+    monkeypatch.setattr("fcp_cli.runtime.ring_passes.merge", merge)
 
 
 @pytest.mark.usefixtures("on_threads")

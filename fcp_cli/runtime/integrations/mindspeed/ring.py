@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from fcp_cli.runtime.group_member import GroupMember
 from fcp_cli.runtime.layout import CACHED_LAYOUTS
-from fcp_cli.runtime.passes import GroupMember
 from fcp_cli.runtime.ring import Ring, attention
 from fcp_cli.runtime.shared_heads import HeadSharing
 from fcp_cli.runtime.transport import drive
