@@ -111,7 +111,9 @@ def test_a_run_resumes_in_the_middle_of_the_plan_from_megatrons_own_checkpoint(f
     assert_same(read(folder / "resumed", 0), read(folder / "alone", 0), first_step=5)
 
 
-@pytest.mark.parametrize(("kind", "sync"), [("tensor", "iteration"), ("pipeline", "microbatch")])
+@pytest.mark.parametrize(
+    ("kind", "sync"), [pytest.param("tensor", "iteration", marks=pytest.mark.full), ("pipeline", "microbatch")]
+)
 def test_replicas_of_two_processes_start_by_themselves_and_train_to_the_same_losses(
     folder: Path, kind: str, sync: str
 ) -> None:
