@@ -127,7 +127,7 @@ def _extreme(study: Study) -> chart_parts.Spec:
             for over, (at, sync) in product((STANDARD, STATIC), enumerate(SYNCS))
         }
         chart = picture.curves_spec(cluster, curves, False, over="sequences of 2k to 8k beside one of 128k")
-        chart["encoding"]["color"]["legend"] = {"columns": 2}
+        chart["encoding"]["color"]["legend"] = {"columns": 2, "labelLimit": 300}
         panels.append(_with_rule(chart, EXTREME_SPEEDUP, "FCP paper, measured"))
     return {"hconcat": panels, "spacing": 40}
 
