@@ -32,10 +32,11 @@ def changed(profile: CostProfile) -> set[str]:
 
 
 def test_a_refit_changes_all_that_is_seconds() -> None:
-    factors = Factors(microbatch=2.0, linear=2.0, attention=2.0, ring=2.0)
+    factors = Factors(microbatch=2.0, linear=3.0, attention=5.0, ring=7.0)
     after = refitted(PROFILE, Refit(first_step=0, factors=factors))
     assert changed(after) == NAMES - NO_SECONDS
-    assert PROFILE.heads is not None and after.heads == replace(PROFILE.heads, exchange_seconds=1.0)
+    assert PROFILE.heads is not None and after.heads == replace(PROFILE.heads, exchange_seconds=3.5)
+    assert after.coefficients.ring_hop_seconds == after.coefficients.last_hop_seconds == 3.5
 
 
 def test_a_forward_takes_less_of_all_that_a_training_step_pays() -> None:
