@@ -68,7 +68,7 @@ class Spans:
 
     spans: tuple[tuple[int, int], ...] = ()
 
-    can_be_cut = True
+    can_be_cut = has_windows = True
 
     @property
     def is_causal(self) -> bool:
@@ -87,7 +87,7 @@ class Spans:
     def pairs(self, length: int) -> int:
         """Return how many pairs of a query and a key a sequence of `length` tokens has."""
         return length * (length + 1) // 2 + sum(
-            (stop - start) * (stop - start - 1) // 2 for start, stop in self._within(length)
+            (stop - start) * (stop - start - 1) // 2 for start, stop in self.seen_both_ways(length)
         )
 
     def cuts(self, length: int) -> tuple[int, ...]:
@@ -97,7 +97,7 @@ class Spans:
         chunk of a stretch weigh as much together as any two that lie between. Spans of less than a 16th of the
         sequence stay within a stretch, since they add less than that to any query's keys.
         """
-        wide = (span for span in self._within(length) if (span[1] - span[0]) * _WIDE_PART >= length)
+        wide = (span for span in self.seen_both_ways(length) if (span[1] - span[0]) * _WIDE_PART >= length)
         return tuple(sorted({0, length, *(end for span in wide for end in span)}))
 
     def areas(self, length: int, cuts: Sequence[int] | None = None) -> tuple[Area, ...]:
@@ -108,7 +108,7 @@ class Spans:
             cuts: as from `cuts`, the default, or without some of them: no causal area reaches over one.
         """
         cuts = self.cuts(length) if cuts is None else cuts
-        spans, stretches = list(self._within(length)), list(pairwise(cuts))
+        spans, stretches = list(self.seen_both_ways(length)), list(pairwise(cuts))
         found = [Area(*one, *one, "full" if one in spans else "causal") for one in stretches]
         found += (Area(*span, *span, "later") for span in spans if span not in stretches)
         return (*found, *_below(cuts))
@@ -121,7 +121,7 @@ class Spans:
         """Return the mask factor of a sequence; see `eta_of`."""
         return eta_of(self.pairs(length), length)
 
-    def _within(self, length: int) -> Iterator[tuple[int, int]]:
+    def seen_both_ways(self, length: int) -> Iterator[tuple[int, int]]:
         """Return the spans as far as they lie in the sequence."""
         for start, stop in self.spans:
             if min(stop, length) - start > 1:
@@ -138,7 +138,7 @@ class ChunkPairs:
 
     sizes: tuple[int, ...]
 
-    is_causal = can_be_cut = False
+    is_causal = can_be_cut = has_windows = False
 
     @property
     def numbers(self) -> tuple[int, ...]:

@@ -1,15 +1,17 @@
-"""Bring every chunk of a shard the rows just before it, from the members that hold them, and gradients back to those.
+"""Bring every chunk of a shard the rows around it, from the members that hold them, and gradients back to those.
 
 What looks back a few tokens, as attention in windows does, needs of the other members the last rows before each of a
-member's chunks, its *halo*, and not the rest of the pack. Chunks that follow each other are held by members that stand
-beside each other in the ring, so a halo comes from there, over the ring's own connections: in a round every member
-sends the rows that the front of the next member looks back at, then those that the back of the previous member does.
+member's chunks, its *halo*, and not the rest of the pack; where a mask lets a span of tokens see itself both ways,
+those of its rows, too, that follow the chunk. Chunks that follow each other are held by members that stand beside each
+other in the ring, so a halo comes from there, over the ring's own connections: in round n every member sends the next
+one what it needs of the member n places before, then the previous one what it needs of the member n places behind.
 
     front chunks  0 -> 1 -> .. -> d-1         back chunks  d -> d+1 -> .. -> 2d-1
     members       0 -> 1 -> .. -> d-1                      d-1 -> d-2 -> .. -> 0
 
-Where chunks are shorter than the halo, a second round passes on what came in the first, and so forth: a neighbour needs
-no row that this member does not need or hold, so each row arrives once, and none that nobody looks at.
+Where chunks are shorter than the halo, a second round so passes on what came in the first, and so forth. Who stands
+between a row and who looks at it holds chunks between them and needs the row, too, so each row arrives once, and none
+that nobody looks at; but for those of masks, who cut sequences so short that a member may have nothing to look with.
 Backward goes through the rounds from the last to the first, the other way, and sums gradients as they come by.
 
 All sizes follow from the layout. Every round is a batch of one send and one receive for fronts and then one for backs,
@@ -20,14 +22,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, pairwise, product
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fcp_cli.arrays import IntArray
-from fcp_cli.runtime.layout import CACHED_LAYOUTS, Rows, ShardLayout
+from fcp_cli.runtime.layout import CACHED_LAYOUTS, Rows, Runs, ShardLayout
 from fcp_cli.runtime.rows import add_to_rows, rows_at, take
 from fcp_cli.runtime.transport import Handle, Transport, Waits
 
@@ -65,8 +68,11 @@ class Halo:
         rounds: messages, in the order of issue.
         firsts: [runs] where each run starts in the member's buffer.
         sizes: [runs] rows of each.
+        sequences, starts: [runs] the sequence of each, and where in it the run starts.
         counts: [runs] rows that each looks back at; fewer than the reach where a sequence starts.
         before: [sum(counts)] where these lie, in order, in a buffer of the member's rows and, behind, those received.
+        aheads: [runs] rows behind each that its last token sees by the sequence's mask.
+        after: [sum(aheads)] where these lie, as `before`.
     """
 
     index: int
@@ -75,8 +81,12 @@ class Halo:
     rounds: tuple[tuple[Message, ...], ...]
     firsts: IntArray
     sizes: IntArray
+    sequences: IntArray
+    starts: IntArray
     counts: IntArray
     before: IntArray
+    aheads: IntArray
+    after: IntArray
 
 
 @lru_cache(maxsize=CACHED_LAYOUTS)
@@ -205,23 +215,29 @@ class _Wire:
 
 
 class _Lanes:
-    """Which rows of each sequence travel to which member in which round."""
+    """Which rows of a pack travel to which member in which round."""
 
     def __init__(self, layout: ShardLayout, reach: int) -> None:
         self._layout, self._reach = layout, reach
         lengths = np.asarray(layout.lengths, dtype=np.int64)
-        self._chunk, self._extra = np.divmod(lengths, 2 * layout.degree)
         self._bases = np.cumsum(lengths) - lengths
+        held = [layout.runs(member) for member in range(layout.degree)]
+        starts = np.concatenate([self._bases[runs.sequences] + runs.starts for runs in held])
+        members = np.repeat(np.arange(layout.degree), [len(runs.sizes) for runs in held])
+        live = np.concatenate([runs.sizes for runs in held]) > 0
+        order = np.argsort(starts[live])
+        self._starts, self._members = starts[live][order], members[live][order]
 
     def halo(self, index: int) -> Halo:
         layout, received, rounds = self._layout, [np.empty(0, dtype=np.int64)], []
-        own, num_received = layout.index(index), 0
-        for number in count(1):
+        own, runs, num_received = layout.index(index), self._runs(index), 0
+        needed = self._needed_near(index)
+        for number in range(1, max((abs(rows.distances).max(initial=0) for rows in needed.values()), default=0) + 1):
             batches = []
-            # Fronts go up the ring, backs down.
-            for is_front, step in ((True, 1), (False, -1)):
-                arrives = self._rows(index, number, is_front=is_front)
-                leaves = self._rows(index + step, number, is_front=is_front)
+            # What members before hold goes up the ring, what those behind hold goes down.
+            for step in (1, -1):
+                arrives = needed[index].from_afar(step * number)
+                leaves = needed[index + step].from_afar(step * number) if index + step in needed else arrives[:0]
                 if not arrives.size and not leaves.size:
                     continue  # both ends know from the layout, and some back ends cannot send nothing
                 places = _positions(leaves, own, *received)
@@ -237,56 +253,87 @@ class _Lanes:
                 )
                 received.append(arrives)
                 num_received += arrives.size
-            if not batches:
-                break
-            rounds.append(tuple(batches))
-        firsts, sizes, starts, bases = self._runs(index)
-        counts = np.minimum(starts, self._reach)
-        wanted = ranges(bases + starts - counts, counts)
+            if batches:
+                rounds.append(tuple(batches))
         return Halo(
             index=index,
             tokens=own.size,
             received=num_received,
             rounds=tuple(rounds),
-            firsts=firsts,
-            sizes=sizes,
-            counts=counts,
-            before=_positions(wanted, own, *received),
+            firsts=np.cumsum(runs.sizes) - runs.sizes,
+            sizes=runs.sizes,
+            starts=runs.starts,
+            sequences=runs.sequences,
+            counts=np.minimum(runs.starts, self._reach),
+            before=_positions(self._before(runs), own, *received),
+            aheads=self._aheads(runs),
+            after=_positions(self._after(runs), own, *received),
         )
 
-    def _start(self, chunk: int) -> IntArray:
-        """Return [sequences] where a chunk starts."""
-        starts: IntArray = chunk * self._chunk + np.minimum(chunk, self._extra)
-        return starts
-
-    def _rows(self, member: int, number: int, *, is_front: bool) -> IntArray:
-        """Return which rows of the pack a member gets for its front, or its back, in a round from 1 on.
-
-        They are of the chunk so many before its own. What its back looks back at before its front, the front does, too.
-        """
+    def _needed_near(self, index: int) -> dict[int, _Needed]:
+        """Return what a member and its neighbours get; both ends of a message work it out alike."""
         degree = self._layout.degree
-        own = member if is_front else 2 * degree - 1 - member
-        chunk = own - number
-        if not 0 <= member < degree or chunk < (0 if is_front else member + 1):
-            return np.empty(0, dtype=np.int64)
-        first = np.maximum(self._start(chunk), self._start(own) - self._reach)
-        sizes = np.maximum(self._start(chunk + 1) - first, 0)
-        sizes[self._start(own + 1) == self._start(own)] = 0  # a chunk without tokens looks at none
-        return ranges(self._bases + first, sizes)
+        near = [member for member in (index - 1, index, index + 1) if 0 <= member < degree]
+        if not self._layout.masks:  # who stands between a row and who looks at it looks at it, too
+            return {member: self._needed(member) for member in near}
+        # One that holds nothing of a short stretch passes on what others look at beyond it.
+        looked = [self._needed(member) for member in range(degree)]
+        rows = {member: [looked[member].rows] for member in near}
+        for member, (other, of) in product(near, enumerate(looked)):
+            is_beyond = of.distances > other - member if other > member else of.distances < other - member
+            rows[member].append(of.rows[is_beyond & (other != member)])
+        return {member: self._from_others(member, np.unique(np.concatenate(parts))) for member, parts in rows.items()}
 
-    def _runs(self, index: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """Return [runs] the first rows in the member's buffer, sizes, positions in their sequences, and the bases."""
-        degree, fronts, backs = self._layout.degree, self._layout.fronts(index), self._layout.backs(index)
-        back = 2 * degree - 1 - index
-        if index == degree - 1:  # its chunks lie on end
-            sizes, starts, bases = fronts + backs, self._start(index), self._bases
-        else:
-            sizes = np.stack((fronts, backs), axis=1).ravel()
-            starts = np.stack((self._start(index), self._start(back)), axis=1).ravel()
-            bases = np.repeat(self._bases, 2)
-        live = sizes > 0
-        firsts = np.cumsum(sizes) - sizes
-        return firsts[live], sizes[live], starts[live], bases[live]
+    def _needed(self, member: int) -> _Needed:
+        """Return which rows of others a member looks at."""
+        runs = self._runs(member)
+        return self._from_others(member, np.unique(np.concatenate((self._before(runs), self._after(runs)))))
+
+    def _from_others(self, member: int, rows: IntArray) -> _Needed:
+        owners = self._members[np.searchsorted(self._starts, rows, side="right") - 1]
+        others = owners != member
+        return _Needed(rows[others], member - owners[others])
+
+    def _before(self, runs: Runs) -> IntArray:
+        """Return the rows of the pack that runs look back at."""
+        counts = np.minimum(runs.starts, self._reach)
+        return ranges(self._bases[runs.sequences] + runs.starts - counts, counts)
+
+    def _after(self, runs: Runs) -> IntArray:
+        """Return the rows of the pack that masks let runs see behind their last."""
+        return ranges(self._bases[runs.sequences] + runs.starts + runs.sizes, self._aheads(runs))
+
+    def _aheads(self, runs: Runs) -> IntArray:
+        counts = np.zeros_like(runs.sizes)
+        for sequence, mask in enumerate(self._layout.masks):
+            own = np.flatnonzero(runs.sequences == sequence)
+            stops = runs.starts[own] + runs.sizes[own]
+            for start, stop in mask.seen_both_ways(self._layout.lengths[sequence]):
+                reaches = (start < stops) & (stops < stop)
+                counts[own[reaches]] = stop - stops[reaches]
+        return counts
+
+    def _runs(self, index: int) -> Runs:
+        """Return a member's runs: chunks that lie on end are one."""
+        runs = self._layout.runs(index)
+        runs = Runs(*(values[runs.sizes > 0] for values in runs))
+        follows = np.zeros(len(runs.sizes), dtype=np.bool_)
+        stops = runs.starts + runs.sizes
+        follows[1:] = (runs.sequences[1:] == runs.sequences[:-1]) & (runs.starts[1:] == stops[:-1])
+        firsts = np.flatnonzero(~follows)
+        sizes = np.add.reduceat(runs.sizes, firsts) if firsts.size else runs.sizes
+        return Runs(runs.sequences[firsts], runs.starts[firsts], sizes)
+
+
+class _Needed(NamedTuple):
+    """Rows of the pack that a member gets, ascending, and how many places before it who holds them stands."""
+
+    rows: IntArray
+    distances: IntArray
+
+    def from_afar(self, places: int) -> IntArray:
+        """Return the rows of the member so many places before, or behind."""
+        return self.rows[self.distances == places]
 
 
 def ranges(starts: IntArray, sizes: IntArray) -> IntArray:

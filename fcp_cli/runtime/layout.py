@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -89,6 +89,14 @@ class Hop:
     q_rows: Rows
     k_rows: Rows
     segments: Segments
+
+
+class Runs(NamedTuple):
+    """Chunks of a member, in the order of its buffer: [chunks] their sequences, where they start there, and sizes."""
+
+    sequences: IntArray
+    starts: IntArray
+    sizes: IntArray
 
 
 class ShardLayout:
@@ -181,7 +189,7 @@ class ShardLayout:
 
     def _places(self, index: int) -> IntArray:
         """Return [tokens(index)] where each local token stands in its sequence."""
-        starts, sizes = self._runs(index)
+        _, starts, sizes = self.runs(index)
         return np.arange(self._tokens[index], dtype=np.int64) + np.repeat(starts - _offsets(sizes), sizes)
 
     def _owned(self, index: int) -> IntArray:
@@ -189,14 +197,14 @@ class ShardLayout:
         owned: IntArray = self._fronts[index] + self._backs[index]
         return owned
 
-    def _runs(self, index: int) -> tuple[IntArray, IntArray]:
-        """Return where [front_0, back_0, front_1, back_1, ...] start within their sequences, and their sizes."""
+    def runs(self, index: int) -> Runs:
+        """Return the chunks that member `index` holds: [front_0, back_0, front_1, back_1, ...]; may be empty."""
         lengths = np.asarray(self.lengths, dtype=np.int64)
         sizes = np.stack((self._fronts[index], self._backs[index]), axis=1).ravel()
         chunks = np.array((index, 2 * self.degree - 1 - index))
         chunk, extra = np.divmod(lengths, 2 * self.degree)
         starts = chunks * chunk[:, None] + np.minimum(chunks, extra[:, None])
-        return starts.ravel(), sizes
+        return Runs(np.repeat(np.arange(len(lengths)), 2), starts.ravel(), sizes)
 
     def _make_hops(self, member: int, source: int, packed: bool) -> tuple[Hop, ...]:
         fronts, owned = self._fronts, self._fronts + self._backs
@@ -257,9 +265,10 @@ class MaskedLayout(ShardLayout):
     def _owned(self, index: int) -> IntArray:
         return np.array([one.tokens[index] for one in self._sequences], dtype=np.int64)
 
-    def _runs(self, index: int) -> tuple[IntArray, IntArray]:
+    def runs(self, index: int) -> Runs:
         starts, sizes = zip(*(one.runs(index) for one in self._sequences), strict=True)
-        return np.concatenate(starts), np.concatenate(sizes)
+        sequences = np.repeat(np.arange(len(sizes)), [len(of_one) for of_one in sizes])
+        return Runs(sequences, np.concatenate(starts), np.concatenate(sizes))
 
     def _make_hops(self, member: int, source: int, packed: bool) -> tuple[Hop, ...]:
         calls = joined_calls([one.calls(member, source) for one in self._sequences])

@@ -186,10 +186,10 @@ def _checked_ring(
     """Return the ring, if it can run and the tensors fit it."""
     if window is not None and window < 1:
         raise RunError(f"attention was given window={window}; a token attends to itself at least, so 1 or more")
-    if window is not None and ring.layout.masks:
+    if window is not None and not all(mask.has_windows for mask in ring.layout.masks):
         raise RunError(
-            f"{ring.place}: attention in windows of {window} tokens is causal, but the manifest gives sequences of the "
-            "micro-batch masks of their own; plan for a manifest without its mask column, or a model without windows"
+            f"{ring.place}: attention in windows of {window} tokens is for sequences in the order of their tokens, but "
+            "some of the micro-batch have masks of chunk pairs; train them with a model without windows"
         )
     if sinks is not None and sinks.shape != q.shape[1:2]:
         raise RunError(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fcp_cli.errors import RunError
-from fcp_cli.masks import full
+from fcp_cli.masks import CAUSAL, Mask, chunk_pairs, full, prefix, segments
 from fcp_cli.runtime.kernels import AttentionKernel, cpu
 from fcp_cli.runtime.kernels.cpu import CpuKernel
 from fcp_cli.runtime.kernels.dense import DenseKernel
@@ -42,10 +42,15 @@ def test_groups_compute_attention_in_windows_in_fp64() -> None:
 
 
 def check_windows(
-    lengths: tuple[int, ...], windows: Sequence[int | None], groups: Sequence[tuple[int, int]], *, has_sinks: bool
+    lengths: tuple[int, ...],
+    windows: Sequence[int | None],
+    groups: Sequence[tuple[int, int]],
+    *,
+    has_sinks: bool,
+    masks: tuple[Mask, ...] = (),
 ) -> None:
     for window in windows:
-        example = make_example(lengths, (4, 2), head_dim=8, window=window, has_sinks=has_sinks)
+        example = make_example(lengths, (4, 2), head_dim=8, window=window, has_sinks=has_sinks, masks=masks)
         for shared, ring in groups:
             ranks = tuple(range(shared * ring))
             found, operations = run_recorded(example, ranks, heads_degree=shared)
@@ -54,9 +59,40 @@ def check_windows(
             check_order(operations)
 
 
+MASKED: dict[str, tuple[tuple[int, ...], tuple[Mask, ...]]] = {
+    "images": ((101, 40), (segments([(0, 3), (20, 41), (41, 50), (77, 101)]), CAUSAL)),
+    "all": ((1, 13, 64), (full(), full(), prefix(37))),
+    # Of the token between two images only the first member holds anything; the others pass on what lies beyond it.
+    "images a token apart": ((70,), (segments([(3, 23), (24, 44), (45, 65)]),)),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MASKED)
+def test_any_group_computes_attention_in_windows_of_masked_sequences(name: str) -> None:
+    check_windows(MASKED[name][0], (1, 2, 6, 30, 99, None), GROUPS, has_sinks=True, masks=MASKED[name][1])
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_a_window_limits_how_far_back_tokens_see_and_not_what_their_mask_lets_them_see_ahead(name: str) -> None:
+    lengths, masks = MASKED[name]
+    check_windows(lengths, (2, 30), [(1, 1), (1, 4), (2, 2)], has_sinks=False, masks=masks)
+
+
+def test_with_masks_the_rest_of_a_span_travels_and_nothing_else() -> None:
+    example = make_example((640,), (4, 2), head_dim=8, window=11, masks=(segments([(70, 90), (300, 310)]),))
+    _, operations = run_recorded(example, (0, 1, 2, 3))
+    row = 2 * 2 * 8 * 8  # keys and values of two heads, fp64
+    halos = [[o.num_bytes // row for o in operations[i] if o.content == "halo" and o.verb == "recv"] for i in range(4)]
+    # Chunks of 80 tokens; the one that ends within the first span needs ten rows of the next member, too.
+    assert halos == [2 * [10 + 10], 2 * [10, 10], 2 * [10, 10], 2 * [10]]
+    assert {o.content for member in operations.values() for o in member} == {"halo", "dhalo"}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lower_precision_has_the_error_of_one_device(dtype: torch.dtype) -> None:
-    example = make_example((5, 200, 1, 55), (4, 2), dtype=dtype, window=20, has_sinks=True)
+    masks = (CAUSAL, segments([(3, 50), (99, 120)]), CAUSAL, CAUSAL)
+    example = make_example((5, 200, 1, 55), (4, 2), dtype=dtype, window=20, has_sinks=True, masks=masks)
     alone = run_emulated(example, 1, dtype)
     for degree in (2, 3, 8):
         for one, own, expected in zip(run_emulated(example, degree, dtype), alone, example.results, strict=True):
@@ -183,8 +219,8 @@ def test_what_cannot_be_is_named() -> None:
     ring, q = Ring(shard_layout((8,), 1)), torch.randn(1, 4, 8, 8)
     with pytest.raises(RunError, match=r"window=0; a token attends to itself at least, so 1 or more"):
         attention(q, q, q, ring=ring, window=0)
-    masked = Ring(shard_layout((8,), 1, 1, (full(),)))
-    with pytest.raises(RunError, match=r"windows of 3 tokens is causal, but the manifest gives sequences .* masks"):
+    masked = Ring(shard_layout((8,), 1, 1, (chunk_pairs([4]),)))
+    with pytest.raises(RunError, match=r"windows of 3 tokens is for .* order of their tokens, but some .* chunk pairs"):
         attention(q, q, q, ring=masked, window=3)
     with pytest.raises(RunError, match=r"sinks of shape \(2,\) do not fit the 4 query heads: give one for each"):
         attention(q, q, q, ring=ring, sinks=torch.zeros(2))
