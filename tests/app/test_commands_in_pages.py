@@ -14,6 +14,7 @@ import pytest
 import typer.main
 
 from fcp_cli.app import app
+from tests.forked_ranks import shared
 from tests.pages import PAGES, ROOT, executed, fcp_lines
 from tests.patience import PATIENCE_SECONDS
 
@@ -66,7 +67,7 @@ def folder(tmp_path: Path) -> Path:
 def test_the_marked_commands_of_a_page_run_in_its_order(page: Path, folder: Path) -> None:
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     modules = os.pathsep.join((str(ROOT), os.environ["PYTHONPATH"]))  # what makes torchrun fork its ranks stays
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": modules, "CHECKOUT": str(ROOT)}
+    environment = {**os.environ, **shared(), "PATH": path, "PYTHONPATH": modules, "CHECKOUT": str(ROOT)}
     for command in executed(page):
         done = subprocess.run(
             ["bash", "-c", _small(command)],

@@ -1,9 +1,9 @@
-"""Ranks of tests' jobs that torchrun forks, where it would start an interpreter for each.
+"""Processes of tests' jobs that are forked, where each would import PyTorch.
 
 A rank of the bundled trainer imports PyTorch and transformers for four to five seconds of processor time, and then trains
-a tiny model for less than one. With this folder on PYTHONPATH torchrun imports them once and forks: same agent, same
-process group, same signals, same logs, and a process with a session of its own for each rank. Scripts, whose start fcp
-changes, and the commands of pages start as users start them.
+a tiny model for less than one; torchrun itself imports for two to three. With this folder on PYTHONPATH torchrun's ranks
+are forked from a process that imported what they need: same agent, same process group, same signals, same logs, and a
+process with a session of its own for each rank. Scripts, whose start fcp changes, start as users start them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,18 @@ import os
 from pathlib import Path
 
 from fcp_cli.machine.processes import environment_of
+from tests.forked_ranks.rank_forking import SHARED, server
 
 _HERE = str(Path(__file__).parent)
+_EVERY_PROGRAM = ("torch.distributed.run", "transformers.models.qwen3.modeling_qwen3")
+
+
+def shared() -> dict[str, str]:
+    """What a job's environment has for one server of all jobs to fork torchrun and its ranks.
+
+    They are none of the job's descendants then: not for jobs that are ended by force, or looked at from outside.
+    """
+    return {SHARED: server(*_EVERY_PROGRAM)}
 
 
 def without_forks() -> dict[str, str]:

@@ -1,24 +1,23 @@
-"""How torchrun's agent forks a rank whose program is a module of ours.
-
-The agent has threads, and a fork may copy a lock that one of them holds; so a process without threads forks, that of
-`multiprocessing`'s forkserver.
-"""
+"""How torchrun's agent has its ranks forked, where their program is a module of ours, and how it is forked itself."""
 
 from __future__ import annotations
 
-import atexit
-import multiprocessing
+import json
 import os
-import runpy
+import select
 import signal
+import socket
 import subprocess
 import sys
-import threading
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-# What a program imports only when it runs.
-_LATER = {"fcp_cli.training.train": ("fcp_cli.training.trainer", "transformers.models.qwen3.modeling_qwen3")}
+# The address of a server for all jobs; where there is none, an agent starts one of its own.
+SHARED = "FCP_TESTS_FORKS"
+_SERVER = str(Path(__file__).with_name("server.py"))
+_SERVERS: list[subprocess.Popen[bytes]] = []  # their standard inputs stay open as long as this process
 
 
 def fork_ranks() -> None:
@@ -31,8 +30,10 @@ def fork_ranks() -> None:
         _, _, dash_m, *program = args  # python -u -m MODULE ARGS
         if dash_m != "-m" or not _is_forked(program[0]):
             return start(handler, args, env)
-        logs = [log.name if log else None for log in (handler._stdout, handler._stderr)]
-        return ForkedRank(program, env, logs)
+        streams = [log.fileno() if log else number for number, log in ((1, handler._stdout), (2, handler._stderr))]
+        shared = env.get(SHARED)
+        process = fork(shared, program, env, streams) if shared else None
+        return process or fork(server(), program, env, streams)
 
     SubprocessHandler._popen = fork_or_start  # type: ignore[assignment,method-assign]
 
@@ -41,70 +42,73 @@ def _is_forked(module: str) -> bool:
     return module.startswith(("fcp_cli.", "tests.")) and not module.startswith("fcp_cli.runtime")
 
 
-class ForkedRank:
-    """A forked rank, with what torchrun asks of a `Popen`."""
-
-    def __init__(self, program: list[str], variables: dict[str, str], logs: list[str | None]) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([program[0], *_LATER.get(program[0], ())])
-        self.args = program
-        self._process = context.Process(target=_become_rank, args=(program, variables, logs))
-        self._process.start()
-        self.pid = self._process.pid
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-        return self._process.exitcode
-
-
-def _become_rank(program: list[str], variables: dict[str, str], logs: list[str | None]) -> NoReturn:
-    """Run a module as `python -u -m` does in a session of its own, and end as an interpreter ends."""
-    status = 1
-    try:
-        os.setsid()
-        atexit._clear()
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        for stream, log in enumerate(logs, start=1):
-            if log is not None:
-                os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), stream)
-        os.environ.clear()
-        os.environ.update(variables)
-        Path("/proc/self/comm").write_text(f"rank {variables['RANK']}")  # for `is_rank`
-        _limit_threads()
-        sys.argv = program
-        status = _run(program[0])
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
+def fork_agent() -> None:
+    """Be torchrun in a forked process, if a server forks it: pass signals on, and leave with its exit status."""
+    shared = os.environ.get(SHARED)
+    program = sys.orig_argv[sys.orig_argv.index("torch.distributed.run") :]
+    agent = fork(shared, program, os.environ, (1, 2)) if shared else None
+    if agent:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, lambda number, frame: os.kill(agent.pid, number))
+        status = agent.wait()
+        if status < 0:
+            signal.signal(-status, signal.SIG_DFL)
+            os.kill(os.getpid(), -status)
         os._exit(status)
 
 
-def _limit_threads() -> None:
-    """Use the threads that OMP_NUM_THREADS names, which libgomp read when PyTorch was imported."""
-    import torch
+class ForkedProcess:
+    """A forked process, with what torchrun asks of a `Popen`."""
 
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    def __init__(self, program: Sequence[str], connection: socket.socket, pid: int) -> None:
+        self.args = program
+        self.pid = pid
+        self.returncode: int | None = None
+        self._connection = connection
+
+    def poll(self) -> int | None:
+        return self._wait(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        status = self._wait(timeout)
+        if status is None:
+            raise subprocess.TimeoutExpired(list(self.args), timeout or 0.0)
+        return status
+
+    def _wait(self, seconds: float | None) -> int | None:
+        if self.returncode is None and select.select([self._connection], [], [], seconds)[0]:
+            said = self._connection.recv(16)
+            self.returncode = int(said) if said else -signal.SIGKILL  # the server was ended with all that it forked
+            self._connection.close()
+        return self.returncode
 
 
-def _run(module: str) -> int:
-    """Return the exit status of a program."""
-    sys.modules.pop(module, None)  # where it was imported for all ranks, runpy would warn
+def fork(
+    address: str, program: Sequence[str], environment: Mapping[str, str], streams: Sequence[int]
+) -> ForkedProcess | None:
+    """Have a server fork a process: a module and its arguments, standard output and error; None where it does not."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        return 1
-    return 0
+        connection.connect(bytes.fromhex(address))
+        request = {"program": list(program), "environment": dict(environment), "folder": str(Path.cwd())}
+        with Path(os.devnull).open() as nothing:
+            socket.send_fds(connection, [json.dumps(request).encode()], [nothing.fileno(), *streams])
+        pid = connection.recv(16)
+    except OSError:
+        pid = b""
+    if not pid:
+        connection.close()
+        return None
+    return ForkedProcess(program, connection, int(pid))
+
+
+@cache
+def server(*modules: str) -> str:
+    """Start a server, which ends with this process, and return its address."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind("")  # to a name without a file, which the system chooses
+        listener.listen(64)
+        argv = [sys.executable, _SERVER, str(listener.fileno()), *modules]
+        _SERVERS.append(subprocess.Popen(argv, stdin=subprocess.PIPE, pass_fds=[listener.fileno()]))
+        address: bytes = listener.getsockname()
+        return address.hex()

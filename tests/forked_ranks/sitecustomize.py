@@ -3,5 +3,7 @@
 import sys
 from importlib import import_module
 
-if "torch.distributed.run" in sys.orig_argv:
-    import_module("rank_forking").fork_ranks()  # this folder is on the path, and need not be a package there
+if "-m torch.distributed.run" in " ".join(sys.orig_argv):
+    rank_forking = import_module("rank_forking")  # this folder is on the path, and need not be a package there
+    rank_forking.fork_agent()
+    rank_forking.fork_ranks()

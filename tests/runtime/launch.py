@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 from fcp_cli.machine.torchrun import torchrun_argv
+from tests.forked_ranks import shared
 from tests.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +19,7 @@ def torchrun(*program: str, num_ranks: int, **environment: str) -> None:
     done = subprocess.run(
         [*torchrun_argv(num_ranks), *program],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment, "PYTHONPATH": path},
+        env={**os.environ, **shared(), "OMP_NUM_THREADS": "1", **environment, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=PATIENCE_SECONDS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from fcp_cli.machine.torchrun import torchrun_argv
+from tests.forked_ranks import shared
 from tests.patience import PATIENCE_SECONDS
 
 pytestmark = [pytest.mark.torch, pytest.mark.distributed]
@@ -22,7 +24,15 @@ ROOT = Path(__file__).parents[2]
 def run_job(num_ranks: int, staged: bool) -> dict[str, Any]:
     """What rank 0 of the worker reports; one launch serves all tests."""
     command = [*torchrun_argv(num_ranks), "-m", "tests.runtime.workers.ring_worker", *(["--staged"] if staged else [])]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **shared()},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     report: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return report

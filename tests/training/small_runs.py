@@ -16,6 +16,7 @@ from fcp_cli.manifest.tokenizer import open_tokenizer
 from fcp_cli.plan.metadata import ManifestReference, PlanMetadata, Sync
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.writer import plan_writer
+from tests.forked_ranks import shared
 from tests.patience import PATIENCE_SECONDS
 
 NUM_RANKS = 4
@@ -132,7 +133,7 @@ def run_fcp(*words: str, folder: Path, **environment: str) -> subprocess.Complet
     return subprocess.run(
         fcp_command(*words),
         cwd=folder,
-        env={**os.environ, **environment},
+        env={**os.environ, **(shared() if words[0] == "launch" else {}), **environment},
         capture_output=True,
         text=True,
         timeout=PATIENCE_SECONDS,

@@ -24,7 +24,7 @@ from fcp_cli.machine import processes
 from fcp_cli.models.shipped import shipped_profile_path
 from fcp_cli.runs.checkpoint_header import checkpoints, read_header
 from fcp_cli.runs.metrics_reader import read_metrics
-from tests.forked_ranks import without_forks
+from tests.forked_ranks import is_rank, without_forks
 from tests.patience import wait_until
 from tests.training.small_runs import fcp_command, ranks_in, run_fcp, write_manifest, write_small_plan
 
@@ -73,9 +73,9 @@ def killed(folder: Path, broken: Path) -> Ended:
     """One rank is killed outright, two steps after the checkpoint of step 5, or a little later."""
     every = ("--checkpoint-every", "5", "--keep", str(PLANNED_STEPS))
     words = (*SETTINGS, *every, "--run-dir", str(broken))
-    with launched(*words, folder=folder) as (_, read_to):
+    with launched(*words, folder=folder, environment=dict(os.environ)) as (_, read_to):
         read_to("step 7/")
-        (rank_2,) = (pid for pid in ranks_in(folder) if processes.environment_of(pid).get("RANK") == "2")
+        (rank_2,) = (pid for pid in ranks_in(folder) if is_rank(pid, 2))
         os.kill(rank_2, signal.SIGKILL)
         return read_to(None)
 
@@ -83,20 +83,24 @@ def killed(folder: Path, broken: Path) -> Ended:
 @pytest.fixture(scope="module")
 def interrupted(folder: Path, broken: Path, killed: Ended) -> Ended:
     """The run goes on from the checkpoint, and Ctrl-C stops it a few steps later."""
-    with launched("--resume", "--run-dir", str(broken), folder=folder) as (process, read_to):
+    # Ctrl-C is handed to torchrun's own children.
+    words = ("--resume", "--run-dir", str(broken))
+    with launched(*words, folder=folder, environment=without_forks()) as (process, read_to):
         read_to("step 6/")
         process.send_signal(signal.SIGINT)
         return read_to(None)
 
 
 @contextmanager
-def launched(*words: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], Callable[[str | None], Ended]]]:
+def launched(
+    *words: str, folder: Path, environment: dict[str, str]
+) -> Iterator[tuple[subprocess.Popen[str], Callable[[str | None], Ended]]]:
     """`fcp launch ...`, and a function that reads its lines up to one that begins with a text, or to the end."""
     printed: list[str] = []
     with subprocess.Popen(
         fcp_command("launch", *words),
         cwd=folder,
-        env=without_forks(),  # Ctrl-C is handed to torchrun's own children
+        env=environment,
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,

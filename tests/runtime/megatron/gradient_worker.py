@@ -168,6 +168,7 @@ REFUSED: Mapping[str, Case] = {
     "loss pair": Case(broken="loss pair"),
     "loss count": Case(broken="loss count"),
     "other batch": Case(plan=EQUAL_SHAPES, broken="other batch"),
+    "half a batch": Case(plan=EQUAL_SHAPES, broken="half a batch"),
 }
 SEQUENCE_PARALLEL = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 # On two ranks of the plan, with two processes each.
@@ -420,7 +421,9 @@ def steps_planned(
         "forward_step_func": _FORWARD_STEPS.get(case.broken, tiny.forward_step),
         "data_iterator": tiny.data_iterator(dataset),
         "model": [model],
-        "num_microbatches": len(batches[0]) // parallel_state.get_data_parallel_world_size(),
+        "num_microbatches": len(batches[0])
+        // parallel_state.get_data_parallel_world_size()
+        // (2 if case.broken == "half a batch" else 1),
         "micro_batch_size": 1,
         "seq_length": 128,
         "forward_only": False,

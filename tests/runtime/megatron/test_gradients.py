@@ -142,6 +142,8 @@ STOPPED: Mapping[str, str] = {
     "loss pair": "the script's loss function returns (loss, report), a mean over its micro-batch; under a plan it ",
     "loss count": "the script's loss function counts ",
     "other batch": "the model was given input_ids of shape (1, 1), but the micro-batch is (1, 8); the script must ",
+    "half a batch": "step 0 of the plan has 8 sequences, but the script trains on 4 (4 ranks x 1 micro-batches of 1); give "
+    "it --global-batch-size 8, or plan with the script's",
 }
 MODELS: Mapping[str, str] = {
     "several chunks": "the model has 2 chunks (virtual pipeline), which a plan cannot drive; use one",
