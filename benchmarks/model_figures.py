@@ -34,6 +34,9 @@ from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.models.operations import forward_operations as operations_of
 from fcp_cli.models.transformers_config import text_config
 from fcp_cli.recipe import Recipe
+from fcp_cli.runtime.integrations.transformers_linear import hook_linear_layers
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.ring import Ring
 
 _NAME = "fcp-figures"
 _TOKENS = 8192  # of the sequence whose operations are counted: several windows
@@ -96,16 +99,16 @@ def kept_bytes_per_token(model: Any, *, tokens: int = 1024) -> float:
         for count in (tokens, 2 * tokens):
             held = _Held(model)
             with torch.autograd.graph.saved_tensors_hooks(held.keep, lambda one: one.tensor):
-                out = _run(model.model, count)
+                out = _run(model.model, count, ring=Ring(shard_layout((count,), 1)))
             kept.append(held.num_bytes)
             del out
     return (kept[1] - kept[0]) / tokens
 
 
-def _run(model: Any, tokens: int) -> Any:
+def _run(model: Any, tokens: int, **more: Any) -> Any:
     with torch.device("meta"):
         ids, positions = torch.zeros(1, tokens, dtype=torch.int64), torch.arange(tokens)[None]
-    return model(input_ids=ids, position_ids=positions, use_cache=False)
+    return model(input_ids=ids, position_ids=positions, use_cache=False, **more)
 
 
 class _Saved:
@@ -193,43 +196,40 @@ class _Update(torch.autograd.Function):
 
 
 class _Scan(torch.autograd.Function):
-    """Keeps what `mamba_ssm`'s kernel of a whole layer behind its first product keeps."""
+    """Keeps what `mamba_ssm`'s kernel of a scan keeps."""
 
     @staticmethod
-    def forward(ctx: Any, projected: Tensor, weight: Tensor, groups: int) -> Tensor:
-        _, tokens, _ = projected.shape
-        width, size = weight.shape[1], weight.shape[0]
-        ctx.save_for_backward(
-            projected,
-            projected.new_empty(tokens, width),
-            projected.new_empty(tokens, groups, dtype=torch.float32),
-        )
-        return projected.new_empty(1, tokens, size)
+    def forward(ctx: Any, x: Tensor, step: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        out, sums = torch.empty_like(x), step.new_empty(step.shape, dtype=torch.float32)
+        ctx.save_for_backward(out, x, step, sums, b, c)
+        return out, x.new_empty(x.shape[0], *x.shape[2:], b.shape[-1], dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[None, ...]:
         raise NotImplementedError
 
 
-def _update(query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **_: Any) -> tuple[Tensor, None]:
-    return _Update.apply(query, key, value, g, beta), None  # type: ignore[no-untyped-call]
+def _update(query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    left = value.new_empty(len(value), value.shape[2], key.shape[-1], value.shape[-1], dtype=torch.float32)
+    return _Update.apply(query, key, value, g, beta), left  # type: ignore[no-untyped-call]
 
 
-def _scan(projected: Tensor, *_: Any, outproj_weight: Tensor, ngroups: int, **__: Any) -> Tensor:
-    out: Tensor = _Scan.apply(projected, outproj_weight, ngroups)  # type: ignore[no-untyped-call]
-    return out
+def _scan(x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    found: tuple[Tensor, Tensor] = _Scan.apply(x, step, b, c)  # type: ignore[no-untyped-call]
+    return found
 
 
-_KERNELS = {"torch_chunk_gated_delta_rule": _update, "mamba2_split_conv1d_scan_combined": _scan}
+_KERNELS = {"torch_chunk_gated_delta_rule": _update, "mamba2_chunk_scan": _scan}
 
 
 @contextmanager
 def _kernels_of_states(model: Any) -> Iterator[None]:
-    """Replace what updates states in PyTorch, which keeps each step of its arithmetic."""
+    """Replace what updates states in PyTorch, which keeps each step of its arithmetic, on the ring of one rank."""
     module: Any = sys.modules[type(model).__module__]
     found = {name: getattr(module, name) for name in _KERNELS if hasattr(module, name)}
     for name in found:
         setattr(module, name, _KERNELS[name])
+    hook_linear_layers(model)
     try:
         yield
     finally:

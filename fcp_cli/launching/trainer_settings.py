@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,8 +47,6 @@ def trainer_settings(request: LaunchRequest, job: Job, assumed: Origins) -> Trai
     runs_here = job.target == LOCAL and not request.dry_run
     preflight.check_trainer(metadata, plan, needs_transformers=runs_here)
     model = _model(request.model, metadata, assumed)
-    with suppress(ProfileError):  # what cannot be read is said where it is
-        load_model(model).require_trainable()
     if request.plan is None and not is_assumed(metadata):
         assumed.assume("--plan", plan, "it is in this folder")
     evaluation, cache = _evaluation(request), request.training.get("cache_embeddings")

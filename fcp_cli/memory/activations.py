@@ -55,7 +55,13 @@ def attention_side_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision)
         gated = (4 + 2 * t + 2 * 4 + t) * _output_size(spec, kind) + 4 * linear.value_heads
         return _layer_norm_bytes(spec, precision, readers=2) + gated + of_attention
     if kind.attention == "mamba":
-        return _layer_norm_bytes(spec, precision, readers=1) + of_attention
+        mamba = spec.mamba_figures
+        # The gated norm works in fp32 on copies of the gate and of what comes out of the states, or on these: then the
+        # gate is a part of the product that all is made of.
+        copies = 2 * 4 * mamba.width if t != 4 else t * mamba.projected_size
+        gated = copies + (2 * 4 + 2 * t) * mamba.width + 4 * mamba.groups
+        made = 2 * 4 * mamba.heads  # time steps, as they become positive and bounded
+        return _layer_norm_bytes(spec, precision, readers=1) + made + gated + of_attention
     if kind.attention == "latent":
         latent = spec.latent_figures
         ranks = [rank for rank in (latent.query_rank, latent.key_value_rank) if rank is not None]
@@ -71,10 +77,10 @@ def attention_side_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision)
 def attention_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
     """Count the bytes per token of what attention's backward needs: q, k, v, the output, and its log-sum-exp.
 
-    Values of latent attention are a part of a product that holds most of the keys, too. State spaces keep the product
-    that all is made of, what comes out of the states and the scale of its norm. Linear attention keeps what its
+    Values of latent attention are a part of a product that holds most of the keys, too. Linear attention keeps what its
     convolution takes and gives, before and after SiLU, decays and strengths of its updates, and a row of a chunk's
-    triangular system.
+    triangular system; state spaces keep the same of their convolution, what comes out of the states, and the time steps
+    and their sums.
     """
     t = precision.activation
     if kind.attention == "linear":
@@ -83,7 +89,7 @@ def attention_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> i
         return 3 * t * _mixed_size(linear) + of_heads
     if kind.attention == "mamba":
         mamba = spec.mamba_figures
-        return t * (mamba.projected_size + mamba.width) + 4 * mamba.groups
+        return t * (3 * mamba.mixed_size + mamba.width) + 2 * 4 * mamba.heads
     q, out = spec.num_heads * spec.head_dim, _output_size(spec, kind)
     if kind.attention == "latent":
         product = out + q - spec.num_heads * spec.latent_figures.rotary_size
@@ -204,11 +210,17 @@ def exchanged_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> i
 
 
 def state_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> tuple[float, float]:
-    """Return the bytes that linear attention keeps in rings beside `attention_bytes`: of one sequence, and of a token.
+    """Return what layers with a state keep in rings beside `attention_bytes`: bytes of a sequence, and of a token.
 
-    Of each of a sequence's two chunks the state that the kernel began with, A, and the state that arrived; of a token
-    the columns beside its values, and what it reads of that state.
+    Linear attention keeps of each of a sequence's two chunks the state that the kernel began with, A, and the state
+    that arrived; of a token the columns beside its values, and what it reads of that state. State spaces keep the
+    states that arrived; of a token what reads them, and its time steps, beside the copies in a kernel's batches, and
+    the factor by which each head reads.
     """
+    if kind.attention == "mamba":
+        mamba = spec.mamba_figures
+        of_token = precision.activation * mamba.groups * mamba.state_size + 2 * 4 * mamba.heads
+        return 2.0 * 4 * mamba.width * mamba.state_size, 1.0 * of_token
     if kind.attention != "linear":
         return 0.0, 0.0
     linear = spec.linear_figures

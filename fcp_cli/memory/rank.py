@@ -204,12 +204,12 @@ class _MicroBatch:
         return activations.replicated_bytes(self.state.spec, kind, self.state.precision, self.copies)
 
     def _states(self, reached: float) -> tuple[Item, ...]:
-        """Return what linear attention keeps in rings for a pack of one sequence."""
+        """Return what layers with a state keep in rings for a pack of one sequence."""
         spec, recipe = self.state.spec, self.state.recipe
         found = [
             (count, *activations.state_bytes(spec, kind, precision_of(recipe)))
             for kind, count in spec.kinds.items()
-            if kind.attention == "linear"
+            if kind.keeps_state
         ]
         if not found or not self.in_rings:
             return ()
@@ -218,7 +218,7 @@ class _MicroBatch:
         _, of_sequence, of_token = found[0]
         tensor = self.state.cut.tensor_parallel
         fixed, each = layers * of_sequence / tensor, layers * of_token / tensor
-        return (Item(name="linear attention's states", fixed_bytes=fixed, bytes_per_token=each),)
+        return (Item(name="states in rings", fixed_bytes=fixed, bytes_per_token=each),)
 
     def _copies_of_backward(self) -> Item:
         return self.state.copies(of_all=self.state.recipe.recompute == "none")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from fcp_cli.errors import ProfileError, RunError
+from fcp_cli.errors import ProfileError
 from fcp_cli.models.descriptions import find_shipped, read_description
 from fcp_cli.models.hf_config import read_hf_config
 from fcp_cli.models.layers import Architecture, LanguageModel, TextFigures
@@ -123,15 +123,6 @@ class ModelSpec(LanguageModel):
     @property
     def parameters(self) -> int:
         return self.text_parameters + (self.vision.parameters if self.vision else 0)
-
-    def require_trainable(self) -> None:
-        """Raise RunError if the runtime cannot train the model, before anything of it is built."""
-        layers = sum(kind.attention == "mamba" for kind in self.layer_kinds)
-        if layers:
-            raise RunError(
-                f"{self.name} has state spaces (Mamba-2) in {layers} of its {self.num_layers} layers, which a plan "
-                "cannot follow; 'fcp profile --analytic', 'fcp plan' and 'fcp compare' take the model"
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -113,7 +113,6 @@ def choose_measurement(request: ProfileRequest, origins: Origins) -> Measurement
     kind, units = _units(request, origins)
     on_cpu = kind == "cpu"
     spec = load_model(request.model or (_CPU_MODEL if on_cpu else DEFAULT_MODEL))
-    spec.require_trainable()  # packs run under the runtime's attention
     _assume(origins, "--model", request.model, spec.name, "small enough for a CPU" if on_cpu else "--model sets it")
     device = None if on_cpu or request.nodes > 1 else _device(kind)
     cluster = request.cluster or (THIS_MACHINE if on_cpu else cluster_like(device.name if device else ""))

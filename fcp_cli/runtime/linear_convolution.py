@@ -1,4 +1,4 @@
-"""Short causal convolutions over a ring's shards, as linear attention has before its state.
+"""Short causal convolutions over a ring's shards, as linear attention and state spaces have before their states.
 
 A convolution of kernel K needs the K - 1 rows before each run of tokens that a member holds on end: of the same
 sequence, where there are so many, whoever holds them. They arrive by an `exchange`, of which backward is the exchange
@@ -107,13 +107,14 @@ def begin_layer(ring: Ring, batch: int, tokens: int) -> None:
     """
     if batch != 1 or tokens < ring.tokens:
         raise RunError(
-            f"linear attention was given a batch of {batch} with {tokens} tokens, but rank {ring.ranks[ring.index]} "
-            f"holds {ring.tokens} tokens of this micro-batch: feed the model the micro-batch's own shard"
+            f"a layer that keeps a state was given a batch of {batch} with {tokens} tokens, but rank "
+            f"{ring.ranks[ring.index]} holds {ring.tokens} tokens of this micro-batch: feed the model the "
+            "micro-batch's own shard"
         )
     if ring.layout.masks:
         raise RunError(
-            f"{ring.place}: the pack has masks, and linear attention sees what comes before a token, no more and no "
-            "less; plan from a manifest without masks, or train a model without such layers"
+            f"{ring.place}: the pack has masks, and linear attention and state spaces see what comes before a token, "
+            "no more and no less; plan from a manifest without masks, or train a model without such layers"
         )
     begin_forward(ring, tokens)
 

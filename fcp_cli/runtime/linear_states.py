@@ -1,8 +1,9 @@
-"""Hand the state of linear attention on along the chunks of a ring's sequences, in the order of their tokens.
+"""Hand the states of layers that keep one on along the chunks of a ring's sequences, in the order of their tokens.
 
 What a chunk does to a state S [Dk, Dv] of a head is affine: it leaves A S + B, with A [Dk, Dk] the product of its
-tokens' transitions and B what it leaves of an empty state. Chunk j of 2d begins with what chunk j - 1 left. Of d
-members, member r holds chunks r and 2d - 1 - r, so the state goes up the ring and comes back down:
+tokens' transitions and B what it leaves of an empty state; of a state space A is a number. Chunk j of 2d begins with
+what chunk j - 1 left. Of d members, member r holds chunks r and 2d - 1 - r, so the state goes up the ring and comes
+back down:
 
     member           0       1      ...    d - 1
     chunks up        0   ->  1  ->  ...  -> d - 1
@@ -36,7 +37,7 @@ def states_at_chunks(member: GroupMember, transitions: Tensor, updates: Tensor) 
 
     Args:
         member: this member's place in the ring around which states go.
-        transitions: [2, sequences, H, Dk, Dk], A of the front of each sequence and of its back.
+        transitions: [2, sequences, H, Dk, Dk], A of the front of each sequence and of its back, or [.., 1, 1] numbers.
         updates: [2, sequences, H, Dk, Dv], B.
 
     Returns:
@@ -60,7 +61,9 @@ class _States(torch.autograd.Function):
         transitions, states = ctx.saved_tensors
         # The way back, on which fronts and backs change places.
         left = drive(carry(ctx.member, "dstate", transitions.flip(0).mT, grad.flip(0))).flip(0)
-        return left @ states.mT, left, None
+        is_number = transitions.shape[-1] == 1
+        of_transitions = (left * states).sum((-2, -1), keepdim=True) if is_number else left @ states.mT
+        return of_transitions, left, None
 
 
 def carry(member: GroupMember, kind: str, transitions: Tensor, updates: Tensor) -> Waits[Tensor]:
@@ -69,7 +72,7 @@ def carry(member: GroupMember, kind: str, transitions: Tensor, updates: Tensor) 
     Args:
         member: its view of the ring.
         kind: what travels, for records and messages.
-        transitions: [2, sequences, H, Dk, Dk]
+        transitions: [2, sequences, H, Dk, Dk], or [2, sequences, H, 1, 1]
         updates: [2, sequences, H, Dk, Dv]
 
     Returns:
@@ -83,6 +86,8 @@ def carry(member: GroupMember, kind: str, transitions: Tensor, updates: Tensor) 
     def left(part: int) -> Callable[[slice], Tensor]:
         """Return what gives pieces of the state that the member's first or second chunks leave."""
         times, plus = transitions[part].flatten(0, 1), updates[part].flatten(0, 1)
+        if times.shape[-1] == 1:
+            return lambda piece: torch.addcmul(plus[piece], times[piece], flat[part, piece])
         return lambda piece: torch.baddbmm(plus[piece], times[piece], flat[part, piece])
 
     pieces = _pieces(flat[0])

@@ -73,7 +73,6 @@ def build_model(
     from fcp_cli.runtime.integrations.transformers import prepare, recompute_layers
     from fcp_cli.runtime.integrations.transformers_probe import weights_to_come
 
-    load_model(name).require_trainable()
     config = model_config(name)
     family = AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
     with _no_init_weights():

@@ -187,16 +187,6 @@ def test_a_description_that_lacks_what_its_kinds_need_is_rejected(
         load_model(tmp_path / "model.yaml")
 
 
-def test_a_model_with_state_spaces_is_refused_for_training_alone() -> None:
-    load_model("qwen3-next").require_trainable()
-    with raises(
-        snapshot(
-            "RunError: bamba-9b has state spaces (Mamba-2) in 29 of its 32 layers, which a plan cannot follow; 'fcp profile --analytic', 'fcp plan' and 'fcp compare' take the model"
-        )
-    ):
-        load_model("bamba-9b").require_trainable()
-
-
 def test_a_token_meets_the_published_number_of_parameters() -> None:
     names = ("qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-120b", "deepseek-v3", "glm-4.5", "qwen3-next")
     active = {name: round(load_model(name).active_parameters / 1e9, 1) for name in names}

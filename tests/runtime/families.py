@@ -48,7 +48,6 @@ _LATENT = {
 }
 _LONGCAT = {**_LATENT, "num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "zero_expert_num": 0}
 _GROUPS = {"n_routed_experts": 8, "num_local_experts": 8, "n_group": 4, "topk_group": 2}
-_STATES = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8}
 _LLAMA4 = {**_FULL, "intermediate_size_mlp": 48, "no_rope_layers": [1, 0]}
 
 
@@ -214,28 +213,11 @@ FAMILIES: Mapping[str, Family] = {
 }  # fmt: skip
 
 HYBRIDS: Mapping[str, Family] = {
-    "bamba": Family(kind="bamba", settings={**_STATES, "attn_layer_indices": [1]}),
-    "falcon_h1": Family(kind="falcon_h1", settings={**_STATES, "mamba_d_ssm": 32, "mamba_d_head": 8}),
-    "granitemoehybrid": Family(kind="granitemoehybrid", settings={**_STATES, "layer_types": ["mamba", "attention"]}),
     "jamba": Family(kind="jamba", settings={"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4}),
     "lfm2": Family(kind="lfm2", settings={"layer_types": ["conv", "full_attention"]}),
     "minimax": Family(kind="minimax"),
-    "nemotron_h": Family(
-        kind="nemotron_h",
-        settings={
-            "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1,
-            "ssm_state_size": 8,
-        },
-    ),
     "recurrent_gemma": Family(kind="recurrent_gemma", settings={"block_types": ["recurrent", "attention"]}),
-    "zamba2": Family(
-        kind="zamba2",
-        settings={
-            "num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"], "mamba_headdim": 16,
-            "n_mamba_heads": 4, "mamba_ngroups": 1,
-        },
-    ),
-}  # fmt: skip
+}
 STATE_SPACES: Mapping[str, Family] = {
     "mamba": Family(kind="mamba"),
     "mamba2": Family(kind="mamba2", settings={"num_heads": 4, "head_dim": 16, "n_groups": 1}),

@@ -41,11 +41,34 @@ LINEAR: Mapping[str, Any] = {
 }
 
 
+_SCANS: Mapping[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 6}
+MAMBA: Mapping[str, Mapping[str, Any]] = {
+    "bamba": {**_SCANS, "attn_layer_indices": [1], "mamba_chunk_size": 8},
+    "granitemoehybrid": {**_SCANS, "layer_types": ["mamba", "attention"], "num_local_experts": 4, "shared_intermediate_size": 16, "mamba_chunk_size": 8},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 16,
+        "n_groups": 2, "ssm_state_size": 6, "chunk_size": 8, "n_routed_experts": 4,
+    },
+    "falcon_h1": {**_SCANS, "mamba_d_ssm": 64, "mamba_chunk_size": 8},
+    "zamba2": {
+        "num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"], "mamba_headdim": 16, "n_mamba_heads": 4,
+        "mamba_ngroups": 2, "mamba_d_state": 6, "chunk_size": 8,
+    },
+}  # fmt: skip
+"""Tiny figures of families whose layers have state spaces, on top of `LINEAR`."""
+
+
+def _figures(kind: str) -> Mapping[str, Any]:
+    if kind not in MAMBA:
+        return LINEAR
+    return {**{name: value for name, value in LINEAR.items() if name != "layer_types"}, **MAMBA[kind]}
+
+
 def linear_model(kind: str = "qwen3_next", **changed: Any) -> Any:
     """A decoder in fp64, of equal weights at every call, with a layer of linear and one of full attention."""
     import transformers
 
-    config = transformers.AutoConfig.for_model(kind, **{**LINEAR, **changed})
+    config = transformers.AutoConfig.for_model(kind, **{**_figures(kind), **changed})
     torch.manual_seed(0)
     family: Any = transformers.AutoModelForCausalLM
     made = family.from_config(config, experts_implementation="eager")

@@ -24,22 +24,20 @@ from fcp_cli.recipe import Recipe
 from fcp_cli.runtime import linear_states
 from fcp_cli.runtime.group_member import GroupMember
 from fcp_cli.runtime.layout import shard_layout
-from fcp_cli.runtime.linear_attention import DeltaRule, Tokens, gated_delta_rule
+from fcp_cli.runtime.linear_attention import DeltaRule, DeltaTokens
 from fcp_cli.runtime.linear_convolution import short_convolution
 from fcp_cli.runtime.linear_states import carry
 from fcp_cli.runtime.recompute import keep_attention
 from fcp_cli.runtime.ring import Ring
+from fcp_cli.runtime.state_layers import run_rule
 from fcp_cli.verification.emulation import LockstepTransport, Mailbox, Meeting, ThreadTransport, run_lockstep, run_ranks
 from fcp_cli.verification.order import check_order
 from fcp_cli.verification.recording import RecordingTransport
-from tests.runtime.emulation import unshard
+from tests.runtime.sharded_layers import GROUPS, PACKS, Shards, on_ranks, require_equal
 
 pytestmark = pytest.mark.torch
 
 KEY_HEADS, HEADS, KEY_SIZE, SIZE, KERNEL = 2, 4, 3, 5, 4
-PACKS = [(1,), (3, 1, 2), (9, 26), (6, 6, 6)]
-GROUPS = [(degree, 1) for degree in range(1, 9)] + [(2, 2), (4, 2), (6, 2), (4, 4)]
-Shards = list[Tensor]
 
 
 def rule_by_tokens(
@@ -105,43 +103,8 @@ def alone(lengths: tuple[int, ...]) -> Shards:
     return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
 
 
-def on_ranks(
-    lengths: tuple[int, ...],
-    group: tuple[int, int],
-    inputs: Shards,
-    grad_out: Tensor,
-    compute: Callable[[Shards, Ring], Tensor],
-    *,
-    padding: int = 0,
-) -> tuple[Shards, list[Ring]]:
-    """What comes out of the shards of a group's members, put together again, the gradients of `inputs`, and the rings."""
-    layout = shard_layout(lengths, *group)
-
-    def run(meeting: Meeting, rank: int) -> tuple[Shards, Ring]:
-        own = torch.from_numpy(layout.index(rank))
-        padded = padding or int(not len(own))  # a model is called with a token at least
-        ring = Ring(layout, rank, tuple(range(group[0])), ThreadTransport(meeting.mailbox, rank, 60.0))
-        leaves = [
-            torch.cat((tensor[own], tensor.new_ones(padded, *tensor.shape[1:]))).requires_grad_() for tensor in inputs
-        ]
-        out = compute([leaf[None] for leaf in leaves], ring)[0]
-        wanted = torch.cat((grad_out[own], grad_out.new_zeros(padded, *grad_out.shape[1:])))
-        found = [out.detach(), *torch.autograd.grad(out, leaves, wanted)]
-        assert not any(grad[len(own) :].any() for grad in found[1:])
-        return [tensor[: len(own)] for tensor in found], ring
-
-    found = run_ranks(group[0], run)
-    shards = [unshard(layout, list(parts)) for parts in zip(*(shard for shard, _ in found), strict=True)]
-    return shards, [ring for _, ring in found]
-
-
-def require_equal(found: Shards, wanted: Shards) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        assert float((one - other).abs().max()) <= 1e-12
-
-
 def delta_rule(rule: DeltaRule) -> Callable[[Shards, Ring], Tensor]:
-    return lambda inputs, ring: gated_delta_rule(rule, Tokens(*inputs), ring)
+    return lambda inputs, ring: run_rule(rule, DeltaTokens(*inputs), ring)
 
 
 @pytest.mark.parametrize("lengths", PACKS)
@@ -219,7 +182,7 @@ def test_a_shard_that_does_not_fit_is_refused() -> None:
     inputs = [tensor[None] for tensor in example((9, 26))[0]]
     ring = Ring(shard_layout((9, 26, 1), 1))
     with pytest.raises(RunError, match="given a batch of 1 with 35 tokens, but rank 0 holds 36"):
-        gated_delta_rule(BY_TOKENS, Tokens(*inputs), ring)
+        run_rule(BY_TOKENS, DeltaTokens(*inputs), ring)
     with pytest.raises(RunError, match="given a batch of 1 with 35 tokens, but rank 0 holds 36"):
         short_convolution(lambda rows: rows, inputs[2].flatten(2).transpose(1, 2), KERNEL, ring)
 
@@ -228,13 +191,13 @@ def test_heads_that_ranks_cannot_share_are_refused() -> None:
     layout, transport = shard_layout((9, 26), 3, 3), ThreadTransport(Mailbox(), 0)
     inputs = [tensor[None] for tensor in example((9, 26))[0]]
     with pytest.raises(RunError, match=r"among 3 ranks, which the 2 key heads and 4 value heads .* cannot be"):
-        gated_delta_rule(BY_TOKENS, Tokens(*inputs), Ring(layout, 0, (0, 1, 2), transport))
+        run_rule(BY_TOKENS, DeltaTokens(*inputs), Ring(layout, 0, (0, 1, 2), transport))
 
 
 def test_masks_are_refused() -> None:
     ring = Ring(shard_layout((9, 26), 1, 1, (full(), CAUSAL)))
     with pytest.raises(RunError, match="the pack has masks"):
-        gated_delta_rule(BY_TOKENS, Tokens(*(tensor[None] for tensor in example((9, 26))[0])), ring)
+        run_rule(BY_TOKENS, DeltaTokens(*(tensor[None] for tensor in example((9, 26))[0])), ring)
 
 
 class Kernel(torch.autograd.Function):
@@ -270,10 +233,10 @@ def kept_bytes(length: int, sequences: int, degree: int) -> int:
         inputs[3] = torch.ones(1, ring.tokens, HEADS, requires_grad=True)
         rule = DeltaRule(call=kernel, takes_packs=True, options={})
         if rank:
-            gated_delta_rule(rule, Tokens(*inputs), ring)
+            run_rule(rule, DeltaTokens(*inputs), ring)
             return 0
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            gated_delta_rule(rule, Tokens(*inputs), ring)
+            run_rule(rule, DeltaTokens(*inputs), ring)
         return sum(held.values())
 
     kept: Shards = []

@@ -164,7 +164,7 @@ def _check_config(config: Any, *, has_linear_layers: bool) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise RunError(f"a {name} model is not a plain decoder; prepare its decoder")
     layers = getattr(config, "layer_types", None)
-    known = {"full_attention", "sliding_attention"} | ({"linear_attention"} if has_linear_layers else set())
+    known = {"full_attention", "sliding_attention"} | ({"linear_attention", "hybrid"} if has_linear_layers else set())
     kinds = set(layers or ()) - known
     if kinds:
         raise RunError(

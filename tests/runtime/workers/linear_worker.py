@@ -23,10 +23,13 @@ from tests.runtime.models import Recomputation, Wrapping, wrap
 from tests.runtime.workers.leave import leave_job
 
 WAVES, ITERATION = "waves.parquet", "iteration.parquet"
-CASES: Mapping[str, tuple[str, Wrapping, Recomputation]] = {
-    "plain": (ITERATION, "none", "off"),
-    "ddp": (ITERATION, "ddp", "selective"),
-    "fsdp": (WAVES, "fsdp", "non-reentrant"),
+CASES: Mapping[str, tuple[str, str, Wrapping, Recomputation]] = {
+    "plain": ("qwen3_next", ITERATION, "none", "off"),
+    "ddp": ("qwen3_next", ITERATION, "ddp", "selective"),
+    "fsdp": ("qwen3_next", WAVES, "fsdp", "non-reentrant"),
+    "plain-mamba": ("bamba", ITERATION, "none", "off"),
+    "ddp-mamba": ("nemotron_h", ITERATION, "ddp", "non-reentrant"),
+    "fsdp-mamba": ("bamba", WAVES, "fsdp", "selective"),
 }
 
 
@@ -34,8 +37,8 @@ def main(folder: Path) -> None:
     faulthandler.dump_traceback_later(PATIENCE_SECONDS, exit=True)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
-    for name, (plan, wrapping, recompute) in CASES.items():
-        model = model_under_a_plan(recompute)
+    for name, (kind, plan, wrapping, recompute) in CASES.items():
+        model = model_under_a_plan(recompute, kind)
         wrapped = wrap(model, wrapping, list(model.model.layers))
         with start(folder / plan, synthetic_tokens(folder / plan, 61)) as session, InDouble():
             found = gradients_on_rank(session, wrapped, loss_under_a_plan(wrapped))

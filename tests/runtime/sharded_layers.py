@@ -1,0 +1,62 @@
+"""Layers that mix tokens, computed by all members of a group on threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.ring import Ring
+from fcp_cli.verification.emulation import Meeting, ThreadTransport, run_ranks
+from tests.runtime.emulation import unshard
+
+PACKS = [(1,), (3, 1, 2), (9, 26), (6, 6, 6)]
+GROUPS = [(degree, 1) for degree in range(1, 9)] + [(2, 2), (4, 2), (6, 2), (4, 4)]
+"""Degrees, each with how many members share the heads."""
+
+Shards = list[Tensor]
+
+
+def on_ranks(
+    lengths: tuple[int, ...],
+    group: tuple[int, int],
+    inputs: Shards,
+    grad_out: Tensor,
+    compute: Callable[[Shards, Ring], Tensor],
+    *,
+    parameters: Shards | None = None,
+    padding: int = 0,
+) -> tuple[Shards, list[Ring]]:
+    """What comes out of the shards of a group's members, put together again, the gradients of `inputs`, of `parameters`
+    the sums of all members' gradients, and the rings.
+
+    `compute` is given a member's share of `inputs`, [1, tokens, ...] each, and then `parameters`.
+    """
+    layout, shared = shard_layout(lengths, *group), parameters or []
+
+    def run(meeting: Meeting, rank: int) -> tuple[Shards, Shards, Ring]:
+        own = torch.from_numpy(layout.index(rank))
+        padded = padding or int(not len(own))  # a model is called with a token at least
+        ring = Ring(layout, rank, tuple(range(group[0])), ThreadTransport(meeting.mailbox, rank, 60.0))
+        leaves = [
+            torch.cat((tensor[own], tensor.new_ones(padded, *tensor.shape[1:]))).requires_grad_() for tensor in inputs
+        ]
+        copies = [tensor.clone().requires_grad_() for tensor in shared]
+        out = compute([*(leaf[None] for leaf in leaves), *copies], ring)[0]
+        wanted = torch.cat((grad_out[own], grad_out.new_zeros(padded, *grad_out.shape[1:])))
+        grads = torch.autograd.grad(out, [*leaves, *copies], wanted)
+        found = [out.detach(), *grads[: len(leaves)]]
+        assert not any(grad[len(own) :].any() for grad in found[1:])
+        return [tensor[: len(own)] for tensor in found], list(grads[len(leaves) :]), ring
+
+    found = run_ranks(group[0], run)
+    shards = [unshard(layout, list(parts)) for parts in zip(*(shard for shard, _, _ in found), strict=True)]
+    summed = [torch.stack(parts).sum(0) for parts in zip(*(grads for _, grads, _ in found), strict=True)]
+    return [*shards, *summed], [ring for _, _, ring in found]
+
+
+def require_equal(found: Shards, wanted: Shards) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert float((one - other).abs().max()) <= 1e-12
