@@ -27,9 +27,11 @@ from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import MaskError
+from fcp_cli.words import counted
 
 Shape: TypeAlias = Literal["full", "causal", "later"]
 """What an area lets through: every pair, keys up to the query's own, or keys after it; the last two are squares."""
@@ -180,6 +182,33 @@ Mask: TypeAlias = Spans | ChunkPairs
 
 CAUSAL = Spans()
 
+MaskKind = Literal["full", "prefix", "segments", "types", "pairs"]
+"""What the masks of a data set are made of: see `mask_of`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MaskRows:
+    """The masks of all sequences of a data set.
+
+    Attributes:
+        kind: of all of them.
+        offsets: [rows + 1] where the numbers of each row begin.
+        numbers: of all rows, on end.
+    """
+
+    kind: MaskKind
+    offsets: IntArray
+    numbers: IntArray
+
+    def mask(self, row: int) -> Mask:
+        """Return the mask of a row."""
+        return mask_of(self.kind, self.numbers[self.offsets[row] : self.offsets[row + 1]].tolist())
+
+    def scaled(self, factor: float) -> MaskRows:
+        """Return the masks of sequences that are as much shorter; each chunk of a pair keeps a token."""
+        numbers = np.floor(self.numbers * factor).astype(np.int64)
+        return MaskRows(self.kind, self.offsets, np.maximum(numbers, 1) if self.kind == "pairs" else numbers)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MaskedSequence:
@@ -252,6 +281,59 @@ def chunk_pairs(sizes: Iterable[int]) -> Mask:
     if not given or min(given) < 1:
         raise MaskError(f"chunks of {list(given)} tokens; a mask of pairs has chunks of at least 1 token each")
     return ChunkPairs(given)
+
+
+def token_types(types: Iterable[int]) -> Mask:
+    """Return the mask that Gemma 3 has by its `token_type_ids`: tokens of type 1 that follow each other, which are
+    those of an image, see each other both ways; the rest is causal.
+    """
+    is_image = np.fromiter((value == 1 for value in types), dtype=np.int8)
+    ends = np.flatnonzero(np.diff(is_image, prepend=0, append=0))
+    return segments(ends.reshape(-1, 2).tolist())
+
+
+def mask_of(kind: MaskKind, numbers: Sequence[int]) -> Mask:
+    """Return the mask of a kind with these numbers: those of `full` have none, and other kinds none where causal.
+
+    Raises:
+        MaskError: there is none such.
+    """
+    if kind == "full":
+        return full()
+    if not numbers:
+        return CAUSAL
+    if kind == "prefix":
+        return prefix(numbers[0])
+    return chunk_pairs(numbers) if kind == "pairs" else segments(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def of_matrix(seen: npt.NDArray[np.bool_]) -> Mask:
+    """Return the mask of a sequence by which query i sees key j where `seen[i, j]`.
+
+    Raises:
+        MaskError: it is none of causal attention with spans that see themselves both ways.
+    """
+    tokens = len(seen)
+    stops = tokens - np.argmax(seen[:, ::-1], axis=1)  # behind the last key of each query
+    if not (seen == (np.arange(tokens) < stops[:, None])).all():
+        query = int(np.flatnonzero((seen != (np.arange(tokens) < stops[:, None])).any(axis=1))[0])
+        raise MaskError(f"token {query} does not see all tokens up to the last that it sees")
+    starts = np.flatnonzero(np.diff(stops, prepend=-1))
+    ends = np.append(starts[1:], tokens)
+    if not np.array_equal(stops[starts], ends):
+        query = int(starts[np.flatnonzero(stops[starts] != ends)[0]])
+        raise MaskError(f"token {query} sees up to token {int(stops[query]) - 1}, which does not see it both ways")
+    return segments(np.stack((starts, ends), axis=1).tolist())
+
+
+def described(mask: Mask) -> str:
+    """Return a mask in a few words, for messages."""
+    if isinstance(mask, ChunkPairs):
+        return f"{counted(len(mask.sizes), 'pair')} of chunks"
+    if mask.is_causal:
+        return "causal"
+    spans = ", ".join(f"{start} to {'the end' if stop == _WHOLE else stop}" for start, stop in mask.spans[:3])
+    return f"spans {spans}{f' and {len(mask.spans) - 3} more' if len(mask.spans) > 3 else ''}"
 
 
 def _below(bounds: Sequence[int]) -> Iterator[Area]:

@@ -104,4 +104,7 @@ def _how(verification: Verification) -> str:
     if verification.scale < 1.0:
         longest = counted(verification.longest_tokens, "token")
         ranks += f"; lengths scaled by {verification.scale:.3g} to at most {longest}"
+    if verification.unknown_masks:
+        masked = counted(verification.unknown_masks, "sequence")
+        ranks += f"; {masked} with masks are replayed as causal, since the plan does not say which masks"
     return f"{verification.plan}: {ranks}"

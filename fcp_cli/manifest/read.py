@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,10 +27,20 @@ from fcp_cli.manifest.checks import (
     length_column_of,
     with_steps,
 )
-from fcp_cli.manifest.header import LINE_SUFFIXES, TABLE_SUFFIXES, manifest_files, read_footer
+from fcp_cli.manifest.header import (
+    LINE_SUFFIXES,
+    TABLE_SUFFIXES,
+    manifest_files,
+    manifest_source,
+    read_footer,
+    readable,
+)
 from fcp_cli.manifest.lines import read_lengths_jsonl
+from fcp_cli.manifest.sources.masks import MASK_COLUMN, mask_rule
 from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, CsvShard, Shard, open_shard
 from fcp_cli.manifest.table import LengthTable
+from fcp_cli.masks import MaskRows
+from fcp_cli.reading.parquet import open_parquet
 from fcp_cli.words import nearest
 
 __all__ = ["read_lengths_jsonl", "read_manifest", "remarks"]
@@ -69,7 +80,22 @@ def read_manifest(path: str | Path, *, length_column: str = "length", step_colum
                 )
         except OSError as error:
             raise ManifestError(f"cannot read {path}: {error.strerror or error}") from error
-    return _of_columns(path, [_open(file) for file in files], length_column, step_column)
+    table = _of_columns(path, [_open(file) for file in files], length_column, step_column)
+    return table if table.eta is None else replace(table, masks=_masks(path))
+
+
+def _masks(path: Path) -> MaskRows | None:
+    """Return the masks that a manifest was built with."""
+    rule = (manifest_source(path) or {}).get("mask")
+    if rule is None:
+        return None
+    kind = mask_rule(rule).kind
+    if kind == "full":
+        return MaskRows(kind, np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64))
+    with readable(path):
+        column = open_parquet(path).read(columns=[MASK_COLUMN]).column(MASK_COLUMN).combine_chunks()
+    sizes = pc.list_value_length(column).to_numpy()
+    return MaskRows(kind, np.concatenate(([0], np.cumsum(sizes))), column.flatten().to_numpy().astype(np.int64))
 
 
 def _of_columns(path: Path, shards: Sequence[Shard], length_column: str, step_column: str | None) -> LengthTable:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
+from fcp_cli.masks import MaskRows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +23,7 @@ class LengthTable:
         vision_patch_pairs: [rows] sum over frames or tiles of patches squared, or None.
         column: that the lengths were read from.
         steps: [rows] of a trace: the step that each row belongs to, never falling; None where nobody asked for it.
+        masks: of all rows, where the manifest was built with some; None elsewhere.
     """
 
     name: str
@@ -31,6 +33,7 @@ class LengthTable:
     vision_patch_pairs: IntArray | None = None
     column: str = "length"
     steps: IntArray | None = None
+    masks: MaskRows | None = None
 
     def __len__(self) -> int:
         return len(self.length_tokens)

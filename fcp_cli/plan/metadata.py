@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fcp_cli.errors import PlanError
+from fcp_cli.plan.masks import PlannedMasks
 from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.plan.refits import Refit, refit_at
 from fcp_cli.plan.speeds import Speed, Speeds, speeds_of
@@ -28,7 +29,7 @@ METADATA_KEY: Final = FOOTER_KEY
 # left out where None, so that plans without them have the hash that they had before the keys existed.
 _OPTIONAL_KEYS: Final = (
     *("attention", "batching", "cached_from_step", "continues", "encoder_balance", "encoder_ranks"),
-    *("masked_sequences", "padding_multiple", "phase", "pipeline", "rank_speeds", "recipe", "refits"),
+    *("masked_sequences", "masks", "padding_multiple", "phase", "pipeline", "rank_speeds", "recipe", "refits"),
 )
 _OPTIONAL_RECIPE_KEYS: Final = ("lora", "freeze")
 
@@ -128,6 +129,7 @@ class PlanMetadata:
             step.
         padding_multiple: sequences count as `padding.padded_tokens` makes them; None: as they are.
         masked_sequences: rows of the manifest whose mask factor says that they are not causal; None: none.
+        masks: of the manifest's rows, where it was built with some; None: it was not, or they are too many.
         phase: `forward`: micro-batches have no backward, and times and token budget are of that; None: they train.
         pipeline: under which pipelines were timed; None: there are none, or they were planned as waves.
         rank_speeds: of ranks that are not as fast as the cost profile says, by rank; None: all are (see `speeds`).
@@ -157,6 +159,7 @@ class PlanMetadata:
     tokens_per_rank: Count
     padding_multiple: Count | None = None
     masked_sequences: Count | None = None
+    masks: PlannedMasks | None = None
     attention: SplitAttention | None = None
     encoder_balance: EncoderBalance | None = None
     encoder_ranks: Count | None = None
@@ -275,6 +278,7 @@ def parse_metadata(raw: Mapping[bytes, bytes] | None, *, name: str) -> PlanMetad
         remedy="use the fcp that made the plan, or make it again with 'fcp plan'",
     )
     _require_ranks(metadata, name)
+    _require_masks(metadata, name)
     if metadata.continues is not None:
         try:
             unpack_rows(metadata.continues.trained, metadata.manifest.rows)
@@ -294,6 +298,15 @@ def _require_ranks(metadata: PlanMetadata, name: str) -> None:
             speeds_of(named, metadata.num_ranks)
     except ValueError as error:
         raise PlanError(f"{name}: the plan's metadata is damaged: rank_speeds: {error}") from error
+
+
+def _require_masks(metadata: PlanMetadata, name: str) -> None:
+    """Refuse masks that are not of the manifest's rows."""
+    try:
+        if metadata.masks is not None:
+            metadata.masks.of_rows(metadata.manifest.rows)
+    except ValueError as error:
+        raise PlanError(f"{name}: the plan's metadata is damaged: masks: {error}") from error
 
 
 def steps_per_epoch(sequences: int, global_batch_size: int, last_batch: LastBatch) -> int:

@@ -14,6 +14,7 @@ from fcp_cli import __version__
 from fcp_cli.compiling import timed_loading
 from fcp_cli.errors import Interrupted
 from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.masks import planned_masks
 from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
 from fcp_cli.plan.speeds import named_speeds
 from fcp_cli.plan.step import StepPlan
@@ -151,6 +152,7 @@ def plan_metadata(table: LengthTable, batches: GlobalBatches, solver: Solver) ->
         tokens_per_rank=problem.tokens_per_rank,
         padding_multiple=problem.padding_multiple,
         masked_sequences=None if table.eta is None else int(np.count_nonzero(table.eta)),
+        masks=None if table.eta is None else planned_masks(table.masks),
         attention=problem.attention,
         encoder_balance=problem.encoder_balance,
         encoder_ranks=problem.encoder_ranks,

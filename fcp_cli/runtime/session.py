@@ -48,6 +48,7 @@ from fcp_cli.runtime.online.control import ProcessControl
 from fcp_cli.runtime.online.cursor import PlansStreams, StreamCursor, online_settings, stream_plan_path
 from fcp_cli.runtime.online.source import StreamSource
 from fcp_cli.runtime.outside import outside
+from fcp_cli.runtime.planned_masks import with_planned_masks
 from fcp_cli.runtime.prefetch import Prefetched
 from fcp_cli.runtime.restarts import say_if_begun_again
 from fcp_cli.runtime.ring import Ring, current_ring
@@ -239,6 +240,7 @@ class Session:
         fetch = self.fetch if self.source is None else self.source.fetch
         if fetch is None:
             raise RunError("no data: pass fetch=..., a function from manifest row to tokens")
+        fetch = with_planned_masks(fetch, self.metadata)
         first_step = self._first_step if first_step is None else first_step
         agree_on_first_step(self.world, first_step)
         say_if_begun_again(first_step, self.metadata.first_step, self.rank)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fcp_cli.masks import ChunkPairs, Mask
 from fcp_cli.recipe import Recompute
 from fcp_cli.runtime.recompute import recomputed
 from fcp_cli.runtime.ring import Ring, attention
@@ -40,6 +41,37 @@ def ring_attend(q: Tensor, k: Tensor, v: Tensor, ring: Ring | None) -> Tensor:
 def plain_attend(q: Tensor, k: Tensor, v: Tensor, ring: Ring | None) -> Tensor:
     """Run PyTorch's own attention over one whole sequence."""
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+class MaskedAttention:
+    """PyTorch's own attention over one whole sequence at a time, with its mask as a matrix of every pair."""
+
+    def __init__(self) -> None:
+        self._seen: Tensor | None = None
+
+    def begin(self, mask: Mask, tokens: int) -> None:
+        """Take the mask of the next sequence."""
+        self._seen = None if mask.is_causal else _seen(mask, tokens)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, ring: Ring | None) -> Tensor:
+        if self._seen is None:
+            return plain_attend(q, k, v, ring)
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=self._seen, enable_gqa=True)
+
+
+def _seen(mask: Mask, tokens: int) -> Tensor:
+    """Return [queries, keys] what a mask lets through, from what it means and not from how rings cut it."""
+    queries, keys = torch.arange(tokens)[:, None], torch.arange(tokens)[None, :]
+    if isinstance(mask, ChunkPairs):
+        half, sizes = tokens // 2, torch.tensor(mask.sizes)
+        chunk = torch.repeat_interleave(torch.arange(len(sizes)), sizes).repeat(2)
+        q_chunk, k_chunk, is_noisy = chunk[:, None], chunk[None, :], queries >= half
+        of_clean = torch.where(is_noisy, k_chunk < q_chunk, k_chunk <= q_chunk)
+        return torch.where(keys >= half, is_noisy & (k_chunk == q_chunk), of_clean)
+    seen = keys <= queries
+    for start, stop in mask.seen_both_ways(tokens):
+        seen[start:stop, start:stop] = True
+    return seen
 
 
 class TinyLanguageModel(nn.Module):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fcp_cli.arrays import FloatArray, IntArray
+from fcp_cli.masks import CAUSAL, Mask
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.recipe import Reduce
@@ -20,7 +21,7 @@ from fcp_cli.runtime.loader import Fetch
 from fcp_cli.runtime.loss import next_token_labels, token_loss_sum
 from fcp_cli.runtime.session import LocalMicroBatch, Session
 from fcp_cli.verification.emulation import Meeting, ThreadTransport, ThreadWorld, run_ranks
-from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, plain_attend, ring_attend
+from fcp_cli.verification.model import MaskedAttention, TinyConfig, TinyLanguageModel, ring_attend
 from fcp_cli.verification.order import Operation
 from fcp_cli.verification.recording import RecordingTransport, RecordingWorld
 
@@ -43,11 +44,14 @@ class Replayed:
 
 
 def synthetic_tokens(plan: Path, vocab_size: int, seed: int = 0) -> Fetch:
-    """Make random tokens per manifest row, the same on every rank; each as long as the plan's longest, to be cut."""
-    longest = max(int(step.lengths.max()) for step in PlanReader(plan).steps())
+    """Make random tokens per manifest row, the same on every rank, and as many as in the plan."""
+    lengths: dict[int, int] = {}
+    for step in PlanReader(plan).steps():
+        lengths.update(zip(step.sequences.tolist(), step.lengths.tolist(), strict=True))
+    longest = max(lengths.values())
 
     def fetch(row: int) -> IntArray:
-        return np.random.default_rng((seed, row)).integers(vocab_size, size=longest)
+        return np.random.default_rng((seed, row)).integers(vocab_size, size=longest)[: lengths.get(row, longest)]
 
     return fetch
 
@@ -117,21 +121,39 @@ def replay_threads(plan: Path, config: TinyConfig, *, seed: int = 0) -> list[Rep
 
 def replay_alone(plan: Path, config: TinyConfig, *, seed: int = 0) -> Replayed:
     """Replay the plan in one process that knows of no ranks: sequence by sequence, with PyTorch's own attention."""
-    model = TinyLanguageModel(config, plain_attend, seed=seed)
-    return gradients_alone(plan, synthetic_tokens(plan, config.vocab_size, seed), model, model)
+    masked = MaskedAttention()
+    model = TinyLanguageModel(config, masked, seed=seed)
+    fetch = synthetic_tokens(plan, config.vocab_size, seed)
+    return gradients_alone(plan, fetch, model, model, begin=masked.begin)
 
 
 def gradients_alone(
-    plan: Path, fetch: Fetch, model: nn.Module, forward: Callable[[Tensor, Tensor], Tensor]
+    plan: Path,
+    fetch: Fetch,
+    model: nn.Module,
+    forward: Callable[[Tensor, Tensor], Tensor],
+    *,
+    begin: Callable[[Mask, int], None] | None = None,
 ) -> Replayed:
-    """Return what `gradients_on_rank` must give; `forward` takes input ids and position ids [1, tokens] to logits."""
+    """Return what `gradients_on_rank` must give.
+
+    Args:
+        plan, fetch, model: as there.
+        forward: from input ids and position ids [1, tokens] to logits.
+        begin: told the mask and the tokens of each sequence before its forward; None: `forward` is causal.
+    """
     losses, gradients = [], []
+    metadata = PlanReader(plan).metadata
+    masks = metadata.masks and metadata.masks.of_rows(metadata.manifest.rows)
     for step in PlanReader(plan).steps():
         sequences = list(_labelled_sequences(step, fetch))
         tokens = sum(int((labels != IGNORED).sum()) for _, labels in sequences)
         total = 0.0
-        for input_ids, labels in sequences:
-            logits = forward(input_ids[None], torch.arange(len(input_ids))[None])
+        for row, (input_ids, labels) in zip(step.sequences.tolist(), sequences, strict=True):
+            mask = CAUSAL if masks is None else masks.mask(row)
+            if begin is not None:
+                begin(mask, len(input_ids))
+            logits = forward(input_ids[None], torch.from_numpy(mask.position_ids(len(input_ids)))[None])
             loss = token_loss_sum(logits, labels[None]) / max(tokens, 1)
             torch.autograd.backward(loss)
             total += float(loss.detach())

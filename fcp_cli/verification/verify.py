@@ -13,7 +13,10 @@ from typing import Literal
 import numpy as np
 import torch
 
+from fcp_cli.arrays import Int32Array
 from fcp_cli.errors import RunError
+from fcp_cli.masks import CAUSAL, ChunkPairs, MaskRows
+from fcp_cli.plan.masks import planned_masks
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.writer import plan_writer
@@ -55,6 +58,7 @@ class Verification:
         ranks_are: processes over gloo, or threads of one process.
         scale: what lengths were multiplied with; 1 if they were short enough.
         longest_tokens: longest sequence that was replayed.
+        unknown_masks: sequences whose masks the plan does not keep, replayed as causal.
         order_fault: what would deadlock on another back end, or None.
     """
 
@@ -65,6 +69,7 @@ class Verification:
     longest_tokens: int
     steps: tuple[StepVerdict, ...]
     order_fault: str | None
+    unknown_masks: int = 0
 
     @property
     def passed(self) -> bool:
@@ -78,7 +83,8 @@ def verify(plan: Path, *, num_steps: int = 3, first_step: int = 0, max_length: i
         plan: plan file.
         num_steps: steps to replay, fewer if the plan ends.
         first_step: the first of them.
-        max_length: if a sequence is longer, all are scaled down by one factor until none is; at least 1 token remains.
+        max_length: if a sequence is longer, all are scaled down by one factor until none is, and their masks with them;
+            at least 1 token remains, and 1 of each chunk of a pair.
 
     Raises:
         PlanError: the plan is missing, damaged or was edited.
@@ -95,15 +101,14 @@ def verify(plan: Path, *, num_steps: int = 3, first_step: int = 0, max_length: i
         raise RunError(f"{plan} ends after step {metadata.end_step - 1}: there is none from step {first_step} on")
     longest = max(int(step.lengths.max()) for step in steps)
     scale = min(1.0, max_length / longest)
-    scaled = [
-        replace(step, step=number, lengths=np.maximum(np.floor(step.lengths * scale), 1).astype(np.int32))
-        for number, step in enumerate(steps)
-    ]
+    masks = metadata.masks and metadata.masks.of_rows(metadata.manifest.rows).scaled(scale)
+    scaled = [replace(step, step=i, lengths=_scaled(step, scale, masks)) for i, step in enumerate(steps)]
     processes = metadata.num_ranks <= MOST_PROCESSES
     with TemporaryDirectory(prefix="fcp-verify-") as folder, _one_thread_per_rank():
         # In a plan file of their own, so that all of the runtime takes part in replaying them.
         path = Path(folder) / "plan.parquet"
-        with plan_writer(path, replace(metadata, tensor_parallel=1, pipeline_parallel=1, continues=None)) as writer:
+        alike = replace(metadata, tensor_parallel=1, pipeline_parallel=1, continues=None, masks=planned_masks(masks))
+        with plan_writer(path, alike) as writer:
             for step in scaled:
                 writer.append(step)
         config = tiny_config(path)
@@ -117,7 +122,18 @@ def verify(plan: Path, *, num_steps: int = 3, first_step: int = 0, max_length: i
         longest_tokens=max(int(step.lengths.max()) for step in scaled),
         steps=tuple(_verdicts(steps, scaled, ranks, alone)),
         order_fault=_order_fault(ranks),
+        unknown_masks=0 if metadata.masks is not None else metadata.masked_sequences or 0,
     )
+
+
+def _scaled(step: StepPlan, scale: float, masks: MaskRows | None) -> Int32Array:
+    """Return [sequences] the lengths to replay, 1 at least; that of chunk pairs is what their chunks have."""
+    lengths = np.maximum(np.floor(step.lengths * scale), 1).astype(np.int32)
+    for place, row in enumerate(step.sequences.tolist()):
+        mask = CAUSAL if masks is None else masks.mask(row)
+        if isinstance(mask, ChunkPairs):
+            lengths[place] = 2 * sum(mask.sizes)
+    return lengths
 
 
 def _verdicts(

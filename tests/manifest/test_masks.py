@@ -34,6 +34,11 @@ def masks_of(manifest: Path) -> list[Mask]:
     [
         ("prefix", [4, 7, None, 0], [prefix(4), CAUSAL, CAUSAL]),
         ("segments", [[[0, 3], [5, 9]], [], [], None], [segments([(0, 3), (5, 9)]), CAUSAL, CAUSAL]),
+        (
+            "types",
+            [[0, 1, 1, 1, 0, 1, 0, 1, 1, 2], [], None, [0, 0, 0, 1]],
+            [segments([(1, 4), (7, 9)]), CAUSAL, CAUSAL],
+        ),
         ("pairs", [[2, 3], [], [1, 1, 2], None], [chunk_pairs([2, 3]), chunk_pairs([1, 1, 2]), CAUSAL]),
     ],
 )
@@ -137,11 +142,23 @@ def test_what_is_no_mask_of_its_sequence_is_named(tmp_path: Path, mask: str, col
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("causal", snapshot("UsageError: --mask causal: it is full, prefix:COLUMN, segments:COLUMN or pairs:COLUMN")),
-        ("prefix", snapshot("UsageError: --mask prefix: it is full, prefix:COLUMN, segments:COLUMN or pairs:COLUMN")),
+        (
+            "causal",
+            snapshot(
+                "UsageError: --mask causal: it is full, prefix:COLUMN, segments:COLUMN, types:COLUMN or pairs:COLUMN"
+            ),
+        ),
+        (
+            "prefix",
+            snapshot(
+                "UsageError: --mask prefix: it is full, prefix:COLUMN, segments:COLUMN, types:COLUMN or pairs:COLUMN"
+            ),
+        ),
         (
             "full:shape",
-            snapshot("UsageError: --mask full:shape: it is full, prefix:COLUMN, segments:COLUMN or pairs:COLUMN"),
+            snapshot(
+                "UsageError: --mask full:shape: it is full, prefix:COLUMN, segments:COLUMN, types:COLUMN or pairs:COLUMN"
+            ),
         ),
     ],
 )

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fcp_cli.plan.masks import PlannedMasks
 from fcp_cli.plan.metadata import EncoderBalance, ManifestReference, PlanMetadata, Sync
 from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.plan.step import StepPlan
@@ -38,6 +39,7 @@ def write_plan(
     pipeline: Pipeline | None = None,
     encoder_ranks: int | None = None,
     masked_sequences: int | None = None,
+    masks: PlannedMasks | None = None,
 ) -> Path:
     """Write a plan whose sequences are numbered in order of appearance, of a manifest of so many rows."""
     sequences = 0
@@ -50,6 +52,7 @@ def write_plan(
         pipeline=pipeline,
         encoder_ranks=encoder_ranks,
         masked_sequences=masked_sequences,
+        masks=masks,
         attention="2d" if shares_heads else None,
     )
     with plan_writer(path, metadata) as writer:

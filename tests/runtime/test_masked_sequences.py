@@ -164,8 +164,8 @@ def test_what_has_no_masks_refuses_a_plan_that_was_made_for_some(tmp_path: Path)
     message = (
         r"was planned for 5 sequences with masks \(column eta of .*\), but {} would train them causally; plan lengths"
     )
-    with pytest.raises(RunError, match=message.format("a collator's rows")):
-        CollatedRows(SimpleNamespace(dataset=[[1]] * 6), plan, metadata)
+    with pytest.raises(RunError, match=message.format("pairs of answers")):
+        CollatedRows(SimpleNamespace(dataset=[[1]] * 6), plan, metadata, pairs=True)
     with pytest.raises(RunError, match=message.format("random tokens")):
         open_data(plan, None, vocab_size=64, seed=0)
     with pytest.raises(RunError, match=message.format("Megatron")):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -16,6 +17,8 @@ from typer.testing import CliRunner
 
 from fcp_cli.app import app
 from fcp_cli.errors import RunError
+from fcp_cli.masks import MaskKind, MaskRows
+from fcp_cli.plan.masks import planned_masks
 from fcp_cli.runtime import gradients, loader, loss, rows
 from fcp_cli.verification import verify as verify_module
 from fcp_cli.verification.emulation import Meeting, ThreadWorld, run_ranks
@@ -29,6 +32,14 @@ STEPS = [
     [Row([0, 1, 2], [300, 17]), Row([3], [40]), Row([0, 2], [90]), Row([1, 3], [1, 2, 3])],
     [Row([0, 1, 2, 3], [600]), Row([2], [10, 12])],
 ]
+
+
+MASK_NUMBERS: dict[MaskKind, list[list[int]]] = {
+    "full": [[]] * 6,
+    "prefix": [[50], [], [7], [60], [1], [4]],
+    "segments": [[3, 20, 21, 60], [], [0, 40], [8, 30], [], [2, 4]],
+    "pairs": [[20, 20], [], [5, 5, 10], [30], [], [2, 3]],
+}
 
 
 @pytest.fixture
@@ -56,6 +67,23 @@ def test_a_plan_whose_groups_share_heads_is_replayed_with_heads_that_they_can_sh
     rows = [Row([0, 1, 2], [60, 17], heads_degree=3), Row([0, 1, 2, 3], [31], heads_degree=2), Row([3], [9])]
     plan = write_plan(tmp_path / "plan.parquet", [rows], num_ranks=4)
     assert verify(plan).passed
+
+
+@pytest.mark.usefixtures("on_threads")
+@pytest.mark.parametrize("most", [40, 80])
+def test_plans_of_masked_sequences_are_replayed_with_their_masks(tmp_path: Path, most: int) -> None:
+    rows = [Row([0, 1, 2], [80, 17]), Row([3], [40]), Row([0, 2], [60]), Row([1, 3], [9, 10])]
+    for kind, numbers in MASK_NUMBERS.items():
+        offsets = np.cumsum([0, *map(len, numbers)])
+        masks = MaskRows(kind, offsets, np.array([one for row in numbers for one in row]))
+        plan = write_plan(
+            tmp_path / "plan.parquet", [rows], num_ranks=4, rows=6, masked_sequences=6, masks=planned_masks(masks)
+        )
+        verification = verify(plan, max_length=most)
+        assert verification.passed
+        (step,) = verification.steps
+        causal = verify(write_plan(tmp_path / "causal.parquet", [rows], num_ranks=4), max_length=most)
+        assert abs(step.loss - causal.steps[0].loss) > 1e-6, kind
 
 
 @pytest.mark.usefixtures("on_threads")

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, cast, get_args
+from typing import Any, Final, cast, get_args
 
 import pyarrow as pa
 
 from fcp_cli.errors import ManifestError, MaskError, UsageError
 from fcp_cli.manifest.sources.base import RowBatch, Source
-from fcp_cli.masks import CAUSAL, Mask, chunk_pairs, full, prefix, segments
+from fcp_cli.masks import Mask, MaskKind, mask_of, token_types
 
 MASK_COLUMN: Final = "mask"
 """Column of a manifest: the numbers of each sequence's mask; the header says of which kind it is."""
 
-MaskKind = Literal["full", "prefix", "segments", "pairs"]
-_KINDS: Final = "full, prefix:COLUMN, segments:COLUMN or pairs:COLUMN"
+_KINDS: Final = "full, prefix:COLUMN, segments:COLUMN, types:COLUMN or pairs:COLUMN"
 _WANTED: Final = {
     "prefix": "a whole number of tokens",
     "segments": "a list of [start, stop] of spans",
+    "types": "a list of a type for each token, as token_type_ids",
     "pairs": "a list of the tokens of each clean chunk",
 }
 
@@ -53,7 +53,7 @@ class MaskRule:
             flat = [end for span in pairs for end in span] if all(_is_pair(span) for span in pairs) else None
         if not isinstance(flat, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in flat):
             raise MaskError(f"{str(value)[:40]!r} is not {_WANTED[self.kind]}")
-        return flat
+        return list(token_types(flat).numbers) if self.kind == "types" else flat
 
     def mask(self, numbers: list[int]) -> Mask:
         """Return the mask of what a manifest keeps.
@@ -61,13 +61,7 @@ class MaskRule:
         Raises:
             MaskError: there is none such.
         """
-        if self.kind == "full":
-            return full()
-        if not numbers:
-            return CAUSAL
-        if self.kind == "prefix":
-            return prefix(numbers[0])
-        return chunk_pairs(numbers) if self.kind == "pairs" else segments(zip(numbers[::2], numbers[1::2], strict=True))
+        return mask_of(self.kind, numbers)
 
 
 def _is_pair(span: Any) -> bool:
@@ -122,6 +116,8 @@ class MaskedSource:
                 numbers = self.rule.numbers(value)
                 mask = self.rule.mask(numbers)
                 misfit = mask.misfit(length) if length else ""
+                if self.rule.kind == "types" and value is not None and len(value) != length:
+                    misfit = f"{len(value)} types of tokens"
                 if misfit:
                     raise MaskError(f"it has {length} tokens, but {misfit}")
             except MaskError as error:

@@ -8,23 +8,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcp_cli.errors import RunError
+from fcp_cli.errors import MaskError, RunError
+from fcp_cli.masks import CAUSAL, Mask, MaskedSequence, of_matrix, token_types
 from fcp_cli.runtime.joined import JoinedSequences
 
 # What collators add that says again what the tokens and the plan say.
-_REDUNDANT = frozenset({"attention_mask", "position_ids", "token_type_ids", "completion_mask", "seq_idx", "length"})
+_REDUNDANT = frozenset({"attention_mask", "position_ids", "completion_mask", "seq_idx", "length"})
+_TYPES = ("token_type_ids", "mm_token_type_ids")
 _REDUNDANT_PREFIXES = ("cu_seq_lens", "max_length", "num_items")
 
 
-def one_sequence(batch: Any, row: int) -> tuple[Tensor, Tensor]:
+def one_sequence(batch: Any, row: int, *, masked: bool = False) -> tuple[Tensor, Tensor] | MaskedSequence:
     """Return the tokens [n] and labels [n] of the one sequence in a batch of one item, without its padding.
 
+    With them comes its mask where the batch has one: `attention_mask` as transformers' models take it beside padding,
+    [1, 1, n, n], also of each kind of layers, or `token_type_ids` as of Gemma 3.
+
+    Args:
+        batch: of a collator.
+        row: of the data.
+        masked: the plan is for masks; else token types that say of one are refused.
+
     Raises:
-        RunError: it holds none, several, or more than tokens and labels.
+        RunError: it holds none, several, or more than tokens and labels; or a mask that no ring can follow.
     """
     if not isinstance(batch, Mapping) or "input_ids" not in batch:
         raise RunError(f"the data collator makes of row {row} no dictionary with input_ids, which a plan follows")
-    foreign = [name for name in batch if name not in ("input_ids", "labels") and not _is_redundant(name, batch[name])]
+    known = ("input_ids", "labels", *(_TYPES if masked else ()))
+    foreign = [name for name in batch if name not in known and not _is_redundant(name, batch[name])]
     if foreign:
         raise RunError(
             f"the data collator gives {', '.join(sorted(map(str, foreign)))} beside the tokens of row {row}, which "
@@ -42,7 +53,10 @@ def one_sequence(batch: Any, row: int) -> tuple[Tensor, Tensor]:
             f"{tuple(labels.shape)}; a row must be one sequence, [1, tokens] each"
         )
     kept = _unpadded(batch, tokens, row)
-    return tokens[0][kept], labels[0][kept]
+    mask = _mask_of(batch, kept, row) if masked or _is_matrix(batch.get("attention_mask")) else None
+    if mask is None:
+        return tokens[0][kept], labels[0][kept]
+    return MaskedSequence(tokens=tokens[0][kept], labels=labels[0][kept], mask=mask)
 
 
 def one_pair(batch: Any, row: int) -> JoinedSequences:
@@ -66,16 +80,48 @@ def one_pair(batch: Any, row: int) -> JoinedSequences:
 
 
 def _is_redundant(name: Any, value: Any) -> bool:
-    if name == "token_type_ids":
+    if name in _TYPES:
         return not torch.as_tensor(value).any()
     return name in _REDUNDANT or str(name).startswith(_REDUNDANT_PREFIXES) or value is None
+
+
+def _is_matrix(mask: Any) -> bool:
+    """Return whether an attention mask says more than which tokens are padding."""
+    return isinstance(mask, Mapping) or (mask is not None and torch.as_tensor(mask).dim() == 4)
+
+
+def _mask_of(batch: Mapping[Any, Any], kept: slice, row: int) -> Mask | None:
+    """Return what a batch says that its tokens see of each other; None where it says nothing."""
+    given = batch.get("attention_mask")
+    if not _is_matrix(given):
+        types = next((batch[name] for name in _TYPES if batch.get(name) is not None), None)
+        return None if types is None else token_types(torch.as_tensor(types)[0][kept].tolist())
+    # Of several kinds of layers, those without windows see all that the mask lets them see.
+    name = "full_attention"
+    if isinstance(given, Mapping) and name not in given:
+        raise RunError(f"the attention mask of row {row} is for layers of {', '.join(given)}, and none of {name}")
+    given = given[name] if isinstance(given, Mapping) else given
+    if given is None:  # which stands for causal there
+        return CAUSAL
+    matrix = torch.as_tensor(given)
+    tokens = torch.as_tensor(batch["input_ids"]).shape[1]
+    if matrix.shape != (1, 1, tokens, tokens):
+        raise RunError(
+            f"the attention mask of row {row} has the shape {tuple(matrix.shape)}; a mask of {tokens} tokens has "
+            f"{(1, 1, tokens, tokens)}"
+        )
+    seen = matrix[0, 0] if matrix.dtype == torch.bool else matrix[0, 0] == 0
+    try:
+        return of_matrix(seen[kept, kept].numpy())
+    except MaskError as error:
+        raise RunError(f"the attention mask of row {row} cannot be followed: {error}; give spans, or none") from error
 
 
 def _unpadded(batch: Mapping[Any, Any], tokens: Tensor, row: int) -> slice:
     """Return where the sequence lies between its padding."""
     mask = batch.get("attention_mask")
     start, stop = 0, tokens.shape[1]
-    if mask is not None:
+    if mask is not None and not _is_matrix(mask):
         kept = torch.as_tensor(mask)[0].nonzero().flatten()
         if not len(kept) or int(kept[-1] - kept[0]) + 1 != len(kept):
             raise RunError(f"the attention mask of row {row} has gaps, which a plan cannot follow")

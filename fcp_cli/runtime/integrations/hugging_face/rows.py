@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import RunError
+from fcp_cli.masks import MaskedSequence, described
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runtime.agreement import require_causal
@@ -23,7 +24,8 @@ from fcp_cli.runtime.loader import Fetch
 
 
 class CollatedRows:
-    """The rows of a script's data as the plan's `fetch`: row number -> (tokens, labels), as its collator makes them.
+    """The rows of a script's data as the plan's `fetch`: row number -> (tokens, labels), as its collator makes them,
+    with their masks where it gives some.
 
     Before the first step, the lengths of all rows are compared with the plan's where the data set keeps its tokens in
     Arrow, else those of a few rows; of the others, each when it is loaded.
@@ -45,7 +47,9 @@ class CollatedRows:
                 f"the training data is a {type(dataset).__name__}, which is read in one go; a plan needs its rows by "
                 "number: use a data set with random access (datasets.Dataset, not streaming)"
             )
-        require_causal(metadata, plan, "a collator's rows")
+        if pairs:
+            require_causal(metadata, plan, "pairs of answers")
+        self._has_masks, self._needs_masks = metadata.masked_sequences is not None, metadata.masks is None
         rows, name = metadata.manifest.rows, metadata.manifest.name
         if len(dataset) != rows:
             raise RunError(
@@ -59,7 +63,7 @@ class CollatedRows:
         for row in self._doubtful():
             self(int(row))
 
-    def __call__(self, row: int) -> tuple[Tensor, Tensor] | JoinedSequences:
+    def __call__(self, row: int) -> tuple[Tensor, Tensor] | MaskedSequence | JoinedSequences:
         return self.read(self._loader.collate_fn([self._loader.dataset[row]]), row)
 
     def ahead(self, sampler: PlanSampler) -> Fetch:
@@ -78,14 +82,15 @@ class CollatedRows:
         )
         return sampler.fetch_from(loader, read=self.read)
 
-    def read(self, batch: Any, row: int) -> tuple[Tensor, Tensor] | JoinedSequences:
-        """Return what the collator made of one row.
+    def read(self, batch: Any, row: int) -> tuple[Tensor, Tensor] | MaskedSequence | JoinedSequences:
+        """Return what the collator made of one row; its mask may be for the plan to say.
 
         Raises:
             RunError: it is not what a plan can follow, or has another length than in the manifest.
         """
-        found = one_pair(batch, row) if self._pairs else one_sequence(batch, row)
-        tokens = len(found.tokens if isinstance(found, JoinedSequences) else found[0])
+        found = one_pair(batch, row) if self._pairs else one_sequence(batch, row, masked=self._has_masks)
+        tokens = len(found[0] if isinstance(found, tuple) else found.tokens)
+        self._check_mask(found, row)
         planned = int(self._planned[row])
         if tokens != planned and (self._pairs or not tokens > planned == self._cut_tokens):
             raise RunError(
@@ -93,6 +98,21 @@ class CollatedRows:
                 f"{self._name}; {_REBUILD[self._pairs]}"
             )
         return found
+
+    def _check_mask(self, found: Any, row: int) -> None:
+        """Refuse a mask that the plan does not know of, and none where it knows of masks but not which they are."""
+        mask = found.mask if isinstance(found, MaskedSequence) else None
+        if mask is not None and not mask.is_causal and not self._has_masks:
+            raise RunError(
+                f"the data collator gives row {row} of the training data a mask ({described(mask)}), but the plan's "
+                f"manifest {self._name} has causal sequences; build it with 'fcp manifest build --mask', and plan again"
+            )
+        if mask is None and self._has_masks and self._needs_masks and not self._pairs:
+            raise RunError(
+                f"the plan was made for sequences with masks (column eta of {self._name}), but says not which, and the "
+                f"data collator gives row {row} none; build the manifest with 'fcp manifest build --mask', or let the "
+                "collator give the attention_mask [1, 1, tokens, tokens] that the model takes"
+            )
 
     def _doubtful(self) -> IntArray:
         """Return the rows to read before the first step: those whose stored tokens are not as many as planned."""

@@ -11,6 +11,7 @@ for step in session.steps(model):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader, Sampler
@@ -68,7 +69,8 @@ class PlanSampler(Sampler[int]):
                 f"the data set has {found} rows, but the plan's manifest {name} has {rows}; build the manifest from "
                 "this data set with 'fcp manifest build', and plan again with 'fcp plan'"
             )
-        return _LoadedInOrder(loader, self, read or _as_fetched)
+        has_masks = self._session.metadata.masked_sequences is not None
+        return _LoadedInOrder(loader, self, read or partial(_as_fetched, masked=has_masks))
 
 
 class _LoadedInOrder:
@@ -94,5 +96,5 @@ class _LoadedInOrder:
         return self._read(next(self._batches), row)
 
 
-def _as_fetched(batch: Any, row: int) -> Any:
-    return one_sequence(batch, row) if isinstance(batch, Mapping) else batch
+def _as_fetched(batch: Any, row: int, *, masked: bool) -> Any:
+    return one_sequence(batch, row, masked=masked) if isinstance(batch, Mapping) else batch

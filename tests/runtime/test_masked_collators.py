@@ -1,0 +1,225 @@
+"""Masks that reach a plan through a script's own collator, or through the plan alone, as models of transformers take them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.gemma3.modeling_gemma3 import (
+    Gemma3RMSNorm,
+    create_masks_for_vision_model,
+    get_block_sequence_ids_for_mask,
+)
+
+from fcp_cli.errors import RunError
+from fcp_cli.masks import Mask, MaskedSequence, MaskRows, full, of_matrix, prefix, segments, token_types
+from fcp_cli.plan.masks import planned_masks
+from fcp_cli.plan.reader import PlanReader
+from fcp_cli.runtime.integrations.hugging_face.rows import CollatedRows
+from fcp_cli.runtime.integrations.transformers import prepare
+from fcp_cli.runtime.loss import next_token_labels, token_loss_sum
+from fcp_cli.runtime.planned_masks import with_planned_masks
+from fcp_cli.verification.emulation import Meeting, run_ranks
+from fcp_cli.verification.replay import Replayed, gradients_on_rank, take_gradient, thread_session
+from tests.masks import Masked, seen
+from tests.runtime.families import FAMILIES
+from tests.runtime.plans import Row, write_plan
+
+pytestmark = pytest.mark.hf
+
+LENGTHS = (41, 12, 30)
+TYPES = [[0] * 3 + [1] * 17 + [0] + [1] * 9 + [0] * 11, [0] * 12, [1] * 10 + [0] * 20]
+MASKS = [segments([(3, 20), (21, 30)]), segments([]), prefix(10)]
+ROWS = (Row([0, 1, 2], LENGTHS[:2]), Row([1], LENGTHS[2:]))
+_building = threading.Lock()  # weights are drawn from one random state
+
+
+@pytest.fixture
+def norms_in_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma's own compute in fp32, whatever the model's type is."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self._norm(x) * (1.0 + self.weight)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(Gemma3RMSNorm, "forward", forward)
+
+
+def kept(masks: list[Mask] = MASKS) -> MaskRows:
+    sizes = [len(mask.numbers) for mask in masks]
+    return MaskRows("segments", np.cumsum([0, *sizes]), np.array([n for mask in masks for n in mask.numbers]))
+
+
+def tokens_of(row: int) -> Tensor:
+    return torch.from_numpy(np.random.default_rng(row).integers(3, 61, LENGTHS[row]))
+
+
+def masks_of_transformers(config: Any, row: int) -> dict[str, Tensor]:
+    """What Gemma 3 makes of token types, of both kinds of its layers: [1, 1, tokens, tokens]."""
+    types = torch.tensor([TYPES[row]])
+    embeddings = torch.zeros(1, LENGTHS[row], 1, dtype=torch.float64)
+    blocks = get_block_sequence_ids_for_mask(types)
+    given = {"attention_mask": None, "past_key_values": None, "position_ids": None, "block_sequence_ids": blocks}
+    return dict(create_masks_for_vision_model(config=config, inputs_embeds=embeddings, **given))  # type: ignore[arg-type]
+
+
+def collate(how: str, config: Any, row: int) -> Mapping[str, Any]:
+    ids = tokens_of(row)[None]
+    batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    if how == "matrix":
+        batch["attention_mask"] = torch.from_numpy(seen(Masked(MASKS[row], LENGTHS[row])))[None, None]
+    elif how == "matrix of each kind of layers":
+        batch["attention_mask"] = masks_of_transformers(config, row)
+    elif how == "token types":
+        batch["token_type_ids"] = torch.tensor([TYPES[row]])
+    return batch
+
+
+def gemma3() -> Any:
+    return FAMILIES["gemma3_text"].build()
+
+
+def expected() -> tuple[np.ndarray, float]:
+    """Of all rows in one process of the unmodified model, with the masks that transformers makes."""
+    model = gemma3()
+    model.set_attn_implementation("sdpa")
+    total = torch.zeros((), dtype=torch.float64)
+    for row in range(3):
+        logits = model(input_ids=tokens_of(row)[None], attention_mask=masks_of_transformers(model.config, row)).logits
+        total = total + token_loss_sum(logits, next_token_labels(tokens_of(row))[None])
+    loss = total / (sum(LENGTHS) - 3)
+    torch.autograd.backward(loss)
+    return take_gradient(model), float(loss.detach())
+
+
+@pytest.mark.usefixtures("norms_in_fp64")
+@pytest.mark.parametrize("how", ["matrix", "matrix of each kind of layers", "token types", "the plan alone"])
+def test_gemma_3_with_images_and_windows_has_the_gradient_of_one_process(how: str, tmp_path: Path) -> None:
+    plan = write_plan(
+        tmp_path / "plan.parquet", [ROWS], num_ranks=3, rows=3, masked_sequences=2, masks=planned_masks(kept())
+    )
+
+    def run(meeting: Meeting, rank: int) -> Replayed:
+        with _building:
+            model, config = gemma3(), gemma3().config
+            config._attn_implementation = "sdpa"
+            loader = SimpleNamespace(dataset=[0, 1, 2], collate_fn=lambda rows: collate(how, config, *rows))
+            rows = CollatedRows(loader, plan, PlanReader(plan).metadata)
+            prepare(model)
+        session = thread_session(plan, rows, meeting, rank)
+        return gradients_on_rank(
+            session, model, lambda mb: mb.loss(model(input_ids=mb.input_ids, position_ids=mb.position_ids).logits)
+        )
+
+    gradient, loss = expected()
+    for replayed in run_ranks(3, run):
+        assert np.abs(replayed.gradients[0] - gradient).max() <= 1e-12
+        assert abs(replayed.losses[0] - loss) <= 1e-12
+
+
+def rows_of(folder: Path, batch: Mapping[str, Any], **planned: Any) -> CollatedRows:
+    plan = write_plan(folder / "plan.parquet", [[Row([0], [4])]], num_ranks=1, rows=1, **planned)
+    loader = SimpleNamespace(dataset=[0], collate_fn=lambda rows: batch)
+    return CollatedRows(loader, plan, PlanReader(plan).metadata)
+
+
+IDS = torch.tensor([[5, 6, 7, 8]])
+BATCH = {"input_ids": IDS, "labels": IDS}
+
+
+@pytest.mark.parametrize(
+    ("changes", "planned", "message"),
+    [
+        (
+            {"attention_mask": torch.ones(1, 1, 4, 4, dtype=torch.bool)},
+            {},
+            "gives row 0 of the training data a mask (spans 0 to 4), but the plan's manifest lengths.parquet has causal",
+        ),
+        ({}, {"masked_sequences": 1}, "but says not which, and the data collator gives row 0 none; build the manifest"),
+        ({"token_type_ids": torch.tensor([[0, 1, 1, 0]])}, {}, "gives token_type_ids beside the tokens of row 0"),
+        (
+            {"attention_mask": torch.ones(1, 1, 3, 3)},
+            {},
+            "of row 0 has the shape (1, 1, 3, 3); a mask of 4 tokens has (1, 1, 4, 4)",
+        ),
+        (
+            {"attention_mask": torch.eye(4, dtype=torch.bool)[None, None]},
+            {},
+            "row 0 cannot be followed: token 1 does not see all tokens up to the last that it sees; give spans",
+        ),
+        (
+            {"attention_mask": {"sliding_attention": IDS}},
+            {},
+            "of row 0 is for layers of sliding_attention, and none of",
+        ),
+    ],
+)
+def test_masks_that_the_plan_does_not_know_or_no_ring_follows_are_named(
+    changes: dict[str, Any], planned: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RunError) as refused:
+        rows_of(tmp_path, {**BATCH, **changes}, **planned)(0)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_mask_of_numbers_to_add_is_read_as_one_of_truths(tmp_path: Path) -> None:
+    added = torch.zeros(1, 1, 4, 4).masked_fill(torch.ones(4, 4, dtype=torch.bool).triu(1), torch.finfo().min)
+    found = rows_of(tmp_path, {**BATCH, "attention_mask": added})(0)
+    assert isinstance(found, MaskedSequence) and found.mask.is_causal
+
+
+@pytest.mark.parametrize(
+    ("seen_by", "message"),
+    [
+        ([[1, 0, 0], [1, 1, 1], [1, 1, 1]], None),
+        ([[1, 1, 0], [1, 1, 1], [1, 1, 1]], "token 0 sees up to token 1, which does not see it both ways"),
+        ([[1, 0, 0], [1, 1, 0], [0, 1, 1]], "token 2 does not see all tokens up to the last that it sees"),
+    ],
+)
+def test_a_matrix_is_spans_that_see_themselves_both_ways_or_refused(
+    seen_by: list[list[int]], message: str | None
+) -> None:
+    matrix = np.array(seen_by, dtype=np.bool_)
+    if message is None:
+        assert of_matrix(matrix) == segments([(1, 3)])
+        return
+    with pytest.raises(Exception, match=message):
+        of_matrix(matrix)
+
+
+def test_token_types_are_the_spans_of_gemma_3() -> None:
+    model = gemma3()
+    model.set_attn_implementation("sdpa")
+    for row, types in enumerate(TYPES):
+        assert token_types(types) == MASKS[row]
+        made = masks_of_transformers(model.config, row)["full_attention"]
+        if made is not None:
+            assert of_matrix(made[0, 0].numpy()) == MASKS[row]
+
+
+def test_data_that_comes_with_another_mask_than_the_plan_s_is_named(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path / "p", [ROWS], num_ranks=3, rows=3, masked_sequences=2, masks=planned_masks(kept()))
+    metadata = PlanReader(plan).metadata
+    for mask, message in (
+        (
+            segments([(3, 20)]),
+            r"row 0 .* another mask \(spans 3 to 20\) than .* \(spans 3 to 20, 21 to 30\); build the",
+        ),
+        (full(), r"\(spans 0 to the end\)"),
+        (segments([]), r"\(causal\)"),
+    ):
+        fetch = with_planned_masks(lambda row, mask=mask: MaskedSequence(tokens=tokens_of(row), mask=mask), metadata)
+        with pytest.raises(RunError, match=message):
+            fetch(0)
+    same = with_planned_masks(lambda row: MaskedSequence(tokens=tokens_of(row), mask=MASKS[row]), metadata)
+    assert [same(row).mask for row in range(3)] == MASKS
+    plain = with_planned_masks(tokens_of, metadata)
+    assert plain(0).mask == MASKS[0]
+    assert isinstance(plain(1), Tensor), "what is causal stays as it is"
