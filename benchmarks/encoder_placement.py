@@ -129,9 +129,7 @@ def clip_text(profile: CostProfile) -> str:
     text = float(
         group_seconds(
             profile,
-            attention_seconds=work.attention_seconds,
-            linear_seconds=work.linear_seconds,
-            tokens=work.tokens,
+            work,
             degree=_CLIP_RANKS,
             crosses_nodes=False,
         )[0]

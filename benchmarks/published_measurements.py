@@ -181,9 +181,7 @@ def prime_rl_rows() -> Iterator[Row]:
         * float(
             group_seconds(
                 profile,
-                attention_seconds=work.attention_seconds,
-                linear_seconds=work.linear_seconds,
-                tokens=work.tokens,
+                work,
                 degree=degree,
                 crosses_nodes=False,
             )[0]

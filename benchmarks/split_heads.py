@@ -22,7 +22,7 @@ from typing import Final
 import numpy as np
 
 from benchmarks.workloads import FAMILIES, lengths
-from fcp_cli.cost.model import group_seconds
+from fcp_cli.cost.model import causal_work, group_seconds
 from fcp_cli.cost.profile import CostProfile, dump_cost_profile
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.models.cluster import load_cluster
@@ -106,17 +106,14 @@ def _milliseconds(batches: GlobalBatches) -> float:
 
 def alone_seconds(profile: CostProfile, length: int, degree: int, heads_degree: int) -> float:
     """Return what one sequence takes on a group of whole nodes."""
-    c = profile.coefficients
     return float(
         group_seconds(
             profile,
-            attention_seconds=c.attention_seconds_per_token2 * float(length) ** 2,
-            linear_seconds=c.linear_seconds_per_token * length,
-            tokens=length,
+            causal_work(np.array([length]), profile.coefficients),
             degree=degree,
             crosses_nodes=degree > PER_NODE,
             heads_degree=heads_degree,
-        )
+        )[0]
     )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import numpy as np
 
 from fcp_cli.arrays import FloatArray
-from fcp_cli.cost.model import attention_seconds, group_seconds
+from fcp_cli.cost.model import causal_work, group_seconds
 from fcp_cli.cost.profile import ONLY_WHERE_GIVEN, Bandwidth, Coefficients, CostProfile, Heads, Memory, StepTerms
 
 Tier = Literal["intra_node", "inter_node"]
@@ -25,6 +25,8 @@ MEANINGS = {
     "chunk_seconds_per_token": "that attention takes longer in a ring, per token and hop",
     "window_seconds_per_token2": "attention in windows, as alpha1: per pair of tokens within one",
     "window_tokens": "of a window",
+    "halo_bytes_per_token": "of layers with windows, per token of what travels of them; rings carry the others",
+    "halo_message_seconds": "fixed cost of one message of a halo, forward and backward, all layers with windows",
     "last_hop_bytes_per_token": "of alpha3, dK/dV on their way home, hidden by nothing",
     "last_hop_seconds": "messages of a ring beside its hops",
     "query_heads": "query heads of a device",
@@ -107,6 +109,8 @@ def hidden_ring_tokens(profile: CostProfile, *, degree: int, tier: Tier) -> floa
     hidden = 1 - c.exposed_ring_share
     per_token = hidden * c.ring_bytes_per_token * (degree - 1) / bandwidth
     fixed = hidden * c.ring_hop_seconds * (degree - 1) * degree
+    if c.halo_bytes_per_token:
+        c = replace(c, window_seconds_per_token2=0.0)  # which hides no ring
     return _reached_by_attention(c, per_token=per_token, fixed=fixed)
 
 
@@ -114,13 +118,9 @@ def seconds_table(
     profile: CostProfile, lengths: Sequence[int], degrees: Sequence[int], *, tier: Tier = "intra_node"
 ) -> FloatArray:
     """Predict the seconds of a single causal sequence: [lengths, degrees]."""
-    c = profile.coefficients
-    tokens = np.asarray(lengths, dtype=np.float64)[:, None]
     return group_seconds(
         profile,
-        attention_seconds=attention_seconds(c, tokens),
-        linear_seconds=c.linear_seconds_per_token * tokens,
-        tokens=tokens,
+        causal_work(np.asarray(lengths, dtype=np.int64)[:, None], profile.coefficients),
         degree=np.asarray(degrees)[None, :],
         crosses_nodes=tier == "inter_node",
     )

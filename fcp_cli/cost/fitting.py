@@ -6,11 +6,13 @@ With A = sum (1 + eta) length^2 / d, T = tokens / d and hops = r - 1 (d - 1 in a
     ring    = r T hops + beta2 hops,    r = alpha3 / bandwidth (one r per tier)
 
 with s = 0 where attention may hide the whole ring, and s = `exposed_ring_share` where that predicts held-out samples
-better. P = patches / d is the vision encoder's work, with pairs of patches as the patches that take as
-long by the prior. Exchanges of ranks that share heads are as the prior has them; `heads_fitting` fits these. Bytes and
-bandwidth only ever appear as their quotient: alpha3 is counted from the model, r is fitted, and the bandwidth follows.
-A non-negative least-squares fit without the maximum starts a bounded, robust one with it. What the samples do not
-determine (a ring that always hides behind attention) stays near its prior.
+better. P = patches / d is the vision encoder's work, with pairs of patches as the patches that take as long by the
+prior. Where halos travel in place of rings, A has none of attention in windows: that stands beside the maximum, in
+proportion to alpha1 by the prior, with the halos, which go at the ring's bandwidth. Exchanges of ranks that share heads
+are as the prior has them; `heads_fitting` fits these. Bytes and bandwidth only ever appear as their quotient: alpha3 is
+counted from the model, r is fitted, and the bandwidth follows. A non-negative least-squares fit without the maximum
+starts a bounded, robust one with it. What the samples do not determine (a ring that always hides behind attention)
+stays near its prior.
 """
 
 from __future__ import annotations
@@ -25,11 +27,14 @@ from scipy.optimize import least_squares, nnls
 
 from fcp_cli.arrays import FloatArray
 from fcp_cli.cost.model import (
-    attention_seconds,
+    Work,
+    causal_work,
     exchange_seconds,
     group_seconds,
+    halo_messages,
     key_copies,
     overlapped_seconds,
+    reach_tokens,
     windowed_pairs,
 )
 from fcp_cli.cost.profile import EXPOSED_RING, HIDDEN_RING, Bandwidth, Coefficients, CommonGround, CostProfile
@@ -139,15 +144,13 @@ def predicted_seconds(samples: Sequence[Sample], profile: CostProfile) -> FloatA
     """Predict the seconds of samples under the cost model, causal masks assumed."""
     c = profile.coefficients
     silent = np.array([s.silent for s in samples], dtype=bool)
-    attention = [float(attention_seconds(c, np.array(s.lengths, dtype=np.float64)).sum()) for s in samples]
-    tokens = np.array([sum(s.lengths) for s in samples], dtype=np.float64)
     patches = np.array([s.patches for s in samples], dtype=np.float64)
+    work = _work_of(samples, c)
+    work = replace(work, linear_seconds=work.linear_seconds + c.vision_seconds_per_patch * patches)
     with_ring, without_ring = (
         group_seconds(
             replace(profile, coefficients=coefficients),
-            attention_seconds=attention,
-            linear_seconds=c.linear_seconds_per_token * tokens + c.vision_seconds_per_patch * patches,
-            tokens=tokens,
+            work,
             degree=[s.degree for s in samples],
             crosses_nodes=[s.crosses_nodes for s in samples],
             heads_degree=[s.heads_degree for s in samples],
@@ -157,10 +160,17 @@ def predicted_seconds(samples: Sequence[Sample], profile: CostProfile) -> FloatA
     return np.where(silent, without_ring, with_ring)
 
 
+def _work_of(samples: Sequence[Sample], c: Coefficients) -> Work:
+    """Return the work of each sample as a pack of causal text."""
+    sizes = [len(sample.lengths) for sample in samples]
+    lengths = np.concatenate([np.array(sample.lengths, dtype=np.int64) for sample in samples])
+    return causal_work(lengths, c).packed(np.cumsum(sizes) - sizes)
+
+
 def _without_rings(c: Coefficients) -> Coefficients:
-    return replace(
-        c, ring_bytes_per_token=0.0, ring_hop_seconds=0.0, last_hop_bytes_per_token=0.0, last_hop_seconds=0.0
-    )
+    """Return what costs the same where nothing travels."""
+    names = ("ring_bytes_per_token", "ring_hop_seconds", "last_hop_bytes_per_token", "last_hop_seconds")
+    return replace(c, **dict.fromkeys((*names, "halo_bytes_per_token", "halo_message_seconds"), 0.0))
 
 
 def error_percent(samples: Sequence[Sample], profile: CostProfile) -> float:
@@ -179,11 +189,13 @@ class _Terms:
     """The factors of the coefficients; every array is [samples]."""
 
     attention: FloatArray
-    chunks: FloatArray  # seconds, as the prior knows them, and so are exchanges
+    windows: FloatArray  # of them, what hides no ring: those of layers whose halos travel
+    chunks: FloatArray  # seconds, as the prior knows them, and so are exchanges and messages of halos
     exchanges: FloatArray
     linear: FloatArray
     patches: FloatArray
     ring: FloatArray
+    halo: FloatArray
     hops: FloatArray
     intra: FloatArray  # 1 where the sample has a ring inside a node
     inter: FloatArray
@@ -200,13 +212,24 @@ class _Terms:
         hops = degree / shared - 1
         rings = (hops > 0) & ~np.array([s.silent for s in samples], dtype=bool)
         place: dict[str, Any] = {"tokens": tokens, "degree": degree, "heads_degree": shared, "sets_cross_nodes": False}
+        exchanges = np.zeros_like(degree) if prior.heads is None else exchange_seconds(prior, **place)
+        windowed, halo = np.zeros((2, len(degree)))
+        work, unit = _work_of(samples, c).windows, _ring_unit(c)
+        if work is not None:
+            windowed = work.seconds / (c.attention_seconds_per_token2 or c.window_seconds_per_token2)
+            messages = halo_messages(hops + 1, work.shortest_tokens, reach_tokens(c))
+            exchanges = exchanges + rings * c.halo_message_seconds * messages
+            halo = c.halo_bytes_per_token / unit * work.halo_tokens
+        moved = rings * key_copies(prior, shared) * hops / degree
         return cls(
             attention=squares / degree,
+            windows=windowed / degree,
             chunks=c.chunk_seconds_per_token * tokens * hops / degree,
-            exchanges=np.zeros_like(degree) if prior.heads is None else exchange_seconds(prior, **place),
+            exchanges=exchanges,
             linear=tokens / degree,
             patches=np.array([s.patches for s in samples], dtype=np.float64) / degree,
-            ring=rings * key_copies(prior, shared) * tokens * hops / degree,
+            ring=(c.ring_bytes_per_token / unit if unit else 1.0) * moved * tokens,
+            halo=moved * halo,
             hops=rings * hops,
             intra=rings * (1 - crosses),
             inter=rings * crosses,
@@ -226,15 +249,22 @@ class _Terms:
         """Predict [samples] seconds; parameters = [alpha1, alpha2, beta1, v?, beta2?, r per tier, s?]."""
         columns = self.columns
         at = columns.shape[1]
-        attention = parameters[0] * self.attention + self.chunks
+        attention = parameters[0] * (self.attention - self.windows) + self.chunks
+        beside = parameters[0] * self.windows + self.exchanges
         ring, share = np.zeros_like(attention), 0.0
         if tiers:
             ring += parameters[at] * self.hops
         for position, name in enumerate(tiers, start=at + 1):
             ring += parameters[position] * self.ring * self.tier(name)
+            beside += parameters[position] * self.halo * self.tier(name)
         if len(parameters) > at + 1 + len(tiers):
             share = parameters[-1]
-        return overlapped_seconds(columns[:, 1:] @ parameters[1:at] + self.exchanges, attention, ring, share)
+        return overlapped_seconds(columns[:, 1:] @ parameters[1:at] + beside, attention, ring, share)
+
+
+def _ring_unit(c: Coefficients) -> float:
+    """Return the bytes whose seconds a fit looks for: alpha3, or those of halos where rings carry nothing."""
+    return c.ring_bytes_per_token or c.halo_bytes_per_token
 
 
 def _pairs(lengths: Sequence[int], prior: Coefficients) -> float:
@@ -310,7 +340,7 @@ def _starts(terms: _Terms, tiers: Sequence[str], prior: CostProfile, *, with_sha
     c = prior.coefficients
     # A coefficient that NNLS put to zero starts at a small share of the time, so that the robust fit can move it.
     floor = 1e-3 * np.median(terms.seconds) / np.maximum(terms.columns.max(axis=0), 1e-30)
-    rates = [c.ring_bytes_per_token / getattr(prior.bandwidth, name) for name in tiers]
+    rates = [_ring_unit(c) / getattr(prior.bandwidth, name) for name in tiers]
     ring = [max(c.ring_hop_seconds, 1e-6), *(max(rate, 1e-15) for rate in rates)] if tiers else []
     share = [_START_SHARE] if with_share else []
     scales = (1.0, 10.0, 100.0) if tiers else (1.0,)
@@ -380,7 +410,7 @@ def _with_parameters(
         return replace(prior, coefficients=coefficients)
     # Measured rings have their last hops in them.
     coefficients = replace(coefficients, last_hop_bytes_per_token=0.0, last_hop_seconds=0.0)
-    rates = {name: c.ring_bytes_per_token / rate for name, rate in zip(tiers, rest[1:], strict=False)}
+    rates = {name: _ring_unit(c) / rate for name, rate in zip(tiers, rest[1:], strict=False)}
     share = rest[-1] if len(rest) > 1 + len(tiers) else 0.0
     return replace(
         prior,

@@ -9,6 +9,16 @@ exchange  = (q + c k) * tokens / d * (u - 1) / u / (share bandwidth) + exchange_
 T         = microbatch_seconds + linear + max(attention, ring - exposed) + exposed + exchange
 
 Of a sequence of L tokens, pairs = L^2 - max(L - w, 0)^2 lie within windows of w tokens, in the units of alpha1.
+Where the profile has halo_bytes_per_token b, rings carry the other layers alone, and these take beside all that
+
+windows   = sum_k (1 + eta_k) alphaw pairs_k / d
+halos     = 0 if r = 1 else b c * sum_k min(length_k, 2 (w - 1)) * (r - 1)/d / bandwidth + halo_message_seconds * m
+m         = 2 min(r, R),     R = ceil(2 r (w - 1) / the least length)
+
+since of a sequence, members of a ring get 2 (r - 1)/r (w - 1) rows on the mean where its chunks, 1 / (2 r) of it, are
+as long as that, and nobody more than in a ring; what is further away than a chunk comes in R rounds of two messages, of
+which no member sees more than r. No kernel of other layers runs meanwhile, and what those with windows could hide of it
+is little where it is long: nothing hides halos.
 
 The degree is d = u r: sets of u ranks split the heads, and r sets form a ring. q and k are the exchange's bytes per
 token of queries and of keys, c = max(1, u / key_value_heads): where the set has more ranks than there are key/value
@@ -19,7 +29,10 @@ shorter chunks, and adds up what they return: hence the second term of attention
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import EllipsisType
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +40,31 @@ import numpy.typing as npt
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.profile import Coefficients, CostProfile, Heads
 from fcp_cli.manifest.table import LengthTable
+
+Index: TypeAlias = IntArray | int | tuple[slice | EllipsisType | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowWork:
+    """What sequences (or packs) take in layers with windows, before any division by the degree.
+
+    Attributes:
+        seconds: [n] alphaw (1 + eta) pairs: attention.
+        halo_tokens: [n] int64, summed over sequences.
+        shortest_tokens: [n] int64, of any sequence.
+    """
+
+    seconds: FloatArray
+    halo_tokens: IntArray
+    shortest_tokens: IntArray
+
+    def take(self, index: Index) -> WindowWork:
+        """Return those of some of the sequences, or of one."""
+        return WindowWork(
+            seconds=self.seconds[index],
+            halo_tokens=self.halo_tokens[index],
+            shortest_tokens=self.shortest_tokens[index],
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,34 +75,108 @@ class Work:
         attention_seconds: [n] alpha1 (1 + eta) length^2.
         linear_seconds: [n] alpha2 length plus the vision encoder's terms.
         tokens: [n] int64.
+        windows: of layers whose halos travel; None where there are none: attention in windows is part of the other.
     """
 
     attention_seconds: FloatArray
     linear_seconds: FloatArray
     tokens: IntArray
+    windows: WindowWork | None = None
+
+    @property
+    def unhidden_seconds(self) -> FloatArray:
+        """What hides no ring: the linear seconds, and attention in windows whose halos travel."""
+        return self.linear_seconds if self.windows is None else self.linear_seconds + self.windows.seconds
 
     @property
     def total_seconds(self) -> FloatArray:
-        return self.attention_seconds + self.linear_seconds
+        return self.attention_seconds + self.unhidden_seconds
 
-    def take(self, index: IntArray | int) -> Work:
+    def take(self, index: Index) -> Work:
         """Return the work of some of the sequences, or of one."""
         return Work(
             attention_seconds=self.attention_seconds[index],
             linear_seconds=self.linear_seconds[index],
             tokens=self.tokens[index],
+            windows=self.windows and self.windows.take(index),
         )
+
+    def packed(self, first: IntArray) -> Work:
+        """Add up the work of packs, which lie back to back and begin at `first`; none of them is empty."""
+        windows = self.windows
+        return Work(
+            attention_seconds=np.add.reduceat(self.attention_seconds, first),
+            linear_seconds=np.add.reduceat(self.linear_seconds, first),
+            tokens=np.add.reduceat(self.tokens, first),
+            windows=windows
+            and WindowWork(
+                seconds=np.add.reduceat(windows.seconds, first),
+                halo_tokens=np.add.reduceat(windows.halo_tokens, first),
+                shortest_tokens=np.minimum.reduceat(windows.shortest_tokens, first),
+            ),
+        )
+
+
+def joined(works: Sequence[Work], join: Callable[[list[npt.NDArray[Any]]], npt.NDArray[Any]]) -> Work:
+    """Put work under one profile together, each of its arrays by `join`: `np.concatenate`, or how they are stacked."""
+    windows = [work.windows for work in works if work.windows is not None]
+    return Work(
+        attention_seconds=join([work.attention_seconds for work in works]),
+        linear_seconds=join([work.linear_seconds for work in works]),
+        tokens=join([work.tokens for work in works]),
+        windows=WindowWork(
+            seconds=join([one.seconds for one in windows]),
+            halo_tokens=join([one.halo_tokens for one in windows]),
+            shortest_tokens=join([one.shortest_tokens for one in windows]),
+        )
+        if windows
+        else None,
+    )
 
 
 def sequence_work(table: LengthTable, profile: CostProfile) -> Work:
     """Return the work of every sequence of a table."""
-    c = profile.coefficients
-    length = table.length_tokens.astype(np.float64)
-    attention = attention_seconds(c, length)
+    work = causal_work(table.length_tokens, profile.coefficients)
+    attention, windows = work.attention_seconds, work.windows
     if table.eta is not None:
         attention = attention * (1.0 + table.eta)
-    linear = _with_vision(c.linear_seconds_per_token * length, table, profile)
-    return Work(attention_seconds=attention, linear_seconds=linear, tokens=table.length_tokens)
+        windows = windows and replace(windows, seconds=windows.seconds * (1.0 + table.eta))
+    linear = _with_vision(work.linear_seconds, table, profile)
+    return Work(attention_seconds=attention, linear_seconds=linear, tokens=table.length_tokens, windows=windows)
+
+
+def causal_work(length_tokens: IntArray, coefficients: Coefficients) -> Work:
+    """Return the work of causal sequences of text."""
+    length = length_tokens.astype(np.float64)
+    return Work(
+        attention_seconds=attention_seconds(
+            replace(coefficients, window_seconds_per_token2=0.0) if coefficients.halo_bytes_per_token else coefficients,
+            length,
+        ),
+        linear_seconds=coefficients.linear_seconds_per_token * length,
+        tokens=length_tokens,
+        windows=window_work(length_tokens, coefficients) if coefficients.halo_bytes_per_token else None,
+    )
+
+
+def window_work(length_tokens: IntArray, coefficients: Coefficients) -> WindowWork:
+    """Return the work of causal sequences in layers whose halos travel."""
+    pairs = windowed_pairs(length_tokens.astype(np.float64), coefficients.window_tokens)
+    return WindowWork(
+        seconds=coefficients.window_seconds_per_token2 * pairs,
+        halo_tokens=np.minimum(length_tokens, 2 * reach_tokens(coefficients)),
+        shortest_tokens=length_tokens,
+    )
+
+
+def token_in_window_seconds(coefficients: Coefficients) -> float:
+    """Return what one more token of a causal sequence takes in windows, all of them full."""
+    return 2.0 * coefficients.window_seconds_per_token2 * coefficients.window_tokens
+
+
+def reach_tokens(coefficients: Coefficients) -> int:
+    """Return how many tokens before its own each one looks back at in a layer with a window."""
+    return max(int(coefficients.window_tokens) - 1, 0)
 
 
 def attention_seconds(coefficients: Coefficients, lengths: FloatArray) -> FloatArray:
@@ -102,10 +214,8 @@ def encoder_seconds(work: Work, profile: CostProfile) -> FloatArray:
 
 def group_seconds(
     profile: CostProfile,
+    work: Work,
     *,
-    attention_seconds: npt.ArrayLike,
-    linear_seconds: npt.ArrayLike,
-    tokens: npt.ArrayLike,
     degree: npt.ArrayLike,
     crosses_nodes: npt.ArrayLike,
     heads_degree: npt.ArrayLike = 1,
@@ -115,9 +225,7 @@ def group_seconds(
 
     Args:
         profile: coefficients and bandwidths.
-        attention_seconds: attention work of the pack on one rank.
-        linear_seconds: linear and vision work of the pack on one rank.
-        tokens: tokens of the pack.
+        work: of the packs, on one rank.
         degree: ranks of the group, >= 1.
         crosses_nodes: whether the group's ranks lie on more than one node.
         heads_degree: ranks of a set that splits the heads; it divides the degree, and is 1 without `profile.heads`.
@@ -127,19 +235,53 @@ def group_seconds(
     by bit, and plan hashes depend on the last bit.
     """
     c = profile.coefficients
-    d = np.asarray(degree, dtype=np.float64)
+    d, tokens = np.asarray(degree, dtype=np.float64), work.tokens
     attention = attention_part(
-        profile, attention_seconds=attention_seconds, tokens=tokens, degree=d, heads_degree=heads_degree
+        profile, attention_seconds=work.attention_seconds, tokens=tokens, degree=d, heads_degree=heads_degree
     )
     place = {"tokens": tokens, "degree": d, "crosses_nodes": crosses_nodes, "heads_degree": heads_degree}
     ring, home = ring_seconds(profile, **place), last_hop_seconds(profile, **place)
-    other = c.microbatch_seconds + np.asarray(linear_seconds) / d
+    other = c.microbatch_seconds + work.unhidden_seconds / d
     seconds = overlapped_seconds(other, attention, ring, c.exposed_ring_share, home)
-    if profile.heads is None:
-        return seconds
-    return seconds + exchange_seconds(
-        profile, tokens=tokens, degree=d, heads_degree=heads_degree, sets_cross_nodes=sets_cross_nodes
-    )
+    if profile.heads is not None:
+        seconds = seconds + exchange_seconds(
+            profile, tokens=tokens, degree=d, heads_degree=heads_degree, sets_cross_nodes=sets_cross_nodes
+        )
+    if work.windows is not None:
+        seconds = seconds + halo_seconds(
+            profile, work.windows, degree=d, crosses_nodes=crosses_nodes, heads_degree=heads_degree
+        )
+    return seconds
+
+
+def halo_seconds(
+    profile: CostProfile,
+    windows: WindowWork,
+    *,
+    degree: npt.ArrayLike,
+    crosses_nodes: npt.ArrayLike,
+    heads_degree: npt.ArrayLike = 1,
+) -> FloatArray:
+    """Predict the seconds in which halos of packs travel; 0 without a ring. All arguments broadcast."""
+    c, d = profile.coefficients, np.asarray(degree, dtype=np.float64)
+    sets = d / np.asarray(heads_degree)
+    moved = key_copies(profile, heads_degree) * windows.halo_tokens
+    travelling = c.halo_bytes_per_token * moved * (sets - 1.0) / d / _bandwidth(profile, crosses_nodes)
+    messages = halo_messages(sets, windows.shortest_tokens, reach_tokens(c))
+    return np.asarray(travelling + c.halo_message_seconds * messages)
+
+
+def halo_messages(sets: npt.ArrayLike, shortest_tokens: npt.ArrayLike, reach: int) -> FloatArray:
+    """Return how many messages a halo takes: rounds up the ring, and down it, until all rows have come.
+
+    Args:
+        sets: members of the ring.
+        shortest_tokens: of the pack's sequences.
+        reach: rows before its own that a token looks back at.
+    """
+    r = np.asarray(sets, dtype=np.float64)
+    rounds = np.ceil(2.0 * r * reach / np.asarray(shortest_tokens))
+    return np.where(r > 1.0, 2.0 * np.minimum(r, rounds), 0.0)
 
 
 def attention_part(

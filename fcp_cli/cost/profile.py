@@ -2,10 +2,10 @@
 
 Two keys are optional and come together: the coefficient `exposed_ring_share`, and the block `common_ground` with the
 fit of the same samples without it, for whatever compares strategies. Optional, too, are the coefficients of chunks, of
-a ring's last hop and of layers with windows, the block `step` with what a step takes beside its micro-batches, the
-block `heads`, without which groups are rings, the block `recipe`, which times and memory are of, `sync`, which its
-memory is of, and `phase`, which its times are of where it is not training. A reader refuses every key that it does not
-know.
+a ring's last hop, of layers with windows and of their halos, the block `step` with what a step takes beside its micro-
+batches, the block `heads`, without which groups are rings, the block `recipe`, which times and memory are of, `sync`,
+which its memory is of, and `phase`, which its times are of where it is not training. A reader refuses every key that it
+does not know.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LEAST_PER_TOKEN2: Final = 1e-16
 # Coefficients that are written only where they say something.
 ONLY_WHERE_GIVEN: Final = (
     *("chunk_seconds_per_token", "last_hop_bytes_per_token", "last_hop_seconds"),
-    *("window_seconds_per_token2", "window_tokens"),
+    *("window_seconds_per_token2", "window_tokens", "halo_bytes_per_token", "halo_message_seconds"),
 )
 Overhead = Annotated[float, Meta(ge=0, le=1e4, description="a non-negative number")]
 
@@ -57,6 +57,8 @@ class Coefficients:
     chunk_seconds_per_token: NonNegative = 0.0  # that attention takes longer in a ring, per token and hop
     window_seconds_per_token2: NonNegative = 0.0  # as alpha1, of layers in which tokens attend to a window
     window_tokens: NonNegative = 0.0  # of that window
+    halo_bytes_per_token: NonNegative = 0.0  # as alpha3, of layers whose halos travel in place of a ring
+    halo_message_seconds: Overhead = 0.0  # per message of a halo, forward and backward, all such layers
     last_hop_bytes_per_token: NonNegative = 0.0  # of alpha3: dK/dV on their way home, hidden by nothing
     last_hop_seconds: Overhead = 0.0  # per ring, beside its hops: messages that dK/dV need more than K/V
 
@@ -264,6 +266,7 @@ def parse_cost_profile(text: str, *, name: str) -> CostProfile:
         if costs is not None:
             _require_time(costs.coefficients, f"{name}: {place}coefficients")
             _require_part(costs.coefficients, f"{name}: {place}coefficients")
+            _require_window(costs.coefficients, f"{name}: {place}coefficients")
     return CostProfile(
         model=file.model,
         cluster=file.cluster,
@@ -299,6 +302,25 @@ def _require_part(coefficients: Coefficients, where: str) -> None:
         raise ProfileError(
             f"{where}.last_hop_bytes_per_token is {last:g}, more than .ring_bytes_per_token, {whole:g}, of which it is "
             "a part"
+        )
+
+
+def _require_window(coefficients: Coefficients, where: str) -> None:
+    """Check that halos are of something: rows within a window of some tokens."""
+    size, window, seconds = (
+        coefficients.halo_bytes_per_token,
+        coefficients.window_tokens,
+        coefficients.halo_message_seconds,
+    )
+    if size and not window:
+        raise ProfileError(
+            f"{where}.halo_bytes_per_token is {size:g}, and .window_tokens is missing: a halo is what lies within a "
+            "window before each chunk"
+        )
+    if seconds and not size:
+        raise ProfileError(
+            f"{where}.halo_message_seconds is {seconds:g}, and .halo_bytes_per_token is missing: without it rings "
+            "carry layers with windows, and there are no such messages"
         )
 
 

@@ -264,8 +264,13 @@ class LanguageModel(TextFigures):
 
     @property
     def ring_layers(self) -> int:
-        """Layers whose keys and values go round a ring; others hand on a state, whatever the length."""
-        return sum(not kind.keeps_state for kind in self.layer_kinds)
+        """Layers whose keys and values go round a ring; others hand on a state, or what lies within a window."""
+        return sum(kind.attention in ("full", "latent") for kind in self.layer_kinds)
+
+    @property
+    def window_layers(self) -> int:
+        """Layers of whose keys and values the rows before each chunk travel alone."""
+        return sum(kind.attention == "window" for kind in self.layer_kinds)
 
     @property
     def layer_period(self) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fcp_cli.arrays import IntArray
-from fcp_cli.cost.model import Work
+from fcp_cli.cost.model import WindowWork, Work, reach_tokens, token_in_window_seconds
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.plan.step import StepPlan, offsets_of
 
@@ -61,10 +61,18 @@ def padded_work(work: Work, degree: npt.ArrayLike, multiple: int | None, profile
     tokens = padded_tokens(work.tokens, degree, multiple)
     growth = tokens / work.tokens
     added = profile.coefficients.linear_seconds_per_token * (tokens - work.tokens)
+    windows = work.windows
+    if windows is not None:
+        windows = WindowWork(
+            seconds=windows.seconds + token_in_window_seconds(profile.coefficients) * (tokens - work.tokens),
+            halo_tokens=np.minimum(tokens, 2 * reach_tokens(profile.coefficients)),
+            shortest_tokens=tokens,
+        )
     return Work(
         attention_seconds=work.attention_seconds * growth * growth,
         linear_seconds=work.linear_seconds + added,
         tokens=tokens,
+        windows=windows,
     )
 
 

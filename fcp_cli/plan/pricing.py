@@ -237,9 +237,7 @@ def microbatch_prices(
     heads = np.int64(1) if heads_degree is None else heads_degree[working]
     seconds[working] = group_seconds(
         profile,
-        attention_seconds=pack.attention_seconds,
-        linear_seconds=pack.linear_seconds,
-        tokens=pack.tokens,
+        pack,
         degree=degree,
         crosses_nodes=crosses_nodes(rank_offsets, ranks, ranks_per_node)[working],
         heads_degree=heads,
@@ -280,9 +278,7 @@ def quickest_heads(
     choices = np.array((1, *profile.heads.degrees(ranks_per_node)))[:, None]
     seconds = group_seconds(
         profile,
-        attention_seconds=pack.attention_seconds,
-        linear_seconds=pack.linear_seconds,
-        tokens=pack.tokens,
+        pack,
         degree=degree[groups],
         crosses_nodes=crosses_nodes(rank_offsets, ranks, ranks_per_node)[groups],
         heads_degree=choices,
@@ -330,11 +326,7 @@ def pack_work(
     if padding_multiple is not None:
         degrees = np.broadcast_to(np.asarray(degree), first.shape)
         work = padded_work(work, np.repeat(degrees, np.diff(offsets)), padding_multiple, profile)
-    return Work(
-        attention_seconds=np.add.reduceat(work.attention_seconds, first),
-        linear_seconds=np.add.reduceat(work.linear_seconds, first),
-        tokens=np.add.reduceat(work.tokens, first),
-    )
+    return work.packed(first)
 
 
 def encoded_at(step: int, sequences: LengthTable, cached_from_step: int | None) -> LengthTable:

@@ -90,6 +90,7 @@ def refitted(profile: CostProfile, refit: Refit | None) -> CostProfile:
             vision_seconds_per_patch2=c.vision_seconds_per_patch2 * by.linear,
             ring_hop_seconds=c.ring_hop_seconds * by.ring,
             last_hop_seconds=c.last_hop_seconds * by.ring,
+            halo_message_seconds=c.halo_message_seconds * by.ring,
         ),
         bandwidth=replace(
             bandwidth, intra_node=bandwidth.intra_node / by.ring, inter_node=bandwidth.inter_node / by.ring

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import permutations
+from itertools import pairwise, permutations, product
 
 
 @lru_cache(maxsize=1024)
@@ -72,6 +72,25 @@ def ring_hops(ranks: tuple[int, ...], ranks_per_node: int, heads_degree: int = 1
         for start in range(0, len(order), heads_degree):
             hops += permutations(order[start : start + heads_degree], 2)
     return hops
+
+
+def look_back_hops(
+    ranks: tuple[int, ...], ranks_per_node: int, heads_degree: int = 1, *, whole_heads: bool = False
+) -> list[tuple[int, int]]:
+    """Return (from, to) of what layers send in which tokens look back at a few others, or at a state, not at all.
+
+    It goes up each ring and comes down it, and gradients go back. With `whole_heads`, some of it is sent before ranks
+    have exchanged tokens for heads: who holds what lies before a run of tokens may then be any member of a set.
+    """
+    order, hops = ring_order(ranks, ranks_per_node, heads_degree), set()
+    for place in range(heads_degree):
+        for one, other in pairwise(order[place::heads_degree]):
+            hops |= {(one, other), (other, one)}
+    if whole_heads and heads_degree > 1:
+        sets = [order[start : start + heads_degree] for start in range(0, len(order), heads_degree)]
+        for below, above in pairwise(sets):
+            hops |= {pair for one, other in product(below, above) for pair in ((one, other), (other, one))}
+    return sorted(hops)
 
 
 def _folded(items: Sequence[int]) -> list[int]:

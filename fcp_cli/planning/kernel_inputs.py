@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fcp_cli.arrays import IntArray
-from fcp_cli.cost.model import Work, exchanged_bytes_per_token
+from fcp_cli.cost.model import Work, exchanged_bytes_per_token, reach_tokens, token_in_window_seconds
 from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.compiled.core import ANY_RANKS, Machine, Sequences, Splits
 from fcp_cli.planning.compiled.ways import tabulated
@@ -43,9 +43,13 @@ def machine_of(problem: Problem, groups: list[range] | None = None, *, placement
         home=c.last_hop_seconds,
         exposed=c.exposed_ring_share,
         chunk=c.chunk_seconds_per_token,
+        reach=reach_tokens(c) if c.halo_bytes_per_token else 0,
+        halo_intra=c.halo_bytes_per_token / bandwidth.intra_node,
+        halo_inter=c.halo_bytes_per_token / bandwidth.inter_node,
+        halo_message=c.halo_message_seconds,
         floor=problem.profile.step.floor_seconds(problem.sync),
         padding=problem.padding_multiple or 0,
-        padding_seconds=c.linear_seconds_per_token,
+        padding_seconds=c.linear_seconds_per_token + (token_in_window_seconds(c) if c.halo_bytes_per_token else 0.0),
         group_first=first,
         group_ranks=ranks,
         allowed=allowed,
@@ -90,14 +94,14 @@ def _no_splits() -> Splits:
         only=0,
         lies=np.zeros(0, dtype=np.int64),
         first=np.zeros((0, 0), dtype=np.int64),
-        ways=np.zeros((0, 5)),
+        ways=np.zeros((0, 7)),
     )
 
 
 def in_batch_order(work: Work) -> Sequences:
     """Return the sequences as they stand in the batch."""
     return Sequences(
-        attention=work.attention_seconds, linear=work.linear_seconds, work=work.total_seconds, tokens=work.tokens
+        attention=work.attention_seconds, linear=work.unhidden_seconds, work=work.total_seconds, tokens=work.tokens
     )
 
 
@@ -107,7 +111,7 @@ def by_falling_work(work: Work) -> tuple[IntArray, Sequences]:
     order = np.argsort(-total, kind="stable")
     return order, Sequences(
         attention=work.attention_seconds[order],
-        linear=work.linear_seconds[order],
+        linear=work.unhidden_seconds[order],
         work=total[order],
         tokens=work.tokens[order],
     )

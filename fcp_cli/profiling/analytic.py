@@ -35,10 +35,10 @@ CHUNK_BYTES_FORWARD, CHUNK_BYTES_BACKWARD = 25.0, 26.0
 def ring_bytes_per_token(
     spec: ModelSpec, *, kv_bytes: int, gradient_bytes: int, recompute: bool = False, reached: float = 1.0
 ) -> float:
-    """Return the bytes that a token sends around a ring: K/V forward, K/V and dK/dV backward, all layers.
+    """Return the bytes that a token sends around a ring: K/V forward, K/V and dK/dV backward, all such layers.
 
-    Of layers with windows, too, of which only the rows before chunks travel, and none of linear attention, which hands
-    on a state that no length makes larger.
+    None of layers with windows, of which only halos travel (`halo_bytes_per_token`), nor of linear attention, which
+    hands on a state that no length makes larger.
 
     Args:
         kv_bytes: of one element of K or V on the wire.
@@ -46,7 +46,20 @@ def ring_bytes_per_token(
         recompute: the forward ring runs once more in the backward.
         reached: share of the layers that have a backward.
     """
-    elements = 1.0 * spec.ring_layers * (spec.key_size + spec.value_size)
+    return _sent_per_token(spec, spec.ring_layers, kv_bytes, gradient_bytes, recompute=recompute, reached=reached)
+
+
+def halo_bytes_per_token(
+    spec: ModelSpec, *, kv_bytes: int, gradient_bytes: int, recompute: bool = False, reached: float = 1.0
+) -> float:
+    """Return the bytes that a token of a halo takes, all layers with windows; the arguments are those of rings."""
+    return _sent_per_token(spec, spec.window_layers, kv_bytes, gradient_bytes, recompute=recompute, reached=reached)
+
+
+def _sent_per_token(
+    spec: ModelSpec, layers: int, kv_bytes: int, gradient_bytes: int, *, recompute: bool, reached: float
+) -> float:
+    elements = 1.0 * layers * (spec.key_size + spec.value_size)
     return elements * (kv_bytes + reached * ((2 if recompute else 1) * kv_bytes + gradient_bytes))
 
 
@@ -56,8 +69,16 @@ def messages_per_hop(spec: ModelSpec, *, recompute: bool = False, reached: float
     One forward and one backward, where dK/dV ride with K/V; recomputing runs the forward's ring once more. States of
     linear attention go up the ring and down again.
     """
-    per_pass = spec.ring_layers + 2 * (spec.num_layers - spec.ring_layers)
+    per_pass = spec.ring_layers + 2 * (spec.num_layers - spec.ring_layers - spec.window_layers)
     return per_pass * (1 + reached * (2 if recompute else 1))
+
+
+def messages_per_halo(spec: ModelSpec, *, recompute: bool = False, reached: float = 1.0) -> float:
+    """Return how often a micro-batch sends each message of its halo, all layers with windows.
+
+    In backward keys and values come once more, and their gradients go back.
+    """
+    return spec.window_layers * (1 + reached * (3 if recompute else 2))
 
 
 def counted_heads(spec: ModelSpec, recipe: Recipe, cut: Cut = WHOLE, *, message_seconds: float) -> Heads:
@@ -73,8 +94,9 @@ def counted_heads(spec: ModelSpec, recipe: Recipe, cut: Cut = WHOLE, *, message_
     reached = backward_of(spec, recipe).layers
     passes = 1 + reached * (1 + (recipe.recompute == "full"))
     activation = precision_of(recipe).activation
-    size = passes * spec.ring_layers * (spec.key_size + spec.value_size) * activation
-    numbers = reached * spec.ring_layers * spec.num_heads * max(4, activation)
+    layers = spec.ring_layers + spec.window_layers
+    size = passes * layers * (spec.key_size + spec.value_size) * activation
+    numbers = reached * layers * spec.num_heads * max(4, activation)
     return Heads(
         query_heads=max(1, spec.num_heads // cut.tensor_parallel),
         key_value_heads=max(1, spec.num_kv_heads // cut.tensor_parallel),
@@ -240,10 +262,10 @@ class _Job:
         attention_backward = ATTENTION_BACKWARD + runs_ring_again
         kv_bytes = precision_of(recipe).activation
         # The runtime's rings sum dK and dV in at least fp32.
-        ring_bytes = ring_bytes_per_token(
-            spec, kv_bytes=kv_bytes, gradient_bytes=max(4, kv_bytes), recompute=runs_ring_again, reached=backward.layers
-        )
-        hop_messages = messages_per_hop(spec, recompute=runs_ring_again, reached=backward.layers)
+        sent: dict[str, Any] = {"recompute": runs_ring_again, "reached": backward.layers}
+        widths = {"kv_bytes": kv_bytes, "gradient_bytes": max(4, kv_bytes)}
+        ring_bytes = ring_bytes_per_token(spec, **widths, **sent)
+        hop_messages = messages_per_hop(spec, **sent)
         vision = backward.vision
         last_bytes, last_seconds = self.last_hop(gradient_bytes=max(4, kv_bytes), reached=backward.layers)
         return Coefficients(
@@ -266,6 +288,8 @@ class _Job:
             * operations.window_per_token2
             / attention_rate,
             window_tokens=float(spec.window_tokens or 0),
+            halo_bytes_per_token=halo_bytes_per_token(spec, **widths, **sent) / devices,
+            halo_message_seconds=messages_per_halo(spec, **sent) * cluster.message_seconds / self.cut.pipeline_parallel,
             last_hop_bytes_per_token=last_bytes,
             last_hop_seconds=last_seconds,
         )

@@ -16,7 +16,7 @@ from fcp_cli.cost.profile import Bandwidth, CostProfile, Sync, dump_cost_profile
 from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.models.cluster import THIS_MACHINE, load_cluster
 from fcp_cli.models.model import ModelSpec, load_model
-from fcp_cli.profiling.analytic import analytic_profile, counted_heads, messages_per_hop
+from fcp_cli.profiling.analytic import analytic_profile, counted_heads, messages_per_halo, messages_per_hop
 from fcp_cli.profiling.measurement import timed_settings
 from fcp_cli.profiling.memory_block import MemoryFigures, place_of, readings, text_bytes_per_token
 from fcp_cli.profiling.points import Point
@@ -172,6 +172,7 @@ def _scaled(samples: Sequence[Sample], prior: CostProfile) -> Fit:
         "microbatch_seconds",
         "ring_hop_seconds",
         "last_hop_seconds",
+        "halo_message_seconds",
     )
     scaled = {name: factor * getattr(prior.coefficients, name) for name in names}
     profile = replace(prior, coefficients=replace(prior.coefficients, **scaled))
@@ -238,10 +239,15 @@ def _prior(samples: SamplesFile, spec: ModelSpec, recipe: Recipe, sync: Sync, *,
     # A ring is as slow as its slowest hop, and rings over parts of nodes cross rails.
     across = [figures[1] for tier in _ACROSS_NODES if (figures := _transfer_figures(samples, tier)) is not None]
     inter = min(across, default=prior.bandwidth.inter_node)
-    messages = messages_per_hop(spec, recompute=recipe.recompute == "full")
-    c, hop_seconds = prior.coefficients, messages * latency
+    again = recipe.recompute == "full"
+    c, hop_seconds = prior.coefficients, messages_per_hop(spec, recompute=again) * latency
     last_hop_seconds = c.last_hop_seconds * hop_seconds / c.ring_hop_seconds if c.ring_hop_seconds else 0.0
-    coefficients = replace(c, ring_hop_seconds=hop_seconds, last_hop_seconds=last_hop_seconds)
+    coefficients = replace(
+        c,
+        ring_hop_seconds=hop_seconds,
+        last_hop_seconds=last_hop_seconds,
+        halo_message_seconds=messages_per_halo(spec, recompute=again) * latency,
+    )
     return replace(
         prior,
         coefficients=coefficients,

@@ -9,6 +9,7 @@ step sums none and updates nothing. Rates and bandwidths stay, and so does the s
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fcp_cli.cost.profile import Coefficients, CostProfile, Heads, StepTerms, dump_cost_profile
 from fcp_cli.errors import ProfileError
@@ -21,6 +22,7 @@ from fcp_cli.profiling.analytic import (
     ATTENTION_BACKWARD,
     CHUNK_BYTES_BACKWARD,
     CHUNK_BYTES_FORWARD,
+    halo_bytes_per_token,
     messages_per_hop,
     ring_bytes_per_token,
 )
@@ -34,6 +36,7 @@ class ForwardShares:
     Attributes:
         attention, linear: of the language model.
         ring_bytes, ring_hops, chunks: of rings: bytes, messages, and what short chunks cost.
+        halo_messages: of halos, whose bytes have the share of rings'.
         vision, vision_pairs: of the encoder's matrices, and of its attention.
         wave_floor: of what a wave gathers and scatters.
     """
@@ -42,6 +45,7 @@ class ForwardShares:
     linear: float
     ring_bytes: float
     ring_hops: float
+    halo_messages: float
     chunks: float
     vision: float
     vision_pairs: float
@@ -53,8 +57,11 @@ def forward_shares(spec: ModelSpec, recipe: Recipe) -> ForwardShares:
     backward, precision = backward_of(spec, recipe), precision_of(recipe)
     again, recomputes = recipe.recompute == "full", recipe.recompute != "none"
     kv = precision.activation
-    ring = ring_bytes_per_token(spec, kv_bytes=kv, gradient_bytes=max(4, kv), recompute=again, reached=backward.layers)
-    alone = ring_bytes_per_token(spec, kv_bytes=kv, gradient_bytes=0, reached=0.0)
+    trained: dict[str, Any] = {"gradient_bytes": max(4, kv), "recompute": again, "reached": backward.layers}
+    sent, alone = (
+        sum(of(spec, kv_bytes=kv, **how) for of in (ring_bytes_per_token, halo_bytes_per_token))
+        for how in (trained, {"gradient_bytes": 0, "reached": 0.0})
+    )
     hops = messages_per_hop(spec, recompute=again, reached=backward.layers)
     chunks = (1 + backward.layers * again) * CHUNK_BYTES_FORWARD + backward.layers * CHUNK_BYTES_BACKWARD
     state = State(spec=spec, recipe=recipe, precision=precision, shards=1)
@@ -64,8 +71,9 @@ def forward_shares(spec: ModelSpec, recipe: Recipe) -> ForwardShares:
     return ForwardShares(
         attention=1 / (1 + backward.layers * attention_backward),
         linear=1 / backward.language.total(recomputes=recomputes),
-        ring_bytes=alone / ring if ring else 1.0,  # of linear attention nothing goes around
-        ring_hops=messages_per_hop(spec, reached=0.0) / hops,
+        ring_bytes=alone / sent if sent else 1.0,  # of linear attention nothing goes around
+        ring_hops=messages_per_hop(spec, reached=0.0) / hops if hops else 1.0,  # nor where all layers have windows
+        halo_messages=1 / (1 + backward.layers * (2 + again)),
         chunks=CHUNK_BYTES_FORWARD / chunks,
         vision=1 / backward.vision.total(recomputes=recomputes),
         vision_pairs=1 / (1 + backward.vision.inputs * attention_backward),
@@ -117,6 +125,8 @@ def _scaled(coefficients: Coefficients, shares: ForwardShares) -> Coefficients:
         ring_hop_seconds=coefficients.ring_hop_seconds * shares.ring_hops,
         chunk_seconds_per_token=coefficients.chunk_seconds_per_token * shares.chunks,
         window_seconds_per_token2=coefficients.window_seconds_per_token2 * shares.attention,
+        halo_bytes_per_token=coefficients.halo_bytes_per_token * shares.ring_bytes,
+        halo_message_seconds=coefficients.halo_message_seconds * shares.halo_messages,
         last_hop_bytes_per_token=0.0,  # gradients on their way home
         last_hop_seconds=0.0,
         vision_seconds_per_patch=coefficients.vision_seconds_per_patch * shares.vision,

@@ -113,8 +113,8 @@ def _priced(
     members = slice(int(step.sequence_offsets[microbatch.order]), int(step.sequence_offsets[microbatch.order + 1]))
     sequences = planned_sequences(step, manifest, problem.cached_from_step)
     work = work_on(batch_work(sequences, problem), degree, problem)
-    attention, linear = work.attention_seconds[members].sum(), work.linear_seconds[members].sum()
-    tokens = int(work.tokens[members].sum())
+    pack = work.take((members,)).packed(np.zeros(1, dtype=np.int64)).take((0,))
+    attention, tokens = pack.attention_seconds, int(pack.tokens)
     size = problem.ranks_per_node
     crosses = (
         microbatch.ranks[0] // size != microbatch.ranks[-1] // size if degree == microbatch.degree else degree > size
@@ -124,9 +124,7 @@ def _priced(
         heads_degree: float(
             group_seconds(
                 problem.profile,
-                attention_seconds=attention,
-                linear_seconds=linear,
-                tokens=tokens,
+                pack,
                 degree=degree,
                 crosses_nodes=crosses,
                 heads_degree=heads_degree,

@@ -6,6 +6,10 @@ take device memory for it. Left to the rings, that would happen in the middle of
 Pairs are contacted in rounds, in each of which a rank meets one other rank at most. Every rank works out all rounds
 from the plan and goes through its own in order, waiting for each. This cannot deadlock: of the pairs that have not met,
 those of the earliest round wait for nobody but each other.
+
+Rings use each way of theirs in one direction. Layers in which tokens look back (windows, linear attention) use them in
+both, and some others (`plan.ring_order.look_back_hops`): where a rank's model has such layers, as who hooks it knows
+(`expect_look_back`), all ranks open these ways, too, once they are about to follow the plan.
 """
 
 from __future__ import annotations
@@ -14,20 +18,40 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import permutations
 from pathlib import Path
+from typing import Final, Literal
 
 import torch
 
 from fcp_cli.plan.reader import PlanReader
-from fcp_cli.plan.ring_order import ring_hops
+from fcp_cli.plan.ring_order import look_back_hops, ring_hops
 from fcp_cli.plan.step import RingGroup, StepPlan
 from fcp_cli.runtime.transport import Transport
+from fcp_cli.runtime.world import World
 from fcp_cli.words import counted, duration
 
 _REPORT_SECONDS = 10.0
 
 Hop = tuple[int, int]
+
+# How layers look back: up and down rings, and before ranks have exchanged tokens for heads.
+LookBack = Literal["no", "rings", "whole heads"]
+_LOOK_BACKS: Final[tuple[LookBack, ...]] = "no", "rings", "whole heads"
+_expected: set[LookBack] = set()
+
+
+def expect_look_back(how: LookBack) -> None:
+    """Say how layers of this process's model look back; before `Session.steps`."""
+    _expected.add(how)
+
+
+def agree_on_look_back(world: World) -> LookBack:
+    """Return how layers of any rank's model look back. Every rank calls it."""
+    told = torch.tensor([how in _expected for how in _LOOK_BACKS], dtype=torch.int64, device="cpu")
+    world.start_sum(told).wait()
+    return next((how for how, ranks in zip(_LOOK_BACKS[:0:-1], told.tolist()[:0:-1], strict=True) if ranks), "no")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,10 +70,14 @@ class Contact:
     receives: bool
 
 
-def planned_hops(plan: Path) -> set[Hop]:
-    """Return (from, to) of every message that rings of a plan send; its whole rows are read.
+def planned_hops(plan: Path, *, look_back: LookBack = "no") -> set[Hop]:
+    """Return (from, to) of every message that groups of a plan send; its whole rows are read.
 
     Where all ranks of a wave share the encoder's work, any two may meet.
+
+    Args:
+        plan: plan file.
+        look_back: of layers that do so, too.
 
     Raises:
         PlanError: the file is missing or damaged.
@@ -58,12 +86,17 @@ def planned_hops(plan: Path) -> set[Hop]:
     if reader.metadata.encoder_balance is not None:
         return set(permutations(range(reader.metadata.num_ranks), 2))
     groups = {group for step in reader.steps() for group in step.ring_groups()}
-    return hops_of(groups, reader.metadata.ranks_per_node)
+    return hops_of(groups, reader.metadata.ranks_per_node, look_back=look_back)
 
 
-def hops_of(groups: Iterable[RingGroup], ranks_per_node: int) -> set[Hop]:
+def hops_of(groups: Iterable[RingGroup], ranks_per_node: int, *, look_back: LookBack = "no") -> set[Hop]:
     """Return (from, to) of every message of groups, as `StepPlan.ring_groups` gives them."""
-    return {hop for group in set(groups) for hop in ring_hops(group.ranks, ranks_per_node, group.heads_degree)}
+    kinds: list[Callable[..., list[Hop]]] = [ring_hops]
+    if look_back != "no":
+        kinds.append(partial(look_back_hops, whole_heads=look_back == "whole heads"))
+    return {
+        hop for group in set(groups) for hops in kinds for hop in hops(group.ranks, ranks_per_node, group.heads_degree)
+    }
 
 
 def rounds_of(hops: Iterable[Hop]) -> Mapping[Hop, int]:
@@ -135,6 +168,10 @@ class Contacts:
         rank: of the plan.
         device: where messages lie.
         peers: see `open_contacts`.
+
+    Attributes:
+        look_back: how layers do so.
+        peers_met: how many other ranks were met, anew for each way that was found later.
     """
 
     def __init__(
@@ -142,11 +179,12 @@ class Contacts:
     ) -> None:
         self._transport, self._rank, self._device, self._peers = transport, rank, device, peers
         self._met: set[Hop] = set()
+        self.look_back: LookBack = "no"
         self.peers_met = 0
 
     def meet_for(self, step: StepPlan, ranks_per_node: int) -> None:
         """Meet over the ways that a step's rings are the first to use. Every rank calls it, before the step."""
-        self.meet(hops_of(step.ring_groups(), ranks_per_node))
+        self.meet(hops_of(step.ring_groups(), ranks_per_node, look_back=self.look_back))
 
     def meet(self, hops: set[Hop], *, report: Callable[[str], None] | None = None) -> None:
         """Send one number over each way that was not used before. Every rank calls it, with the same ways."""

@@ -30,7 +30,7 @@ from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.recipe import Reduce
 from fcp_cli.runtime.agreement import NO_TRAINING, agree_on_plan
-from fcp_cli.runtime.contacts import Contacts, open_contacts, report_to_stderr
+from fcp_cli.runtime.contacts import Contacts, agree_on_look_back, planned_hops, report_to_stderr
 from fcp_cli.runtime.cursor import PlanCursor
 from fcp_cli.runtime.embedding_cache import EmbeddingCache
 from fcp_cli.runtime.encoder_rank import EncoderAhead, require_ranks_apart
@@ -109,8 +109,6 @@ def start(
     world = ProcessWorld()
     metadata = agree_on_plan(world, path, device) if online is None else online.metadata
     transport = ProcessTransport.create(device)
-    if online is None:
-        open_contacts(path, transport, rank=world.rank, device=device, report=report_to_stderr(world.rank, device))
     session = Session(
         plan=path,
         metadata=metadata,
@@ -122,7 +120,8 @@ def start(
     )
     if online is not None and stream is not None:
         session.source = StreamSource(stream, online, path, ProcessControl(online.options.planner), fetch)
-        session.contacts = Contacts(transport, rank=world.rank, device=device)
+    else:
+        session.contacts.meet(planned_hops(path), report=report_to_stderr(world.rank, device))
     session.watch = watch_for(session.rank, session.clock, device)
     session.watch.start()
     session.grad_ring_dtype = agreed_grad_dtype(world, device, grad_ring_dtype)
@@ -160,7 +159,7 @@ class Session:
         recorder: measures the steps; None where nobody asked for metrics.
         embedding_cache: keeps what a frozen vision encoder computes; may be set until `steps` is called.
         source: plans the steps of a stream; None where they are planned already.
-        contacts: whom the rank has met over a stream's rings.
+        contacts: whom the rank has met.
     """
 
     def __init__(
@@ -187,7 +186,7 @@ class Session:
         self.recorder: Recorder | None = None
         self.embedding_cache: EmbeddingCache | None = None
         self.source: StreamSource | None = None
-        self.contacts: Contacts | None = None
+        self.contacts = Contacts(transport, rank=world.rank, device=device)
         self.fetch = fetch
         self._owns_process_group = owns_process_group
         self._steps_ahead = steps_ahead
@@ -243,6 +242,7 @@ class Session:
         fetch = with_planned_masks(fetch, self.metadata)
         first_step = self._first_step if first_step is None else first_step
         agree_on_first_step(self.world, first_step)
+        self._meet_for_look_back()
         say_if_begun_again(first_step, self.metadata.first_step, self.rank)
         planned = self.metadata.recipe
         reduce = reduce or (planned.reduce if planned is not None else "wave")
@@ -252,6 +252,13 @@ class Session:
         follow = partial(self._begun, first_step, fetch, guards, mean_over)
         # A stream may have nothing yet: its first step is waited for when the loop asks for it.
         return self._recorded(follow() if self.source is None else _when_asked(follow), first_step)
+
+    def _meet_for_look_back(self) -> None:
+        """Open the ways of layers that look back, where the model has any; those of a stream before each step."""
+        self.contacts.look_back = agree_on_look_back(self.world)
+        if self.contacts.look_back != "no" and self.source is None:
+            hops = planned_hops(self.plan, look_back=self.contacts.look_back)
+            self.contacts.meet(hops, report=report_to_stderr(self.rank, self.device))
 
     def _begun(
         self, first_step: int, fetch: Fetch, guards: Guards, mean_over: Literal["tokens", "rows"]
@@ -327,7 +334,7 @@ class Session:
             return next(loaded, None)
         self.source.want(self._next_step)
         found = next(loaded, None)
-        if found is not None and self.contacts is not None:
+        if found is not None:
             plan = self.source.hand_out(found.plan.step)
             self.contacts.meet_for(plan, self.metadata.ranks_per_node)
         return found

@@ -9,7 +9,10 @@ from fcp_cli.plan.refits import Factors, Refit, refitted
 from fcp_cli.profiling.forward import forward_profile
 
 # What a coefficient stays the same for: bytes where links are slower, what is no seconds at all.
-NO_SECONDS = {"ring_bytes_per_token", "last_hop_bytes_per_token", "window_tokens", "exposed_ring_share"}
+NO_SECONDS = {
+    *("ring_bytes_per_token", "last_hop_bytes_per_token", "halo_bytes_per_token"),
+    *("window_tokens", "exposed_ring_share"),
+}
 NAMES = {one.name for one in fields(Coefficients)}
 PROFILE = CostProfile(
     model="qwen3-vl-8b",

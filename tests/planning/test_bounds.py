@@ -13,14 +13,12 @@ from tests.planning.examples import example_problem
 
 def longest_by_hand(work: Work, problem: Problem) -> float:
     longest = 0.0
-    for attention, linear, tokens in zip(work.attention_seconds, work.linear_seconds, work.tokens, strict=True):
+    for i, tokens in enumerate(work.tokens):
         feasible = [d for d in range(1, problem.num_ranks + 1) if tokens <= problem.tokens_per_rank * d]
         seconds = [
             group_seconds(
                 problem.profile,
-                attention_seconds=attention,
-                linear_seconds=linear,
-                tokens=tokens,
+                work.take(np.array([i])),
                 degree=d,
                 crosses_nodes=d > problem.ranks_per_node,
             ).item()

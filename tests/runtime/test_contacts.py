@@ -4,19 +4,38 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fcp_cli.plan.peers import plan_peers
-from fcp_cli.runtime.contacts import contacts_of, open_contacts, planned_hops, rounds_of
+from fcp_cli.plan.ring_order import ring_order
+from fcp_cli.plan.step import RingGroup
+from fcp_cli.runtime import contacts
+from fcp_cli.runtime.contacts import (
+    Contacts,
+    LookBack,
+    contacts_of,
+    expect_look_back,
+    hops_of,
+    open_contacts,
+    planned_hops,
+    rounds_of,
+)
 from fcp_cli.runtime.cursor import PlanCursor
-from fcp_cli.verification.emulation import Meeting, ThreadTransport, run_ranks
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.linear_convolution import short_convolution
+from fcp_cli.runtime.linear_states import states_at_chunks
+from fcp_cli.runtime.ring import Ring
+from fcp_cli.verification.emulation import Meeting, ThreadTransport, ThreadWorld, run_ranks
 from fcp_cli.verification.order import Operation, check_order
 from fcp_cli.verification.processes import replay_processes
 from fcp_cli.verification.recording import RecordingTransport
+from tests.runtime.emulation import run_recorded
 from tests.runtime.plans import Row, random_steps, write_plan
+from tests.runtime.reference import make_example
 
 pytestmark = pytest.mark.torch
 
@@ -72,6 +91,59 @@ def test_ranks_of_a_plan_may_be_processes_of_other_numbers(tmp_path: Path) -> No
         return open_contacts(plan, transport, rank=2 - process, device=CPU, peers=(2, 1, 0))
 
     assert run_ranks(3, run) == [0, 1, 1]
+
+
+GROUPS = [((0, 1, 2, 3, 4), 8, 1), (tuple(range(8)), 4, 1), ((0, 1, 2, 3, 4, 5), 8, 2), (tuple(range(8)), 4, 4)]
+
+
+@pytest.mark.parametrize(("ranks", "per_node", "heads_degree"), GROUPS)
+def test_layers_that_look_back_use_no_way_that_was_not_opened(
+    ranks: tuple[int, ...], per_node: int, heads_degree: int
+) -> None:
+    group = RingGroup(np.array(ranks, dtype=np.int32).tobytes(), heads_degree)
+    order = ring_order(ranks, per_node, heads_degree)
+    of_rings, up_and_down, opened = (
+        hops_of([group], per_node, look_back=how) for how in ("no", "rings", "whole heads")
+    )
+    windows = run_recorded(make_example((90, 700), (8, 4), window=7), order, heads_degree=heads_degree)[1]
+    layout = shard_layout((90, 700), len(ranks), heads_degree)
+
+    def run(meeting: Meeting, rank: int) -> tuple[Operation, ...]:
+        place, transport = order.index(rank), RecordingTransport(ThreadTransport(meeting.mailbox, rank, 20.0))
+        ring = Ring(layout, place, order, transport)
+        rows = torch.ones(1, 3, layout.tokens(place), requires_grad=True)
+        short_convolution(lambda given: given * 2, rows, 4, ring).sum().backward()
+        states = torch.ones(2, 2, 8, 4, 4, requires_grad=True)
+        states_at_chunks(ring.around_ring(), states, states).sum().backward()
+        return tuple(transport.operations)
+
+    linear = dict(enumerate(run_ranks(len(ranks), run)))
+    of_windows, of_linear = (
+        {(rank, one.peer) for rank, issued in operations.items() for one in issued if one.verb == "send"}
+        for operations in (windows, linear)
+    )
+    assert of_windows <= up_and_down and of_linear <= opened
+    assert not of_linear <= of_rings
+    assert len(ranks) == 2 * heads_degree or not of_windows <= of_rings  # in a ring of two, both ways are its own
+
+
+def test_a_session_opens_ways_back_where_any_model_looks_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = write_plan(tmp_path / "plan.parquet", [[Row([0, 1, 2], [40])]], num_ranks=3)
+    assert planned_hops(plan, look_back="rings") > planned_hops(plan)
+    monkeypatch.setattr(contacts, "_expected", set())
+    kinds: tuple[LookBack, ...] = "no", "rings", "whole heads"
+    for kind in kinds:
+        expect_look_back(kind)
+
+        def run(meeting: Meeting, rank: int) -> set[tuple[int, int]]:
+            transport = RecordingTransport(ThreadTransport(meeting.mailbox, rank, timeout_seconds=20.0))
+            met = Contacts(transport, rank=rank, device=CPU)
+            met.meet(planned_hops(plan))
+            met.look_back = contacts.agree_on_look_back(ThreadWorld(meeting, rank))
+            met.meet(planned_hops(plan, look_back=met.look_back))
+            return {(rank, operation.peer) for operation in transport.operations if operation.verb == "send"}
+
+        assert set().union(*run_ranks(3, run)) == planned_hops(plan, look_back=kind)
 
 
 @pytest.mark.distributed

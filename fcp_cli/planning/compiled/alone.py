@@ -6,7 +6,7 @@ import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.compiling import inlined, kernel
-from fcp_cli.planning.compiled.core import AT_BEST, Machine, Sequences, pack_seconds
+from fcp_cli.planning.compiled.core import AT_BEST, Machine, Sequences, pack_seconds, sequence_load
 
 
 @inlined
@@ -18,8 +18,7 @@ def at_best(degree: int, machine: Machine) -> int:
 @inlined
 def alone_at_best(i: int, degree: int, sequences: Sequences, machine: Machine) -> float:
     """Return the seconds of sequence i alone on a group of this degree, placed at best, without more padding."""
-    across = at_best(degree, machine)
-    return pack_seconds(sequences.attention[i], sequences.linear[i], sequences.tokens[i], degree, across, machine)
+    return pack_seconds(sequence_load(i, sequences, machine), degree, at_best(degree, machine), machine)
 
 
 @kernel

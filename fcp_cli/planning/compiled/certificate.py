@@ -3,8 +3,10 @@
 Notation: N ranks of budget E tokens; sequence s has attention seconds a, linear seconds l and t tokens on one rank,
 work w = a + l; a group of degree d moves c_d seconds of ring traffic per token and hop, c_d that of the network inside
 a node for d <= ranks per node (or across nodes, were that faster), else that across nodes, and takes h seconds a hop
-beside; attention hides no more than a share 1 - e of its ring. A pack takes at least as long as any of its sequences
-alone on the same group, since no term of the cost model falls with a sequence; T(s, d) is that time.
+beside; attention hides no more than a share 1 - e of its ring. Attention in windows whose halos travel is part of l,
+and the halos follow it: y_d seconds per token of them and set further, at least two messages of z seconds each. A pack
+takes at least as long as any of its sequences alone on the same group, since no term of the cost model falls with a
+sequence; T(s, d) is that time.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.compiling import inlined, kernel
 from fcp_cli.planning.compiled.alone import alone_at_best, at_best
 from fcp_cli.planning.compiled.core import (
+    Load,
     Machine,
     Sequences,
     pack_seconds,
     ring_pack_seconds,
+    sequence_load,
     total_of,
     way_seconds,
 )
@@ -53,10 +57,11 @@ def _exchange(k: int, machine: Machine) -> float:
 def _least_area(i: int, makespan: float, outlasting: float, sequences: Sequences, machine: Machine) -> float:
     """Return the least rank-seconds, beside beta, of sequence i if its micro-batch must end within makespan.
 
-    Where (1 - e) c_d (d - 1) >= outlasting = max over sequences of a / t, what may hide of the ring outlasts attention
-    in every pack of degree d: the pack takes d ranks at least sum (l + c_d (d - 1) t) >= sum w. Elsewhere it takes at
+    Where (1 - e) c_d (d - 1) >= outlasting = max over sequences of a / t, what may hide of the ring outlasts attention in
+    every pack of degree d: the pack takes d ranks at least sum (l + c_d (d - 1) t) >= sum w. Elsewhere it takes at
     least sum (w + e c_d (d - 1) t). Both times it takes them e h (d - 1) d beside, and holds at most d E tokens: each
     token bears at least e h (d - 1) / E. All of this grows with d. Of c_d (d - 1), the last hop g is exposed whole.
+    Halos add y_d (d - 1) for each token of theirs, and two messages, of which each token bears 2 z / E.
 
     Where u ranks share heads the same holds of the ring of r = d / u sets, of which each member moves at least as much
     per token and hop; and all tokens are exchanged, for x_u each. Be d0 the least degree that ends in time: then
@@ -95,6 +100,12 @@ def _ring_area(i: int, degree: int, sets: int, outlasting: float, sequences: Seq
     tokens, home = sequences.tokens[i], _home(degree, machine)
     traffic = _traffic(degree, sets, machine) - home
     hops = machine.exposed * machine.hop * (sets - 1) * tokens / machine.tokens_per_rank
+    if machine.reach:
+        per_token = (
+            machine.halo_inter if degree > machine.ranks_per_node else min(machine.halo_intra, machine.halo_inter)
+        )
+        hops += per_token * (sets - 1) * min(tokens, 2 * machine.reach)
+        hops += 2.0 * machine.halo_message * tokens / machine.tokens_per_rank
     if (1.0 - machine.exposed) * traffic < outlasting:
         return sequences.work[i] + (machine.exposed * traffic + home) * tokens + hops, True
     return sequences.linear[i] + (traffic + home) * tokens + hops, False
@@ -226,22 +237,22 @@ def _wave_of(
 @kernel
 def _growth(k: int, j: int, degree: int, dense: float, thin: float, sequences: Sequences, machine: Machine) -> Any:
     """Return T(j, d) with the k-th heads degree, -1 for a ring, and how much work j's pack gains for a second more."""
-    attention, linear, tokens = sequences.attention[j], sequences.linear[j], sequences.tokens[j]
+    load = sequence_load(j, sequences, machine)
     if degree == 1:
-        return machine.beta + linear + attention, 1.0
+        return machine.beta + load.linear + load.attention, 1.0
     across, sets, exchange = at_best(degree, machine), degree, 0.0
     if k < 0:
         shortest = np.inf
         if not machine.splits.only:
-            shortest = ring_pack_seconds(attention, linear, tokens, degree, across, machine)
+            shortest = ring_pack_seconds(load, degree, across, machine)
     else:
-        shortest = way_seconds(k, attention, linear, tokens, degree, across, machine)
+        shortest = way_seconds(k, load, degree, across, machine)
         sets, exchange = degree // machine.splits.heads[k], _exchange(k, machine)
     traffic = _traffic(degree, sets, machine)
     hidden = traffic - _home(degree, machine)
     copies = machine.splits.copies[k] if k >= 0 else 1.0
-    hides = sets <= 1 or attention >= (1.0 - machine.exposed) * (
-        hidden * copies * tokens + machine.hop * (sets - 1) * degree
+    hides = sets <= 1 or load.attention >= (1.0 - machine.exposed) * (
+        hidden * copies * load.tokens + machine.hop * (sets - 1) * degree
     )
     growth = 1.0 * degree
     if not hides:
@@ -272,7 +283,7 @@ class Crowd(NamedTuple):
     Attributes:
         members: how many.
         work, tokens: of the crowd, summed.
-        least_attention, least_linear, least_tokens: of any sequence of the crowd.
+        least: what any sequence of the crowd takes at least, on its own.
         densest: greatest w / t of any other sequence.
         held_tokens, held_work: [others + 1] the others by falling density, summed from the densest on, from 0.
         thin: least l / t of any sequence, crowd or not.
@@ -281,9 +292,7 @@ class Crowd(NamedTuple):
     members: int
     work: float
     tokens: float
-    least_attention: float
-    least_linear: float
-    least_tokens: int
+    least: Load
     densest: float
     held_tokens: FloatArray
     held_work: FloatArray
@@ -291,7 +300,7 @@ class Crowd(NamedTuple):
 
 
 @kernel
-def _make_crowd(count: int, by_density: IntArray, thin: float, sequences: Sequences) -> Any:
+def _make_crowd(count: int, by_density: IntArray, thin: float, sequences: Sequences, machine: Machine) -> Any:
     """Make a crowd of the `count` sequences with the most work; the others are len(by_density) - count >= 0."""
     others = len(by_density) - count
     held_tokens, held_work = np.zeros(others + 1), np.zeros(others + 1)
@@ -305,9 +314,7 @@ def _make_crowd(count: int, by_density: IntArray, thin: float, sequences: Sequen
         count,
         total_of(sequences.work[:count]),
         float(sequences.tokens[:count].sum()),
-        sequences.attention[:count].min(),
-        sequences.linear[:count].min(),
-        sequences.tokens[:count].min(),
+        _least_load(count, sequences, machine),
         held_work[1] / held_tokens[1] if others else 0.0,
         held_tokens,
         held_work,
@@ -316,12 +323,24 @@ def _make_crowd(count: int, by_density: IntArray, thin: float, sequences: Sequen
 
 
 @kernel
+def _least_load(count: int, sequences: Sequences, machine: Machine) -> Any:
+    """Return the least of the first `count` sequences in every respect; the more tokens the shortest has, the less."""
+    tokens = sequences.tokens[:count].min()
+    return Load(
+        sequences.attention[:count].min(),
+        sequences.linear[:count].min(),
+        tokens,
+        min(tokens, 2 * machine.reach),
+        sequences.tokens[:count].max(),
+    )
+
+
+@kernel
 def _least_member(degree: int, crowd: Crowd, machine: Machine) -> float:
     """Return the least seconds of a pack of this degree with one of the crowd, or more; infinite over the budget."""
-    if degree * machine.tokens_per_rank < crowd.least_tokens:
+    if degree * machine.tokens_per_rank < crowd.least.tokens:
         return np.inf
-    across = at_best(degree, machine)
-    return pack_seconds(crowd.least_attention, crowd.least_linear, crowd.least_tokens, degree, across, machine)
+    return pack_seconds(crowd.least, degree, at_best(degree, machine), machine)
 
 
 @kernel
@@ -344,7 +363,7 @@ def _most_done(makespan: float, crowd: Crowd, machine: Machine) -> float:
             narrowest = degree
         if narrowest:
             most_tokens = max(most_tokens, _most_tokens(degree, makespan, crowd.thin, machine))
-    together = int(most_tokens / crowd.least_tokens * (1.0 + _MARGIN))
+    together = int(most_tokens / crowd.least.tokens * (1.0 + _MARGIN))
     if narrowest == 0 or together == 0:
         return -1.0
     packs = (crowd.members + together - 1) // together
@@ -406,7 +425,7 @@ def crowd_bound(at_least: float, sequences: Sequences, machine: Machine) -> floa
         longest = min(longest, alone_at_best(0, degree, sequences, machine))
     best, count = at_least, 2
     while count <= n:
-        crowd = _make_crowd(count, by_density, thin, sequences)
+        crowd = _make_crowd(count, by_density, thin, sequences, machine)
         count *= 2
         shortest = np.inf
         for degree in range(1, machine.num_ranks + 1):

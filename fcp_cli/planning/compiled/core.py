@@ -17,6 +17,7 @@ from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.compiling import inlined, kernel, leaf
 
 NONE = -1
+_LONGEST = 1 << 62  # tokens of the shortest sequence of none
 AT_BEST = -1  # `across` of a group of which nothing is known but that it lies across nodes
 
 # Which ranks may be a group of degree > 1: any; or neighbours, inside a node or from a node's first rank on; or the
@@ -28,9 +29,35 @@ class Sequences(NamedTuple):
     """A global batch, by falling work unless stated otherwise. All arrays are [sequences], for a single rank each."""
 
     attention: FloatArray
-    linear: FloatArray
+    linear: FloatArray  # all that hides no ring
     work: FloatArray  # attention + linear
     tokens: IntArray
+
+
+class Load(NamedTuple):
+    """What a pack, or a sequence, takes on one rank.
+
+    Attributes:
+        attention, linear, tokens: as of `Sequences`, summed.
+        halo: tokens that layers with windows look back at, summed; 0 where rings carry all layers.
+        shortest: tokens of its shortest sequence.
+    """
+
+    attention: float
+    linear: float
+    tokens: int
+    halo: int
+    shortest: int
+
+
+class Loads(NamedTuple):
+    """What packs take, as arrays of the fields of `Load`."""
+
+    attention: FloatArray
+    linear: FloatArray
+    tokens: IntArray
+    halo: IntArray
+    shortest: IntArray
 
 
 class Splits(NamedTuple):
@@ -45,7 +72,7 @@ class Splits(NamedTuple):
         lies: [ranks_per_node + 2] the row of `first` for `across` = AT_BEST, 0, 1, and so on; empty where groups are
             rings, whatever they cost.
         first: [rows, num_ranks + 2] where the ways to run a pack on each degree begin in `ways`.
-        ways: [ways, 5] what `way_terms` returns of each; `ways.tabulated` leaves out those that never take least.
+        ways: [ways, 7] what `way_terms` returns of each; `ways.tabulated` leaves out those that never take least.
     """
 
     heads: IntArray
@@ -72,6 +99,9 @@ class Machine(NamedTuple):
         home: seconds of that hop beside its bytes.
         exposed: share of a ring's seconds that no attention hides.
         chunk: seconds that attention takes longer in a ring, per token and hop.
+        reach: tokens before its own that one looks back at in layers whose halos travel; 0: rings carry all layers.
+        halo_intra, halo_inter: seconds in which a halo's token travels, inside a node and across nodes.
+        halo_message: seconds of a message of a halo beside its bytes.
         floor: least seconds of a wave.
         padding: what a rank's share of a sequence is padded to a multiple of, in tokens; 0: of nothing.
         padding_seconds: of one token of padding, beside attention.
@@ -93,6 +123,10 @@ class Machine(NamedTuple):
     home: float
     exposed: float
     chunk: float
+    reach: int
+    halo_intra: float
+    halo_inter: float
+    halo_message: float
     floor: float
     padding: int
     padding_seconds: float
@@ -128,62 +162,136 @@ def exposed_seconds(ring: float, tokens: float, degree: int, across: int, machin
 
 
 @inlined
-def padded_for(attention: float, linear: float, tokens: int, degree: int, machine: Machine) -> Any:
-    """Return attention, linear seconds and tokens of a sequence padded for this degree: `planning.work.work_on`.
+def halo_messages(sets: float, shortest: int, machine: Machine) -> float:
+    """Return how many messages a halo takes in a ring of so many sets: `cost.model.halo_messages`."""
+    if sets == 1.0:
+        return 0.0
+    return 2.0 * min(sets, np.ceil(2.0 * sets * machine.reach / shortest))
+
+
+@inlined
+def sequence_load(i: int, sequences: Sequences, machine: Machine) -> Any:
+    """Return what a sequence takes, as it is."""
+    tokens = sequences.tokens[i]
+    return Load(sequences.attention[i], sequences.linear[i], tokens, min(tokens, 2 * machine.reach), tokens)
+
+
+@inlined
+def padded_load(i: int, degree: int, sequences: Sequences, machine: Machine) -> Any:
+    """Return what a sequence takes padded for this degree: `planning.work.work_on`.
 
     A group has whole multiples of `padding` x degree tokens left: what fits without more padding, fits with it.
     """
     if machine.padding == 0 or degree == 1:
-        return attention, linear, tokens
-    unit = machine.padding * degree
+        return sequence_load(i, sequences, machine)
+    tokens, unit = sequences.tokens[i], machine.padding * degree
     padded = (tokens + unit - 1) // unit * unit
     growth = padded / tokens
-    return attention * growth * growth, linear + machine.padding_seconds * (padded - tokens), padded
+    return Load(
+        sequences.attention[i] * growth * growth,
+        sequences.linear[i] + machine.padding_seconds * (padded - tokens),
+        padded,
+        min(padded, 2 * machine.reach),
+        padded,
+    )
 
 
 @inlined
-def pack_seconds(attention: float, linear: float, tokens: int, degree: int, across: int, machine: Machine) -> float:
+def together(load: Load, more: Load) -> Any:
+    """Return what two packs take as one."""
+    return Load(
+        load.attention + more.attention,
+        load.linear + more.linear,
+        load.tokens + more.tokens,
+        load.halo + more.halo,
+        min(load.shortest, more.shortest),
+    )
+
+
+@kernel
+def make_loads(count: int) -> Any:
+    """Make so many empty packs."""
+    return Loads(
+        np.zeros(count),
+        np.zeros(count),
+        np.zeros(count, dtype=np.int64),
+        np.zeros(count, dtype=np.int64),
+        np.full(count, _LONGEST),
+    )
+
+
+@inlined
+def load_at(pack: int, loads: Loads) -> Any:
+    """Return what one of the packs takes."""
+    return Load(loads.attention[pack], loads.linear[pack], loads.tokens[pack], loads.halo[pack], loads.shortest[pack])
+
+
+@inlined
+def enter_load(pack: int, load: Load, loads: Loads) -> None:
+    """Write down what one of the packs takes."""
+    loads.attention[pack], loads.linear[pack], loads.tokens[pack] = load.attention, load.linear, load.tokens
+    loads.halo[pack], loads.shortest[pack] = load.halo, load.shortest
+
+
+@inlined
+def enter_empty(pack: int, loads: Loads) -> None:
+    """Write down that there is nothing in one of the packs."""
+    loads.attention[pack], loads.linear[pack], loads.tokens[pack] = 0.0, 0.0, 0
+    loads.halo[pack], loads.shortest[pack] = 0, _LONGEST
+
+
+@inlined
+def pack_seconds(load: Load, degree: int, across: int, machine: Machine) -> float:
     """Return the predicted seconds of a pack, as ring or with the heads split: `cost.model.group_seconds`.
 
     Args:
-        attention, linear, tokens: of the pack, on one rank.
+        load: of the pack, on one rank.
         degree: ranks of the group.
         across: 0 inside a node; else a number that divides how many ranks it has on every node, AT_BEST any.
         machine: the ranks and their cost.
     """
     if degree == 1:
-        return machine.beta + linear + attention
+        return machine.beta + load.linear + load.attention
     if len(machine.splits.lies) == 0:
-        return ring_pack_seconds(attention, linear, tokens, degree, across, machine)
+        return ring_pack_seconds(load, degree, across, machine)
     splits, best = machine.splits, np.inf
-    row = splits.lies[across + 1]
+    row, tokens, attention = splits.lies[across + 1], load.tokens, load.attention / degree
     for way in range(splits.first[row, degree], splits.first[row, degree + 1]):
-        computed = attention / degree + splits.ways[way, 0] * tokens
+        computed = attention + splits.ways[way, 0] * tokens
         moved = splits.ways[way, 1] * tokens + splits.ways[way, 2]
-        best = min(best, max(computed, moved) + (splits.ways[way, 3] * tokens + splits.ways[way, 4]))
-    return machine.beta + linear / degree + best
+        seconds = max(computed, moved) + (splits.ways[way, 3] * tokens + splits.ways[way, 4])
+        if machine.reach:
+            messages = halo_messages(splits.ways[way, 6], load.shortest, machine)
+            seconds += splits.ways[way, 5] * load.halo + machine.halo_message * messages
+        best = min(best, seconds)
+    return machine.beta + load.linear / degree + best
 
 
 @inlined
-def ring_pack_seconds(
-    attention: float, linear: float, tokens: int, degree: int, across: int, machine: Machine
-) -> float:
+def ring_pack_seconds(load: Load, degree: int, across: int, machine: Machine) -> float:
     """Return the predicted seconds of a pack on a ring of more than one rank."""
+    tokens = load.tokens
     ring = ring_seconds(tokens, degree, across, machine)
     exposed = exposed_seconds(ring, tokens, degree, across, machine)
-    computed = attention / degree + machine.chunk * tokens * (degree - 1.0) / degree
-    return machine.beta + linear / degree + max(computed, ring - exposed) + exposed
+    computed = load.attention / degree + machine.chunk * tokens * (degree - 1.0) / degree
+    seconds = machine.beta + load.linear / degree + max(computed, ring - exposed) + exposed
+    if machine.reach:
+        per_token = (machine.halo_inter if across else machine.halo_intra) * (degree - 1.0) / degree
+        messages = halo_messages(1.0 * degree, load.shortest, machine)
+        seconds += per_token * load.halo + machine.halo_message * messages
+    return seconds
 
 
 @inlined
 def way_terms(k: int, degree: int, across: int, machine: Machine) -> Any:
     """Return how a pack's seconds follow from its tokens where the k-th heads degree splits it, -1 for a ring.
 
-    These are c, p, q, r and s of
+    These are c, p, q, r, s and h of
 
-        beta + linear / d + max(attention / d + c tokens, p tokens + q) + r tokens + s
+        beta + linear / d + max(attention / d + c tokens, p tokens + q) + r tokens + s + h halo
 
-    all infinite where there are no such sets: they do not fill the group, or lie across nodes and are not all of it.
+    and how many sets there are in the ring, from which a halo's messages follow; all infinite where there are no such
+    sets: they do not fill the group, or lie across nodes and are not all of it.
     """
     splits = machine.splits
     heads, copies, exchange, messages = 1, 1.0, 0.0, 0.0
@@ -194,10 +302,10 @@ def way_terms(k: int, degree: int, across: int, machine: Machine) -> Any:
         if across == AT_BEST and splits.only and not spans:
             exchange = min(splits.across[k], splits.inside[k])
         if degree % heads != 0 or (degree != heads if splits.only else spans):
-            return np.inf, np.inf, np.inf, np.inf, np.inf
+            return np.inf, np.inf, np.inf, np.inf, np.inf, np.inf, np.inf
     hops = degree // heads - 1
     if hops == 0:
-        return 0.0, 0.0, 0.0, exchange / degree, messages
+        return 0.0, 0.0, 0.0, exchange / degree, messages, 0.0, 1.0
     home = (machine.home_inter if across else machine.home_intra) * copies
     hidden = (machine.inter if across else machine.intra) * copies * hops - home  # but for the share that is exposed
     return (
@@ -206,24 +314,27 @@ def way_terms(k: int, degree: int, across: int, machine: Machine) -> Any:
         (1.0 - machine.exposed) * machine.hop * hops,
         (machine.exposed * hidden + home + exchange) / degree,
         machine.exposed * machine.hop * hops + machine.home + messages,
+        (machine.halo_inter if across else machine.halo_intra) * copies * hops / degree,
+        hops + 1.0,
     )
 
 
 @inlined
-def way_seconds(
-    k: int, attention: float, linear: float, tokens: int, degree: int, across: int, machine: Machine
-) -> float:
+def way_seconds(k: int, load: Load, degree: int, across: int, machine: Machine) -> float:
     """Return the predicted seconds of a pack on more than one rank that goes the way of `way_terms`."""
-    chunks, bytes_hidden, hops_hidden, bytes_beside, beside = way_terms(k, degree, across, machine)
-    busy = max(attention / degree + chunks * tokens, bytes_hidden * tokens + hops_hidden)
-    return float(machine.beta + linear / degree + busy + bytes_beside * tokens + beside)
+    chunks, bytes_hidden, hops_hidden, bytes_beside, beside, halo, sets = way_terms(k, degree, across, machine)
+    if beside == np.inf:
+        return np.inf
+    busy = max(load.attention / degree + chunks * load.tokens, bytes_hidden * load.tokens + hops_hidden)
+    if machine.reach:
+        beside += halo * load.halo + machine.halo_message * halo_messages(sets, load.shortest, machine)
+    return float(machine.beta + load.linear / degree + busy + bytes_beside * load.tokens + beside)
 
 
 @inlined
-def alone_seconds(attention: float, linear: float, tokens: int, degree: int, across: int, machine: Machine) -> float:
+def alone_seconds(i: int, degree: int, across: int, sequences: Sequences, machine: Machine) -> float:
     """Return the predicted seconds of one sequence alone on a group, with its padding."""
-    padded = padded_for(attention, linear, tokens, degree, machine)
-    return pack_seconds(padded[0], padded[1], padded[2], degree, across, machine)
+    return pack_seconds(padded_load(i, degree, sequences, machine), degree, across, machine)
 
 
 @inlined

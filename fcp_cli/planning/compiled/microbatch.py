@@ -84,8 +84,7 @@ def _alone(i: int, degree: int, sequences: Sequences, machine: Machine) -> float
     """Return the seconds of sequence i alone on one of the allowed degrees, placed at best."""
     if not machine.allowed[degree]:
         return np.inf
-    across = across_at_best(degree, machine)
-    return alone_seconds(sequences.attention[i], sequences.linear[i], sequences.tokens[i], degree, across, machine)
+    return alone_seconds(i, degree, across_at_best(degree, machine), sequences, machine)
 
 
 @leaf
@@ -308,7 +307,7 @@ def replay(targets: FloatArray, pairs: BoolArray, sequences: Sequences, machine:
         left = fill_wave(targets[w], pairs[w], count, pool, sequences, machine, wave)
         ranks_of = with_room_for(ranks + machine.num_ranks, ranks_of)
         for g in range(wave.groups[0]):
-            if wave.tokens[g] == 0:
+            if wave.loads.tokens[g] == 0:
                 continue
             wave_of[groups], degree_of[groups], number_of[g] = w, wave.degree[g], groups
             groups += 1

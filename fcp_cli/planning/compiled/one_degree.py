@@ -18,12 +18,17 @@ from fcp_cli.planning.compiled.core import (
     Sequences,
     across_of,
     common_divisor,
+    enter_load,
     first_with_room,
+    load_at,
+    make_loads,
     make_tree,
     pack_seconds,
-    padded_for,
+    padded_load,
     roomiest,
+    sequence_load,
     set_room,
+    together,
     total_of,
 )
 from fcp_cli.planning.compiled.ways import least_of_packs
@@ -98,11 +103,9 @@ def _padded_for_all(degree: int, sequences: Sequences, machine: Machine) -> Any:
     n = len(sequences.work)
     padded = Sequences(np.empty(n), np.empty(n), np.empty(n), np.empty(n, dtype=np.int64))
     for i in range(n):
-        attention, linear, tokens = padded_for(
-            sequences.attention[i], sequences.linear[i], sequences.tokens[i], degree, machine
-        )
-        padded.attention[i], padded.linear[i], padded.tokens[i] = attention, linear, tokens
-        padded.work[i] = attention + linear
+        load = padded_load(i, degree, sequences, machine)
+        padded.attention[i], padded.linear[i], padded.tokens[i] = load.attention, load.linear, load.tokens
+        padded.work[i] = load.attention + load.linear
     return padded
 
 
@@ -116,16 +119,15 @@ def share_out(degree: int, waves: bool, packs: Packs, sequences: Sequences, mach
         Predicted seconds of the step, [packs] packs in that order, and [packs] group and turn of each of them.
     """
     count = packs.number
-    attention, linear, tokens = np.zeros(count), np.zeros(count), np.zeros(count, dtype=np.int64)
+    loads = make_loads(count)
     for i in range(len(packs.of)):
-        attention[packs.of[i]] += sequences.attention[i]
-        linear[packs.of[i]] += sequences.linear[i]
-        tokens[packs.of[i]] += sequences.tokens[i]
+        p = packs.of[i]
+        enter_load(p, together(load_at(p, loads), sequence_load(i, sequences, machine)), loads)
     # Groups of a degree that does not divide a node lie partly across two: packs are ranked as if all did.
     lies = common_divisor(machine.ranks_per_node, degree) if machine.ranks_per_node % degree else 0
     seconds = np.empty(count)
     for p in range(count):
-        seconds[p] = pack_seconds(attention[p], linear[p], tokens[p], degree, lies, machine)
+        seconds[p] = pack_seconds(load_at(p, loads), degree, lies, machine)
     by = np.argsort(-seconds, kind="mergesort")
     group_of, turn_of = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
     groups = machine.num_ranks // degree
@@ -143,7 +145,7 @@ def share_out(degree: int, waves: bool, packs: Packs, sequences: Sequences, mach
             group = packs.group_of[p]
         group_of[k], turn_of[k] = group, turns[group]
         turns[group] += 1
-        taken = pack_seconds(attention[p], linear[p], tokens[p], degree, across[group], machine)
+        taken = pack_seconds(load_at(p, loads), degree, across[group], machine)
         longest[turn_of[k]] = max(longest[turn_of[k]], taken)
         ends[group] += taken
         set_room(expected, group, expected.seconds[(len(expected.seconds) >> 1) + group] - seconds[p], 0)

@@ -120,7 +120,7 @@ def _inside_a_node(
     nodes = (machine.num_ranks + machine.ranks_per_node - 1) // machine.ranks_per_node
     best, best_degree, best_node, best_last = bound, 0, -1, 0
     for degree in range(lowest, min(machine.ranks_per_node, machine.num_ranks) + 1):
-        seconds = alone_seconds(attention, linear, tokens, degree, 0, machine)
+        seconds = alone_seconds(i, degree, 0, sequences, machine)
         if seconds > target:
             continue
         extra = degree * seconds - attention - linear
@@ -187,7 +187,7 @@ def _across_nodes(
     best, best_degree = bound, 0
     degree = lowest
     while degree <= machine.num_ranks:
-        seconds = alone_seconds(attention, linear, tokens, degree, across_at_best(degree, machine), machine)
+        seconds = alone_seconds(i, degree, across_at_best(degree, machine), sequences, machine)
         if seconds <= target:
             extra = degree * seconds - attention - linear
             if extra >= best:
@@ -217,7 +217,7 @@ def _among_neighbours(
     lowest = max(2, (tokens + machine.tokens_per_rank - 1) // machine.tokens_per_rank)
     best, best_degree, best_first = bound, 0, -1
     for degree in range(lowest, min(machine.ranks_per_node, machine.num_ranks) + 1):
-        seconds = alone_seconds(attention, linear, tokens, degree, 0, machine)
+        seconds = alone_seconds(i, degree, 0, sequences, machine)
         if seconds > target:
             continue
         extra = degree * seconds - attention - linear
@@ -267,7 +267,7 @@ def _among_neighbouring_nodes(
     if machine.placement == WHOLE_NODES:
         degree = (lowest + per_node - 1) // per_node * per_node
     while degree <= machine.num_ranks:
-        seconds = alone_seconds(attention, linear, tokens, degree, across_at_best(degree, machine), machine)
+        seconds = alone_seconds(i, degree, across_at_best(degree, machine), sequences, machine)
         if seconds <= target:
             extra = degree * seconds - attention - linear
             if extra >= best:
@@ -309,7 +309,7 @@ def _from_catalogue(i: int, target: float, sequences: Sequences, machine: Machin
         degree = len(ranks)
         if degree * machine.tokens_per_rank < tokens:
             break  # the widest come first
-        seconds = alone_seconds(attention, linear, tokens, degree, across_at_best(degree, machine), machine)
+        seconds = alone_seconds(i, degree, across_at_best(degree, machine), sequences, machine)
         start = 0.0
         for r in ranks:
             start = max(start, timeline.free[r])
@@ -442,9 +442,7 @@ def _enter_ring(
     for r in ranks:
         start = max(start, timeline.free[r])
     across = across_of(ranks, machine)
-    end = start + alone_seconds(
-        sequences.attention[i], sequences.linear[i], sequences.tokens[i], degree, across, machine
-    )
+    end = start + alone_seconds(i, degree, across, sequences, machine)
     rings.degree[g] = degree
     rings.across[g] = across
     rings.start[g] = start

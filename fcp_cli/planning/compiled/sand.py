@@ -28,15 +28,20 @@ from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.compiling import kernel, leaf
 from fcp_cli.planning.compiled.core import (
     NONE,
+    Loads,
     Machine,
     Sequences,
     Tree,
+    enter_load,
     first_with_room,
+    load_at,
+    make_loads,
     make_tree,
     pack_seconds,
-    padded_for,
+    padded_load,
     roomiest,
     set_room,
+    together,
     total_of,
 )
 from fcp_cli.planning.compiled.rings import Rings, Timeline
@@ -57,7 +62,7 @@ class Sand(NamedTuple):
         slot_tokens: [bins, slots] tokens left, or CLOSED.
         head, after, before: the sequences of each bin as linked lists.
         bin_of, slot_of: [sequences]; a sequence that rides in ring g has bin -2 - g.
-        ring_attention, ring_linear, ring_tokens: [rings] what each ring carries, riders included.
+        rings: what each ring carries, riders included.
     """
 
     free: FloatArray
@@ -67,9 +72,7 @@ class Sand(NamedTuple):
     before: IntArray
     bin_of: IntArray
     slot_of: IntArray
-    ring_attention: FloatArray
-    ring_linear: FloatArray
-    ring_tokens: IntArray
+    rings: Loads
 
 
 class Trees(NamedTuple):
@@ -105,9 +108,7 @@ def make_sand(sequences: int, bins: int, slots: int, rings: int) -> Any:
         np.full(sequences, END),
         np.full(sequences, NONE),
         np.zeros(sequences, dtype=np.int64),
-        np.zeros(rings),
-        np.zeros(rings),
-        np.zeros(rings, dtype=np.int64),
+        make_loads(rings),
     )
 
 
@@ -174,10 +175,7 @@ def _reset(target: float, sequences: Sequences, machine: Machine, timeline: Time
     for gap in range(timeline.gaps[0]):
         sand.free[machine.num_ranks + gap] = timeline.gap_end[gap] - timeline.gap_start[gap]
     for g in range(rings.placed[0]):
-        i = rings.sequence[g]
-        sand.ring_attention[g], sand.ring_linear[g], sand.ring_tokens[g] = padded_for(
-            sequences.attention[i], sequences.linear[i], sequences.tokens[i], rings.degree[g], machine
-        )
+        enter_load(g, padded_load(rings.sequence[g], rings.degree[g], sequences, machine), sand.rings)
 
 
 @leaf
@@ -199,30 +197,20 @@ def _ride(
     g = first_with_room(tree, sequences.work[i], sequences.tokens[i], 0)
     while g != NONE:
         degree, across = rings.degree[g], rings.across[g]
-        attention, linear, tokens = padded_for(
-            sequences.attention[i], sequences.linear[i], sequences.tokens[i], degree, machine
-        )
-        before = pack_seconds(sand.ring_attention[g], sand.ring_linear[g], sand.ring_tokens[g], degree, across, machine)
-        after = pack_seconds(
-            sand.ring_attention[g] + attention,
-            sand.ring_linear[g] + linear,
-            sand.ring_tokens[g] + tokens,
-            degree,
-            across,
-            machine,
-        )
+        held = load_at(g, sand.rings)
+        more = together(held, padded_load(i, degree, sequences, machine))
+        before = pack_seconds(held, degree, across, machine)
+        after = pack_seconds(more, degree, across, machine)
         room = _ring_room(g, timeline, rings, sand)
         # Riding must not cost more rank-seconds than the work itself and a share of a micro-batch.
         if after - before <= room and degree * (after - before) <= sequences.work[i] * 1.02:
-            sand.ring_attention[g] += attention
-            sand.ring_linear[g] += linear
-            sand.ring_tokens[g] += tokens
+            enter_load(g, more, sand.rings)
             for r in rings.ranks[rings.first[g] : rings.first[g + 1]]:
                 sand.free[r] -= after - before
             sand.bin_of[i] = -2 - g
-            set_room(tree, g, degree * (room - after + before), degree * machine.tokens_per_rank - sand.ring_tokens[g])
+            set_room(tree, g, degree * (room - after + before), degree * machine.tokens_per_rank - sand.rings.tokens[g])
             return g
-        set_room(tree, g, degree * room, degree * machine.tokens_per_rank - sand.ring_tokens[g])
+        set_room(tree, g, degree * room, degree * machine.tokens_per_rank - sand.rings.tokens[g])
         g = first_with_room(tree, sequences.work[i], sequences.tokens[i], g + 1)
     return NONE
 
@@ -258,7 +246,7 @@ def fill(
     if ride:
         for g in range(count):
             room = _ring_room(g, timeline, rings, sand)
-            set_room(rides, g, rings.degree[g] * room, rings.degree[g] * machine.tokens_per_rank - sand.ring_tokens[g])
+            set_room(rides, g, rings.degree[g] * room, rings.degree[g] * machine.tokens_per_rank - sand.rings.tokens[g])
     return int(_lay(order, ride, Trees(tree, closed, rides), sequences, machine, timeline, rings, sand))
 
 

@@ -18,19 +18,25 @@ from fcp_cli.planning.compiled.core import (
     NEIGHBOURS,
     NONE,
     WHOLE_NODES,
+    Loads,
     Machine,
     Sequences,
     Tree,
     across_at_best,
     across_of,
     alone_seconds,
+    enter_empty,
+    enter_load,
     exposed_seconds,
     first_with_room,
+    load_at,
+    make_loads,
     make_tree,
     pack_seconds,
-    padded_for,
+    padded_load,
     ring_seconds,
     set_room,
+    together,
 )
 from fcp_cli.planning.compiled.ways import least_of_packs
 
@@ -44,7 +50,7 @@ class Wave(NamedTuple):
     `num_ranks` ranks in all of them.
 
     Attributes:
-        degree, across, attention, linear, tokens: [num_ranks] per group; see `pack_seconds`.
+        degree, across, loads: [num_ranks] per group; see `pack_seconds`.
         first: [num_ranks + 1] where the ranks of each group begin in `ranks`.
         ranks: [num_ranks] of the groups, back to back.
         group_of: [sequences] group of each sequence that the wave took.
@@ -57,9 +63,7 @@ class Wave(NamedTuple):
 
     degree: IntArray
     across: IntArray
-    attention: FloatArray
-    linear: FloatArray
-    tokens: IntArray
+    loads: Loads
     first: IntArray
     ranks: IntArray
     group_of: IntArray
@@ -110,9 +114,7 @@ def make_wave(sequences: int, machine: Machine) -> Any:
     return Wave(
         np.zeros(num_ranks, dtype=np.int64),
         np.zeros(num_ranks, dtype=np.int64),
-        np.zeros(num_ranks),
-        np.zeros(num_ranks),
-        np.zeros(num_ranks, dtype=np.int64),
+        make_loads(num_ranks),
         np.zeros(num_ranks + 1, dtype=np.int64),
         np.zeros(num_ranks, dtype=np.int64),
         np.zeros(sequences, dtype=np.int64),
@@ -273,7 +275,7 @@ def _open_group(degree: int, inside: int, machine: Machine, wave: Wave) -> int:
         missing -= _take_from_node(free, missing, False, wave, machine)
     wave.degree[g] = degree
     wave.across[g] = 0 if inside else across_of(wave.ranks[wave.first[g] : wave.first[g + 1]], machine)
-    wave.attention[g], wave.linear[g], wave.tokens[g] = 0.0, 0.0, 0
+    enter_empty(g, wave.loads)
     wave.groups[0] = g + 1
     return int(g)
 
@@ -281,12 +283,7 @@ def _open_group(degree: int, inside: int, machine: Machine, wave: Wave) -> int:
 @leaf
 def _add(i: int, g: int, sequences: Sequences, machine: Machine, wave: Wave) -> None:
     """Let group g run sequence i, too."""
-    attention, linear, tokens = padded_for(
-        sequences.attention[i], sequences.linear[i], sequences.tokens[i], wave.degree[g], machine
-    )
-    wave.attention[g] += attention
-    wave.linear[g] += linear
-    wave.tokens[g] += tokens
+    enter_load(g, together(load_at(g, wave.loads), padded_load(i, wave.degree[g], sequences, machine)), wave.loads)
     wave.group_of[i] = g
 
 
@@ -305,7 +302,7 @@ def _place_ring(i: int, target: float, left: int, sequences: Sequences, machine:
         across = 0 if inside else 1  # pieces of nodes; or, where a node is free, whole nodes and a rest
         if across and degree > machine.ranks_per_node and wave.bucket[machine.ranks_per_node] >= 0:
             across = across_at_best(degree, machine)
-        if alone_seconds(attention, linear, tokens, degree, across, machine) <= target + _SLACK:
+        if alone_seconds(i, degree, across, sequences, machine) <= target + _SLACK:
             _add(i, _open_group(degree, inside, machine, wave), sequences, machine, wave)
             return degree
     return 0
@@ -317,15 +314,14 @@ def _place_in_catalogue(i: int, target: float, sequences: Sequences, machine: Ma
 
     Of several groups of one degree it takes the one that leaves the shortest runs of free ranks beside it.
     """
-    attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
-    chosen, degree, tightest = -1, 0, 0
+    tokens, chosen, degree, tightest = sequences.tokens[i], -1, 0, 0
     for s in range(len(machine.group_first) - 2, -1, -1):
         width = machine.group_first[s + 1] - machine.group_first[s]
         if chosen >= 0 and width > degree:
             break
         if width * machine.tokens_per_rank < tokens:
             continue
-        if alone_seconds(attention, linear, tokens, width, across_at_best(width, machine), machine) > target + _SLACK:
+        if alone_seconds(i, width, across_at_best(width, machine), sequences, machine) > target + _SLACK:
             continue
         first = machine.group_ranks[machine.group_first[s]]
         if wave.used_before[first + width] > wave.used_before[first]:
@@ -367,7 +363,7 @@ def _open_on(ranks: IntArray, machine: Machine, wave: Wave) -> int:
     wave.first[g + 1] = wave.first[g] + len(ranks)
     wave.degree[g] = len(ranks)
     wave.across[g] = across_of(ranks, machine)
-    wave.attention[g], wave.linear[g], wave.tokens[g] = 0.0, 0.0, 0
+    enter_empty(g, wave.loads)
     wave.groups[0] = g + 1
     return int(g)
 
@@ -375,7 +371,7 @@ def _open_on(ranks: IntArray, machine: Machine, wave: Wave) -> int:
 @inlined
 def _free_seconds(g: int, target: float, machine: Machine, wave: Wave) -> float:
     """Return the rank-seconds that group g has left, where attention hides of its ring what it can."""
-    degree, tokens, across = wave.degree[g], wave.tokens[g], wave.across[g]
+    degree, tokens, across = wave.degree[g], wave.loads.tokens[g], wave.across[g]
     exposed, chunks = 0.0, 0.0
     if degree > 1 and len(machine.splits.lies):
         exposed = least_of_packs(1.0, tokens, 1.0, degree, across, machine)
@@ -383,14 +379,18 @@ def _free_seconds(g: int, target: float, machine: Machine, wave: Wave) -> float:
         ring = ring_seconds(tokens, degree, across, machine)
         exposed = exposed_seconds(ring, tokens, degree, across, machine)
         chunks = machine.chunk * tokens * (degree - 1)
-    return float(degree * (target - machine.beta - exposed) - wave.attention[g] - wave.linear[g] - chunks)
+    computed = degree * (target - machine.beta - exposed)
+    return float(computed - wave.loads.attention[g] - wave.loads.linear[g] - chunks)
 
 
 @leaf
 def _update_room(g: int, target: float, machine: Machine, tree: Tree, wave: Wave) -> None:
     """Bring the tree up to date with what group g has left."""
     set_room(
-        tree, g, _free_seconds(g, target, machine, wave), wave.degree[g] * machine.tokens_per_rank - wave.tokens[g]
+        tree,
+        g,
+        _free_seconds(g, target, machine, wave),
+        wave.degree[g] * machine.tokens_per_rank - wave.loads.tokens[g],
     )
 
 
@@ -402,18 +402,8 @@ def _group_for(i: int, target: float, sequences: Sequences, machine: Machine, tr
     while g != NONE:
         if wave.degree[g] == 1:
             return g
-        attention, linear, padded = padded_for(
-            sequences.attention[i], sequences.linear[i], tokens, wave.degree[g], machine
-        )
-        seconds = pack_seconds(
-            wave.attention[g] + attention,
-            wave.linear[g] + linear,
-            wave.tokens[g] + padded,
-            wave.degree[g],
-            wave.across[g],
-            machine,
-        )
-        if seconds <= target + _SLACK:
+        pack = together(load_at(g, wave.loads), padded_load(i, wave.degree[g], sequences, machine))
+        if pack_seconds(pack, wave.degree[g], wave.across[g], machine) <= target + _SLACK:
             return g
         g = first_with_room(tree, work - _SLACK, tokens, g + 1)
     return NONE
@@ -494,10 +484,10 @@ def outlook(target: float, count: int, pool: Pool, sequences: Sequences, machine
     room = ranks_left * machine.tokens_per_rank
     for g in range(wave.groups[0]):
         degree = wave.degree[g]
-        free_tokens = degree * machine.tokens_per_rank - wave.tokens[g]
+        free_tokens = degree * machine.tokens_per_rank - wave.loads.tokens[g]
         ring = machine.inter if wave.across[g] else machine.intra
-        hidden = (1.0 - machine.exposed) * ring * (degree - 1) * wave.tokens[g]
-        if hidden < wave.attention[g] or len(machine.splits.lies):
+        hidden = (1.0 - machine.exposed) * ring * (degree - 1) * wave.loads.tokens[g]
+        if hidden < wave.loads.attention[g] or len(machine.splits.lies):
             seconds += _free_seconds(g, target, machine, wave)
             room += free_tokens
     for k in range(small):
@@ -559,11 +549,7 @@ def wave_seconds(machine: Machine, wave: Wave) -> float:
     """Return the seconds of the slowest group of the wave, or the least that a wave takes."""
     slowest = machine.floor
     for g in range(wave.groups[0]):
-        if wave.tokens[g]:
-            slowest = max(
-                slowest,
-                pack_seconds(
-                    wave.attention[g], wave.linear[g], wave.tokens[g], wave.degree[g], wave.across[g], machine
-                ),
-            )
+        if wave.loads.tokens[g]:
+            seconds = pack_seconds(load_at(g, wave.loads), wave.degree[g], wave.across[g], machine)
+            slowest = max(slowest, seconds)
     return slowest

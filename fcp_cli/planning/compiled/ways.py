@@ -3,7 +3,8 @@
 What the k-th way takes of a pack is piecewise linear in its tokens t and its attention a (`core.way_terms`): it is the
 larger of a + A(t) and B(t), with A(t) = (c + r) t + s and B(t) = (p + r) t + q + s, beside what all ways have in
 common. One whose A and B are no less than those of another way, at no tokens and at as many as the group may hold, is
-no quicker for any pack, since both are linear between: such are left out.
+no quicker for any pack, since both are linear between: such are left out, unless they spare halos: bytes, or messages,
+which are the more the more sets a ring has.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ def tabulated(machine: Machine) -> Any:
     splits = machine.splits
     lies, acrosses = _lies(machine)
     first = np.zeros((len(acrosses), machine.num_ranks + 2), dtype=np.int64)
-    ways, count = np.zeros((len(acrosses) * (machine.num_ranks + 2), 5)), 0
+    ways, count = np.zeros((len(acrosses) * (machine.num_ranks + 2), 7)), 0
     for row in range(len(acrosses)):
         for degree in range(2, machine.num_ranks + 1):
             first[row, degree] = count
             if count + len(splits.heads) + 1 > len(ways):  # one more than may be kept
-                grown = np.zeros((2 * len(ways) + len(splits.heads) + 1, 5))
+                grown = np.zeros((2 * len(ways) + len(splits.heads) + 1, 7))
                 grown[:count] = ways[:count]
                 ways = grown
             count = _enter(degree, acrosses[row], count, ways, machine)
@@ -71,20 +72,20 @@ def _enter(degree: int, across: int, first: int, ways: FloatArray, machine: Mach
     """Write the ways of one degree from `first` on, of equals the one with the fewest heads; return where they end."""
     count, most = first, float(degree * machine.tokens_per_rank)
     for k in range(0 if machine.splits.only else -1, len(machine.splits.heads)):
-        chunks, bytes_hidden, hops_hidden, bytes_beside, beside = way_terms(k, degree, across, machine)
+        chunks, bytes_hidden, hops_hidden, bytes_beside, beside, halo, sets = way_terms(k, degree, across, machine)
         if beside == np.inf:
             continue
         ways[count, 0], ways[count, 1], ways[count, 2] = chunks, bytes_hidden, hops_hidden
-        ways[count, 3], ways[count, 4] = bytes_beside, beside
+        ways[count, 3], ways[count, 4], ways[count, 5], ways[count, 6] = bytes_beside, beside, halo, sets
         beaten = False
         for other in range(first, count):
-            beaten = beaten or _is_no_quicker(count, other, most, ways)
+            beaten = beaten or _is_no_quicker(count, other, most, ways, machine)
         if beaten:
             continue
         kept = first
         for other in range(first, count + 1):
-            if other == count or not _is_no_quicker(other, count, most, ways):
-                for term in range(5):
+            if other == count or not _is_no_quicker(other, count, most, ways, machine):
+                for term in range(7):
                     ways[kept, term] = ways[other, term]
                 kept += 1
         count = kept
@@ -92,8 +93,10 @@ def _enter(degree: int, across: int, first: int, ways: FloatArray, machine: Mach
 
 
 @leaf
-def _is_no_quicker(one: int, other: int, most: float, ways: FloatArray) -> bool:
+def _is_no_quicker(one: int, other: int, most: float, ways: FloatArray, machine: Machine) -> bool:
     """Return whether a way takes at least what another takes of every pack of up to `most` tokens."""
+    if machine.reach and (ways[one, 5] < ways[other, 5] or ways[one, 6] < ways[other, 6]):
+        return False
     chunks, bytes_hidden = ways[one, 0] - ways[other, 0], ways[one, 1] - ways[other, 1]
     bytes_beside, beside = ways[one, 3] - ways[other, 3], ways[one, 4] - ways[other, 4]
     hops = ways[one, 2] - ways[other, 2] + beside

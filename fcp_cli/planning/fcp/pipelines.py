@@ -272,9 +272,7 @@ def _seconds_by_degree(batch: Batch, problem: Problem, replicas: Replicas) -> Fl
         work = work_on(batch.work, degree, problem)
         alone = group_seconds(
             problem.profile,
-            attention_seconds=work.attention_seconds,
-            linear_seconds=work.linear_seconds,
-            tokens=work.tokens,
+            work,
             degree=degree,
             crosses_nodes=degree > problem.ranks_per_node,
         )

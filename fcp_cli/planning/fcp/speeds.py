@@ -19,7 +19,7 @@ from typing import Final, Protocol, TypeAlias
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
-from fcp_cli.cost.model import Work
+from fcp_cli.cost.model import WindowWork, Work, joined
 from fcp_cli.plan.speeds import Speeds, slowest_speeds
 from fcp_cli.plan.step import offsets_of, sizes_of
 from fcp_cli.plan.timeline import list_schedule
@@ -133,15 +133,23 @@ def _with_packs(batch: Batch, seconds: FloatArray, tokens_per_rank: int) -> Batc
     """Add sequences that take so many seconds on a rank of their own, and fill it up."""
     count = len(seconds)
     tokens = np.full(count, tokens_per_rank, dtype=np.int64)
-    work = batch.work
+    nothing = np.zeros(count)
     return replace(
         batch,
         rows=np.concatenate((batch.rows, np.full(count, -1))),
         lengths=np.concatenate((batch.lengths, tokens.astype(np.int32))),
-        work=Work(
-            attention_seconds=np.concatenate((work.attention_seconds, np.zeros(count))),
-            linear_seconds=np.concatenate((work.linear_seconds, seconds)),
-            tokens=np.concatenate((work.tokens, tokens)),
+        work=joined(
+            [
+                batch.work,
+                Work(
+                    attention_seconds=nothing,
+                    linear_seconds=seconds,
+                    tokens=tokens,
+                    windows=batch.work.windows
+                    and WindowWork(seconds=nothing, halo_tokens=np.zeros_like(tokens), shortest_tokens=tokens),
+                ),
+            ],
+            np.concatenate,
         ),
     )
 

@@ -4,6 +4,7 @@ Of a micro-batch that took y seconds the cost model says, with f the factors of 
 
     y = (f0 beta + f1 linear + max(f2 attention, (1 - s) f3 ring) + s f3 ring) / speed of its slowest rank
 
+and, where layers with windows have halos, f2 windows + f3 halos beside that.
 The factors minimise Huber's loss of relative errors, held to what they were where no micro-batch tells them apart. A
 rank's speed is what its own micro-batches, outside rings, take beside those of the other ranks.
 """
@@ -18,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.cost.model import attention_part, ring_seconds
+from fcp_cli.cost.model import attention_part, halo_seconds, ring_seconds
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.pricing import crosses_nodes, pack_work, single_rank_work
 from fcp_cli.plan.refits import MOST_FACTOR, Factors, Refit, refit_text
@@ -45,6 +46,8 @@ class _Parts(NamedTuple):
     rank: IntArray  # that ran it alone; -1: a ring
     beta: FloatArray
     linear: FloatArray
+    windows: FloatArray  # attention in windows whose halos travel, and these
+    halos: FloatArray
     attention: FloatArray
     ring: FloatArray
     ranks: list[IntArray]
@@ -116,6 +119,8 @@ class Refitter:
             rank=np.concatenate(whole + [part.rank for part in found]),
             beta=joined("beta"),
             linear=joined("linear"),
+            windows=joined("windows"),
+            halos=joined("halos"),
             attention=joined("attention"),
             ring=joined("ring"),
             ranks=[ranks for part in found for ranks in part.ranks],
@@ -134,6 +139,10 @@ class Refitter:
         crosses = crosses_nodes(step.rank_offsets, step.ranks, problem.ranks_per_node)[working]
         ring = ring_seconds(profile, tokens=pack.tokens, degree=degree, crosses_nodes=crosses)
         attention = attention_part(profile, attention_seconds=pack.attention_seconds, tokens=pack.tokens, degree=degree)
+        windows, halos = np.zeros((2, len(degree)))
+        if pack.windows is not None:
+            windows = pack.windows.seconds / degree
+            halos = halo_seconds(profile, pack.windows, degree=degree, crosses_nodes=crosses)
         at = np.searchsorted(working, rows)
         groups = [step.ranks[step.rank_offsets[row] : step.rank_offsets[row + 1]].astype(np.int64) for row in rows]
         return _Parts(
@@ -141,6 +150,8 @@ class Refitter:
             rank=np.array([group[0] if len(group) == 1 else -1 for group in groups], dtype=np.int64),
             beta=np.full(len(rows), profile.coefficients.microbatch_seconds),
             linear=(pack.linear_seconds / degree)[at],
+            windows=windows[at],
+            halos=halos[at],
             attention=np.asarray(attention)[at],
             ring=np.where(degree > 1, ring, 0.0)[at],
             ranks=groups,
@@ -152,7 +163,8 @@ class Refitter:
         exposed = self._problem.profile.coefficients.exposed_ring_share
         hides = factors[2] * parts.attention >= (1.0 - exposed) * factors[3] * parts.ring
         ring = np.where(hides, exposed, 1.0) * parts.ring
-        return np.stack([parts.beta, parts.linear, np.where(hides, parts.attention, 0.0), ring], axis=1)
+        attention = np.where(hides, parts.attention, 0.0) + parts.windows
+        return np.stack([parts.beta, parts.linear, attention, ring + parts.halos], axis=1)
 
     def _predicted(self, parts: _Parts, factors: FloatArray) -> FloatArray:
         return np.asarray(self._columns(parts, factors) @ factors)

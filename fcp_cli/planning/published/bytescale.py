@@ -146,9 +146,7 @@ def _seconds(member: int, ranks: Sequence[int], batch: Batch, problem: Problem) 
     work = work_on(batch.work.take(member), len(ranks), problem)
     seconds = group_seconds(
         problem.profile,
-        attention_seconds=work.attention_seconds,
-        linear_seconds=work.linear_seconds,
-        tokens=work.tokens,
+        work,
         degree=len(ranks),
         crosses_nodes=ranks[0] // problem.ranks_per_node != ranks[-1] // problem.ranks_per_node,
     )

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.cost.model import group_seconds
+from fcp_cli.cost.model import group_seconds, joined
 from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import GlobalBatches
@@ -111,9 +112,7 @@ class FcpPaperSolver:
         works = [pack_work(batch.work, members, offsets, d, self.problem) for d in degrees]
         seconds = group_seconds(
             self.problem.profile,
-            attention_seconds=np.stack([work.attention_seconds for work in works], axis=1),
-            linear_seconds=np.stack([work.linear_seconds for work in works], axis=1),
-            tokens=np.stack([work.tokens for work in works], axis=1),
+            joined(works, partial(np.stack, axis=1)),
             degree=degree,
             crosses_nodes=degree > self.problem.ranks_per_node,
         )

@@ -150,10 +150,8 @@ def pack_seconds(pack: tuple[int, list[int]], batch: Batch, problem: Problem) ->
     return float(
         group_seconds(
             problem.profile,
-            attention_seconds=work.attention_seconds.sum(),
-            linear_seconds=work.linear_seconds.sum(),
-            tokens=work.tokens.sum(),
+            work.packed(np.zeros(1, dtype=np.int64)),
             degree=degree,
             crosses_nodes=degree > problem.ranks_per_node,
-        )
+        )[0]
     )

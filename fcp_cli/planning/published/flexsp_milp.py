@@ -15,7 +15,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.cost.model import Work
+from fcp_cli.cost.model import Work, joined
 from fcp_cli.planning.problem import Batch, Problem
 from fcp_cli.planning.work import work_on
 
@@ -28,13 +28,13 @@ class Buckets:
 
     Attributes:
         members: positions in the batch, per bucket.
-        tokens, attention_seconds, linear_seconds: [buckets] the largest of each bucket.
+        tokens: [buckets] the largest of each bucket.
+        work: [buckets] the most of each bucket.
     """
 
     members: Sequence[IntArray]
     tokens: IntArray
-    attention_seconds: FloatArray
-    linear_seconds: FloatArray
+    work: Work
 
 
 def bucket(members: IntArray, batch: Batch, *, max_buckets: int) -> Buckets:
@@ -42,11 +42,11 @@ def bucket(members: IntArray, batch: Batch, *, max_buckets: int) -> Buckets:
     ascending = members[np.argsort(batch.work.tokens[members], kind="stable")]
     cuts = _bucket_cuts(batch.work.tokens[ascending], max_buckets)
     parts = np.split(ascending, cuts)
+    most = joined([batch.work.take(part) for part in parts], lambda parts: np.array([part.max() for part in parts]))
     return Buckets(
         members=parts,
         tokens=np.array([batch.work.tokens[part].max() for part in parts]),
-        attention_seconds=np.array([batch.work.attention_seconds[part].max() for part in parts]),
-        linear_seconds=np.array([batch.work.linear_seconds[part].max() for part in parts]),
+        work=most,
     )
 
 
@@ -104,12 +104,8 @@ class _Program:
         self.buckets, self.problem = buckets, problem
         self.degree = np.concatenate([np.full(problem.num_ranks // degree, degree) for degree in degrees])
         self.sizes = np.array([len(part) for part in buckets.members])
-        longest = Work(
-            attention_seconds=buckets.attention_seconds[:, None],
-            linear_seconds=buckets.linear_seconds[:, None],
-            tokens=buckets.tokens[:, None],
-        )
-        self.work = work_on(longest, self.degree, problem)  # [buckets, 1], or with padding [buckets, groups]
+        # [buckets, 1], or with padding [buckets, groups]
+        self.work = work_on(buckets.work.take(np.s_[:, None]), self.degree, problem)
         self.num_counts = len(self.sizes) * len(self.degree)
         self.num_variables = self.num_counts + len(self.degree) + 1
         self.objective = np.zeros(self.num_variables)
@@ -156,11 +152,14 @@ class _Program:
         """Bound the makespan by fixed + linear + attention + exposed ring, and by fixed + linear + ring."""
         c, bandwidth = self.problem.profile.coefficients, self.problem.profile.bandwidth
         degree = self.degree[None, :].astype(np.float64)
-        linear = self.work.linear_seconds / degree
+        linear = self.work.unhidden_seconds / degree
         attention = self.work.attention_seconds / degree
         speed = np.where(degree > self.problem.ranks_per_node, bandwidth.inter_node, bandwidth.intra_node)
         ring = c.ring_bytes_per_token * self.work.tokens * (degree - 1.0) / degree / speed
         fixed = np.full(len(self.degree), c.microbatch_seconds)
+        if self.work.windows is not None:  # two messages at least, up the ring and down
+            halos = c.halo_bytes_per_token * self.work.windows.halo_tokens * (degree - 1.0) / degree / speed
+            linear, fixed = linear + halos, fixed + 2 * c.halo_message_seconds * (self.degree > 1)
         hops = c.ring_hop_seconds * (self.degree - 1.0)
         share = c.exposed_ring_share
         return [

@@ -153,9 +153,7 @@ class KarmarkarKarp:
         work = pack_work(batch.work, members, offsets, self._setting.degree, self._problem)
         return group_seconds(
             self._problem.profile,
-            attention_seconds=work.attention_seconds,
-            linear_seconds=work.linear_seconds,
-            tokens=work.tokens,
+            work,
             degree=self._setting.degree,
             # Where the degree does not divide a node, some groups lie across two: weigh packs as if all did.
             crosses_nodes=self._problem.ranks_per_node % self._setting.degree != 0,

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from fcp_cli.errors import RunError
 from fcp_cli.recipe import Recompute
+from fcp_cli.runtime.contacts import expect_look_back
 from fcp_cli.runtime.exchange import exchange
 from fcp_cli.runtime.integrations.transformers_linear import hook_linear_layers, linear_layers
 from fcp_cli.runtime.integrations.transformers_loss import prepare_loss, takes_labels
@@ -109,6 +110,11 @@ def _run_on_rings(model: transformers.PreTrainedModel) -> Any:
     text = _text_config(model.config)
     _check_config(text, has_linear_layers=bool(linear_layers(model)))
     hook_linear_layers(model)
+    layers = (module for module in model.modules() if hasattr(module, "layer_idx"))
+    if any(_window_of(layer) is not None for layer in layers):
+        expect_look_back("rings")
+    if linear_layers(model):
+        expect_look_back("whole heads")
     probe(model, text, _check_call)
     transformers.AttentionInterface.register(NAME, _attention_forward)
     model.set_attn_implementation(NAME if text is model.config else {"text_config": NAME})

@@ -41,7 +41,7 @@ coefficients:
   chunk_seconds_per_token: {chunk}
   last_hop_bytes_per_token: {home}
   last_hop_seconds: {home}
-heads:
+{windows}heads:
   query_heads: 4
   key_value_heads: {kv}
   exchange_bytes_per_token: {exchange}
@@ -57,6 +57,16 @@ common_ground:
     microbatch_seconds: {beta}
   bandwidth_bytes_per_second: {{intra_node: {intra}, inter_node: {inter}}}
 """
+
+
+# Halos of three tokens, which take one message or several: from cheap to dear, and on the ring.
+_WINDOWS = {
+    "no windows": "",
+    "on rings": "  window_seconds_per_token2: 0.005\n  window_tokens: 4\n",
+    "halos": "  window_seconds_per_token2: 0.005\n  window_tokens: 4\n  halo_bytes_per_token: 0.5\n",
+    "dear halos": "  window_seconds_per_token2: 0.005\n  window_tokens: 4\n  halo_bytes_per_token: 2.0\n"
+    "  halo_message_seconds: 0.2\n",
+}
 
 
 @dataclass(frozen=True)
@@ -85,8 +95,12 @@ class Exhaustive:
             return math.inf
         nodes = [rank // self.problem.ranks_per_node for rank in group]
         attention, linear = float(work.attention_seconds.sum()), float(work.linear_seconds.sum())
+        crosses = len(set(nodes)) > 1
+        if work.windows is not None:
+            linear += float(work.windows.seconds.sum())
         return min(
-            self.split_seconds(attention, linear, tokens, degree, heads_degree, crosses=len(set(nodes)) > 1)
+            self.split_seconds(attention, linear, tokens, degree, heads_degree, crosses=crosses)
+            + self.halo_seconds(work.tokens.tolist(), degree, heads_degree, crosses=crosses)
             for heads_degree in ((1, 2, 4) if self.problem.attention else (1,))
             if degree % heads_degree == 0
             and all(len(set(nodes[i : i + heads_degree])) == 1 for i in range(0, degree, heads_degree))
@@ -115,6 +129,24 @@ class Exhaustive:
         exposed = c.exposed_ring_share * (ring - home) + home
         attention = (attention + c.chunk_seconds_per_token * tokens * hops) / degree
         return c.microbatch_seconds + linear / degree + max(attention, ring - exposed) + exposed + exchange
+
+    def halo_seconds(self, lengths: list[int], degree: int, heads_degree: int, *, crosses: bool) -> float:
+        """The seconds of the halos of sequences in a ring of sets of `heads_degree` ranks."""
+        c, bandwidth, heads = (
+            self.problem.profile.coefficients,
+            self.problem.profile.bandwidth,
+            self.problem.profile.heads,
+        )
+        assert heads is not None
+        sets, reach = degree // heads_degree, int(c.window_tokens) - 1
+        if sets == 1 or not c.halo_bytes_per_token:
+            return 0.0
+        copies = max(1.0, heads_degree / heads.key_value_heads)
+        rows = sum(min(length, 2 * reach) for length in lengths) * (sets - 1) / sets * copies / heads_degree
+        rounds = math.ceil(reach / (min(lengths) / (2 * sets)))
+        messages = 2 * min(sets, rounds)
+        speed = bandwidth.inter_node if crosses else bandwidth.intra_node
+        return rows * c.halo_bytes_per_token / speed + messages * c.halo_message_seconds
 
     def best_waves(self) -> float:
         """The least sum of wave maxima."""
@@ -191,6 +223,7 @@ def test_no_schedule_beats_the_bound_and_the_planner_is_one_of_them(sync: Sync, 
         home=data.draw(st.sampled_from(["0.0", "0.5"]), label="home"),
         kv=data.draw(st.sampled_from(["1", "2"]), label="key_value_heads"),
         exchange=data.draw(st.sampled_from(["0.1", "1.0"]), label="exchange"),
+        windows=_WINDOWS[data.draw(st.sampled_from(sorted(_WINDOWS)), label="windows")],
         floor=data.draw(st.sampled_from(["0.0", "1.0", "4.0"]), label="floor"),
         intra=data.draw(st.sampled_from(["10.0", "2.0"]), label="intra"),
         inter=data.draw(st.sampled_from(["10.0", "1.0", "0.5"]), label="inter"),

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fcp_cli.cost.model import Work, group_seconds, ring_seconds
+from fcp_cli.cost.model import Work, group_seconds, ring_seconds, window_work
 from fcp_cli.cost.profile import Heads
 from fcp_cli.planning.compiled import core
-from fcp_cli.planning.kernel_inputs import machine_of
+from fcp_cli.planning.kernel_inputs import in_batch_order, machine_of
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.work import work_on
 from tests.planning.examples import example_problem
@@ -38,7 +38,12 @@ def packs(draw: st.DrawFn, bandwidths: st.SearchStrategy[float]) -> tuple[Proble
         last_hop_seconds=draw(st.floats(0.0, 1.0)),
     )
     coefficients = replace(
-        coefficients, last_hop_bytes_per_token=draw(st.floats(0.0, 1.0)) * coefficients.ring_bytes_per_token
+        coefficients,
+        last_hop_bytes_per_token=draw(st.floats(0.0, 1.0)) * coefficients.ring_bytes_per_token,
+        halo_bytes_per_token=draw(st.sampled_from([0.0, 1e5])),
+        halo_message_seconds=draw(st.floats(0.0, 1.0)),
+        window_seconds_per_token2=draw(st.floats(0.0, 1e-6)),
+        window_tokens=float(draw(st.sampled_from([1, 128, 1024, 1 << 40]))),
     )
     bandwidth = replace(problem.profile.bandwidth, intra_node=draw(bandwidths), inter_node=draw(bandwidths))
     heads = Heads(
@@ -56,14 +61,15 @@ def packs(draw: st.DrawFn, bandwidths: st.SearchStrategy[float]) -> tuple[Proble
         # A batch's work is padded for single ranks from the start, see `work.batch_work`.
         tokens=np.array([draw(st.integers(1, degree * problem.tokens_per_rank // (multiple or 1))) * (multiple or 1)]),
     )
+    if coefficients.halo_bytes_per_token:
+        work = replace(work, windows=window_work(work.tokens, coefficients))
     return problem, work, degree, draw(st.booleans())
 
 
 def prices(problem: Problem, work: Work, degree: int, crosses: bool) -> list[tuple[float, float]]:
     """What the compiled formulas and those on arrays make of one pack: padding, ring, all."""
-    machine = machine_of(problem)
-    attention, linear, tokens = (float(work.attention_seconds[0]), float(work.linear_seconds[0]), int(work.tokens[0]))
-    padded, expected = core.padded_for(attention, linear, tokens, degree, machine), work_on(work, degree, problem)
+    machine, sequences = machine_of(problem), in_batch_order(work)
+    padded, expected = core.padded_load(0, degree, sequences, machine), work_on(work, degree, problem)
     ring = ring_seconds(problem.profile, tokens=expected.tokens, degree=degree, crosses_nodes=crosses)
     across = int(crosses) and 4  # ranks on each node, times some number
     assert problem.profile.heads is not None
@@ -75,9 +81,7 @@ def prices(problem: Problem, work: Work, degree: int, crosses: bool) -> list[tup
         return float(
             group_seconds(
                 problem.profile,
-                attention_seconds=expected.attention_seconds,
-                linear_seconds=expected.linear_seconds,
-                tokens=expected.tokens,
+                expected,
                 degree=degree,
                 crosses_nodes=crosses,
                 heads_degree=heads_degree,
@@ -92,12 +96,12 @@ def prices(problem: Problem, work: Work, degree: int, crosses: bool) -> list[tup
     else:
         all_seconds = min(seconds(u) for u in (1, *splits) if degree % u == 0 and (across == 0 or across % u == 0))
     return [
-        (padded[0], expected.attention_seconds[0]),
-        (padded[1], expected.linear_seconds[0]),
-        (padded[2], expected.tokens[0]),
-        (core.ring_seconds(padded[2], degree, across, machine) if degree > 1 else 0.0, ring[0]),
-        (core.pack_seconds(padded[0], padded[1], padded[2], degree, across, machine), all_seconds),
-        (core.alone_seconds(attention, linear, tokens, degree, across, machine), all_seconds),
+        (padded.attention, expected.attention_seconds[0]),
+        (padded.linear, expected.unhidden_seconds[0]),
+        (padded.tokens, expected.tokens[0]),
+        (core.ring_seconds(padded.tokens, degree, across, machine) if degree > 1 else 0.0, ring[0]),
+        (core.pack_seconds(padded, degree, across, machine), all_seconds),
+        (core.alone_seconds(0, degree, across, sequences, machine), all_seconds),
     ]
 
 
@@ -105,7 +109,9 @@ def prices(problem: Problem, work: Work, degree: int, crosses: bool) -> list[tup
 @given(pack=packs(EXACT_BANDWIDTHS))
 def test_the_compiled_price_of_a_pack_is_the_cost_models_to_the_last_bit(pack: tuple[Problem, Work, int, bool]) -> None:
     problem, work, degree, crosses = pack
-    for compiled, expected in prices(replace(problem, attention=None), work, degree, crosses):
+    rings = replace(problem.profile.coefficients, halo_bytes_per_token=0.0)
+    problem = replace(problem, attention=None, profile=replace(problem.profile, coefficients=rings))
+    for compiled, expected in prices(problem, replace(work, windows=None), degree, crosses):
         assert compiled == expected
 
 
