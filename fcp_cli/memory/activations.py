@@ -229,7 +229,11 @@ def state_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> tuple
 
 
 def ring_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
-    """Return the bytes per token of the ring's buffers: two for keys and values, two for their fp32 gradients."""
+    """Return the bytes per token of the ring's buffers: two for keys and values, two for their fp32 gradients.
+
+    Layers with windows take as many beside their halos, which are short where a rank holds much: the rows of their one
+    call, its gradients, and the sums of these in fp32.
+    """
     return 0 if kind.keeps_state else 2 * (spec.key_size + spec.value_size) * (precision.activation + 4)
 
 

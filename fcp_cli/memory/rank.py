@@ -120,7 +120,7 @@ class _MicroBatch:
         rings = activations.ring_bytes(spec, kind, precision) if self.in_rings else 0
         items = (
             self._item("one layer", working),
-            self._item("ring buffers", self.copies * rings),
+            self._item("halo buffers" if kind.attention == "window" else "ring buffers", self.copies * rings),
             self.state.new_gradients(),
             self._copies_of_backward(),
         )

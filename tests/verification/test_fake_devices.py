@@ -11,7 +11,7 @@ import pytest
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.metadata import Sync
-from fcp_cli.recipe import Recipe
+from fcp_cli.recipe import Recipe, Recompute
 from fcp_cli.verification.fake_devices import FakeJob, tracked_step
 from tests.runtime.launch import torchrun
 from tests.verification import real_cases
@@ -40,6 +40,36 @@ def test_the_estimate_is_the_tracked_peak(
     memory = rank_memory(load_model(model), recipe, sync=sync, ranks=ranks)
     memory = memory.without("communicators", "visual tokens", "encoder block")
     assert memory.total_bytes(tokens) == pytest.approx(tracked_step(job).peak_bytes, rel=0.05)
+
+
+_WINDOWS = """\
+format: fcp-model/1
+name: windows-tiny
+architecture: gemma3_text
+text:
+  num_layers: 4
+  hidden_size: 512
+  num_heads: 8
+  num_kv_heads: 8
+  head_dim: 64
+  ffn_size: 512
+  vocab_size: 1024
+  tied_embeddings: true
+  qk_norm: true
+  attention: [window]
+  window_tokens: 512
+"""
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_estimate_of_layers_whose_halos_travel_is_the_tracked_peak(tmp_path: Path, recompute: Recompute) -> None:
+    path, recipe = tmp_path / "windows-tiny.yaml", Recipe(zero_stage=2, recompute=recompute)
+    path.write_text(_WINDOWS, encoding="utf-8")
+    job = FakeJob(model=str(path), recipe=recipe, sync="iteration", tokens=8192, ranks=8, degree=4)
+    memory = rank_memory(load_model(path), recipe, sync="iteration", ranks=8).without("communicators")
+    assert memory.total_bytes(8192) == pytest.approx(tracked_step(job).peak_bytes, rel=0.01)
+    if recompute == "full":  # layers keep little else
+        assert memory.items(8192)["halo buffers"] > 0.2 * memory.total_bytes(8192)
 
 
 SHARED: list[Any] = [

@@ -57,8 +57,8 @@ def _exchange(k: int, machine: Machine) -> float:
 def _least_area(i: int, makespan: float, outlasting: float, sequences: Sequences, machine: Machine) -> float:
     """Return the least rank-seconds, beside beta, of sequence i if its micro-batch must end within makespan.
 
-    Where (1 - e) c_d (d - 1) >= outlasting = max over sequences of a / t, what may hide of the ring outlasts attention in
-    every pack of degree d: the pack takes d ranks at least sum (l + c_d (d - 1) t) >= sum w. Elsewhere it takes at
+    Where (1 - e) c_d (d - 1) >= outlasting = max over sequences of a / t, what may hide of the ring outlasts attention
+    in every pack of degree d: the pack takes d ranks at least sum (l + c_d (d - 1) t) >= sum w. Elsewhere it takes at
     least sum (w + e c_d (d - 1) t). Both times it takes them e h (d - 1) d beside, and holds at most d E tokens: each
     token bears at least e h (d - 1) / E. All of this grows with d. Of c_d (d - 1), the last hop g is exposed whole.
     Halos add y_d (d - 1) for each token of theirs, and two messages, of which each token bears 2 z / E.
