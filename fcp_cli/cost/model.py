@@ -13,12 +13,12 @@ Where the profile has halo_bytes_per_token b, rings carry the other layers alone
 
 windows   = sum_k (1 + eta_k) alphaw pairs_k / d
 halos     = 0 if r = 1 else b c * sum_k min(length_k, 2 (w - 1)) * (r - 1)/d / bandwidth + halo_message_seconds * m
-m         = 2 min(r, R),     R = ceil(2 r (w - 1) / the least length)
+m         = min(2 R, r + 1),     R = ceil(2 r (w - 1) / the least length)
 
 since of a sequence, members of a ring get 2 (r - 1)/r (w - 1) rows on the mean where its chunks, 1 / (2 r) of it, are
 as long as that, and nobody more than in a ring; what is further away than a chunk comes in R rounds of two messages, of
-which no member sees more than r. No kernel of other layers runs meanwhile, and what those with windows could hide of it
-is little where it is long: nothing hides halos.
+which no member sees more than r + 1. No kernel of other layers runs meanwhile, and what those with windows could hide
+of it is little where it is long: nothing hides halos.
 
 The degree is d = u r: sets of u ranks split the heads, and r sets form a ring. q and k are the exchange's bytes per
 token of queries and of keys, c = max(1, u / key_value_heads): where the set has more ranks than there are key/value
@@ -281,7 +281,7 @@ def halo_messages(sets: npt.ArrayLike, shortest_tokens: npt.ArrayLike, reach: in
     """
     r = np.asarray(sets, dtype=np.float64)
     rounds = np.ceil(2.0 * r * reach / np.asarray(shortest_tokens))
-    return np.where(r > 1.0, 2.0 * np.minimum(r, rounds), 0.0)
+    return np.where(r > 1.0, np.minimum(2.0 * rounds, r + 1.0), 0.0)
 
 
 def attention_part(

@@ -144,7 +144,7 @@ class Exhaustive:
         copies = max(1.0, heads_degree / heads.key_value_heads)
         rows = sum(min(length, 2 * reach) for length in lengths) * (sets - 1) / sets * copies / heads_degree
         rounds = math.ceil(reach / (min(lengths) / (2 * sets)))
-        messages = 2 * min(sets, rounds)
+        messages = min(2 * rounds, sets + 1)
         speed = bandwidth.inter_node if crosses else bandwidth.intra_node
         return rows * c.halo_bytes_per_token / speed + messages * c.halo_message_seconds
 
