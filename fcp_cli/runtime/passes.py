@@ -30,6 +30,7 @@ def group_forward(
     *,
     window: int | None = None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Waits[tuple[Tensor, Kept]]:
     """Run the forward of one member of any group; yield the handles it waits for.
 
@@ -39,28 +40,36 @@ def group_forward(
         scale: factor on the scores.
         window: tokens that a token attends to, itself among them; None for all before it.
         sinks: [H] a logit for each head, to which no key belongs; None for none.
+        softcap: scores s become softcap * tanh(s / softcap), before sinks; None: they stay.
 
     Returns:
         out [T, H, Dv] in the type of q, and what `group_backward` needs.
     """
     if member.heads_degree == 1:
-        out, lse = yield from _forward(member, q, k, v, scale, window, sinks)
+        out, lse = yield from _forward(member, q, k, v, scale, window, sinks, softcap)
         return out, Kept(q, k, v, out, lse)
     exchange, heads = member.in_set(), q.shape[1]
     q, k, v = yield from exchange.to_heads("heads", q, k, v)
     own_sinks = None if sinks is None else member.own_heads(sinks)
-    out, lse = yield from _forward(member.around_ring(), q, k, v, scale, window, own_sinks)
+    out, lse = yield from _forward(member.around_ring(), q, k, v, scale, window, own_sinks, softcap)
     (own,) = yield from exchange.to_tokens("tokens", out, heads=(heads,))
     return own, Kept(q, k, v, own, lse)
 
 
 def _forward(
-    ring: GroupMember, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sinks: Tensor | None
+    ring: GroupMember,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+    softcap: float | None,
 ) -> Waits[tuple[Tensor, Tensor]]:
     if window is None or fits_in(window, ring.layout):
-        out, lse = yield from ring_forward(ring, q, k, v, scale)
+        out, lse = yield from ring_forward(ring, q, k, v, scale, softcap)
     else:
-        out, lse = yield from window_forward(ring, q, k, v, scale, window)
+        out, lse = yield from window_forward(ring, q, k, v, scale, window, softcap)
     return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
 
@@ -82,11 +91,12 @@ def group_backward(
     kv_heads: int,
     window: int | None = None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Waits[Gradients]:
     """Run the backward of one member of any group; yield the handles it waits for.
 
     Args:
-        member, scale, window, sinks: as given to `group_forward`.
+        member, scale, window, sinks, softcap: as given to `group_forward`.
         grad_out: [T, H, Dv].
         kept: as `group_forward` returned it.
         kv_heads: of the tensors k and v that `group_forward` was given.
@@ -95,7 +105,7 @@ def group_backward(
     if member.heads_degree == 1:
         if sinks is not None and dsinks is not None:
             dsinks.copy_(sink_gradients(grad_out, kept.out, kept.lse, sinks))
-        return Gradients(*(yield from _backward(member, grad_out, kept, scale, window)), dsinks)
+        return Gradients(*(yield from _backward(member, grad_out, kept, scale, window, softcap)), dsinks)
     exchange, heads = member.in_set(), grad_out.shape[1]
     delta = row_products(grad_out, kept.out)
     (grad_out,) = yield from exchange.to_heads("heads", grad_out)
@@ -104,7 +114,7 @@ def group_backward(
     if sinks is not None and dsinks is not None:  # of its heads alone; the members of a set add up to all
         own = sink_gradients(grad_out, kept.out, kept.lse, member.own_heads(sinks))
         member.own_heads(dsinks).copy_(own)
-    grads = _backward(member.around_ring(), grad_out, kept, scale, window)
+    grads = _backward(member.around_ring(), grad_out, kept, scale, window, softcap)
     # Nothing here holds what is given away, so that it is gone before what it becomes is made.
     counts = (heads, kv_heads, kv_heads)
     dq, dk, dv = yield from exchange.to_tokens("tokens", *(yield from grads), heads=counts)
@@ -112,11 +122,11 @@ def group_backward(
 
 
 def _backward(
-    ring: GroupMember, grad_out: Tensor, kept: Kept, scale: float, window: int | None
+    ring: GroupMember, grad_out: Tensor, kept: Kept, scale: float, window: int | None, softcap: float | None
 ) -> Waits[tuple[Tensor, Tensor, Tensor]]:
     if window is None or fits_in(window, ring.layout):
-        return (yield from ring_backward(ring, grad_out, *kept, scale))
-    return (yield from window_backward(ring, grad_out, kept, scale, window))
+        return (yield from ring_backward(ring, grad_out, *kept, scale, softcap))
+    return (yield from window_backward(ring, grad_out, kept, scale, window, softcap))
 
 
 def lse_of_tokens(member: GroupMember, kept: Kept, *, heads: int) -> Waits[Tensor]:

@@ -137,6 +137,7 @@ def attention(
     scale: float | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Compute causal attention over the micro-batch's pack, of which each member of the ring holds a shard.
 
@@ -151,6 +152,8 @@ def attention(
         window: tokens that a token attends to, itself among them; None for all before it. The same on all members.
         sinks: [H] a learned logit for each head, which takes its part of the softmax and adds nothing; None for none.
             Its gradient is of the member's own tokens, like that of any weight.
+        softcap: scores s become softcap * tanh(s / softcap), as in Gemma 2; None: they stay. Plain matrix products
+            compute it, on the CPU, and in fp32 and fp64 elsewhere.
 
     Returns:
         [1, H, tokens, Dv], in the autocast type where autocast is on, as scaled_dot_product_attention gives it.
@@ -159,24 +162,31 @@ def attention(
         RunError: no ring, a shape that does not fit the ring, or a call inside backward without an explicit ring.
     """
     if torch.compiler.is_compiling():
-        return _attend_compiled(q, k, v, ring, scale, window, sinks)
+        return _attend_compiled(q, k, v, ring, scale, window, sinks, softcap)
     stage = attention_stage.get()
     if stage is None:
-        return _attend(q, k, v, ring, scale, window, sinks)
-    return stage.attend(lambda: _attend(q, k, v, ring, scale, window, sinks))
+        return _attend(q, k, v, ring, scale, window, sinks, softcap)
+    return stage.attend(lambda: _attend(q, k, v, ring, scale, window, sinks, softcap))
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, ring: Ring | None, scale: float | None, window: int | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ring: Ring | None,
+    scale: float | None,
+    window: int | None,
+    sinks: Tensor | None,
+    softcap: float | None,
 ) -> Tensor:
     if ring is None:
         if runs_outside.get():
-            return attention_outside(q, k, v, scale=scale, window=window, sinks=sinks)
+            return attention_outside(q, k, v, scale=scale, window=window, sinks=sinks, softcap=softcap)
         ring = _implicit_ring()
     q, k, v = _autocast(q, k, v)
     _checked_ring(ring, q, k, v, window, sinks).attention_calls += 1
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = RingAttention.apply(q, k, v, sinks, ring, scale, window)  # type: ignore[no-untyped-call]
+    out: Tensor = RingAttention.apply(q, k, v, sinks, ring, scale, window, softcap)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -239,10 +249,12 @@ class RingAttention(torch.autograd.Function):
         ring: Ring,
         scale: float,
         window: int | None,
+        softcap: float | None,
     ) -> Tensor:
         own = (_pack(q, ring.tokens), _pack(k, ring.tokens), _pack(v, ring.tokens))
-        out, kept = drive(group_forward(ring, *own, scale, window=window, sinks=sinks))
+        out, kept = drive(group_forward(ring, *own, scale, window=window, sinks=sinks, softcap=softcap))
         ctx.ring, ctx.scale, ctx.window, ctx.padded, ctx.kv_heads = ring, scale, window, q.shape[2], k.shape[1]
+        ctx.softcap = softcap
         ctx.save_for_backward(*kept, sinks)
         return _unpack(out, q.shape[2])
 
@@ -251,9 +263,9 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         begin_backward(ctx.ring)
         *kept, sinks = ctx.saved_tensors
-        packed, how = _pack(grad_out, ctx.ring.tokens), {"window": ctx.window, "sinks": sinks}
+        packed, how = _pack(grad_out, ctx.ring.tokens), {"window": ctx.window, "sinks": sinks, "softcap": ctx.softcap}
         grads = drive(group_backward(ctx.ring, packed, Kept(*kept), ctx.scale, kv_heads=ctx.kv_heads, **how))
-        return *(_unpack(grad, ctx.padded) for grad in grads[:3]), grads.sinks, None, None, None
+        return *(_unpack(grad, ctx.padded) for grad in grads[:3]), grads.sinks, None, None, None, None
 
 
 def begin_backward(ring: Ring) -> None:
@@ -282,7 +294,14 @@ _CURRENT = torch.tensor(
 
 
 def _attend_compiled(
-    q: Tensor, k: Tensor, v: Tensor, ring: Ring | None, scale: float | None, window: int | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ring: Ring | None,
+    scale: float | None,
+    window: int | None,
+    sinks: Tensor | None,
+    softcap: float | None,
 ) -> Tensor:
     """Do what `attention` does, for a trace by torch.compile, which must look neither into a ring nor into its hops.
 
@@ -291,13 +310,20 @@ def _attend_compiled(
     q, k, v = _autocast(q, k, v)
     handle = _CURRENT if ring is None else ring.handle
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = _attention_operator(q, k, v, sinks, handle, scale, window)[0]
+    out: Tensor = _attention_operator(q, k, v, sinks, handle, scale, window, softcap)[0]
     return out
 
 
 @torch.library.custom_op("fcp::attention", mutates_args=())
 def _attention_operator(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: Tensor, scale: float, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    handle: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output like q, lse [padded, H], and the handle of the ring that it ran on."""
     number = int(handle)
@@ -305,7 +331,7 @@ def _attention_operator(
     ring.attention_calls += 1
     tokens, padded = ring.tokens, q.shape[2]
     own = (_pack(q, tokens), _pack(k, tokens), _pack(v, tokens))
-    out, kept = drive(group_forward(ring, *own, scale, window=window, sinks=sinks))
+    out, kept = drive(group_forward(ring, *own, scale, window=window, sinks=sinks, softcap=softcap))
     full_lse = kept.lse.new_zeros(padded, q.shape[1])
     full_lse[:tokens] = drive(lse_of_tokens(ring, kept, heads=q.shape[1]))
     return _unpack(out, padded), full_lse, ring.handle.clone()
@@ -323,6 +349,7 @@ def _attention_backward_operator(
     handle: Tensor,
     scale: float,
     window: int | None,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and sinks, that of sinks empty where there are none."""
     ring = _ring_of(int(handle))
@@ -331,7 +358,8 @@ def _attention_backward_operator(
     own = Kept(_pack(q, tokens), _pack(k, tokens), _pack(v, tokens), _pack(out, tokens), lse[:tokens])
     # What a graph keeps has sizes of its own; those of what a set exchanges follow from the ring.
     kept, grad = drive(exchanged_again(ring, own)), _pack(grad_out, tokens)
-    grads = drive(group_backward(ring, grad, kept, scale, kv_heads=k.shape[1], window=window, sinks=sinks))
+    how = {"window": window, "sinks": sinks, "softcap": softcap}
+    grads = drive(group_backward(ring, grad, kept, scale, kv_heads=k.shape[1], **how))
     dq, dk, dv = (_unpack(grad, q.shape[2]) for grad in grads[:3])
     return dq, dk, dv, q.new_empty(0) if grads.sinks is None else grads.sinks
 
@@ -358,14 +386,15 @@ def _like_packed(batched: Tensor, head_dim: int | None = None) -> Tensor:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, sinks, _, ctx.scale, ctx.window = inputs
+    q, k, v, sinks, _, ctx.scale, ctx.window, ctx.softcap = inputs
     ctx.save_for_backward(q, k, v, sinks, *output)
 
 
 def _differentiate(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     q, k, v, sinks, *kept = ctx.saved_tensors
-    dq, dk, dv, of_sinks = _attention_backward_operator(grad_out, q, k, v, sinks, *kept, ctx.scale, ctx.window)
-    return dq, dk, dv, None if sinks is None else of_sinks, None, None, None
+    how = ctx.scale, ctx.window, ctx.softcap
+    dq, dk, dv, of_sinks = _attention_backward_operator(grad_out, q, k, v, sinks, *kept, *how)
+    return dq, dk, dv, None if sinks is None else of_sinks, None, None, None, None
 
 
 _attention_operator.register_autograd(_differentiate, setup_context=_keep)

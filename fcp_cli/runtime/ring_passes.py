@@ -29,13 +29,15 @@ import torch
 from torch import Tensor
 
 from fcp_cli.runtime.group_member import GroupMember, Kept
-from fcp_cli.runtime.kernels import AttentionKernel, lse_dtype, select_kernel
+from fcp_cli.runtime.kernels import AttentionKernel, capped_kernel, lse_dtype, select_kernel
 from fcp_cli.runtime.layout import Hop, Rows
 from fcp_cli.runtime.rows import Pair, add, add_pair, merge, take, take_pair, take_with_lse
 from fcp_cli.runtime.transport import Handle, Waits
 
 
-def ring_forward(ring: GroupMember, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Waits[tuple[Tensor, Tensor]]:
+def ring_forward(
+    ring: GroupMember, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None = None
+) -> Waits[tuple[Tensor, Tensor]]:
     """Run the forward of one member; yield the handles it waits for.
 
     Args:
@@ -43,11 +45,12 @@ def ring_forward(ring: GroupMember, q: Tensor, k: Tensor, v: Tensor, scale: floa
         q: [T, H, D], T = ring.tokens.
         k, v: [T, G, D] and [T, G, Dv].
         scale: factor on the scores.
+        softcap: scores s become softcap * tanh(s / softcap); None: they stay.
 
     Returns:
         out [T, H, Dv] in the type of q, and the final lse [T, H] in fp32 (fp64 for fp64).
     """
-    kernel = select_kernel(q.device.type, q.dtype)
+    kernel = _kernel_of(q, softcap)
     if ring.degree == 1:
         out, lse = _forward_own(kernel, ring, q, k, v, scale)
         return out.to(q.dtype), lse
@@ -70,20 +73,28 @@ def ring_forward(ring: GroupMember, q: Tensor, k: Tensor, v: Tensor, scale: floa
 
 
 def ring_backward(
-    ring: GroupMember, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    ring: GroupMember,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    softcap: float | None = None,
 ) -> Waits[tuple[Tensor, Tensor, Tensor]]:
     """Run the backward of one member; yield the handles it waits for.
 
     Args:
         grad_out: [T, H, Dv].
-        ring, q, k, v, scale: as given to `ring_forward`.
+        ring, q, k, v, scale, softcap: as given to `ring_forward`.
         out, lse: as `ring_forward` returned them. They hold the whole row, which makes each hop's share of dq, dk and
             dv exact: shares need only be added.
 
     Returns:
         (dq [T, H, D], dk [T, G, D], dv [T, G, Dv]).
     """
-    kernel = select_kernel(q.device.type, q.dtype)
+    kernel = _kernel_of(q, softcap)
     if ring.degree == 1:
         dq, dk, dv = _backward_own(kernel, ring, grad_out, Kept(q, k, v, out, lse), scale)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
@@ -110,6 +121,12 @@ def ring_backward(
     for own, arrived in zip((dk, dv), messages.gradients(ring.degree), strict=True):
         own.add_(arrived)  # summed in the wider type, and rounded once
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _kernel_of(q: Tensor, softcap: float | None) -> AttentionKernel:
+    if softcap is None:
+        return select_kernel(q.device.type, q.dtype)
+    return capped_kernel(q.device.type, q.dtype, softcap)
 
 
 class _Messages:

@@ -34,7 +34,7 @@ from torch import Tensor
 from fcp_cli.arrays import IntArray
 from fcp_cli.runtime.group_member import GroupMember, Kept
 from fcp_cli.runtime.halo import FetchedRows, Halo, ReturnedRows, halo_of, ranges
-from fcp_cli.runtime.kernels import lse_dtype, select_kernel
+from fcp_cli.runtime.kernels import AttentionKernel, capped_kernel, lse_dtype, select_kernel
 from fcp_cli.runtime.layout import CACHED_LAYOUTS, Rows, Segments, ShardLayout
 from fcp_cli.runtime.rows import add, add_to_rows, merge, put, rows_at, take, take_with_lse
 from fcp_cli.runtime.transport import Waits
@@ -189,12 +189,12 @@ def _segments(q_lengths: IntArray, k_lengths: IntArray, window: int | None) -> S
 
 
 def window_forward(
-    ring: GroupMember, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int
+    ring: GroupMember, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float | None = None
 ) -> Waits[tuple[Tensor, Tensor]]:
     """Do what `ring_passes.ring_forward` does where each token attends to the last `window` ones, itself among them,
     and to those ahead that its mask lets it see.
     """
-    kernel, work = select_kernel(q.device.type, q.dtype), window_work(ring.layout, ring.index, window)
+    kernel, work = _kernel_of(q, softcap), window_work(ring.layout, ring.index, window)
     fetched = FetchedRows("halo", work.halo, ring.ranks, ring.transport, k, v)
     lse = q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
     # What is merged further is kept in the type of lse, and rounded once.
@@ -218,17 +218,17 @@ def window_forward(
 
 
 def window_backward(
-    ring: GroupMember, grad_out: Tensor, kept: Kept, scale: float, window: int
+    ring: GroupMember, grad_out: Tensor, kept: Kept, scale: float, window: int, softcap: float | None = None
 ) -> Waits[tuple[Tensor, Tensor, Tensor]]:
     """Do what `ring_passes.ring_backward` does where each token attends to the last `window` tokens, itself among them.
 
     Args:
-        ring, scale, window: as given to `window_forward`.
+        ring, scale, window, softcap: as given to `window_forward`.
         grad_out: [T, H, Dv].
         kept: q, k, v, out and lse.
     """
     q, k, v, out, lse = kept
-    kernel, work = select_kernel(q.device.type, q.dtype), window_work(ring.layout, ring.index, window)
+    kernel, work = _kernel_of(q, softcap), window_work(ring.layout, ring.index, window)
     halo, wire = work.halo, (work.halo, ring.ranks, ring.transport)
     fetched = FetchedRows("halo", *wire, k, v)
     is_whole = work.ahead is work.beyond is None  # each query's keys are in one call
@@ -258,6 +258,12 @@ def window_backward(
             sums.add(inner.k_rows, *of_call(inner, take(k, inner.k_rows), take(v, inner.k_rows)))
     yield from returned.add_to(sums.own)
     return dq.to(q.dtype), *sums.result()
+
+
+def _kernel_of(q: Tensor, softcap: float | None) -> AttentionKernel:
+    if softcap is None:
+        return select_kernel(q.device.type, q.dtype)
+    return capped_kernel(q.device.type, q.dtype, softcap)
 
 
 def _write(out: Tensor, lse: Tensor, rows: Rows, part: Tensor, part_lse: Tensor) -> None:

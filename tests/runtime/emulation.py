@@ -41,7 +41,7 @@ def run_recorded(
     sinks = None if example.sinks is None else example.sinks.to(dtype)
     forward = run_lockstep(
         [
-            group_forward(member, q, k, v, example.scale, window=example.window, sinks=sinks)
+            group_forward(member, q, k, v, example.scale, window=example.window, sinks=sinks, softcap=example.softcap)
             for member, (q, k, v, _) in zip(members, shards, strict=True)
         ]
     )
@@ -55,6 +55,7 @@ def run_recorded(
                 kv_heads=example.k.shape[1],
                 window=example.window,
                 sinks=sinks,
+                softcap=example.softcap,
             )
             for member, (_, _, _, grad_out), (_, kept) in zip(members, shards, forward, strict=True)
         ]

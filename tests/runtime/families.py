@@ -152,10 +152,10 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v32": Family(kind="deepseek_v32", settings=_LATENT, refused="layers of indexed_attention"),
     "cohere2": Family(kind="cohere2", settings=_FULL, tolerance=1e-8),
     "gemma3_text": Family(kind="gemma3_text", settings=_FULL, tolerance=1e-8),
-    "gemma2": Family(kind="gemma2", settings=_FULL, refused="a soft cap on scores"),
+    "gemma2": Family(kind="gemma2", settings={**_WINDOWS, "attn_logit_softcapping": 2.0}, tolerance=1e-7),
     "gpt_oss": Family(kind="gpt_oss", settings=_WINDOWS),
     "doge": Family(kind="doge", refused="an attention mask"),
-    "vaultgemma": Family(kind="vaultgemma", settings=_FULL, refused="a soft cap on scores"),
+    "vaultgemma": Family(kind="vaultgemma", settings={**_FULL, "attn_logit_softcapping": 2.0}, tolerance=1e-7),
     # Positions
     "llama4_text": Family(kind="llama4_text", settings={**_LLAMA4, "attn_temperature_tuning": False}),
     "llama4_text, tuned": Family(

@@ -37,6 +37,7 @@ class Example:
     window: int | None = None
     sinks: Tensor | None = None
     dsinks: Tensor | None = None
+    softcap: float | None = None
 
     @property
     def scale(self) -> float:
@@ -57,6 +58,7 @@ def make_example(
     value_dim: int | None = None,
     window: int | None = None,
     has_sinks: bool = False,
+    softcap: float | None = None,
 ) -> Example:
     """Random inputs that `dtype` holds exactly, `value_dim` of values; results always in fp64."""
     generator = torch.Generator().manual_seed(seed)
@@ -69,7 +71,7 @@ def make_example(
     sinks = torch.randn(num_heads, generator=generator, dtype=torch.float64).to(dtype).double() if has_sinks else None
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v, *([] if sinks is None else [sinks]))]
     q_leaf, k_leaf, v_leaf, *rest = leaves
-    out = packed_attention(q_leaf, k_leaf, v_leaf, lengths, masks, window, *rest)
+    out = packed_attention(q_leaf, k_leaf, v_leaf, lengths, masks, window, *(rest or [None]), softcap=softcap)
     dq, dk, dv, *of_sinks = torch.autograd.grad(out, leaves, grad_out)
     results = {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
     dsinks = of_sinks[0] if of_sinks else None
@@ -84,6 +86,7 @@ def make_example(
         window=window,
         sinks=sinks,
         dsinks=dsinks,
+        softcap=softcap,
     )
 
 
@@ -95,6 +98,7 @@ def packed_attention(
     masks: tuple[Mask, ...] = (),
     window: int | None = None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """[tokens, heads, head_dim]: what its mask allows within each sequence, by softmax over all scores.
 
@@ -102,16 +106,20 @@ def packed_attention(
     """
     parts = zip(*(torch.split_with_sizes(tensor, lengths) for tensor in (q, k, v)), strict=True)
     of_each = zip(parts, masks or [CAUSAL] * len(lengths), strict=True)
-    return torch.cat([_sequence_attention(*part, mask=mask, window=window, sinks=sinks) for part, mask in of_each])
+    return torch.cat(
+        [_sequence_attention(*part, mask=mask, window=window, sinks=sinks, softcap=softcap) for part, mask in of_each]
+    )
 
 
 def _sequence_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, window: int | None, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, window: int | None, sinks: Tensor | None, softcap: float | None
 ) -> Tensor:
     repeats = q.shape[1] // k.shape[1]
     q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
     k, v = k.repeat_interleave(repeats, dim=0), v.repeat_interleave(repeats, dim=0)
     scores = q @ k.transpose(1, 2) * q.shape[-1] ** -0.5
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     unseen = torch.from_numpy(~seen(Masked(mask, q.shape[1])))
     if window is not None:
         unseen |= torch.ones_like(unseen).tril(-window)

@@ -82,7 +82,7 @@ def collate(how: str, config: Any, row: int) -> Mapping[str, Any]:
 
 
 def gemma3() -> Any:
-    return FAMILIES["gemma3_text"].build()
+    return FAMILIES["gemma3_text, windows"].build()
 
 
 def expected() -> tuple[np.ndarray, float]:

@@ -266,8 +266,8 @@ def _attention_forward(
         )
     _check_call(module, attention_mask, kwargs)
     # Both count the token itself: transformers' own masks let through the last `sliding_window` tokens.
-    window, sinks = kwargs.get("sliding_window"), kwargs.get("s_aux")
-    out = attention(query, key, value, ring=ring, scale=scaling, window=window, sinks=sinks)
+    window, sinks, softcap = kwargs.get("sliding_window"), kwargs.get("s_aux"), kwargs.get("softcap")
+    out = attention(query, key, value, ring=ring, scale=scaling, window=window, sinks=sinks, softcap=softcap)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -277,7 +277,6 @@ def _check_call(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[s
     refused = {
         "an attention mask": attention_mask is not None,
         "attention dropout": bool(kwargs.get("dropout")),
-        "a soft cap on scores": kwargs.get("softcap") is not None,
         "attention that is not causal": not (getattr(module, "is_causal", True) if is_causal is None else is_causal),
     }
     for what, found in refused.items():

@@ -12,10 +12,17 @@ from fcp_cli.runtime.layout import Segments
 class DenseKernel:
     """Any device and floating type, one sequence at a time. Memory grows with the square of the longest sequence.
 
-    Meant for verification (fp32 and fp64 on an accelerator). Train in bf16, where the fused kernels work.
+    Meant for verification (fp32 and fp64 on an accelerator), and for soft caps, which no fused kernel of PyTorch has.
+    Train others in bf16, where the fused kernels work.
+
+    Args:
+        softcap: scores s become softcap * tanh(s / softcap); None: they stay.
     """
 
     packed = False
+
+    def __init__(self, softcap: float | None = None) -> None:
+        self._softcap = softcap
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         results = []
@@ -25,7 +32,7 @@ class DenseKernel:
             torch.split_with_sizes(v, segments.k_lengths),
             strict=True,
         ):
-            scores = _scores(q_i, k_i, segments, scale)
+            scores, _ = self._scores(q_i, k_i, segments, scale)
             lse = scores.logsumexp(-1)
             out = (scores - lse.unsqueeze(-1)).exp_() @ _expand(v_i, q_i).to(scores.dtype)
             results.append((out.transpose(0, 1).to(q.dtype), lse.transpose(0, 1)))
@@ -38,7 +45,7 @@ class DenseKernel:
         rows, keys = segments.q_lengths, segments.k_lengths
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
         results = [
-            _segment_backward(*piece, segments=segments, scale=scale)
+            self._segment_backward(*piece, segments=segments, scale=scale)
             for piece in zip(
                 torch.split_with_sizes(dout, rows),
                 torch.split_with_sizes(q, rows),
@@ -52,32 +59,45 @@ class DenseKernel:
         dq, dk, dv = zip(*results, strict=True)
         return torch.cat(dq), torch.cat(dk), torch.cat(dv)
 
+    def _segment_backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        *,
+        segments: Segments,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        scores, slopes = self._scores(q, k, segments, scale)
+        weights = (scores - lse.t().unsqueeze(-1)).exp_()  # [heads, rows, keys]
+        grad = grad_out.transpose(0, 1).to(weights.dtype)
+        dv = weights.transpose(1, 2) @ grad
+        grad_weights = grad @ _expand(v, q).to(weights.dtype).transpose(1, 2)
+        grad_scores = weights * (grad_weights - delta.t().unsqueeze(-1)) * scale
+        if slopes is not None:
+            grad_scores *= slopes
+        dq = grad_scores @ _expand(k, q).to(weights.dtype)
+        dk = grad_scores.transpose(1, 2) @ q.transpose(0, 1).to(weights.dtype)
+        return dq.transpose(0, 1).to(q.dtype), _reduce(dk, k), _reduce(dv, v)
 
-def _segment_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *, segments: Segments, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    weights = (_scores(q, k, segments, scale) - lse.t().unsqueeze(-1)).exp_()  # [heads, rows, keys]
-    grad = grad_out.transpose(0, 1).to(weights.dtype)
-    dv = weights.transpose(1, 2) @ grad
-    grad_weights = grad @ _expand(v, q).to(weights.dtype).transpose(1, 2)
-    grad_scores = weights * (grad_weights - delta.t().unsqueeze(-1)) * scale
-    dq = grad_scores @ _expand(k, q).to(weights.dtype)
-    dk = grad_scores.transpose(1, 2) @ q.transpose(0, 1).to(weights.dtype)
-    return dq.transpose(0, 1).to(q.dtype), _reduce(dk, k), _reduce(dv, v)
-
-
-def _scores(q: Tensor, k: Tensor, segments: Segments, scale: float) -> Tensor:
-    """Return the scores [H, rows, keys] in the precision of lse."""
-    dtype = lse_dtype(q.dtype)
-    scores = (q.transpose(0, 1).to(dtype) @ _expand(k, q).transpose(1, 2).to(dtype)) * scale
-    if segments.causal:
-        ones = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device)
-        more = k.shape[0] - q.shape[0]  # keys before those of the first query
-        unseen = ones.triu(1 + more)
-        if segments.window is not None:
-            unseen |= ones.tril(more - segments.window)
-        scores.masked_fill_(unseen, float("-inf"))
-    return scores
+    def _scores(self, q: Tensor, k: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor | None]:
+        """Return the scores [H, rows, keys] in the precision of lse, and their derivatives by those without a cap."""
+        dtype, slopes = lse_dtype(q.dtype), None
+        scores = (q.transpose(0, 1).to(dtype) @ _expand(k, q).transpose(1, 2).to(dtype)) * scale
+        if self._softcap is not None:
+            bent = torch.tanh(scores / self._softcap)
+            scores, slopes = bent * self._softcap, 1 - bent.square()
+        if segments.causal:
+            ones = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device)
+            more = k.shape[0] - q.shape[0]  # keys before those of the first query
+            unseen = ones.triu(1 + more)
+            if segments.window is not None:
+                unseen |= ones.tril(more - segments.window)
+            scores.masked_fill_(unseen, float("-inf"))
+        return scores, slopes
 
 
 def _expand(kv: Tensor, q: Tensor) -> Tensor:

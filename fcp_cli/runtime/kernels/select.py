@@ -18,6 +18,24 @@ _FLOATING = (*_HALF, torch.float32, torch.float64)
 
 
 @lru_cache(maxsize=32)
+def capped_kernel(device_type: str, dtype: torch.dtype, softcap: float) -> AttentionKernel:
+    """Return the kernel for tensors whose scores have a soft cap: plain matrix products.
+
+    Raises:
+        RunError: the fused kernel of the device and type has no soft caps, or the type is none of attention's.
+    """
+    if softcap <= 0:
+        raise RunError(f"attention was given softcap={softcap}; scores are capped at a number above 0")
+    if device_type != "cpu" and dtype in _HALF:
+        raise RunError(
+            f"no attention kernel of PyTorch for {dtype} on {device_type} has soft caps on scores (softcap={softcap}); "
+            "train the model on the CPU or, for short sequences, in fp32, where they are plain matrix products"
+        )
+    select_kernel(device_type, dtype)
+    return DenseKernel(softcap)
+
+
+@lru_cache(maxsize=32)
 def select_kernel(device_type: str, dtype: torch.dtype) -> AttentionKernel:
     """Return the kernel for tensors of `dtype` on a device of `device_type`: "cpu", "cuda" or "npu".
 
