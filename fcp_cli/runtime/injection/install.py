@@ -49,7 +49,8 @@ def install(environment: MutableMapping[str, str]) -> None:
             "pytorch_lightning.loops.fit_loop": _hook_lightning,
             "torchtitan.trainer": _refuse_torchtitan,
             "torchtune.config._parse": _refuse_torchtune,
-            "mindspeed_mm.fsdp.train.train_engine": _refuse_mindspeed_mm,
+            "mindspeed_mm.fsdp.distributed.torch_parallelize": _hook_mindspeed_mm_sharding,
+            "mindspeed_mm.fsdp.train.train_engine": _hook_mindspeed_mm_engine,
         }
     )
 
@@ -123,10 +124,16 @@ def _refuse_torchtitan(trainer: ModuleType) -> None:
     refuse_torchtitan(trainer)
 
 
-def _refuse_mindspeed_mm(train_engine: ModuleType) -> None:
-    from fcp_cli.runtime.integrations.own_loops import refuse_mindspeed_mm
+def _hook_mindspeed_mm_sharding(torch_parallelize: ModuleType) -> None:
+    from fcp_cli.runtime.integrations.mindspeed_mm import hook_sharding
 
-    refuse_mindspeed_mm(train_engine)
+    hook_sharding(torch_parallelize)
+
+
+def _hook_mindspeed_mm_engine(train_engine: ModuleType) -> None:
+    from fcp_cli.runtime.integrations.mindspeed_mm import hook_engine
+
+    hook_engine(train_engine)
 
 
 def _refuse_torchtune(parsing: ModuleType) -> None:

@@ -17,7 +17,6 @@ from fcp_cli.errors import RunError
 from fcp_cli.runtime.integrations.requirements import require
 
 _TITAN_LOOP = ("train", "train_step", "forward_backward_step", "_forward_backward_body")
-_ENGINE_LOOP = ("train", "train_step")
 
 
 def refuse_torchtitan(trainer: ModuleType) -> None:
@@ -34,23 +33,6 @@ def refuse_torchtitan(trainer: ModuleType) -> None:
         "torchtitan's Trainer reads a stream of text in pieces of one length, which are no rows of a manifest, "
         f"and so would train without the plan {os.environ.get('FCP_PLAN')}; train torchtitan's model in a loop "
         "over the plan's steps (docs/how-to/training-loop.md, torchtitan)",
-    )
-
-
-def refuse_mindspeed_mm(train_engine: ModuleType) -> None:
-    """Make `mindspeed_mm.fsdp.train.train_engine`'s TrainEngine refuse to be made, unless a subclass has its own loop.
-
-    Raises:
-        RunError: this version of MindSpeed-MM has no such class.
-    """
-    advice = "version known to be looked at: master of 2026-08"
-    require(train_engine, "TrainEngine.train_step", ("self",), found="this MindSpeed-MM", advice=advice)
-    _refuse_unless_replaced(
-        train_engine.TrainEngine,
-        _ENGINE_LOOP,
-        "MindSpeed-MM's TrainEngine takes gradient_accumulation_steps batches of its own loader per step and averages "
-        f"their losses over ranks, and so would train without the plan {os.environ.get('FCP_PLAN')}; give a subclass a "
-        "train_step over the plan's micro-batches (docs/how-to/mindspeed.md, MindSpeed-MM)",
     )
 
 
