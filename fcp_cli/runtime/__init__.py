@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fcp_cli.runtime.frames import with_frames_before
     from fcp_cli.runtime.gradients import GradientSync
     from fcp_cli.runtime.integrations.hugging_face.mixin import FollowsPlan
     from fcp_cli.runtime.integrations.hugging_face.sampler import PlanSampler
@@ -38,6 +39,7 @@ __all__ = [
     "recomputed",
     "start",
     "steps",
+    "with_frames_before",
 ]
 
 _MODULES = {
@@ -58,6 +60,7 @@ _MODULES = {
     "recomputed": "recompute",
     "start": "session",
     "steps": "session",
+    "with_frames_before": "frames",
 }
 
 

@@ -30,6 +30,7 @@ def test_the_public_names_of_the_runtime_are_these() -> None:
         "recomputed",
         "start",
         "steps",
+        "with_frames_before",
     ]
     assert all(hasattr(runtime, name) for name in runtime.__all__)
 
