@@ -71,7 +71,7 @@ def _make_stack(is_under_mindspeed: bool, model: Any) -> Stack:
         from fcp_cli.runtime.integrations.mindspeed.stack import MindSpeedStack
 
         first = model[0] if isinstance(model, list) else model
-        return MindSpeedStack(get_model_config(first).context_parallel_size)
+        return MindSpeedStack(get_model_config(first))
     from fcp_cli.runtime.integrations.megatron.stack import MegatronStack
 
     return MegatronStack()

@@ -34,6 +34,12 @@ def _sum_doubles(requirements: Any) -> None:
     requirements.torch_all_reduce_double_dtype_bypass_wrapper = exact_wrapper
 
 
+def _pretend_engine_version(utils: Any) -> None:
+    """MindSpeed on megatron-core 0.18 imports parts of Megatron that ask for it, and needs TransformerEngineNPU."""
+    if hasattr(utils, "PkgVersion"):
+        utils._te_version = utils.PkgVersion("2.20.0")
+
+
 def _install() -> None:
     attention = FakeNpu(head_major=True, stats_dtype=torch.float64)
     for name in _LEFT_OUT:
@@ -41,7 +47,12 @@ def _install() -> None:
     torch_npu: Any = sys.modules["torch_npu"]
     torch_npu.npu_fusion_attention = attention.npu_fusion_attention
     torch_npu.npu_fusion_attention_grad = attention.npu_fusion_attention_grad
-    after_import({"mindspeed.core.megatron_basic.requirements_basic": _sum_doubles})
+    after_import(
+        {
+            "mindspeed.core.megatron_basic.requirements_basic": _sum_doubles,
+            "megatron.core.utils": _pretend_engine_version,
+        }
+    )
     # Apex's, which MindSpeed wants.
     fused_layer_norm.FusedLayerNorm.__new__ = lambda _, *args, **kwargs: megatron_on_cpu._layer_norm(*args, **kwargs)
     npu = MagicMock()

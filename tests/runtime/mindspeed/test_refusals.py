@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.integrations.mindspeed.checks import check_config
+from fcp_cli.runtime.integrations.mindspeed import checks
+from fcp_cli.runtime.integrations.mindspeed.checks import check_config, why_own_ring
 
 
 def config(**changes: Any) -> SimpleNamespace:
@@ -19,36 +20,18 @@ def config(**changes: Any) -> SimpleNamespace:
 
 def test_a_job_with_summed_losses_is_let_through() -> None:
     check_config(config())
-    check_config(config(context_parallel_size=1, context_parallel_algo="kvallgather_cp_algo"))
     for algorithm in ("ulysses_cp_algo", "hybrid_cp_algo"):
         check_config(config(context_parallel_algo=algorithm, pipeline_model_parallel_size=2))
-    check_config(config(context_parallel_algo="megatron_cp_algo", attention_mask_type="causal", cp_window_size=1))
+    check_config(config(context_parallel_algo="megatron_cp_algo", attention_mask_type="causal"))
 
 
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
         (
-            "context_parallel_algo",
-            "kvallgather_cp_algo",
-            "--context-parallel-algo kvallgather_cp_algo attends over groups and masks that were made before the first "
-            "step, which a plan cannot change; use megatron_cp_algo (the plan says how many ranks share heads)",
-        ),
-        (
             "attention_mask_type",
             "general",
             "--attention-mask-type general cannot follow a plan, which is for causal attention",
-        ),
-        (
-            "cp_window_size",
-            2,
-            "--cp-window-size 2 makes rings of rings, whose windows would have to divide every ring of the plan; "
-            "leave it at 1",
-        ),
-        (
-            "use_cp_send_recv_overlap",
-            True,
-            "--use-cp-send-recv-overlap sends over a second communicator of the static group; leave it off",
         ),
         (
             "reset_attention_mask",
@@ -71,3 +54,28 @@ def test_a_setting_that_a_plan_cannot_follow_is_refused_with_one_line(setting: s
     with pytest.raises(RunError) as refused:
         check_config(config(**{setting: value}))
     assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, ""),
+        ({"context_parallel_algo": "hybrid_cp_algo"}, ""),
+        ({"context_parallel_algo": "kvallgather_cp_algo"}, " in place of --context-parallel-algo kvallgather_cp_algo"),
+        ({"context_parallel_algo": "adaptive_cp_algo"}, " in place of --context-parallel-algo adaptive_cp_algo"),
+        (
+            {"cp_window_size": 2, "use_cp_send_recv_overlap": True},
+            " in place of --cp-window-size 2 and --use-cp-send-recv-overlap",
+        ),
+    ],
+)
+def test_what_mindspeeds_ring_cannot_do_under_a_plan_is_said_to_be_replaced_by_fcps(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], why: str
+) -> None:
+    monkeypatch.setattr(checks, "_has_ring", lambda: True)
+    check_config(config(**changes))
+    assert why_own_ring(config(**changes)) == why
+
+
+def test_a_mindspeed_without_a_ring_leaves_attention_to_fcps() -> None:
+    assert why_own_ring(config()) == ", as MindSpeed has none"

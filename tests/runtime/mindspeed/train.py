@@ -25,8 +25,12 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from mindspeed.args_utils import get_full_args
-from mindspeed.core.context_parallel.get_batch_utils import get_batch_on_this_cp_rank
 from torch import Tensor
+
+try:
+    from mindspeed.core.context_parallel.get_batch_utils import get_batch_on_this_cp_rank
+except ImportError:  # which core_r0.18.0 leaves to Megatron
+    from megatron.core.utils import get_batch_on_this_cp_rank
 
 GLOBAL_BATCH_SIZE = 8
 # What Megatron's own command line has besides MindSpeed's, which copies both into the transformer's configuration.
@@ -44,13 +48,15 @@ def job_settings(context_parallel_size: int) -> argparse.Namespace:
     return settings
 
 
-def wrapped_model(settings: argparse.Namespace, *, rope: str = "rope", **changes: Any) -> tuple[Any, Any]:
-    """A transformer's configuration and a GPTModel of it in Megatron's DDP."""
+def wrapped_model(
+    settings: argparse.Namespace, *, rope: str = "rope", core: Any = None, **changes: Any
+) -> tuple[Any, Any]:
+    """A transformer's configuration and a GPTModel of it in Megatron's DDP; `core`: another core attention."""
     config = tiny.config(**changes, context_parallel_size=settings.context_parallel_size)
     for name, value in vars(settings).items():
         setattr(config, name, value)
     model = DistributedDataParallel(
-        config, DistributedDataParallelConfig(grad_reduce_in_fp32=False), tiny.build(config, rope=rope)
+        config, DistributedDataParallelConfig(grad_reduce_in_fp32=False), tiny.build(config, rope=rope, core=core)
     )
     config.finalize_model_grads_func = finalize_model_grads
     config.no_sync_func = model.no_sync

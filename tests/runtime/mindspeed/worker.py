@@ -13,7 +13,7 @@ import pickle
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -32,6 +32,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 
+from fcp_cli.runtime.integrations.megatron.checks import megatron_version
 from fcp_cli.runtime.integrations.megatron.microbatch import current_microbatch
 from fcp_cli.runtime.integrations.megatron_schedule import hook_schedules
 from fcp_cli.runtime.integrations.mindspeed import checks, stack
@@ -57,6 +58,8 @@ Result = TypeVar("Result")
 SWITCHING, WAVES, TENSOR = "switching.parquet", "waves.parquet", "tensor.parquet"
 SHARING_HEADS, PIPELINE = "sharing_heads.parquet", "pipeline.parquet"
 STATIC_DEGREE = 2
+RING = f"{checks._RING}.ring_context_parallel"
+HAS_RING = checks._has_ring()  # core_r0.18.0 has none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +76,7 @@ class Case:
         tensor_parallel, pipeline_parallel: processes per rank of the plan.
         static: size of the job's context-parallel group; 1: fcp's own ring attends.
         wrapped: whether MindSpeed wraps the core attention to exchange tokens for heads over its own groups.
+        own_ring: whether fcp's ring attends in spite of a static group.
         full: left to the full run of tests.
     """
 
@@ -86,6 +90,7 @@ class Case:
     pipeline_parallel: int = 1
     static: int = STATIC_DEGREE
     wrapped: bool = False
+    own_ring: bool = False
     full: bool = False
 
     @property
@@ -128,6 +133,14 @@ CASES: Mapping[str, Case] = {
     "own ring, core attention recomputed": Case(full=True, static=1, settings={"recompute_granularity": "selective"}),
     "own ring sharing heads": Case(static=1, plan=SHARING_HEADS),
     "own ring mrope": Case(full=True, static=1, rope="mrope", settings={"mrope_section": [2, 1, 1]}),
+    "double ring": Case(
+        mindspeed={"cp_window_size": 2, "use_cp_send_recv_overlap": True}, static=4, settings=FULL, own_ring=True
+    ),
+    "keys gathered": Case(full=True, mindspeed={"context_parallel_algo": "kvallgather_cp_algo"}, own_ring=True),
+    "adaptive": Case(
+        full=True, plan=SHARING_HEADS, mindspeed={"context_parallel_algo": "adaptive_cp_algo"}, own_ring=True
+    ),
+    "no ring": Case(full=True, plan=SHARING_HEADS, broken="no ring", own_ring=True),
 }
 STAGES: Mapping[str, Any] = {"pipeline_model_parallel_size": 2}
 SHARED: Mapping[str, Any] = {"tensor_model_parallel_size": 2}
@@ -141,9 +154,7 @@ PARALLEL_CASES: Mapping[str, Case] = {
 }
 # What must stop with one line.
 REFUSED: Mapping[str, Case] = {
-    "adaptive": Case(mindspeed={"context_parallel_algo": "adaptive_cp_algo"}),
     "per-token loss": Case(settings={"calculate_per_token_loss": False}),
-    "no ring": Case(broken="no ring"),
     "changed": Case(broken="changed"),
     "other attention": Case(broken="other attention"),
     "repatched": Case(broken="repatched"),
@@ -153,7 +164,8 @@ REFUSED: Mapping[str, Case] = {
 
 def become_mindspeed() -> argparse.Namespace:
     """Import MindSpeed, which puts itself into Megatron by the command line."""
-    sys.argv = [sys.argv[0], "--context-parallel-size", str(STATIC_DEGREE), "--transformer-impl", "local"]
+    flags = os.environ.get("FCP_MINDSPEED_FLAGS", "").split()
+    sys.argv = [sys.argv[0], "--context-parallel-size", str(STATIC_DEGREE), "--transformer-impl", "local", *flags]
     from tests.runtime.mindspeed.train import job_settings
 
     return job_settings(STATIC_DEGREE)
@@ -199,7 +211,7 @@ def worst_share_error(plan: Path, case: Case, settings: argparse.Namespace, whol
     """Largest difference of this process's share of the gradient from one process's, relative to its largest entry."""
     from tests.runtime.mindspeed.train import wrapped_model
 
-    _, model = wrapped_model(settings, **case.settings)
+    _, model = wrapped_model(settings, core=engine_core(case), **case.settings)
     with torch.no_grad():
         for name, parameter in tiny.whole_names(model.module).items():
             parameter.copy_(share(whole.weights[name], parameter, case.tensor_parallel))
@@ -216,15 +228,31 @@ def gradients_planned(plan: Path, case: Case, settings: argparse.Namespace) -> t
     """[steps, parameters] of this rank, and what each step reported."""
     from tests.runtime.mindspeed.train import wrapped_model
 
-    _, model = wrapped_model(settings, rope=case.rope, **case.settings)
+    engine = engine_core(case)
+    _, model = wrapped_model(settings, rope=case.rope, core=engine, **case.settings)
     core = type(model.module.decoder.layers[0].self_attention.core_attention).__name__
-    assert (core == "UlyssesContextAttention") == case.wrapped, core
+    assert (core == "UlyssesContextAttention") == (case.wrapped and engine is None), core
     if case.broken == "other attention":
         model.module.decoder.layers[0].self_attention.core_attention = torch.nn.Identity()
     if case.broken == "rotary":
         model.module.rotary_pos_emb.register_forward_hook(_reverse)
     gradients, reports = steps_planned(plan, case, settings, model, lambda: flat_gradient(model))
     return np.stack(gradients), reports
+
+
+def engine_core(case: Case) -> Any:
+    """Megatron's wrapper of Transformer Engine, which alone attends over static groups from megatron-core 0.17 on."""
+    if case.static == 1 or megatron_numbers() < (0, 17):
+        return None
+    from tests.runtime.megatron.fake_transformer_engine import megatron_wrapper
+
+    core = megatron_wrapper()
+    core.__module__ = "megatron.core.extensions.transformer_engine"  # a copy of which it is
+    return core
+
+
+def megatron_numbers() -> tuple[int, ...]:
+    return tuple(int(part) for part in megatron_version().split(".")[:2])
 
 
 def flat_gradient(model: Any) -> np.ndarray:
@@ -277,15 +305,14 @@ def _reverse(_: Any, __: Any, table: Tensor) -> Tensor | None:
 @contextmanager
 def broken(what: str) -> Iterator[None]:
     """A MindSpeed that lacks something, or takes its patches away."""
-    ring: Any = sys.modules[f"{checks._RING}.ring_context_parallel"]
+    held = {name: sys.modules.get(name) for name in (RING, "mindspeed.patch_utils")}
     if what == "no ring":
-        sys.modules[ring.__name__] = None  # type: ignore[assignment]  # so that importing it fails
-    held: Any = sys.modules["mindspeed.patch_utils"]
+        sys.modules[RING] = None  # type: ignore[assignment]  # so that importing it fails
     if what == "patch manager":
         sys.modules["mindspeed.patch_utils"] = types.ModuleType("mindspeed.patch_utils")
     from mindspeed.core.context_parallel import utils
 
-    unflatten = utils.unflatten_softmax
+    unflatten = getattr(utils, "unflatten_softmax", None)
     if what == "changed":
         del utils.unflatten_softmax
     hooks: Any = stack
@@ -295,8 +322,7 @@ def broken(what: str) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.modules[ring.__name__] = ring
-        sys.modules["mindspeed.patch_utils"] = held
+        sys.modules.update((name, module) for name, module in held.items() if module is not None)
         if what == "changed":
             utils.unflatten_softmax = unflatten
         hooks.placed = placed
@@ -320,7 +346,9 @@ def chosen(cases: Mapping[str, Case], kind: str) -> list[tuple[str, Case]]:
 def arranged(case: Case, settings: argparse.Namespace) -> Iterator[None]:
     """Within it, the job is as the case wants it. Collective."""
     changes = {**case.mindspeed, "context_parallel_size": case.static}
-    with mock.patch.dict(vars(settings), changes), parallel(**case.sizes):
+    with mock.patch.dict(vars(settings), changes), parallel(**case.sizes), ExitStack() as patches:
+        if case.own_ring and HAS_RING:
+            patches.enter_context(mock.patch(f"{RING}.ringattn_context_parallel", side_effect=AssertionError))
         yield
 
 
@@ -337,7 +365,7 @@ def main(folder: Path, kind: str = "all") -> None:
         alone = gradients_alone(folder) if rank == 0 else {}
         whole = whole_models(folder)
     settings = become_mindspeed()
-    for name, case in chosen(REFUSED, kind):
+    for name, case in chosen(REFUSED if HAS_RING else {}, kind):
         with arranged(case, settings):
             message = message_of(partial(gradients_planned, folder / case.plan, case, settings))
         (folder / f"{name}-{rank}.refused").write_text(message)

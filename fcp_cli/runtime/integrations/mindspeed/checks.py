@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +16,7 @@ _CONTEXT_PARALLEL = "mindspeed.core.context_parallel"
 _RING = f"{_CONTEXT_PARALLEL}.ring_context_parallel"
 _RING_ALGORITHM = "megatron_cp_algo"
 # Layers of the last two exchange tokens for heads over groups of theirs, which a plan's exchange replaces.
-_FOLLOWED = (_RING_ALGORITHM, "ulysses_cp_algo", "hybrid_cp_algo")
+_ON_RINGS = (_RING_ALGORITHM, "ulysses_cp_algo", "hybrid_cp_algo")
 
 
 def name() -> str:
@@ -65,6 +66,31 @@ def check_targets() -> None:
         _require(parallel_state, f"get_context_parallel_{asked}", ())
     _require(parallel_state, "get_data_parallel_group", ("with_context_parallel",))
     _require(_module("mindspeed.args_utils"), "get_full_args", ())
+
+
+def why_own_ring(config: Any) -> str:
+    """Return why MindSpeed's ring cannot attend on the plan's groups, so that fcp's own has to; empty if it can.
+
+    Its other ways to attend know their groups, windows, second communicators or masks before the first step.
+    """
+    if not _has_ring():
+        return ", as MindSpeed has none"
+    algorithm = getattr(config, "context_parallel_algo", _RING_ALGORITHM)
+    window = getattr(config, "cp_window_size", 1)
+    asked = [
+        f"--context-parallel-algo {algorithm}" * (algorithm not in _ON_RINGS),
+        f"--cp-window-size {window}" * (window != 1),
+        "--use-cp-send-recv-overlap" * bool(getattr(config, "use_cp_send_recv_overlap", False)),
+    ]
+    flags = " and ".join(filter(None, asked))
+    return f" in place of {flags}" if flags else ""
+
+
+def _has_ring() -> bool:
+    try:
+        return find_spec(f"{_RING}.ring_context_parallel") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def check_ring() -> None:
@@ -119,24 +145,8 @@ def _refusals(config: Any) -> Iterable[tuple[bool, str]]:
     def setting(key: str, default: Any = None) -> Any:
         return getattr(config, key, default)
 
-    algorithm = setting("context_parallel_algo", _RING_ALGORITHM)
-    yield (
-        config.context_parallel_size > 1 and algorithm not in _FOLLOWED,
-        f"--context-parallel-algo {algorithm} attends over groups and masks that were made before the first step, "
-        f"which a plan cannot change; use {_RING_ALGORITHM} (the plan says how many ranks share heads)",
-    )
     mask = setting("attention_mask_type", "causal")
     yield mask != "causal", f"--attention-mask-type {mask} cannot follow a plan, which is for causal attention"
-    window = setting("cp_window_size", 1)
-    yield (
-        window != 1,
-        f"--cp-window-size {window} makes rings of rings, whose windows would have to divide every ring of the plan; "
-        "leave it at 1",
-    )
-    yield (
-        bool(setting("use_cp_send_recv_overlap")),
-        "--use-cp-send-recv-overlap sends over a second communicator of the static group; leave it off",
-    )
     yield (
         bool(setting("reset_attention_mask")),
         "--reset-attention-mask cuts samples into documents that the plan does not know of; leave it off, and make "

@@ -31,24 +31,27 @@ _SMALL_GROUPS = ("pipeline_model_parallel", "tensor_model_parallel", "expert_mod
 
 
 class MindSpeedStack:
-    """megatron-core under MindSpeed. Where the job has a static context-parallel group, MindSpeed's ring attends.
+    """megatron-core under MindSpeed, whose ring attends where the job has a static context-parallel group.
+
+    Otherwise, and where that ring cannot do what the job asks of it, fcp's own ring attends, and nothing is padded.
 
     A script's own code runs as that of a rank that is alone: what it would slice for, multiply by or sum over the
     static group stays as it is. Gradients are counted over all ranks, where megatron-core 0.12 leaves the members of a
     context-parallel group out, since it expects each to have counted for all of them.
 
     Args:
-        context_parallel: size of the static group; with 1, fcp's own ring attends, and nothing is padded.
+        config: of the transformer, into which MindSpeed copies its own settings.
     """
 
     engine_rings = False
 
-    def __init__(self, context_parallel: int) -> None:
-        self.even_chunks = context_parallel > 1
+    def __init__(self, config: Any) -> None:
+        self._why_own_ring = checks.why_own_ring(config) if config.context_parallel_size > 1 else ""
+        self.even_chunks = config.context_parallel_size > 1 and not self._why_own_ring
 
     @property
     def name(self) -> str:
-        return f"{checks.name()}, {'its' if self.even_chunks else 'own'} ring attention"
+        return f"{checks.name()}, {'its' if self.even_chunks else 'own'} ring attention{self._why_own_ring}"
 
     def check(self, config: Any, model: Any) -> None:
         checks.check_targets()

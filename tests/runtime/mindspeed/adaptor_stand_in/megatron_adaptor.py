@@ -1,0 +1,1 @@
+"""Stands in for MegatronAdaptor, which prepares NPUs for Megatron as it is imported; on the CPU `cpu` does that."""
