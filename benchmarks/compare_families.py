@@ -15,7 +15,7 @@ from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.batches import BatchSettings
 from fcp_cli.planning.comparison import SYNCS, Outcome, compare
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.solvers import solver_names
+from fcp_cli.planning.solvers import names_under
 
 Outcomes = dict[tuple[str, Sync], dict[str, list[Outcome]]]  # by strategy and sync, then by family
 
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--milp-seconds", type=float, default=1.0, help="time limit of flexsp's programs")
     parser.add_argument("--without", nargs="*", default=[], help="strategies to leave out")
     options = parser.parse_args()
-    names = [name for name in solver_names() if name not in options.without]
+    names = [name for name in names_under(example_profile()) if name not in options.without]
     for budget in options.budgets:
         found = run(
             budget,

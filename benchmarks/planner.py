@@ -40,7 +40,15 @@ from fcp_cli.planning.published.flexsp import MILP_SECONDS, FlexSP
 from fcp_cli.planning.solvers import make_solver
 
 SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")
-RIVALS = "static", "fcp-paper", "bytescale", "karmarkar-karp", "megatron-dynamic-cp", "megatron-packing"
+RIVALS = (
+    "static",
+    "fcp-paper",
+    "bytescale",
+    "karmarkar-karp",
+    "megatron-dynamic-cp",
+    "megatron-packing",
+    "megatron-any-degree",
+)
 
 
 def problem_of(sync: Sync, *, ranks: int, per_node: int, budget: int) -> Problem:

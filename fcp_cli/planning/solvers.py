@@ -23,6 +23,7 @@ _FACTORIES = {
     "fcp-paper": "fcp_cli.planning.published.fcp_paper:make_solver",
     "flexsp": "fcp_cli.planning.published.flexsp:make_solver",
     "karmarkar-karp": "fcp_cli.planning.published.karmarkar_karp:make_solver",
+    "megatron-any-degree": "fcp_cli.planning.published.megatron_any_degree:make_solver",
     "megatron-dynamic-cp": "fcp_cli.planning.published.megatron_dynamic_cp:make_solver",
     "megatron-packing": "fcp_cli.planning.published.megatron_packing:make_solver",
     "static": "fcp_cli.planning.static:make_solver",

@@ -62,6 +62,7 @@ def test_every_strategy_is_compared_on_the_same_steps(document: dict[str, Any]) 
     published = {
         "static",
         "fcp-paper",
+        "megatron-any-degree",
         "megatron-dynamic-cp",
         "megatron-packing",
         "flexsp",

@@ -39,15 +39,15 @@ class MegatronDynamicCP:
         """Schedule one batch.
 
         Raises:
-            PlanError: a sequence needs more ranks than there are, rounded up to a power of two.
+            PlanError: a sequence needs more ranks than there are, rounded up to a degree of the strategy.
         """
         return quickest(self._candidates(batch), batch, self._problem)
 
     def _candidates(self, batch: Batch) -> Iterator[Assignment]:
         problem, lengths = self._problem, batch.lengths.tolist()
-        check_fits(self.name, max(lengths), problem)
+        self._check_fits(max(lengths))
         for tokens_per_rank in shard_sizes(problem.tokens_per_rank):
-            if degree_needed(max(lengths), tokens_per_rank) > problem.num_ranks:
+            if self._needed(max(lengths), tokens_per_rank) > problem.num_ranks:
                 return
             for drafts in self._drafts(batch, lengths, tokens_per_rank):
                 yield assign(list(drafts), problem.sync)
@@ -59,19 +59,18 @@ class MegatronDynamicCP:
         yield drafts_of(rounds, _alone)
         yield drafts_of(rounds, partial(packed, batch, problem))
 
+    def _needed(self, length_tokens: int, max_tokens_per_rank: int) -> int:
+        return degree_needed(length_tokens, max_tokens_per_rank)
 
-def check_fits(name: str, longest: int, problem: Problem) -> None:
-    """Refuse a sequence that no power of two of the ranks can hold.
-
-    Raises:
-        PlanError: see above; the message begins with the strategy's name.
-    """
-    degree = degree_needed(longest, problem.tokens_per_rank)
-    if degree > problem.num_ranks:
-        raise PlanError(
-            f"{name} cannot plan a sequence of {longest} tokens: its degrees are powers of two, "
-            f"{degree} ranks of {problem.tokens_per_rank} tokens are needed and there are {problem.num_ranks}"
-        )
+    def _check_fits(self, longest: int) -> None:
+        """Refuse a sequence that no degree of the strategy can hold."""
+        problem = self._problem
+        degree = self._needed(longest, problem.tokens_per_rank)
+        if degree > problem.num_ranks:
+            raise PlanError(
+                f"{self.name} cannot plan a sequence of {longest} tokens: its degrees are powers of two, "
+                f"{degree} ranks of {problem.tokens_per_rank} tokens are needed and there are {problem.num_ranks}"
+            )
 
 
 def drafts_of(rounds: Sequence[Sequence[Group]], split: Callable[[Group], list[list[int]]]) -> Iterator[Draft]:

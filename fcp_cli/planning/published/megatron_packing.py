@@ -15,10 +15,12 @@ follow from is halved up to three times and the quickest kept for every step; no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import numpy as np
+import numpy.typing as npt
 
 from fcp_cli.planning.batches import GlobalBatches
 from fcp_cli.planning.problem import Batch
@@ -34,22 +36,59 @@ def make_solver(batches: GlobalBatches) -> MegatronPacking:
     return MegatronPacking(batches.problem)
 
 
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """Which degrees sequences are offered.
+
+    Attributes:
+        needed: the least for a sequence of so many tokens, where a rank holds so many.
+        wider: the next after one; groups that take empty ranks grow to it, too.
+    """
+
+    needed: Callable[[int, int], int]
+    wider: Callable[[int], int]
+
+
+def doubled(degree: int) -> int:
+    return 2 * degree
+
+
+POWERS_OF_TWO = Degrees(degree_needed, doubled)
+
+
+@lru_cache(maxsize=1024)
+def _offered(degrees: Degrees, degree: int, num_ranks: int) -> npt.NDArray[np.bool_]:
+    """Return, by degree, which ones a sequence is offered that needs this one."""
+    offered = np.zeros(num_ranks + 1, dtype=np.bool_)
+    while degree <= num_ranks:
+        offered[degree] = True
+        degree = degrees.wider(degree)
+    return offered
+
+
 class MegatronPacking(MegatronDynamicCP):
-    name = "megatron-packing"
+    name: str = "megatron-packing"
+    degrees: Sequence[Degrees] = (POWERS_OF_TWO,)
 
     def _drafts(self, batch: Batch, lengths: list[int], tokens_per_rank: int) -> Iterator[Iterator[Draft]]:
         problem = self._problem
-        rounds = packed_rounds(lengths, max_tokens_per_rank=tokens_per_rank, num_ranks=problem.num_ranks)
-        yield drafts_of(rounds, partial(packed, batch, problem))
+        for degrees in self.degrees:
+            rounds = packed_rounds(
+                lengths, max_tokens_per_rank=tokens_per_rank, num_ranks=problem.num_ranks, degrees=degrees
+            )
+            yield drafts_of(rounds, partial(packed, batch, problem))
 
 
-def packed_rounds(lengths: Sequence[int], *, max_tokens_per_rank: int, num_ranks: int) -> list[list[Group]]:
+def packed_rounds(
+    lengths: Sequence[int], *, max_tokens_per_rank: int, num_ranks: int, degrees: Degrees = POWERS_OF_TWO
+) -> list[list[Group]]:
     """Schedule sequences.
 
     Args:
         lengths: tokens of each sequence; none may need more than `num_ranks` ranks.
         max_tokens_per_rank: what a rank holds of all sequences of its group in a micro-batch.
         num_ranks: ranks of the job.
+        degrees: those that sequences are offered.
 
     Returns:
         Per micro-batch its groups, on contiguous ranks from rank 0 on in the groups' order.
@@ -57,7 +96,7 @@ def packed_rounds(lengths: Sequence[int], *, max_tokens_per_rank: int, num_ranks
     left = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     rounds = []
     while left:
-        current = _Round(lengths, left, max_tokens_per_rank, num_ranks)
+        current = _Round(lengths, left, max_tokens_per_rank, num_ranks, degrees)
         rounds.append(current.groups)
         left = current.left
     return rounds
@@ -66,40 +105,39 @@ def packed_rounds(lengths: Sequence[int], *, max_tokens_per_rank: int, num_ranks
 class _Round:
     """One micro-batch of all ranks: its groups, and the sequences that it leaves."""
 
-    def __init__(self, lengths: Sequence[int], waiting: Sequence[int], held_tokens: int, num_ranks: int) -> None:
+    def __init__(
+        self, lengths: Sequence[int], waiting: Sequence[int], held_tokens: int, num_ranks: int, degrees: Degrees
+    ) -> None:
         self.groups: list[Group] = []
         self.left: list[int] = []
-        self._lengths, self._held_tokens, self._num_ranks = lengths, held_tokens, num_ranks
+        self._lengths, self._held_tokens, self._num_ranks, self._degrees = lengths, held_tokens, num_ranks, degrees
         self._degree = np.zeros(num_ranks, dtype=np.int64)
         self._load, self._held = np.zeros(num_ranks), np.zeros(num_ranks)  # of a rank of each group
         self._free_ranks, self._highest = num_ranks, 0.0
         self._cap = lengths[waiting[0]] * held_tokens * _CAP
-        self._open(waiting[0], degree_needed(lengths[waiting[0]], held_tokens))
+        self._open(waiting[0], degrees.needed(lengths[waiting[0]], held_tokens))
         for i in waiting[1:]:
             self._place(i)
         self._fill_empty_ranks(waiting)
 
     def _place(self, i: int) -> None:
         """Give sequence i to the group, open or new, that leaves the most loaded rank with least."""
-        length, best, chosen, chosen_degree = self._lengths[i], np.inf, -1, 0
-        degree, count = degree_needed(length, self._held_tokens), len(self.groups)
-        while degree <= self._num_ranks and best > self._highest:  # no choice leaves less than the highest load
-            work, share = length * length / degree, length / degree
-            load = np.maximum(self._load[:count] + work, self._highest)
-            load[(self._degree[:count] != degree) | (self._held[:count] + share > self._held_tokens)] = np.inf
-            group = int(np.argmin(load)) if count else 0
-            if load[group] <= self._cap and load[group] < best:
-                best, chosen, chosen_degree = float(load[group]), group, degree
-            fresh = max(work, self._highest)
-            if self._free_ranks >= degree and fresh <= self._cap and fresh < best:
-                best, chosen, chosen_degree = fresh, -1, degree
-            degree *= 2
-        if chosen_degree == 0:
+        length, count = self._lengths[i], len(self.groups)
+        offered = _offered(self._degrees, self._degrees.needed(length, self._held_tokens), self._num_ranks)
+        new = np.flatnonzero(offered[: self._free_ranks + 1])
+        degree = np.concatenate([self._degree[:count], new])
+        load = np.maximum(np.append(self._load[:count], np.zeros(len(new))) + length * length / degree, self._highest)
+        joins = offered[degree[:count]] & (self._held[:count] + length / degree[:count] <= self._held_tokens)
+        load[:count][~joins] = np.inf
+        if load.min(initial=np.inf) > self._cap:
             self.left.append(i)
-        elif chosen < 0:
-            self._open(i, chosen_degree)
-        else:
+            return
+        least = np.flatnonzero(load == load.min())
+        chosen = int(least[np.argmin(degree[least])])  # of equals the smallest degree, and a group before a new one
+        if chosen < count:
             self._add(i, chosen)
+        else:
+            self._open(i, int(degree[chosen]))
 
     def _open(self, i: int, degree: int) -> None:
         self._free_ranks -= degree
@@ -115,10 +153,10 @@ class _Round:
         self._highest = max(self._highest, float(self._load[number]))
 
     def _fill_empty_ranks(self, waiting: Sequence[int]) -> None:
-        """Double the first of the smallest groups while ranks are empty; where that fails, run all on one group."""
+        """Widen the first of the smallest groups while ranks are empty; where that fails, run all on one group."""
         while self._free_ranks:
             smallest = min(self.groups, key=lambda group: group.degree)
-            more = min(smallest.degree, self._num_ranks - smallest.degree)
+            more = min(self._degrees.wider(smallest.degree), self._num_ranks) - smallest.degree
             if more > self._free_ranks:
                 self._run_on_all_ranks(waiting)
                 return

@@ -30,10 +30,14 @@ class Group:
     sequences: list[int] = field(default_factory=list)
 
 
+def ranks_needed(length_tokens: int, max_tokens_per_rank: int) -> int:
+    """Return the fewest ranks that hold a sequence."""
+    return -(-length_tokens // max_tokens_per_rank)
+
+
 def degree_needed(length_tokens: int, max_tokens_per_rank: int) -> int:
     """Return the smallest power of two of ranks that holds a sequence."""
-    chunks = -(-length_tokens // max_tokens_per_rank)
-    return 1 << (chunks - 1).bit_length()
+    return 1 << (ranks_needed(length_tokens, max_tokens_per_rank) - 1).bit_length()
 
 
 def balanced_rounds(lengths: Sequence[int], *, max_tokens_per_rank: int, num_ranks: int) -> list[list[Group]]:

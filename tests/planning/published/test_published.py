@@ -11,7 +11,13 @@ from fcp_cli.errors import PlanError
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.published import bytescale, karmarkar_karp, megatron_dynamic_cp, megatron_packing
+from fcp_cli.planning.published import (
+    bytescale,
+    karmarkar_karp,
+    megatron_any_degree,
+    megatron_dynamic_cp,
+    megatron_packing,
+)
 from fcp_cli.planning.published.flexsp import FlexSP
 from fcp_cli.planning.run import plan_step
 from fcp_cli.planning.solvers import SolverFactory
@@ -23,6 +29,7 @@ FACTORIES: dict[str, SolverFactory] = {
     "karmarkar-karp": karmarkar_karp.make_solver,
     "megatron-dynamic-cp": megatron_dynamic_cp.make_solver,
     "megatron-packing": megatron_packing.make_solver,
+    "megatron-any-degree": megatron_any_degree.make_solver,
 }
 NAMES = list(FACTORIES)
 
@@ -57,7 +64,7 @@ def test_powers_of_two_cannot_hold_what_six_ranks_can(name: str) -> None:
         FACTORIES[name](batches).assign(batches.batch(0))
 
 
-@pytest.mark.parametrize("name", ["bytescale", "karmarkar-karp"])
+@pytest.mark.parametrize("name", ["bytescale", "karmarkar-karp", "megatron-any-degree"])
 def test_any_degree_holds_what_six_ranks_can(name: str) -> None:
     batches = one_batch([5500, 10], example_problem(num_ranks=6, ranks_per_node=6, tokens_per_rank=1000))
     step = plan_step(batches.batch(0), batches.problem, FACTORIES[name](batches))
