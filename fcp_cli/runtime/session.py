@@ -42,7 +42,8 @@ from fcp_cli.runtime.gradients.forward import without_backward
 from fcp_cli.runtime.guards import NO_BACKWARD, OTHER_LOSS, Guards
 from fcp_cli.runtime.loader import Fetch, LoadedStep, Shard, fetches_labels, load_steps
 from fcp_cli.runtime.loss import Labels, head_loss_sum, token_loss_sum
-from fcp_cli.runtime.metrics.recorder import METRICS_VARIABLE, Recorder, StepRecord, recorder_of
+from fcp_cli.runtime.metrics.recorder import Recorder, StepRecord, recorder_of
+from fcp_cli.runtime.metrics.run_record import METRICS_VARIABLE
 from fcp_cli.runtime.on_nan import OnNan
 from fcp_cli.runtime.online.control import ProcessControl
 from fcp_cli.runtime.online.cursor import PlansStreams, StreamCursor, online_settings, stream_plan_path

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from fcp_cli.plan.reader import PlanReader
+from fcp_cli.runs.metrics_reader import read_metrics
+from fcp_cli.runtime.cursor import orders_of_rank
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.mindspore_model import HEAD_DIM, initial_weights, layers_of, tokens_of
 from tests.runtime.plans import Row, write_plan
@@ -129,6 +131,20 @@ def test_loss_and_gradients_are_those_of_one_process(plan: Path, found: dict[str
 
 def test_it_needs_no_torch(found: dict[str, Any]) -> None:
     assert not found["imported_torch"]
+
+
+def test_rank_0_writes_the_metrics_of_every_step(plan: Path, found: dict[str, Any]) -> None:
+    run, *steps = read_metrics(plan.parent / "run" / "metrics.jsonl")
+    assert (run["num_ranks"], run["device"], run["first_step"], run["steps"]) == (NUM_RANKS, "cpu", 0, len(STEPS))
+    assert run["mindspore"] and Path(run["program"]).name == WORKER.name
+    for number, (step, planned) in enumerate(zip(steps, PlanReader(plan).steps(), strict=True)):
+        assert (step["step"], step["tokens"], step["warm_up"]) == (number, int(planned.tokens.sum()), number == 0)
+        assert step["loss"] == pytest.approx(float(found[f"{number}/loss"]), rel=1e-6)
+        for rank, measured in enumerate(step["ranks"]):
+            orders = orders_of_rank(planned, rank).tolist()
+            assert [timing["order"] for timing in measured["micro_batches"]] == orders
+            assert 0.0 < measured["busy_seconds"] < 1.1 * step["seconds"]
+            assert measured["peak_memory_bytes"] > 1 << 20
 
 
 def test_a_rank_with_another_plan_stops_the_job(plan: Path, tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -26,20 +25,19 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fcp_cli.errors import FcpError, ProfileError
+from fcp_cli.errors import FcpError
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import MicroBatch, StepPlan
-from fcp_cli.runs.metrics import FORMAT, MetricsWriter, StepMeasurement, drop_steps_from
+from fcp_cli.runs.metrics import MetricsWriter, StepMeasurement, drop_steps_from
 from fcp_cli.runs.step_position import StepPosition, write_position
 from fcp_cli.runtime.metrics.mailbox import Mailbox, MessageLostError, job_store
 from fcp_cli.runtime.metrics.memory import peak_memory_bytes
 from fcp_cli.runtime.metrics.message import RankMeasurement, mean_loss, planned_timings
+from fcp_cli.runtime.metrics.run_record import METRICS_VARIABLE, run_record
 from fcp_cli.runtime.prefetch import Prefetched
 from fcp_cli.runtime.timing import Clock, clock_for
 
-METRICS_VARIABLE = "FCP_METRICS"
-_MODEL_VARIABLE = "FCP_MODEL"
 _POSITION_SECONDS = 5.0  # between two notes of where a long step is
 _LOOK_SECONDS = 0.5  # between two looks of rank 0 for messages, while a step runs
 _LAST_SECONDS = 30.0  # that rank 0 waits for the other ranks' last messages when the loop is over
@@ -186,7 +184,8 @@ class Recorder:
         is_planned = self.followed is None
         plans = PlanReader(self._plan).steps(first_step) if self.followed is None else _taken(self.followed)
         self._plans = Prefetched(plans, depth=_PLANS_AHEAD if is_planned else 0, name="fcp-metrics")
-        self.write({**self._run_record(first_step), **facts})
+        device = {"device": self._device.type, "device_name": device_name(self._device), "torch": torch.__version__}
+        self.write({**run_record(self._plan, self._metadata, first_step=first_step, **device), **facts})
 
     def recorded(self, steps: Generator[AnyStep, None, None]) -> Generator[AnyStep, None, None]:
         """Yield the steps of a loop, each measured from when it is asked for to its last optimizer step."""
@@ -353,26 +352,6 @@ class Recorder:
         self._waiting.clear()
         self._uncollected.clear()
 
-    def _run_record(self, first_step: int) -> dict[str, Any]:
-        metadata = self._metadata
-        return {
-            "format": FORMAT,
-            "kind": "run",
-            "plan_hash": metadata.plan_hash,
-            "plan": str(self._plan),
-            "num_ranks": metadata.num_ranks,
-            "ranks_per_node": metadata.ranks_per_node,
-            "sync": metadata.sync,
-            "model": os.environ.get(_MODEL_VARIABLE) or _planned_model(metadata),
-            "device": self._device.type,
-            "device_name": device_name(self._device),
-            "torch": torch.__version__,
-            "started": datetime.now(timezone.utc).isoformat(),
-            "first_step": first_step,
-            "steps": metadata.end_step,
-            "program": sys.argv[0],
-        }
-
 
 def recorder_of(
     path: str | Path | None, *, plan: Path, metadata: PlanMetadata, rank: int, device: torch.device
@@ -420,15 +399,6 @@ def _ends_step(recorder: weakref.ref[Recorder]) -> Callable[..., None]:
 
 def _say(line: str) -> None:
     print(f"fcp: {line}", file=sys.stderr, flush=True)
-
-
-def _planned_model(metadata: PlanMetadata) -> str | None:
-    """Return the model of the plan's cost profile: a script's own is known to the script alone."""
-    from fcp_cli.cost.profile import parse_cost_profile  # ranks need nothing else of the cost model
-
-    with suppress(ProfileError):
-        return parse_cost_profile(metadata.cost_profile, name="the plan's cost profile").model
-    return None
 
 
 def device_name(device: torch.device) -> str:

@@ -28,6 +28,7 @@ from fcp_cli.plan.step import MicroBatch as PlannedMicroBatch
 from fcp_cli.runtime.agreement import fingerprint, require_agreement, require_causal, require_training
 from fcp_cli.runtime.cursor import PlanCursor, RankStep
 from fcp_cli.runtime.followed_step import IGNORED, FollowedStep, plan_path, require_length
+from fcp_cli.runtime.integrations.mindspore.measured import MeasuredSteps
 from fcp_cli.runtime.integrations.mindspore.ranks import Ranks, join
 from fcp_cli.runtime.integrations.mindspore.ring import Ring
 from fcp_cli.runtime.layout import shard_layout
@@ -89,18 +90,23 @@ class Session:
     def steps(self, *, first_step: int = 0) -> Generator[Step, None, None]:
         """Yield the plan's steps from `first_step` on, each to be iterated to its end before the next.
 
+        A step is measured when the next one is asked for, where FCP_METRICS names a file (`fcp launch` does).
+
         Raises:
             RunError: a step beyond the plan; while iterating, a loop that leaves out micro-batches or does not run
                 `attention`, data that is shorter than in the plan.
         """
+        measured = MeasuredSteps(self.plan, self.metadata, self.ranks, first_step)
         cursor = PlanCursor(self.plan, self.rank, first_step=first_step)
         try:
             for planned in cursor:
-                step = Step(planned, self._fetch, self.ranks)
+                step = Step(planned, self._fetch, self.ranks, measured)
                 yield step
                 step.require_finished()
+                measured.end()
         finally:
             cursor.close()
+            measured.close()
 
 
 class MicroBatch:
@@ -144,8 +150,9 @@ class Step(FollowedStep):
         tokens: of the global batch that carry a loss: all but the last of each sequence.
     """
 
-    def __init__(self, planned: RankStep, fetch: Fetch, ranks: Ranks) -> None:
+    def __init__(self, planned: RankStep, fetch: Fetch, ranks: Ranks, measured: MeasuredSteps) -> None:
         super().__init__(planned)
+        self._measured = measured
         self.tokens = planned.loss_tokens
         self._rows = planned.rows
         self._fetch = fetch
@@ -158,7 +165,10 @@ class Step(FollowedStep):
         for row in self._rows:
             layout, index = shard_layout(row.lengths, row.degree), row.ranks.index(self._ranks.rank)
             ring = Ring(layout=layout, index=index, ranks=row.ranks, world=self._ranks)
-            yield MicroBatch(row, ring, self._fetch, step_tokens=self.tokens)
+            microbatch = MicroBatch(row, ring, self._fetch, step_tokens=self.tokens)
+            self._measured.enter()
+            yield microbatch
+            self._measured.leave(row.order)
             self._require_attention(row, ring, _NO_ATTENTION)
             self._num_run += 1
         self._is_finished = True
@@ -180,8 +190,9 @@ class Step(FollowedStep):
         self.require_finished()
         if self._loss is None:
             raise RunError(f"step {self.index} has no gradients; call step.add(loss, grads) for every micro-batch")
-        loss = self._ranks.sum(self._loss.reshape(1))
-        return float(loss.asnumpy()[0]), tuple(self._ranks.sum(grad) for grad in self._grads)
+        loss = float(self._ranks.sum(self._loss.reshape(1)).asnumpy()[0])
+        self._measured.loss = loss
+        return loss, tuple(self._ranks.sum(grad) for grad in self._grads)
 
 
 def _shard(row: PlannedMicroBatch, ring: Ring, fetch: Fetch) -> tuple[IntArray, IntArray, IntArray]:
