@@ -18,7 +18,7 @@ Gradients travel in fp32 in the pass `backward`, and in the type of the keys in 
 The column `before` is `benchmarks/ring_ops.json`, written by this program on the commit that the file names.
 
 Groups of u x r ranks that share heads come last: what a member sends in the forward and backward of a layer, beside
-what the cost model says that it sends.
+what the cost model says that it sends; and the same of a layer whose tokens attend to a window.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fcp_cli.cost.model import exchange_seconds, ring_seconds
+from fcp_cli.cost.model import exchange_seconds, halo_seconds, ring_seconds, window_work
 from fcp_cli.cost.profile import Bandwidth
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
 from fcp_cli.profiling.analytic import analytic_profile
 from fcp_cli.recipe import Recipe
-from fcp_cli.runtime import ring_passes
+from fcp_cli.runtime import ring_passes, windows
 from fcp_cli.runtime.grad_ring import GradRingDtype
 from fcp_cli.runtime.kernels import fused
 from fcp_cli.runtime.kernels.cuda import CudaFlashKernel
@@ -229,11 +230,13 @@ ROW_WISE: dict[str, Callable[[tuple[Any, ...], Any], int]] = {
 }
 
 
-def count_pack(lengths: tuple[int, ...], degree: int, heads_degree: int = 1) -> dict[str, Counts]:
+def count_pack(
+    lengths: tuple[int, ...], degree: int, heads_degree: int = 1, window: int | None = None
+) -> dict[str, Counts]:
     """Return the counts of every pass, each the most over the group's members."""
     layout = shard_layout(lengths, degree, heads_degree)
     with pretended_gpu():
-        members = [_count_member(layout, index) for index in range(degree)]
+        members = [_count_member(layout, index, window) for index in range(degree)]
     return {
         name: Counts(**{f.name: max(getattr(member[name], f.name) for member in members) for f in fields(Counts)})
         for name in PASSES
@@ -245,12 +248,13 @@ def pretended_gpu() -> Iterator[None]:
     """Treat meta tensors as those of a GPU with triton."""
     with (
         mock.patch.object(ring_passes, "select_kernel", lambda device_type, dtype: CudaFlashKernel()),
+        mock.patch.object(windows, "select_kernel", lambda device_type, dtype: CudaFlashKernel()),
         mock.patch.object(fused, "fused_rows", lambda device_type: True),
     ):
         yield
 
 
-def _count_member(layout: ShardLayout, index: int) -> dict[str, Counts]:
+def _count_member(layout: ShardLayout, index: int, window: int | None) -> dict[str, Counts]:
     counter = Counter()
     ring = Ring(layout, index, tuple(range(layout.degree)), CountingTransport(counter))
     q, grad_out, k, v = (
@@ -260,12 +264,12 @@ def _count_member(layout: ShardLayout, index: int) -> dict[str, Counts]:
 
     def layer() -> dict[str, Counts]:
         counter.counts = forward = Counts()
-        _, kept = drive(group_forward(ring, q, k, v, 1.0))
+        _, kept = drive(group_forward(ring, q, k, v, 1.0, window=window))
         counts = {"forward": forward}
         for name, grad_dtype in BACKWARDS.items():
             counter.counts = counts[name] = Counts()
             ring.grad_dtype = grad_dtype
-            drive(group_backward(ring, grad_out, kept, 1.0, kv_heads=KV_HEADS))
+            drive(group_backward(ring, grad_out, kept, 1.0, kv_heads=KV_HEADS, window=window))
         return counts
 
     def counted_merge(*args: Any) -> None:
@@ -278,25 +282,27 @@ def _count_member(layout: ShardLayout, index: int) -> dict[str, Counts]:
         return layer()
 
 
-def count_sent(u: int, r: int) -> Counts:
+def count_sent(u: int, r: int, window: int | None = None) -> Counts:
     """Return the messages and bytes of a member of u x r in the forward and backward of a layer, one long sequence."""
-    passes = count_pack(_pack(1, u * r), u * r, u)
+    passes = count_pack(_pack(1, u * r), u * r, u, window)
     both = passes["forward"], passes["backward"]
     return Counts(messages=sum(one.messages for one in both), sent_bytes=sum(one.sent_bytes for one in both))
 
 
-def predicted_sent(u: int, r: int) -> Counts:
+def predicted_sent(u: int, r: int, window: int | None = None) -> Counts:
     """Return what the cost model says of one layer: seconds where a message takes one, then where a byte does."""
-    messages = _priced(u, r, message_seconds=1, bytes_per_second=math.inf)
-    moved = _priced(u, r, message_seconds=0, bytes_per_second=1)
-    if r == 2:
+    messages = _priced(u, r, window, message_seconds=1, bytes_per_second=math.inf)
+    moved = _priced(u, r, window, message_seconds=0, bytes_per_second=1)
+    if r == 2 and window is None:
         messages -= 1  # gradients that travel one hop behind have none to travel behind
     return Counts(messages=round(messages), sent_bytes=round(moved))
 
 
-def _priced(u: int, r: int, *, message_seconds: float, bytes_per_second: float) -> float:
+def _priced(u: int, r: int, window: int | None, *, message_seconds: float, bytes_per_second: float) -> float:
     layer = replace(load_model("qwen3-8b"), num_layers=1)
     assert (layer.num_heads, layer.num_kv_heads, layer.head_dim) == (HEADS, KV_HEADS, HEAD_DIM)
+    if window is not None:
+        layer = replace(layer, attention=("window",), window_tokens=window)
     cluster = replace(load_cluster("h100-8x8"), message_seconds=1.0)
     profile = analytic_profile(layer, cluster, recipe=Recipe(), sync="iteration", ranks=u * r)
     assert profile.heads is not None
@@ -309,10 +315,14 @@ def _priced(u: int, r: int, *, message_seconds: float, bytes_per_second: float) 
             c,
             ring_hop_seconds=message_seconds * c.ring_hop_seconds,
             last_hop_seconds=message_seconds * c.last_hop_seconds,
+            halo_message_seconds=message_seconds * c.halo_message_seconds,
         ),
     )
     group: dict[str, Any] = {"tokens": RANK_TOKENS * u * r, "degree": u * r, "heads_degree": u}
     exchanged = exchange_seconds(profile, **group, sets_cross_nodes=False)
+    if window is not None:
+        halos = window_work(np.array([RANK_TOKENS * u * r]), profile.coefficients)
+        return float(exchanged + halo_seconds(profile, halos, degree=u * r, heads_degree=u, crosses_nodes=False)[0])
     return float(exchanged + ring_seconds(profile, **group, crosses_nodes=False))
 
 
