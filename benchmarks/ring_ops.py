@@ -30,6 +30,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -61,6 +62,7 @@ PASSES = ("forward", *BACKWARDS)
 BEFORE = Path(__file__).with_suffix(".json")
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 RANK_TOKENS = 16_384
+WINDOW = 1024
 MIB = 1 << 20
 
 
@@ -352,11 +354,12 @@ def main() -> None:
         for pass_ in PASSES:
             print_pass(name, pass_, old.get(pass_, old["backward"]), new[pass_], hops=degree - 1)
     print()
-    print(f"{'u x r':<9} {'messages':>9} {'predicted':>10} {'MiB sent':>10} {'predicted':>10}")
-    for u, r in SHARED:
-        counted, predicted = count_sent(u, r), predicted_sent(u, r)
+    print(f"{'u x r':<24} {'messages':>9} {'predicted':>10} {'MiB sent':>10} {'predicted':>10}")
+    for window, (u, r) in product((None, WINDOW), SHARED):
+        counted, predicted = count_sent(u, r, window), predicted_sent(u, r, window)
         sent = f"{counted.sent_bytes / MIB:10.1f} {predicted.sent_bytes / MIB:10.1f}"
-        print(f"{f'{u} x {r}':<9} {counted.messages:9} {predicted.messages:10} {sent}")
+        group = f"{u} x {r}" + (f", window of {window}" if window else "")
+        print(f"{group:<24} {counted.messages:9} {predicted.messages:10} {sent}")
 
 
 def print_pass(name: str, pass_: str, before: dict[str, int], after: dict[str, int], *, hops: int) -> None:
