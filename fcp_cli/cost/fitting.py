@@ -162,7 +162,7 @@ def predicted_seconds(samples: Sequence[Sample], profile: CostProfile) -> FloatA
 
 def _work_of(samples: Sequence[Sample], c: Coefficients) -> Work:
     """Return the work of each sample as a pack of causal text."""
-    sizes = [len(sample.lengths) for sample in samples]
+    sizes = np.array([len(sample.lengths) for sample in samples], dtype=np.int64)
     lengths = np.concatenate([np.array(sample.lengths, dtype=np.int64) for sample in samples])
     return causal_work(lengths, c).packed(np.cumsum(sizes) - sizes)
 
@@ -213,7 +213,8 @@ class _Terms:
         rings = (hops > 0) & ~np.array([s.silent for s in samples], dtype=bool)
         place: dict[str, Any] = {"tokens": tokens, "degree": degree, "heads_degree": shared, "sets_cross_nodes": False}
         exchanges = np.zeros_like(degree) if prior.heads is None else exchange_seconds(prior, **place)
-        windowed, halo = np.zeros((2, len(degree)))
+        windowed: FloatArray = np.zeros_like(degree)
+        halo: FloatArray = np.zeros_like(degree)
         work, unit = _work_of(samples, c).windows, _ring_unit(c)
         if work is not None:
             windowed = work.seconds / (c.attention_seconds_per_token2 or c.window_seconds_per_token2)

@@ -41,7 +41,7 @@ from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.profile import Coefficients, CostProfile, Heads
 from fcp_cli.manifest.table import LengthTable
 
-Index: TypeAlias = IntArray | int | tuple[slice | EllipsisType | None, ...]
+Index: TypeAlias = IntArray | int | slice | tuple[slice | EllipsisType | None, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

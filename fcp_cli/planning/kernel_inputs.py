@@ -21,11 +21,25 @@ def changed(machine: Machine, **fields: Any) -> Machine:
     return machine._replace(splits=tabulated(machine)) if splits.only or len(splits.heads) else machine
 
 
+_last: tuple[Problem, Machine] | None = None
+
+
 def machine_of(problem: Problem, groups: list[range] | None = None, *, placement: int = ANY_RANKS) -> Machine:
     """Return ranks, token budget and cost of a problem; rings may use the given groups (widest first) only, or any.
 
-    `placement` says which ranks may be a group where none are given; see `core.ANY_RANKS`.
+    `placement` says which ranks may be a group where none are given; see `core.ANY_RANKS`. What was asked for last of a
+    problem alone is kept: a step's bounds ask again and again, and tabulating ways to split heads takes longer.
     """
+    global _last
+    if groups or placement != ANY_RANKS:
+        return _made(problem, groups, placement)
+    last = _last
+    if last is None or last[0] is not problem:
+        _last = last = problem, _made(problem, None, placement)
+    return last[1]
+
+
+def _made(problem: Problem, groups: list[range] | None, placement: int) -> Machine:
     c, bandwidth = problem.profile.coefficients, problem.profile.bandwidth
     first, ranks, allowed = _back_to_back(groups or [], problem.num_ranks)
     if not groups:

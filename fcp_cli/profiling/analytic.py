@@ -263,7 +263,7 @@ class _Job:
         kv_bytes = precision_of(recipe).activation
         # The runtime's rings sum dK and dV in at least fp32.
         sent: dict[str, Any] = {"recompute": runs_ring_again, "reached": backward.layers}
-        widths = {"kv_bytes": kv_bytes, "gradient_bytes": max(4, kv_bytes)}
+        widths: dict[str, Any] = {"kv_bytes": kv_bytes, "gradient_bytes": max(4, kv_bytes)}
         ring_bytes = ring_bytes_per_token(spec, **widths, **sent)
         hop_messages = messages_per_hop(spec, **sent)
         vision = backward.vision

@@ -113,7 +113,7 @@ def _priced(
     members = slice(int(step.sequence_offsets[microbatch.order]), int(step.sequence_offsets[microbatch.order + 1]))
     sequences = planned_sequences(step, manifest, problem.cached_from_step)
     work = work_on(batch_work(sequences, problem), degree, problem)
-    pack = work.take((members,)).packed(np.zeros(1, dtype=np.int64)).take((0,))
+    pack = work.take(members).packed(np.zeros(1, dtype=np.int64)).take(0)
     attention, tokens = pack.attention_seconds, int(pack.tokens)
     size = problem.ranks_per_node
     crosses = (

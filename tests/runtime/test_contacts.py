@@ -112,9 +112,9 @@ def test_layers_that_look_back_use_no_way_that_was_not_opened(
         place, transport = order.index(rank), RecordingTransport(ThreadTransport(meeting.mailbox, rank, 20.0))
         ring = Ring(layout, place, order, transport)
         rows = torch.ones(1, 3, layout.tokens(place), requires_grad=True)
-        short_convolution(lambda given: given * 2, rows, 4, ring).sum().backward()
+        torch.autograd.backward(short_convolution(lambda given: given * 2, rows, 4, ring).sum())
         states = torch.ones(2, 2, 8, 4, 4, requires_grad=True)
-        states_at_chunks(ring.around_ring(), states, states).sum().backward()
+        torch.autograd.backward(states_at_chunks(ring.around_ring(), states, states).sum())
         return tuple(transport.operations)
 
     linear = dict(enumerate(run_ranks(len(ranks), run)))

@@ -166,7 +166,7 @@ def halo_messages(sets: float, shortest: int, machine: Machine) -> float:
     """Return how many messages a halo takes in a ring of so many sets: `cost.model.halo_messages`."""
     if sets == 1.0:
         return 0.0
-    return min(2.0 * np.ceil(2.0 * sets * machine.reach / shortest), sets + 1.0)
+    return float(min(2.0 * np.ceil(2.0 * sets * machine.reach / shortest), sets + 1.0))
 
 
 @inlined
