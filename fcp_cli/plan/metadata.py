@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fcp_cli.errors import PlanError
+from fcp_cli.masks import MaskRows
 from fcp_cli.plan.masks import PlannedMasks
 from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.plan.refits import Refit, refit_at
@@ -188,6 +189,11 @@ class PlanMetadata:
     def devices_per_rank(self) -> int:
         """Devices, and processes, that hold one model replica together."""
         return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def mask_rows(self) -> MaskRows | None:
+        """The masks of the manifest's rows, where the plan keeps them."""
+        return None if self.masks is None else self.masks.of_rows(self.manifest.rows)
 
     @property
     def num_devices(self) -> int:

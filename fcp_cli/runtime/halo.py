@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from fcp_cli.arrays import IntArray
+from fcp_cli.masks import Spans
 from fcp_cli.runtime.layout import CACHED_LAYOUTS, Rows, Runs, ShardLayout
 from fcp_cli.runtime.rows import add_to_rows, rows_at, take
 from fcp_cli.runtime.transport import Handle, Transport, Waits
@@ -306,6 +307,7 @@ class _Lanes:
     def _aheads(self, runs: Runs) -> IntArray:
         counts = np.zeros_like(runs.sizes)
         for sequence, mask in enumerate(self._layout.masks):
+            assert isinstance(mask, Spans), "chunk pairs have no windows"
             own = np.flatnonzero(runs.sequences == sequence)
             stops = runs.starts[own] + runs.sizes[own]
             for start, stop in mask.seen_both_ways(self._layout.lengths[sequence]):
@@ -333,7 +335,8 @@ class _Needed(NamedTuple):
 
     def from_afar(self, places: int) -> IntArray:
         """Return the rows of the member so many places before, or behind."""
-        return self.rows[self.distances == places]
+        rows: IntArray = self.rows[self.distances == places]
+        return rows
 
 
 def ranges(starts: IntArray, sizes: IntArray) -> IntArray:

@@ -21,7 +21,7 @@ def attention_outside(
 
     Windows and sinks are given to PyTorch's attention as a mask, whose size is the square of the tokens.
     """
-    if window is sinks is softcap is None:
+    if window is None and sinks is None and softcap is None:
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     tokens = q.shape[2]
     seen = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril_()

@@ -15,9 +15,8 @@ from fcp_cli.vision.parts import VisualSequence
 
 def with_planned_masks(fetch: Fetch, metadata: PlanMetadata) -> Fetch:
     """Return a fetch whose sequences have the plan's masks; the same one where the plan keeps none."""
-    if metadata.masks is None:
-        return fetch
-    return _Planned(fetch, metadata.masks.of_rows(metadata.manifest.rows), metadata.manifest.name)
+    masks = metadata.mask_rows
+    return fetch if masks is None else _Planned(fetch, masks, metadata.manifest.name)
 
 
 class _Planned:

@@ -358,8 +358,9 @@ def _attention_backward_operator(
     own = Kept(_pack(q, tokens), _pack(k, tokens), _pack(v, tokens), _pack(out, tokens), lse[:tokens])
     # What a graph keeps has sizes of its own; those of what a set exchanges follow from the ring.
     kept, grad = drive(exchanged_again(ring, own)), _pack(grad_out, tokens)
-    how = {"window": window, "sinks": sinks, "softcap": softcap}
-    grads = drive(group_backward(ring, grad, kept, scale, kv_heads=k.shape[1], **how))
+    grads = drive(
+        group_backward(ring, grad, kept, scale, kv_heads=k.shape[1], window=window, sinks=sinks, softcap=softcap)
+    )
     dq, dk, dv = (_unpack(grad, q.shape[2]) for grad in grads[:3])
     return dq, dk, dv, q.new_empty(0) if grads.sinks is None else grads.sinks
 

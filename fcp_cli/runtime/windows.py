@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from fcp_cli.arrays import IntArray
+from fcp_cli.masks import Spans
 from fcp_cli.runtime.group_member import GroupMember, Kept
 from fcp_cli.runtime.halo import FetchedRows, Halo, ReturnedRows, halo_of, ranges
 from fcp_cli.runtime.kernels import AttentionKernel, capped_kernel, lse_dtype, select_kernel
@@ -139,6 +140,7 @@ def _edge(halo: Halo, heads: IntArray, window: int) -> Edge | None:
 def _spans_of_runs(layout: ShardLayout, halo: Halo) -> Iterator[tuple[int, int, int]]:
     """Yield for each run and each span that has tokens in it: the run, and the member's first row and last of these."""
     for sequence, mask in enumerate(layout.masks):
+        assert isinstance(mask, Spans), "chunk pairs have no windows"
         spans = list(mask.seen_both_ways(layout.lengths[sequence]))
         for run in np.flatnonzero(halo.sequences == sequence).tolist():
             size, start, first = int(halo.sizes[run]), int(halo.starts[run]), int(halo.firsts[run])
@@ -198,7 +200,9 @@ def window_forward(
     fetched = FetchedRows("halo", work.halo, ring.ranks, ring.transport, k, v)
     lse = q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
     # What is merged further is kept in the type of lse, and rounded once.
-    out = q.new_empty(*q.shape[:2], v.shape[-1], dtype=q.dtype if work.ahead is work.beyond is None else lse.dtype)
+    out = q.new_empty(
+        *q.shape[:2], v.shape[-1], dtype=q.dtype if work.ahead is None and work.beyond is None else lse.dtype
+    )
     if (inner := work.inner) is not None:
         keys = take(k, inner.k_rows), take(v, inner.k_rows)
         _write(out, lse, inner.q_rows, *kernel.forward(take(q, inner.q_rows), *keys, inner.segments, scale))
@@ -231,7 +235,7 @@ def window_backward(
     kernel, work = _kernel_of(q, softcap), window_work(ring.layout, ring.index, window)
     halo, wire = work.halo, (work.halo, ring.ranks, ring.transport)
     fetched = FetchedRows("halo", *wire, k, v)
-    is_whole = work.ahead is work.beyond is None  # each query's keys are in one call
+    is_whole = work.ahead is None and work.beyond is None  # each query's keys are in one call
     dq = torch.empty_like(q) if is_whole else torch.zeros_like(q, dtype=lse.dtype)
     sums = _KeyGradients(k, v, lse.dtype)
 

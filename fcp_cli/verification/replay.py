@@ -143,8 +143,7 @@ def gradients_alone(
         begin: told the mask and the tokens of each sequence before its forward; None: `forward` is causal.
     """
     losses, gradients = [], []
-    metadata = PlanReader(plan).metadata
-    masks = metadata.masks and metadata.masks.of_rows(metadata.manifest.rows)
+    masks = PlanReader(plan).metadata.mask_rows
     for step in PlanReader(plan).steps():
         sequences = list(_labelled_sequences(step, fetch))
         tokens = sum(int((labels != IGNORED).sum()) for _, labels in sequences)

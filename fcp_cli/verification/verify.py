@@ -101,7 +101,7 @@ def verify(plan: Path, *, num_steps: int = 3, first_step: int = 0, max_length: i
         raise RunError(f"{plan} ends after step {metadata.end_step - 1}: there is none from step {first_step} on")
     longest = max(int(step.lengths.max()) for step in steps)
     scale = min(1.0, max_length / longest)
-    masks = metadata.masks and metadata.masks.of_rows(metadata.manifest.rows).scaled(scale)
+    masks = None if metadata.mask_rows is None else metadata.mask_rows.scaled(scale)
     scaled = [replace(step, step=i, lengths=_scaled(step, scale, masks)) for i, step in enumerate(steps)]
     processes = metadata.num_ranks <= MOST_PROCESSES
     with TemporaryDirectory(prefix="fcp-verify-") as folder, _one_thread_per_rank():
@@ -128,7 +128,7 @@ def verify(plan: Path, *, num_steps: int = 3, first_step: int = 0, max_length: i
 
 def _scaled(step: StepPlan, scale: float, masks: MaskRows | None) -> Int32Array:
     """Return [sequences] the lengths to replay, 1 at least; that of chunk pairs is what their chunks have."""
-    lengths = np.maximum(np.floor(step.lengths * scale), 1).astype(np.int32)
+    lengths: Int32Array = np.maximum(np.floor(step.lengths * scale), 1).astype(np.int32)
     for place, row in enumerate(step.sequences.tolist()):
         mask = CAUSAL if masks is None else masks.mask(row)
         if isinstance(mask, ChunkPairs):

@@ -133,7 +133,7 @@ def test_a_plan_of_masked_sequences_says_so_and_counts_what_they_cost(folder: Pa
         reader = PlanReader(folder / f"{name}.plan.parquet")
         bounds[name] = next(iter(reader.steps())).bound_seconds
         assert reader.metadata.masked_sequences == (2 if options else None)
-        masks = reader.metadata.masks and reader.metadata.masks.of_rows(reader.metadata.manifest.rows)
+        masks = reader.metadata.mask_rows
         numbers = [] if masks is None else [list(masks.mask(row).numbers) for row in range(len(masks.offsets) - 1)]
         assert numbers == ([[1000, 1000], [], [10] * 100] if options else [])
     assert bounds["masked"] < bounds["causal"]

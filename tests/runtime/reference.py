@@ -71,7 +71,7 @@ def make_example(
     sinks = torch.randn(num_heads, generator=generator, dtype=torch.float64).to(dtype).double() if has_sinks else None
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v, *([] if sinks is None else [sinks]))]
     q_leaf, k_leaf, v_leaf, *rest = leaves
-    out = packed_attention(q_leaf, k_leaf, v_leaf, lengths, masks, window, *(rest or [None]), softcap=softcap)
+    out = packed_attention(q_leaf, k_leaf, v_leaf, lengths, masks, window, rest[0] if rest else None, softcap)
     dq, dk, dv, *of_sinks = torch.autograd.grad(out, leaves, grad_out)
     results = {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
     dsinks = of_sinks[0] if of_sinks else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,93 +13,42 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.gemma3.modeling_gemma3 import (
-    Gemma3RMSNorm,
-    create_masks_for_vision_model,
-    get_block_sequence_ids_for_mask,
-)
 
 from fcp_cli.errors import RunError
-from fcp_cli.masks import Mask, MaskedSequence, MaskRows, full, of_matrix, prefix, segments, token_types
+from fcp_cli.masks import MaskedSequence, full, of_matrix, segments, token_types
 from fcp_cli.plan.masks import planned_masks
+from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.runtime.integrations.hugging_face.rows import CollatedRows
 from fcp_cli.runtime.integrations.transformers import prepare
-from fcp_cli.runtime.loss import next_token_labels, token_loss_sum
 from fcp_cli.runtime.planned_masks import with_planned_masks
 from fcp_cli.verification.emulation import Meeting, run_ranks
-from fcp_cli.verification.replay import Replayed, gradients_on_rank, take_gradient, thread_session
-from tests.masks import Masked, seen
-from tests.runtime.families import FAMILIES
+from fcp_cli.verification.replay import Replayed, gradients_on_rank, thread_session
+from tests.runtime.launch import torchrun
 from tests.runtime.plans import Row, write_plan
 
 pytestmark = pytest.mark.hf
 
-LENGTHS = (41, 12, 30)
-TYPES = [[0] * 3 + [1] * 17 + [0] + [1] * 9 + [0] * 11, [0] * 12, [1] * 10 + [0] * 20]
-MASKS = [segments([(3, 20), (21, 30)]), segments([]), prefix(10)]
-ROWS = (Row([0, 1, 2], LENGTHS[:2]), Row([1], LENGTHS[2:]))
+pytest.importorskip("transformers")
+
+from tests.runtime.gemma3_models import (  # noqa: E402
+    LENGTHS,
+    MASKS,
+    ROWS,
+    TYPES,
+    collate,
+    expected,
+    gemma3,
+    kept,
+    masks_of_transformers,
+    norms_in_fp64,
+    tokens_of,
+)
+from tests.runtime.workers.gemma3_worker import CASES, ITERATION, WAVES  # noqa: E402
+
 _building = threading.Lock()  # weights are drawn from one random state
 
 
-@pytest.fixture
-def norms_in_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gemma's own compute in fp32, whatever the model's type is."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return self._norm(x) * (1.0 + self.weight)  # type: ignore[no-any-return]
-
-    monkeypatch.setattr(Gemma3RMSNorm, "forward", forward)
-
-
-def kept(masks: list[Mask] = MASKS) -> MaskRows:
-    sizes = [len(mask.numbers) for mask in masks]
-    return MaskRows("segments", np.cumsum([0, *sizes]), np.array([n for mask in masks for n in mask.numbers]))
-
-
-def tokens_of(row: int) -> Tensor:
-    return torch.from_numpy(np.random.default_rng(row).integers(3, 61, LENGTHS[row]))
-
-
-def masks_of_transformers(config: Any, row: int) -> dict[str, Tensor]:
-    """What Gemma 3 makes of token types, of both kinds of its layers: [1, 1, tokens, tokens]."""
-    types = torch.tensor([TYPES[row]])
-    embeddings = torch.zeros(1, LENGTHS[row], 1, dtype=torch.float64)
-    blocks = get_block_sequence_ids_for_mask(types)
-    given = {"attention_mask": None, "past_key_values": None, "position_ids": None, "block_sequence_ids": blocks}
-    return dict(create_masks_for_vision_model(config=config, inputs_embeds=embeddings, **given))  # type: ignore[arg-type]
-
-
-def collate(how: str, config: Any, row: int) -> Mapping[str, Any]:
-    ids = tokens_of(row)[None]
-    batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
-    if how == "matrix":
-        batch["attention_mask"] = torch.from_numpy(seen(Masked(MASKS[row], LENGTHS[row])))[None, None]
-    elif how == "matrix of each kind of layers":
-        batch["attention_mask"] = masks_of_transformers(config, row)
-    elif how == "token types":
-        batch["token_type_ids"] = torch.tensor([TYPES[row]])
-    return batch
-
-
-def gemma3() -> Any:
-    return FAMILIES["gemma3_text, windows"].build()
-
-
-def expected() -> tuple[np.ndarray, float]:
-    """Of all rows in one process of the unmodified model, with the masks that transformers makes."""
-    model = gemma3()
-    model.set_attn_implementation("sdpa")
-    total = torch.zeros((), dtype=torch.float64)
-    for row in range(3):
-        logits = model(input_ids=tokens_of(row)[None], attention_mask=masks_of_transformers(model.config, row)).logits
-        total = total + token_loss_sum(logits, next_token_labels(tokens_of(row))[None])
-    loss = total / (sum(LENGTHS) - 3)
-    torch.autograd.backward(loss)
-    return take_gradient(model), float(loss.detach())
-
-
-@pytest.mark.usefixtures("norms_in_fp64")
 @pytest.mark.parametrize("how", ["matrix", "matrix of each kind of layers", "token types", "the plan alone"])
 def test_gemma_3_with_images_and_windows_has_the_gradient_of_one_process(how: str, tmp_path: Path) -> None:
     plan = write_plan(
@@ -117,10 +67,31 @@ def test_gemma_3_with_images_and_windows_has_the_gradient_of_one_process(how: st
             session, model, lambda mb: mb.loss(model(input_ids=mb.input_ids, position_ids=mb.position_ids).logits)
         )
 
-    gradient, loss = expected()
-    for replayed in run_ranks(3, run):
+    with norms_in_fp64():
+        gradient, loss = expected()
+        ranks = run_ranks(3, run)
+    for replayed in ranks:
         assert np.abs(replayed.gradients[0] - gradient).max() <= 1e-12
         assert abs(replayed.losses[0] - loss) <= 1e-12
+
+
+@pytest.mark.distributed
+def test_processes_train_gemma_3_with_images_and_windows_as_one(tmp_path: Path) -> None:
+    plans: dict[str, tuple[Sync, list[Row]]] = {
+        ITERATION: ("iteration", [Row([0, 1, 2, 3], LENGTHS[:2]), Row([1, 3], LENGTHS[2:])]),
+        WAVES: ("microbatch", [Row([0, 1, 3], LENGTHS[:2], 0), Row([2], LENGTHS[2:], 0)]),
+    }
+    for name, (sync, rows) in plans.items():
+        masks = planned_masks(kept())
+        write_plan(tmp_path / name, [rows], num_ranks=4, sync=sync, rows=3, masked_sequences=2, masks=masks)
+    torchrun("-m", "tests.runtime.workers.gemma3_worker", str(tmp_path), num_ranks=4)
+    with norms_in_fp64():
+        gradient, loss = expected()
+    for name in CASES:
+        for rank in range(4):
+            found: Replayed = pickle.loads((tmp_path / f"{name}-{rank}.pickle").read_bytes())
+            assert np.abs(found.gradients[0] - gradient).max() <= 1e-12, (name, rank)
+            assert abs(found.losses[0] - loss) <= 1e-12
 
 
 def rows_of(folder: Path, batch: Mapping[str, Any], **planned: Any) -> CollatedRows:
@@ -215,7 +186,7 @@ def test_data_that_comes_with_another_mask_than_the_plan_s_is_named(tmp_path: Pa
         (full(), r"\(spans 0 to the end\)"),
         (segments([]), r"\(causal\)"),
     ):
-        fetch = with_planned_masks(lambda row, mask=mask: MaskedSequence(tokens=tokens_of(row), mask=mask), metadata)
+        fetch = with_planned_masks({0: MaskedSequence(tokens=tokens_of(0), mask=mask)}.__getitem__, metadata)
         with pytest.raises(RunError, match=message):
             fetch(0)
     same = with_planned_masks(lambda row: MaskedSequence(tokens=tokens_of(row), mask=MASKS[row]), metadata)

@@ -88,12 +88,13 @@ def make_job(generator: random.Random, ranks: tuple[int, ...]) -> Job:
     lengths = generator.choice([*PACKS, tuple(generator.randint(1, 40) for _ in range(generator.randint(1, 5)))])
     of_lengths = random.Random(str(lengths))
     is_masked = of_lengths.random() < 0.5
+    masks = tuple(random_mask(of_lengths, length) for length in lengths) if is_masked else ()
     return Job(
         ranks=ranks,
         heads_degree=shared,
         lengths=lengths,
-        masks=tuple(random_mask(of_lengths, length) for length in lengths) if is_masked else (),
-        window=None if is_masked else of_lengths.choice([None, 2, 5, 30]),
+        masks=masks,
+        window=of_lengths.choice([None, 2, 5, 30]) if all(mask.has_windows for mask in masks) else None,
         heads=generator.choice([heads for heads in HEADS if can_share(heads, shared)]),
         value_dim=generator.choice([HEAD_DIM, HEAD_DIM, 5, 11]),
         dtype=generator.choice([torch.float64, torch.float64, torch.float32]),
@@ -222,6 +223,7 @@ def describe(steps: list[list[Job]]) -> dict[str, Any]:
         "dtypes": sorted({str(job.dtype) for job in jobs}),
         "groups": len({job.ranks for job in jobs}),
         "windowed": sorted({len(job.ranks) for job in jobs if job.window is not None}),
+        "windowed and masked": sum(job.window is not None and bool(job.masks) for job in jobs),
         "masked": sorted({(len(job.ranks), job.mode) for job in jobs if any(not mask.is_causal for mask in job.masks)}),
     }
 
