@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import select
@@ -17,7 +18,6 @@ from typing import Any
 # The address of a server for all jobs; where there is none, an agent starts one of its own.
 SHARED = "FCP_TESTS_FORKS"
 _SERVER = str(Path(__file__).with_name("server.py"))
-_SERVERS: list[subprocess.Popen[bytes]] = []  # their standard inputs stay open as long as this process
 
 
 def fork_ranks() -> None:
@@ -109,6 +109,7 @@ def server(*modules: str) -> str:
         listener.bind("")  # to a name without a file, which the system chooses
         listener.listen(64)
         argv = [sys.executable, _SERVER, str(listener.fileno()), *modules]
-        _SERVERS.append(subprocess.Popen(argv, stdin=subprocess.PIPE, pass_fds=[listener.fileno()]))
+        process = subprocess.Popen(argv, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
+        atexit.register(process.communicate)  # closes its standard input, at which it ends
         address: bytes = listener.getsockname()
         return address.hex()
