@@ -1,9 +1,10 @@
 """Processes of tests' jobs that are forked, where each would import PyTorch.
 
 A rank of the bundled trainer imports PyTorch and transformers for four to five seconds of processor time, and then trains
-a tiny model for less than one; torchrun itself imports for two to three. With this folder on PYTHONPATH torchrun's ranks
-are forked from a process that imported what they need: same agent, same process group, same signals, same logs, and a
-process with a session of its own for each rank. Scripts, whose start fcp changes, start as users start them.
+a tiny model for less than one; `fcp launch` and torchrun import for two to four each. With this folder on PYTHONPATH
+torchrun's ranks are forked from a process that imported what they need: same agent, same process group, same signals, same
+logs, and a process with a session of its own for each rank. With `shared()` in the environment, so are torchrun and fcp.
+Scripts, whose start fcp changes, start as users start them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _EVERY_PROGRAM = ("torch.distributed.run", "transformers.models.qwen3.modeling_q
 
 
 def shared() -> dict[str, str]:
-    """What a job's environment has for one server of all jobs to fork torchrun and its ranks.
+    """What a job's environment has for one server of all jobs to fork fcp, torchrun and its ranks.
 
     They are none of the job's descendants then: not for jobs that are ended by force, or looked at from outside.
     """

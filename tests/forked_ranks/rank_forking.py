@@ -30,10 +30,12 @@ def fork_ranks() -> None:
         _, _, dash_m, *program = args  # python -u -m MODULE ARGS
         if dash_m != "-m" or not _is_forked(program[0]):
             return start(handler, args, env)
-        streams = [log.fileno() if log else number for number, log in ((1, handler._stdout), (2, handler._stderr))]
-        shared = env.get(SHARED)
-        process = fork(shared, program, env, streams) if shared else None
-        return process or fork(server(), program, env, streams)
+        logs = [log.fileno() if log else number for number, log in ((1, handler._stdout), (2, handler._stderr))]
+        with Path(os.devnull).open() as nothing:
+            streams = (nothing.fileno(), *logs)
+            shared = env.get(SHARED)
+            process = fork(shared, program, env, streams) if shared else None
+            return process or fork(server(), program, env, streams)
 
     SubprocessHandler._popen = fork_or_start  # type: ignore[assignment,method-assign]
 
@@ -42,15 +44,14 @@ def _is_forked(module: str) -> bool:
     return module.startswith(("fcp_cli.", "tests.")) and not module.startswith("fcp_cli.runtime")
 
 
-def fork_agent() -> None:
-    """Be torchrun in a forked process, if a server forks it: pass signals on, and leave with its exit status."""
+def go_on_forked(program: Sequence[str]) -> None:
+    """Be a process that a server forks, if there is one: pass signals on, and leave with its exit status."""
     shared = os.environ.get(SHARED)
-    program = sys.orig_argv[sys.orig_argv.index("torch.distributed.run") :]
-    agent = fork(shared, program, os.environ, (1, 2)) if shared else None
-    if agent:
+    process = fork(shared, program, os.environ, (0, 1, 2)) if shared else None
+    if process:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-            signal.signal(number, lambda number, frame: os.kill(agent.pid, number))
-        status = agent.wait()
+            signal.signal(number, lambda number, frame: os.kill(process.pid, number))
+        status = process.wait()
         if status < 0:
             signal.signal(-status, signal.SIG_DFL)
             os.kill(os.getpid(), -status)
@@ -86,13 +87,12 @@ class ForkedProcess:
 def fork(
     address: str, program: Sequence[str], environment: Mapping[str, str], streams: Sequence[int]
 ) -> ForkedProcess | None:
-    """Have a server fork a process: a module and its arguments, standard output and error; None where it does not."""
+    """Have a server fork a process: a module and its arguments, and standard streams; None where it does not."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.connect(bytes.fromhex(address))
         request = {"program": list(program), "environment": dict(environment), "folder": str(Path.cwd())}
-        with Path(os.devnull).open() as nothing:
-            socket.send_fds(connection, [json.dumps(request).encode()], [nothing.fileno(), *streams])
+        socket.send_fds(connection, [json.dumps(request).encode()], streams)
         pid = connection.recv(16)
     except OSError:
         pid = b""

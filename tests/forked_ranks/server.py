@@ -30,7 +30,24 @@ LARGEST_REQUEST = 1 << 17
 # Modules read these as they are imported.
 _READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "TORCHDYNAMO", "TORCHINDUCTOR", "TORCH_COMPILE", "NUMBA_", "PYTHONWARNINGS")
 # What a program imports only when it runs.
-_LATER = {"fcp_cli.training.train": ("fcp_cli.training.trainer", "transformers.models.qwen3.modeling_qwen3")}
+_LATER = {
+    "fcp_cli.training.train": (
+        "fcp_cli.training.trainer",
+        "transformers.models.qwen3.modeling_qwen3",
+        "peft",
+        "pandas",
+        "fcp_cli.runtime",
+    ),
+    "fcp_cli": (
+        "fcp_cli.app",
+        "fcp_cli.launching.resolve",
+        "fcp_cli.launching.checks",
+        "fcp_cli.machine.facts",
+        "pandas",
+    ),
+}
+
+_PACKAGES = ("fcp_cli",)
 
 
 def serve(listener: socket.socket, modules: list[str]) -> None:
@@ -47,10 +64,9 @@ def serve(listener: socket.socket, modules: list[str]) -> None:
         if listener in ready:
             connection, _ = listener.accept()
             message, handles, _, _ = socket.recv_fds(connection, LARGEST_REQUEST, 3)
-            request = json.loads(message)
-            if (
-                _read_at_import(request["environment"]) == began
-            ):  # else the connection ends, and the client forks itself
+            request = json.loads(message or "{}")
+            # Where its modules would read something else, the connection ends, and the client goes on by itself.
+            if request and _read_at_import(request["environment"]) == began:
                 name = json.dumps((request["program"][0], request["environment"].get("PYTHONPATH")))
                 if name not in keepers:
                     keepers[name] = _start_keeper(request, outlived=not modules)
@@ -80,11 +96,14 @@ class _Keeper:
     def __init__(self, request: dict[str, Any], requests: socket.socket, *, outlived: bool) -> None:
         program: str = request["program"][0]
         sys.path[:0] = [entry for entry in _path_of(request) if entry not in sys.path]
-        for module in (program, *_LATER.get(program, ())):
-            importlib.import_module(module)
+        importlib.import_module(program)
+        for module in _LATER.get(program, ()):
+            with suppress(ImportError):
+                importlib.import_module(module)
         if program == "torch.distributed.run":
             importlib.import_module("rank_forking").fork_ranks()
-        sys.modules.pop(program, None)  # or runpy would warn
+        if program not in _PACKAGES:
+            sys.modules.pop(program, None)  # or runpy would warn
         gc.freeze()
         self._requests = requests
         self._outlived = outlived
@@ -160,8 +179,8 @@ def _become(request: dict[str, Any], streams: list[int]) -> int:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(environment)
-    if "RANK" in environment:
-        Path("/proc/self/comm").write_text(f"rank {environment['RANK']}")  # for `is_rank`
+    name = f"rank {environment['RANK']}" if "RANK" in environment else program[0].rpartition(".")[2]
+    Path("/proc/self/comm").write_text(name)  # for `is_rank`
     _limit_threads()
     sys.argv = program
     status = _run(program[0])
@@ -186,9 +205,8 @@ def _leave_after(do: Callable[[], int | None]) -> NoReturn:
 
 def _limit_threads() -> None:
     """Use the threads that OMP_NUM_THREADS names, which libgomp read when PyTorch was imported."""
-    import torch
-
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 def _run(module: str) -> int:

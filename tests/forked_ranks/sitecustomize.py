@@ -1,9 +1,13 @@
-"""Make torchrun fork its ranks, if that is what this interpreter runs; see `tests.forked_ranks`."""
+"""Have fcp, torchrun and its ranks forked, if that is what this interpreter runs; see `tests.forked_ranks`."""
 
 import sys
 from importlib import import_module
 
-if "-m torch.distributed.run" in " ".join(sys.orig_argv):
-    rank_forking = import_module("rank_forking")  # this folder is on the path, and need not be a package there
-    rank_forking.fork_agent()
-    rank_forking.fork_ranks()
+words = sys.orig_argv[1:] or [""]
+if words[:1] == ["-m"] or words[0].endswith("/bin/fcp"):
+    words = words[1:] if words[0] == "-m" else ["fcp_cli", *words[1:]]
+    if words[:1] in (["fcp_cli"], ["torch.distributed.run"]):
+        rank_forking = import_module("rank_forking")  # this folder is on the path, and need not be a package there
+        rank_forking.go_on_forked(words)
+        if words[0] == "torch.distributed.run":
+            rank_forking.fork_ranks()
