@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fcp_cli.cost.profile import Coefficients, CostProfile
 from fcp_cli.profiling.analytic import ATTENTION_BACKWARD, CHUNK_BYTES_BACKWARD, CHUNK_BYTES_FORWARD
-from fcp_cli.runtime import ring
+from fcp_cli.runtime import ring, ring_passes
 from fcp_cli.runtime.kernels import AttentionKernel, lse_dtype
 from fcp_cli.runtime.layout import Segments
 from fcp_cli.runtime.transport import Handle, Transport
@@ -178,5 +178,5 @@ class _Matrices(torch.autograd.Function):
 def attention_on(device: Device, coefficients: Coefficients) -> Iterator[None]:
     """Let rings of this process compute on a paced device."""
     kernel: AttentionKernel = PacedKernel(device, coefficients)
-    with mock.patch.object(ring, "select_kernel", lambda device_type, dtype: kernel):
+    with mock.patch.object(ring_passes, "select_kernel", lambda device_type, dtype: kernel):
         yield

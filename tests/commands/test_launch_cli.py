@@ -22,6 +22,7 @@ from fcp_cli.machine import devices, network
 from fcp_cli.machine.devices import Machine
 from fcp_cli.runs.heartbeat import read_heartbeat
 from fcp_cli.runs.launch_record import write_launch
+from tests.forked_ranks.rank_forking import SHARED
 from tests.runs.records import launch_record
 from tests.training.small_runs import run_fcp, write_manifest, write_small_plan
 
@@ -332,7 +333,7 @@ def test_a_dry_run_prints_exactly_what_runs(folder: Path) -> None:
     words = ("launch", "--plan", "plan1.parquet", "--run-dir", "told")
     (folder / "told" / "logs" / "start-001").mkdir(parents=True)  # of an earlier start
     printed = shlex.split(run_fcp(*words, "--dry-run", "--", "tell.py", "a b", folder=folder).stdout)
-    done = run_fcp(*words, "--", "tell.py", "a b", folder=folder)
+    done = run_fcp(*words, "--", "tell.py", "a b", folder=folder, **{SHARED: ""})  # it looks at torchrun's process
     assert done.returncode == 0, done.stderr
     argv, environment = json.loads(done.stdout)
     settings = dict(word.split("=", 1) for word in printed[1 : -len(argv)])
