@@ -23,6 +23,7 @@ _REFUSALS = {
 _REMAINING = (
     "accumulation",
     "ddp waves",
+    "masked",
     "recomputed",
     "smoothed",
     "bf16",

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
+from fcp_cli.masks import MaskRows
+from fcp_cli.plan.masks import planned_masks
 from fcp_cli.plan.metadata import Sync
 from tests.runtime.plans import Row, write_plan
 
@@ -48,6 +52,16 @@ def write_plans(folder: Path) -> None:
     for name, sync, steps in plans:
         assert tuple(length for step in steps for row in step for length in row.lengths) == LENGTHS
         write_plan(folder / name, steps, num_ranks=2, sync=sync, rows=len(LENGTHS))
+        if sync == "iteration":  # the first third of each row is a prompt that sees itself both ways
+            masks = MaskRows("prefix", np.arange(len(LENGTHS) + 1), np.array(LENGTHS) // 3)
+            write_plan(
+                folder / "masked.parquet",
+                steps,
+                num_ranks=2,
+                rows=len(LENGTHS),
+                masked_sequences=len(LENGTHS),
+                masks=planned_masks(masks),
+            )
         pairs = iter(sum(pair) for pair in PAIRED)
         paired = [[row._replace(lengths=[next(pairs) for _ in row.lengths]) for row in step] for step in steps]
         longer = [[row._replace(lengths=[max(length, 2) for length in row.lengths]) for row in step] for step in steps]

@@ -30,7 +30,7 @@ from tests.runtime.models import VOCAB_SIZE, hugging_face
 from tests.runtime.trainer_plans import GLOBAL_BATCH, LENGTHS
 from tests.runtime.workers.leave import leave_job
 
-ITERATION, WAVES = "iteration.parquet", "waves.parquet"
+ITERATION, WAVES, MASKED = "iteration.parquet", "waves.parquet", "masked.parquet"
 
 
 def rows(lengths: tuple[int, ...] = LENGTHS) -> Dataset:
@@ -51,6 +51,18 @@ def collate(items: list[Mapping[str, list[int]]]) -> dict[str, torch.Tensor]:
 
     mask = torch.tensor([[1] * len(item["input_ids"]) + [0] * (longest - len(item["input_ids"])) for item in items])
     return {"input_ids": padded("input_ids", 0), "labels": padded("labels", -100), "attention_mask": mask}
+
+
+def collate_prompts(items: list[Mapping[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Let what is not learned see itself both ways, as a prefix language model does; padding sees itself alone."""
+    batch = collate(items)
+    rows, longest = batch["input_ids"].shape
+    seen = torch.ones(longest, longest, dtype=torch.bool).tril().repeat(rows, 1, 1)
+    for row, item in enumerate(items):
+        prompt, length = len(item["input_ids"]) // 3, len(item["input_ids"])
+        seen[row, :prompt, :prompt] = True
+        seen[row, length:] = torch.eye(longest, dtype=torch.bool)[length:]
+    return {**batch, "attention_mask": seen[:, None]}
 
 
 def common_arguments(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -91,6 +103,7 @@ def train(
     evaluates: bool = False,
     kind: type[Trainer] = Trainer,
     lengths: tuple[int, ...] = LENGTHS,
+    collator: Callable[..., dict[str, torch.Tensor]] = collate,
     **changes: Any,
 ) -> dict[str, Any]:
     trainer = kind(
@@ -98,7 +111,7 @@ def train(
         args=TrainingArguments(**common_arguments(folder, **changes)),
         train_dataset=rows(lengths),
         eval_dataset=rows(LENGTHS[:5]) if evaluates else None,
-        data_collator=collate,
+        data_collator=collator,
     )
     trainer.train(resume_from_checkpoint=resume)
     return outcome(trainer)
@@ -168,6 +181,7 @@ CASES: Cases = {
     ),
     "resumed, evaluated": (ITERATION, resumed),
     "lora": (ITERATION, lora),
+    "masked": (MASKED, lambda folder: train(folder, collator=collate_prompts)),
     "recomputed": (WAVES, lambda folder: train(folder, gradient_checkpointing=True)),
     "smoothed": (ITERATION, lambda folder: train(folder, label_smoothing_factor=0.1)),
     "bf16": (ITERATION, lambda folder: train(folder, bf16=True)),
