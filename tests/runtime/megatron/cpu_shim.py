@@ -5,9 +5,11 @@ For tests alone. Import it before megatron.core.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from textwrap import dedent
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from fcp_cli.runtime.injection.imports import after_import
 
 _TO_FLOAT = torch.Tensor.float
+_CPU = torch.device("cpu")
 
 
 class _OnCpu(TorchFunctionMode):
@@ -32,6 +35,8 @@ class _OnCpu(TorchFunctionMode):
         named = dict(kwargs or {})
         if function is torch.Tensor.cuda:
             return args[0]
+        if function is torch.Tensor.to:
+            args = tuple(_CPU if isinstance(arg, (str, torch.device)) else arg for arg in args)
         if isinstance(named.get("device"), (str, int, torch.device)) and "cpu" not in str(named["device"]):
             named["device"] = "cpu"
         named.pop("pin_memory", None)
@@ -39,7 +44,13 @@ class _OnCpu(TorchFunctionMode):
 
 
 class _Stream:
+    """A stream, or an event of one."""
+
     def synchronize(self) -> None: ...
+
+    def wait(self, *_: Any) -> None: ...
+
+    def record(self, *_: Any) -> None: ...
 
     def wait_stream(self, other: Any) -> None: ...
 
@@ -53,6 +64,7 @@ def _install() -> None:
     cuda.current_device = lambda: "cpu"
     cuda.current_stream = cuda.default_stream = lambda *_: _Stream()
     cuda.Stream, cuda.stream = _Stream, lambda _: nullcontext()
+    cuda.Event = lambda *_, **__: _Stream()
     for name in ("synchronize", "empty_cache", "set_rng_state", "manual_seed"):
         setattr(cuda, name, lambda *_, **__: None)
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
@@ -110,6 +122,16 @@ def _latent_parts(multi_latent_attention: Any) -> None:
     multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
 
 
+def _sharded_buffers(param_and_grad_buffer: Any) -> None:
+    """Megatron-FSDP has a buffer for each type that it knows; here that of fp32 is of fp64."""
+    kind, name = param_and_grad_buffer.ParamAndGradBuffer, "_init_each_parameter_group_buffers"
+    source = dedent(inspect.getsource(getattr(kind, name)))
+    found: dict[str, Any] = {}
+    exec(source.replace("torch.float32", "torch.float64"), vars(param_and_grad_buffer), found)
+    setattr(kind, name, found[name])
+    param_and_grad_buffer._dtype_size = lambda dtype: dtype.itemsize
+
+
 def _dispatchers(token_dispatcher: Any) -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = _to_cpu
 
@@ -117,6 +139,7 @@ def _dispatchers(token_dispatcher: Any) -> None:
 _install()
 after_import(
     {
+        "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer": _sharded_buffers,
         "megatron.core.fusions.fused_softmax": _softmax,
         "megatron.core.models.hybrid.hybrid_block": _final_norm,
         "megatron.core.transformer.moe.moe_utils": _expert_parts,

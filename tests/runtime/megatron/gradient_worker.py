@@ -29,6 +29,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
 
 from fcp_cli.errors import FcpError
@@ -68,6 +69,8 @@ class Case:
         engine: Transformer Engine attends (Megatron's wrapper, over a fake of what it wraps).
         hybrid: a HybridModel, which newer versions have, in place of a GPTModel.
         packed: each item of the data set is several sequences.
+        masked: what tokens of an item see of each other is drawn.
+        sharded: Megatron-FSDP's strategy, in place of Megatron's DDP.
     """
 
     plan: str = SWITCHING
@@ -83,11 +86,15 @@ class Case:
     engine: bool = False
     hybrid: bool = False
     packed: bool = False
+    masked: bool = False
+    sharded: str = ""
 
 
 GATHERING = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 LATENT = {"multi_latent_attention": True}
+# So much that they matter.
+SEVERAL = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.8}
 CASES: Mapping[str, Case] = {
     "plain": Case(),
     "recomputed": Case(settings=FULL),
@@ -115,6 +122,18 @@ CASES: Mapping[str, Case] = {
     "latent without positions": Case(settings=LATENT, broken="latent positions"),
     "hybrid": Case(hybrid=True),
     "hybrid two forwards recomputed": Case(plan=WAVES, two_forwards=True, settings=FULL, hybrid=True),
+    "several tokens": Case(settings=SEVERAL),
+    "several tokens, two forwards recomputed": Case(plan=WAVES, two_forwards=True, settings={**SEVERAL, **FULL}),
+    "several tokens, sharing heads": Case(plan=SHARING_HEADS, settings=SEVERAL),
+    "several tokens of packs": Case(settings=SEVERAL, packed=True),
+    "several tokens on the engine": Case(settings=SEVERAL, engine=True),
+    "masked": Case(masked=True),
+    "masked, two forwards recomputed": Case(plan=WAVES, two_forwards=True, settings=FULL, masked=True),
+    "masked, sharing heads": Case(plan=SHARING_HEADS, settings=SEVERAL, masked=True, engine=True),
+    "sharded": Case(plan=WAVES, sharded="optim_grads_params"),
+    "sharded, recomputed": Case(plan=WAVES, sharded="optim_grads_params", settings=FULL),
+    "sharded gradients": Case(plan=WAVES, sharded="optim_grads"),
+    "without what follows": Case(settings=SEVERAL, broken="ahead"),
     "without rotary": Case(plan=EQUAL_SHAPES, broken="rotary"),
     "without binding": Case(plan=EQUAL_SHAPES, two_forwards=True, settings=FULL, broken="binding"),
     "without positions": Case(rope="mrope", settings={"mrope_section": [2, 1, 1]}, broken="positions"),
@@ -177,6 +196,14 @@ PARALLEL_CASES: Mapping[str, Case] = {
     "tensor recomputed": Case(plan=TENSOR, tensor_parallel=2, settings={"tensor_model_parallel_size": 2, **FULL}),
     "latent in a pipeline": Case(
         plan=PIPELINE, pipeline_parallel=2, settings={"pipeline_model_parallel_size": 2, **LATENT}
+    ),
+    "several tokens in a pipeline": Case(
+        plan=PIPELINE, pipeline_parallel=2, settings={"pipeline_model_parallel_size": 2, **SEVERAL, **FULL}
+    ),
+    "several tokens in sequence": Case(plan=TENSOR, tensor_parallel=2, settings={**SEVERAL, **SEQUENCE_PARALLEL}),
+    "several tokens with experts": Case(settings={**EXPERTS, **SEQUENCE_LOSS, **SEVERAL}),
+    "masked in a pipeline": Case(
+        plan=PIPELINE, pipeline_parallel=2, settings={"pipeline_model_parallel_size": 2}, masked=True
     ),
     "sequence": Case(plan=TENSOR, tensor_parallel=2, settings=SEQUENCE_PARALLEL),
     "pipeline": Case(plan=PIPELINE, pipeline_parallel=2, settings={"pipeline_model_parallel_size": 2}),
@@ -257,7 +284,7 @@ Named = Mapping[str, Tensor]
 
 def worst_error_in_parallel(plan: Path, case: Case) -> float:
     """Largest difference of this process's share of the gradient from one process's, relative to its largest entry."""
-    dataset = tiny.Sequences(lengths_of(plan))
+    dataset = dataset_of(plan, case)
     with joined():
         weights, expected = whole_gradients(plan, case, dataset)
     with joined(case):
@@ -305,6 +332,11 @@ def pack_alone(model: Any, items: list[dict[str, Tensor]]) -> tuple[dict[str, Te
     return batch, rotary_of(model, batch["position_ids"][0])
 
 
+def own_rotary_of(model: Any, batch: dict[str, Tensor], dataset: tiny.Sequences) -> AbstractContextManager[None]:
+    """Positions of masked sequences may be given twice."""
+    return rotary_of(model, batch["position_ids"][0]) if dataset.masked else nullcontext()
+
+
 @contextmanager
 def rotary_of(model: Any, positions: Tensor) -> Iterator[None]:
     """Within it, a model rotates the tokens of a pack by these positions [tokens]."""
@@ -350,9 +382,14 @@ def joined(case: Case = Case()) -> Iterator[None]:
         parallel_state.destroy_model_parallel()
 
 
+def dataset_of(plan: Path, case: Case) -> tiny.Sequences:
+    axes = 3 if case.rope == "mrope" else 1
+    return tiny.Sequences(lengths_of(plan), axes=axes, packed=case.packed, masked=case.masked)
+
+
 def gradients_alone(plan: Path, case: Case) -> np.ndarray:
     """[steps, parameters] of one process that runs sequence by sequence with Megatron's own attention."""
-    dataset = tiny.Sequences(lengths_of(plan), axes=3 if case.rope == "mrope" else 1, packed=case.packed)
+    dataset = dataset_of(plan, case)
     settings = tiny.config(**{**case.settings, "recompute_granularity": None})
     model = tiny.build(settings, rope=case.rope, hybrid=case.hybrid)
     return np.stack([gradient_alone(model, dataset, rows) for rows in global_batches(plan)])
@@ -364,23 +401,34 @@ def gradient_alone(
     """Of each sequence on its own, or of each pack."""
     model.zero_grad()
     tokens = sum(float(dataset[row]["loss_mask"].sum()) for row in rows)
-    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / tokens)
+    set_loss_scales(torch.ones(1) / tokens)
     batches: list[tuple[dict[str, Tensor], AbstractContextManager[None]]]
     if packs is None:
-        batches = [(batch, nullcontext()) for row in rows for batch in dataset.alone(row)]
+        batches = [(batch, own_rotary_of(model, batch, dataset)) for row in rows for batch in dataset.alone(row)]
     else:
         batches = [pack_alone(model, [dataset[row] for row in pack]) for pack in packs]
     for batch, context in batches:
         with context:
             output, loss = tiny.forward_step(iter([batch]), model)
             (loss(output)[0] / tokens).backward()
-    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
+    set_loss_scales(torch.ones(1))
     return torch.cat([gradient(parameter).flatten() for parameter in model.parameters()]).numpy()
+
+
+def set_loss_scales(scale: Tensor) -> None:
+    """Of the losses that are attached to activations, as Megatron's schedule does."""
+    MoEAuxLossAutoScaler.set_loss_scale(scale)
+    MTPLossAutoScaler.set_loss_scale(scale)
 
 
 def gradients_planned(plan: Path, case: Case) -> np.ndarray:
     """[steps, parameters] of this rank, with groups that change with every micro-batch."""
-    dataset = tiny.Sequences(lengths_of(plan), axes=3 if case.rope == "mrope" else 1, packed=case.packed)
+    with mock.patch.object(torch.cuda, "current_device", lambda: 0) if case.sharded else nullcontext():
+        return _gradients_planned(plan, case)
+
+
+def _gradients_planned(plan: Path, case: Case) -> np.ndarray:
+    dataset = dataset_of(plan, case)
     settings, model = wrapped(case)
     return np.stack(steps_planned(plan, case, dataset, settings, model, lambda: _reduced_gradient(model)))
 
@@ -394,10 +442,27 @@ def wrapped(case: Case, *, weights: Named | None = None) -> tuple[Any, Distribut
             for name, parameter in tiny.whole_names(gpt).items():
                 parameter.copy_(share(weights[name], parameter, case.tensor_parallel))
     ddp_config = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": False, **case.ddp})
-    model = DistributedDataParallel(settings, ddp_config, gpt)
+    model = sharded(settings, case, gpt) if case.sharded else DistributedDataParallel(settings, ddp_config, gpt)
     settings.finalize_model_grads_func = finalize_model_grads
     settings.no_sync_func = model.no_sync
     return settings, model
+
+
+def sharded(settings: Any, case: Case, gpt: Any) -> Any:
+    """In Megatron-FSDP, which is told that it runs on a GPU."""
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+    config = DistributedDataParallelConfig(
+        use_megatron_fsdp=True,
+        use_distributed_optimizer=True,
+        data_parallel_sharding_strategy=case.sharded,
+        grad_reduce_in_fp32=False,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+    )
+    if hasattr(config, "megatron_fsdp_main_params_dtype"):
+        config.megatron_fsdp_main_params_dtype = torch.float64
+    return FullyShardedDataParallel(settings, config, gpt, device=torch.device("cpu"))
 
 
 def _engine_core() -> Any:
@@ -435,7 +500,7 @@ def steps_planned(
         follower = Follower(plan, arguments, MegatronStack())
     _break(case.broken, model)
     run = two_forwards if case.two_forwards else schedules.get_forward_backward_func()
-    gathers = model.ddp_config.overlap_param_gather
+    gathers = model.ddp_config.overlap_param_gather and not case.sharded
     if gathers:  # Megatron's own loop has its gathers on from the second step
         model.disable_forward_pre_hook(param_sync=False)
     found = []
@@ -486,6 +551,8 @@ def two_forwards(
 
 def _reduced_gradient(model: DistributedDataParallel) -> np.ndarray:
     """Of all parameters; under a distributed optimizer each rank has reduced only its part of each bucket."""
+    if model.ddp_config.use_megatron_fsdp:
+        return _gathered_gradient(model)
     if model.ddp_config.use_distributed_optimizer:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         for buffer in model.buffers:
@@ -494,6 +561,17 @@ def _reduced_gradient(model: DistributedDataParallel) -> np.ndarray:
                 dist.all_gather(list(bucket.grad_data.chunk(group.size())), own, group=group)
     found: np.ndarray = torch.cat([parameter.main_grad.flatten() for parameter in model.parameters()]).numpy().copy()
     return found
+
+
+def _gathered_gradient(model: Any) -> np.ndarray:
+    """Of parameters of which each rank holds some rows."""
+    own = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        own[name] = np.empty(0) if grad is None else getattr(grad, "_local_tensor", grad).flatten().numpy()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return np.concatenate([rank[name] for name in own for rank in everyone])
 
 
 def _break(what: str, model: DistributedDataParallel) -> None:
@@ -513,6 +591,8 @@ def _break(what: str, model: DistributedDataParallel) -> None:
             core = layer.self_attention.core_attention
             core.forward = partial(_latest_group, core.forward)
         gpt.register_forward_pre_hook(_remember)
+    elif what == "ahead":  # as if the shard were the sequence
+        gpt.decoder.register_forward_pre_hook(_without_what_follows, with_kwargs=True)
     elif what == "positions":
         gpt.register_forward_pre_hook(_contiguous_positions, with_kwargs=True)
 
@@ -564,6 +644,17 @@ def _first_rows(module: Any, args: tuple[Any, ...], table: Tensor) -> Tensor | N
     return table[torch.arange(microbatch.tokens) % len(table)]
 
 
+def _without_what_follows(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    kwargs["packed_seq_params"].ahead = TokensOfShard()
+
+
+class TokensOfShard:
+    def after(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        moved = tensor.roll(-1, dims=-1)
+        moved[..., -1] = 0
+        return moved, moved.sum()
+
+
 def _contiguous_positions(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Multi-axis positions of the pack's first tokens instead of the shard's."""
     tokens, positions, *rest = args
@@ -589,6 +680,7 @@ def refused_models() -> dict[str, str]:
     return {
         "several chunks": message_of(lambda: checks.check_chunks([no_attention, no_attention])),
         "FSDP": message_of(lambda: checks.check_chunks([fsdp])),
+        "FSDP in iterations": message_of(lambda: checks.check_waves(1, 1, "iteration", sharded=True)),
         "FSDP by a mixin": message_of(lambda: checks.check_chunks([mixed_in])),
         "another model": message_of(lambda: hooks.unwrapped(no_attention)),
         "no attention": message_of(lambda: checks.check_layers(no_attention)),

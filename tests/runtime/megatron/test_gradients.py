@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,8 @@ STAGES = (
 )
 _EXPERTS = {"num_moe_experts": 4}
 EQUAL = ("plain", "core attention recomputed", "two forwards recomputed", "overlapped", "gathering in waves", "mrope",
-         "engine two forwards recomputed", "sharing heads", "packed", "latent")  # fmt: skip
+         "engine two forwards recomputed", "sharing heads", "packed", "latent",
+         "several tokens, two forwards recomputed", "masked, two forwards recomputed")  # fmt: skip
 SHARES = (
     "sequence",
     "pipeline recomputed",
@@ -77,21 +79,28 @@ SHARES = (
     "losses of sequences",
     "losses of packs in sequence",
     "expert parallel",
+    "several tokens in a pipeline",
 )
 # Of the HybridModel that newer versions have: make test-megatron-next.
 HAS_HYBRID_MODEL = tuple(int(part) for part in version("megatron-core").split(".")[:2]) >= (0, 19)
 HYBRID = ("hybrid", "hybrid two forwards recomputed") if HAS_HYBRID_MODEL else ()
 HYBRID_SHARES = ("balanced experts in a hybrid pipeline",) if HAS_HYBRID_MODEL else ()
+# Megatron-FSDP needs it.
+HAS_EINOPS = find_spec("einops") is not None
+SHARDED = ("sharded, recomputed",) if HAS_EINOPS else ()
 # What other cases cover by example.
 MORE_EQUAL = ("recomputed", "two forwards", "distributed optimizer", "gathering", "waves", "yarn", "engine",
               "engine core attention recomputed", "packed in waves recomputed", "engine packed", "latent with YaRN",
-              "latent without a query rank", "latent, sharing heads")  # fmt: skip
+              "latent without a query rank", "latent, sharing heads", "several tokens", "several tokens, sharing heads",
+              "several tokens of packs", "several tokens on the engine", "masked", "masked, sharing heads",
+              *(("sharded", "sharded gradients") if HAS_EINOPS else ()))  # fmt: skip
 MORE_SHARES = ("tensor", "tensor recomputed", "pipeline", "unequal pipelines", "four stages", "engine pipeline",
                "experts", "balanced experts",
                "balanced experts recomputed", "balanced experts in sequence", "latent in a pipeline",
                "losses of sequences in sequence", "losses of sequences in a pipeline", "losses of packs",
-               "losses of packs, recomputed", "losses of packs, expert parallel")  # fmt: skip
-WRONG = ("without rotary", "without binding", "without positions", "latent without positions")
+               "losses of packs, recomputed", "losses of packs, expert parallel",
+               "several tokens in sequence", "several tokens with experts", "masked in a pipeline")  # fmt: skip
+WRONG = ("without rotary", "without binding", "without positions", "latent without positions", "without what follows")
 # Name: settings of the transformer, and what is said of them.
 SETTINGS: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "static groups": ({"context_parallel_size": 2}, "the job has context parallel 2; a plan makes the groups itself: "
@@ -103,10 +112,11 @@ SETTINGS: Mapping[str, tuple[Mapping[str, Any], str]] = {
                           "--attention-dropout 0"),
     "fused MLA": ({"multi_latent_attention": True, "apply_rope_fusion": True}, "multi-latent attention (MLA) with "
                   "fused rotary embeddings rotates by its own idea of who holds which tokens; add --no-rope-fusion"),
-    "MTP": ({"mtp_num_layers": 1}, "multi-token prediction (MTP) shifts tokens from rank to rank and cannot follow"),
+    "repeated layers": ({**_EXPERTS, "moe_z_loss_coeff": 1e-3, "mtp_use_repeated_layer": True}, "a layer of multi-token "
+                        "prediction (MTP) that is repeated counts its router's loss once per repetition"),
     "global loss": ({**_EXPERTS, "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"],
-                     "moe_aux_loss_coeff": [0.0, 0.1]}, "the router's global auxiliary loss adds up counts over all ranks "
-                    "in every forward, of which a plan gives ranks unequal numbers; set "),
+                     "moe_aux_loss_coeff": [0.0, 0.1]}, "the router's global auxiliary loss weighs experts by the mean of "
+                    "the step's micro-batches up to its own, on all ranks, and so by the plan's order; set "),
     "recomputed router": ({**_EXPERTS, "moe_z_loss_coeff": 1e-3, "recompute_granularity": "selective",
                            "recompute_modules": ["moe"]}, "a router with a loss is computed again without the rest of "
                           "its layer, where its micro-batch is not known; leave moe out of --recompute-modules"),
@@ -147,10 +157,11 @@ STOPPED: Mapping[str, str] = {
 }
 MODELS: Mapping[str, str] = {
     "several chunks": "the model has 2 chunks (virtual pipeline), which a plan cannot drive; use one",
-    "FSDP": "the model is sharded with FSDP (FullyShardedDataParallel), whose ranks must run equally many micro-batches, "
-    "which has not been made to work under Megatron; use DistributedDataParallel, with the distributed optimizer if "
-    "memory is short",
-    "FSDP by a mixin": "the model is sharded with FSDP (FsdpModule), whose ranks",
+    "FSDP": "the model is sharded with FSDP (FullyShardedDataParallel), which has not been made to work under Megatron; "
+    "use Megatron-FSDP (--use-megatron-fsdp), or DistributedDataParallel with the distributed optimizer",
+    "FSDP by a mixin": "the model is sharded with FSDP (FsdpModule), which has not",
+    "FSDP in iterations": "the model is sharded with Megatron-FSDP, whose ranks must run equally many micro-batches, but the "
+    "plan has sync iteration; plan with 'fcp plan --sync microbatch'",
     "another model": "the model is a Linear, not a GPTModel or HybridModel of megatron-core; a plan cannot drive it",
     "no attention": "the model has no attention layer that a plan can drive (a stage without layers)",
     "state": "the model has a MambaMixer, whose state would have to pass along the ring; a plan cannot follow it",
@@ -166,7 +177,15 @@ MODELS: Mapping[str, str] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where one job of four ranks left the gradients of the examples."""
     return run(
-        tmp_path_factory.mktemp("megatron"), *EQUAL, *SHARES, *HYBRID, *HYBRID_SHARES, *WRONG, *STOPPED, "dropout"
+        tmp_path_factory.mktemp("megatron"),
+        *EQUAL,
+        *SHARDED,
+        *SHARES,
+        *HYBRID,
+        *HYBRID_SHARES,
+        *WRONG,
+        *STOPPED,
+        "dropout",
     )
 
 
@@ -216,7 +235,7 @@ def worst_share_error(folder: Path, case: str) -> float:
     return max(float(pickle.loads((folder / f"{case}-{process}.pickle").read_bytes())) for process in range(NUM_RANKS))
 
 
-@pytest.mark.parametrize("case", [*EQUAL, *HYBRID])
+@pytest.mark.parametrize("case", [*EQUAL, *SHARDED, *HYBRID])
 def test_every_rank_ends_with_the_gradient_of_one_process(folder: Path, case: str) -> None:
     assert worst_error(folder, case) <= 1e-12
 
@@ -234,7 +253,8 @@ def test_so_they_do_in_every_other_setting(more: Path, case: str) -> None:
 
 @pytest.mark.parametrize("case", WRONG)
 def test_without_its_hook_the_gradient_is_wrong_in_silence(folder: Path, case: str) -> None:
-    """Rotary tables of the pack instead of the shard; the latest group in a recomputed forward; mRoPE's positions."""
+    """Rotary tables of the pack instead of the shard; the latest group in a recomputed forward; mRoPE's positions; what
+    follows a token in the shard instead of its sequence."""
     assert worst_error(folder, case) > 1e-4
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fcp_cli.errors import RunError
+from fcp_cli.masks import CAUSAL, Mask, chunk_pairs, full, prefix, segments
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.cursor import RankStep
 from fcp_cli.runtime.integrations.megatron.samples import (
@@ -18,8 +20,10 @@ from fcp_cli.runtime.integrations.megatron.samples import (
     Samples,
     find_samples,
     load_shard,
+    mask_of,
     pinned,
 )
+from tests.masks import Masked, seen
 
 pytestmark = pytest.mark.torch
 
@@ -85,6 +89,34 @@ def test_the_sequences_of_a_pack_are_cut_apart_and_shared_out_one_by_one(
     assert sorted(int(token) for shard in shards for token in shard.batch["tokens"]) == list(range(PLANNED))
 
 
+@pytest.mark.parametrize("sees", [torch.logical_not, torch.clone])  # in some masks true is what is seen
+@pytest.mark.parametrize("mask", [CAUSAL, full(), prefix(4), segments([(0, 2), (2, 5), (6, 8)])])
+def test_an_attention_mask_by_which_tokens_see_later_ones_is_followed(
+    mask: Mask, sees: Callable[[Tensor], Tensor]
+) -> None:
+    """A mask of documents hides; this one opens, and the last token of it sees all, as that of a causal one."""
+    item = {"tokens": torch.arange(LENGTH), "attention_mask": sees(torch.from_numpy(seen(Masked(mask, LENGTH))))}
+    found = mask_of(item, 0, LENGTH, PLANNED)
+    assert seen(Masked(found, LENGTH)).tolist() == seen(Masked(mask, LENGTH)).tolist()
+    assert shard_of(item, degree=2).layout.masks == (() if mask is CAUSAL else (found,))
+
+
+def test_an_item_with_a_mask_of_its_own_has_the_positions_of_that() -> None:
+    pairs = chunk_pairs([1, 2])
+    shard = shard_of({"mask": pairs, "position_ids": torch.tensor([0, 1, 2, 0, 1, 2, 0, 0])})
+    assert shard.layout.masks == (pairs,)
+    assert shard.batch["position_ids"].tolist() == shard.positions.tolist() == [0, 1, 2, 0, 1, 2]
+    assert "mask" not in shard.batch
+
+
+def test_rings_of_equal_chunks_follow_no_masks() -> None:
+    samples = Samples(dataset=[{"tokens": torch.arange(LENGTH), "mask": full()}], collate=lambda _: {}, consumed=0)
+    with pytest.raises(
+        RunError, match="row 0 of the data set has a mask, which rings of equal chunks do not follow; set"
+    ):
+        load_shard(ROW, samples, rank=0, even_chunks=True)
+
+
 def test_a_pack_keeps_positions_that_run_on_and_its_rotary_ones_begin_anew() -> None:
     shard = shard_of({"cu_seqlens": torch.tensor([0, 4, LENGTH]), "position_ids": torch.arange(LENGTH)})
     assert shard.batch["position_ids"].tolist() == [0, 1, 2, 3, 4, 5]
@@ -98,6 +130,18 @@ def test_a_pack_keeps_positions_that_run_on_and_its_rotary_ones_begin_anew() -> 
             {"attention_mask": documents(LENGTH) | (torch.arange(LENGTH) == 2)},
             "token 5 does not see all tokens of one document",
         ),
+        (
+            {"attention_mask": ~torch.from_numpy(seen(Masked(chunk_pairs([2, 2]), LENGTH)))},
+            "row 0 of the data set has an attention_mask that is not causal, but for spans whose tokens see each other",
+        ),
+        (
+            {"mask": segments([(4, 9)])},
+            "row 0 of the data set has 8 tokens, 6 in the plan, but its mask has a span up to",
+        ),
+        (
+            {"mask": chunk_pairs([2, 2])},
+            "row 0 of the data set has 8 tokens, 6 in the plan, but its mask has chunk pairs",
+        ),
         ({"position_ids": torch.tensor([0, 1, 2, 0, 1, 2, 3, 4])}, "position_ids that begin anew, but neither"),
         ({"cu_seqlens": torch.tensor([1, 8])}, "row 0 of the data set has cu_seqlens that do not ascend from 0; they"),
         ({"cu_seqlens": torch.tensor([0, 5, 3, *[8] * 9])}, "from 0; they are 0, 5, 3, 8, 8, 8, 8, 8, ..."),
@@ -107,6 +151,35 @@ def test_an_item_of_which_nobody_knows_what_sees_what_is_refused(item: dict[str,
     with pytest.raises(RunError) as error:
         load(**item)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("even_chunks", [False, True])
+@pytest.mark.parametrize("degree", [1, 2, 3])
+def test_what_follows_a_token_is_what_follows_it_in_its_sequence_whoever_holds_that(
+    degree: int, even_chunks: bool
+) -> None:
+    """A pack of sequences of 4 and 2 tokens; in the second, no token has a loss two places ahead."""
+    mask = torch.tensor([1.0, 1, 0, 1, 1, 1, 1, 1])
+    item = {"tokens": torch.arange(1, 9), "loss_mask": mask, "cu_seqlens": torch.tensor([0, 4, LENGTH])}
+    samples = Samples(dataset=[item], collate=lambda items: items[0], consumed=0)
+    found: dict[int, list[float]] = {}
+    for member in range(degree):
+        row = replace(ROW, ranks=tuple(range(degree)))
+        shard = load_shard(row, samples, rank=member, even_chunks=even_chunks, places_ahead=2)
+        ahead = shard.ahead
+        assert ahead is not None
+        assert ahead.counts == (2.5, 1.5, 0.5)  # in the mean of the two sequences
+        values = torch.stack([*ahead.values["tokens"], *ahead.values["loss_mask"], *ahead.ratio], dim=-1)
+        found.update(zip(shard.batch["tokens"].tolist(), values.tolist(), strict=True))
+    found.pop(0, None)  # padding
+    assert found == {
+        1: [2, 3, 1, 0, 1.5, 3.0],
+        2: [3, 4, 0, 1, 1.5, 3.0],
+        3: [4, 0, 1, 0, 1.5, 3.0],
+        4: [0, 0, 0, 0, 1.5, 3.0],
+        5: [6, 0, 1, 0, 2.0, 2.0],
+        6: [0, 0, 0, 0, 2.0, 2.0],
+    }
 
 
 def test_batches_that_were_drawn_before_the_schedule_was_asked_are_refused() -> None:

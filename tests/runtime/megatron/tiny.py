@@ -6,17 +6,21 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from functools import partial
 from itertools import pairwise
+from random import Random
 from typing import Any
 
 import tests.runtime.megatron.cpu_shim  # noqa: F401  before megatron
+from fcp_cli.masks import CAUSAL, Mask, Spans
+from tests.masks import Masked, random_mask, seen
 
 import torch  # isort: skip
 from megatron.core import parallel_state  # isort: skip
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec  # isort: skip
 from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # isort: skip
 from megatron.core.transformer.dot_product_attention import DotProductAttention as LocalAttention  # isort: skip
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # isort: skip
+from megatron.core.utils import get_model_config  # isort: skip
 from torch import Tensor  # isort: skip
 from torch.utils.data import DataLoader, Dataset  # isort: skip
 
@@ -45,21 +49,23 @@ LATENT = {
 }
 
 
-class Sequences(Dataset[dict[str, Tensor]]):
+class Sequences(Dataset[dict[str, Any]]):
     """Random sequences: some tokens carry no loss, the last of each never.
 
-    Packed, each is several that do not see each other, as its `cu_seqlens` say.
+    Packed, each is several that do not see each other, as its `cu_seqlens` say. Masked, what tokens see of each other is
+    drawn, too, and said by a mask of fcp's or by an attention mask.
     """
 
-    def __init__(self, lengths: Sequence[int], *, axes: int = 1, packed: bool = False) -> None:
+    def __init__(self, lengths: Sequence[int], *, axes: int = 1, packed: bool = False, masked: bool = False) -> None:
         self._lengths = lengths
         self._axes = axes
         self._packed = packed
+        self.masked = masked
 
     def __len__(self) -> int:
         return len(self._lengths)
 
-    def __getitem__(self, at: int) -> dict[str, Tensor]:
+    def __getitem__(self, at: int) -> dict[str, Any]:
         draw = torch.Generator().manual_seed(at)
         length = self._lengths[at]
         text = torch.randint(VOCABULARY, (length + 1,), generator=draw)
@@ -68,7 +74,7 @@ class Sequences(Dataset[dict[str, Tensor]]):
         positions = torch.arange(length)
         if self._axes > 1:  # as of images: every axis counts in its own way
             positions = torch.stack([positions // (axis + 1) for axis in range(self._axes)])
-        item = {
+        item: dict[str, Any] = {
             "tokens": text[:-1],
             "labels": text[1:],
             "loss_mask": loss_mask,
@@ -78,11 +84,24 @@ class Sequences(Dataset[dict[str, Tensor]]):
         if self._packed:
             begins = (torch.rand(length, generator=draw) < 0.2).nonzero().flatten().tolist()
             item["cu_seqlens"] = torch.tensor([0, *begins, length], dtype=torch.int32)
+        mask = self._mask(at)
+        if mask != CAUSAL and at % 2 and isinstance(mask, Spans):
+            item["attention_mask"] = ~torch.from_numpy(seen(Masked(mask, length))).unsqueeze(0)
+        elif mask != CAUSAL:
+            item["mask"] = mask
         return item
+
+    def _mask(self, at: int) -> Mask:
+        return random_mask(Random(at), self._lengths[at]) if self.masked else CAUSAL
 
     def alone(self, at: int) -> Iterator[dict[str, Tensor]]:
         """Yield the sequences of an item as batches of one."""
         item = self[at]
+        if self.masked:
+            item.pop("mask", None)
+            mask = Masked(self._mask(at), self._lengths[at])
+            item["attention_mask"] = ~torch.from_numpy(seen(mask)).unsqueeze(0)
+            item["position_ids"] = torch.from_numpy(mask.mask.position_ids(mask.length))
         ends = item.pop("cu_seqlens", torch.tensor([0, self._lengths[at]])).tolist()
         for first, end in pairwise(sorted(set(ends))):
             sequence = {name: tensor[..., first:end].unsqueeze(0) for name, tensor in item.items()}
@@ -185,7 +204,7 @@ def _build(
             setattr(settings, name, value)
     model_parallel_cuda_manual_seed(0)
     torch.manual_seed(0)
-    model = (_hybrid(settings, spec) if hybrid else partial(GPTModel, transformer_layer_spec=spec))(
+    model = (_hybrid(settings, spec) if hybrid else _gpt(settings, spec, last))(
         config=settings,
         vocab_size=VOCABULARY,
         max_sequence_length=128,
@@ -196,6 +215,12 @@ def _build(
         share_embeddings_and_output_weights=False,
     )
     return model.to(settings.params_dtype)  # norms are made in fp32
+
+
+def _gpt(settings: TransformerConfig, spec: Any, last: bool) -> Any:
+    """A GPTModel; its last stage predicts as many further tokens as the settings say."""
+    several = get_gpt_mtp_block_spec(settings, spec, use_transformer_engine=False) if settings.mtp_num_layers else None
+    return partial(GPTModel, transformer_layer_spec=spec, mtp_block_spec=several if last else None)
 
 
 def _hybrid(settings: TransformerConfig, spec: Any) -> Any:
@@ -244,7 +269,9 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
     positions = batch["position_ids"]
     if positions.dim() == 3:  # [batch, axes, tokens]; Megatron wants the axes first
         positions = positions.transpose(0, 1)
-    output = model(batch["tokens"], positions, batch["attention_mask"], labels=batch["labels"])
+    predicts_several = bool(get_model_config(model).mtp_num_layers)
+    mask = {"loss_mask": batch["loss_mask"]} if predicts_several else {}
+    output = model(batch["tokens"], positions, batch["attention_mask"], labels=batch["labels"], **mask)
     return output, partial(loss_function, batch["loss_mask"])
 
 

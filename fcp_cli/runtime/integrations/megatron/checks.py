@@ -11,6 +11,7 @@ from fcp_cli.runtime.integrations import requirements
 
 KNOWN_TO_WORK = ("0.16.1", "0.19.2")
 _OLDEST = (0, 16, 1)
+_MEGATRON_FSDP = "megatron.core.distributed.fsdp.mcore_fsdp_adapter"
 # Layers of hybrid models that carry a state from token to token.
 _WITH_STATE = ("MambaMixer", "GatedDeltaNet")
 
@@ -88,14 +89,18 @@ def check_chunks(model: Any) -> Any:
     chunks = model if isinstance(model, list) else [model]
     if len(chunks) > 1:
         raise RunError(f"the model has {len(chunks)} chunks (virtual pipeline), which a plan cannot drive; use one")
-    sharding = _fsdp_class(chunks[0])
+    sharding = None if is_sharded(chunks[0]) else _fsdp_class(chunks[0])
     if sharding is not None:
         raise RunError(
-            f"the model is sharded with FSDP ({sharding}), whose ranks must run equally many micro-batches, which has "
-            "not been made to work under Megatron; use DistributedDataParallel, with the distributed optimizer if "
-            "memory is short"
+            f"the model is sharded with FSDP ({sharding}), which has not been made to work under Megatron; use "
+            "Megatron-FSDP (--use-megatron-fsdp), or DistributedDataParallel with the distributed optimizer"
         )
     return chunks[0]
+
+
+def is_sharded(chunk: Any) -> bool:
+    """Return whether a model is sharded with Megatron-FSDP."""
+    return any(kind.__module__ == _MEGATRON_FSDP for kind in type(chunk).__mro__)
 
 
 def _fsdp_class(chunk: Any) -> str | None:
@@ -146,10 +151,6 @@ def _refusals(config: Any) -> Iterable[tuple[bool, str]]:
         "multi-latent attention (MLA) with fused rotary embeddings rotates by its own idea of who holds which tokens; "
         "add --no-rope-fusion (TransformerConfig.apply_rope_fusion)",
     )
-    yield (
-        bool(setting("mtp_num_layers")),
-        "multi-token prediction (MTP) shifts tokens from rank to rank and cannot follow a plan",
-    )
     if setting("num_moe_experts"):
         yield from _moe_refusals(setting)
     variant = setting("experimental_attention_variant")
@@ -171,14 +172,19 @@ def _moe_refusals(setting: Callable[[str], Any]) -> Iterable[tuple[bool, str]]:
     losses = _balancing_losses(setting)
     yield (
         "global_aux_loss" in losses,
-        "the router's global auxiliary loss adds up counts over all ranks in every forward, of which a plan gives "
-        "ranks unequal numbers; set --moe-router-load-balancing-type seq_aux_loss or aux_loss",
+        "the router's global auxiliary loss weighs experts by the mean of the step's micro-batches up to its own, on "
+        "all ranks, and so by the plan's order; set --moe-router-load-balancing-type seq_aux_loss or aux_loss",
     )
     has_loss = bool(losses or setting("moe_z_loss_coeff"))
     yield (
         has_loss and setting("recompute_granularity") == "selective" and "moe" in (setting("recompute_modules") or ()),
         "a router with a loss is computed again without the rest of its layer, where its micro-batch is not known; "
         "leave moe out of --recompute-modules",
+    )
+    yield (
+        has_loss and bool(setting("mtp_use_repeated_layer")),
+        "a layer of multi-token prediction (MTP) that is repeated counts its router's loss once per repetition, which "
+        "has not been tried under a plan; leave --mtp-use-repeated-layer out",
     )
     yield (
         setting("moe_expert_capacity_factor") is not None,
@@ -225,6 +231,11 @@ def loss_refusals(config: Any) -> Iterable[tuple[bool, str]]:
         bool(of_logits),
         f"the router's z-loss (coefficient {of_logits}) counts padding, too; leave --moe-z-loss-coeff out",
     )
+
+
+def predicts_several(config: Any) -> bool:
+    """Return whether the model predicts more than the next token (MTP)."""
+    return bool(getattr(config, "mtp_num_layers", None))
 
 
 def balances_experts(config: Any) -> bool:
@@ -298,8 +309,22 @@ def attention_layers(model: Any) -> list[Any]:
     return layers
 
 
-def check_waves(pipeline_parallel: int, expert_parallel: int, sync: str, *, times_pipelines: bool = False) -> None:
-    """Raise RunError if ranks would wait for each other in a circle; where a plan times pipelines, none do."""
+def check_waves(
+    pipeline_parallel: int, expert_parallel: int, sync: str, *, times_pipelines: bool = False, sharded: bool = False
+) -> None:
+    """Raise RunError if ranks would wait for each other in a circle; where a plan times pipelines, none do.
+
+    Args:
+        pipeline_parallel, expert_parallel: of the job.
+        sync: of the plan.
+        times_pipelines: whether the plan times pipelines.
+        sharded: whether all ranks gather parameters in every layer.
+    """
+    if sharded and sync != "microbatch":
+        raise RunError(
+            "the model is sharded with Megatron-FSDP, whose ranks must run equally many micro-batches, but the plan "
+            f"has sync {sync}; plan with 'fcp plan --sync microbatch'"
+        )
     for kind, size in (("pipeline", 1 if times_pipelines else pipeline_parallel), ("expert", expert_parallel)):
         if size > 1 and sync != "microbatch":
             raise RunError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,10 +83,18 @@ class Follower:
             pipeline_parallel=pipeline_parallel,
         )
         require_training(self.metadata)
-        require_causal(self.metadata, plan, self.stack.name)
+        if not self.stack.follows_masks:
+            require_causal(self.metadata, plan, self.stack.name)
         expert_parallel = parallel_state.get_expert_model_parallel_world_size()
         times_pipelines = self.metadata.pipeline is not None
-        checks.check_waves(pipeline_parallel, expert_parallel, self.metadata.sync, times_pipelines=times_pipelines)
+        self._sharded = checks.is_sharded(self._chunk)
+        checks.check_waves(
+            pipeline_parallel,
+            expert_parallel,
+            self.metadata.sync,
+            times_pipelines=times_pipelines,
+            sharded=self._sharded,
+        )
         if pipeline_parallel > 1:
             self._config.variable_seq_lengths = True  # stages exchange the shapes, which now differ
         # The processes that hold the same part of the model, one per rank of the plan.
@@ -97,7 +106,13 @@ class Follower:
         self._balances = checks.balances_experts(self._config)
         self._engine = self._open_rings(model)
         self._even_chunks = self.stack.even_chunks or self._engine is not None
-        self._load = partial(load_shard, rank=self._rank, multiple=self._multiple, even_chunks=self._even_chunks)
+        self._load = partial(
+            load_shard,
+            rank=self._rank,
+            multiple=self._multiple,
+            even_chunks=self._even_chunks,
+            places_ahead=getattr(self._config, "mtp_num_layers", None) or 0,
+        )
         self._layers = self.stack.hook(model, self._transport)
         clock = clock_for(self._device)
         self.watch = watch_for(self._rank, clock, self._device)
@@ -116,7 +131,10 @@ class Follower:
         """Let ranks that meet in rings meet once; return Transformer Engine's rings, where its attention runs."""
         shares_heads = self.metadata.attention is not None
         engine, is_latent = None, bool(getattr(self._config, "multi_latent_attention", False))
-        if self.stack.engine_rings and wants_rings(model, shares_heads=shares_heads, is_latent=is_latent):
+        has_masks = self.metadata.masked_sequences is not None
+        if self.stack.engine_rings and wants_rings(
+            model, shares_heads=shares_heads, is_latent=is_latent, has_masks=has_masks
+        ):
             engine = make_rings(model, self._plan, self._peers, self._device)
         if engine is None or self._balances:
             report, peers = report_to_stderr(dist.get_rank(), self._device), tuple(self._peers)
@@ -125,9 +143,12 @@ class Follower:
 
     def run(self, schedule: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Run the schedule's next step on the plan's micro-batches instead of the script's; return what it returns."""
-        gather_parameters(self._chunk)
+        # Megatron-FSDP gathers and reduces in every layer, where the ranks of a plan in waves meet.
+        held = nullcontext() if self._sharded else reduced_after_backwards(self._chunk, self._config)
+        if not self._sharded:
+            gather_parameters(self._chunk)
         planned = self.planned(arguments)
-        with self.stack.around_step(), reduced_after_backwards(self._chunk, self._config):
+        with self.stack.around_step(), held:
             reports = schedule(**planned)
         self.watch.leave()
         self.measured.leave()
@@ -204,13 +225,15 @@ class Follower:
         # Rank 0 decides: to nodes that started later the run directory may not look new.
         wanted = torch.tensor(int(os.environ.get(_PROBE_VARIABLE) != "0"), device=self._device)
         ProcessWorld().broadcast(wanted)
+        if self._sharded:
+            return "not probed (no rank holds a layer whole)"
         if not wanted:
             return f"not probed ({_PROBE_VARIABLE}=0)"
         difference = probe(
             self._model,
             step.plan.rows,
             self.enter,
-            load=self._load,
+            load=partial(self._load, places_ahead=0),
             rank=self._rank,
             multiple=self._multiple,
             stack=self.stack,
@@ -279,14 +302,18 @@ class Follower:
                 transport=self._transport,
                 grad_dtype=self._grad_dtype,
             ),
-            positions=shard.positions.to(self._device, non_blocking=True),
-            is_planned=shard.is_planned.to(self._device, non_blocking=True),
+            positions=self._on_device(shard.positions),
+            is_planned=self._on_device(shard.is_planned),
             longest_tokens=max(layout.lengths, default=1),
-            owners=shard.owners.to(self._device, non_blocking=True) if self._balances else None,
+            owners=self._on_device(shard.owners) if self._balances else None,
             lengths=shard.lengths,
+            ahead=None if shard.ahead is None else shard.ahead.mapped(self._on_device),
             # To Transformer Engine, an idle rank's padding is a sequence.
             packed=None if self._engine is None else self._engine.sequences(ranks, layout.lengths or (tokens,)),
         )
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, non_blocking=True)
 
     def check_forward(self, microbatch: PlannedMicroBatch, *, read: int) -> None:
         """Check that the forward that just ended followed the plan.

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fcp_cli.plan.step import MicroBatch
+from fcp_cli.runtime.integrations.megatron.ahead import Ahead
 from fcp_cli.runtime.ring import Ring
 
 
@@ -27,6 +28,7 @@ class PlannedMicroBatch:
         lengths: tokens of each sequence, without padding.
         owners: [tokens] int64, which of the sequences a token belongs to, and their number for padding; None where no
             loss is made of them.
+        ahead: what follows each token, where the model predicts several.
         packed: the same for Transformer Engine, where that attends: Megatron's PackedSeqParams with a process group.
     """
 
@@ -38,6 +40,7 @@ class PlannedMicroBatch:
     longest_tokens: int
     lengths: tuple[int, ...] = ()
     owners: Tensor | None = None
+    ahead: Ahead | None = None
     packed: Any = None
 
     @property

@@ -42,6 +42,7 @@ class RingSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core has
     positions: Tensor | None = None  # [tokens], for layers that make their rotary table themselves
     owners: Tensor | None = None  # of `PlannedMicroBatch`
     lengths: tuple[int, ...] = ()
+    ahead: Any = None  # `multi_token.TokensAhead`, where the model predicts several tokens
     packed: PackedSeqParams | None = None  # what Transformer Engine is given in its place, where that attends
 
 
@@ -53,7 +54,8 @@ def hook_model(model: Any, hook_layer: Callable[[Attention], None] | None = None
     """
     signature = inspect.signature(type(model).forward)
     place = list(signature.parameters).index(PARAMS) - 1  # of those after self
-    model.register_forward_pre_hook(partial(_bind_microbatch, place=place), with_kwargs=True)
+    # Not as a hook of the module: Megatron-FSDP calls the forward of what it wraps by name.
+    model.forward = partial(_forward, model.forward, place)
     rotary = getattr(model, "rotary_pos_emb", None)
     if rotary is not None and model.position_embedding_type != "mrope":  # mRoPE's table is made from position_ids
         rotary.register_forward_hook(_cut_rotary_table)
@@ -66,13 +68,11 @@ def hook_model(model: Any, hook_layer: Callable[[Attention], None] | None = None
     return len(layers)
 
 
-def _bind_microbatch(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, place: int
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Describe the micro-batch's sequences in each call of the model."""
+def _forward(original: Callable[..., Any], place: int, *args: Any, **kwargs: Any) -> Any:
+    """Run a model's forward, with the micro-batch's sequences described in its arguments."""
     microbatch = current_microbatch.get()
     if microbatch is None:
-        return None
+        return original(*args, **kwargs)
     input_ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
     if input_ids is not None and tuple(input_ids.shape) != (1, microbatch.tokens):
         raise RunError(
@@ -82,8 +82,8 @@ def _bind_microbatch(
         )
     sequences = _sequences(microbatch)
     if len(args) > place:
-        return (*args[:place], sequences, *args[place + 1 :]), kwargs
-    return args, {**kwargs, PARAMS: sequences}
+        return original(*args[:place], sequences, *args[place + 1 :], **kwargs)
+    return original(*args, **{**kwargs, PARAMS: sequences})
 
 
 def _sequences(microbatch: PlannedMicroBatch) -> RingSequences:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -148,7 +148,7 @@ def _attended(
     is_split = model.config.sequence_parallel
     token = current_microbatch.set(microbatch)
     try:
-        with _only(layer, model.decoder) as outputs:
+        with _only(layer, model.decoder) as outputs, suppress(_Attended):
             model(tokens, positions, None, scatter_to_sequence_parallel_region(hidden) if is_split else hidden)
     finally:
         current_microbatch.reset(token)
@@ -160,6 +160,10 @@ def _attended(
     return torch.stack([out.detach(), hidden.grad]).squeeze(2).to("cpu", torch.float64)
 
 
+class _Attended(Exception):
+    """Leaves the model's forward after its attention: neither logits nor what predicts further tokens are made."""
+
+
 @contextmanager
 def _only(layer: Any, decoder: Any) -> Iterator[list[Tensor]]:
     """Make the decoder run this attention alone of all its layers; the list gets what came out of it."""
@@ -167,12 +171,12 @@ def _only(layer: Any, decoder: Any) -> Iterator[list[Tensor]]:
 
     def attend(
         hidden_states: Tensor, attention_mask: Any, *, rotary_pos_emb: Any, packed_seq_params: Any, **_: Any
-    ) -> Tensor:
+    ) -> NoReturn:
         out, _bias = layer(
             hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params
         )
         outputs.append(out)
-        return hidden_states[:1]  # of which the last stage makes logits that are not read
+        raise _Attended
 
     decoder.set_input_tensor(None)  # a later stage may have one of an evaluation, and would take its length
     own = vars(decoder).get("forward")

@@ -165,4 +165,7 @@ def _record(router: Any, name: str, value: Tensor) -> None:
     tracker = getattr(routers, "get_moe_metrics_tracker", None)
     record = routers.save_to_aux_losses_tracker if tracker is None else tracker().record
     group = parallel_state.get_tensor_model_parallel_group()
-    record(name, value, router.layer_number, router.config.num_layers, reduce_group=group)
+    layers = router.config.num_layers
+    # Layers of multi-token prediction come last; in newer versions they are numbered by themselves.
+    number = router.layer_number + (layers if getattr(router, "is_mtp_layer", False) else 0)
+    record(name, value, number, layers + (router.config.mtp_num_layers or 0), reduce_group=group)

@@ -18,16 +18,21 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fcp_cli.errors import RunError
+from fcp_cli.masks import CAUSAL, Mask, segments
 from fcp_cli.plan.padding import padded_tokens, padding_multiple
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.cursor import RankStep
+from fcp_cli.runtime.integrations.megatron.ahead import Ahead, look_ahead
 from fcp_cli.runtime.layout import ShardLayout, shard_layout
 
 TOKENS = "tokens"
+LABELS = "labels"
 LOSS_MASK = "loss_mask"
 POSITIONS = "position_ids"
 ATTENTION_MASK = "attention_mask"
+MASK = "mask"
 _ENDS = "cu_seqlens"
+_AHEAD = (TOKENS, LABELS, LOSS_MASK, POSITIONS)
 # Where sequences end in a pack as it lies there, by whose data set it is: padded sequences before bare ones.
 _ENDS_OF_PACKS = ("cu_seqlens_q_padded", "cu_seqlens_padded", "cu_seqlens_q", _ENDS)
 
@@ -62,6 +67,7 @@ class LocalShard:
         positions: [tokens] int64, of each token within its own sequence.
         is_planned: [tokens] bool; padding is not.
         lengths: tokens of each sequence of the row, without padding; packs of the data set have several.
+        ahead: what follows the tokens, where that was asked for.
     """
 
     row: MicroBatch
@@ -71,6 +77,7 @@ class LocalShard:
     positions: Tensor
     is_planned: Tensor
     lengths: tuple[int, ...]
+    ahead: Ahead | None = None
 
     @property
     def owners(self) -> Tensor:
@@ -153,6 +160,7 @@ def pinned(step: LoadedStep) -> LoadedStep:
             batch={name: pin(value) for name, value in shard.batch.items()},
             positions=pin(shard.positions),
             is_planned=pin(shard.is_planned),
+            ahead=None if shard.ahead is None else shard.ahead.mapped(pin),
         )
         for shard in step.shards
     )
@@ -160,7 +168,13 @@ def pinned(step: LoadedStep) -> LoadedStep:
 
 
 def load_shard(
-    row: MicroBatch, samples: Samples, *, rank: int, multiple: int = 1, even_chunks: bool = False
+    row: MicroBatch,
+    samples: Samples,
+    *,
+    rank: int,
+    multiple: int = 1,
+    even_chunks: bool = False,
+    places_ahead: int = 0,
 ) -> LocalShard:
     """Load a rank's part of one row, padded with zeros: tokens that no planned token sees and whose loss mask is 0.
 
@@ -172,21 +186,29 @@ def load_shard(
         rank: of the plan.
         multiple: shards are padded to a multiple of so many tokens, as sequence parallelism needs it.
         even_chunks: pad each sequence until its chunks are equally long, and such multiples; rings of others need it.
+        places_ahead: so far the following tokens are looked up, for multi-token prediction.
     """
     member = row.ranks.index(rank)
     packs = [_sequences(samples, at, length) for at, length in zip(row.sequences, row.lengths, strict=True)]
-    items = [sequence for pack in packs for sequence in pack]
+    items = [sequence for pack, _ in packs for sequence in pack]
+    masks = tuple(mask for pack, mask in packs for _ in pack)
     lengths = padded = tuple(item[TOKENS].shape[-1] for item in items)
     if even_chunks:
         multiple = padding_multiple(multiple)
         padded = tuple(padded_tokens(lengths, row.degree, multiple).tolist())
-    layout = shard_layout(padded, row.degree, row.heads_degree)
+    masked = [at for at, (_, mask) in zip(row.sequences, packs, strict=True) if not mask.is_causal]
+    if masked and even_chunks:
+        raise RunError(
+            f"row {masked[0]} of the data set has a mask, which rings of equal chunks do not follow; set "
+            "FCP_ATTENTION=ring for fcp's own"
+        )
+    layout = shard_layout(padded, row.degree, row.heads_degree, *([masks] if masked else []))
     positions = torch.from_numpy(layout.position_ids(member))
     index = torch.from_numpy(layout.index(member)) if row.degree > 1 else None
     padding = max(-(-len(positions) // multiple), 1) * multiple - len(positions)
     ends = [most - length for most, length in zip(padded, lengths, strict=True)]
     if not items:  # an idle row: an item cut to no token shows the names and types of the data set's tensors
-        items, ends = _sequences(samples, 0, 0), [0]
+        items, ends = _sequences(samples, 0, 0)[0], [0]
 
     def shard_of(whole: Sequence[Tensor]) -> Tensor:
         ended = [_ended(tensor, end) for tensor, end in zip(whole, ends, strict=True)]
@@ -208,6 +230,7 @@ def load_shard(
         positions=positions,
         is_planned=shard_of([torch.ones(item[TOKENS].shape[-1], dtype=torch.bool) for item in items]),
         lengths=lengths,
+        ahead=look_ahead(items, _AHEAD, LOSS_MASK, places_ahead, shard_of) if places_ahead else None,
     )
 
 
@@ -216,8 +239,11 @@ def _ended(tensor: Tensor, end: int) -> Tensor:
     return pad(tensor, (0, end)) if end else tensor
 
 
-def _sequences(samples: Samples, at: int, length: int) -> list[dict[str, Tensor]]:
-    """Return what an item of the data set holds per token, cut to the plan's length: of each sequence in it."""
+def _sequences(samples: Samples, at: int, length: int) -> tuple[list[dict[str, Tensor]], Mask]:
+    """Return what an item of the data set holds per token, cut to the plan's length: of each sequence in it.
+
+    With it comes what their tokens see of each other: causal, but for an item of one sequence that says otherwise.
+    """
     found = samples.dataset[at]
     if not isinstance(found, Mapping) or TOKENS not in found:
         names = ", ".join(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
@@ -230,10 +256,49 @@ def _sequences(samples: Samples, at: int, length: int) -> list[dict[str, Tensor]
             f"row {at} of the data set has {tokens} tokens but {length} in the plan: the plan was made from another "
             "manifest; build it again with 'fcp manifest build' and 'fcp plan'"
         )
-    tensors = {name: torch.as_tensor(value) for name, value in found.items() if name != ATTENTION_MASK}
+    tensors = {name: torch.as_tensor(value) for name, value in found.items() if name not in (ATTENTION_MASK, MASK)}
     whole = {name: tensor for name, tensor in tensors.items() if tensor.dim() and tensor.shape[-1] == tokens}
-    ends = sequence_ends(found, at, tokens, length)
-    return [{name: tensor[..., first:end] for name, tensor in whole.items()} for first, end in pairwise((0, *ends))]
+    mask = mask_of(found, at, tokens, length)
+    ends = sequence_ends(found, at, tokens, length) if mask.is_causal else [length]
+    cut = [{name: tensor[..., first:end] for name, tensor in whole.items()} for first, end in pairwise((0, *ends))]
+    return cut, mask
+
+
+def mask_of(item: Mapping[str, Any], at: int, tokens: int, length: int) -> Mask:
+    """Return the mask of an item: what it has as `mask`, or spans that its attention mask opens.
+
+    Raises:
+        RunError: the mask does not fit the item, or the plan's length; or an attention mask is no mask of spans.
+    """
+    mask: Mask | None = item.get(MASK)
+    if mask is None:
+        mask = _spans_by(torch.as_tensor(item.get(ATTENTION_MASK, ())), at, tokens)
+    # What follows the plan's length may be padding, also of a mask that cannot be cut.
+    if length and (misfit := mask.misfit(tokens if mask.can_be_cut else length)):
+        raise RunError(f"row {at} of the data set has {tokens} tokens, {length} in the plan, but {misfit}")
+    return mask
+
+
+def _spans_by(mask: Tensor, at: int, tokens: int) -> Mask:
+    """Return the mask of an attention mask [tokens, tokens] in which a token sees a later one; else the causal one."""
+    if mask.dtype != torch.bool or mask.shape[-2:] != (tokens, tokens) or mask.numel() != tokens * tokens:
+        return CAUSAL
+    hidden = mask.reshape(tokens, tokens)
+    seen = hidden if bool(hidden[0, 0]) else ~hidden  # in some masks true is what is seen
+    opened = seen.diagonal(1)
+    if not opened.any():
+        return CAUSAL
+    turns = torch.cat((opened.new_zeros(1), opened, opened.new_zeros(1))).diff().nonzero().flatten().tolist()
+    spans = [(first, last + 1) for first, last in zip(turns[::2], turns[1::2], strict=True)]
+    expected = torch.ones_like(seen).tril()
+    for first, stop in spans:
+        expected[first:stop, first:stop] = True
+    if not torch.equal(seen, expected):
+        raise RunError(
+            f"row {at} of the data set has an {ATTENTION_MASK} that is not causal, but for spans whose tokens see each "
+            f"other; give the item what it is as {MASK!r}, of fcp_cli.masks"
+        )
+    return segments(spans)
 
 
 def sequence_ends(item: Mapping[str, Any], at: int, tokens: int, length: int) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from fcp_cli.runtime.integrations.megatron import checks
 from fcp_cli.runtime.integrations.megatron.model import hook_model
+from fcp_cli.runtime.integrations.megatron.multi_token import check_multi_token, hook_multi_token
 from fcp_cli.runtime.integrations.megatron.router_losses import hook_losses
 from fcp_cli.runtime.transport import ProcessTransport
 
@@ -17,10 +18,12 @@ class Stack(Protocol):
     Attributes:
         even_chunks: whether sequences are padded until all chunks are equally long.
         engine_rings: whether Transformer Engine's rings run the plan's groups where the model attends with it.
+        follows_masks: whether plans may be for sequences with masks.
     """
 
     even_chunks: bool
     engine_rings: bool
+    follows_masks: bool
 
     @property
     def name(self) -> str:
@@ -57,6 +60,7 @@ class MegatronStack:
 
     even_chunks = False
     engine_rings = True
+    follows_masks = True
 
     @property
     def name(self) -> str:
@@ -67,12 +71,15 @@ class MegatronStack:
         checks.check_config(config)
         if checks.balances_experts(config):
             checks.check_routers()
+        if checks.predicts_several(config):
+            check_multi_token()
         checks.check_layers(model)
 
     def hook(self, model: Any, transport: ProcessTransport) -> int:
         if checks.balances_experts(model.config):
             hook_losses(model)
-        return hook_model(model)
+        repeated = hook_multi_token(model) if checks.predicts_several(model.config) else 0
+        return hook_model(model) + repeated
 
     def around_step(self) -> AbstractContextManager[None]:
         return nullcontext()

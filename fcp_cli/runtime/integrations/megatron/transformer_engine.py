@@ -73,7 +73,9 @@ class Rings:
         )
 
 
-def wants_rings(model: nn.Module, *, shares_heads: bool = False, is_latent: bool = False) -> bool:
+def wants_rings(
+    model: nn.Module, *, shares_heads: bool = False, is_latent: bool = False, has_masks: bool = False
+) -> bool:
     """Return whether Transformer Engine attends: it does where the model has it, unless FCP_ATTENTION forbids it.
 
     Args:
@@ -81,6 +83,8 @@ def wants_rings(model: nn.Module, *, shares_heads: bool = False, is_latent: bool
         shares_heads: whether the plan has groups whose ranks share heads: those run on fcp's own driver, which holds
             tokens unlike Transformer Engine.
         is_latent: whether heads of values have another size than those of keys (MLA), which run there, too.
+        has_masks: whether the plan was made for sequences with masks, which run there unless the variable says that
+            they are packs of causal ones.
 
     Raises:
         RunError: the variable asks for what is not there.
@@ -104,7 +108,8 @@ def wants_rings(model: nn.Module, *, shares_heads: bool = False, is_latent: bool
             f"{_VARIABLE} is {_ENGINE}, but the model has multi-latent attention (MLA), which runs on fcp's own ring; "
             "unset it"
         )
-    return has_engine and wanted != _OWN and not shares_heads and not is_latent
+    needs_own = shares_heads or is_latent or (has_masks and wanted != _ENGINE)
+    return has_engine and wanted != _OWN and not needs_own
 
 
 def make_rings(model: nn.Module, plan: Path, peers: Sequence[int], device: torch.device) -> Rings:

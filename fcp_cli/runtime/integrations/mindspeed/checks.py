@@ -135,6 +135,8 @@ def check_config(config: Any) -> None:
             raise RunError(reason)
     if getattr(config, "multi_latent_attention", False):
         raise RunError("multi-latent attention (MLA) cannot follow a plan")
+    if megatron.predicts_several(config):
+        raise RunError("multi-token prediction (MTP) moves tokens by MindSpeed's own groups and cannot follow a plan")
     for is_refused, reason in megatron.loss_refusals(config) if getattr(config, "num_moe_experts", None) else ():
         if is_refused:
             raise RunError(reason)
