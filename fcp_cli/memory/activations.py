@@ -289,7 +289,7 @@ def patch_bytes(vision: VisionSpec, precision: Precision) -> int:
     if vision.kind == "qwen2_5_vl":
         of_width = (11 if t == r else 12) * t + 8
         return of_width * vision.hidden_size + 4 * t * vision.ffn_size + 4 * vision.num_heads + 8
-    widths, extra = (11, 0) if vision.kind == "qwen3_vl" else (10, 4 * (r - t))
+    widths, extra = (11, 0) if vision.kind == "qwen3_vl" else (10 if vision.kind == "internvit" else 8, 4 * (r - t))
     return (widths * t + extra) * vision.hidden_size + 2 * t * vision.ffn_size + 4 * vision.num_heads + 4 * r
 
 

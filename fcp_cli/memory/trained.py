@@ -200,8 +200,9 @@ def _linear_ends(matrices: Mapping[str, Matrix]) -> dict[str, tuple[int, int]]:
 def _vision_projections(vision: VisionSpec) -> dict[str, tuple[int, int]]:
     """Return the ends of each matrix of a block of the encoder; there are three in a gated MLP, and two in others."""
     h, f, kind = vision.hidden_size, vision.ffn_size, vision.kind
-    if kind == "internvit":
-        attention = dict.fromkeys(("q_proj", "k_proj", "v_proj", "projection_layer"), (h, h))
+    if kind in ("internvit", "siglip"):
+        last = "projection_layer" if kind == "internvit" else "out_proj"
+        attention = dict.fromkeys(("q_proj", "k_proj", "v_proj", last), (h, h))
         mlp = {"fc1": (h, f), "fc2": (f, h)}
     else:
         attention = {"qkv": (h, 3 * h), "proj": (h, h)}
@@ -215,6 +216,8 @@ def _vision_projections(vision: VisionSpec) -> dict[str, tuple[int, int]]:
 def _mergers(vision: VisionSpec) -> dict[str, tuple[int, int]]:
     """Return the ends of each matrix of the projector, of which there is one more for every deepstack layer."""
     merged, out = vision.hidden_size * vision.merge_size**2, vision.out_hidden_size
+    if vision.kind == "siglip":
+        return {}  # its matrix is no linear layer of PyTorch
     if vision.kind == "internvit":
         return {"projector.linear_1": (merged, out), "projector.linear_2": (out, out)}
     first, second = ("linear_fc1", "linear_fc2") if vision.kind == "qwen3_vl" else ("0", "2")
@@ -245,11 +248,15 @@ def _weight(spec: ModelSpec, layer: int, name: str, matrix: Matrix) -> str:
 
 
 def _encoder(vision: VisionSpec) -> str:
-    return "model.vision_tower.encoder.weight" if vision.kind == "internvit" else "model.visual.blocks.weight"
+    return "model.vision_tower.encoder.weight" if _has_tower(vision) else "model.visual.blocks.weight"
 
 
 def _projector(vision: VisionSpec) -> str:
-    return "model.multi_modal_projector.weight" if vision.kind == "internvit" else "model.visual.merger.weight"
+    return "model.multi_modal_projector.weight" if _has_tower(vision) else "model.visual.merger.weight"
+
+
+def _has_tower(vision: VisionSpec) -> bool:
+    return vision.kind in ("internvit", "siglip")
 
 
 def _layers(spec: ModelSpec) -> str:

@@ -24,6 +24,7 @@ Architecture: TypeAlias = Literal[
     "qwen3_moe",
     "qwen3_vl_moe",
     "gemma3_text",
+    "gemma3",
     "gpt_oss",
     "deepseek_v3",
     "glm4_moe",
@@ -41,6 +42,7 @@ Trait: TypeAlias = Literal[
 # What families have beside their figures. `fp32 norms` multiply with their weight before they round.
 _TRAITS: Final[Mapping[Architecture, frozenset[Trait]]] = {
     "gemma3_text": frozenset({"fp32 norms", "four norms"}),
+    "gemma3": frozenset({"fp32 norms", "four norms"}),
     "gpt_oss": frozenset({"fp32 norms", "output bias", "sinks", "expert biases"}),
     "deepseek_v3": frozenset({"sigmoid router"}),
     "glm4_moe": frozenset({"sigmoid router"}),

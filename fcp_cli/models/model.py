@@ -19,8 +19,8 @@ class VisionSpec:
     """A vision tower with the projector into the language model.
 
     Attributes:
-        kind: `qwen3_vl` (merger and deepstack mergers), `qwen2_5_vl` (gated MLPs, attention in windows, merger) or
-            `internvit` (class token, pixel shuffle, MLP projector).
+        kind: `qwen3_vl` (merger and deepstack mergers), `qwen2_5_vl` (gated MLPs, attention in windows, merger),
+            `internvit` (class token, pixel shuffle, MLP projector) or `siglip` (means of patches, a norm and a matrix).
         image_size: side in pixels of the square that the position table covers; None where there is no table.
         merge_size: side of the square of patches that becomes one token.
         out_hidden_size: hidden size of the language model that it feeds.
@@ -31,7 +31,7 @@ class VisionSpec:
         full_attention_layers: blocks that attend to the whole image or frame though others have windows.
     """
 
-    kind: Literal["qwen3_vl", "qwen2_5_vl", "internvit"]
+    kind: Literal["qwen3_vl", "qwen2_5_vl", "internvit", "siglip"]
     depth: Count
     hidden_size: Count
     num_heads: Count
@@ -89,12 +89,15 @@ class VisionSpec:
         # Two norms, which have no bias in Qwen2.5-VL; biases of qkv and out, and of the MLP's matrices.
         norms, mlp = (2 * h, 2 * self.ffn_size + h) if is_qwen2_5 else (4 * h, self.ffn_size + h)
         vectors = norms + 4 * h + mlp + layer_scales
-        return embedding + class_token + self.block_parameters + self.depth * vectors
+        last_norm = 2 * h if self.kind == "siglip" else 0
+        return embedding + class_token + self.block_parameters + self.depth * vectors + last_norm
 
     @property
     def projector_parameters(self) -> int:
         """Parameters of everything between the last block and the language model."""
         merged, out = self.hidden_size * self.merge_size**2, self.out_hidden_size
+        if self.kind == "siglip":
+            return self.hidden_size + self.hidden_size * out
         if self.kind == "internvit":
             return 2 * merged + (merged + 1) * out + (out + 1) * out
         mlp = (merged + 1) * merged + (merged + 1) * out

@@ -8,7 +8,13 @@ from fcp_cli.models.hf_config import EXPERT_NAMES, LATENT_NAMES, LAYER_TYPES, LI
 from fcp_cli.models.layers import Experts
 from fcp_cli.models.model import ModelSpec, VisionSpec
 
-_BACKBONES: Final = {"qwen3_vl": "qwen3", "qwen2_5_vl": "qwen2", "internvl": "qwen2", "qwen3_vl_moe": "qwen3_moe"}
+_BACKBONES: Final = {
+    "qwen3_vl": "qwen3",
+    "qwen2_5_vl": "qwen2",
+    "internvl": "qwen2",
+    "qwen3_vl_moe": "qwen3_moe",
+    "gemma3": "gemma3_text",
+}
 
 
 def text_config(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
@@ -58,6 +64,9 @@ def whole_config(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
     if spec.architecture == "internvl":
         whole |= {"text_config": {"model_type": model_type, **text}, **_internvl_config(spec.vision)}
         return "internvl", whole
+    if spec.architecture == "gemma3":
+        whole = {"tie_word_embeddings": spec.tied_embeddings, "image_token_index": min(262_144, spec.vocab_size - 2)}
+        return "gemma3", {**whole, "text_config": text, **_gemma3_config(spec.vision)}
     # Rotary frequencies of time, height and width: 24, 20 and 20 of 64 in Qwen3-VL, 16, 24 and 24 in Qwen2.5-VL.
     half = spec.head_dim // 2
     side = half * (24 if spec.architecture == "qwen2_5_vl" else 20) // 64
@@ -88,6 +97,22 @@ def _internvl_config(vision: VisionSpec) -> dict[str, Any]:
         "downsample_ratio": 1 / vision.merge_size,
         "image_seq_length": (image_size // vision.patch_size // vision.merge_size) ** 2,
     }
+
+
+def _gemma3_config(vision: VisionSpec) -> dict[str, Any]:
+    image_size = vision.image_size
+    assert image_size is not None  # the description was checked
+    tower = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": vision.hidden_size,
+        "intermediate_size": vision.ffn_size,
+        "num_hidden_layers": vision.depth,
+        "num_attention_heads": vision.num_heads,
+        "image_size": image_size,
+        "patch_size": vision.patch_size,
+        "vision_use_head": False,
+    }
+    return {"vision_config": tower, "mm_tokens_per_image": vision.table_patches // vision.merge_size**2}
 
 
 def _qwen3_vl_tower(vision: VisionSpec) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fcp_cli.console import Origins
 from fcp_cli.cost.profile import CostProfile, Sync
-from fcp_cli.errors import ProfileError, UsageError
+from fcp_cli.errors import ProfileError, RunError, UsageError
 from fcp_cli.extras import pip_install
 from fcp_cli.machine.devices import find_machine
 from fcp_cli.machine.host import host_memory_bytes
@@ -113,6 +113,11 @@ def choose_measurement(request: ProfileRequest, origins: Origins) -> Measurement
     kind, units = _units(request, origins)
     on_cpu = kind == "cpu"
     spec = load_model(request.model or (_CPU_MODEL if on_cpu else DEFAULT_MODEL))
+    if spec.vision is not None and spec.vision.kind == "siglip":
+        raise RunError(
+            f"the encoder of {spec.name} takes images of one size alone, by which its times cannot be told apart; "
+            f"compute a profile: fcp profile --analytic --model {spec.name}"
+        )
     _assume(origins, "--model", request.model, spec.name, "small enough for a CPU" if on_cpu else "--model sets it")
     device = None if on_cpu or request.nodes > 1 else _device(kind)
     cluster = request.cluster or (THIS_MACHINE if on_cpu else cluster_like(device.name if device else ""))

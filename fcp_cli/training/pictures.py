@@ -19,9 +19,9 @@ from fcp_cli.manifest.sources.pictures import PictureRecords, PictureRow
 from fcp_cli.runtime.followed_step import require_length
 from fcp_cli.training.decoding import BadPictureError, Values, Wanted
 from fcp_cli.training.pixel_pool import PixelPool
-from fcp_cli.vision import internvl, qwen2_5_vl, qwen3_vl
+from fcp_cli.vision import gemma3, internvl, qwen2_5_vl, qwen3_vl
 from fcp_cli.vision.parts import PixelsRead, VisualSequence
-from fcp_cli.vision.processors import InternVision, Qwen25Vision, VisionProcessor
+from fcp_cli.vision.processors import GemmaVision, InternVision, Qwen25Vision, VisionProcessor
 
 
 class PictureVisuals:
@@ -45,10 +45,12 @@ class PictureVisuals:
         found = self._records.read(row)
         require_length(len(found.encoded.tokens), int(self._lengths[row]), row=row)
         encoded = found.encoded
-        if isinstance(self._records.processor, InternVision):
-            return internvl.visual_sequence(
+        if isinstance(self._records.processor, InternVision | GemmaVision):
+            family: Any = gemma3 if isinstance(self._records.processor, GemmaVision) else internvl
+            tiled: VisualSequence = family.visual_sequence(
                 self._config, encoded.tokens, labels=encoded.labels, pixel_values=self._pixels(row, found, None)
             )
+            return tiled
         pictures: dict[str, Any] = {
             "image_grid_thw": _grids(found, is_video=False),
             "video_grid_thw": _grids(found, is_video=True),

@@ -8,6 +8,7 @@ encoded.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,9 @@ from fcp_cli.training.models import has_vision
 from fcp_cli.training.pictures import PictureVisuals
 from fcp_cli.training.pixel_pool import PixelPool, usual_workers
 from fcp_cli.training.settings import TrainSettings
-from fcp_cli.vision import internvl, qwen2_5_vl, qwen3_vl
+from fcp_cli.vision import gemma3, internvl, qwen2_5_vl, qwen3_vl
 from fcp_cli.vision.parts import VisualSequence
-from fcp_cli.vision.processors import InternVision, Qwen25Vision, QwenVision, Visual
+from fcp_cli.vision.processors import GemmaVision, InternVision, Qwen25Vision, QwenVision, Visual
 
 
 class SyntheticVisuals:
@@ -55,14 +56,15 @@ class SyntheticVisuals:
         images, videos = self._records(row)
         ids = self._ids(row, images, videos)
         labels = np.where(np.isin(ids, self._placeholders), IGNORED, ids)
-        if self._config.model_type == "internvl":
-            tile = (self._config.vision_config.num_channels, *self._config.vision_config.image_size)
-            return internvl.visual_sequence(
+        if self._config.model_type in _TILED:
+            tile = self._records.processor.row_shape
+            tiled: VisualSequence = _TILED[self._config.model_type].visual_sequence(
                 self._config,
                 ids,
                 labels=labels,
                 pixel_values=lambda start, stop: self._noise((row, start), (stop - start, *tile)),
             )
+            return tiled
         pictures: dict[str, Any] = {
             "image_grid_thw": _grids(images),
             "video_grid_thw": _grids(videos),
@@ -101,8 +103,8 @@ class SyntheticVisuals:
 
     def _part_tokens(self, visual: Visual) -> int:
         _, height, width = visual.grid
-        if self._config.model_type == "internvl":
-            return int(self._config.image_seq_length)
+        if self._config.model_type in _TILED:
+            return _tile_tokens(self._config)
         return height * width // int(self._config.vision_config.spatial_merge_size) ** 2
 
     def _patches(self, row: int, kind: int, start: int, stop: int) -> Tensor:
@@ -113,6 +115,14 @@ class SyntheticVisuals:
     def _noise(self, key: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         generator = np.random.default_rng([self._seed, *key])
         return torch.from_numpy(generator.standard_normal(shape, np.float32))
+
+
+_TILED: Mapping[str, Any] = {"internvl": internvl, "gemma3": gemma3}
+"""Families whose encoders see squares of one size, by their model types."""
+
+
+def _tile_tokens(config: Any) -> int:
+    return int(config.image_seq_length if config.model_type == "internvl" else config.mm_tokens_per_image)
 
 
 def _grids(visuals: tuple[Visual, ...]) -> IntArray:
@@ -186,9 +196,12 @@ def _require_same_patches(records: MediaRecords | PictureRecords, config: Any) -
     elif config.model_type == "internvl" and isinstance(processor, InternVision):
         counted = (processor.tile_pixels, processor.patch_size, processor.tokens_per_tile)
         wanted = (vision.image_size[0], vision.patch_size[0], config.image_seq_length)
+    elif config.model_type == "gemma3" and isinstance(processor, GemmaVision):
+        counted = (processor.image_pixels, processor.patch_size, processor.tokens_per_image)
+        wanted = (vision.image_size, vision.patch_size, config.mm_tokens_per_image)
     else:
-        processors: dict[type[Any], str] = {QwenVision: "qwen3-vl", Qwen25Vision: "qwen2.5-vl"}
-        family = processors.get(qwen_families.get(config.model_type, InternVision), "internvl")
+        family = "qwen2.5-vl" if config.model_type == "qwen2_5_vl" else "qwen3-vl"
+        family = config.model_type if config.model_type in _TILED else family
         raise RunError(
             f"{records.path} was counted with the processor {records.processor.describe()['name']}, but the model is "
             f"of the family {family}; build the manifest again with --processor {family}"

@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 
 from torch import Tensor
 
-from fcp_cli.vision import internvl, qwen2_5_vl, qwen3_vl
+from fcp_cli.vision import gemma3, internvl, qwen2_5_vl, qwen3_vl
 from fcp_cli.vision.parts import Kind, VisualPart
 
 
@@ -26,4 +26,5 @@ FAMILIES: Final[Mapping[str, VisionFamily]] = {
     "qwen3_vl_moe": qwen3_vl,  # experts in the language model alone
     "qwen2_5_vl": qwen2_5_vl,
     "internvl": internvl,
+    "gemma3": gemma3,
 }

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fcp_cli.errors import RunError
-from fcp_cli.vision.parts import Kind, PixelReader, PixelRows, Pixels, VisualPart, VisualSequence
+from fcp_cli.vision.parts import Kind, Pixels, VisualPart, VisualSequence
+from fcp_cli.vision.tiles import tiled_sequence
 
 
 def visual_sequence(
@@ -31,37 +30,14 @@ def visual_sequence(
     Raises:
         RunError: placeholders that do not fit the tiles.
     """
-    ids = np.asarray(input_ids, dtype=np.int64)
-    places = np.flatnonzero(ids == config.image_token_id)
     size = config.image_seq_length
-    tiles, rest = divmod(len(places), size)
-    is_asked = pixel_values is None or callable(pixel_values) or isinstance(pixel_values, PixelReader)
-    given = tiles if is_asked else len(pixel_values)  # type: ignore[arg-type]
-    if rest or given != tiles or (tiles and pixel_values is None):
-        raise RunError(
-            f"a sequence has {len(places)} placeholders (token {config.image_token_id}), {size} for each tile, but "
-            f"{'no' if pixel_values is None else given} tiles; give the processor's pixel_values of this very sequence"
-        )
-    starts = places[::size]
-    apart = np.flatnonzero(places[size - 1 :: size] - starts != size - 1)
-    if len(apart):
-        raise RunError(f"the {size} placeholders from token {starts[apart[0]]} on are not all together")
-    side = round(size**0.5 / config.downsample_ratio)
-    return VisualSequence(
-        tokens=ids,
+    return tiled_sequence(
+        input_ids,
         labels=labels,
-        parts=tuple(
-            VisualPart(
-                kind="image",
-                start_token=start,
-                num_tokens=size,
-                work=1.0,
-                grid=(side, side),
-                pixels=PixelRows(pixel_values, number, number + 1),
-            )
-            for number, start in enumerate(starts.tolist())
-            if pixel_values is not None
-        ),
+        pixel_values=pixel_values,
+        placeholder=config.image_token_id,
+        tokens_per_tile=size,
+        side=round(size**0.5 / config.downsample_ratio),
     )
 
 

@@ -1,8 +1,8 @@
-"""Visual tokens and encoder work of images and videos, in closed form, for Qwen-VL's and InternVL's processors.
+"""Visual tokens and encoder work of images and videos, in closed form, for processors of Qwen-VL, InternVL and Gemma 3.
 
-The formulas are those of transformers 5.23 (`qwen2_vl`, `qwen3_vl`, `got_ocr2` and `internvl` processors); the tests
-compare them with the library's own functions. The sizes are those of published checkpoints; `open_processor` reads
-them from the checkpoint's own files instead, which is safer.
+The formulas are those of transformers 5.23 (`qwen2_vl`, `qwen3_vl`, `got_ocr2`, `internvl`, `gemma3` processors); the
+tests compare them with the library's own functions. The sizes are those of published checkpoints; `open_processor`
+reads them from the checkpoint's own files instead, which is safer.
 
 H, W = height and width in pixels after resizing; f = pixels along a token's side (patch_size * merge_size).
 """
@@ -376,6 +376,76 @@ class InternVision:
         return Visual(tokens=tiles * self.tokens_per_tile + marks, grid=(tiles, side, side), texts=texts)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GemmaVision:
+    """Gemma 3: every image as a square, and with pan and scan, crops of one that is long or tall; no videos."""
+
+    name: str = "gemma3"
+    image_pixels: Count = 896
+    patch_size: Count = 14
+    tokens_per_image: Count = 256
+    pan_and_scan: bool = False
+    min_crop_pixels: Count = 256
+    max_crops: Tiles = 4
+    least_aspect: Positive = 1.2
+
+    @property
+    def template_marks(self) -> int:
+        return 0  # <start_of_image> is counted with the picture
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return 3, self.image_pixels, self.image_pixels
+
+    @property
+    def frames_per_part(self) -> int:
+        return 1
+
+    def rows_per_part(self, visual: Visual) -> int:
+        return 1
+
+    def frame_size(self, visual: Visual) -> tuple[int, int]:
+        return self.image_pixels, self.image_pixels
+
+    def describe(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def image(self, height: int, width: int) -> Visual:
+        crops = self._crops(min(height, width), max(height, width)) if self.pan_and_scan else 0
+        images, side = 1 + crops, self.image_pixels // self.patch_size
+        # Around each image two breaks and its start and end; between them, text.
+        texts = ("Here is the original image ", _CROPS_TEXT, *([" "] * (crops - 1))) if crops else ()
+        return Visual(tokens=images * (self.tokens_per_image + 4), grid=(images, side, side), texts=texts)
+
+    def video(self, frames: int, height: int, width: int, fps: float | None) -> Visual:
+        raise ValueError("Gemma 3 takes no videos; give their frames as images")
+
+    def frame_indices(self, frames: int, fps: float | None) -> IntArray:
+        return np.arange(frames)
+
+    def marks(self, tokenizer: Any) -> Marks:
+        start, pad, end = tokenizer.boi_token, tokenizer.image_token, tokenizer.eoi_token
+        return Marks(image=start, video=pad, image_pad=pad, video_pad=pad, start=start, end=end)
+
+    def written(self, visual: Visual, marks: Marks, *, is_video: bool) -> Written:
+        image = f"\n\n{marks.start}{marks.image_pad}{marks.end}\n\n"
+        runs = (self.tokens_per_image,) * visual.grid[0]
+        if not visual.texts:
+            return Written(text=image, runs=runs)
+        return Written(text="".join(f"{text}{image}" for text in visual.texts), runs=runs)
+
+    def _crops(self, short: int, long: int) -> int:
+        """Return how many crops an image becomes, side by side along its longer side."""
+        if long / short < self.least_aspect:
+            return 0
+        wanted = min(long // self.min_crop_pixels, math.floor(long / short + 0.5))
+        crops = min(self.max_crops, max(2, wanted))
+        return 0 if min(math.ceil(long / crops), short) < self.min_crop_pixels else crops
+
+
+_CROPS_TEXT: Final = " and here are some crops to help you see better "
+
+
 @lru_cache(maxsize=1 << 16)
 def _best_grid(height: int, width: int, tile: int, min_tiles: int, max_tiles: int) -> tuple[int, int]:
     """Return (columns, rows) closest in aspect ratio; of equals the one with more tiles that the picture half fills."""
@@ -429,14 +499,16 @@ def words_of(text: str) -> int:
 
 def recorded_processor(settings: Mapping[str, Any]) -> VisionProcessor:
     """Return the processor whose `describe` gave these settings, as a manifest records them."""
-    family: type[QwenVision] | type[Qwen25Vision] | type[InternVision] = InternVision
+    family: type[QwenVision | Qwen25Vision | InternVision | GemmaVision] = InternVision
+    if "tokens_per_image" in settings:
+        family = GemmaVision
     if "merge_size" in settings:
         family = Qwen25Vision if "frame_min_pixels" in settings else QwenVision
     return validated(dict(settings), family, where="the manifest's processor", error=ManifestError)
 
 
 _PUBLISHED: Final[Mapping[str, VisionProcessor]] = {
-    processor.name: processor for processor in (QwenVision(), Qwen25Vision(), InternVision())
+    processor.name: processor for processor in (QwenVision(), Qwen25Vision(), InternVision(), GemmaVision())
 }
 
 
@@ -457,8 +529,10 @@ def open_processor(name: str) -> VisionProcessor:
         return _checked(_qwen(folder, images), str(folder))
     if kind.startswith("GotOcr2ImageProcessor"):
         return _checked(_intern(folder, images), str(folder))
+    if kind.startswith("Gemma3ImageProcessor"):
+        return _checked(_gemma(folder, images), str(folder))
     raise ManifestError(
-        f"{folder} has the image processor {kind or 'of no name'!r}; fcp knows Qwen-VL's and InternVL's"
+        f"{folder} has the image processor {kind or 'of no name'!r}; fcp knows Qwen-VL's, InternVL's and Gemma 3's"
     )
 
 
@@ -541,18 +615,37 @@ def _intern(folder: Path, images: dict[str, Any]) -> InternVision:
     return InternVision(
         name=str(folder.resolve()),
         tile_pixels=_block(images, "size")["height"],
-        patch_size=_intern_patch(folder),
+        patch_size=_patch_of(folder, InternVision().patch_size),
         tokens_per_tile=model["image_seq_length"],
         min_tiles=images["min_patches"],
         max_tiles=images["max_patches"],  # the processor sets crop_to_patches, whatever the file says
     )
 
 
-def _intern_patch(folder: Path) -> int:
+def _gemma(folder: Path, images: dict[str, Any]) -> GemmaVision:
+    usual = GemmaVision()
+    model = _config(folder, "processor_config.json") if (folder / "processor_config.json").is_file() else {}
+    given = {
+        "min_crop_pixels": images.get("pan_and_scan_min_crop_size"),
+        "max_crops": images.get("pan_and_scan_max_num_crops"),
+        "least_aspect": images.get("pan_and_scan_min_ratio_to_activate"),
+    }
+    return replace(
+        usual,
+        name=str(folder.resolve()),
+        image_pixels=_block(images, "size")["height"],
+        patch_size=_patch_of(folder, usual.patch_size),
+        tokens_per_image=model.get("image_seq_length", usual.tokens_per_image),
+        pan_and_scan=bool(images.get("do_pan_and_scan")),
+        **{name: value for name, value in given.items() if value is not None},
+    )
+
+
+def _patch_of(folder: Path, usual: int) -> int:
     """Return the encoder's patch size, which only the model's own file has; where there is none, the published one."""
     if not (folder / "config.json").is_file():
-        return InternVision().patch_size
-    size = _block(_config(folder, "config.json"), "vision_config").get("patch_size", InternVision().patch_size)
+        return usual
+    size = _block(_config(folder, "config.json"), "vision_config").get("patch_size", usual)
     return size[0] if isinstance(size, list) and size else size  # type: ignore[no-any-return]
 
 

@@ -62,11 +62,13 @@ def _kept_bytes_per_token(name: str, precision: str, layers: int, tokens: int = 
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "amp"])
-@pytest.mark.parametrize("name", ["qwen3-vl-8b", "qwen2.5-vl-7b", "internvl3-8b"])
+@pytest.mark.parametrize("name", ["qwen3-vl-8b", "qwen2.5-vl-7b", "internvl3-8b", "gemma3-vl-27b"])
 def test_encoder_activations_are_those_that_autograd_keeps(name: str, precision: PrecisionName) -> None:
     vision = load_model(name).vision
     assert vision is not None
-    small = replace(vision, hidden_size=64, ffn_size=96, num_heads=4, deepstack_layers=())
+    # As large as the pictures below, where an encoder takes one size alone.
+    image_size = vision.image_size and 448
+    small = replace(vision, hidden_size=64, ffn_size=96, num_heads=4, deepstack_layers=(), image_size=image_size)
     one, two = (_kept_bytes_per_patch(name, replace(small, depth=depth), precision) for depth in (1, 2))
     # A class token among 1,024 patches, and autocast's copies of biases, do not grow with them.
     assert two - one == pytest.approx(patch_bytes(small, precision_of(Recipe(precision=precision))), rel=2e-3)
@@ -81,7 +83,7 @@ def _kept_bytes_per_patch(name: str, vision: VisionSpec, precision: str) -> floa
     config = AutoConfig.for_model(model_type, **figures).vision_config
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     encoder = AutoModel.from_config(config).to(dtype)  # type: ignore[no-untyped-call]
-    if vision.kind != "internvit":
+    if vision.kind not in ("internvit", "siglip"):
         pixels = torch.zeros(1024, 3 * 2 * vision.patch_size**2)
         arguments = {"grid_thw": torch.tensor([[1, 32, 32]])}
     else:

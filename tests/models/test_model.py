@@ -37,6 +37,7 @@ SIZES = {
     "qwen3-235b-a22b": (235.094, None),
     "qwen3-vl-30b-a3b": (30.532, 0.539),
     "gemma3-27b": (27.009, None),
+    "gemma3-vl-27b": (27.009, 0.423),
     "gpt-oss-20b": (20.915, None),
     "gpt-oss-120b": (116.829, None),
     "deepseek-v3": (671.026, None),
@@ -128,7 +129,7 @@ def test_an_architecture_of_no_family_is_rejected(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump({**_document(), "architecture": "mamba"}))
     with raises(
         snapshot(
-            "ProfileError: FOLDER/model.yaml: architecture is 'mamba'; it must be one of bamba, deepseek_v3, gemma3_text, glm4_moe, gpt_oss, internvl, llama, qwen2, qwen2_5_vl, qwen3, qwen3_moe, qwen3_next, qwen3_vl, qwen3_vl_moe"
+            "ProfileError: FOLDER/model.yaml: architecture is 'mamba'; it must be one of bamba, deepseek_v3, gemma3, gemma3_text, glm4_moe, gpt_oss, internvl, llama, qwen2, qwen2_5_vl, qwen3, qwen3_moe, qwen3_next, qwen3_vl, qwen3_vl_moe"
         )
     ):
         load_model(path)

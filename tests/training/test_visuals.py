@@ -137,6 +137,25 @@ def test_a_small_internvl_trains_on_the_same_sizes(tmp_path: Path) -> None:
     assert step["grad_norm"] > 0
 
 
+def test_a_small_gemma_trains_on_images_and_their_crops(tmp_path: Path) -> None:
+    document = yaml.safe_load((shipped("profiles") / "models" / "qwen3-vl-tiny.yaml").read_text())
+    tower = {"depth": 1, "hidden_size": 16, "num_heads": 2, "ffn_size": 16, "out_hidden_size": 128, "merge_size": 2}
+    document |= {"name": "gemma-tiny", "aliases": [], "architecture": "gemma3", "vision": {
+        **tower, "kind": "siglip", "patch_size": 14, "temporal_patch_size": 1, "image_size": 56
+    }}  # fmt: skip
+    (tmp_path / "gemma-tiny.yaml").write_text(yaml.safe_dump(document))
+    images: dict[str, Any] = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 56, "width": 56}}
+    images |= {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 10}
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": images, "image_seq_length": 4}))
+    sizes = [{"height": 30, "width": 40 + 20 * row} for row in range(ROWS)]
+    lines = [json.dumps({"text_tokens": 9, "images": [size]}) + "\n" for size in sizes]
+    (tmp_path / "sizes.jsonl").write_text("".join(lines))
+    build(tmp_path / "sizes.jsonl", tmp_path / "lengths.parquet", kind="media", processor=str(tmp_path))
+    (step,) = run(tmp_path, model=str(tmp_path / "gemma-tiny.yaml"))
+    assert 0 < step["loss"] < 8
+    assert step["grad_norm"] > 0
+
+
 def test_a_frozen_encoder_has_nothing_to_train() -> None:
     built: Any = build_model("qwen3-vl-tiny", seed=0, device=torch.device("cpu"), freeze_vision=True).model
     trained = {name.split(".")[1] for name, parameter in built.named_parameters() if parameter.requires_grad}

@@ -7,8 +7,10 @@ import importlib.util
 import json
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ import pytest
 from inline_snapshot import snapshot
 
 from fcp_cli.vision.processors import (
+    GemmaVision,
     InternVision,
     Qwen25Vision,
     QwenVision,
@@ -139,6 +142,37 @@ def test_10_000_internvl_images_are_tiled_as_by_transformers() -> None:
         tiles = columns * rows + (columns * rows > 1)
         visual = INTERN.image(height, width)
         assert (visual.tokens, visual.patch_pairs) == (256 * tiles + 2, tiles * 1024**2), (height, width)
+
+
+@pytest.mark.hf
+def test_gemma_images_are_cropped_as_by_transformers() -> None:
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    processor: Any = Gemma3ImageProcessorPil
+    crop = processor().pan_and_scan
+    vision = replace(GemmaVision(), pan_and_scan=True)
+    seen = set()
+    for height, width in sizes(2_000):
+        crops = len(crop(np.broadcast_to(np.zeros(1), (3, height, width)), 256, 4, 1.2))
+        visual = vision.image(height, width)
+        assert (visual.tokens, visual.patch_pairs) == ((1 + crops) * 260, (1 + crops) * 4096**2), (height, width)
+        assert GemmaVision().image(height, width).tokens == 260
+        seen.add(crops)
+    assert seen == {0, 2, 3, 4}
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("size", [(900, 900), (600, 1700)])
+def test_gemma_images_are_written_as_by_transformers(size: tuple[int, int]) -> None:
+    from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+
+    visual, image = replace(GemmaVision(), pan_and_scan=True).image(*size), f"\n\n[{'x' * 256}]\n\n"
+    processor = SimpleNamespace(full_image_sequence=image)
+    wanted = Gemma3Processor.replace_image_token(processor, {"num_crops": [visual.grid[0] - 1]}, 0)  # type: ignore[arg-type]
+    marks = GemmaVision().marks(SimpleNamespace(boi_token="[", image_token="x", eoi_token="]"))
+    written = GemmaVision().written(visual, marks, is_video=False)
+    assert written.text.replace("x", "x" * 256) == wanted
+    assert sum(written.runs) == wanted.count("x")
 
 
 class InternMarks:
@@ -280,7 +314,9 @@ def test_a_newer_checkpoint_says_them_in_one_file(tmp_path: Path) -> None:
         ),
         (
             {"preprocessor_config": {"image_processor_type": "CLIP"}},
-            snapshot("ManifestError: FOLDER has the image processor 'CLIP'; fcp knows Qwen-VL's and InternVL's"),
+            snapshot(
+                "ManifestError: FOLDER has the image processor 'CLIP'; fcp knows Qwen-VL's, InternVL's and Gemma 3's"
+            ),
         ),
         (
             {"preprocessor_config": QWEN_IMAGES, "video_preprocessor_config": {"video_processor_type": "Qwen2VLVideo"}},
@@ -327,7 +363,7 @@ def test_a_checkpoint_of_another_family_is_refused(tmp_path: Path, files: dict[s
 def test_an_unknown_processor_is_named() -> None:
     with raises(
         snapshot(
-            "ManifestError: --processor llava is none of qwen3-vl, qwen2.5-vl, internvl, nor the folder of a checkpoint"
+            "ManifestError: --processor llava is none of qwen3-vl, qwen2.5-vl, internvl, gemma3, nor the folder of a checkpoint"
         )
     ):
         open_processor("llava")

@@ -49,7 +49,7 @@ class SourceOptions:
         column: field or column with the tokens, texts or lengths; None takes what is usual.
         include: globs of the files of a text tree.
         exclude: globs of files and folders of a text tree to leave out.
-        processor: of media, `qwen3-vl`, `qwen2.5-vl`, `internvl` or the folder of a checkpoint.
+        processor: of media, `qwen3-vl`, `qwen2.5-vl`, `internvl`, `gemma3` or the folder of a checkpoint.
         vocab_size: of Megatron data, where known; saves reading its `.bin` for the largest token.
         train_on: of chat data, what is learned.
         skips_bad: leave out records whose pictures cannot be read.
@@ -185,7 +185,9 @@ def _chat(path: Path, options: SourceOptions) -> ChatData:
 def _media(path: Path, options: SourceOptions) -> MediaSizes | PictureData:
     named = options.processor or (options.tokenizer if Path(options.tokenizer).is_dir() else None)
     if named is None:
-        raise UsageError("--kind media needs --processor: qwen3-vl, qwen2.5-vl, internvl or the folder of a checkpoint")
+        raise UsageError(
+            "--kind media needs --processor: qwen3-vl, qwen2.5-vl, internvl, gemma3 or the folder of a checkpoint"
+        )
     processor = open_processor(named)
     files = _picture_files(path) if any((Path(named) / name).is_file() for name in _TOKENIZER_FILES) else []
     if files:

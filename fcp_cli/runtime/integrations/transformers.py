@@ -199,11 +199,18 @@ def _bind_ring(
         )
     given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
     for name, remedy in _REFUSED_ARGUMENTS.items():
-        if given.get(name) is not None and not (name in kwargs and takes_labels(module, given[name], ring)):
+        if _is_given(given.get(name)) and not (name in kwargs and takes_labels(module, given[name], ring)):
             raise RunError(f"the model was given {name}, which it cannot use under a plan; {remedy}")
     if given.get("position_ids") is None:
         raise RunError("the model was given no position_ids; pass position_ids=microbatch.position_ids")
     return args, {**kwargs, "ring": ring, "use_cache": False}
+
+
+def _is_given(argument: Any) -> bool:
+    """Return whether an argument says anything; a model may hand down a mask of each kind of layers, all None."""
+    if isinstance(argument, dict):
+        return any(value is not None for value in argument.values())
+    return argument is not None
 
 
 _REFUSED_ARGUMENTS = {

@@ -1,0 +1,84 @@
+"""Gemma 3: its sequences as a plan runs them, and the calls of its encoder.
+
+Images, and the crops that pan and scan makes of them, are squares of one size, which the encoder (SigLIP) sees one by
+one; the tokens of each see each other both ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fcp_cli.masks import segments
+from fcp_cli.vision.parts import Kind, Pixels, VisualPart, VisualSequence
+from fcp_cli.vision.tiles import tiled_sequence
+
+
+def visual_sequence(
+    config: Any, input_ids: Any, *, labels: Any = None, pixel_values: Pixels | None = None
+) -> VisualSequence:
+    """Make one sequence of what the model's processor returns for it, with the mask that its token types stand for.
+
+    Args:
+        config: of the whole model (`Gemma3Config`).
+        input_ids: [tokens] with placeholders, `mm_tokens_per_image` for each image or crop.
+        labels: [tokens], -100 where a token is not to be learned; None learns every token.
+        pixel_values: [images and crops, channels, height, width]; a function is called only on the rank that encodes
+            them.
+
+    Raises:
+        RunError: placeholders that do not fit the images.
+    """
+    made = tiled_sequence(
+        input_ids,
+        labels=labels,
+        pixel_values=pixel_values,
+        placeholder=config.image_token_id,
+        tokens_per_tile=config.mm_tokens_per_image,
+        side=_side(config),
+    )
+    is_image = np.concatenate(([False], made.tokens == config.image_token_id, [False]))
+    ends = np.flatnonzero(is_image[1:] != is_image[:-1]).reshape(-1, 2)
+    return replace(made, mask=segments([(start, stop) for start, stop in ends.tolist()])) if len(ends) else made
+
+
+def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Tensor:
+    """Return [embeddings, 1, hidden] of this member's images; of a blank one where it has none.
+
+    Args:
+        model: the `Gemma3Model`.
+        parts: what to encode; all are of one size, so nothing of them is needed.
+        pixels: [images, channels, height, width] of all of them; None where there are none.
+    """
+    tower, config = model.vision_tower, model.config
+    if pixels is None:
+        # One patch goes through the encoder, and stands for all of an image before the projector, which wants a whole.
+        size = config.vision_config.patch_size
+        blank = torch.zeros(1, 3, size, size, dtype=tower.dtype, device=tower.device)
+        patch = tower(blank, interpolate_pos_encoding=True, return_dict=True).last_hidden_state
+        found = model.multi_modal_projector(patch.expand(-1, _side(config) ** 2, -1))
+    else:
+        found = model.get_image_features(pixels.to(tower.device, tower.dtype), return_dict=True).pooler_output
+    return found.flatten(0, 1).unsqueeze(1)  # type: ignore[no-any-return]
+
+
+def encoder_outputs(embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]:
+    """Return what the model's forward takes in place of pixels.
+
+    Args:
+        embeddings: [visual tokens of this rank, 1, hidden].
+        kinds: of each; all are images here.
+    """
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    return {"image": BaseModelOutputWithPooling(pooler_output=embeddings.transpose(0, 1))}
+
+
+def _side(config: Any) -> int:
+    """Return the patches along a side of an image."""
+    return int(config.vision_config.image_size // config.vision_config.patch_size)
