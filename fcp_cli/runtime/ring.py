@@ -334,7 +334,7 @@ def _attention_operator(
     out, kept = drive(group_forward(ring, *own, scale, window=window, sinks=sinks, softcap=softcap))
     full_lse = kept.lse.new_zeros(padded, q.shape[1])
     full_lse[:tokens] = drive(lse_of_tokens(ring, kept, heads=q.shape[1]))
-    return _unpack(out, padded), full_lse, ring.handle.clone()
+    return _unpack(out.contiguous(), padded), full_lse, ring.handle.clone()
 
 
 @torch.library.custom_op("fcp::attention_backward", mutates_args=())
@@ -361,7 +361,7 @@ def _attention_backward_operator(
     grads = drive(
         group_backward(ring, grad, kept, scale, kv_heads=k.shape[1], window=window, sinks=sinks, softcap=softcap)
     )
-    dq, dk, dv = (_unpack(grad, q.shape[2]) for grad in grads[:3])
+    dq, dk, dv = (_unpack(grad.contiguous(), q.shape[2]) for grad in grads[:3])
     return dq, dk, dv, q.new_empty(0) if grads.sinks is None else grads.sinks
 
 
@@ -381,7 +381,10 @@ def _(
 
 
 def _like_packed(batched: Tensor, head_dim: int | None = None) -> Tensor:
-    """Return an empty [1, H, padded, D] that lies in memory as what `_unpack` returns."""
+    """Return an empty [1, H, padded, D] that lies in memory as `_unpack` returns what is contiguous.
+
+    Kernels may answer in the order of what they are given: rotations of a part of each head put heads first.
+    """
     _, heads, padded, own = batched.shape
     return batched.new_empty(padded, heads, head_dim or own).transpose(0, 1).unsqueeze(0)
 

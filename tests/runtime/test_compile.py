@@ -89,6 +89,24 @@ def test_a_model_of_two_layers_is_one_graph_without_a_break_for_all_packs(model:
     assert len(sizes) <= 2, "one for the first lengths, one for any"
 
 
+class ByHeads(Layer):
+    def forward(self, x: Tensor, ring: Ring | None) -> Tensor:
+        heads = self.qk(x).view(1, x.shape[1], -1, HEAD_DIM).transpose(1, 2).contiguous()
+        q, k = (part.contiguous() for part in heads.split((HEADS, KV_HEADS), dim=1))
+        out: Tensor = self.qk(attention(q, k, k, ring=ring).transpose(1, 2).contiguous().view(*x.shape))
+        return out
+
+
+def test_queries_that_lie_in_the_order_of_heads_run_in_compiled_models(model: Model) -> None:
+    layer = ByHeads().double()
+    model.layers = nn.ModuleList([layer])
+    compiled, _ = graphs_of(model)
+    ring, x = Ring(shard_layout((12,), 1)), torch.randn(1, 12, HEADS * HEAD_DIM, dtype=torch.float64)
+    parameters = list(layer.qk.parameters())
+    found, expected = (torch.autograd.grad(call(x, ring).square().sum(), parameters) for call in (compiled, model))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("heads_degree", [1, 2])
 def test_groups_of_several_members_run_in_compiled_models(model: Model, heads_degree: int) -> None:
     compiled, _ = graphs_of(model)
