@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from fcp_cli.errors import RunError
-from fcp_cli.masks import CAUSAL, Mask, chunk_pairs, full, prefix, segments
+from fcp_cli.masks import CAUSAL, Mask, MaskRows, chunk_pairs, full, prefix, segments
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.cursor import RankStep
 from fcp_cli.runtime.integrations.megatron.samples import (
@@ -96,7 +97,7 @@ def test_an_attention_mask_by_which_tokens_see_later_ones_is_followed(
 ) -> None:
     """A mask of documents hides; this one opens, and the last token of it sees all, as that of a causal one."""
     item = {"tokens": torch.arange(LENGTH), "attention_mask": sees(torch.from_numpy(seen(Masked(mask, LENGTH))))}
-    found = mask_of(item, 0, LENGTH, PLANNED)
+    found = mask_of(item, 0, LENGTH)
     assert seen(Masked(found, LENGTH)).tolist() == seen(Masked(mask, LENGTH)).tolist()
     assert shard_of(item, degree=2).layout.masks == (() if mask is CAUSAL else (found,))
 
@@ -107,6 +108,24 @@ def test_an_item_with_a_mask_of_its_own_has_the_positions_of_that() -> None:
     assert shard.layout.masks == (pairs,)
     assert shard.batch["position_ids"].tolist() == shard.positions.tolist() == [0, 1, 2, 0, 1, 2]
     assert "mask" not in shard.batch
+
+
+PREFIXES = MaskRows("prefix", np.array([0, 1]), np.array([4]))
+
+
+@pytest.mark.parametrize("item", [{}, {"mask": prefix(4)}])
+def test_a_plan_that_keeps_masks_gives_them_to_items_that_say_nothing(item: dict[str, Any]) -> None:
+    samples = Samples(
+        dataset=[{"tokens": torch.arange(LENGTH), **item}], collate=lambda _: {}, consumed=0, masks=PREFIXES
+    )
+    assert load_shard(ROW, samples, rank=0).layout.masks == (prefix(4),)
+
+
+def test_an_item_with_another_mask_than_it_was_planned_with_is_refused() -> None:
+    dataset = [{"tokens": torch.arange(LENGTH), "mask": prefix(3)}]
+    samples = Samples(dataset=dataset, collate=lambda _: {}, consumed=0, masks=PREFIXES, manifest="lengths.parquet")
+    with pytest.raises(RunError, match="row 0 of the data comes with another mask"):
+        load_shard(ROW, samples, rank=0)
 
 
 def test_rings_of_equal_chunks_follow_no_masks() -> None:

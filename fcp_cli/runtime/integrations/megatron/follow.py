@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -196,7 +197,9 @@ class Follower:
 
     def _open(self, data_iterator: Any) -> None:
         """Begin to read where the script's sampler begins, which is where its checkpoint ended."""
-        samples = find_samples(data_iterator)
+        planned, manifest = self.metadata.masks, self.metadata.manifest
+        masks = None if planned is None else planned.of_rows(manifest.rows)
+        samples = replace(find_samples(data_iterator), masks=masks, manifest=manifest.name)
         size = self.metadata.global_batch_size
         step, rest = divmod(samples.consumed, size)
         if rest:

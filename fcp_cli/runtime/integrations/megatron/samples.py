@@ -18,12 +18,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fcp_cli.errors import RunError
-from fcp_cli.masks import CAUSAL, Mask, segments
+from fcp_cli.masks import CAUSAL, Mask, MaskRows, segments
 from fcp_cli.plan.padding import padded_tokens, padding_multiple
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.cursor import RankStep
 from fcp_cli.runtime.integrations.megatron.ahead import Ahead, look_ahead
 from fcp_cli.runtime.layout import ShardLayout, shard_layout
+from fcp_cli.runtime.planned_masks import require_same
 
 TOKENS = "tokens"
 LABELS = "labels"
@@ -48,11 +49,15 @@ class Samples:
         dataset: random access by manifest row; an item is a mapping with "tokens" and tensors as long as they are.
         collate: the data loader's own, from a list of items to a batch.
         consumed: samples that were trained on before.
+        masks: of all rows, where the plan keeps them.
+        manifest: name of the plan's manifest, for messages.
     """
 
     dataset: Any
     collate: Callable[[Sequence[Mapping[str, Tensor]]], Mapping[str, Any]]
     consumed: int
+    masks: MaskRows | None = None
+    manifest: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -258,25 +263,28 @@ def _sequences(samples: Samples, at: int, length: int) -> tuple[list[dict[str, T
         )
     tensors = {name: torch.as_tensor(value) for name, value in found.items() if name not in (ATTENTION_MASK, MASK)}
     whole = {name: tensor for name, tensor in tensors.items() if tensor.dim() and tensor.shape[-1] == tokens}
-    mask = mask_of(found, at, tokens, length)
+    mask = mask_of(found, at, tokens)
+    if samples.masks is not None:
+        planned = samples.masks.mask(at)
+        if not mask.is_causal:
+            require_same(mask, planned, at, tokens, samples.manifest)
+        mask = planned
+    # What follows the plan's length may be padding, also of a mask that cannot be cut.
+    if length and (misfit := mask.misfit(tokens if mask.can_be_cut else length)):
+        raise RunError(f"row {at} of the data set has {tokens} tokens, {length} in the plan, but {misfit}")
     ends = sequence_ends(found, at, tokens, length) if mask.is_causal else [length]
     cut = [{name: tensor[..., first:end] for name, tensor in whole.items()} for first, end in pairwise((0, *ends))]
     return cut, mask
 
 
-def mask_of(item: Mapping[str, Any], at: int, tokens: int, length: int) -> Mask:
-    """Return the mask of an item: what it has as `mask`, or spans that its attention mask opens.
+def mask_of(item: Mapping[str, Any], at: int, tokens: int) -> Mask:
+    """Return the mask of an item: what it has as `mask`, or spans that its attention mask opens; else the causal one.
 
     Raises:
-        RunError: the mask does not fit the item, or the plan's length; or an attention mask is no mask of spans.
+        RunError: an attention mask is no mask of spans.
     """
     mask: Mask | None = item.get(MASK)
-    if mask is None:
-        mask = _spans_by(torch.as_tensor(item.get(ATTENTION_MASK, ())), at, tokens)
-    # What follows the plan's length may be padding, also of a mask that cannot be cut.
-    if length and (misfit := mask.misfit(tokens if mask.can_be_cut else length)):
-        raise RunError(f"row {at} of the data set has {tokens} tokens, {length} in the plan, but {misfit}")
-    return mask
+    return _spans_by(torch.as_tensor(item.get(ATTENTION_MASK, ())), at, tokens) if mask is None else mask
 
 
 def _spans_by(mask: Tensor, at: int, tokens: int) -> Mask:
