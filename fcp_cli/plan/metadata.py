@@ -196,6 +196,11 @@ class PlanMetadata:
         return None if self.masks is None else self.masks.of_rows(self.manifest.rows)
 
     @property
+    def virtual_stages(self) -> int:
+        """Blocks of layers on each stage of a replica's pipeline."""
+        return 1 if self.pipeline is None else self.pipeline.virtual_stages
+
+    @property
     def num_devices(self) -> int:
         """Devices of the whole job."""
         return self.num_ranks * self.devices_per_rank

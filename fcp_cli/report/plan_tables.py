@@ -85,8 +85,7 @@ def _headline(metadata: PlanMetadata, summary: PlanSummary) -> dict[str, str]:
 
 
 def _bubble_text(fraction: float, metadata: PlanMetadata) -> str:
-    virtual = metadata.pipeline.virtual_stages if metadata.pipeline is not None else 1
-    blocks = f" of {virtual} blocks" if virtual > 1 else ""
+    blocks = f" of {metadata.virtual_stages} blocks" if metadata.virtual_stages > 1 else ""
     stages = f"{metadata.pipeline_parallel} stages{blocks}"
     return f"{fraction:.2%} of the step, in which even the rank that computes most waits for its {stages}"
 

@@ -16,6 +16,7 @@ from fcp_cli.launching.job.job import Job
 from fcp_cli.machine import network
 from fcp_cli.machine.facts import Facts
 from fcp_cli.models.shipped import shipped_profile
+from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.recipe import Recipe
 from tests.launching.jobs import MACHINES, job, plan_metadata
 
@@ -53,6 +54,13 @@ def found(stack: str, *, of: dict[str, Any] | None = None, **facts: Any) -> list
 # A plan whose model is smaller than the shared memory of a CPU node's eight ranks.
 HERE = shipped_profile("qwen3-tiny").text.replace("cluster: example-8x8", "cluster: this-machine")
 SMALL = {"metadata": plan_metadata(model="qwen3-tiny", cost_profile=HERE)}
+# Two stages of two blocks of layers each; what Megatron counts as a layer more.
+INTERLEAVED: dict[str, Any] = {
+    "sync": "microbatch",
+    "pipeline_parallel": 2,
+    "pipeline": Pipeline(forward_share=0.25, virtual_stages=2),
+}
+COUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 
 
 @pytest.mark.parametrize("stack", ["cpu", "cuda", "npu"])
@@ -383,6 +391,34 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
         snapshot(
             [
                 "error: the script has --tensor-model-parallel-size 2, but plan.parquet was made for 1; plan with --tensor-parallel 2, or launch the script with the plan's"
+            ]
+        ),
+    ),
+    (
+        "cuda",
+        {
+            "metadata": plan_metadata(num_ranks=8, **INTERLEAVED),
+            "program": ("train.py",),
+            "arguments": ("--num-virtual-stages-per-pipeline-rank", "4"),
+        },
+        {},
+        snapshot(
+            [
+                "error: the script has --num-virtual-stages-per-pipeline-rank 4, but plan.parquet was made for 2; plan with --virtual-stages 4, or launch the script with the plan's"
+            ]
+        ),
+    ),
+    (
+        "cuda",
+        {
+            "metadata": plan_metadata(num_ranks=8, **INTERLEAVED),
+            "program": ("train.py",),
+            "arguments": ("--num-layers=30", "--num-layers-per-virtual-pipeline-stage", "4", *COUNTED),
+        },
+        {},
+        snapshot(
+            [
+                "error: the script has --num-layers-per-virtual-pipeline-stage 4, which makes 4 virtual stages of the 32 layers on 2 stages, but plan.parquet was made for 2; plan with --virtual-stages 4, or launch the script with the plan's"
             ]
         ),
     ),

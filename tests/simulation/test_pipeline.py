@@ -187,6 +187,20 @@ def test_replicas_that_meet_at_two_rings_with_work_between_on_one_side_wait_for_
     assert not len(run(pipelines(rings, [1.0] * 3, stages=1)).stuck)
 
 
+@pytest.mark.parametrize(("stages", "chunks", "waves"), [(2, 2, 4), (2, 3, 2), (4, 2, 8)])
+def test_with_virtual_stages_replicas_with_equally_many_micro_batches_never_wait_for_ever(
+    stages: int, chunks: int, waves: int
+) -> None:
+    """Waves of rings over any ranks; as soon as one replica has a round of micro-batches more, two rings are enough."""
+    rng = np.random.default_rng(stages * chunks)
+    for _ in range(20):
+        groups = [group for _ in range(waves) for group in np.split(rng.permutation(5), sorted(rng.choice(6, 2)))]
+        whole = [sorted(group.tolist()) for group in groups if len(group)]
+        assert not len(run(pipelines(whole, rng.uniform(0.1, 3.0, len(whole)), stages=stages, chunks=chunks)).stuck)
+    unequal = [[0, 1], *([1] for _ in range(stages)), *([0, 1] for _ in range(stages - 1))]
+    assert len(run(pipelines(unequal, [1.0] * len(unequal), stages=stages, chunks=chunks)).stuck)
+
+
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_swaps_keep_waves_and_end_steps_sooner(chunks: int) -> None:
     """Four waves of three replicas, a ring of two in each of the first two, in which every replica stays once."""

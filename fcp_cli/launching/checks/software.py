@@ -16,7 +16,11 @@ _LEAST_TRANSFORMERS = (4, 56)
 _PARALLEL_ARGUMENTS = {
     "--tensor-model-parallel-size": "tensor_parallel",
     "--pipeline-model-parallel-size": "pipeline_parallel",
+    "--num-virtual-stages-per-pipeline-rank": "virtual_stages",
 }
+_LAYERS_PER_BLOCK = "--num-layers-per-virtual-pipeline-stage"
+# What counts as a layer more where Megatron shares layers out to stages.
+_COUNTED_AS_LAYERS = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 _SET_ENV = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
 
 
@@ -84,6 +88,7 @@ def script_arguments(job: Job, facts: Facts) -> Iterator[Finding]:
                 f"the script has {flag} {given}, but {job.plan} was made for {planned}; plan with "
                 f"--{key.replace('_', '-')} {given}, or launch the script with the plan's"
             )
+    yield from _layers_per_block(job)
     algorithm = argument(job.arguments, "--context-parallel-algo")
     if algorithm not in (None, "megatron_cp_algo"):
         yield error(
@@ -97,6 +102,23 @@ def script_arguments(job: Job, facts: Facts) -> Iterator[Finding]:
         yield error(
             f"--seq-length {length} is not divisible by 2 x --context-parallel-size {size}, which MindSpeed demands at "
             f"its start; use {int(length) // (2 * int(size)) * 2 * int(size) or 2 * int(size)}"
+        )
+
+
+def _layers_per_block(job: Job) -> Iterator[Finding]:
+    """Check a number of virtual stages that a script gives as the layers of each."""
+    flags = (_LAYERS_PER_BLOCK, "--num-layers", "--pipeline-model-parallel-size")
+    given, layers, stages = (argument(job.arguments, flag) for flag in flags)
+    if given is None or layers is None or not (given.isdigit() and layers.isdigit()) or not int(given):
+        return
+    counted = int(layers) + sum(flag in job.arguments for flag in _COUNTED_AS_LAYERS)
+    pipeline = int(stages) if stages is not None and stages.isdigit() else job.metadata.pipeline_parallel
+    made, rest = divmod(counted, max(pipeline, 1) * int(given))
+    if rest == 0 and made != job.metadata.virtual_stages:
+        yield error(
+            f"the script has {_LAYERS_PER_BLOCK} {given}, which makes {made} virtual stages of the {counted} layers on "
+            f"{pipeline} stages, but {job.plan} was made for {job.metadata.virtual_stages}; plan with --virtual-stages "
+            f"{made}, or launch the script with the plan's"
         )
 
 

@@ -43,6 +43,11 @@ class _OnCpu(TorchFunctionMode):
         return function(*args, **named)
 
 
+def on_cpu() -> TorchFunctionMode:
+    """Return the context for threads: it is on in the main thread alone."""
+    return _OnCpu()
+
+
 class _Stream:
     """A stream, or an event of one."""
 

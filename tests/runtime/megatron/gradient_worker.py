@@ -49,6 +49,12 @@ finalize: Any = sys.modules["megatron.core.distributed.finalize_model_grads"]  #
 SWITCHING, EQUAL_SHAPES, WAVES = "switching.parquet", "equal_shapes.parquet", "waves.parquet"
 SHARING_HEADS, TENSOR, PIPELINE = "sharing_heads.parquet", "tensor.parquet", "pipeline.parquet"
 UNEQUAL, STAGES = "unequal.parquet", "stages.parquet"
+VIRTUAL, VIRTUAL_STAGES, VIRTUAL_ALONE, PLANNED_VIRTUAL = (
+    "virtual.parquet",
+    "virtual_stages.parquet",
+    "virtual_alone.parquet",
+    "planned_virtual.parquet",
+)
 PLANNED, PLANNED_STAGES = "planned.parquet", "planned_stages.parquet"
 
 
@@ -140,6 +146,16 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 
+# Two virtual stages on each of two stages, and on each of four; one direction at a time, as Megatron-LM has it.
+VIRTUAL_SETTINGS = {
+    "num_layers": 4,
+    "pipeline_model_parallel_size": 2,
+    "virtual_pipeline_model_parallel_size": 2,
+    "overlap_p2p_comm": True,
+    "batch_p2p_comm": False,
+}
+FOUR_STAGES = {**VIRTUAL_SETTINGS, "num_layers": 8, "pipeline_model_parallel_size": 4}
+TOGETHER = {"overlap_p2p_comm": False, "batch_p2p_comm": True}
 EXPERTS = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
@@ -184,12 +200,16 @@ REFUSED: Mapping[str, Case] = {
     "too many groups": Case(engine=True, broken="few groups"),
     "per-token loss": Case(settings={"calculate_per_token_loss": False}),
     "other parallelism": Case(plan=TENSOR),
+    "virtual stages of another plan": Case(plan=PIPELINE, pipeline_parallel=2, settings=VIRTUAL_SETTINGS),
     "loss pair": Case(broken="loss pair"),
     "loss count": Case(broken="loss count"),
     "other batch": Case(plan=EQUAL_SHAPES, broken="other batch"),
     "half a batch": Case(plan=EQUAL_SHAPES, broken="half a batch"),
 }
 SEQUENCE_PARALLEL = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+# Three layers on the first of two stages; a first virtual stage of the embedding alone.
+UNEVEN = {"num_layers": 4, "pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 3}
+UNEVEN_VIRTUAL = {"pipeline_model_parallel_layout": "E|tt|t|tL"}
 # On two ranks of the plan, with two processes each.
 PARALLEL_CASES: Mapping[str, Case] = {
     "tensor": Case(plan=TENSOR, tensor_parallel=2, settings={"tensor_model_parallel_size": 2}),
@@ -221,6 +241,30 @@ PARALLEL_CASES: Mapping[str, Case] = {
     "planned stages recomputed": Case(
         plan=PLANNED_STAGES, pipeline_parallel=4, settings={"pipeline_model_parallel_size": 4, "num_layers": 4, **FULL}
     ),
+    "virtual stages": Case(plan=VIRTUAL, pipeline_parallel=2, settings=VIRTUAL_SETTINGS),
+    "virtual stages recomputed": Case(plan=VIRTUAL, pipeline_parallel=2, settings={**VIRTUAL_SETTINGS, **FULL}),
+    "planned virtual stages": Case(plan=PLANNED_VIRTUAL, pipeline_parallel=2, settings=VIRTUAL_SETTINGS),
+    "virtual stages on four": Case(plan=VIRTUAL_STAGES, pipeline_parallel=4, settings=FOUR_STAGES),
+    "virtual stages receiving ahead": Case(
+        plan=VIRTUAL_STAGES, pipeline_parallel=4, settings={**FOUR_STAGES, "overlap_p2p_comm_warmup_flush": True}
+    ),
+    "virtual stages, overlapped": Case(
+        plan=VIRTUAL,
+        pipeline_parallel=2,
+        settings=VIRTUAL_SETTINGS,
+        ddp={"overlap_grad_reduce": True, "bucket_size": 1000},
+    ),
+    "virtual stages in sequence": Case(
+        plan=VIRTUAL_ALONE, tensor_parallel=2, pipeline_parallel=2, settings={**VIRTUAL_SETTINGS, **SEQUENCE_PARALLEL}
+    ),
+    "engine virtual stages": Case(
+        plan=VIRTUAL, pipeline_parallel=2, settings={**VIRTUAL_SETTINGS, **FULL}, engine=True
+    ),
+    "balanced experts in virtual stages": Case(
+        plan=VIRTUAL, pipeline_parallel=2, settings={**BALANCED, **VIRTUAL_SETTINGS}
+    ),
+    "uneven stages": Case(plan=PIPELINE, pipeline_parallel=2, settings=UNEVEN),
+    "uneven virtual stages": Case(plan=VIRTUAL, pipeline_parallel=2, settings={**VIRTUAL_SETTINGS, **UNEVEN_VIRTUAL}),
     "engine pipeline": Case(
         plan=PIPELINE, pipeline_parallel=2, settings={"pipeline_model_parallel_size": 2, **FULL}, engine=True
     ),
@@ -256,7 +300,14 @@ PARALLEL_CASES: Mapping[str, Case] = {
     "expert parallel": Case(plan=WAVES, expert_parallel=2, settings={**BALANCED, "expert_model_parallel_size": 2}),
 }
 # What only a share of the processes has, and one process has not.
-SHARED = (*SEQUENCE_PARALLEL, "pipeline_model_parallel_size", "expert_model_parallel_size")
+SHARED = (
+    *SEQUENCE_PARALLEL,
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_in_first_pipeline_stage",
+    "pipeline_model_parallel_layout",
+    "expert_model_parallel_size",
+)
 
 
 COMPILED = "plain"  # the one case for which Megatron may compile what it fuses
@@ -307,8 +358,8 @@ def whole_gradients(plan: Path, case: Case, dataset: tiny.Sequences) -> tuple[Na
 
 
 def worst_share_error(plan: Path, case: Case, dataset: tiny.Sequences, weights: Named, expected: list[Named]) -> float:
-    settings, model = wrapped(case, weights=weights)
-    found = steps_planned(plan, case, dataset, settings, model, lambda: own_gradients(model))
+    models = wrapped(case, weights=weights)
+    found = steps_planned(plan, case, dataset, models, lambda: own_gradients(models))
     return max(
         share_error(gradients, named, case.tensor_parallel) for named, gradients in zip(expected, found, strict=True)
     )
@@ -352,10 +403,11 @@ def gradient(parameter: Any) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
-def own_gradients(model: DistributedDataParallel) -> dict[str, tuple[Tensor, Tensor]]:
+def own_gradients(models: list[DistributedDataParallel]) -> dict[str, tuple[Tensor, Tensor]]:
     """By the name in the whole model: this process's parameter and its gradient."""
     return {
         name: (parameter, parameter.main_grad.clone())
+        for model in models
         for name, parameter in tiny.whole_names(hooks.unwrapped(model)).items()
     }
 
@@ -374,6 +426,7 @@ def joined(case: Case = Case()) -> Iterator[None]:
         parallel_state.initialize_model_parallel(
             case.tensor_parallel,
             case.pipeline_parallel,
+            case.settings.get("virtual_pipeline_model_parallel_size"),
             expert_model_parallel_size=case.expert_parallel,
             create_gloo_process_groups=False,
             order="tp-cp-ep-dp-pp",
@@ -429,23 +482,31 @@ def gradients_planned(plan: Path, case: Case) -> np.ndarray:
 
 def _gradients_planned(plan: Path, case: Case) -> np.ndarray:
     dataset = dataset_of(plan, case)
-    settings, model = wrapped(case)
-    return np.stack(steps_planned(plan, case, dataset, settings, model, lambda: _reduced_gradient(model)))
+    models = wrapped(case)
+    return np.stack(steps_planned(plan, case, dataset, models, lambda: _reduced_gradient(models[0])))
 
 
-def wrapped(case: Case, *, weights: Named | None = None) -> tuple[Any, DistributedDataParallel]:
-    """A model in Megatron's DDP, with these weights of a whole model."""
+def wrapped(case: Case, *, weights: Named | None = None) -> list[DistributedDataParallel]:
+    """A model in Megatron's DDP, with these weights of a whole model: its chunks, where stages have virtual ones."""
     settings = tiny.config(**case.settings)
-    gpt = tiny.build(settings, rope=case.rope, core=_engine_core() if case.engine else None, hybrid=case.hybrid)
-    if weights is not None:
-        with torch.no_grad():
-            for name, parameter in tiny.whole_names(gpt).items():
-                parameter.copy_(share(weights[name], parameter, case.tensor_parallel))
+    chunks = range(settings.virtual_pipeline_model_parallel_size or 1)
+    core = _engine_core() if case.engine else None
     ddp_config = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": False, **case.ddp})
-    model = sharded(settings, case, gpt) if case.sharded else DistributedDataParallel(settings, ddp_config, gpt)
+    models = []
+    for chunk in chunks:
+        place = chunk if len(chunks) > 1 else None
+        gpt = tiny.build(settings, rope=case.rope, core=core, hybrid=case.hybrid, chunk=place)
+        if weights is not None:
+            with torch.no_grad():
+                for name, parameter in tiny.whole_names(gpt).items():
+                    parameter.copy_(share(weights[name], parameter, case.tensor_parallel))
+        models.append(
+            sharded(settings, case, gpt) if case.sharded else DistributedDataParallel(settings, ddp_config, gpt)
+        )
     settings.finalize_model_grads_func = finalize_model_grads
-    settings.no_sync_func = model.no_sync
-    return settings, model
+    no_syncs = [model.no_sync for model in models]
+    settings.no_sync_func = no_syncs if len(models) > 1 else no_syncs[0]
+    return models
 
 
 def sharded(settings: Any, case: Case, gpt: Any) -> Any:
@@ -476,16 +537,17 @@ def steps_planned(
     plan: Path,
     case: Case,
     dataset: tiny.Sequences,
-    settings: Any,
-    model: DistributedDataParallel,
+    models: list[DistributedDataParallel],
     take: Callable[[], Result],
 ) -> list[Result]:
     """What `take` finds after each step of the plan."""
     batches = list(global_batches(plan))
+    model = models[0]
+    iterators = [tiny.data_iterator(dataset) for _ in models]
     arguments = {
         "forward_step_func": _FORWARD_STEPS.get(case.broken, tiny.forward_step),
-        "data_iterator": tiny.data_iterator(dataset),
-        "model": [model],
+        "data_iterator": iterators if len(models) > 1 else iterators[0],
+        "model": models,
         "num_microbatches": len(batches[0])
         // parallel_state.get_data_parallel_world_size()
         // (2 if case.broken == "half a batch" else 1),
@@ -505,14 +567,16 @@ def steps_planned(
         model.disable_forward_pre_hook(param_sync=False)
     found = []
     for step in range(len(batches)):
-        model.zero_grad_buffer()
+        for each in models:
+            each.zero_grad_buffer()
         with mock.patch.object(follower.watch, "go_on", wraps=follower.watch.go_on) as begun:
             follower.run(run, arguments)
         assert {call.args[0] for call in begun.call_args_list} == {step}, "each micro-batch is watched"
         found.append(take())
         if gathers and not step:
             model.enable_forward_pre_hook()
-    let_go_of_groups(model)
+    for each in models:
+        let_go_of_groups(each)
     return found
 
 
@@ -678,8 +742,21 @@ def refused_models() -> dict[str, str]:
     mixed_in = torch.nn.Sequential(type("Sharded", (type("FsdpModule", (), {}), torch.nn.Linear), {})(1, 1))
     mamba = type("MambaMixer", (torch.nn.Module,), {})()
     return {
-        "several chunks": message_of(lambda: checks.check_chunks([no_attention, no_attention])),
-        "FSDP": message_of(lambda: checks.check_chunks([fsdp])),
+        "other virtual stages": message_of(lambda: checks.check_interleaving(interleaved(), 2, 1, stages=2)),
+        "no virtual stages": message_of(lambda: checks.check_interleaving(interleaved(), 1, 2, stages=2)),
+        "groups of micro-batches": message_of(
+            lambda: checks.check_interleaving(interleaved(microbatch_group_size_per_vp_stage=4), 2, 2, stages=2)
+        ),
+        "both directions at once": message_of(
+            lambda: checks.check_interleaving(interleaved(**TOGETHER), 2, 2, stages=2)
+        ),
+        "MTP in virtual stages": message_of(
+            lambda: checks.check_interleaving(interleaved(mtp_num_layers=1), 2, 2, stages=2)
+        ),
+        "Megatron-FSDP in virtual stages": message_of(
+            lambda: checks.check_interleaving(interleaved(), 2, 2, stages=2, is_sharded=True)
+        ),
+        "FSDP": message_of(lambda: checks.check_chunks([no_attention, fsdp])),
         "FSDP in iterations": message_of(lambda: checks.check_waves(1, 1, "iteration", sharded=True)),
         "FSDP by a mixin": message_of(lambda: checks.check_chunks([mixed_in])),
         "another model": message_of(lambda: hooks.unwrapped(no_attention)),
@@ -689,6 +766,10 @@ def refused_models() -> dict[str, str]:
         "pipeline in iterations": message_of(lambda: checks.check_waves(2, 1, "iteration")),
         "experts in iterations": message_of(lambda: checks.check_waves(1, 2, "iteration")),
     }
+
+
+def interleaved(**changes: Any) -> Any:
+    return tiny.config(**{**VIRTUAL_SETTINGS, **changes})
 
 
 def message_of(run: Callable[[], Any]) -> str:

@@ -64,6 +64,19 @@ STAGES = (
     tuple(Row([0], lengths) for lengths in ([2], [30, 5], [17], [9, 1], [12], [3])),
     (Row([0], [9, 8, 7]), Row([0], [6, 5, 4, 3, 2])),
 )
+# Equally many micro-batches on both pipelines, in whole rounds of as many as there are stages, idle ones among them.
+VIRTUAL = (
+    (Row([0, 1], [7, 30], 0), Row([0], [5, 2], 1), Row([1], [13, 4], 1)),
+    (
+        *(Row([0], [9, 2], 0), Row([1], [21], 0), Row([0, 1], [1, 6], 1), Row([0], [3], 2), Row([1], (), 2)),
+        *(Row([0], (), 3), Row([1], (), 3)),
+    ),
+    tuple(Row([0, 1], [9 + 3 * wave], wave) for wave in range(6)),
+)
+VIRTUAL_STAGES = (
+    tuple(Row([0], lengths, wave) for wave, lengths in enumerate(([2], [30, 5], [17], [9, 1], [12], [3], (), ()))),
+    tuple(Row([0], lengths, wave) for wave, lengths in enumerate(([9, 8, 7], [6, 5, 4, 3, 2], (), ()))),
+)
 _EXPERTS = {"num_moe_experts": 4}
 EQUAL = ("plain", "core attention recomputed", "two forwards recomputed", "overlapped", "gathering in waves", "mrope",
          "engine two forwards recomputed", "sharing heads", "packed", "latent",
@@ -74,6 +87,9 @@ SHARES = (
     "unequal pipelines recomputed",
     "planned pipelines",
     "planned stages recomputed",
+    "virtual stages recomputed",
+    "planned virtual stages",
+    "virtual stages on four",
     "engine sequence",
     "balanced experts in a pipeline",
     "losses of sequences",
@@ -97,6 +113,9 @@ MORE_EQUAL = ("recomputed", "two forwards", "distributed optimizer", "gathering"
 MORE_SHARES = ("tensor", "tensor recomputed", "pipeline", "unequal pipelines", "four stages", "engine pipeline",
                "experts", "balanced experts",
                "balanced experts recomputed", "balanced experts in sequence", "latent in a pipeline",
+               "virtual stages", "virtual stages, overlapped", "virtual stages receiving ahead",
+               "virtual stages in sequence", "engine virtual stages", "balanced experts in virtual stages",
+               "uneven stages", "uneven virtual stages",
                "losses of sequences in sequence", "losses of sequences in a pipeline", "losses of packs",
                "losses of packs, recomputed", "losses of packs, expert parallel",
                "several tokens in sequence", "several tokens with experts", "masked in a pipeline")  # fmt: skip
@@ -149,6 +168,8 @@ STOPPED: Mapping[str, str] = {
     "per-token loss": "the loss is averaged per micro-batch, which weighs tokens by how the plan packs them; add ",
     "too many groups": "distinct groups, and Transformer Engine needs a communicator for each, of several hundred MB on its ",
     "other parallelism": "has tensor parallel 2 and pipeline parallel 1, but this job 1 and 1; plan with the job's",
+    "virtual stages of another plan": "the model has 2 virtual pipeline stages, but the plan was made for 1; plan with "
+    "--virtual-stages 2, or build the model with the plan's",
     "loss pair": "the script's loss function returns (loss, report), a mean over its micro-batch; under a plan it ",
     "loss count": "the script's loss function counts ",
     "other batch": "the model was given input_ids of shape (1, 1), but the micro-batch is (1, 8); the script must ",
@@ -156,14 +177,26 @@ STOPPED: Mapping[str, str] = {
     "it --global-batch-size 8, or plan with the script's",
 }
 MODELS: Mapping[str, str] = {
-    "several chunks": "the model has 2 chunks (virtual pipeline), which a plan cannot drive; use one",
+    "other virtual stages": "the model has 2 virtual pipeline stages, but the plan was made for 1; plan with "
+    "--virtual-stages 2, or build the model with the plan's",
+    "no virtual stages": "the model has 1 virtual pipeline stage, but the plan was made for 2; plan with "
+    "--virtual-stages 1, or build the model with the plan's",
+    "groups of micro-batches": "4 micro-batches pass a virtual stage together, but a plan is made for as many as there "
+    "are stages (2); leave --microbatch-group-size-per-virtual-pipeline-stage out",
+    "both directions at once": "stages of virtual stages that exchange both directions in one batch wait for each "
+    "other's lengths in a circle in short steps; set overlap_p2p_comm and unset batch_p2p_comm (leave "
+    "--no-overlap-p2p-communication out)",
+    "MTP in virtual stages": "multi-token prediction in virtual stages has not been made to follow a plan; leave "
+    "--mtp-num-layers or the virtual stages out",
+    "Megatron-FSDP in virtual stages": "Megatron-FSDP with virtual stages has not been made to follow a plan; leave "
+    "--use-megatron-fsdp or the virtual stages out",
     "FSDP": "the model is sharded with FSDP (FullyShardedDataParallel), which has not been made to work under Megatron; "
     "use Megatron-FSDP (--use-megatron-fsdp), or DistributedDataParallel with the distributed optimizer",
     "FSDP by a mixin": "the model is sharded with FSDP (FsdpModule), which has not",
     "FSDP in iterations": "the model is sharded with Megatron-FSDP, whose ranks must run equally many micro-batches, but the "
     "plan has sync iteration; plan with 'fcp plan --sync microbatch'",
     "another model": "the model is a Linear, not a GPTModel or HybridModel of megatron-core; a plan cannot drive it",
-    "no attention": "the model has no attention layer that a plan can drive (a stage without layers)",
+    "no attention": "the model has no attention layer that a plan can drive",
     "state": "the model has a MambaMixer, whose state would have to pass along the ring; a plan cannot follow it",
     "bidirectional": "the model attends with a no_mask mask; a plan is for causal attention",
     "pipeline in iterations": "the job has pipeline parallel 2, whose ranks must run equally many micro-batches, but "
@@ -206,15 +239,24 @@ def run(folder: Path, *cases: str) -> Path:
     write_plan(folder / "stages.parquet", STAGES, num_ranks=1, rows=16, pipeline_parallel=4, pipeline=timed)
     write_planned(folder / "planned.parquet", num_ranks=2, stages=2, tokens_per_rank=16)
     write_planned(folder / "planned_stages.parquet", num_ranks=1, stages=4, tokens_per_rank=32)
+    blocks = replace(timed, virtual_stages=2)
+    waves: dict[str, Any] = {"sync": "microbatch", "pipeline": blocks, "rows": 16}
+    write_plan(folder / "virtual.parquet", VIRTUAL, num_ranks=2, pipeline_parallel=2, **{**waves, "rows": 18})
+    write_plan(folder / "virtual_stages.parquet", VIRTUAL_STAGES, num_ranks=1, pipeline_parallel=4, **waves)
+    alone: dict[str, Any] = {"num_ranks": 1, "tensor_parallel": 2, "pipeline_parallel": 2}
+    write_plan(folder / "virtual_alone.parquet", VIRTUAL_STAGES, **alone, **waves)
+    write_planned(folder / "planned_virtual.parquet", num_ranks=2, stages=2, tokens_per_rank=16, virtual_stages=2)
     (folder / "settings.json").write_text(json.dumps({name: given for name, (given, _) in SETTINGS.items()}))
     torchrun("-m", "tests.runtime.megatron.gradient_worker", str(folder), *cases, num_ranks=NUM_RANKS)
     return folder
 
 
-def write_planned(path: Path, *, num_ranks: int, stages: int, tokens_per_rank: int) -> None:
+def write_planned(path: Path, *, num_ranks: int, stages: int, tokens_per_rank: int, virtual_stages: int = 1) -> None:
     """What the planner makes of three steps for pipelines: its micro-batches, in its order."""
     plain = example_problem(num_ranks=num_ranks, ranks_per_node=num_ranks, tokens_per_rank=tokens_per_rank)
-    problem = replace(plain, pipeline_parallel=stages, pipeline=Pipeline(forward_share=1 / 3))
+    pipeline = Pipeline(forward_share=1 / 3, virtual_stages=virtual_stages)
+    sync: Any = "iteration" if virtual_stages == 1 else "microbatch"
+    problem = replace(plain, pipeline_parallel=stages, pipeline=pipeline, sync=sync)
     table = table_of([7, 30, 5, 13, 2, 9, 1, 4, 9, 21, 29, 1, 6, 3, 8, 2, 9, 3, 4, 11, 2, 1, 31, 7])
     batches = BatchSettings(global_batch_size=8, shuffle=False)
     make_plan(path, PlanInputs(table=table, problem=problem, settings=batches), solver_name="fcp")

@@ -166,21 +166,27 @@ class DotProductAttention(LocalAttention):  # type: ignore[misc]  # megatron-cor
         self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
 
-def build(settings: TransformerConfig, *, rope: str = "rope", core: Any = None, hybrid: bool = False) -> Any:
+def build(
+    settings: TransformerConfig, *, rope: str = "rope", core: Any = None, hybrid: bool = False, chunk: int | None = None
+) -> Any:
     """Equal weights at every call, on every rank, and however a pipeline cuts a GPTModel.
 
     Args:
         core: another core attention than Megatron's local one.
         hybrid: a HybridModel instead of a GPTModel; a pipeline's stages of it need the caller's weights.
+        chunk: which of a stage's virtual stages; None: it has none.
     """
     if settings.pipeline_model_parallel_size == 1:
         return _build(settings, rope=rope, core=core, hybrid=hybrid)
-    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    stage = _build(settings, rope=rope, core=core, hybrid=hybrid, first=first, last=last)
+    ends = {"ignore_virtual": False, "vp_stage": chunk}
+    first, last = parallel_state.is_pipeline_first_stage(**ends), parallel_state.is_pipeline_last_stage(**ends)
+    stage = _build(settings, rope=rope, core=core, hybrid=hybrid, first=first, last=last, chunk=chunk)
     if hybrid:  # which is cut by the process groups, whatever the settings
         return stage
     uncut = copy(settings)
     uncut.pipeline_model_parallel_size = 1
+    uncut.virtual_pipeline_model_parallel_size = uncut.pipeline_model_parallel_layout = None
+    uncut.num_layers_in_first_pipeline_stage = None
     whole = dict(_build(uncut, rope=rope, core=core, hybrid=False).named_parameters())
     with torch.no_grad():
         for name, parameter in whole_names(stage).items():
@@ -189,7 +195,14 @@ def build(settings: TransformerConfig, *, rope: str = "rope", core: Any = None, 
 
 
 def _build(
-    settings: TransformerConfig, *, rope: str, core: Any, hybrid: bool, first: bool = True, last: bool = True
+    settings: TransformerConfig,
+    *,
+    rope: str,
+    core: Any,
+    hybrid: bool,
+    first: bool = True,
+    last: bool = True,
+    chunk: int | None = None,
 ) -> Any:
     latent = settings.multi_latent_attention
     spec = get_gpt_layer_local_spec(
@@ -213,6 +226,7 @@ def _build(
         position_embedding_type=rope,
         rotary_base=100,
         share_embeddings_and_output_weights=False,
+        **({} if chunk is None else {"vp_stage": chunk}),
     )
     return model.to(settings.params_dtype)  # norms are made in fp32
 
@@ -248,7 +262,7 @@ def _hybrid(settings: TransformerConfig, spec: Any) -> Any:
 
 def whole_names(gpt: Any) -> dict[str, Any]:
     """Parameters of a pipeline stage, and of some of the experts, by their names in the whole model."""
-    first = gpt.decoder.layers[0].layer_number - 1
+    first = gpt.decoder.layers[0].layer_number - 1 if len(gpt.decoder.layers) else 0
     experts = gpt.config.num_moe_experts or 0
     first_expert = parallel_state.get_expert_model_parallel_rank() * experts // gpt.config.expert_model_parallel_size
     found = {}

@@ -12,6 +12,11 @@ from fcp_cli.runtime.integrations import requirements
 KNOWN_TO_WORK = ("0.16.1", "0.19.2")
 _OLDEST = (0, 16, 1)
 _MEGATRON_FSDP = "megatron.core.distributed.fsdp.mcore_fsdp_adapter"
+SCHEDULES = (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_without_interleaving",
+    "forward_backward_pipelining_with_interleaving",
+)
 # Layers of hybrid models that carry a state from token to token.
 _WITH_STATE = ("MambaMixer", "GatedDeltaNet")
 
@@ -28,7 +33,7 @@ def check_schedules(schedules: ModuleType) -> None:
         raise RunError(f"megatron-core {found} cannot follow a plan; {_advice()}")
     require(schedules, "get_forward_backward_func", ())
     wanted = ("forward_step_func", "data_iterator", "model", "num_microbatches", "micro_batch_size", "forward_only")
-    for name in ("forward_backward_no_pipelining", "forward_backward_pipelining_without_interleaving"):
+    for name in SCHEDULES:
         require(schedules, name, wanted)
 
 
@@ -80,22 +85,64 @@ def _advice() -> str:
     return f"versions known to work: {', '.join(KNOWN_TO_WORK)}; pip install megatron-core=={KNOWN_TO_WORK[-1]}"
 
 
-def check_chunks(model: Any) -> Any:
-    """Return the one model chunk that the schedule is given.
+def check_chunks(model: Any) -> list[Any]:
+    """Return the model's chunks that the schedule is given: one, or one for each virtual stage of a pipeline.
 
     Raises:
-        RunError: there are several, or they are sharded with FSDP.
+        RunError: they are sharded with FSDP.
     """
-    chunks = model if isinstance(model, list) else [model]
-    if len(chunks) > 1:
-        raise RunError(f"the model has {len(chunks)} chunks (virtual pipeline), which a plan cannot drive; use one")
-    sharding = None if is_sharded(chunks[0]) else _fsdp_class(chunks[0])
+    chunks = list(model) if isinstance(model, list) else [model]
+    sharding = next(filter(None, (None if is_sharded(chunk) else _fsdp_class(chunk) for chunk in chunks)), None)
     if sharding is not None:
         raise RunError(
             f"the model is sharded with FSDP ({sharding}), which has not been made to work under Megatron; use "
             "Megatron-FSDP (--use-megatron-fsdp), or DistributedDataParallel with the distributed optimizer"
         )
-    return chunks[0]
+    return chunks
+
+
+def check_interleaving(config: Any, chunks: int, planned: int, *, stages: int, is_sharded: bool = False) -> None:
+    """Check virtual stages: as many as planned, in a schedule that exchanges tensors of any length in planned order.
+
+    Args:
+        config: of the model's first chunk, which the schedule reads.
+        chunks: virtual stages of the job.
+        planned: of the plan.
+        stages: of a pipeline.
+        is_sharded: with Megatron-FSDP.
+
+    Raises:
+        RunError: the plan cannot be followed.
+    """
+    if chunks != planned:
+        raise RunError(
+            f"the model has {chunks} virtual pipeline {'stage' if chunks == 1 else 'stages'}, but the plan was made "
+            f"for {planned}; plan with --virtual-stages {chunks}, or build the model with the plan's"
+        )
+    if chunks == 1:
+        return
+    if getattr(config, "mtp_num_layers", None):
+        raise RunError(
+            "multi-token prediction in virtual stages has not been made to follow a plan; leave --mtp-num-layers or "
+            "the virtual stages out"
+        )
+    if is_sharded:
+        raise RunError(
+            "Megatron-FSDP with virtual stages has not been made to follow a plan; leave --use-megatron-fsdp or the "
+            "virtual stages out"
+        )
+    together = config.microbatch_group_size_per_vp_stage
+    if together != stages:
+        raise RunError(
+            f"{together} micro-batches pass a virtual stage together, but a plan is made for as many as there are "
+            f"stages ({stages}); leave --microbatch-group-size-per-virtual-pipeline-stage out"
+        )
+    if not config.overlap_p2p_comm:
+        raise RunError(
+            "stages of virtual stages that exchange both directions in one batch wait for each other's lengths in a "
+            "circle in short steps; set overlap_p2p_comm and unset batch_p2p_comm (leave "
+            "--no-overlap-p2p-communication out)"
+        )
 
 
 def is_sharded(chunk: Any) -> bool:
@@ -283,10 +330,10 @@ def check_layers(model: Any) -> None:
 
 
 def attention_layers(model: Any) -> list[Any]:
-    """Return the attention layers of a language model; at least one.
+    """Return the attention layers of a language model, or of a part of one, which may have none.
 
     Raises:
-        RunError: one is not plain causal self-attention.
+        RunError: one is not plain causal self-attention, or a whole model has none.
     """
     from megatron.core.transformer.attention import Attention, SelfAttention
     from megatron.core.transformer.enums import AttnMaskType
@@ -299,8 +346,9 @@ def attention_layers(model: Any) -> list[Any]:
                 "cannot follow it"
             )
     layers = [module for module in model.modules() if isinstance(module, Attention)]
-    if not layers:
-        raise RunError("the model has no attention layer that a plan can drive (a stage without layers)")
+    stages = getattr(getattr(model, "config", None), "pipeline_model_parallel_size", 1)
+    if not layers and stages == 1:
+        raise RunError("the model has no attention layer that a plan can drive")
     for layer in layers:
         if type(layer).forward not in (SelfAttention.forward, MultiLatentAttention.forward):
             raise RunError(f"the model has a {type(layer).__name__}, whose forward is its own; a plan cannot follow it")

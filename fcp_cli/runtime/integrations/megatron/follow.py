@@ -68,11 +68,12 @@ class Follower:
 
     def __init__(self, plan: Path, arguments: Mapping[str, Any], stack: Stack) -> None:
         self.stack = stack
-        self._chunk = checks.check_chunks(arguments["model"])
-        self._config = get_model_config(self._chunk)
-        model = unwrapped(self._chunk)
-        self.stack.check(self._config, model)
-        self._device = device_of(model)
+        self._chunks = checks.check_chunks(arguments["model"])
+        self._config = get_model_config(self._chunks[0])  # the schedule reads no other
+        models = [unwrapped(chunk) for chunk in self._chunks]
+        for model in models:
+            self.stack.check(model.config, model)
+        self._device = device_of(models)
         self._plan = plan
         tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
         pipeline_parallel = parallel_state.get_pipeline_model_parallel_world_size()
@@ -87,8 +88,15 @@ class Follower:
         if not self.stack.follows_masks:
             require_causal(self.metadata, plan, self.stack.name)
         expert_parallel = parallel_state.get_expert_model_parallel_world_size()
+        self._sharded = checks.is_sharded(self._chunks[0])
+        checks.check_interleaving(
+            self._config,
+            len(self._chunks),
+            self.metadata.virtual_stages,
+            stages=pipeline_parallel,
+            is_sharded=self._sharded,
+        )
         times_pipelines = self.metadata.pipeline is not None
-        self._sharded = checks.is_sharded(self._chunk)
         checks.check_waves(
             pipeline_parallel,
             expert_parallel,
@@ -105,7 +113,7 @@ class Follower:
         self._grad_dtype = agreed_grad_dtype(ProcessWorld(), self._device)
         self._multiple = tensor_parallel if self._config.sequence_parallel else 1
         self._balances = checks.balances_experts(self._config)
-        self._engine = self._open_rings(model)
+        self._engine = self._open_rings(models)
         self._even_chunks = self.stack.even_chunks or self._engine is not None
         self._load = partial(
             load_shard,
@@ -114,12 +122,12 @@ class Follower:
             even_chunks=self._even_chunks,
             places_ahead=getattr(self._config, "mtp_num_layers", None) or 0,
         )
-        self._layers = self.stack.hook(model, self._transport)
+        self._layers = [self.stack.hook(model, self._transport) for model in models]
         clock = clock_for(self._device)
         self.watch = watch_for(self._rank, clock, self._device)
         self.watch.start()
         self.measured = MeasuredSteps(plan, self.metadata, rank=self._rank, device=self._device, clock=clock)
-        self._model = model
+        self._models = models
         self._is_announced = False
         self._iterator: Any = None
         self._steps: Prefetched[LoadedStep] | None = None
@@ -128,15 +136,15 @@ class Follower:
         self._shares_data: bool | None = None
         self._first_step = self._next_step = 0
 
-    def _open_rings(self, model: Any) -> Rings | None:
+    def _open_rings(self, models: list[Any]) -> Rings | None:
         """Let ranks that meet in rings meet once; return Transformer Engine's rings, where its attention runs."""
         shares_heads = self.metadata.attention is not None
         engine, is_latent = None, bool(getattr(self._config, "multi_latent_attention", False))
         has_masks = self.metadata.masked_sequences is not None
         if self.stack.engine_rings and wants_rings(
-            model, shares_heads=shares_heads, is_latent=is_latent, has_masks=has_masks
+            models, shares_heads=shares_heads, is_latent=is_latent, has_masks=has_masks
         ):
-            engine = make_rings(model, self._plan, self._peers, self._device)
+            engine = make_rings(models, self._plan, self._peers, self._device)
         if engine is None or self._balances:
             report, peers = report_to_stderr(dist.get_rank(), self._device), tuple(self._peers)
             open_contacts(self._plan, self._transport, rank=self._rank, device=self._device, peers=peers, report=report)
@@ -145,9 +153,9 @@ class Follower:
     def run(self, schedule: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Run the schedule's next step on the plan's micro-batches instead of the script's; return what it returns."""
         # Megatron-FSDP gathers and reduces in every layer, where the ranks of a plan in waves meet.
-        held = nullcontext() if self._sharded else reduced_after_backwards(self._chunk, self._config)
+        held = nullcontext() if self._sharded else reduced_after_backwards(self._chunks, self._config)
         if not self._sharded:
-            gather_parameters(self._chunk)
+            gather_parameters(self._chunks)
         planned = self.planned(arguments)
         with self.stack.around_step(), held:
             reports = schedule(**planned)
@@ -162,19 +170,24 @@ class Follower:
             RunError: the plan is at its end, or the script's global batch is not the plan's.
         """
         given = arguments["data_iterator"]
-        data_iterator = given[0] if isinstance(given, list) else given
-        step = self._next(data_iterator)
+        # Of an interleaved pipeline each chunk has one, and None where it neither begins nor ends the model.
+        iterators = given if isinstance(given, list) else [given]
+        step = self._next(next((each for each in iterators if each is not None), None))
         self._check_batch(step, arguments)
         if not self._is_announced:
             self._first_step = step.plan.step
             self._announce(step, self._probe(step))
             self._is_announced = True
         self.measured.begin(step.plan)
-        batches = _Batches(self, step, counts_tokens=step.plan.step == self._first_step)
+        counts_tokens = step.plan.step == self._first_step
+        last = len(self._chunks) - 1
+        batches = [
+            _Batches(self, step, chunk, is_last=chunk == last, counts_tokens=counts_tokens) for chunk in range(last + 1)
+        ]
         return {
             **arguments,
-            "forward_step_func": batches.wrap(arguments["forward_step_func"]),
-            "data_iterator": [batches] if isinstance(given, list) else batches,
+            "forward_step_func": partial(_planned_forward_step, arguments["forward_step_func"]),
+            "data_iterator": batches if isinstance(given, list) else batches[0],
             "num_microbatches": len(step.shards),
             "micro_batch_size": 1,
         }
@@ -233,7 +246,7 @@ class Follower:
         if not wanted:
             return f"not probed ({_PROBE_VARIABLE}=0)"
         difference = probe(
-            self._model,
+            self._models,
             step.plan.rows,
             self.enter,
             load=partial(self._load, places_ahead=0),
@@ -251,7 +264,7 @@ class Follower:
             print(
                 f"fcp: following {self._plan} (plan hash {self.metadata.plan_hash[:12]}) from step {step.plan.step} of "
                 f"{self.metadata.steps}, {self.metadata.num_ranks} ranks, sync {self.metadata.sync}; "
-                f"{self.stack.name}, {self._layers} attention layers hooked"
+                f"{self.stack.name}, {sum(self._layers)} attention layers hooked"
                 f"{f' on {self._engine}' if self._engine is not None else ''}{padding}; {probed}",
                 file=sys.stderr,
                 flush=True,
@@ -318,31 +331,41 @@ class Follower:
     def _on_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)
 
-    def check_forward(self, microbatch: PlannedMicroBatch, *, read: int) -> None:
-        """Check that the forward that just ended followed the plan.
+    def check_forward(self, microbatch: PlannedMicroBatch, chunk: int, *, read: int) -> None:
+        """Check that the forward of a chunk of the model that just ended followed the plan.
 
         Raises:
             RunError: it did not.
         """
         place = f"step {microbatch.row.step}, micro-batch {microbatch.row.order}"
         is_first = parallel_state.is_pipeline_first_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
-        if is_first and not read:
+        if is_first and not chunk and not read:
             raise RunError(f"{place}: the script's forward step never asked its data iterator for the batch")
-        if microbatch.ring.attention_calls != self._layers:
+        if microbatch.ring.attention_calls != self._layers[chunk]:
             raise RunError(
-                f"{place}: {microbatch.ring.attention_calls} of {self._layers} attention layers ran on the plan's "
-                f"group; something in the model hides the call's packed_seq_params from them"
+                f"{place}: {microbatch.ring.attention_calls} of {self._layers[chunk]} attention layers ran on the "
+                "plan's group; something in the model hides the call's packed_seq_params from them"
             )
 
 
+def _planned_forward_step(
+    forward_step: Callable[..., Any], batches: _Batches, model: Any, *rest: Any
+) -> tuple[Any, Any]:
+    """Run the script's forward step within the next micro-batch of the chunk whose data iterator the schedule gives."""
+    return batches.run(forward_step, model, *rest)
+
+
 class _Batches:
-    """The script's data iterator in one step: it gives the batch of the micro-batch whose forward is running.
+    """The script's data iterator in one step, for one chunk of the model: it gives the batch of the running forward.
+
+    A schedule takes every chunk through the micro-batches in their order, whichever chunk's turn it is.
 
     `counts_tokens` compares the script's count of tokens with its loss mask, for which the host waits for the device.
     """
 
-    def __init__(self, follower: Follower, step: LoadedStep, *, counts_tokens: bool) -> None:
+    def __init__(self, follower: Follower, step: LoadedStep, chunk: int, *, is_last: bool, counts_tokens: bool) -> None:
         self._follower = follower
+        self._chunk, self._is_last = chunk, is_last
         self._shards: Iterator[LocalShard] = iter(step.shards)
         self._microbatch: PlannedMicroBatch | None = None
         self._read = 0
@@ -360,26 +383,22 @@ class _Batches:
         self._read += 1
         return self._microbatch.batch
 
-    def wrap(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the script's forward step so that each of its calls runs within its micro-batch."""
-
-        def planned_forward_step(data_iterator: Any, model: Any, *rest: Any) -> tuple[Any, Any]:
-            microbatch = self._follower.enter(next(self._shards))
-            # Its backward runs before the next forward, but for the stages of a pipeline, which have several under way.
-            self._follower.watch.go_on(microbatch.row.step, microbatch.row)
-            self._follower.measured.go_on(microbatch.row)
-            self._microbatch, self._read = microbatch, 0
-            token = current_microbatch.set(microbatch)
-            try:
-                with self._follower.stack.around_script():
-                    output, loss_function = forward_step(data_iterator, model, *rest)
-            finally:
-                current_microbatch.reset(token)
-            self._follower.check_forward(microbatch, read=self._read)
-            counted = microbatch if self._counts_tokens else None
-            return output, _checked_loss(loss_function, counted, self._follower)
-
-        return planned_forward_step
+    def run(self, forward_step: Callable[..., Any], model: Any, *rest: Any) -> tuple[Any, Any]:
+        """Run the script's forward step within the chunk's next micro-batch."""
+        microbatch = self._follower.enter(next(self._shards))
+        # Its backward runs before the next forward, but for the stages of a pipeline, which have several under way.
+        self._follower.watch.go_on(microbatch.row.step, microbatch.row)
+        self._follower.measured.go_on(microbatch.row, is_last_chunk=self._is_last)
+        self._microbatch, self._read = microbatch, 0
+        token = current_microbatch.set(microbatch)
+        try:
+            with self._follower.stack.around_script():
+                output, loss_function = forward_step(self, model, *rest)
+        finally:
+            current_microbatch.reset(token)
+        self._follower.check_forward(microbatch, self._chunk, read=self._read)
+        counted = microbatch if self._counts_tokens else None
+        return output, _checked_loss(loss_function, counted, self._follower)
 
 
 def _checked_loss(

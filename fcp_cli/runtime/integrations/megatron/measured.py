@@ -1,4 +1,8 @@
-"""The metrics of a Megatron job: each micro-batch from its forward to the next, its script's sums of token losses."""
+"""The metrics of a Megatron job: each micro-batch from its forward to the next, its script's sums of token losses.
+
+Of several chunks of the model the last one's forwards count, so that no two micro-batches overlap: what a stage runs of
+other chunks in between belongs to whichever micro-batch it follows.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +38,7 @@ class MeasuredSteps:
         self._record: StepRecord | None = None
         self._microbatches = 0
         self._running: tuple[int, Any] | None = None  # order and begin
+        self._first: Any = None  # mark of the step's first forward
         self._sums: list[Tensor] = []
         self._tokens: list[Tensor] = []
 
@@ -47,15 +52,19 @@ class MeasuredSteps:
         self._record = self._recorder.begin(step.step, step.makespan_seconds)
         self._microbatches = len(step.rows)
         self._sums, self._tokens = [], []
+        self._first = None
 
-    def go_on(self, row: MicroBatch) -> None:
+    def go_on(self, row: MicroBatch, *, is_last_chunk: bool) -> None:
         """Note that a micro-batch's forward begins; its backward runs before the next forward, where there is one."""
         if self._recorder is None or self._record is None:
             return
         now = self._clock.mark()
+        self._first = now if self._first is None else self._first
+        if not is_last_chunk:
+            return
         self._close(now)
         self._recorder.enter(row, len(self._record.marks), self._microbatches)
-        self._running = (row.order, now)
+        self._running = (row.order, now if self._record.marks else self._first)
 
     def add_loss(self, loss_sum: Any, tokens: Any) -> None:
         """Note what the script's loss function returned."""

@@ -9,7 +9,7 @@ group.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -191,6 +191,6 @@ def model_classes() -> tuple[type, ...]:
     return GPTModel, HybridModel
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the model's parameters."""
-    return next(model.parameters()).device
+def device_of(models: Iterable[nn.Module]) -> torch.device:
+    """Return the device of the models' parameters; one may have none."""
+    return next(parameter.device for model in models for parameter in model.parameters())

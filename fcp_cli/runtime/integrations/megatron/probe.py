@@ -9,7 +9,7 @@ neither dropout, nor experts that get another token by a rounding, nor the other
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -26,6 +26,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.integrations.megatron.checks import attention_layers
 from fcp_cli.runtime.integrations.megatron.microbatch import PlannedMicroBatch, current_microbatch
+from fcp_cli.runtime.integrations.megatron.model import device_of
 from fcp_cli.runtime.integrations.megatron.samples import POSITIONS, TOKENS, LocalShard, Samples
 from fcp_cli.runtime.integrations.megatron.stack import Stack
 
@@ -35,7 +36,7 @@ _HIDDEN, _PLACES = "hidden", "places"
 
 
 def probe(
-    model: Any,
+    models: Sequence[Any],
     rows: Iterable[MicroBatch],
     enter: Callable[[LocalShard], PlannedMicroBatch],
     *,
@@ -47,7 +48,7 @@ def probe(
     """Run tiny sequences on the groups of these rows, and alone, and compare. All processes call it.
 
     Args:
-        model: GPTModel, or a pipeline's stage of one; its first attention layer is run.
+        models: GPTModel, or what a pipeline's stage has of one; its first attention layer, if any, is run.
         rows: of this rank, in the plan's order.
         enter: gives a shard its ring.
         load: makes a shard of a row.
@@ -61,6 +62,10 @@ def probe(
     Raises:
         RunError: it is more than rounding.
     """
+    device = device_of(models)
+    model = next((model for model in models if attention_layers(model)), None)
+    if model is None:
+        return _worst([0.0], device)
     layer = attention_layers(model)[0]
     weight = next(layer.parameters())
     tiny = [_tiny(row, multiple) for row in rows if not row.is_idle]
@@ -82,7 +87,7 @@ def probe(
             expected = torch.cat(alone, dim=1)[:, places]
             error, size = (t.flatten(1).norm(dim=1) for t in (grouped[:, shard.is_planned] - expected, expected))
             differences += (error / size.clamp_min(1e-30)).tolist()  # of the output, and of the gradient
-    difference = _worst(differences, weight.device)
+    difference = _worst(differences, device)
     tolerance = _TOLERANCES.get(weight.dtype, 5e-2)
     if difference > tolerance:
         raise RunError(

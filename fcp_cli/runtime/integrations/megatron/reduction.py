@@ -8,22 +8,25 @@ after the last backward, whatever `overlap_grad_reduce` and `overlap_param_gathe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-_HELD = ("no_sync_func", "grad_sync_func", "finalize_model_grads_func")
+_HELD = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func")
 
 
-def gather_parameters(chunk: Any) -> None:
+def gather_parameters(chunks: Iterable[Any]) -> None:
     """Finish every gather of parameters that the forwards of the next step would run. Collective.
 
     Megatron has no such gathers in its first step, where its own hooks are off.
     """
-    config = getattr(chunk, "ddp_config", None)
-    if config is None or not config.overlap_param_gather or not chunk.remove_forward_pre_hook_handles:
-        return
-    groups = _bucket_groups(chunk)
+    for chunk in chunks:
+        config = getattr(chunk, "ddp_config", None)
+        if config is not None and config.overlap_param_gather and chunk.remove_forward_pre_hook_handles:
+            _gather(_bucket_groups(chunk))
+
+
+def _gather(groups: Sequence[Any]) -> None:
     for group in groups:
         if not group.param_gather_dispatched:
             group.start_param_sync()
@@ -32,32 +35,36 @@ def gather_parameters(chunk: Any) -> None:
 
 
 @contextmanager
-def reduced_after_backwards(chunk: Any, config: Any) -> Iterator[None]:
+def reduced_after_backwards(chunks: Sequence[Any], config: Any) -> Iterator[None]:
     """Run a schedule within it: gradients are reduced once, when the schedule finalises them.
 
     Args:
-        chunk: the model chunk that the schedule is given.
-        config: its configuration, where the schedule finds the functions that reduce; restored on leaving.
+        chunks: of the model, as the schedule is given them.
+        config: of the first, where the schedule finds the functions that reduce; restored on leaving.
     """
-    if not getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False):
+    overlapping = [chunk for chunk in chunks if _overlaps(chunk)]
+    if not overlapping:
         yield
         return
     given = {name: getattr(config, name) for name in _HELD}
     finalize = given["finalize_model_grads_func"]
     held = ExitStack()
-    held.enter_context(chunk.no_sync())
+    for chunk in overlapping:
+        held.enter_context(chunk.no_sync())
 
     def reduce() -> None:
         held.close()
-        # Newer Megatrons start the reduction as they finish it while they have not seen in which order gradients come.
-        if not any(getattr(group, "is_first_batch", False) for group in _bucket_groups(chunk)):
-            chunk.start_grad_sync()
+        for chunk in overlapping:
+            # Newer Megatrons start the reduction as they finish it while they have not seen in which order gradients
+            # come.
+            if not any(getattr(group, "is_first_batch", False) for group in _bucket_groups(chunk)):
+                chunk.start_grad_sync()
 
     def reduce_and_finalize(*args: Any, **kwargs: Any) -> Any:
         reduce()
         return finalize(*args, **kwargs)
 
-    config.no_sync_func = config.grad_sync_func = None
+    config.no_sync_func = config.grad_sync_func = config.param_sync_func = None
     config.finalize_model_grads_func = None if finalize is None else reduce_and_finalize
     try:
         yield
@@ -67,6 +74,10 @@ def reduced_after_backwards(chunk: Any, config: Any) -> Iterator[None]:
         held.close()
         for name, function in given.items():
             setattr(config, name, function)
+
+
+def _overlaps(chunk: Any) -> bool:
+    return bool(getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False))
 
 
 def _bucket_groups(chunk: Any) -> list[Any]:

@@ -74,12 +74,14 @@ class Rings:
 
 
 def wants_rings(
-    model: nn.Module, *, shares_heads: bool = False, is_latent: bool = False, has_masks: bool = False
+    models: Iterable[nn.Module], *, shares_heads: bool = False, is_latent: bool = False, has_masks: bool = False
 ) -> bool:
     """Return whether Transformer Engine attends: it does where the model has it, unless FCP_ATTENTION forbids it.
 
+    Collective: a stage of a pipeline may have no attention.
+
     Args:
-        model: whose attention it is.
+        models: whose attention it is.
         shares_heads: whether the plan has groups whose ranks share heads: those run on fcp's own driver, which holds
             tokens unlike Transformer Engine.
         is_latent: whether heads of values have another size than those of keys (MLA), which run there, too.
@@ -92,7 +94,9 @@ def wants_rings(
     wanted = os.environ.get(_VARIABLE) or None
     if wanted not in (None, _ENGINE, _OWN):
         raise RunError(f"{_VARIABLE} is {wanted}; it must be {_ENGINE} or {_OWN}")
-    has_engine = bool(_cores(model))
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, bool(_cores(models)))
+    has_engine = any(found)
     if wanted == _ENGINE and not has_engine:
         raise RunError(
             f"{_VARIABLE} is {_ENGINE}, but the model does not attend with it; unset it, or build the model with "
@@ -112,13 +116,13 @@ def wants_rings(
     return has_engine and wanted != _OWN and not needs_own
 
 
-def make_rings(model: nn.Module, plan: Path, peers: Sequence[int], device: torch.device) -> Rings:
+def make_rings(models: Iterable[nn.Module], plan: Path, peers: Sequence[int], device: torch.device) -> Rings:
     """Make and warm up the process groups of a plan. Collective: all processes call it, once.
 
     Never `new_group(use_local_synchronization=True)`: with groups that overlap, it deadlocks.
 
     Args:
-        model: whose attention gets what a ring needs beside a group.
+        models: whose attention gets what a ring needs beside a group.
         plan: plan file.
         peers: the process of each rank of the plan that holds the same part of the model as this one.
         device: of this process.
@@ -130,7 +134,7 @@ def make_rings(model: nn.Module, plan: Path, peers: Sequence[int], device: torch
     # In one order for all processes: new_group is collective, and would wait for ever where they differ.
     planned = sorted({row.ranks for row in rows if row.degree > 1}, key=lambda ranks: (len(ranks), ranks))
     _check_memory(plan, sum(peers.index(dist.get_rank()) in ranks for ranks in planned), device)
-    for core in _cores(model):
+    for core in _cores(models):
         core.cp_comm_type = _PEER_TO_PEER
         if type(core).cp_stream is None:  # Megatron makes it only for a static group
             type(core).cp_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -179,8 +183,8 @@ def _check_memory(plan: Path, groups: int, device: torch.device) -> None:
         )
 
 
-def _cores(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if type(module).__name__ == _CORE]
+def _cores(models: Iterable[nn.Module]) -> list[Any]:
+    return [module for model in models for module in model.modules() if type(module).__name__ == _CORE]
 
 
 def _members(planned: Iterable[tuple[int, ...]], peers: Sequence[int]) -> list[tuple[int, ...]]:

@@ -154,6 +154,11 @@ def _refusals(config: Any) -> Iterable[tuple[bool, str]]:
         "--reset-attention-mask cuts samples into documents that the plan does not know of; leave it off, and make "
         "each document a row of the manifest, which the plan packs",
     )
+    yield (
+        (setting("virtual_pipeline_model_parallel_size") or 1) > 1,
+        "virtual pipeline stages have not been made to follow a plan under MindSpeed; leave "
+        "--num-layers-per-virtual-pipeline-stage out",
+    )
     yield bool(setting("tp_2d")), "2D tensor parallelism (--tp-2d) cannot follow a plan"
     yield setting("alibi_fusion_attn_type") is not None, "ALiBi (--alibi-fusion-attn-type) cannot follow a plan"
 
