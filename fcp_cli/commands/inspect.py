@@ -68,7 +68,7 @@ def _inspect_degree(file: PlanFile, wanted: int, order: int, manifest: Path | No
         raise UsageError(f"--why {order}: micro-batch {order} of step {wanted} is idle; it has no sequences")
     table = read_manifest(manifest) if manifest is not None else None
     problem = problem_of(file.metadata, name=str(file.path), step=wanted)
-    explanation = explain_degree(step, order, problem, manifest=table)
+    explanation = explain_degree(step, order, problem, manifest=table, metadata=file.metadata)
     if json:
         print_json({**explanation.to_json(), "warnings": file.problems})
     else:

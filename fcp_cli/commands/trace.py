@@ -43,6 +43,7 @@ class TraceOptions:
 def trace(options: TraceOptions) -> None:
     """Write a trace for ui.perfetto.dev: a track per rank, an event per micro-batch, arrows between a ring's ranks.
 
+    Of a plan of pipelines there is a track per stage, with an event per forward and backward.
     Given a plan and the run that followed it, planned and measured tracks stand side by side. Times are microseconds.
     """
     from fcp_cli.report.step_range import parse_steps
@@ -120,7 +121,11 @@ class _Source:
         self.plan, self.run, self.wanted, self.steps = plan, run, wanted, 0
         shape = plan.metadata if plan is not None else run
         assert shape is not None
-        self.builder = TraceBuilder(num_ranks=shape.num_ranks, ranks_per_node=shape.ranks_per_node)
+        self.builder = TraceBuilder(
+            num_ranks=shape.num_ranks,
+            ranks_per_node=shape.ranks_per_node,
+            metadata=plan.metadata if plan is not None else None,
+        )
         self.kinds: list[Kind] = []
         if plan is not None:
             self.kinds.append("planned")

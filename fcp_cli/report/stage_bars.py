@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
+from fcp_cli.arrays import FloatArray
 from fcp_cli.cost.profile import parse_cost_profile
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.pipeline import Pipeline
@@ -14,25 +17,57 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.report.ranks_shown import RanksShown
 
 
+class StageTimes(NamedTuple):
+    """When each block of layers runs each micro-batch of a step, and for how long: [micro-batches, blocks] seconds.
+
+    Of P stages, block b lies on stage b % P.
+    """
+
+    forward_start: FloatArray
+    backward_start: FloatArray
+    forward_seconds: FloatArray
+    backward_seconds: FloatArray
+
+
+def stage_times(step: StepPlan, metadata: PlanMetadata, pipeline: Pipeline) -> StageTimes:
+    """Run a step of pipelines as planned; what lengths do not explain of a micro-batch's seconds is its encoder's."""
+    stages, prices = metadata.pipeline_parallel, _prices(step, metadata)
+    run = pipeline.run(step.rank_offsets, step.ranks, prices, stages=stages, num_ranks=metadata.num_ranks)
+    forward, backward, _sends = pipeline.block_seconds(prices, stages)
+    return StageTimes(run.forward_start, run.backward_start, forward, backward)
+
+
+def step_seconds_with(step: StepPlan, order: int, seconds: float, metadata: PlanMetadata, pipeline: Pipeline) -> float:
+    """Return how long a step of pipelines would take if one of its micro-batches took so many seconds."""
+    prices = _prices(step, metadata)
+    ends = []
+    for factor in (1.0, seconds / float(step.seconds[order])):
+        scale = np.ones(len(step))
+        scale[order] = factor
+        changed = Prices(prices.seconds * scale, *(None if part is None else part * scale for part in prices[1:3]))
+        changed = changed._replace(rank_tokens=prices.rank_tokens)
+        run = pipeline.run(
+            step.rank_offsets, step.ranks, changed, stages=metadata.pipeline_parallel, num_ranks=metadata.num_ranks
+        )
+        ends.append(run.makespan_seconds)
+    return step.makespan_seconds + ends[1] - ends[0]
+
+
 def stage_bars(
     step: StepPlan, shown: RanksShown, metadata: PlanMetadata, pipeline: Pipeline
 ) -> dict[str, npt.NDArray[np.generic]]:
-    """Return the columns of `page_data.bars_of` for pipelines: a rank's row is cut in P, one part for each stage.
-
-    What lengths do not explain of a micro-batch's seconds counts as the encoder's, on the first stage.
-    """
-    stages, prices = metadata.pipeline_parallel, _prices(step, metadata)
-    run = pipeline.run(step.rank_offsets, step.ranks, prices, stages=stages, num_ranks=metadata.num_ranks)
-    seconds = pipeline.block_seconds(prices, stages)
+    """Return the columns of `page_data.bars_of` for pipelines: a rank's row is cut in P, one part for each stage."""
+    stages = metadata.pipeline_parallel
+    times = stage_times(step, metadata, pipeline)
     rows = np.repeat(np.arange(len(step)), step.degrees)
     wanted = shown.are_shown(step.ranks.astype(np.int64)) & (step.tokens[rows] > 0)
     rows, ranks = rows[wanted], shown.rows(step.ranks.astype(np.int64)[wanted])
-    blocks = run.forward_start.shape[1]
+    blocks = times.forward_start.shape[1]
     row, block = np.repeat(rows, blocks), np.tile(np.arange(blocks), len(rows))
     top = np.repeat(ranks, blocks) + (block % stages) / stages
-    starts = (run.forward_start[row, block], run.backward_start[row, block])
+    starts = (times.forward_start[row, block], times.backward_start[row, block])
     both = [np.concatenate(pair) for pair in ((row, row), (top, top), starts)]
-    lasts = np.concatenate((seconds[0][row, block], seconds[1][row, block]))
+    lasts = np.concatenate((times.forward_seconds[row, block], times.backward_seconds[row, block]))
     return {
         "step": np.full(len(both[0]), step.step),
         "order": both[0],

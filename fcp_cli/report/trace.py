@@ -1,7 +1,8 @@
 """A plan, a run, or both side by side as a Chrome trace: opens in Perfetto and chrome://tracing.
 
 Events follow the Trace Event Format of Chromium's trace viewer: one process per node, one thread per rank, one
-complete event ("X") per micro-batch and rank, and a flow ("s", "t", "f") through the members of each ring.
+complete event ("X") per micro-batch and rank, and a flow ("s", "t", "f") through the members of each ring. Of a plan of
+pipelines there is a thread per stage, with an event per forward and backward.
 Times are whole microseconds: a start and a duration rounded apart would let neighbours overlap by a nanosecond, and
 Perfetto leaves overlapping events out. Process and thread ids start at 1: Perfetto takes thread 0 for the idle task.
 """
@@ -9,13 +10,15 @@ Perfetto leaves overlapping events out. Process and thread ids start at 1: Perfe
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, TextIO
 
 import numpy as np
 
+from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.step import MicroBatch, StepPlan
+from fcp_cli.report.stage_bars import stage_times
 from fcp_cli.runs.metrics_reader import RunStep
 
 Event = dict[str, Any]
@@ -35,13 +38,21 @@ class TraceBuilder:
 
     Attributes:
         num_ranks, ranks_per_node: of the job.
+        metadata: of the plan, if there is one; tells of its pipelines.
         clock_seconds: where the next step starts.
     """
 
     num_ranks: int
     ranks_per_node: int
+    metadata: PlanMetadata | None = None
     clock_seconds: float = 0.0
     _flows: int = field(default=0, init=False)
+
+    @property
+    def _stages(self) -> int:
+        """Return how many tracks a rank has."""
+        has_pipelines = self.metadata is not None and self.metadata.pipeline is not None
+        return self.metadata.pipeline_parallel if has_pipelines and self.metadata is not None else 1
 
     def names(self, kinds: Iterable[Kind]) -> Iterator[Event]:
         """Yield metadata events: names and order of processes and threads."""
@@ -51,8 +62,13 @@ class TraceBuilder:
             for node in range(-(-self.num_ranks // self.ranks_per_node)):
                 first = self._track(kind, node * self.ranks_per_node)
                 yield from _named("process", **first, name=f"node {node} {kind}", index=first["pid"])
+            stages = self._stages if kind == "planned" else 1
             for rank in range(self.num_ranks):
-                yield from _named("thread", **self._track(kind, rank), name=f"rank {rank}", index=rank)
+                for stage in range(stages):
+                    name = f"rank {rank} stage {stage}" if stages > 1 else f"rank {rank}"
+                    yield from _named(
+                        "thread", **self._track(kind, rank, stage), name=name, index=rank * stages + stage
+                    )
 
     def step(self, planned: StepPlan | None, measured: RunStep | None) -> Iterator[Event]:
         """Yield the events of one step, planned, measured or both."""
@@ -65,7 +81,7 @@ class TraceBuilder:
             figures = {"bound_seconds": planned.bound_seconds, "gap": planned.gap}
             figures["idle_fraction"] = planned.idle_fraction(self.num_ranks)
             yield self._slice("planned", None, f"step {planned.step}", 0.0, planned.makespan_seconds, figures)
-            yield from self._planned_microbatches(microbatches.values())
+            yield from self._planned_microbatches(planned, microbatches.values())
         if measured is not None:
             lengths.append(measured.seconds)
             args = {"predicted_seconds": measured.predicted_seconds, "tokens": measured.tokens, "loss": measured.loss}
@@ -74,21 +90,35 @@ class TraceBuilder:
             yield from self._measured_microbatches(measured, microbatches)
         self.clock_seconds += max(lengths)
 
-    def _planned_microbatches(self, microbatches: Iterable[MicroBatch]) -> Iterator[Event]:
+    def _planned_microbatches(self, planned: StepPlan, microbatches: Iterable[MicroBatch]) -> Iterator[Event]:
+        parts = self._parts(planned)
         for microbatch in microbatches:
             if microbatch.is_idle:
                 continue
             args = {"step": microbatch.step, **_pack_arguments(microbatch), "predicted_seconds": microbatch.seconds}
-            for rank in microbatch.ranks:
-                yield self._slice(
-                    "planned",
-                    rank,
-                    _name(microbatch.order, microbatch.described_degree),
-                    microbatch.start_seconds,
-                    microbatch.seconds,
-                    args,
-                )
+            name = _name(microbatch.order, microbatch.described_degree)
+            for stage, what, start, seconds in parts(microbatch):
+                for rank in microbatch.ranks:
+                    yield self._slice("planned", rank, f"{name}{what}", start, seconds, args, stage)
             yield from self._flow("planned", [(rank, microbatch.start_seconds) for rank in microbatch.ranks])
+
+    def _parts(self, planned: StepPlan) -> Callable[[MicroBatch], Iterator[tuple[int, str, float, float]]]:
+        """Return what yields the parts of a micro-batch: stage, name, start and seconds of each."""
+        if self.metadata is None or self.metadata.pipeline is None:
+            return lambda microbatch: iter([(0, "", microbatch.start_seconds, microbatch.seconds)])
+        times = stage_times(planned, self.metadata, self.metadata.pipeline)
+        stages, virtual = self.metadata.pipeline_parallel, self.metadata.virtual_stages
+
+        def parts(microbatch: MicroBatch) -> Iterator[tuple[int, str, float, float]]:
+            at = microbatch.order
+            for block in range(stages * virtual):
+                where = f", block {block // stages}" if virtual > 1 else ""
+                begin, seconds = float(times.forward_start[at, block]), float(times.forward_seconds[at, block])
+                yield block % stages, f" forward{where}", begin, seconds
+                begin, seconds = float(times.backward_start[at, block]), float(times.backward_seconds[at, block])
+                yield block % stages, f" backward{where}", begin, seconds
+
+        return parts
 
     def _measured_microbatches(self, step: RunStep, microbatches: dict[int, MicroBatch]) -> Iterator[Event]:
         for order in np.unique(step.orders).tolist():
@@ -110,11 +140,18 @@ class TraceBuilder:
         return self._slice("measured", int(step.ranks[i]), name, float(step.start_seconds[i]), seconds, args)
 
     def _slice(
-        self, kind: Kind, rank: int | None, name: str, start_seconds: float, seconds: float, args: dict[str, Any]
+        self,
+        kind: Kind,
+        rank: int | None,
+        name: str,
+        start_seconds: float,
+        seconds: float,
+        args: dict[str, Any],
+        stage: int = 0,
     ) -> Event:
-        """Return a complete event on a rank's track, or on the track of whole steps."""
+        """Return a complete event on a rank's track, or a stage's of it, or on the track of whole steps."""
         begin, end = self._microseconds(start_seconds), self._microseconds(start_seconds + seconds)
-        event = {"name": name, "cat": kind, "ph": "X", **self._track(kind, rank)}
+        event = {"name": name, "cat": kind, "ph": "X", **self._track(kind, rank, stage)}
         return {**event, "ts": begin, "dur": end - begin, "args": args}
 
     def _flow(self, kind: Kind, members: list[tuple[int, float]]) -> Iterator[Event]:
@@ -131,12 +168,12 @@ class TraceBuilder:
     def _microseconds(self, seconds: float) -> int:
         return round((self.clock_seconds + seconds) * 1e6)
 
-    def _track(self, kind: Kind, rank: int | None) -> dict[str, int]:
+    def _track(self, kind: Kind, rank: int | None, stage: int = 0) -> dict[str, int]:
         if rank is None:
             return {"pid": _STEPS_PID, "tid": 1 + _KINDS.index(kind)}
         # Planned and measured tracks of one node get ids, and so places, next to each other.
         first_of_node = 1 + _STEPS_PID + len(_KINDS) * (rank // self.ranks_per_node)
-        return {"pid": first_of_node + _KINDS.index(kind), "tid": 1 + rank}
+        return {"pid": first_of_node + _KINDS.index(kind), "tid": 1 + rank * self._stages + stage}
 
 
 def _name(order: int, degree: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -15,10 +15,13 @@ import numpy as np
 from fcp_cli.console import print_table
 from fcp_cli.cost.model import group_seconds, last_hop_seconds, ring_seconds
 from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.plan.pricing import planned_sequences, ranks_together
 from fcp_cli.plan.step import MicroBatch, StepPlan
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.work import batch_work, work_on
+from fcp_cli.report.stage_bars import stage_times, step_seconds_with
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
@@ -39,7 +42,8 @@ class Alternative:
         split_seconds: by heads degree, all that there may be.
         seconds, attention_seconds, ring_seconds: predicted; the longer of the last two is part of the first. The ring's
             are those that attention can hide: all of them but for a profile's `exposed_ring_share`.
-        end_seconds: when it would end if it started as planned.
+        end_seconds: when it would end if it started as planned; of pipelines, when the step would, if it took so long
+            on the ranks that it has.
     """
 
     degree: int
@@ -59,6 +63,20 @@ class Alternative:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Stages:
+    """When a micro-batch is where in its pipelines, from the start of the step.
+
+    Attributes:
+        forward_seconds, backward_seconds: when each block of layers begins with it; block b lies on stage b % P.
+        end_seconds: when its last backward ends.
+    """
+
+    forward_seconds: tuple[float, ...]
+    backward_seconds: tuple[float, ...]
+    end_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Reason:
     """The reason against a neighbouring degree."""
 
@@ -69,11 +87,12 @@ class Reason:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """A micro-batch, its neighbouring degrees, and the reasons against those."""
+    """A micro-batch, its neighbouring degrees, the reasons against those, and its way through its pipelines."""
 
     microbatch: MicroBatch
     alternatives: tuple[Alternative, ...]
     reasons: tuple[Reason, ...]
+    stages: Stages | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -82,10 +101,18 @@ class Explanation:
             "degree": self.microbatch.degree,
             "alternatives": [{**asdict(a), "rank_seconds": a.rank_seconds} for a in self.alternatives],
             "reasons": [asdict(reason) for reason in self.reasons],
+            **({} if self.stages is None else {"stages": asdict(self.stages)}),
         }
 
 
-def explain_degree(step: StepPlan, order: int, problem: Problem, *, manifest: LengthTable | None = None) -> Explanation:
+def explain_degree(
+    step: StepPlan,
+    order: int,
+    problem: Problem,
+    *,
+    manifest: LengthTable | None = None,
+    metadata: PlanMetadata | None = None,
+) -> Explanation:
     """Price micro-batch `order` of a step at its degree and at one rank fewer and more.
 
     Args:
@@ -93,17 +120,37 @@ def explain_degree(step: StepPlan, order: int, problem: Problem, *, manifest: Le
         order: a micro-batch of it that is not idle.
         problem: what the plan was made for.
         manifest: gives `eta` and vision columns; without it every sequence counts as causal text.
+        metadata: of the plan; tells what its pipelines would take.
     """
     microbatch = step.microbatch(order)
     degrees = [
         d for d in (microbatch.degree - 1, microbatch.degree, microbatch.degree + 1) if 1 <= d <= problem.num_ranks
     ]
     priced = {degree: _priced(step, microbatch, degree, problem, manifest) for degree in degrees}
+    stages: Stages | None = None
+    if metadata is not None and metadata.pipeline is not None:
+        stages = _stages(step, order, metadata, metadata.pipeline)
+        priced = {
+            degree: replace(
+                found, end_seconds=step_seconds_with(step, order, found.seconds, metadata, metadata.pipeline)
+            )
+            for degree, found in priced.items()
+        }
     fewer, more = _against_fewer(microbatch, priced, step, problem), _against_more(microbatch, priced, step, problem)
     return Explanation(
         microbatch=microbatch,
         alternatives=tuple(priced.values()),
         reasons=(fewer, more) if fewer is not None else (more,),
+        stages=stages,
+    )
+
+
+def _stages(step: StepPlan, order: int, metadata: PlanMetadata, pipeline: Pipeline) -> Stages:
+    times = stage_times(step, metadata, pipeline)
+    return Stages(
+        forward_seconds=tuple(times.forward_start[order].tolist()),
+        backward_seconds=tuple(times.backward_start[order].tolist()),
+        end_seconds=float((times.backward_start + times.backward_seconds)[order].max()),
     )
 
 
@@ -178,9 +225,11 @@ def _against_fewer(
     if not fewer.fits:
         text = f"each would hold {fewer.tokens_per_rank:,} tokens, over the budget of {problem.tokens_per_rank:,}"
         return Reason(degree=fewer.degree, bound="memory", text=text)
-    limit, what = _time_limit(microbatch, step)
+    limit, what = _time_limit(microbatch, step, problem)
     if fewer.end_seconds > limit * (1 + 1e-9):
         text = f"it would end at {fewer.end_seconds:.3f} s, after {what} at {limit:.3f} s"
+        if problem.pipeline is not None:
+            text = f"the step would end at {fewer.end_seconds:.3f} s, and not at {limit:.3f} s"
         return Reason(degree=fewer.degree, bound="balance", text=text)
     saved = 1.0 - fewer.rank_seconds / own.rank_seconds
     if own.rank_seconds < fewer.rank_seconds:
@@ -207,10 +256,13 @@ def _against_more(microbatch: MicroBatch, priced: dict[int, Alternative], step: 
             f"{gain:.3f} s sooner for {extra:.1%} more rank-seconds"
         )
         return Reason(degree=more.degree, bound="topology", text=text)
-    limit, what = _time_limit(microbatch, step)
+    limit, what = _time_limit(microbatch, step, problem)
     slack = limit - own.end_seconds
     text = f"{gain:.3f} s sooner for {extra:.1%} more rank-seconds; "
-    if slack > 1e-3 * limit:
+    if problem.pipeline is not None:
+        saved = max(own.end_seconds - more.end_seconds, 0.0)
+        text += f"the step would end {saved:.3f} s sooner, if the rank more had nothing else to run"
+    elif slack > 1e-3 * limit:
         text += f"it already ends {slack:.3f} s before {what}"
     else:
         idle = step.idle_fraction(problem.num_ranks)
@@ -218,9 +270,9 @@ def _against_more(microbatch: MicroBatch, priced: dict[int, Alternative], step: 
     return Reason(degree=more.degree, bound="balance", text=text)
 
 
-def _time_limit(microbatch: MicroBatch, step: StepPlan) -> tuple[float, str]:
+def _time_limit(microbatch: MicroBatch, step: StepPlan, problem: Problem) -> tuple[float, str]:
     """Return when the step or wave that its ranks wait for ends, and its name."""
-    if microbatch.wave < 0:
+    if microbatch.wave < 0 or problem.pipeline is not None:
         return step.makespan_seconds, "the step"
     in_wave = step.wave == microbatch.wave
     return float(np.max((step.start_seconds + step.seconds)[in_wave])), f"wave {microbatch.wave}"
@@ -228,7 +280,7 @@ def _time_limit(microbatch: MicroBatch, step: StepPlan) -> tuple[float, str]:
 
 def print_why(console: Console, explanation: Explanation) -> None:
     """Print an explanation in 80 columns."""
-    for line in (*_introduction(explanation), *_splits(explanation)):
+    for line in (*_introduction(explanation), *_splits(explanation), *_way(explanation.stages)):
         console.print(line, markup=False)
     print_table(console, _table(explanation))
     for reason in explanation.reasons:
@@ -251,6 +303,15 @@ def _splits(explanation: Explanation) -> Iterator[str]:
     if len(planned.split_seconds) > 1:
         ways = (f"{u} x {planned.degree // u} {s:.3f} s" for u, s in planned.split_seconds.items())
         yield f"ranks that share heads x sets in the ring: {', '.join(ways)}"
+
+
+def _way(stages: Stages | None) -> Iterator[str]:
+    """Say when each block of layers has the micro-batch."""
+    if stages is None:
+        return
+    for what, begun in (("forward", stages.forward_seconds), ("backward", stages.backward_seconds)):
+        yield f"{what} of blocks 0 to {len(begun) - 1} from {', '.join(f'{at:.3f}' for at in begun)} s on"
+    yield f"over at {stages.end_seconds:.3f} s"
 
 
 def _table(explanation: Explanation) -> Any:

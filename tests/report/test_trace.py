@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,14 @@ import jsonschema
 import numpy as np
 import pytest
 
+from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.plan.reader import PlanReader
+from fcp_cli.planning.batches import BatchSettings
+from fcp_cli.planning.run import make_plan
+from fcp_cli.planning.settings import PlanInputs
 from fcp_cli.report.trace import TraceBuilder, write_trace
 from fcp_cli.runs.metrics_reader import run_step
+from tests.planning.examples import example_problem, long_tail
 from tests.report.browser import chromium
 from tests.report.perfetto_reader import PerfettoReader
 from tests.report.runs import make_example_plan, measured
@@ -109,6 +115,31 @@ def test_microbatches_of_a_rank_do_not_overlap(events: list[Event]) -> None:
         track = event["pid"], event["tid"]
         assert event["ts"] >= ends[track]
         ends[track] = event["ts"] + event["dur"]
+
+
+def test_each_stage_of_a_pipeline_has_a_track_with_every_forward_and_backward(tmp_path: Path) -> None:
+    problem = replace(
+        example_problem("microbatch", num_ranks=8),
+        pipeline_parallel=2,
+        pipeline=Pipeline(forward_share=1 / 3, virtual_stages=2),
+    )
+    inputs = PlanInputs(table=long_tail(40), problem=problem, settings=BatchSettings(global_batch_size=43))
+    metadata = make_plan(tmp_path / "pipelines.parquet", inputs, solver_name="fcp").metadata
+    builder = TraceBuilder(num_ranks=8, ranks_per_node=4, metadata=metadata)
+    step = next(PlanReader(tmp_path / "pipelines.parquet").steps())
+    events = [*builder.names(["planned", "measured"]), *builder.step(step, run_step(measured(step, 8).record()))]
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    planned = slices(events, "planned")
+    tracks = {f"rank {rank} stage {stage}" for rank in range(8) for stage in range(2)}
+    assert {threads[event["pid"], event["tid"]] for event in planned} == tracks
+    assert {threads[e["pid"], e["tid"]] for e in slices(events, "measured")} == {f"rank {rank}" for rank in range(8)}
+    assert len(planned) == 2 * 4 * step.degrees[~step.is_idle].sum()
+    kinds = {event["name"].partition(" forward")[1] or event["name"].partition(" backward")[1] for event in planned}
+    assert kinds == {" forward", " backward"}
+    assert {event["name"][-9:] for event in planned} == {", block 0", ", block 1"}
+    busy = sum(event["dur"] for event in planned) / 1e6
+    assert busy / 2 == pytest.approx(step.busy_seconds(8).sum(), rel=1e-6)  # a replica's seconds are its devices' mean
+    test_microbatches_of_a_rank_do_not_overlap(events)
 
 
 def test_steps_start_together_in_plan_and_run(events: list[Event]) -> None:

@@ -5,9 +5,16 @@ from pathlib import Path
 
 import pytest
 
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.plan.reader import PlanReader
+from fcp_cli.planning.batches import BatchSettings
 from fcp_cli.planning.problem import problem_of
+from fcp_cli.planning.run import make_plan
+from fcp_cli.planning.settings import PlanInputs
+from fcp_cli.report.stage_bars import step_seconds_with
 from fcp_cli.report.why import Explanation, explain_degree
+from tests.planning.examples import example_problem, long_tail
 from tests.report.runs import make_example_plan
 
 
@@ -94,3 +101,39 @@ def test_all_seconds_are_those_of_the_slowest_rank(tmp_path: Path) -> None:
         assert (other.attention_seconds, other.ring_seconds) == pytest.approx(
             (2 * quick.attention_seconds, 2 * quick.ring_seconds)
         )
+
+
+def test_of_a_pipeline_the_whole_step_is_priced_and_the_way_through_its_stages_shown(tmp_path: Path) -> None:
+    problem = replace(
+        example_problem("microbatch", num_ranks=8),
+        pipeline_parallel=2,
+        pipeline=Pipeline(forward_share=1 / 3, virtual_stages=2),
+    )
+    inputs = PlanInputs(table=long_tail(40), problem=problem, settings=BatchSettings(global_batch_size=43))
+    metadata = make_plan(tmp_path / "pipelines.parquet", inputs, solver_name="fcp").metadata
+    step = next(PlanReader(tmp_path / "pipelines.parquet").steps())
+    problem = problem_of(metadata, name="plan")
+    said: list[str] = []
+    for row in step.microbatches():
+        if row.is_idle:
+            continue
+        explanation = explain_degree(step, row.order, problem, metadata=metadata)
+        said += [reason.text for reason in explanation.reasons]
+        by_degree = {a.degree: a for a in explanation.alternatives}
+        assert by_degree[row.degree].end_seconds == pytest.approx(step.makespan_seconds)
+        slower = [a for a in explanation.alternatives if a.seconds > by_degree[row.degree].seconds]
+        assert all(a.end_seconds >= step.makespan_seconds * (1 - 1e-9) for a in slower)
+        assert explanation.stages is not None
+        begun = (*explanation.stages.forward_seconds, *reversed(explanation.stages.backward_seconds))
+        assert len(begun) == 2 * 4 and list(begun) == sorted(begun)
+        assert explanation.stages.forward_seconds[0] == pytest.approx(row.start_seconds)
+        assert begun[-1] < explanation.stages.end_seconds <= step.makespan_seconds * (1 + 1e-9)
+    longest = int(step.seconds.argmax())
+    twice = step_seconds_with(step, longest, 2 * float(step.seconds[longest]), metadata, pipeline_of(metadata))
+    assert twice >= step.makespan_seconds + 0.5 * float(step.seconds[longest])
+    assert any("the step would end" in text for text in said) and not any("ends with" in text for text in said)
+
+
+def pipeline_of(metadata: PlanMetadata) -> Pipeline:
+    assert metadata.pipeline is not None
+    return metadata.pipeline
