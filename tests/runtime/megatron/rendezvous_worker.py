@@ -30,7 +30,7 @@ from tests.runtime.rendezvous import BACKEND, HANG_SECONDS, Rendezvous
 from tests.runtime.workers.leave import leave_hanging, leave_job
 
 EQUAL = ("overlapped", "gathering")
-SHARES = ("sequence", "pipeline")
+SHARES = ("sequence", "pipeline", "virtual stages")
 
 
 OVERLAPPING = "reducing inside backward"

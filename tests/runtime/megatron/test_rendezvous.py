@@ -6,15 +6,17 @@ import pickle
 import re
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 # First: the tests of gradients, whose plans these follow, leave off where it is missing.
 pytest.importorskip("megatron.core.package_info", reason="needs megatron-core: pip install megatron-core")
 
+from fcp_cli.plan.pipeline import Pipeline
 from fcp_cli.verification.order import check_order
 from tests.runtime.launch import torchrun
-from tests.runtime.megatron.test_gradients import NUM_RANKS, PIPELINE, SWITCHING, TENSOR, worst_error
+from tests.runtime.megatron.test_gradients import NUM_RANKS, PIPELINE, SWITCHING, TENSOR, VIRTUAL, worst_error
 from tests.runtime.plans import write_plan
 
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
@@ -27,11 +29,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_plan(folder / "switching.parquet", SWITCHING, num_ranks=NUM_RANKS, rows=32)
     write_plan(folder / "tensor.parquet", TENSOR, num_ranks=2, rows=12, tensor_parallel=2)
     write_plan(folder / "pipeline.parquet", PIPELINE, num_ranks=2, rows=8, sync="microbatch", pipeline_parallel=2)
+    blocks = Pipeline(forward_share=1 / 3, virtual_stages=2)
+    replicas: dict[str, Any] = {"num_ranks": 2, "pipeline_parallel": 2, "pipeline": blocks}
+    write_plan(folder / "virtual.parquet", VIRTUAL, rows=18, sync="microbatch", **replicas)
     torchrun("-m", "tests.runtime.megatron.rendezvous_worker", str(folder), num_ranks=NUM_RANKS)
     return folder
 
 
-@pytest.mark.parametrize("case", ["overlapped", "gathering", "sequence", "pipeline"])
+@pytest.mark.parametrize("case", ["overlapped", "gathering", "sequence", "pipeline", "virtual stages"])
 def test_megatron_ends_on_one_queue_with_the_gradients_of_one_process(folder: Path, case: str) -> None:
     if (folder / f"{case}-alone.pickle").exists():
         assert worst_error(folder, case) <= 1e-12
