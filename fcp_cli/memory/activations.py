@@ -117,7 +117,7 @@ def mlp_side_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> in
     """
     t, r, h, experts = precision.activation, precision.residual, spec.hidden_size, spec.experts
     if experts is None or not kind.has_experts:
-        return _layer_norm_bytes(spec, precision, readers=2) + 4 * t * spec.ffn_size
+        return _layer_norm_bytes(spec, precision, readers=2) + 4 * t * spec.dense_width
     # Grouped products know no autocast: they work in the type of the weights. Two tensors of the layer's width, and of
     # the experts' what the first product gives and four or, with clamps, five made of it.
     widths = 7 if spec.has("expert biases") else 4
@@ -169,7 +169,7 @@ def mlp_backward_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -
     """
     t, r, experts = precision.activation, precision.residual, spec.experts
     if experts is None or not kind.has_experts:
-        return r * spec.hidden_size + 2 * t * spec.ffn_size
+        return r * spec.hidden_size + 2 * t * spec.dense_width
     return r * spec.hidden_size + experts.active * r * (spec.hidden_size + 2 * experts.ffn_size)
 
 

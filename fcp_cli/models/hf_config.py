@@ -152,7 +152,9 @@ def _text_figures(text: Mapping[str, Any], architecture: Architecture, *, where:
     model_type = text["model_type"]
     rope = _block(text, "rope_parameters", where)
     found = {figure: text.get(name) for figure, name in TEXT_NAMES.items()}
-    kinds = _attention(text, architecture, where=where)
+    kinds, experts = _attention(text, architecture, where=where), _experts(text, architecture, where=where)
+    if experts is not None and not experts.get("dense_layers"):
+        found["ffn_size"] = None  # of no layer
     return found | {
         "num_kv_heads": text.get("num_key_value_heads", text.get("num_attention_heads")),
         "head_dim": _head_dim(text, where=where),
@@ -162,7 +164,7 @@ def _text_figures(text: Mapping[str, Any], architecture: Architecture, *, where:
         "norm_eps": text.get("rms_norm_eps") or 1e-6,
         "attention": None if set(kinds) == {"full"} else kinds,
         "window_tokens": text.get("sliding_window") if "window" in kinds else None,
-        "experts": _experts(text, architecture, where=where),
+        "experts": experts,
         "latent": _named_figures(text, LATENT_NAMES) if "latent" in kinds else None,
         "linear": _named_figures(text, LINEAR_NAMES) if "linear" in kinds else None,
         "mamba": _named_figures(text, MAMBA_NAMES) if "mamba" in kinds else None,

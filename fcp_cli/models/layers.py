@@ -149,7 +149,7 @@ class TextFigures:
     """The shapes of a language model, as the block `text` of a description gives them.
 
     Attributes:
-        ffn_size: width of the gated MLP (three matrices of hidden_size x ffn_size).
+        ffn_size: width of the gated MLP (three matrices of hidden_size x ffn_size); given where a layer has no experts.
         qkv_bias: biases on the query, key and value projections.
         qk_norm: RMS norms over head_dim on queries and keys.
         attention: of the first layers, repeated over all: `full`, `window`, `latent`, `linear` or `mamba`.
@@ -162,9 +162,9 @@ class TextFigures:
     num_heads: Count
     num_kv_heads: Count
     head_dim: Count
-    ffn_size: Count
     vocab_size: Count
     tied_embeddings: bool
+    ffn_size: Count | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
     rope_theta: Positive = 10_000.0
@@ -245,6 +245,12 @@ class LanguageModel(TextFigures):
     def value_size(self) -> int:
         """Elements of the values that a token has in a layer that attends by softmax."""
         return self.num_kv_heads * (self.head_dim if self.latent is None else self.latent.value_size)
+
+    @property
+    def dense_width(self) -> int:
+        """The width of the MLP of layers without experts, of a model that has such layers."""
+        assert self.ffn_size is not None, "a description with layers without experts has their width"
+        return self.ffn_size
 
     @property
     def latent_figures(self) -> Latent:
@@ -417,7 +423,7 @@ def _gated_mlp(prefix: str, hidden_size: int, width: int) -> dict[str, Matrix]:
 def _mlp_matrices(spec: LanguageModel, kind: LayerKind) -> dict[str, Matrix]:
     h, experts = spec.hidden_size, spec.experts
     if experts is None or not kind.has_experts:
-        return _gated_mlp("feed_forward" if spec.architecture == "bamba" else "mlp", h, spec.ffn_size)
+        return _gated_mlp("feed_forward" if spec.architecture == "bamba" else "mlp", h, spec.dense_width)
     router, shared = _NAMES_OF_EXPERTS.get(spec.architecture, ("gate", "shared_expert"))
     found = {
         f"mlp.{router}": Matrix((h, experts.count), is_linear=False),

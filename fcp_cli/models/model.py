@@ -220,6 +220,8 @@ def _kind_complaints(spec: ModelSpec) -> list[tuple[bool, str]]:
         )
         for kind, figures in needed.items()
     ]
+    has_dense = any(not kind.has_experts for kind in spec.layer_kinds)
+    complaints.append((has_dense and spec.ffn_size is None, "ffn_size is missing, and layers have no experts"))
     if experts is not None:
         complaints.append(
             (experts.active > experts.count, f"experts.active {experts.active} exceeds experts.count {experts.count}")

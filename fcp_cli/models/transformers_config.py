@@ -23,7 +23,8 @@ def text_config(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
     Models with a vision tower give their language backbone: Qwen3 for Qwen3-VL, Qwen2 for Qwen2.5-VL and InternVL.
     """
     model_type = _BACKBONES.get(spec.architecture, spec.architecture)
-    arguments = {name: getattr(spec, figure) for figure, name in TEXT_NAMES.items()}
+    given = ((name, getattr(spec, figure)) for figure, name in TEXT_NAMES.items())
+    arguments = {name: value for name, value in given if value is not None}
     if spec.experts is not None:
         arguments |= _expert_arguments(spec, spec.experts)
     if spec.latent is not None:

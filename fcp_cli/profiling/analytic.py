@@ -182,7 +182,7 @@ class _Job:
         spec, tensor, pipeline = self.spec, self.cut.tensor_parallel, self.cut.pipeline_parallel
         check_recipe(self.recipe, sync=self.sync)
         for figure, value in (("num_heads", spec.num_heads), ("ffn_size", spec.ffn_size)):
-            if value % tensor:
+            if value is not None and value % tensor:
                 raise UsageError(f"--tensor-parallel {tensor} does not divide {figure} {value} of {spec.name}")
         check_trained(spec, self.recipe)
         self._check_experts()

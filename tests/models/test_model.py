@@ -111,7 +111,7 @@ def _document(**changes: Any) -> dict[str, Any]:
         ({"num_layers": 0}, "text.num_layers is 0; it must be a whole number of at least 1"),
         ({"num_layers": 36.5}, "text.num_layers is 36.5"),
         ({"hidden_size": True}, "text.hidden_size is True"),
-        ({"ffn_size": None}, "text.ffn_size is None; it must be a whole number of at least 1"),
+        ({"ffn_size": None}, "ffn_size is missing, and layers have no experts"),
         ({"qk_norm": 1}, "text.qk_norm is 1; it must be true or false"),
         ({"fnn_size": 3}, "unknown key text.fnn_size; did you mean text.ffn_size?"),
         ({"norm_eps": float("nan")}, "text.norm_eps is nan; it must be a finite number"),
