@@ -61,7 +61,7 @@ class MeasuredSteps:
     def leave(self, order: int) -> None:
         """Note that a micro-batch is over, once the device has run it."""
         if self.is_on:
-            mindspore.runtime.synchronize()
+            _wait_for_device()
             start = self._entered - self._began
             self._timings.append((order, start, time.perf_counter() - self._entered))
 
@@ -69,7 +69,7 @@ class MeasuredSteps:
         """Note that a step is over, with its optimizer step, and gather it. Collective."""
         if not self.is_on:
             return
-        mindspore.runtime.synchronize()
+        _wait_for_device()
         now = time.perf_counter()
         first = self._timings[0][1]
         mine = RankMeasurement(
@@ -121,9 +121,19 @@ class MeasuredSteps:
             self.close()
 
 
+def _is_on_host() -> bool:
+    return str(mindspore.get_context("device_target")) == "CPU"
+
+
+def _wait_for_device() -> None:
+    """Wait for what was handed on; MindSpore cannot on a CPU, and logs that as an error."""
+    if not _is_on_host():
+        mindspore.runtime.synchronize()
+
+
 def _peak_memory_bytes() -> int:
     """Return the most memory that this rank has had allocated on its device, or on a host all that it has had."""
-    if mindspore.get_context("device_target") == "CPU":
+    if _is_on_host():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     most: int = mindspore.runtime.max_memory_allocated()
     return most
