@@ -288,13 +288,18 @@ def steps_planned(
         for _ in batches:
             model.zero_grad_buffer()
             with broken(case.broken):
-                reports.append(run(**arguments))
+                reports.append(_numbers(run(**arguments)))
             assert parallel_state.get_context_parallel_world_size() == case.static, "the static group is as it was"
             assert settings.context_parallel_size == case.static
             found.append(take())
     finally:
         schedules.get_forward_backward_func = get_schedule
     return found, reports
+
+
+def _numbers(reports: Any) -> Any:
+    """What a step reported, without tensors, which newer Megatrons pickle in a way of their own."""
+    return [{name: tuple(map(float, pair)) for name, pair in report.items()} for report in reports]
 
 
 def _reverse(_: Any, __: Any, table: Tensor) -> Tensor | None:
