@@ -34,6 +34,11 @@ def _sum_doubles(requirements: Any) -> None:
     requirements.torch_all_reduce_double_dtype_bypass_wrapper = exact_wrapper
 
 
+def _plain_norms(megatron_basic: Any) -> None:
+    """On megatron-core 0.18 they are those of TransformerEngineNPU, before that Apex's."""
+    megatron_basic.PTNorm.__new__ = lambda _, *args, **kwargs: megatron_on_cpu._layer_norm(*args, **kwargs)
+
+
 def _pretend_engine_version(utils: Any) -> None:
     """MindSpeed on megatron-core 0.18 imports parts of Megatron that ask for it, and needs TransformerEngineNPU."""
     if hasattr(utils, "PkgVersion"):
@@ -50,6 +55,7 @@ def _install() -> None:
     after_import(
         {
             "mindspeed.core.megatron_basic.requirements_basic": _sum_doubles,
+            "mindspeed.core.megatron_basic.megatron_basic": _plain_norms,
             "megatron.core.utils": _pretend_engine_version,
         }
     )

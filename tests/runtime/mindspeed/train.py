@@ -30,7 +30,9 @@ from torch import Tensor
 try:
     from mindspeed.core.context_parallel.get_batch_utils import get_batch_on_this_cp_rank
 except ImportError:  # which core_r0.18.0 leaves to Megatron
-    from megatron.core.utils import get_batch_on_this_cp_rank
+    from megatron.core import utils
+
+    get_batch_on_this_cp_rank = partial(utils.get_batch_on_this_cp_rank, is_hybrid_cp=False)
 
 GLOBAL_BATCH_SIZE = 8
 # What Megatron's own command line has besides MindSpeed's, which copies both into the transformer's configuration.

@@ -11,7 +11,7 @@ from typing import Any
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.integrations.megatron import checks as megatron
 
-KNOWN_TO_WORK = ("2.3.0_core_r0.12.1", "26.1.0_core_r0.12.1", "core_r0.15.3", "core_r0.16.0")
+KNOWN_TO_WORK = ("2.3.0_core_r0.12.1", "26.1.0_core_r0.12.1", "core_r0.15.3", "core_r0.16.0", "core_r0.17.0")
 _CONTEXT_PARALLEL = "mindspeed.core.context_parallel"
 _RING = f"{_CONTEXT_PARALLEL}.ring_context_parallel"
 _RING_ALGORITHM = "megatron_cp_algo"
