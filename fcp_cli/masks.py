@@ -192,7 +192,7 @@ class MaskRows:
 
     Attributes:
         kind: of all of them.
-        offsets: [rows + 1] where the numbers of each row begin.
+        offsets: [rows + 1] where the numbers of each row begin; of `full` ones, which have none, [0].
         numbers: of all rows, on end.
     """
 
@@ -202,6 +202,8 @@ class MaskRows:
 
     def mask(self, row: int) -> Mask:
         """Return the mask of a row."""
+        if self.kind == "full":
+            return full()
         return mask_of(self.kind, self.numbers[self.offsets[row] : self.offsets[row + 1]].tolist())
 
     def scaled(self, factor: float) -> MaskRows:

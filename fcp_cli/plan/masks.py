@@ -39,10 +39,10 @@ class PlannedMasks:
             ValueError: they are damaged, or of another number of rows.
         """
         if self.kind == "full":
-            return MaskRows("full", np.zeros(rows + 1, dtype=np.int64), np.zeros(0, dtype=np.int64))
+            return MaskRows("full", np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64))
+        if rows + self.count > _MOST_NUMBERS:
+            raise ValueError(f"{rows} rows with {self.count} numbers")
         size = (rows + self.count) * _NUMBER.itemsize
-        if self.count > _MOST_NUMBERS:
-            raise ValueError(f"{self.count} numbers")
         try:
             # No more than one byte too many: what is damaged may unpack to anything.
             found = zlib.decompressobj().decompress(base64.b64decode(self.packed, validate=True), size + 1)
@@ -63,6 +63,6 @@ def planned_masks(masks: MaskRows | None) -> PlannedMasks | None:
         return None if masks is None else PlannedMasks(kind="full")
     values = np.concatenate((np.diff(masks.offsets), masks.numbers)).astype(_NUMBER)
     packed = base64.b64encode(zlib.compress(values.tobytes(), 6)).decode()
-    if len(packed) > MOST_CHARACTERS or len(masks.numbers) > _MOST_NUMBERS:
+    if len(packed) > MOST_CHARACTERS or len(values) > _MOST_NUMBERS:
         return None
     return PlannedMasks(kind=masks.kind, count=len(masks.numbers), packed=packed)

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from inline_snapshot import snapshot
 
 from fcp_cli.errors import PlanError
+from fcp_cli.masks import MaskRows, full
+from fcp_cli.plan.masks import PlannedMasks, planned_masks
 from fcp_cli.plan.messages import steps_bytes, steps_of
 from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
 from fcp_cli.plan.reader import PlanReader
@@ -319,3 +321,33 @@ def _any_step() -> StepPlan:
         makespan_seconds=1.0,
         bound_seconds=1.0,
     )
+
+
+def masked(numbers: list[list[int]]) -> MaskRows:
+    return MaskRows("segments", np.cumsum([0, *map(len, numbers)]), np.array([one for row in numbers for one in row]))
+
+
+def test_masks_come_back_as_they_were_packed() -> None:
+    numbers = [[3, 9, 12, 40], [], [0, 5]]
+    packed = planned_masks(masked(numbers))
+    assert packed is not None
+    found = packed.of_rows(3)
+    assert [list(found.mask(row).numbers) for row in range(3)] == numbers
+    assert PlannedMasks(kind="full").of_rows(1 << 60).mask(7) == full()
+    assert planned_masks(None) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows", "message"),
+    [
+        ({}, 4, "36 bytes for 4 rows with 6 numbers"),
+        ({"count": 5}, 3, "bytes for 3 rows with 5 numbers"),
+        ({"packed": "?"}, 3, "base64"),
+        ({"count": 1 << 40}, 3, "3 rows with 1099511627776 numbers"),
+    ],
+)
+def test_masks_that_are_damaged_are_refused(changes: dict[str, Any], rows: int, message: str) -> None:
+    packed = planned_masks(masked([[3, 9, 12, 40], [], [0, 5]]))
+    assert packed is not None
+    with pytest.raises(ValueError, match=message):
+        replace(packed, **changes).of_rows(rows)
