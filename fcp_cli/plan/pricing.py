@@ -219,6 +219,7 @@ def microbatch_prices(
     ranks_per_node: int,
     padding_multiple: int | None,
     heads_degree: Int32Array | None = None,
+    attention: SplitAttention | None = None,
 ) -> Prices:
     """Price packs on groups of ranks.
 
@@ -228,6 +229,7 @@ def microbatch_prices(
         rank_offsets, ranks: group i has the ranks `ranks[rank_offsets[i]:rank_offsets[i + 1]]`, ascending.
         profile, ranks_per_node, padding_multiple: as for `profile_seconds`.
         heads_degree: [microbatches] ranks of each group that share heads; None: groups are rings.
+        attention: groups share heads so that they take least (`quickest_heads`), where nobody says how.
     """
     working = np.flatnonzero(sizes_of(offsets))
     # Packs without sequences take no room in `work`: the others lie back to back without them.
@@ -244,6 +246,18 @@ def microbatch_prices(
         sets_cross_nodes=heads_degree is not None
         and ranks_together(rank_offsets, ranks, ranks_per_node)[working] % heads != 0,
     )
+    wide = np.flatnonzero(degree > 1)
+    if attention is not None and heads_degree is None and len(wide):
+        _choices, found = _by_heads(
+            attention,
+            pack.take(wide),
+            working[wide],
+            rank_offsets=rank_offsets,
+            ranks=ranks,
+            profile=profile,
+            ranks_per_node=ranks_per_node,
+        )
+        seconds[working[wide]] = found.min(axis=0)
     encoder[working] = encoder_seconds(pack, profile) / degree
     held[working] = pack.tokens / degree
     language[working] = profile.coefficients.linear_seconds_per_token * held[working]
@@ -274,18 +288,48 @@ def quickest_heads(
     best, working = np.ones(len(degree), dtype=np.int32), np.flatnonzero(sizes_of(offsets))
     pack = pack_work(work, np.append(offsets[working], offsets[-1:]), degree[working], profile, padding_multiple)
     wide = np.flatnonzero(degree[working] > 1)
-    pack, groups = pack.take(wide), working[wide]
-    choices = np.array((1, *profile.heads.degrees(ranks_per_node)))[:, None]
+    choices, seconds = _by_heads(
+        attention,
+        pack.take(wide),
+        working[wide],
+        rank_offsets=rank_offsets,
+        ranks=ranks,
+        profile=profile,
+        ranks_per_node=ranks_per_node,
+    )
+    best[working[wide]] = choices[seconds.argmin(axis=0), 0]
+    return best
+
+
+def _by_heads(
+    attention: SplitAttention,
+    pack: Work,
+    groups: IntArray,
+    *,
+    rank_offsets: IntArray,
+    ranks: Int32Array,
+    profile: CostProfile,
+    ranks_per_node: int,
+) -> tuple[IntArray, FloatArray]:
+    """Return [choices, 1 or groups] heads degrees, and [choices, groups] what packs take with each on these groups.
+
+    It is infinite where sets would not lie inside nodes, but under `ulysses`, which has no other choice.
+    """
+    assert profile.heads is not None, "a profile without the block `heads` knows rings alone"
+    degree = sizes_of(rank_offsets)[groups]
+    together = ranks_together(rank_offsets, ranks, ranks_per_node)[groups]
+    only = attention == "ulysses"
+    choices = degree[None, :] if only else np.array((1, *profile.heads.degrees(ranks_per_node)))[:, None]
+    fits = together % choices == 0
     seconds = group_seconds(
         profile,
         pack,
-        degree=degree[groups],
+        degree=degree,
         crosses_nodes=crosses_nodes(rank_offsets, ranks, ranks_per_node)[groups],
         heads_degree=choices,
+        sets_cross_nodes=~fits if only else False,
     )
-    fits = ranks_together(rank_offsets, ranks, ranks_per_node)[groups] % choices == 0
-    best[groups] = choices[np.where(fits, seconds, np.inf).argmin(axis=0), 0]
-    return best
+    return choices, seconds if only else np.where(fits, seconds, np.inf)
 
 
 def wave_encoder_seconds(encoder_seconds: FloatArray, offsets: IntArray, wave: Int32Array) -> FloatArray:

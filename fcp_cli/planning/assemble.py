@@ -94,10 +94,9 @@ def makespan_seconds(assignment: Assignment, batch: Batch, problem: Problem) -> 
 
 def assignment_prices(assignment: Assignment, batch: Batch, problem: Problem) -> Prices:
     """Price the micro-batches of an assignment."""
-    assignment = with_heads(assignment, batch, problem)
-    price = microbatch_prices(*_packs(assignment, batch), **_on_ranks(assignment, problem)).at_speeds(
-        problem.rank_speeds, assignment.rank_offsets, assignment.ranks
-    )
+    price = microbatch_prices(
+        *_packs(assignment, batch), **_on_ranks(assignment, problem), attention=problem.attention
+    ).at_speeds(problem.rank_speeds, assignment.rank_offsets, assignment.ranks)
     if batch.encoder_seconds is None:
         return price
     members = batch.encoder_seconds[assignment.members]

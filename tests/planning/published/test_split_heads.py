@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from fcp_cli.cost.model import sequence_work
 from fcp_cli.cost.profile import Heads, dump_cost_profile
 from fcp_cli.errors import UsageError
+from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.check import check_plan
+from fcp_cli.plan.pricing import microbatch_prices, quickest_heads
 from fcp_cli.plan.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
@@ -103,3 +107,23 @@ def test_a_comparison_has_them_where_the_profile_prices_them() -> None:
     found = list(compare(table_of(LENGTHS), problem_with(None), settings, names=names, milp_seconds=1.0))
     assert [one.refusal for one in found] == ["", "", ""]
     assert found[0].best is not None and found[2].best is not None
+
+
+@pytest.mark.parametrize("attention", ["ulysses", "2d"])
+def test_groups_are_priced_as_with_the_heads_degrees_that_they_then_get(attention: SplitAttention) -> None:
+    degrees = [1, 2, 4, 8, 1] if attention == "ulysses" else [1, 3, 4, 6, 2]
+    profile = problem_with(attention).profile
+    rows = LengthTable(name="rows", length_tokens=np.array([500, 3_000, 9_000, 40_000, 7_000, 100, 2_000]))
+    packs: dict[str, Any] = {"work": sequence_work(rows, profile), "offsets": np.array([0, 1, 2, 4, 6, 7])}
+    place: dict[str, Any] = {
+        "rank_offsets": np.cumsum([0, *degrees]),
+        "ranks": np.arange(16, dtype=np.int32),
+        "profile": profile,
+        "ranks_per_node": 4,
+        "padding_multiple": None,
+    }
+    heads = quickest_heads(attention, **packs, **place)
+    assert heads.max() > 1
+    together = microbatch_prices(**packs, **place, attention=attention)
+    apart = microbatch_prices(**packs, **place, heads_degree=heads)
+    assert all(np.array_equal(one, other) for one, other in zip(together, apart, strict=True))
