@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fcp_cli.runtime.group_member import Kept
 from fcp_cli.runtime.kernels import select_kernel
 from fcp_cli.runtime.layout import shard_layout
 from fcp_cli.runtime.ring import Ring, attention
@@ -97,7 +98,7 @@ def compare_split(name: str, lengths: tuple[int, ...], degree: int, repeats: int
         )
         run_lockstep(
             [
-                clock.running(ring_backward(ring, grad_out, q, k, v, out, lse, scale))
+                clock.running(ring_backward(ring, grad_out, Kept(q, k, v, out, lse), scale))
                 for ring, (q, k, v, grad_out), (out, lse) in zip(rings, shards, forward, strict=True)
             ]
         )

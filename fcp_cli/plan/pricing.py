@@ -205,7 +205,7 @@ def step_prices(
         profile=profile,
         ranks_per_node=ranks_per_node,
         padding_multiple=padding_multiple,
-        heads_degree=step.heads_degree,
+        heads=step.heads_degree,
     ).at_speeds(rank_speeds, step.rank_offsets, step.ranks)
 
 
@@ -218,8 +218,7 @@ def microbatch_prices(
     profile: CostProfile,
     ranks_per_node: int,
     padding_multiple: int | None,
-    heads_degree: Int32Array | None = None,
-    attention: SplitAttention | None = None,
+    heads: Int32Array | SplitAttention | None = None,
 ) -> Prices:
     """Price packs on groups of ranks.
 
@@ -228,26 +227,27 @@ def microbatch_prices(
         offsets: [microbatches + 1] pack i has the sequences `offsets[i]:offsets[i + 1]`.
         rank_offsets, ranks: group i has the ranks `ranks[rank_offsets[i]:rank_offsets[i + 1]]`, ascending.
         profile, ranks_per_node, padding_multiple: as for `profile_seconds`.
-        heads_degree: [microbatches] ranks of each group that share heads; None: groups are rings.
-        attention: groups share heads so that they take least (`quickest_heads`), where nobody says how.
+        heads: [microbatches] ranks of each group that share heads; or how groups may share them, and each then does so
+            that it takes least (`quickest_heads`); None: groups are rings.
     """
+    attention, heads_degree = (heads, None) if isinstance(heads, str) else (None, heads)
     working = np.flatnonzero(sizes_of(offsets))
     # Packs without sequences take no room in `work`: the others lie back to back without them.
     degree = sizes_of(rank_offsets)[working]
     pack = pack_work(work, np.append(offsets[working], offsets[-1:]), degree, profile, padding_multiple)
     seconds, encoder, language, held = np.zeros((4, len(offsets) - 1))
-    heads = np.int64(1) if heads_degree is None else heads_degree[working]
+    shared = np.int64(1) if heads_degree is None else heads_degree[working]
     seconds[working] = group_seconds(
         profile,
         pack,
         degree=degree,
         crosses_nodes=crosses_nodes(rank_offsets, ranks, ranks_per_node)[working],
-        heads_degree=heads,
+        heads_degree=shared,
         sets_cross_nodes=heads_degree is not None
-        and ranks_together(rank_offsets, ranks, ranks_per_node)[working] % heads != 0,
+        and ranks_together(rank_offsets, ranks, ranks_per_node)[working] % shared != 0,
     )
     wide = np.flatnonzero(degree > 1)
-    if attention is not None and heads_degree is None and len(wide):
+    if attention is not None and len(wide):
         _choices, found = _by_heads(
             attention,
             pack.take(wide),

@@ -94,9 +94,10 @@ def makespan_seconds(assignment: Assignment, batch: Batch, problem: Problem) -> 
 
 def assignment_prices(assignment: Assignment, batch: Batch, problem: Problem) -> Prices:
     """Price the micro-batches of an assignment."""
-    price = microbatch_prices(
-        *_packs(assignment, batch), **_on_ranks(assignment, problem), attention=problem.attention
-    ).at_speeds(problem.rank_speeds, assignment.rank_offsets, assignment.ranks)
+    heads = problem.attention if assignment.heads_degree is None else assignment.heads_degree
+    price = microbatch_prices(*_packs(assignment, batch), **_on_ranks(assignment, problem), heads=heads).at_speeds(
+        problem.rank_speeds, assignment.rank_offsets, assignment.ranks
+    )
     if batch.encoder_seconds is None:
         return price
     members = batch.encoder_seconds[assignment.members]
@@ -111,9 +112,8 @@ def with_heads(assignment: Assignment, batch: Batch, problem: Problem) -> Assign
     """Return the assignment with the heads degrees that take least, unless it has its own or groups are rings."""
     if problem.attention is None or assignment.heads_degree is not None:
         return assignment
-    place = _on_ranks(assignment, problem)
-    del place["heads_degree"]
-    return replace(assignment, heads_degree=quickest_heads(problem.attention, *_packs(assignment, batch), **place))
+    heads = quickest_heads(problem.attention, *_packs(assignment, batch), **_on_ranks(assignment, problem))
+    return replace(assignment, heads_degree=heads)
 
 
 def _packs(assignment: Assignment, batch: Batch) -> tuple[Work, IntArray]:
@@ -127,7 +127,6 @@ def _on_ranks(assignment: Assignment, problem: Problem) -> dict[str, Any]:
         "profile": problem.profile,
         "ranks_per_node": problem.ranks_per_node,
         "padding_multiple": problem.padding_multiple,
-        "heads_degree": assignment.heads_degree,
     }
 
 

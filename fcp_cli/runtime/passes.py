@@ -125,7 +125,7 @@ def _backward(
     ring: GroupMember, grad_out: Tensor, kept: Kept, scale: float, window: int | None, softcap: float | None
 ) -> Waits[tuple[Tensor, Tensor, Tensor]]:
     if window is None or fits_in(window, ring.layout):
-        return (yield from ring_backward(ring, grad_out, *kept, scale, softcap))
+        return (yield from ring_backward(ring, grad_out, kept, scale, softcap))
     return (yield from window_backward(ring, grad_out, kept, scale, window, softcap))
 
 

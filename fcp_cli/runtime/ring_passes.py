@@ -75,11 +75,7 @@ def ring_forward(
 def ring_backward(
     ring: GroupMember,
     grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    kept: Kept,
     scale: float,
     softcap: float | None = None,
 ) -> Waits[tuple[Tensor, Tensor, Tensor]]:
@@ -87,21 +83,22 @@ def ring_backward(
 
     Args:
         grad_out: [T, H, Dv].
-        ring, q, k, v, scale, softcap: as given to `ring_forward`.
-        out, lse: as `ring_forward` returned them. They hold the whole row, which makes each hop's share of dq, dk and
-            dv exact: shares need only be added.
+        ring, scale, softcap: as given to `ring_forward`.
+        kept: q, k and v as given to `ring_forward`, out and lse as it returned them. These hold the whole row, which
+            makes each hop's share of dq, dk and dv exact: shares need only be added.
 
     Returns:
         (dq [T, H, D], dk [T, G, D], dv [T, G, Dv]).
     """
+    q, k, v, out, lse = kept
     kernel = _kernel_of(q, softcap)
     if ring.degree == 1:
-        dq, dk, dv = _backward_own(kernel, ring, grad_out, Kept(q, k, v, out, lse), scale)
+        dq, dk, dv = _backward_own(kernel, ring, grad_out, kept, scale)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     messages = _Messages(ring, k, v, lse.dtype if ring.grad_dtype == "fp32" else k.dtype)
     arrival = messages.pass_on(0)
-    dq, dk, dv = _backward_own(kernel, ring, grad_out, Kept(q, k, v, out, lse), scale)
+    dq, dk, dv = _backward_own(kernel, ring, grad_out, kept, scale)
     sums, own_rows = _Sums(ring, dq, lse.dtype), _Gathered(grad_out, q, out, lse)
     shares: list[tuple[Hop, Tensor, Tensor]] = []  # of the hop before
     for hop in range(1, ring.degree):

@@ -20,6 +20,7 @@ EXCEPTIONS: dict[str, str] = {
     "fcp_cli.runtime.kernels.triton_rows._add_kernel": _TRITON,
     "fcp_cli.runtime.kernels.triton_rows._merge_kernel": _TRITON,
     "fcp_cli.runtime.kernels.triton_rows._take_kernel": _TRITON,
+    "fcp_cli.runtime.ring.forward": "a function of autograd takes its tensors and settings one by one",
     "fcp_cli.runtime.ring._attention_backward_operator": "an operator of a compiled graph takes its tensors one by one",
 }
 

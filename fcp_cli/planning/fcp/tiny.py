@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.plan.pricing import microbatch_prices, pack_work, quickest_heads
+from fcp_cli.plan.pricing import microbatch_prices, pack_work
 from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.compiled import tiny
 from fcp_cli.planning.compiled.tiny import ACROSS, INSIDE, Least, Nodes
@@ -87,10 +87,8 @@ def _prices(batch: Batch, problem: Problem) -> FloatArray:
             "ranks_per_node": per_node,
             "padding_multiple": problem.padding_multiple,
         }
-        heads = None
-        if problem.attention is not None:  # ranks across nodes lie as here, which they need not
-            heads = quickest_heads(problem.attention, work, offsets, **on_ranks)
-        priced = microbatch_prices(work, offsets, heads_degree=heads, **on_ranks).seconds
+        # Ranks across nodes lie as here, which they need not where they share heads.
+        priced = microbatch_prices(work, offsets, heads=problem.attention, **on_ranks).seconds
         seconds[1:, degree, place] = np.where(tokens <= degree * problem.tokens_per_rank, priced, np.inf)
     if per_node == 1:
         seconds[:, 2:, INSIDE] = seconds[:, 2:, ACROSS]

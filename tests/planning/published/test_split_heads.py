@@ -124,6 +124,6 @@ def test_groups_are_priced_as_with_the_heads_degrees_that_they_then_get(attentio
     }
     heads = quickest_heads(attention, **packs, **place)
     assert heads.max() > 1
-    together = microbatch_prices(**packs, **place, attention=attention)
-    apart = microbatch_prices(**packs, **place, heads_degree=heads)
+    together = microbatch_prices(**packs, **place, heads=attention)
+    apart = microbatch_prices(**packs, **place, heads=heads)
     assert together.seconds.tolist() == apart.seconds.tolist()

@@ -18,6 +18,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from fcp_cli.errors import RunError
+from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.runtime.agreement import agree_on_plan, require_causal, require_training
 from fcp_cli.runtime.contacts import open_contacts, report_to_stderr
 from fcp_cli.runtime.cursor import PlanCursor
@@ -75,37 +76,9 @@ class Follower:
             self.stack.check(model.config, model)
         self._device = device_of(models)
         self._plan = plan
-        tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
-        pipeline_parallel = parallel_state.get_pipeline_model_parallel_world_size()
-        self.metadata = agree_on_plan(
-            ProcessWorld(),
-            plan,
-            self._device,
-            tensor_parallel=tensor_parallel,
-            pipeline_parallel=pipeline_parallel,
-        )
-        require_training(self.metadata)
-        if not self.stack.follows_masks:
-            require_causal(self.metadata, plan, self.stack.name)
-        expert_parallel = parallel_state.get_expert_model_parallel_world_size()
         self._sharded = checks.is_sharded(self._chunks[0])
-        checks.check_interleaving(
-            self._config,
-            len(self._chunks),
-            self.metadata.virtual_stages,
-            stages=pipeline_parallel,
-            is_sharded=self._sharded,
-        )
-        times_pipelines = self.metadata.pipeline is not None
-        checks.check_waves(
-            pipeline_parallel,
-            expert_parallel,
-            self.metadata.sync,
-            times_pipelines=times_pipelines,
-            sharded=self._sharded,
-        )
-        if pipeline_parallel > 1:
-            self._config.variable_seq_lengths = True  # stages exchange the shapes, which now differ
+        tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
+        self.metadata = self._agree_on_plan(tensor_parallel)
         # The processes that hold the same part of the model, one per rank of the plan.
         self._peers = dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
         self._rank = self._peers.index(dist.get_rank())
@@ -135,6 +108,37 @@ class Follower:
         self._replica = parallel_state.get_model_parallel_group()
         self._shares_data: bool | None = None
         self._first_step = self._next_step = 0
+
+    def _agree_on_plan(self, tensor_parallel: int) -> PlanMetadata:
+        """Return what all ranks read of the plan; refuse one that this model's schedule cannot follow."""
+        pipeline_parallel = parallel_state.get_pipeline_model_parallel_world_size()
+        metadata = agree_on_plan(
+            ProcessWorld(),
+            self._plan,
+            self._device,
+            tensor_parallel=tensor_parallel,
+            pipeline_parallel=pipeline_parallel,
+        )
+        require_training(metadata)
+        if not self.stack.follows_masks:
+            require_causal(metadata, self._plan, self.stack.name)
+        checks.check_interleaving(
+            self._config,
+            len(self._chunks),
+            metadata.virtual_stages,
+            stages=pipeline_parallel,
+            is_sharded=self._sharded,
+        )
+        checks.check_waves(
+            pipeline_parallel,
+            parallel_state.get_expert_model_parallel_world_size(),
+            metadata.sync,
+            times_pipelines=metadata.pipeline is not None,
+            sharded=self._sharded,
+        )
+        if pipeline_parallel > 1:
+            self._config.variable_seq_lengths = True  # stages exchange the shapes, which now differ
+        return metadata
 
     def _open_rings(self, models: list[Any]) -> Rings | None:
         """Let ranks that meet in rings meet once; return Transformer Engine's rings, where its attention runs."""

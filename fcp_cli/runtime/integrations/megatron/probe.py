@@ -88,14 +88,18 @@ def probe(
             error, size = (t.flatten(1).norm(dim=1) for t in (grouped[:, shard.is_planned] - expected, expected))
             differences += (error / size.clamp_min(1e-30)).tolist()  # of the output, and of the gradient
     difference = _worst(differences, device)
-    tolerance = _TOLERANCES.get(weight.dtype, 5e-2)
+    _require_rounding(difference, weight.dtype)
+    return difference
+
+
+def _require_rounding(difference: float, dtype: torch.dtype) -> None:
+    tolerance = _TOLERANCES.get(dtype, 5e-2)
     if difference > tolerance:
         raise RunError(
             f"the probe before the first step failed: on the plan's groups attention differs by {difference:.1e} "
             f"(relative) from the same without a ring, and rounding explains {tolerance:.0e}; report it with "
             "the model and the output of fcp env"
         )
-    return difference
 
 
 class _MadeUp:

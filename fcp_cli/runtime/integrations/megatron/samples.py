@@ -196,18 +196,11 @@ def load_shard(
     member = row.ranks.index(rank)
     packs = [_sequences(samples, at, length) for at, length in zip(row.sequences, row.lengths, strict=True)]
     items = [sequence for pack, _ in packs for sequence in pack]
-    masks = tuple(mask for pack, mask in packs for _ in pack)
     lengths = padded = tuple(item[TOKENS].shape[-1] for item in items)
     if even_chunks:
         multiple = padding_multiple(multiple)
         padded = tuple(padded_tokens(lengths, row.degree, multiple).tolist())
-    masked = [at for at, (_, mask) in zip(row.sequences, packs, strict=True) if not mask.is_causal]
-    if masked and even_chunks:
-        raise RunError(
-            f"row {masked[0]} of the data set has a mask, which rings of equal chunks do not follow; set "
-            "FCP_ATTENTION=ring for fcp's own"
-        )
-    layout = shard_layout(padded, row.degree, row.heads_degree, *([masks] if masked else []))
+    layout = shard_layout(padded, row.degree, row.heads_degree, _masks(row, packs, even_chunks=even_chunks))
     positions = torch.from_numpy(layout.position_ids(member))
     index = torch.from_numpy(layout.index(member)) if row.degree > 1 else None
     padding = max(-(-len(positions) // multiple), 1) * multiple - len(positions)
@@ -237,6 +230,19 @@ def load_shard(
         lengths=lengths,
         ahead=look_ahead(items, _AHEAD, LOSS_MASK, places_ahead, shard_of) if places_ahead else None,
     )
+
+
+def _masks(
+    row: MicroBatch, packs: Sequence[tuple[list[dict[str, Tensor]], Mask]], *, even_chunks: bool
+) -> tuple[Mask, ...]:
+    """Return the mask of each sequence of a row's packs; none where all are causal."""
+    masked = [at for at, (_, mask) in zip(row.sequences, packs, strict=True) if not mask.is_causal]
+    if masked and even_chunks:
+        raise RunError(
+            f"row {masked[0]} of the data set has a mask, which rings of equal chunks do not follow; set "
+            "FCP_ATTENTION=ring for fcp's own"
+        )
+    return tuple(mask for pack, mask in packs for _ in pack) if masked else ()
 
 
 def _ended(tensor: Tensor, end: int) -> Tensor:
