@@ -591,6 +591,20 @@ def let_go_of_groups(model: DistributedDataParallel) -> None:
             module.forward.cache_clear()
         if hasattr(module, "token_dispatcher"):
             vars(module.token_dispatcher).clear()
+    if model.ddp_config.use_megatron_fsdp:
+        forget_sharded(model)
+
+
+def forget_sharded(model: Any) -> None:
+    """Megatron-FSDP hangs itself into hooks of modules and attributes of parameters, which lead back to its groups."""
+    for module in model.modules():
+        for name, hooked in vars(module).items():
+            if name.endswith("_hooks") and isinstance(hooked, dict):
+                hooked.clear()
+    for parameter in [*hooks.unwrapped(model).parameters(), *model.param_and_grad_buffer.param_to_name]:
+        vars(parameter).clear()
+    vars(model.param_and_grad_buffer).clear()
+    vars(model.module).clear()
 
 
 def two_forwards(
