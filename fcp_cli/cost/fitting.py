@@ -212,7 +212,7 @@ class _Terms:
         hops = degree / shared - 1
         rings = (hops > 0) & ~np.array([s.silent for s in samples], dtype=bool)
         place: dict[str, Any] = {"tokens": tokens, "degree": degree, "heads_degree": shared, "sets_cross_nodes": False}
-        exchanges = np.zeros_like(degree) if prior.heads is None else exchange_seconds(prior, **place)
+        exchanges: FloatArray = np.zeros_like(degree) if prior.heads is None else exchange_seconds(prior, **place)
         windowed: FloatArray = np.zeros_like(degree)
         halo: FloatArray = np.zeros_like(degree)
         work, unit = _work_of(samples, c).windows, _ring_unit(c)

@@ -29,7 +29,9 @@ def test_padding_on_either_side_is_taken_off_again() -> None:
         {},
         {"input_ids": [[0, 5, 6, 7]], "labels": [[-100, -100, 6, 7]], "attention_mask": [[0, 1, 1, 1]]},
     ):
-        tokens, labels = one_sequence(batch(**changes), 0)
+        found = one_sequence(batch(**changes), 0)
+        assert isinstance(found, tuple)
+        tokens, labels = found
         assert (tokens.tolist(), labels.tolist()) == ([5, 6, 7], [-100, 6, 7])
 
 

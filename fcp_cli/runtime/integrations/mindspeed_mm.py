@@ -78,7 +78,7 @@ def _prepare(model: Any) -> None:
     from fcp_cli.runtime.integrations.transformers import NAME, prepare
     from fcp_cli.runtime.integrations.transformers_loss import put_loss_head
 
-    base = base_model(model)
+    base: Any = base_model(model)
     if base.config.get_text_config()._attn_implementation != NAME:
         prepare(base)
     if put_loss_head(base) is None:

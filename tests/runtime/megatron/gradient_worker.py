@@ -770,6 +770,12 @@ def refused_models() -> dict[str, str]:
         "Megatron-FSDP in virtual stages": message_of(
             lambda: checks.check_interleaving(interleaved(), 2, 2, stages=2, is_sharded=True)
         ),
+        "router losses in virtual stages": message_of(
+            lambda: checks.check_interleaving(interleaved(**EXPERTS, moe_z_loss_coeff=1e-3), 2, 2, stages=2)
+        ),
+        "expert parallel in virtual stages": message_of(
+            lambda: checks.check_interleaving(interleaved(**EXPERTS, expert_model_parallel_size=2), 2, 2, stages=2)
+        ),
         "FSDP": message_of(lambda: checks.check_chunks([no_attention, fsdp])),
         "FSDP in iterations": message_of(lambda: checks.check_waves(1, 1, "iteration", sharded=True)),
         "FSDP by a mixin": message_of(lambda: checks.check_chunks([mixed_in])),

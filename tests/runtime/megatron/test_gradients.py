@@ -190,6 +190,10 @@ MODELS: Mapping[str, str] = {
     "--mtp-num-layers or the virtual stages out",
     "Megatron-FSDP in virtual stages": "Megatron-FSDP with virtual stages has not been made to follow a plan; leave "
     "--use-megatron-fsdp or the virtual stages out",
+    "router losses in virtual stages": "a router with a loss in virtual stages has not been made to follow a plan; leave "
+    "--moe-aux-loss-coeff, --moe-z-loss-coeff or the virtual stages out",
+    "expert parallel in virtual stages": "expert parallelism in virtual stages has not been made to follow a plan; leave "
+    "--expert-model-parallel-size or the virtual stages out",
     "FSDP": "the model is sharded with FSDP (FullyShardedDataParallel), which has not been made to work under Megatron; "
     "use Megatron-FSDP (--use-megatron-fsdp), or DistributedDataParallel with the distributed optimizer",
     "FSDP by a mixin": "the model is sharded with FSDP (FsdpModule), which has not",

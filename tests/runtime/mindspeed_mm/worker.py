@@ -79,7 +79,7 @@ def real_modules() -> tuple[ModuleType, ModuleType]:
     import transformers
 
     accelerate.utils.is_npu_available()  # both remember that there is none
-    transformers.utils.is_torch_npu_available()
+    transformers.utils.import_utils.is_torch_npu_available()
     setattr(torch, "npu", MagicMock(is_available=lambda: False))  # noqa: B010
     for name in _LEFT_OUT:
         sys.modules[name] = MagicMock(__file__=__file__, __spec__=ModuleSpec(name, None))
@@ -163,7 +163,7 @@ def trained(parallelize: ModuleType, engines: ModuleType, **changes: Any) -> Any
         def training_log(self, *args: Any, **kwargs: Any) -> None:
             losses.append(args[4]["loss"])
 
-    loader = DataLoader(list(range(ROWS)), batch_size=1, collate_fn=collate)  # type: ignore[arg-type]
+    loader: DataLoader[int] = DataLoader(list(range(ROWS)), batch_size=1, collate_fn=collate)  # type: ignore[arg-type]
     engine = Engine(arguments(**changes), loader, model, optimizer, schedule, checkpointer=MagicMock())
     try:
         engine.train()

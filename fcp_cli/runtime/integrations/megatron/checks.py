@@ -121,16 +121,17 @@ def check_interleaving(config: Any, chunks: int, planned: int, *, stages: int, i
         )
     if chunks == 1:
         return
-    if getattr(config, "mtp_num_layers", None):
-        raise RunError(
-            "multi-token prediction in virtual stages has not been made to follow a plan; leave --mtp-num-layers or "
-            "the virtual stages out"
-        )
-    if is_sharded:
-        raise RunError(
-            "Megatron-FSDP with virtual stages has not been made to follow a plan; leave --use-megatron-fsdp or the "
-            "virtual stages out"
-        )
+    beside = (
+        (predicts_several(config), "multi-token prediction in", "--mtp-num-layers"),
+        (is_sharded, "Megatron-FSDP with", "--use-megatron-fsdp"),
+        (balances_experts(config), "a router with a loss in", "--moe-aux-loss-coeff, --moe-z-loss-coeff"),
+        (config.expert_model_parallel_size > 1, "expert parallelism in", "--expert-model-parallel-size"),
+    )
+    for is_asked, what, option in beside:
+        if is_asked:
+            raise RunError(
+                f"{what} virtual stages has not been made to follow a plan; leave {option} or the virtual stages out"
+            )
     together = config.microbatch_group_size_per_vp_stage
     if together != stages:
         raise RunError(
