@@ -220,7 +220,7 @@ class _Terms:
             windowed = work.seconds / (c.attention_seconds_per_token2 or c.window_seconds_per_token2)
             messages = halo_messages(hops + 1, work.shortest_tokens, reach_tokens(c))
             exchanges = exchanges + rings * c.halo_message_seconds * messages
-            halo = c.halo_bytes_per_token / unit * work.halo_tokens
+            halo = c.halo_bytes_per_token / unit * work.halo_tokens.astype(np.float64)
         moved = rings * key_copies(prior, shared) * hops / degree
         return cls(
             attention=squares / degree,
