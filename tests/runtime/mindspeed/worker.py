@@ -215,7 +215,7 @@ def worst_share_error(plan: Path, case: Case, settings: argparse.Namespace, whol
     with torch.no_grad():
         for name, parameter in tiny.whole_names(model.module).items():
             parameter.copy_(share(whole.weights[name], parameter, case.tensor_parallel))
-    found, _ = steps_planned(plan, case, settings, model, lambda: own_gradients(model))
+    found, _ = steps_planned(plan, case, settings, model, lambda: own_gradients([model]))
     steps = zip(found, whole.gradients, strict=True)
     return max(share_error(gradients, named, case.tensor_parallel) for gradients, named in steps)
 
@@ -299,7 +299,7 @@ def steps_planned(
 
 def _numbers(reports: Any) -> Any:
     """What a step reported, without tensors, which newer Megatrons pickle in a way of their own."""
-    return [{name: tuple(map(float, pair)) for name, pair in report.items()} for report in reports]
+    return [{name: tuple(map(float, pair)) for name, pair in report.items()} for report in reports or ()]
 
 
 def _reverse(_: Any, __: Any, table: Tensor) -> Tensor | None:
