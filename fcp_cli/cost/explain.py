@@ -129,7 +129,7 @@ def seconds_table(
 def example_lengths(profile: CostProfile) -> list[int]:
     """Return powers of two from 1024 (less where work is short) around the break-even length."""
     middle = break_even_tokens(profile) or 16384.0
-    centre = round(math.log2(max(middle, 256.0)))
+    centre = round(math.log2(min(max(middle, 256.0), 2.0**40)))
     return [2**exponent for exponent in range(max(centre - 4, 6), centre + 4)]
 
 

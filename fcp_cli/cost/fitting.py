@@ -163,7 +163,7 @@ def predicted_seconds(samples: Sequence[Sample], profile: CostProfile) -> FloatA
 def _work_of(samples: Sequence[Sample], c: Coefficients) -> Work:
     """Return the work of each sample as a pack of causal text."""
     sizes = np.array([len(sample.lengths) for sample in samples], dtype=np.int64)
-    lengths = np.concatenate([np.array(sample.lengths, dtype=np.int64) for sample in samples])
+    lengths = np.array([tokens for sample in samples for tokens in sample.lengths], dtype=np.int64)
     return causal_work(lengths, c).packed(np.cumsum(sizes) - sizes)
 
 
