@@ -230,7 +230,7 @@ def random_labels(tokens: Fetch, rank: int) -> Fetch:
     def fetch(row: int) -> tuple[Tensor, Tensor]:
         ids = torch.as_tensor(tokens(row))
         labels = ids.clone()
-        labels[5 + rank] = -100
+        labels[(5 + rank) % len(labels)] = -100
         return ids, labels
 
     return fetch
