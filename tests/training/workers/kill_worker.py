@@ -104,7 +104,7 @@ def main(folder: Path, kills: int) -> None:
         is_new = not (folder / "killed" / "metrics.jsonl").exists()
         job = Job(folder, "killed", *(() if is_new else ("--resume",)))
         saved = job.run_dir / "checkpoints"
-        end = time.monotonic() + draw.uniform(0.0, 0.6) * seconds
+        end = time.monotonic() + draw.uniform(0.0, 0.4) * seconds  # a machine that was busy before may be quick now
         if number == 0:  # one for certain while ranks write, after a checkpoint that they resume from
             job.kill_when(partial(is_saving, saved))
         else:
